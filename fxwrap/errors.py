@@ -1,0 +1,90 @@
+"""Every error fxwrap raises on purpose.
+
+All derive from `FxwrapError`. A message says what was wrong, where, and what to do about it; the fields carry the
+same facts for programs that want to react.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class FxwrapError(Exception):
+    """Base of all errors that fxwrap raises on purpose."""
+
+
+class OptionError(FxwrapError):
+    """An option, mode or emitter that does not exist, or a value it cannot take."""
+
+
+@dataclass
+class GraphError(FxwrapError):
+    """An FX graph that fxwrap cannot compile: the node, its place in the model's source, and the remedy.
+
+    Fields: `node` is the FX node's name ("" when the graph as a whole is at fault), `reason` what is wrong,
+    `remedy` what to do, `location` "file:line" of the model's source or "".
+    """
+
+    node: str
+    reason: str
+    remedy: str
+    location: str = ""
+
+    def __str__(self) -> str:
+        where = f"node '{self.node}'" if self.node else "graph"
+        place = f" ({self.location})" if self.location else ""
+        return f"{where}{place}: {self.reason}. {self.remedy}"
+
+
+@dataclass
+class VerifyError(FxwrapError):
+    """A program that breaks a rule of the Wrapper IR.
+
+    Fields: `rule` the rule's short name, `reason` what is wrong, `context` the bad line between its neighbours,
+    marked with '>'.
+    """
+
+    rule: str
+    reason: str
+    context: str = ""
+
+    def __str__(self) -> str:
+        return f"[{self.rule}] {self.reason}" + (f"\n{self.context}" if self.context else "")
+
+
+@dataclass
+class ParseError(FxwrapError):
+    """IR text that cannot be read: what was expected, at which line and column (both from 1)."""
+
+    reason: str
+    line: int
+    column: int
+    text: str = ""
+
+    def __str__(self) -> str:
+        pointer = f"\n  {self.text}\n  {' ' * (self.column - 1)}^" if self.text else ""
+        return f"line {self.line}, column {self.column}: {self.reason}{pointer}"
+
+
+@dataclass
+class Unsupported(FxwrapError):
+    """A line (or kernel, or type) that a converter cannot express: which one, by which converter, and why."""
+
+    line: str
+    converter: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the {self.converter} converter cannot express '{self.line}': {self.reason}"
+
+
+class InputError(FxwrapError):
+    """Run-time inputs that a program was not compiled for: wrong number, dtype, device, shape, stride or class."""
+
+
+class NativeBuildError(FxwrapError):
+    """The C++ compiler is missing or failed. The message holds the command and the compiler's own output."""
+
+
+class NativeRuntimeError(RuntimeError):
+    """An error that an emitted C++ program raised while running, with the operator's own message."""
