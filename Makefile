@@ -1,0 +1,40 @@
+# Two commands do everything on a machine with Python and g++:
+#   make demo   create a virtual environment, install fxwrap into it, run the quickstart
+#   make test   the same set-up with the test tools, then ruff, mypy and the test-suite
+#
+# make test PYTHON=python3.12 VENV=.venv312     another interpreter, in an environment of its own
+# make test PYTEST_ARGS="-x tests/test_layers.py"     part of the suite
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?= -n 2
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+REQUIREMENTS := pyproject.toml constraints.txt
+
+.PHONY: demo test clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# An installation is done when its stamp is newer than what it was made from, so that a second run costs nothing.
+$(VENV)/.installed-demo: $(REQUIREMENTS)
+	@command -v g++ >/dev/null || { echo "fxwrap builds C++: install g++ first (Debian: apt-get install g++)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-demo
+	$(INSTALL) --editable ".[test,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

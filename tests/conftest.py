@@ -1,0 +1,90 @@
+"""What every test runs under: one thread a process, a fixed Triton setting, and no skip that nobody counts."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Generator, Iterator
+
+# Both must be set before torch and Triton are imported. Under pytest-xdist each worker has one core to itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton 3.9 warns where this is unset, because 3.10 turns the fusing of multiplications and additions off. Tests
+# compare with tolerances that hold either way, so they take the newer default.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
+
+import hypothesis
+import pytest
+import torch
+
+NO_CUDA = "needs a CUDA device"
+
+# The only reasons for which a test may be skipped. A skip for any other reason is reported as a failure.
+ALLOWED_SKIPS = frozenset({NO_CUDA})
+
+# No deadline: a test shares its core with compilers, and an example that builds a kernel takes seconds once.
+hypothesis.settings.register_profile("fxwrap", deadline=None)
+hypothesis.settings.load_profile("fxwrap")
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite golden files from what the tests print")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be rewritten rather than compared."""
+    return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Forget what torch.compile has compiled, before the test and after it."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+
+
+def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:
+    """The reason for which a test or a module was skipped; None where it was not, or is an expected failure."""
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return None
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+def _refuse_unknown_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = _skip_reason(report)
+    if reason is None or reason in ALLOWED_SKIPS:
+        return
+    report.outcome = "failed"
+    report.longrepr = f"skipped because '{reason}', which is not in ALLOWED_SKIPS of tests/conftest.py"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _refuse_unknown_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_unknown_skip(report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons = Counter(_skip_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in sorted(reasons.items(), key=str):
+        terminalreporter.write_line(f"skipped {count}: {reason}")
