@@ -1,4 +1,4 @@
-"""What every test runs under: one thread a process, a fixed Triton setting, and no skip that nobody counts."""
+"""What every test runs under: one thread a process, one Triton setting, and no skip that nobody counts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 
-# Both must be set before torch and Triton are imported. Under pytest-xdist each worker has one core to itself.
+# Both must be set before torch and Triton are imported. Under pytest-xdist each worker has one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Triton 3.9 warns where this is unset, because 3.10 turns the fusing of multiplications and additions off. Tests
-# compare with tolerances that hold either way, so they take the newer default.
+# Triton 3.9 warns where this is unset, because 3.10 will no longer fuse multiplications with additions unless
+# asked to. Tests compare with tolerances that hold either way, so they take the newer default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
 
 import hypothesis
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite golden files from what the tests print")
+    parser.addoption("--update-golden", action="store_true", help="rewrite golden files from what is printed")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:
-    """The reason for which a test or a module was skipped; None where it was not, or is an expected failure."""
+    """Why a test or a module was skipped; None where it was not, or where it is an expected failure."""
     if not report.skipped or hasattr(report, "wasxfail"):
         return None
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
