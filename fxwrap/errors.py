@@ -88,3 +88,7 @@ class NativeBuildError(FxwrapError):
 
 class NativeRuntimeError(RuntimeError):
     """An error that an emitted C++ program raised while running, with the operator's own message."""
+
+
+class ExpressionError(FxwrapError):
+    """A symbolic size or condition that the IR has no form for: an unknown symbol, function or kind of operand."""

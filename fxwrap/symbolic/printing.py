@@ -1,0 +1,186 @@
+"""What the expression printers of all languages share: operators, their order and their parentheses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+from fractions import Fraction
+
+import sympy
+
+from fxwrap import torch_compat
+from fxwrap.errors import ExpressionError
+from fxwrap.symbolic.functions import BY_CLASS, RELATION_BY_CLASS, FunctionSpec
+from fxwrap.symbolic.symbols import Expression
+
+
+class Precedence(IntEnum):
+    """How tightly the outermost operator of a printed expression binds."""
+
+    CONDITIONAL = 0
+    OR = 1
+    AND = 2
+    NOT = 3
+    COMPARE = 4
+    ADD = 5
+    MULTIPLY = 6
+    UNARY = 7
+    POWER = 8
+    ATOM = 9
+
+
+def ordered_terms(node: sympy.Add) -> tuple[sympy.Basic, ...]:
+    """The terms of a sum in the order in which every printer writes and the evaluator adds them: constant last."""
+    first, *others = node.args
+    return (*others, first) if isinstance(first, sympy.Number) else node.args
+
+
+def ceiling_operand(base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic | None:
+    """`x` if floordiv(base, divisor) is how torch writes ceil(x / divisor), that is base = x + divisor - 1."""
+    if not isinstance(base, sympy.Add):
+        return None
+    if isinstance(divisor, sympy.Integer) and divisor > 1 and divisor - 1 in base.args:
+        removed: tuple[sympy.Basic, ...] = (divisor - 1,)
+    elif isinstance(divisor, sympy.Symbol) and divisor in base.args and sympy.S.NegativeOne in base.args:
+        removed = (divisor, sympy.S.NegativeOne)
+    else:
+        return None
+    rest = [argument for argument in base.args if argument not in removed]
+    return sympy.Add(*rest) if rest else None
+
+
+class ExpressionPrinter(ABC):
+    """Prints canonical expressions in one language; `names` gives the text of symbols that go by another name."""
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self._names = names or {}
+
+    def print(self, expression: Expression) -> str:
+        """The text of a size or condition. Raises `ExpressionError` for a node that is not canonical."""
+        if type(expression) is int:
+            return self.integer(expression)
+        return self._render(expression)[0]
+
+    @abstractmethod
+    def integer(self, value: int) -> str:
+        """An integer constant; negative ones begin with '-'."""
+
+    @abstractmethod
+    def real(self, value: float) -> str:
+        """A finite float constant; negative ones begin with '-'."""
+
+    @abstractmethod
+    def rational(self, value: Fraction) -> str:
+        """A positive rational constant that is not an integer, as a quotient."""
+
+    @abstractmethod
+    def special(self, name: str) -> str:
+        """One of `true`, `false`, `inf`, `int_inf`, `nan`."""
+
+    @abstractmethod
+    def power(self, base: sympy.Basic, exponent: int) -> tuple[str, Precedence]:
+        """A power with a constant integer exponent."""
+
+    @abstractmethod
+    def function(self, spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
+        """A function of the table `FUNCTIONS` on its operands."""
+
+    def operand(self, node: sympy.Basic, least: Precedence) -> str:
+        """The text of a subexpression, in parentheses if it binds less tightly than `least`."""
+        text, precedence = self._render(node)
+        return text if precedence >= least else f"({text})"
+
+    def call(self, name: str, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
+        """The text `name(operands)`."""
+        return f"{name}({', '.join(self._render(operand)[0] for operand in operands)})", Precedence.ATOM
+
+    def _render(self, node: sympy.Basic) -> tuple[str, Precedence]:
+        node_class = type(node)
+        if node_class is sympy.Symbol:
+            return self._names.get(node.name, node.name), Precedence.ATOM
+        if isinstance(node, sympy.Number) or node is sympy.true or node is sympy.false:
+            return self._constant(node)
+        if node_class is sympy.Add:
+            return self._sum(node), Precedence.ADD
+        if node_class is sympy.Mul:
+            negative, text = self._signed(node)
+            return ("-" if negative else "") + text, Precedence.MULTIPLY
+        if node_class is sympy.Pow:
+            base, exponent = node.args
+            return self.power(base, int(exponent))
+        relation = RELATION_BY_CLASS.get(node_class)
+        if relation is not None:
+            left, right = (self.operand(side, Precedence.ADD) for side in node.args)
+            return f"{left} {relation.mark} {right}", Precedence.COMPARE
+        spec = BY_CLASS.get(node_class)
+        if spec is None:
+            raise ExpressionError(f"the expression language has no {node_class.__name__} (in {node})")
+        return self.function(spec, node.args)
+
+    def _constant(self, node: sympy.Basic) -> tuple[str, Precedence]:
+        special = _SPECIALS.get(node)
+        if special is not None:
+            return self.special(special), Precedence.ATOM
+        negative, magnitude = _split_sign(node)
+        if magnitude in _SPECIALS:
+            text, precedence = self.special(_SPECIALS[magnitude]), Precedence.ATOM
+        elif isinstance(node, sympy.Integer):
+            text, precedence = self.integer(int(node)), Precedence.UNARY if negative else Precedence.ATOM
+            negative = False
+        elif isinstance(node, sympy.Float):
+            text, precedence = self.real(float(node)), Precedence.UNARY if negative else Precedence.ATOM
+            negative = False
+        else:
+            text, precedence = self.rational(Fraction(magnitude.p, magnitude.q)), Precedence.MULTIPLY
+        if not negative:
+            return text, precedence
+        return f"-{text}", min(precedence, Precedence.UNARY)
+
+    def _sum(self, node: sympy.Add) -> str:
+        text = ""
+        for term in ordered_terms(node):
+            negative, magnitude = self._signed(term)
+            if not text:
+                text = f"-{magnitude}" if negative else magnitude
+            else:
+                text += f" {'-' if negative else '+'} {magnitude}"
+        return text
+
+    def _signed(self, term: sympy.Basic) -> tuple[bool, str]:
+        """Whether a term of a sum has a minus in front, and its text without it."""
+        if isinstance(term, sympy.Mul):
+            return self._product(term)
+        if isinstance(term, sympy.Number):
+            negative, magnitude = _split_sign(term)
+            return negative, self.operand(magnitude, Precedence.MULTIPLY)
+        return False, self.operand(term, Precedence.MULTIPLY)
+
+    def _product(self, node: sympy.Mul) -> tuple[bool, str]:
+        factors: Iterator[sympy.Basic] = iter(node.args)
+        first = next(factors)
+        texts: list[str] = []
+        negative = False
+        if isinstance(first, sympy.Number):
+            negative, magnitude = _split_sign(first)
+            if magnitude is not sympy.S.One:
+                texts.append(self.operand(magnitude, Precedence.MULTIPLY))
+        else:
+            texts.append(self.operand(first, Precedence.MULTIPLY))
+        for factor in factors:
+            texts.append(self.operand(factor, Precedence.UNARY))
+        return negative, "*".join(texts)
+
+
+_SPECIALS: dict[sympy.Basic, str] = {
+    sympy.true: "true",
+    sympy.false: "false",
+    sympy.oo: "inf",
+    torch_compat.int_oo: "int_inf",
+    sympy.nan: "nan",
+}
+
+
+def _split_sign(number: sympy.Number) -> tuple[bool, sympy.Number]:
+    negative = number in (-sympy.oo, -torch_compat.int_oo) or bool(number.is_negative)
+    return negative, -number if negative else number

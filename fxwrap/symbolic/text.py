@@ -1,0 +1,233 @@
+"""Expressions in IR text: the printer, and the parser over a token stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import sympy
+from sympy.logic.boolalg import Boolean
+
+from fxwrap import torch_compat
+from fxwrap.errors import ExpressionError
+from fxwrap.symbolic.canonical import unwrap
+from fxwrap.symbolic.construct import apply, ceiling_division, compare, constant, power
+from fxwrap.symbolic.functions import BY_NAME, RELATION_BY_MARK, FunctionSpec
+from fxwrap.symbolic.kinds import expression_kind
+from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, ceiling_operand
+from fxwrap.symbolic.symbols import Expression, Size, make_symbol
+from fxwrap.symbolic.tokens import Token, TokenStream
+
+_CONSTANTS: dict[str, sympy.Basic] = {
+    "true": sympy.true,
+    "false": sympy.false,
+    "inf": sympy.oo,
+    "int_inf": torch_compat.int_oo,
+    "nan": sympy.nan,
+}
+_CONNECTIVES = frozenset(["and", "or", "not"])
+_CONDITION_TAKERS = frozenset(["where", "identity", "bitwise_and", "bitwise_or", "bitwise_xor"])
+_CONTINUATIONS = frozenset(["+", "-", "*", "/", "**", "(", *RELATION_BY_MARK])
+
+
+class TextPrinter(ExpressionPrinter):
+    """Prints expressions as IR text, from which `parse_expr` reads back an equal expression."""
+
+    def integer(self, value: int) -> str:
+        return str(value)
+
+    def real(self, value: float) -> str:
+        return repr(value)
+
+    def rational(self, value: Fraction) -> str:
+        return f"{value.numerator}/{value.denominator}"
+
+    def special(self, name: str) -> str:
+        return name
+
+    def power(self, base: sympy.Basic, exponent: int) -> tuple[str, Precedence]:
+        return f"{self.operand(base, Precedence.ATOM)}**{exponent}", Precedence.POWER
+
+    def function(self, spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
+        if spec.name == "floordiv":
+            ceiling = ceiling_operand(*operands)
+            if ceiling is not None:
+                return self.call("ceildiv", (ceiling, operands[1]))
+        return self.call(spec.name, operands)
+
+
+_PRINTER = TextPrinter()
+
+
+def print_expr(expression: Expression) -> str:
+    """The IR text of a canonical size or condition, such as `64*s0 + 3` or `ceildiv(n0, 1024)`.
+
+    `parse_expr` of the text equals the expression, floats to the last bit.
+    """
+    if type(expression) is int:
+        return str(expression)
+    return _print_cached(expression)
+
+
+@lru_cache(maxsize=65536)
+def _print_cached(expression: sympy.Basic) -> str:
+    return _PRINTER.print(expression)
+
+
+def parse_expr(text: str) -> Expression:
+    """The canonical expression that a whole text holds. Raises `ParseError` with line and column."""
+    stream = TokenStream(text)
+    expression = read_expr(stream)
+    stream.expect("end")
+    return expression
+
+
+def read_expr(stream: TokenStream) -> Expression:
+    """Read the longest size or condition at the stream's position. Raises `ParseError` with line and column."""
+    atom = _read_lone_atom(stream)
+    return atom if atom is not None else unwrap(_comparison(stream))
+
+
+def read_size(stream: TokenStream) -> Size:
+    """Read the longest size, leaving comparison marks (`<`, `>`, ...) for the caller. Raises `ParseError`."""
+    atom = _read_lone_atom(stream)
+    return atom if atom is not None else unwrap(_sum(stream))
+
+
+def _read_lone_atom(stream: TokenStream) -> Expression | None:
+    """An integer or symbol that no operator follows: nearly every size of a program, so read without recursion."""
+    token = stream.peek()
+    if token.kind == "number":
+        if token.text.isdigit() and stream.peek(1).kind not in _CONTINUATIONS:
+            stream.next()
+            return int(token.text)
+    elif token.kind == "name" and stream.peek(1).kind not in _CONTINUATIONS:
+        stream.next()
+        return _named(stream, token)
+    return None
+
+
+def _comparison(stream: TokenStream) -> sympy.Basic:
+    left = _sum(stream)
+    mark = stream.peek().kind
+    if mark not in RELATION_BY_MARK:
+        return left
+    stream.next()
+    return compare(mark, left, _sum(stream))
+
+
+def _sum(stream: TokenStream) -> sympy.Basic:
+    start = stream.peek()
+    terms = [_product(stream, [])]
+    while True:
+        if stream.accept("+"):
+            terms.append(_product(stream, []))
+        elif stream.accept("-"):
+            terms.append(_product(stream, [sympy.S.NegativeOne]))
+        elif len(terms) == 1:
+            return terms[0]
+        else:
+            return sympy.Add(*_numbers(stream, terms, start))
+
+
+def _product(stream: TokenStream, signs: list[sympy.Basic]) -> sympy.Basic:
+    start = stream.peek()
+    factors = [*signs, *_factor(stream)]
+    while True:
+        if stream.accept("*"):
+            factors.extend(_factor(stream))
+        elif stream.at("/"):
+            mark = stream.next()
+            factors.extend(_reciprocal(stream, _factor(stream), mark))
+        elif len(factors) == 1:
+            return factors[0]
+        else:
+            return sympy.Mul(*_numbers(stream, factors, start))
+
+
+def _reciprocal(stream: TokenStream, factors: list[sympy.Basic], mark: Token) -> list[sympy.Basic]:
+    *signs, divisor = _numbers(stream, factors, mark)
+    if divisor.is_zero:
+        raise stream.error("division by the constant zero", mark)
+    return [*signs, sympy.Pow(divisor, -1)]
+
+
+def _factor(stream: TokenStream) -> list[sympy.Basic]:
+    """A power, preceded by -1 for each minus in front of it: a product is built in one step, never in nested ones."""
+    if stream.accept("-"):
+        return [sympy.S.NegativeOne, *_factor(stream)]
+    start = stream.peek()
+    base = _atom(stream)
+    if not stream.accept("**"):
+        return [base]
+    exponent = sympy.Mul(*_numbers(stream, _factor(stream), start))
+    _numbers(stream, [base], start)
+    if base.is_zero and exponent.is_negative:
+        raise stream.error("negative power of the constant zero", start)
+    return [power(base, exponent)]
+
+
+def _numbers(stream: TokenStream, operands: list[sympy.Basic], start: Token) -> list[sympy.Basic]:
+    """The operands of an arithmetic operator, none of which may be a condition."""
+    for operand in operands:
+        if isinstance(operand, Boolean) and not isinstance(operand, sympy.Symbol):
+            raise stream.error(f"'{_print_cached(operand)}' is a condition, not a number", start)
+    return operands
+
+
+def _atom(stream: TokenStream) -> sympy.Basic:
+    token = stream.peek()
+    if token.kind == "number":
+        stream.next()
+        return constant(int(token.text) if token.text.isdigit() else float(token.text))
+    if token.kind == "(":
+        stream.next()
+        inner = _comparison(stream)
+        stream.expect(")")
+        return inner
+    if token.kind != "name":
+        raise stream.error(f"expected an expression, found {token.describe()}")
+    stream.next()
+    return _call(stream, token) if stream.at("(") else _named(stream, token)
+
+
+def _named(stream: TokenStream, token: Token) -> sympy.Basic:
+    named_constant = _CONSTANTS.get(token.text)
+    if named_constant is not None:
+        return named_constant
+    try:
+        return make_symbol(token.text)
+    except ExpressionError as error:
+        raise stream.error(str(error), token) from None
+
+
+def _call(stream: TokenStream, name: Token) -> sympy.Basic:
+    spec = BY_NAME.get(name.text)
+    if spec is None and name.text != "ceildiv":
+        raise stream.error(f"unknown function '{name.text}'; known: ceildiv, {', '.join(sorted(BY_NAME))}", name)
+    operands = _operands(stream)
+    arity = 2 if spec is None else spec.arity
+    if not operands or (arity is not None and len(operands) != arity):
+        wanted = "at least 1 operand" if arity is None else f"{arity} operand{'s' if arity > 1 else ''}"
+        raise stream.error(f"{name.text} takes {wanted}, not {len(operands)}", name)
+    if spec is None:
+        return ceiling_division(*_numbers(stream, operands, name))
+    if spec.name in _CONNECTIVES:
+        for operand in operands:
+            if expression_kind(operand) != "bool":
+                raise stream.error(f"{name.text} takes conditions, not '{print_expr(operand)}'", name)
+    elif spec.name not in _CONDITION_TAKERS:
+        _numbers(stream, operands, name)
+    return apply(spec, operands)
+
+
+def _operands(stream: TokenStream) -> list[sympy.Basic]:
+    stream.expect("(")
+    operands: list[sympy.Basic] = []
+    while not stream.at(")"):
+        operands.append(_comparison(stream))
+        if not stream.accept(","):
+            break
+    stream.expect(")")
+    return operands

@@ -1,0 +1,195 @@
+"""The tokens of IR text, shared by the expression parser and the program parser."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple, NoReturn
+
+from fxwrap.errors import ParseError
+
+PUNCTUATION = (
+    "->", "**", "<=", ">=", "==", "!=",
+    "(", ")", "[", "]", "{", "}", "<", ">", ",", ":", "=", "|", "*", "+", "-", "/",
+)  # fmt: skip
+"""Every punctuation token, two characters before one; a punctuation token's kind is its text."""
+
+_TOKEN = re.compile(
+    r"[ \t\r\f]*(?:"
+    r"(?P<name>[^\W\d]\w*(?:\.\w+)*)"
+    r"|%(?P<value>\w+(?:\.\w+)*)"
+    r"|(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])"
+    r"|(?P<raw>\"\"\".*?\"\"\")"
+    r"|(?P<string>\"(?:[^\"\\\n]|\\.)*\")"
+    r"|(?P<newline>\n(?:[ \t\r\f]*(?:#[^\n]*)?\n)*)"
+    r"|@(?P<at>\w+(?:\.\w+)*)"
+    r"|\^(?P<label>\w+(?:\.\w+)*)"
+    r"|(?P<comment>#[^\n]*)"
+    rf"|(?P<punctuation>{'|'.join(re.escape(mark) for mark in PUNCTUATION)})"
+    r"|(?P<end>\Z)"
+    r")",
+    re.DOTALL,
+)
+_PREFIXES = {"value": "%", "at": "@", "label": "^"}
+_CLOSING = {"(": 1, "[": 1, ")": -1, "]": -1}
+
+
+class Token(NamedTuple):
+    """One token: its kind, its text and where it starts (line and column from 1).
+
+    Kinds are `value` (`%name`), `name` (dots allowed), `at` (`@name`), `label` (`^name`), `number`, `string`, `newline`,
+    `end`, and for punctuation the mark itself. The text of `value`, `at` and `label` is without the prefix; that of a
+    `string` is its decoded content.
+    """
+
+    kind: str
+    text: str
+    line: int
+    column: int
+
+    def describe(self) -> str:
+        """The token as an error message names it."""
+        if self.kind in ("newline", "end"):
+            return f"end of {'line' if self.kind == 'newline' else 'text'}"
+        if self.kind == "string":
+            return f"string {json.dumps(self.text if len(self.text) < 40 else self.text[:37] + '...')}"
+        return f"'{_PREFIXES.get(self.kind, '')}{self.text}'"
+
+
+def tokenize(text: str) -> list[Token]:
+    """Split IR text into tokens, the last of kind `end`.
+
+    Comments and blank lines vanish. A run of line ends is one `newline` token; inside `()` and `[]`, and before the
+    first token, there is none. Raises `ParseError` at the first character that starts no token.
+    """
+    tokens: list[Token] = []
+    append = tokens.append
+    match_at = _TOKEN.match
+    line, line_start, position, depth = 1, 0, 0, 0
+    while True:
+        match = match_at(text, position)
+        if match is None:
+            _fail(text, position, line, line_start)
+        kind = match.lastgroup
+        assert kind is not None  # every alternative of the pattern is a named group
+        start, position = match.span(kind)
+        if kind == "punctuation":
+            mark = match[kind]
+            depth = max(0, depth + _CLOSING.get(mark, 0))
+            append(Token(mark, mark, line, start - line_start + 1))
+        elif kind == "newline":
+            if depth == 0 and tokens and tokens[-1].kind != "newline":
+                append(Token("newline", "\n", line, start - line_start + 1))
+            line += match[kind].count("\n")
+            line_start = position
+        elif kind == "raw":
+            content = text[start + 3 : position - 3]
+            append(Token("string", content, line, start - line_start + 1))
+            if "\n" in content:
+                line += content.count("\n")
+                line_start = text.rindex("\n", start, position) + 1
+        elif kind == "string":
+            append(Token("string", _decode(text, start, position, line, line_start), line, start - line_start + 1))
+        elif kind == "end":
+            append(Token("end", "", line, start - line_start + 1))
+            return tokens
+        elif kind != "comment":
+            prefix = 1 if kind in _PREFIXES else 0
+            append(Token(kind, match[kind], line, start - line_start + 1 - prefix))
+
+
+def quote(text: str, *, raw: bool = False) -> str:
+    """`text` as a string token; with `raw`, between triple quotes and unescaped if the content allows that.
+
+    `tokenize(quote(text))` gives back `text` exactly for every string.
+    """
+    if raw and '"""' not in text and not text.endswith('"') and "\r" not in text:
+        return f'"""{text}"""'
+    return json.dumps(text)
+
+
+def _decode(text: str, start: int, end: int, line: int, line_start: int) -> str:
+    if "\\" not in text[start:end]:
+        return text[start + 1 : end - 1]
+    try:
+        decoded: str = json.loads(text[start:end], strict=False)
+    except json.JSONDecodeError as error:
+        column = start + error.pos - line_start + 1
+        raise ParseError(f"bad escape in string: {error.msg}", line, column, _line_at(text, line_start)) from None
+    return decoded
+
+
+def _fail(text: str, position: int, line: int, line_start: int) -> NoReturn:
+    while text[position] in " \t\r\f":
+        position += 1
+    character = text[position]
+    if text.startswith('"""', position):
+        reason = 'string that is never closed by """'
+    elif character == '"':
+        reason = "string that is not closed on its line"
+    elif character.isdigit():
+        reason = "malformed number; digits followed by letters or dots must be quoted"
+    else:
+        reason = f"character {character!r} starts no token"
+    raise ParseError(reason, line, position - line_start + 1, _line_at(text, line_start))
+
+
+def _line_at(text: str, line_start: int) -> str:
+    end = text.find("\n", line_start)
+    return text[line_start : end if end >= 0 else len(text)]
+
+
+class TokenStream:
+    """Tokens with a position: what a recursive-descent parser needs, its errors with line, column and source line."""
+
+    __slots__ = ("_lines", "_position", "_source", "_tokens")
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._tokens = tokenize(source)
+        self._position = 0
+        self._lines: list[str] | None = None
+
+    def peek(self, offset: int = 0) -> Token:
+        """The token `offset` places ahead, without taking it; the `end` token past the end."""
+        tokens = self._tokens
+        position = self._position + offset
+        return tokens[position] if position < len(tokens) else tokens[-1]
+
+    def next(self) -> Token:
+        """Take the next token; at the end, the `end` token again and again."""
+        token = self._tokens[self._position]
+        if token.kind != "end":
+            self._position += 1
+        return token
+
+    def at(self, kind: str, text: str | None = None) -> bool:
+        """Whether the next token is of this kind, and has this text if one is given."""
+        token = self._tokens[self._position]
+        return token.kind == kind and (text is None or token.text == text)
+
+    def accept(self, kind: str, text: str | None = None) -> Token | None:
+        """Take the next token if it is of this kind (and text), else leave it and return None."""
+        return self.next() if self.at(kind, text) else None
+
+    def expect(self, kind: str, text: str | None = None) -> Token:
+        """Take the next token; raises `ParseError` there if it is of another kind or text."""
+        if not self.at(kind, text):
+            wanted = f"'{text or kind}'" if text or kind in PUNCTUATION else f"a {kind}"
+            raise self.error(f"expected {wanted}, found {self.peek().describe()}")
+        return self.next()
+
+    def mark(self) -> int:
+        """The position, for `reset` to come back to."""
+        return self._position
+
+    def reset(self, mark: int) -> None:
+        """Go back (or forward) to a marked position."""
+        self._position = mark
+
+    def error(self, reason: str, token: Token | None = None) -> ParseError:
+        """A `ParseError` at `token` (the next one if None), for the caller to raise."""
+        place = token or self.peek()
+        if self._lines is None:
+            self._lines = self._source.split("\n")
+        return ParseError(reason, place.line, place.column, self._lines[place.line - 1])
