@@ -1,4 +1,4 @@
-"""What every test runs under: one thread a process, one Triton setting, and no skip that nobody counts."""
+"""What every test runs under: one thread a process, and no skip that nobody counts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 
-# Both must be set before torch and Triton are imported. Under pytest-xdist each worker has one core.
+# Must be set before torch is imported. Under pytest-xdist each worker has one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Triton 3.9 warns where this is unset, because 3.10 will no longer fuse multiplications with additions unless
-# asked to. Tests compare with tolerances that hold either way, so they take the newer default.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
 
 import hypothesis
 import pytest

@@ -44,7 +44,7 @@ class ModelCase:
     has_dropout: bool = True
 
     def build(self, seed: int, dropout: bool = False, layers: int | None = None) -> nn.Module:
-        """The model in eval mode, float32 weights drawn from `seed`; dropout acts once it is in train mode."""
+        """The model in eval mode, float32 weights drawn from `seed`; dropout acts once in train mode."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.make_model(DROPOUT if dropout else 0.0, layers or self.layers)
