@@ -1,0 +1,126 @@
+"""Lines that call operators outside fxwrap: ATen's, or a user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..wrapper_ir import Effect, Form, LineBase, Value, attribute, define, leaves, line_class, read, target, write
+
+
+def _alias(results: tuple[Any, ...], aliases: tuple[Value | None, ...], result: Value) -> Value | None:
+    if not aliases:
+        return None
+    flat = [leaf for leaf in leaves(results)]
+    return aliases[next(index for index, leaf in enumerate(flat) if leaf is result or leaf == result)]
+
+
+def _verify_aliases(line: Call | Mutate) -> str | None:
+    if not line.aliases:
+        return None
+    if len(line.aliases) != len(list(leaves(line.results))):
+        return "aliases name one operand, or none, for each result"
+    operands = set(leaves((line.arguments, tuple(item for _, item in line.keywords))))
+    for alias in line.aliases:
+        if alias is not None and alias not in operands:
+            return f"%{alias.name} is named as an alias but is no operand"
+    return None
+
+
+@line_class("extern.call")
+class Call(LineBase):
+    """Calls an operator that changes nothing it is given, or its out= form, which fills `outs`.
+
+    `target` is "namespace.name.overload". Results are new roots, but for those that `aliases` says share an operand's
+    root; a result that the program does not use, or that the operator leaves undefined, is `_` with type `none`.
+    `outs` go to the operator's out arguments in the order of its schema.
+
+    Example: `%y, %mean, %rstd = extern.call @aten.native_layer_norm.default(%x, [8], %w, %b, 1e-05) : f32[4, 8]@cpu, ...`
+    """
+
+    results: tuple[Any, ...] = define(Form.RESULTS)
+    target: str = target()
+    arguments: tuple[Any, ...] = read(Form.ARGUMENTS)
+    keywords: tuple[tuple[str, Any], ...] = read(Form.NAMED, ())
+    outs: tuple[Value, ...] = write(Form.SEQUENCE, ())
+    aliases: tuple[Value | None, ...] = attribute((), form=Form.SEQUENCE)
+    effect_set: tuple[Effect, ...] = attribute((), form=Form.SEQUENCE)
+    stream: int = attribute(0)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return self.effect_set
+
+    def alias_of(self, result: Value) -> Value | None:
+        return _alias(self.results, self.aliases, result)
+
+    def verify_self(self) -> str | None:
+        if self.outs and self.results:
+            return "a call fills outs or gives results, not both"
+        return _verify_aliases(self)
+
+
+@line_class("extern.mutate")
+class Mutate(LineBase):
+    """Calls an operator that writes some of its operands, listed in `writes`; it may give results too.
+
+    Example: `extern.mutate @aten.copy_.default(%buf0, %x) writes=(%buf0)`
+    """
+
+    results: tuple[Any, ...] = define(Form.RESULTS)
+    target: str = target()
+    arguments: tuple[Any, ...] = read(Form.ARGUMENTS)
+    writes: tuple[Value, ...] = write(Form.SEQUENCE)
+    keywords: tuple[tuple[str, Any], ...] = read(Form.NAMED, ())
+    aliases: tuple[Value | None, ...] = attribute((), form=Form.SEQUENCE)
+    effect_set: tuple[Effect, ...] = attribute((), form=Form.SEQUENCE)
+    stream: int = attribute(0)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return self.effect_set
+
+    def alias_of(self, result: Value) -> Value | None:
+        return _alias(self.results, self.aliases, result)
+
+    def verify_self(self) -> str | None:
+        operands = set(leaves((self.arguments, tuple(item for _, item in self.keywords))))
+        for value in self.writes:
+            if value not in operands:
+                return f"%{value.name} is written but is no operand"
+        return _verify_aliases(self)
+
+
+@line_class("extern.scatter")
+class Scatter(LineBase):
+    """Writes `source`, a tensor or a number, into `target` at `index` along `dim`, in place.
+
+    `reduce` is "" (overwrite), "sum", "prod", "mean", "amax" or "amin"; `include_self` says whether the old content
+    takes part in the reduction. Source: `aten.scatter_` and `aten.scatter_reduce_`.
+
+    Example: `extern.scatter(%index, %source) target=%buf0 dim=0 reduce="sum"`
+    """
+
+    target: Value = write()
+    index: Value = read()
+    source: Any = read()
+    dim: int = attribute()
+    reduce: str = attribute("")
+    include_self: bool = attribute(True)
+
+    def verify_self(self) -> str | None:
+        known = ("", "sum", "prod", "mean", "amax", "amin")
+        return None if self.reduce in known else f"reduce is one of {known}, not {self.reduce!r}"
+
+
+@line_class("extern.index_put")
+class IndexPut(LineBase):
+    """Writes `values` into `target` at `indices` (tensors or none, one a dimension), in place.
+
+    With `accumulate` the values are added. Source: `aten.index_put_`.
+
+    Example: `extern.index_put([none, %index], %values) target=%buf0 accumulate=true`
+    """
+
+    target: Value = write()
+    indices: tuple[Value | None, ...] = read()
+    values: Value = read()
+    accumulate: bool = attribute(False)
+

@@ -1,0 +1,112 @@
+"""Lines that make, rename and release memory."""
+
+from __future__ import annotations
+
+from ..wrapper_ir import LineBase, Size, Value, attribute, consume, define, line_class, read
+
+
+@line_class("memory.alloc")
+class Alloc(LineBase):
+    """Allocates uninitialised memory for a tensor: a new root.
+
+    Example: `%buf0 = memory.alloc() : f32[4, 8]@cpu`
+    """
+
+    result: Value = define(written=False)
+
+    def verify_self(self) -> str | None:
+        return _root_offset(self.result)
+
+
+@line_class("memory.free")
+class Free(LineBase):
+    """Releases a root after its last use; on another stream than the one it was made on, after that stream's work.
+
+    Example: `memory.free(%buf0)`
+    """
+
+    root: Value = consume()
+    stream: int = attribute(0)
+
+
+@line_class("memory.reuse")
+class Reuse(LineBase):
+    """Takes a root and gives its memory a new type: a new root, uninitialised, at the same address.
+
+    Example: `%buf1 = memory.reuse(%buf0) : f32[8, 4]@cpu`
+    """
+
+    result: Value = define(written=False)
+    root: Value = consume()
+
+    def verify_self(self) -> str | None:
+        old, new = self.root.tensor_type, self.result.tensor_type
+        if old.device != new.device or old.memory_space != new.memory_space:
+            return f"the memory is on {old.device}, the result on {new.device}"
+        if isinstance(old.storage_bytes, int) and isinstance(new.storage_bytes, int):
+            if new.storage_bytes > old.storage_bytes:
+                return f"{new.storage_bytes} bytes do not fit into {old.storage_bytes}"
+        return _root_offset(self.result)
+
+
+@line_class("memory.view")
+class View(LineBase):
+    """A window on a value's memory with other sizes, strides and offset, of the same element type.
+
+    The offset in the result's type counts from the first element of the root, as every offset does.
+
+    Example: `%t = memory.view(%buf0) : f32[8, 4 | 1, 8]@cpu`
+    """
+
+    result: Value = define(alias="base")
+    base: Value = read()
+
+    def verify_self(self) -> str | None:
+        base, result = self.base.tensor_type, self.result.tensor_type
+        if base.dtype != result.dtype or base.device != result.device:
+            return "a view keeps the element type and the device of its base"
+        return None
+
+
+@line_class("memory.pool")
+class Pool(LineBase):
+    """Allocates one block of bytes from which `memory.pool_slice` lines take windows.
+
+    Example: `%pool = memory.pool() : u8[4096]@cpu`
+    """
+
+    result: Value = define(written=False)
+
+
+@line_class("memory.pool_slice")
+class PoolSlice(LineBase):
+    """A tensor inside a pool, `offset` bytes from its start. It shares the pool's root and starts uninitialised.
+
+    Example: `%buf0 = memory.pool_slice(%pool) offset=1024 : f32[16, 16]@cpu`
+    """
+
+    result: Value = define(alias="pool", written=False)
+    pool: Value = read()
+    offset: Size = attribute(0)
+
+    def verify_self(self) -> str | None:
+        need, have = self.result.tensor_type.storage_bytes, self.pool.tensor_type.storage_bytes
+        if isinstance(self.offset, int) and isinstance(need, int) and isinstance(have, int):
+            if self.offset < 0 or self.offset + need > have:
+                return f"bytes {self.offset} to {self.offset + need} lie outside a pool of {have}"
+        return _root_offset(self.result)
+
+
+@line_class("memory.workspace")
+class Workspace(LineBase):
+    """Allocates scratch bytes for kernels, zeroed when `zeroed` is true.
+
+    Example: `%work = memory.workspace() zeroed=true : u8[256]@cpu`
+    """
+
+    result: Value = define(written=False)
+    zeroed: bool = attribute(False)
+
+
+def _root_offset(root: Value) -> str | None:
+    return None if root.tensor_type.storage_offset == 0 else "the offset of a new tensor is counted from itself, so it is 0"

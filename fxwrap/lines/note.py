@@ -1,0 +1,47 @@
+"""Lines for people and profilers: they compute nothing."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..wrapper_ir import OUTPUT, Effect, LineBase, attribute, line_class
+
+
+@line_class("note.comment")
+class Comment(LineBase):
+    """A remark that every converter passes on.
+
+    Example: `note.comment() text="attention block 3"`
+    """
+
+    text: str = attribute()
+
+
+@line_class("note.enter_range")
+class EnterRange(LineBase):
+    """Opens a named range in the profiler's record.
+
+    Example: `note.enter_range() name="attention"`
+    """
+
+    bracket: ClassVar[tuple[str, int]] = ("profile range", 1)
+
+    name: str = attribute()
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (OUTPUT,)
+
+
+@line_class("note.exit_range")
+class ExitRange(LineBase):
+    """Closes the range opened last.
+
+    Example: `note.exit_range() name="attention"`
+    """
+
+    bracket: ClassVar[tuple[str, int]] = ("profile range", -1)
+
+    name: str = attribute()
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (OUTPUT,)

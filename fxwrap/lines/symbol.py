@@ -1,0 +1,103 @@
+"""Lines that define and check symbols: the numbers that sizes and scalars are made of."""
+
+from __future__ import annotations
+
+from ..symbolic import SymbolInfo, symbol_kind
+from ..wrapper_ir import (
+    ASSERT,
+    Effect,
+    Form,
+    LineBase,
+    Size,
+    Tag,
+    Value,
+    attribute,
+    define,
+    line_class,
+    read,
+)
+
+
+@line_class("symbol.size")
+class SizeOf(LineBase):
+    """Reads a size, a stride (`of="stride"`) or the storage offset (`of="storage_offset"`) of a tensor, in elements.
+
+    Example: `s0 = symbol.size(%x) dim=0 range=(2, 4096) hint=512`
+    """
+
+    symbol: SymbolInfo = define(Form.SYMBOL)
+    tensor: Value = read()
+    dim: int = attribute()
+    of: str = attribute("size")
+
+    def verify_self(self) -> str | None:
+        known = ("size", "stride", "storage_offset")
+        if self.of not in known:
+            return f"of is one of {known}, not {self.of!r}"
+        if self.of != "storage_offset" and not 0 <= self.dim < len(self.tensor.tensor_type.sizes):
+            return f"%{self.tensor.name} has no dimension {self.dim}"
+        return None
+
+
+@line_class("symbol.let")
+class Let(LineBase):
+    """Names the value of an expression, computed once.
+
+    Example: `n0 = symbol.let expr=64*s0`
+    """
+
+    symbol: SymbolInfo = define(Form.SYMBOL)
+    expr: Size = attribute()
+
+
+@line_class("symbol.item")
+class Item(LineBase):
+    """Reads the only element of a tensor: an int, float or bool, by the symbol's prefix. It waits for the device.
+
+    Example: `u0 = symbol.item(%x) range=(0, 64)`
+    """
+
+    symbol: SymbolInfo = define(Form.SYMBOL)
+    tensor: Value = read()
+
+    def verify_self(self) -> str | None:
+        dtype, kind = self.tensor.tensor_type.dtype, symbol_kind(self.symbol.name)
+        if kind == "float" and not dtype.is_floating_point or kind != "float" and dtype.is_floating_point:
+            return f"an element of {dtype} is no {kind}"
+        return None
+
+
+@line_class("symbol.bind")
+class Bind(LineBase):
+    """Finds an unbacked symbol in an operator's result by its key path: steps taken from left to right.
+
+    Steps are `size(dim)`, `stride(dim)`, `storage_offset()`, `element(index)` of a list, `divide(constant)` (exact),
+    and `truth()` (a bool as 0 or 1).
+
+    Example: `u0 = symbol.bind(%y) path=(size(0), divide(8)) range=(0, inf)`
+    """
+
+    symbol: SymbolInfo = define(Form.SYMBOL)
+    source: Value = read()
+    path: tuple[Tag, ...] = attribute((), form=Form.SEQUENCE)
+
+    def verify_self(self) -> str | None:
+        known = ("size", "stride", "storage_offset", "element", "divide", "truth")
+        for step in self.path:
+            if step.name not in known:
+                return f"a step of a path is one of {known}, not {step.name}"
+        return None
+
+
+@line_class("symbol.assert")
+class Assert(LineBase):
+    """Raises RuntimeError with `message` when a condition over symbols is false.
+
+    Example: `symbol.assert() condition=u0 <= 64 message="too many"`
+    """
+
+    condition: Size | bool = attribute()
+    message: str = attribute("")
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (ASSERT,)

@@ -1,0 +1,48 @@
+"""The operators that fxwrap takes apart before lowering, one entry each, and why.
+
+The table is explicit. torch's `core_aten_decompositions()` is not used: it takes apart operators that have good kernels,
+and through `_scaled_dot_product_flash_attention_for_cpu` it gave wrong gradients for attention biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..options import Options
+from ..torch_compat import OpOverload, get_decompositions
+
+_aten = torch.ops.aten
+
+_DECOMPOSED: tuple[OpOverload, ...] = (
+    _aten.native_dropout_backward.default,  # one product of two, which fuses; the kernel exists on CUDA alone
+    _aten.silu_backward.default,  # pointwise
+    _aten.rsub.Scalar,  # a subtraction with its operands exchanged
+    _aten.rsub.Tensor,
+)
+
+
+def default_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """Returns fxwrap's table, overload -> function; a new dict, for the caller to change."""
+    return dict(get_decompositions(_DECOMPOSED))
+
+
+def table_of(options: Options) -> Mapping[OpOverload, Callable[..., Any]]:
+    """Returns the table that the options ask for, without the operators to keep."""
+    table = default_decompositions() if options.decompositions is None else options.decompositions
+    return {overload: function for overload, function in table.items() if str(overload) not in options.keep}
+
+
+def decompose(graph: GraphModule, example_inputs: Sequence[Any] | None, options: Options) -> GraphModule:
+    """Returns the graph with the operators of the options' table taken apart; itself when it has none of them."""
+    table = table_of(options)
+    if not any(node.target in table for node in graph.graph.nodes):
+        return graph
+    if example_inputs is None:
+        example_inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    traced = make_fx(Interpreter(graph).run, decomposition_table=dict(table), tracing_mode="symbolic")(*example_inputs)
+    return traced

@@ -1,0 +1,223 @@
+"""Lowering: a graph becomes a program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from ..errors import GraphError
+from ..lines import CheckLayout, Mutate, Return
+from ..options import Options
+from ..torch_compat import OpOverload
+from ..wrapper_ir import (
+    Block,
+    Constant,
+    ConstantStore,
+    Input,
+    Ownership,
+    Program,
+    TensorType,
+    Value,
+    leaves,
+)
+from .builder import Builder, origin_of
+from .fake import fake_values
+from .frees import insert_frees
+from .nodes import literal, lower_call
+from .operators import operator_facts
+from .source import GraphSource, graph_source, location_of
+from .symbols import bind_sizes, symbol_info
+
+
+def lower(
+    graph: GraphModule | ExportedProgram,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    options: Options | None = None,
+    ownership: Mapping[int, Ownership] | None = None,
+    name: str = "program",
+) -> Program:
+    """Lowers a graph of ATen operators to a program, which takes and gives what the graph takes and gives, flat.
+
+    Args:
+        graph: a hand-written graph, one from make_fx or AOTAutograd, or an exported program, whose parameters and
+            buffers become constants of the program. It is not changed.
+        example_inputs: one value a placeholder; needed only where nodes have no fake `meta["val"]`.
+        options: see `Options`.
+        ownership: what the program may do with an input, by its position; borrowed otherwise, or mutable when the graph
+            writes it.
+        name: the program's name.
+
+    Raises GraphError for a graph that cannot be compiled, naming the node, its place in the model's source and a remedy.
+    """
+    options = options or Options()
+    source = graph_source(graph, example_inputs, options, name)
+    return _Lowering(source, example_inputs, options, ownership or {}).program()
+
+
+class _Lowering:
+    def __init__(
+        self,
+        source: GraphSource,
+        example_inputs: Sequence[Any] | None,
+        options: Options,
+        ownership: Mapping[int, Ownership],
+    ) -> None:
+        self.source = source
+        self.options = options
+        self.ownership = ownership
+        fakes = fake_values(source.graph_module, example_inputs)
+        self.builder = Builder(fakes, options.symbol_ranges)
+        self.inputs: list[tuple[Node, Any]] = []
+        self.constants: dict[str, Value] = {}
+        self.read_only: set[str] = set()
+
+    def program(self) -> Program:
+        builder, nodes = self.builder, list(self.source.graph_module.graph.nodes)
+        for node in nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+        values = [value for _, value in self.inputs if isinstance(value, Value)]
+        bind_sizes(builder, [*values, *self.constants.values()])
+        if self.options.check_inputs:
+            self._check_layouts(values)
+        needed = _needed(nodes)
+        for node in nodes:
+            if node.op == "get_attr" and node in needed:
+                self._get_attr(node)
+            elif node.op == "call_function" and node in needed:
+                self._call(node)
+        returned = self._outputs()
+        return self._assemble(returned)
+
+    def _placeholder(self, node: Node) -> None:
+        builder, fake = self.builder, self.builder.fakes[node]
+        if node.name in self.source.constants:
+            builder.env[node] = self._constant(node.name, fake, self.source.constants[node.name])
+        elif isinstance(fake, torch.Tensor):
+            builder.env[node] = builder.add_root(node.name, fake)
+            self.inputs.append((node, builder.env[node]))
+        elif isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
+            info = symbol_info(builder, fake)
+            builder.env[node] = builder.expression(fake)
+            builder.known_symbols.add(info.name)
+            self.inputs.append((node, info))
+        else:
+            self.inputs.append((node, Value(builder.unique(node.name), builder.type_of(fake))))
+            builder.env[node] = fake
+
+    def _constant(self, name: str, fake: torch.Tensor, payload: torch.Tensor) -> Value:
+        value = self.builder.add_root(name, fake)
+        self.constants[value.name] = value
+        self.builder.constants[value.name] = payload.detach()
+        return value
+
+    def _get_attr(self, node: Node) -> None:
+        payload: Any = self.source.graph_module
+        for part in str(node.target).split("."):
+            payload = getattr(payload, part)
+        if not isinstance(payload, torch.Tensor):
+            self.builder.env[node] = payload
+            return
+        key = str(node.target)
+        for other, value in self.builder.env.items():
+            if other.op == "get_attr" and other.target == key:
+                self.builder.env[node] = value
+                return
+        fake = self.builder.fakes[node]
+        value = self._constant(key.replace(".", "_"), payload if fake is None else fake, payload)
+        if key.rpartition(".")[2].startswith(("_tensor_constant", "lifted_tensor")):
+            self.read_only.add(value.name)
+        self.builder.env[node] = value
+
+    def _check_layouts(self, values: list[Value]) -> None:
+        for value in values:
+            if isinstance(value.type, TensorType):
+                self.builder.emit(CheckLayout(value, value.type, value.name))
+
+    def _call(self, node: Node) -> None:
+        before = len(self.builder.mutated)
+        custom = self.options.lowerings.get(str(node.target))
+        if custom is not None:
+            custom(self.builder, node)
+        else:
+            lower_call(self.builder, node)
+        if len(self.builder.mutated) != before:
+            self._check_mutable(node)
+
+    def _check_mutable(self, node: Node) -> None:
+        for name in self.builder.mutated & self.read_only:
+            reason = f"it writes the constant '{name}', which is not mutable"
+            raise GraphError(node.name, reason, "Register the tensor as a buffer of the module", location_of(node))
+
+    def _outputs(self) -> tuple[Any, ...]:
+        builder, output = self.builder, self.source.output
+        tree = output.args[0]
+        items = list(tree) if isinstance(tree, tuple | list) else [tree]
+        by_name = {node.name: node for node in builder.env}
+        returned = []
+        for position, item in enumerate(items):
+            result = literal(builder, item, output)
+            overwritten = self.source.mutations.get(position)
+            if overwritten is None:
+                returned.append(result)
+                continue
+            target = builder.env[by_name[overwritten]]
+            if target is not result:
+                builder.mutated.add(builder.root_of[target.name].name)
+                builder.emit(
+                    Mutate((), "aten.copy_.default", (target, result), (target,), origin=origin_of(item))
+                )
+        return tuple(leaf for leaf in leaves(tuple(returned)))
+
+    def _assemble(self, returned: tuple[Any, ...]) -> Program:
+        builder = self.builder
+        inputs = [Input(value, self._ownership(position, value)) for position, (_, value) in enumerate(self.inputs)]
+        releasable = [
+            item.value for item in inputs
+            if isinstance(item.value, Value) and item.ownership in (Ownership.SHARED, Ownership.OWNED)
+        ]  # fmt: skip
+        lines = insert_frees([*builder.lines, Return(returned)], releasable)
+        constants = tuple(
+            Constant(value, value.name in builder.mutated) for value in self.constants.values()
+        )
+        return Program(
+            re.sub(r"\W", "_", self.source.name),
+            tuple(inputs),
+            Block((), lines),
+            constants,
+            header=_header(self.options),
+            store=ConstantStore(dict(builder.constants)),
+        )
+
+    def _ownership(self, position: int, value: Any) -> Ownership:
+        if not isinstance(value, Value) or not isinstance(value.type, TensorType):
+            return Ownership.BORROWED
+        given = self.ownership.get(position, Ownership.BORROWED)
+        if value.name in self.builder.mutated and given in (Ownership.BORROWED, Ownership.SHARED):
+            return Ownership.MUTABLE
+        return given
+
+
+def _header(options: Options) -> tuple[tuple[str, str], ...]:
+    text = options.text()
+    return (("options", text),) if text else ()
+
+
+def _needed(nodes: list[Node]) -> set[Node]:
+    """Returns the nodes that the output, or an effect, depends on."""
+    needed: set[Node] = set()
+    for node in reversed(nodes):
+        if node.op == "output" or node in needed or _has_effect(node):
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    return needed
+
+
+def _has_effect(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and not operator_facts(node.target).is_pure

@@ -1,0 +1,239 @@
+"""Each call of a graph becomes lines: a view, an operator call, a mutation, or a number."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ..errors import GraphError
+from ..lines import Bind, Call, Item, Mutate, View
+from ..symbolic import SymbolInfo
+from ..torch_compat import OpOverload, is_plain_view, storage_identity
+from ..wrapper_ir import Effect, Tag, TensorType, Value, leaves, map_leaves
+from .builder import Builder, origin_of
+from .operators import OperatorFacts, operator_facts
+from .source import location_of
+from .symbols import symbol_info
+
+_LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def lower_call(builder: Builder, node: Node) -> None:
+    """Lowers a call_function node and records what it stands for."""
+    fake = builder.fakes[node]
+    if node.target is operator.getitem and isinstance(builder.env.get(node.args[0]), tuple):  # type: ignore[arg-type]
+        builder.env[node] = builder.env[node.args[0]][node.args[1]]  # type: ignore[index]
+    elif not isinstance(node.target, OpOverload) or _is_number_already_known(builder, node, fake):
+        builder.env[node] = builder.expression(fake)
+    elif node.target is torch.ops.aten._local_scalar_dense.default:
+        _lower_item(builder, node, fake)
+    else:
+        _lower_operator(builder, node, node.target, fake)
+
+
+def _is_number_already_known(builder: Builder, node: Node, fake: Any) -> bool:
+    """Whether a node gives a number that follows from symbols the program has: `sym_size`, for example."""
+    if isinstance(fake, torch.Tensor | tuple | list) or fake is None:
+        return False
+    expression = builder.expression(fake)
+    return not isinstance(expression, sympy.Basic) or all(
+        symbol.name in builder.known_symbols for symbol in expression.free_symbols
+    )
+
+
+def _lower_item(builder: Builder, node: Node, fake: Any) -> None:
+    expression = builder.expression(fake)
+    if not isinstance(expression, sympy.Symbol):
+        raise _error(node, f"the number read from a tensor is {expression}, not a symbol", "Read it with .item()")
+    info = symbol_info(builder, fake)
+    builder.known_symbols.add(info.name)
+    builder.emit(Item(info, builder.env[node.args[0]], origin=origin_of(node)))  # type: ignore[index]
+    builder.env[node] = expression
+
+
+def literal(builder: Builder, argument: Any, node: Node) -> Any:
+    """Returns an argument of a node as the IR writes it. Raises GraphError for what the IR does not hold."""
+    kind = type(argument)
+    if kind is Node:
+        return builder.env[argument]
+    if kind is int or kind is float or argument is None or kind is bool:
+        return argument
+    if isinstance(argument, list | tuple):
+        return tuple([literal(builder, item, node) for item in argument])
+    if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return builder.expression(argument)
+    if isinstance(argument, _LITERALS):
+        return argument
+    raise _error(node, f"an argument is a {kind.__name__}", "Pass tensors, numbers, strings, dtypes or devices")
+
+
+def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any) -> None:
+    facts = operator_facts(target)
+    arguments = tuple([literal(builder, argument, node) for argument in node.args])
+    keywords = tuple([(name, literal(builder, argument, node)) for name, argument in node.kwargs.items()])
+    if facts.replacement is not None:
+        target, arguments, keywords = facts.replacement(target, arguments, keywords)
+        facts = operator_facts(target)
+    if facts.written:
+        _lower_mutation(builder, node, facts, arguments, keywords, fake)
+    elif facts.aliased is not None and (base := _view_base(builder, facts, arguments, fake)) is not None:
+        builder.env[node] = _views(builder, node, base, fake)
+    else:
+        effects = facts.effects(_tensors(arguments, keywords, fake))
+        results, aliases = _results(builder, node, facts, fake, ())
+        builder.emit(
+            Call(results, facts.name, arguments, keywords, aliases=aliases, effect_set=effects, origin=origin_of(node))
+        )
+        _finish(builder, node, facts, results)
+
+
+def _view_base(builder: Builder, facts: OperatorFacts, arguments: tuple[Any, ...], fake: Any) -> Value | None:
+    """Returns the value that all results are plain strided windows on, or None."""
+    base = arguments[facts.aliased] if facts.aliased is not None and facts.aliased < len(arguments) else None
+    if not isinstance(base, Value):
+        return None
+    root_fake = builder.fake_of_root[builder.root_of[base.name].name]
+    results = fake if isinstance(fake, tuple | list) else (fake,)
+    if all(is_plain_view(result, root_fake) and result.dtype == base.tensor_type.dtype for result in results):
+        return base
+    return None
+
+
+def _views(builder: Builder, node: Node, base: Value, fake: Any) -> Any:
+    if isinstance(fake, tuple | list):
+        used = _used_items(node)
+        return tuple([
+            _view(builder, f"{node.name}_{index}", node, base, item) if used is None or index in used else None
+            for index, item in enumerate(fake)
+        ])  # fmt: skip
+    return _view(builder, node.name, node, base, fake)
+
+
+def _view(builder: Builder, name: str, node: Node, base: Value, fake: torch.Tensor) -> Value:
+    root = builder.root_of[base.name]
+    if builder.tensor_type(fake, builder.offset_in(root, fake)) == base.type:
+        return base
+    value = builder.add_window(name, fake, base)
+    builder.emit(View(value, base, origin=origin_of(node)))
+    return value
+
+
+def _used_items(node: Node) -> set[int] | None:
+    """Returns which items of a node's result are taken, or None when something uses the result whole."""
+    used = set()
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[0] is not node:
+            return None
+        if user.users:
+            used.add(user.args[1])
+    return used  # type: ignore[return-value]
+
+
+def _results(
+    builder: Builder, node: Node, facts: OperatorFacts, fake: Any, written: Sequence[Value]
+) -> tuple[tuple[Any, ...], tuple[Value | None, ...]]:
+    """Makes the values an operator defines, one tree a return of its schema, and what each is a window on."""
+    count = facts.return_count
+    fakes = () if count == 0 else (fake,) if count == 1 else tuple(fake)
+    used = _used_items(node) if isinstance(fake, tuple | list) else None
+    aliases: list[Value | None] = []
+
+    def make(item: Any, name: str, wanted: bool) -> Any:
+        if item is None or not wanted:
+            aliases.append(None)
+            return None
+        if isinstance(item, tuple | list):
+            chosen = used if count == 1 else None
+            return tuple([
+                make(part, f"{name}_{index}", chosen is None or index in chosen) for index, part in enumerate(item)
+            ])  # fmt: skip
+        if not isinstance(item, torch.Tensor):
+            aliases.append(None)
+            return Value(builder.unique(name), builder.type_of(item))
+        base = builder.root_by_storage.get(storage_identity(item))
+        aliases.append(base)
+        return builder.add_root(name, item) if base is None else builder.add_window(name, item, base)
+
+    names = [node.name] if count == 1 else [f"{node.name}_{index}" for index in range(count)]
+    results = tuple([
+        make(item, name, used is None or count == 1 or index in used)
+        for index, (item, name) in enumerate(zip(fakes, names, strict=True))
+    ])  # fmt: skip
+    return results, tuple(aliases) if any(alias is not None for alias in aliases) else ()
+
+
+def _finish(builder: Builder, node: Node, facts: OperatorFacts, results: tuple[Any, ...]) -> None:
+    """Records what a node stands for, and binds the symbols that its results bring."""
+    for leaf in leaves(results):
+        if isinstance(leaf, Value):
+            _bind_symbols(builder, node, leaf)
+    whole = None if not results else results[0] if facts.return_count == 1 else results
+    builder.env[node] = map_leaves(whole, lambda leaf: builder.numbers.get(leaf.name, leaf) if leaf else leaf)
+
+
+def _bind_symbols(builder: Builder, node: Node, value: Value) -> None:
+    """Binds each unbacked symbol that stands alone in a result's sizes, strides or offset, or is the result itself."""
+    if not isinstance(value.type, TensorType):
+        fake = builder.fakes[node]
+        expression = builder.expression(fake)
+        builder.numbers[value.name] = expression
+        if isinstance(expression, sympy.Symbol) and expression.name not in builder.known_symbols:
+            _bind(builder, node, expression, value, ())
+        return
+    type_ = value.type
+    if all(type(number) is int for number in (*type_.sizes, *type_.strides)):
+        return
+    places = [("size", dim, size) for dim, size in enumerate(type_.sizes)]
+    places += [("stride", dim, stride) for dim, stride in enumerate(type_.strides)]
+    for step, dim, number in places:
+        if isinstance(number, sympy.Symbol) and number.name not in builder.known_symbols:
+            _bind(builder, node, number, value, (Tag(step, (dim,)),))
+    missing = [symbol.name for _, _, number in places if isinstance(number, sympy.Basic)
+               for symbol in number.free_symbols if symbol.name not in builder.known_symbols]  # fmt: skip
+    if missing:
+        reason = f"the symbol {missing[0]} in the result's type {type_} cannot be read off the result"
+        raise _error(node, reason, "Return the size itself from the operator")
+
+
+def _bind(builder: Builder, node: Node, symbol: sympy.Symbol, value: Value, path: tuple[Tag, ...]) -> None:
+    builder.known_symbols.add(symbol.name)
+    builder.emit(Bind(builder.infos.get(symbol.name, SymbolInfo(symbol.name)), value, path, origin=origin_of(node)))
+
+
+def _tensors(arguments: Any, keywords: Any, fake: Any) -> list[torch.device]:
+    devices = [leaf.type.device for leaf in leaves((arguments, keywords))
+               if isinstance(leaf, Value) and isinstance(leaf.type, TensorType)]  # fmt: skip
+    results = fake if isinstance(fake, tuple | list) else (fake,)
+    return devices + [item.device for item in results if isinstance(item, torch.Tensor)]
+
+
+def _lower_mutation(
+    builder: Builder, node: Node, facts: OperatorFacts, arguments: Any, keywords: Any, fake: Any
+) -> None:
+    written = facts.written_operands(arguments, keywords)
+    for value in written:
+        builder.mutated.add(builder.root_of[value.name].name)
+    effects: tuple[Effect, ...] = facts.effects(_tensors(arguments, keywords, fake))
+    if facts.is_out:
+        inputs = tuple([item for item in keywords if item[0] not in facts.written])
+        builder.emit(Call((), facts.name, arguments, inputs, written, effect_set=effects, origin=origin_of(node)))
+        builder.env[node] = written[0] if facts.return_count == 1 else written
+        return
+    same = facts.returned_operands(arguments, keywords)
+    if same is not None:  # every return is an operand itself, or there is none
+        results: tuple[Any, ...] = ()
+        builder.env[node] = None if not same else same[0] if len(same) == 1 else same
+        builder.emit(Mutate(results, facts.name, arguments, written, keywords, (), effects, origin=origin_of(node)))
+        return
+    results, aliases = _results(builder, node, facts, fake, written)
+    builder.emit(Mutate(results, facts.name, arguments, written, keywords, aliases, effects, origin=origin_of(node)))
+    _finish(builder, node, facts, results)
+
+
+def _error(node: Node, reason: str, remedy: str) -> GraphError:
+    return GraphError(node.name, reason, remedy, location_of(node))

@@ -1,0 +1,150 @@
+"""What can be lowered: an FX graph or an exported program, in one form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Node
+
+from ..errors import GraphError
+from ..options import Options
+from ..torch_compat import HigherOrderOperator, OpOverload, is_desugared
+from .decompositions import decompose, table_of
+
+SYMBOLIC_BUILTINS: frozenset[Any] = frozenset(
+    {
+        operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow,
+        operator.neg, operator.pos, operator.abs, operator.lshift, operator.rshift,
+        operator.and_, operator.or_, operator.xor, operator.not_,
+        operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+        torch.sym_float, torch.sym_int, torch.sym_ite, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_sum,
+        torch.sym_sqrt, round, max, min, abs, int, float, bool, pow, divmod,
+    }
+)  # fmt: skip
+"""Python functions that a graph may call on symbolic numbers; their result is an expression, not a line."""
+
+
+@dataclass(frozen=True)
+class GraphSource:
+    """A graph with what its placeholders and outputs stand for.
+
+    `constants` maps placeholder names to tensors of the program's own (the others are inputs, in order); `mutations` maps
+    an output's position to the placeholder that is overwritten with it; those outputs are not given back.
+    """
+
+    graph_module: GraphModule
+    name: str
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    mutations: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def output(self) -> Node:
+        """The graph's output node."""
+        return next(node for node in reversed(self.graph_module.graph.nodes) if node.op == "output")
+
+
+def graph_source(
+    graph: GraphModule | ExportedProgram, example_inputs: Sequence[Any] | None, options: Options, name: str
+) -> GraphSource:
+    """Returns the source for a graph, decomposed by the options' table; the graph itself is left as it is.
+
+    Raises GraphError for a graph with nodes fxwrap does not take.
+    """
+    if isinstance(graph, ExportedProgram):
+        return _exported_source(graph.run_decompositions(dict(table_of(options))), name)
+    check_graph(graph)
+    return GraphSource(decompose(graph, example_inputs, options), name)
+
+
+def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:
+    constants: dict[str, torch.Tensor] = {}
+    signature = exported.graph_signature
+    for spec in signature.input_specs:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            stored = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
+            constants[spec.arg.name] = stored
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[spec.arg.name] = exported.constants[spec.target]
+    by_target = {spec.target: spec.arg.name for spec in signature.input_specs if spec.target is not None}
+    mutations: dict[int, str] = {}
+    for position, output in enumerate(signature.output_specs):
+        if output.kind is OutputKind.BUFFER_MUTATION:
+            mutations[position] = by_target[output.target]
+        elif output.kind is OutputKind.USER_INPUT_MUTATION:
+            mutations[position] = str(output.target)
+    check_graph(exported.graph_module)
+    return GraphSource(exported.graph_module, name, constants, mutations)
+
+
+def location_of(node: Node) -> str:
+    """Returns "file:line" of the model's source that made a node, or ""."""
+    trace = node.meta.get("stack_trace") or ""
+    last = trace.rfind('File "')
+    if last < 0:
+        return ""
+    path, _, rest = trace[last + 6 :].partition('", line ')
+    number = rest.split(",", 1)[0].split("\n", 1)[0]
+    return f"{path.rpartition('/')[2]}:{number}"
+
+
+def check_graph(graph_module: GraphModule) -> None:
+    """Raises GraphError for a node that fxwrap does not take, naming it, its place and the remedy."""
+    ended: Node | None = None
+    for node in graph_module.graph.nodes:
+        if ended is not None:
+            raise _error(node, f"it comes after the output node '{ended.name}'", "End the graph with its output")
+        if node.op == "output":
+            ended = node
+        elif node.op in ("call_module", "call_method"):
+            raise _error(
+                node,
+                f"{node.op} of '{node.target}' is not an ATen operator",
+                "Trace the module with torch.export or make_fx first",
+            )
+        elif node.op == "call_function":
+            _check_call(node)
+    if ended is None:
+        raise GraphError("", "the graph has no output node", "End it with graph.output(...)")
+
+
+def _check_call(node: Node) -> None:
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    if isinstance(target, OpOverload) or target is operator.getitem:
+        return
+    if isinstance(target, HigherOrderOperator):
+        raise _error(
+            node,
+            f"the higher-order operator '{target.name()}' has no operator schema and no lowering",
+            "Keep it out of the graph, or run this part with the eager backend",
+        )
+    if target in SYMBOLIC_BUILTINS or getattr(target, "__module__", "") == "math":
+        tensors = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
+        if not tensors:
+            return
+        reason = f"the Python builtin '{getattr(target, '__name__', target)}' is applied to the tensor '{tensors[0].name}'"
+        raise _error(node, reason, "Use the torch.ops.aten overload that it stands for")
+    raise _error(
+        node,
+        f"'{getattr(target, '__name__', target)}' is not an operator overload with a schema",
+        "Call an overload such as torch.ops.aten.add.Tensor, or trace the graph with make_fx",
+    )
+
+
+def _error(node: Node, reason: str, remedy: str) -> GraphError:
+    return GraphError(node.name, reason, remedy, location_of(node))
+
+
+def check_desugared(name: str, value: Any) -> None:
+    """Raises GraphError for a tensor subclass that torch has not desugared into plain tensors."""
+    if isinstance(value, torch.Tensor) and not is_desugared(value):
+        raise GraphError(
+            name,
+            f"it is the tensor subclass {type(value).__name__}",
+            "Compile through torch.compile, which takes subclasses apart, or pass plain tensors",
+        )

@@ -1,0 +1,134 @@
+"""The options of a compile: one frozen value, passed to every step that reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .device_spec import DEVICE_SPECS, DeviceSpec
+from .errors import OptionError
+
+EMITTERS = ("python", "cpp", "fx", "interpreter")
+"""The names of the converters that can run a program."""
+
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {"cuda_graphs": True},
+    "max-autotune": {"autotune": True, "cuda_graphs": True},
+    "max-autotune-no-cudagraphs": {"autotune": True},
+}
+"""What each `mode` of torch.compile means in options."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a caller may choose. Unknown names and values raise OptionError, with the known ones.
+
+    Fields:
+        emitter: which converter's output runs: "python", "cpp", "fx" or "interpreter".
+        check_inputs: whether direct calls check dtype, device, sizes and strides of every input. Under torch.compile
+            Dynamo's guards have checked them already.
+        verify: whether the program is verified after each pass.
+        decompositions: operator overload -> function; None means fxwrap's own table.
+        keep: overloads ("aten.gelu.default") that are never decomposed.
+        partitioner: splits the joint graph of training; None means torch's min-cut partitioner.
+        lowerings: overload name -> lowering function, before fxwrap's own.
+        passes: passes over the program, run in order before emission.
+        symbol_ranges: symbol name -> (lowest, highest), both inclusive, narrower than what the graph says.
+        on_graph: receives each emitted FX graph and what is known about it; what it returns runs.
+        cuda_graphs: record and replay CUDA graphs where a program allows it.
+        autotune: time several configurations of each kernel.
+        devices: what is known of each device type.
+    """
+
+    emitter: str = "python"
+    check_inputs: bool = True
+    verify: bool = True
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None
+    keep: frozenset[str] = frozenset()
+    partitioner: Callable[..., Any] | None = None
+    lowerings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    passes: tuple[Callable[..., Any], ...] = ()
+    symbol_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    on_graph: Callable[..., Any] | None = None
+    cuda_graphs: bool = False
+    autotune: bool = False
+    devices: tuple[DeviceSpec, ...] = DEVICE_SPECS
+
+    def __post_init__(self) -> None:
+        if self.emitter not in EMITTERS:
+            raise OptionError(f"there is no emitter {self.emitter!r}; the known ones are {', '.join(EMITTERS)}")
+        for name, kind in _KINDS.items():
+            given = getattr(self, name)
+            if not isinstance(given, kind):
+                raise OptionError(f"option {name!r} takes a {kind.__name__}, not {given!r}")
+        for name in ("on_graph", "partitioner"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise OptionError(f"option {name!r} takes a function, not {getattr(self, name)!r}")
+        object.__setattr__(self, "keep", frozenset(self.keep))
+        object.__setattr__(self, "passes", tuple(self.passes))
+
+    def replace(self, **changes: Any) -> Options:
+        """Returns a copy with some options changed. Raises OptionError for a name that is no option."""
+        return dataclasses.replace(self, **_known(changes))
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+        """Returns the options for torch.compile's `mode` and `options`; what `options` says wins over the mode.
+
+        Raises OptionError for an unknown mode or option.
+        """
+        if mode is not None and mode not in MODES:
+            raise OptionError(f"there is no mode {mode!r}; the known ones are {', '.join(MODES)}")
+        return cls(**_known({**MODES[mode or "default"], **(options or {})}))
+
+    def text(self) -> str:
+        """Returns the options that are not at their default, as sorted `name=value` pairs: equal options, equal text.
+
+        Functions stand by module and qualified name.
+        """
+        default = type(self).__dataclass_fields__
+        parts = []
+        for name in sorted(default):
+            given = getattr(self, name)
+            if given != getattr(_DEFAULTS, name):
+                parts.append(f"{name}={_describe(given)}")
+        return " ".join(parts)
+
+
+_KINDS: Mapping[str, type] = {
+    "check_inputs": bool,
+    "verify": bool,
+    "lowerings": Mapping,
+    "symbol_ranges": Mapping,
+    "cuda_graphs": bool,
+    "autotune": bool,
+}
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    known = [item.name for item in dataclasses.fields(Options)]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise OptionError(f"there is no option {name!r}{hint} The known ones are {', '.join(known)}")
+    return dict(options)
+
+
+def _describe(given: Any) -> str:
+    if isinstance(given, Mapping):
+        return "{" + ", ".join(sorted(f"{_describe(key)}: {_describe(item)}" for key, item in given.items())) + "}"
+    if isinstance(given, frozenset):
+        return "{" + ", ".join(sorted(map(_describe, given))) + "}"
+    if isinstance(given, tuple):
+        return "(" + ", ".join(map(_describe, given)) + ")"
+    if isinstance(given, str | int | float | bool | None | DeviceSpec):
+        return str(given)
+    return f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', type(given).__qualname__)}"
+
+
+_DEFAULTS = Options()

@@ -1,0 +1,127 @@
+"""Roles of a line's fields.
+
+A line is a frozen dataclass whose fields say what they are to the program: what they define, read, write, consume or
+merely carry. Printing, parsing, verification, uses and live ranges follow from these roles alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from typing_extensions import dataclass_transform
+
+
+class Role(Enum):
+    """What a field of a line is to the program."""
+
+    DEFINE = "define"
+    READ = "read"
+    WRITE = "write"
+    CONSUME = "consume"
+    ATTR = "attr"
+    BLOCK = "block"
+
+
+class Form(Enum):
+    """How a field's content is written in the text form."""
+
+    VALUE = "value"  # one value, in the parentheses (or before '=' when defined)
+    VALUES = "values"  # any number of values, in the parentheses
+    ARGUMENTS = "arguments"  # literals that may hold values, in the parentheses
+    NAMED = "named"  # pairs of name and literal, in the parentheses as name=literal
+    RESULTS = "results"  # a tree of values and none, before '='
+    SYMBOL = "symbol"  # one SymbolInfo, before '='; its range, hint and divisor follow as attributes
+    LITERAL = "literal"  # key=literal; for values key=(%a, %b)
+    SEQUENCE = "sequence"  # key=(literal, ...)
+    TARGET = "target"  # @name
+    TYPE = "type"  # after ':'
+    BLOCK = "block"  # in braces, labelled with the field's name
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One field of a line class: its name, role, form and default.
+
+    `alias` names the field whose root a result shares; `written` says that a defined root has content from the start;
+    `refers` says what a target names: "operator", "kernel" or "function".
+    """
+
+    name: str
+    role: Role
+    form: Form
+    default: Any = MISSING
+    alias: str = ""
+    written: bool = True
+    refers: str = ""
+
+
+def _field(role: Role, form: Form, default: Any = MISSING, **facts: Any) -> Any:
+    metadata = {"spec": (role, form, facts)}
+    if default is MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def define(form: Form = Form.VALUE, *, alias: str = "", written: bool = True) -> Any:
+    """Declares what the line defines: a value, a tree of results, or a symbol.
+
+    A defined value is a new root, unless `alias` names the field of the value whose root it shares. With `written`
+    false, its memory has no content yet.
+    """
+    return _field(Role.DEFINE, form, alias=alias, written=written)
+
+
+def read(form: Form = Form.VALUE, default: Any = MISSING) -> Any:
+    """Declares values whose memory the line reads."""
+    return _field(Role.READ, form, default)
+
+
+def write(form: Form = Form.LITERAL, default: Any = MISSING) -> Any:
+    """Declares values whose memory the line writes; what it also reads of them it need not say."""
+    return _field(Role.WRITE, form, default)
+
+
+def consume() -> Any:
+    """Declares a root that the line takes: it is gone afterwards."""
+    return _field(Role.CONSUME, Form.VALUE)
+
+
+def attribute(default: Any = MISSING, *, form: Form = Form.LITERAL) -> Any:
+    """Declares plain data."""
+    return _field(Role.ATTR, form, default)
+
+
+def target(refers: str = "operator") -> Any:
+    """Declares the name of the operator, kernel or function that the line calls, written `@name`."""
+    return _field(Role.ATTR, Form.TARGET, refers=refers)
+
+
+def block() -> Any:
+    """Declares a nested block, which sees its arguments and the program's symbols and nothing else."""
+    return _field(Role.BLOCK, Form.BLOCK)
+
+
+ClassT = TypeVar("ClassT", bound=type)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(define, read, write, consume, attribute, target, block))
+def line_class(opcode: str) -> Callable[[ClassT], ClassT]:
+    """Makes a class a line class: a frozen, slotted dataclass that knows its opcode and the roles of its fields."""
+
+    def decorate(cls: ClassT) -> ClassT:
+        made = dataclass(frozen=True, slots=True)(cls)
+        specs = []
+        for item in dataclasses.fields(made):  # type: ignore[arg-type]
+            if "spec" in item.metadata:
+                role, form, facts = item.metadata["spec"]
+                specs.append(FieldSpec(item.name, role, form, item.default, **facts))
+        made.opcode = opcode  # type: ignore[attr-defined]
+        made.specs = tuple(specs)  # type: ignore[attr-defined]
+        made.__doc__ = cls.__doc__
+        return made  # type: ignore[return-value]
+
+    return decorate

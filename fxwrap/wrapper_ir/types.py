@@ -1,0 +1,153 @@
+"""The types that values of a program have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import sympy
+import torch
+
+from ..symbolic import Size
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
+    torch.bool: "bool",
+    torch.complex32: "c32",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.float8_e4m3fn: "f8e4m3fn",
+    torch.float8_e4m3fnuz: "f8e4m3fnuz",
+    torch.float8_e5m2: "f8e5m2",
+    torch.float8_e5m2fnuz: "f8e5m2fnuz",
+    torch.float8_e8m0fnu: "f8e8m0fnu",
+    torch.quint8: "qu8",
+    torch.qint8: "qi8",
+    torch.qint32: "qi32",
+}
+"""The text form of every element type."""
+
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def contiguous_strides(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
+    """Returns the row-major strides, in elements, of a dense tensor of these sizes, as `torch.empty` gives them."""
+    strides: list[Size] = []
+    step: Size = 1
+    for size in reversed(sizes):
+        strides.append(step)
+        if isinstance(size, int) and isinstance(step, int):
+            step *= max(size, 1)
+        elif size != 1:
+            step = step * size  # type: ignore[operator]
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A strided window on memory.
+
+    `sizes`, `strides` and `storage_offset` count elements; the offset is from the first element of the value's root
+    and so is 0 for a root itself. `memory_space` and `layout` belong to the device and are opaque to the core.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    device: torch.device
+    storage_offset: Size = 0
+    memory_space: str = ""
+    layout: str = ""
+
+    @classmethod
+    def contiguous(cls, dtype: torch.dtype, sizes: tuple[Size, ...], device: torch.device) -> TensorType:
+        """Returns the type of a dense row-major tensor."""
+        return cls(dtype, sizes, contiguous_strides(sizes), device)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are exactly those of a dense row-major tensor of these sizes."""
+        return self.strides == contiguous_strides(self.sizes)
+
+    @property
+    def element_count(self) -> Size:
+        """The number of elements."""
+        if all(isinstance(size, int) for size in self.sizes):
+            return math.prod(self.sizes)  # type: ignore[arg-type]
+        return sympy.Mul(*self.sizes)
+
+    @property
+    def storage_bytes(self) -> Size:
+        """The bytes from the first element to past the last one: what an allocation of this type takes."""
+        if any(size == 0 for size in self.sizes):
+            return 0
+        last: Size = 1
+        for size, stride in zip(self.sizes, self.strides, strict=True):
+            last = last + (size - 1) * stride  # type: ignore[operator]
+        return last * self.dtype.itemsize  # type: ignore[operator]
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarType:
+    """A number that is not a tensor: `kind` is "int", "float" or "bool"."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListType:
+    """A list whose elements all have one type."""
+
+    element: Type
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalType:
+    """A value of the element type, or none."""
+
+    element: Type
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueType:
+    """Something the IR only passes on: "ProcessGroup", "DeviceMesh", "ScriptObject", "Generator", "Event"."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenType:
+    """An ordering token: it carries no data."""
+
+
+Type: TypeAlias = TensorType | ScalarType | ListType | OptionalType | OpaqueType | TokenType
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A thing that a line, a block or the program defines, once. Names are unique in a program, without the '%'."""
+
+    name: str
+    type: Type
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def tensor_type(self) -> TensorType:
+        """The type of a tensor value. Raises TypeError for any other value."""
+        if not isinstance(self.type, TensorType):
+            raise TypeError(f"%{self.name} is no tensor but a {type(self.type).__name__}")
+        return self.type
