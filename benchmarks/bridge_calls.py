@@ -1,0 +1,158 @@
+"""Seconds per operator call from emitted C++ against eager, and seconds to compile emitted C++.
+
+Both sides run in turn in this process, on tiny tensors and one thread; ratios are of medians. Run:
+    python benchmarks/bridge_calls.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fxwrap.runtime.native import Program, build_bridge, compile_cpp, load_program
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator: its schema's name, overload, arguments after the first tensor, and the eager call."""
+
+    title: str
+    operator: str
+    overload: str
+    arguments: str
+    eager: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    results: str = "({out})"
+
+
+CASES = (
+    Case("mul", "aten::mul", "Tensor", ", w", torch.mul),
+    Case("add", "aten::add", "Tensor", ", w", torch.add),
+    Case("relu", "aten::relu", "", "", lambda x, w: torch.relu(x)),
+    Case("mm", "aten::mm", "", ", w", torch.mm),
+    Case("view", "aten::view", "", ", list(2), 4, 4", lambda x, w: x.view(4, 4)),
+    Case("layer_norm", "aten::native_layer_norm", "", ", list(1), 4, none, none, 1e-05",
+         lambda x, w: torch.native_layer_norm(x, (4,), None, None, 1e-5)[0], "({out}, none, none)"),
+)  # fmt: skip
+
+
+def chain_source(case: Case, count: int) -> str:
+    """A program of `count` calls, each reading the last one's result, which is dropped after it."""
+    slots = ", ".join(f"v{i}{{{i + 1}}}" for i in range(count + 1))
+    lines = [f"constexpr Slot w{{0}}, {slots};", f'static Operator op{{"{case.operator}", "{case.overload}"}};']
+    functions = []
+    for start in range(0, count, 200):
+        functions.append(f"part_{start}")
+        lines.append(f"static void part_{start}(Frame& f) {{")
+        for i in range(start, min(start + 200, count)):
+            results = case.results.format(out=f"v{i + 1}")
+            lines.append(f"  // {case.title}_{i}: {case.operator}  model.py:{i}")
+            lines.append(f"  CALL(f, op, (v{i}{case.arguments}), {results});")
+            if i:
+                lines.append(f"  drop(f, v{i});")
+        lines.append("}")
+    body = "\n".join(lines)
+    calls = " ".join(f"{name}(f);" for name in functions)
+    return f"""// {uuid.uuid4()} (so that the cache does not answer)
+#include "bridge.h"
+namespace program {{
+using namespace fxwrap;
+{body}
+static constexpr Input inputs[] = {{{{"x", v0}}, {{"w", w}}}};
+static constexpr Arg outputs[] = {{v{count}}};
+static void run(Frame& f) {{ {calls} }}
+}}  // namespace program
+FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {{
+    .name = "chain", .slots = {count + 2}, .inputs = program::inputs, .outputs = program::outputs,
+    .run = program::run}};
+"""
+
+
+def many_inputs_source(count: int) -> str:
+    """One operator in a program of `count` tensor inputs."""
+    slots = ", ".join(f"x{i}{{{i}}}" for i in range(count))
+    inputs = ", ".join(f'{{"x{i}", x{i}}}' for i in range(count))
+    return f"""#include "bridge.h"
+namespace program {{
+using namespace fxwrap;
+constexpr Slot {slots}, out{{{count}}};
+static Operator mul{{"aten::mul", "Tensor"}};
+static void run(Frame& f) {{ CALL(f, mul, (x0, x1), (out)); }}
+static constexpr Input inputs[] = {{{inputs}}};
+static constexpr Arg outputs[] = {{out}};
+}}  // namespace program
+FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {{
+    .name = "many", .slots = {count + 1}, .inputs = program::inputs, .outputs = program::outputs,
+    .run = program::run}};
+"""
+
+
+def interleaved(sides: list[Callable[[], object]], repeats: int = 15, seconds: float = 0.02) -> list[float]:
+    """Median seconds per call of each side, measured in turn."""
+    counts = []
+    for side in sides:
+        start = time.perf_counter()
+        side()
+        side()
+        counts.append(max(1, int(seconds / max((time.perf_counter() - start) / 2, 1e-7))))
+    samples: list[list[float]] = [[] for _ in sides]
+    for _ in range(repeats):
+        for index, side in enumerate(sides):
+            start = time.perf_counter()
+            for _ in range(counts[index]):
+                side()
+            samples[index].append((time.perf_counter() - start) / counts[index])
+    return [statistics.median(values) for values in samples]
+
+
+def eager_chain(case: Case, count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The same chain written out in Python, so that eager pays for no loop."""
+    body = "\n".join(f"    x = op(x, w)" for _ in range(count))
+    names: dict[str, object] = {"op": case.eager}
+    exec(f"def chain(x, w):\n{body}\n    return x\n", names)
+    return names["chain"]  # type: ignore[return-value]
+
+
+def measure_calls() -> None:
+    """Print the table of call times."""
+    x, w = torch.rand(4, 4), torch.eye(4)
+    print(f"{'operator':<12}{'calls':>6}{'eager us/op':>13}{'bridge us/op':>14}{'ratio':>8}{'vs torch.mul':>14}")
+    for case in CASES:
+        for count in (1, 10, 100, 1000):
+            program: Program = load_program(compile_cpp(chain_source(case, count), name="chain"))
+            eager, mul = eager_chain(case, count), eager_chain(CASES[0], count)
+            with torch.no_grad():
+                torch.testing.assert_close(program(x, w)[0], eager(x, w))
+                seconds = interleaved([lambda: eager(x, w), lambda: program(x, w), lambda: mul(x, w)])
+            base, ours, multiply = (value / count * 1e6 for value in seconds)
+            print(f"{case.title:<12}{count:>6}{base:>13.3f}{ours:>14.3f}{ours / base:>8.2f}{ours / multiply:>14.2f}")
+
+
+def measure_inputs() -> None:
+    """Print what 200 inputs cost."""
+    values = [torch.rand(4, 4) for _ in range(200)]
+    program = load_program(compile_cpp(many_inputs_source(200), name="many"))
+    eager, ours = interleaved([lambda: torch.mul(values[0], values[1]), lambda: program(*values)])
+    print(f"\n200 inputs, one mul: eager {eager * 1e6:.2f} us, program {ours * 1e6:.2f} us")
+
+
+def measure_compile() -> None:
+    """Print the compiler's seconds for long chains."""
+    for count in (1000, 6400):
+        source = chain_source(CASES[-1], count)
+        start = time.perf_counter()
+        compile_cpp(source, name="chain")
+        seconds = time.perf_counter() - start
+        print(f"compile {count} calls: {seconds:.2f} s, {seconds / count * 1e3:.2f} ms a call")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}; bridge built in {build_bridge().seconds:.1f} s (0.0: cached)")
+    measure_calls()
+    measure_inputs()
+    measure_compile()

@@ -1,0 +1,1 @@
+"""What emitted code needs while it runs; imports nothing of the compiler."""

@@ -1,0 +1,143 @@
+// What emitted code calls: operators, memory, facts and checks.
+#include "bridge.h"
+
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <mutex>
+
+#include "calls.h"
+#include "checks.h"
+
+namespace fxwrap {
+
+static_assert(int(DType::bfloat16) == int(at::kBFloat16) && int(DType::uint64) == int(at::kUInt64) &&
+                  int(DType::float8_e4m3fnuz) == int(at::kFloat8_e4m3fnuz) &&
+                  int(DType::float4_e2m1fn_x2) == int(at::ScalarType::Float4_e2m1fn_x2),
+              "bridge.h spells c10::ScalarType with other values");
+static_assert(int(Layout::jagged) == int(at::kJagged), "bridge.h spells c10::Layout with other values");
+
+namespace {
+
+class BoxedCall final : public PreparedCall {
+ public:
+  BoxedCall(const c10::OperatorHandle& handle, std::vector<Value> arguments, std::vector<Result> results)
+      : PreparedCall(std::move(arguments), std::move(results)), handle_(handle) {}
+
+  void run(Frame& f) const override {
+    std::vector<c10::IValue> stack;
+    stack.reserve(arguments_.size());
+    for (const Value& value : arguments_) {
+      stack.push_back(read_value(f, value));
+    }
+    handle_.callBoxed(&stack);
+    for (size_t i = 0; i < stack.size(); ++i) {
+      store_result(f, results_[i], std::move(stack[i]));
+    }
+  }
+
+ private:
+  c10::OperatorHandle handle_;
+};
+
+at::IntArrayRef ref(Ints values) { return {values.begin(), values.size()}; }
+
+// Modes and Python tensors must see an operator; plain tensors may be made directly.
+bool only_plain_tensors() {
+  return !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python);
+}
+
+PreparedCall& first_use(Site& site) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (void* prepared = __atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE)) {
+    return *static_cast<PreparedCall*>(prepared);
+  }
+  PreparedCall* prepared = prepare_call(site).release();
+  __atomic_store_n(&site.prepared, prepared, __ATOMIC_RELEASE);
+  return *prepared;
+}
+
+}  // namespace
+
+std::unique_ptr<PreparedCall> prepare_call(const Site& site) {
+  // Constants made here are ordinary tensors, whatever mode the first caller is in.
+  c10::InferenceMode ordinary(false);
+  const c10::OperatorHandle handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow(site.operator_->name, site.operator_->overload);
+  // The first item of each list is the marker that CALL puts there.
+  auto arguments = prepare_arguments(handle.schema(), site.arguments.data + 1, site.arguments.size - 1);
+  auto results = prepare_results(handle.schema(), site.results.data + 1, site.results.size - 1);
+  if (auto typed = make_typed_call(handle, arguments, results)) {
+    return typed;
+  }
+  return std::make_unique<BoxedCall>(handle, std::move(arguments), std::move(results));
+}
+
+void call(Frame& f, Site& site) {
+  void* prepared = __atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE);
+  const PreparedCall& ready = prepared ? *static_cast<PreparedCall*>(prepared) : first_use(site);
+  ready.run(f);
+}
+
+void empty_strided(Frame& f, Slot out, Ints sizes, Ints strides, DType dtype, Device& device) {
+  const c10::Device where = resolve_device(device);
+  const auto scalar_type = at::ScalarType(dtype);
+  if (where.is_cpu() && only_plain_tensors() && !at::globalContext().deterministicAlgorithms()) {
+    tensor_at(f, out) = at::Tensor(at::detail::empty_strided_cpu(ref(sizes), ref(strides), scalar_type));
+    return;
+  }
+  tensor_at(f, out) = at::empty_strided(ref(sizes), ref(strides), at::TensorOptions(where).dtype(scalar_type));
+}
+
+void view(Frame& f, Slot out, Slot base, Ints sizes, Ints strides, int64_t offset) {
+  const at::Tensor& from = tensor_at(f, base);
+  c10::TensorImpl* impl = from.unsafeGetTensorImpl();
+  const int64_t start = from.storage_offset() + offset;
+  const bool plain = from.layout() == at::kStrided && !impl->is_python_dispatch() && !from.is_nested();
+  if (!plain || !only_plain_tensors()) {
+    tensor_at(f, out) = at::as_strided(from, ref(sizes), ref(strides), start);
+    return;
+  }
+  auto window = impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true);
+  window->set_sizes_and_strides(ref(sizes), ref(strides), start);
+  tensor_at(f, out) = at::Tensor(std::move(window));
+}
+
+void reuse(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType dtype) {
+  at::Tensor taken = std::move(tensor_at(f, from));
+  const auto meta = c10::scalarTypeToTypeMeta(at::ScalarType(dtype));
+  const size_t needed = at::detail::computeStorageNbytes(ref(sizes), ref(strides), meta.itemsize());
+  TORCH_CHECK(needed <= taken.storage().nbytes(), "a tensor of ", needed, " bytes cannot reuse memory of ",
+              taken.storage().nbytes());
+  c10::TensorImpl* impl = taken.unsafeGetTensorImpl();
+  auto made = c10::make_intrusive<c10::TensorImpl>(c10::Storage(impl->storage()), impl->key_set(), meta);
+  made->set_sizes_and_strides(ref(sizes), ref(strides), 0);
+  tensor_at(f, out) = at::Tensor(std::move(made));
+}
+
+void alias(Frame& f, Slot out, Slot from) { tensor_at(f, out) = tensor_at(f, from); }
+void move(Frame& f, Slot out, Slot from) {
+  at::Tensor taken = std::move(tensor_at(f, from));
+  tensor_at(f, out) = std::move(taken);
+}
+void drop(Frame& f, Slot slot) { tensor_at(f, slot).reset(); }
+
+bool defined(Frame& f, Slot slot) { return tensor_at(f, slot).defined(); }
+int64_t size(Frame& f, Slot slot, int64_t dim) { return tensor_at(f, slot).size(dim); }
+int64_t stride(Frame& f, Slot slot, int64_t dim) { return tensor_at(f, slot).stride(dim); }
+int64_t storage_offset(Frame& f, Slot slot) { return tensor_at(f, slot).storage_offset(); }
+int64_t item_int(Frame& f, Slot slot) { return tensor_at(f, slot).item().toLong(); }
+double item_float(Frame& f, Slot slot) { return tensor_at(f, slot).item().toDouble(); }
+bool item_bool(Frame& f, Slot slot) { return tensor_at(f, slot).item().toBool(); }
+void* data_ptr(Frame& f, Slot slot) { return tensor_at(f, slot).data_ptr(); }
+void mark_written(Frame& f, Slot slot) { tensor_at(f, slot).unsafeGetTensorImpl()->bump_version(); }
+
+void fail_assert(const char* message) { TORCH_CHECK(false, message); }
+
+}  // namespace fxwrap

@@ -1,0 +1,307 @@
+"""Compiling emitted C++ with the user's compiler, and loading it, through a content-addressed cache on disk.
+
+Two kinds of entries: the bridge with its Python binding, built once for each torch, Python and compiler; and programs.
+An entry is a folder made under a temporary name and renamed into place, so what can be seen is complete. Processes
+that want the same entry at the same time wait for one another.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from fxwrap.errors import NativeBuildError
+
+_HERE = Path(__file__).parent
+_BRIDGE_SOURCES = ("values.cpp", "typed_calls.cpp", "bridge.cpp", "checks.cpp", "execute.cpp")
+_BINDING_SOURCE = "binding.cpp"
+_HEADERS = ("bridge.h", "frame.h", "values.h", "calls.h", "checks.h")
+_BRIDGE = "libfxwrap_bridge.so"
+_BINDING = "_fxwrap_binding.so"
+
+_COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
+_BRIDGE_FLAGS = ("-O2", "-DNDEBUG")
+# Straight-line calls: no optimisation runs as fast and compiles fastest (benchmarks/bridge_calls.py).
+_PROGRAM_FLAGS = ("-O0",)
+KERNEL_FLAGS = ("-O3", "-march=native")
+
+
+class Program(Protocol):
+    """A loaded program. Safe to call from several threads at once.
+
+    Inputs and outputs are flat, in the program's order: tensors, ints, floats, bools and None.
+    """
+
+    @property
+    def name(self) -> str:
+        """The program's own name."""
+
+    @property
+    def path(self) -> str:
+        """The library it was loaded from."""
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The tensors bound when it was loaded."""
+
+    def __call__(self, *inputs: object) -> tuple[Any, ...]:
+        """Run with inputs that the caller keeps. Raises InputError, or what the failing operator raises in eager."""
+
+    def boxed(self, inputs: list[Any]) -> tuple[Any, ...]:
+        """Empty `inputs`, then run: inputs that the program owns are freed where it drops them."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSource:
+    """A further translation unit of a program: its text and the flags for it (those of CPU kernels by default)."""
+
+    text: str
+    flags: tuple[str, ...] = KERNEL_FLAGS
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeBuild:
+    """The built bridge: its folder, and the seconds that building took in this process (0.0 when it was cached)."""
+
+    folder: Path
+    seconds: float
+
+
+def cache_folder() -> Path:
+    """The folder of compiled code: `FXWRAP_CACHE_DIR`, else `fxwrap` in the user's cache folder."""
+    chosen = os.environ.get("FXWRAP_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxwrap"
+
+
+def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSource] = ()) -> Path:
+    """Compile an emitted program to a shared library, or find it in the cache; return its path.
+
+    `source_text` is the emitted translation unit, which includes `bridge.h`; `extra_sources` are linked with it (CPU
+    kernels). The sources are kept beside the library for debuggers. `CXX` names the compiler (default: g++, c++ or
+    clang++, whichever is found first). Raises NativeBuildError with the command and the compiler's output.
+    """
+    sources = (NativeSource(source_text, _PROGRAM_FLAGS), *extra_sources)
+    compiler = _compiler()
+    bridge = build_bridge().folder
+    stem = re.sub(r"\W+", "_", name) or "program"
+    key = _digest(
+        _environment(compiler),
+        _bridge_digest(),
+        str(bridge),
+        *(text for source in sources for text in (source.text, *source.flags)),
+        _processor() if any("-march=native" in source.flags for source in sources) else "",
+    )
+
+    def build(folder: Path) -> None:
+        commands = []
+        objects = []
+        for index, source in enumerate(sources):
+            path = folder / (f"{stem}.cpp" if index == 0 else f"{stem}_kernels_{index}.cpp")
+            path.write_text(source.text, encoding="utf-8")
+            objects.append(path.with_suffix(".o").name)
+            flags = (*_COMMON_FLAGS, *source.flags, "-I", str(_HERE))
+            commands.append([*compiler.command, *flags, "-c", path.name, "-o", objects[-1]])
+        _run_all(commands, folder)
+        bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
+        shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
+        _run_all([[*compiler.command, "-shared", *shared, *objects, *bridge_flags, "-o", f"{stem}.so"]], folder)
+        for item in objects:
+            (folder / item).unlink()
+
+    return _entry(cache_folder() / "programs" / key, build) / f"{stem}.so"
+
+
+def load_program(path: Path | str, constants: Sequence[torch.Tensor] = ()) -> Program:
+    """Load a compiled program, binding `constants` to its constant slots.
+
+    Raises ImportError when the file is not a program of this version, InputError for wrong constants.
+    """
+    return cast(Program, _binding().Program(str(path), constants=tuple(constants)))
+
+
+def build_bridge() -> BridgeBuild:
+    """Build the bridge and its Python binding for this torch, Python and compiler, or find them in the cache."""
+    compiler = _compiler()
+    folder = cache_folder() / f"bridge-{_digest(_environment(compiler), _bridge_digest())}"
+    start = time.perf_counter()
+    built = False
+
+    def build(target: Path) -> None:
+        nonlocal built
+        built = True
+        _build_bridge(compiler, target)
+
+    _entry(folder, build)
+    return BridgeBuild(folder, time.perf_counter() - start if built else 0.0)
+
+
+def _build_bridge(compiler: _Compiler, folder: Path) -> None:
+    torch_root = Path(torch.__file__).parent
+    library_folder = str(torch_root / "lib")
+    include = ["-isystem", str(torch_root / "include"), "-isystem", sysconfig.get_paths()["include"]]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    flags = [*_COMMON_FLAGS, *_BRIDGE_FLAGS, abi, *include]
+    sources = sorted((*_BRIDGE_SOURCES, _BINDING_SOURCE), key=lambda s: (_HERE / s).stat().st_size, reverse=True)
+    _run_all([[*compiler.command, *flags, "-c", str(_HERE / s), "-o", Path(s).stem + ".o"] for s in sources], folder)
+    objects = [Path(source).stem + ".o" for source in _BRIDGE_SOURCES]
+    torch_flags = [f"-L{library_folder}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library_folder}"]
+    link = [*compiler.command, "-shared", *objects, *torch_flags, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE]
+    _run_all([link], folder)
+    binding = [Path(_BINDING_SOURCE).stem + ".o", "-L.", "-lfxwrap_bridge", "-Wl,-rpath,$ORIGIN", "-ltorch_python"]
+    _run_all([[*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING]], folder)
+    for item in folder.glob("*.o"):
+        item.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiler:
+    command: tuple[str, ...]
+    version: str
+
+
+def _compiler() -> _Compiler:
+    chosen = os.environ.get("CXX", "")
+    if chosen:
+        return _probe(tuple(shlex.split(chosen)))
+    for candidate in ("g++", "c++", "clang++"):
+        if shutil.which(candidate):
+            return _probe((candidate,))
+    raise NativeBuildError(
+        "no C++ compiler found: tried g++, c++ and clang++. Install one, or name it in the environment variable CXX; "
+        "the Python emitter (options={'emitter': 'python'}) needs none"
+    )
+
+
+@cache
+def _probe(command: tuple[str, ...]) -> _Compiler:
+    return _Compiler(command, _run([*command, "--version"], Path.cwd()))
+
+
+def _environment(compiler: _Compiler) -> str:
+    return "\n".join(
+        (
+            *compiler.command,
+            shutil.which(compiler.command[0]) or "",
+            compiler.version,
+            torch.__version__,
+            str(torch.__file__),
+            str(sysconfig.get_config_var("SOABI")),
+            *_COMMON_FLAGS,
+        )
+    )
+
+
+@cache
+def _bridge_digest() -> str:
+    files = (*_HEADERS, *_BRIDGE_SOURCES, _BINDING_SOURCE)
+    return _digest(*_BRIDGE_FLAGS, *((_HERE / name).read_text(encoding="utf-8") for name in files))
+
+
+@cache
+def _processor() -> str:
+    """What -march=native depends on: the instruction sets of this machine's processor."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    lines = text.splitlines()
+    return "\n".join(next((s for s in lines if s.startswith(key)), "") for key in ("model name", "flags", "Features"))
+
+
+def _digest(*parts: str) -> str:
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()[:32]
+
+
+def _entry(folder: Path, build: Callable[[Path], None]) -> Path:
+    """The cache entry `folder`, made by `build(temporary folder)` if it is not there yet."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(cache_folder() / "locks" / folder.name):
+        if folder.is_dir():
+            return folder
+        temporary = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
+        try:
+            build(temporary)
+            temporary.chmod(0o755)
+            os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`; the system releases it when the process dies. The file stays: deleting it would race."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run_all(commands: list[list[str]], folder: Path) -> None:
+    if len(commands) == 1:
+        _run(commands[0], folder)
+        return
+    with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
+        for _ in pool.map(lambda command: _run(command, folder), commands):
+            pass
+
+
+def _run(command: list[str], folder: Path) -> str:
+    """Run a compiler command in `folder` and return its output."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as failure:
+        raise NativeBuildError(
+            f"cannot run the C++ compiler '{command[0]}': {failure.strerror}. Install it, or name another in the "
+            f"environment variable CXX; the Python emitter needs none.\ncommand: {shlex.join(command)}"
+        ) from failure
+    if done.returncode != 0:
+        raise NativeBuildError(
+            f"the C++ compiler failed with exit status {done.returncode}.\ncommand: {shlex.join(command)}\n"
+            f"{done.stdout}{done.stderr}"
+        )
+    return done.stdout
+
+
+def _binding() -> Any:
+    return _load_binding(build_bridge().folder)
+
+
+@cache
+def _load_binding(folder: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader("_fxwrap_binding", str(folder / _BINDING))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    if spec is None:
+        raise ImportError(f"cannot load '{folder / _BINDING}'")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,97 @@
+// Checks of run-time inputs. The texts are those of fxwrap/runtime/checks.py; a test compares them.
+#include "checks.h"
+
+#include <sstream>
+
+#include "frame.h"
+
+namespace fxwrap {
+namespace {
+
+std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kByte: return "u8";
+    case at::kChar: return "i8";
+    case at::kShort: return "i16";
+    case at::kInt: return "i32";
+    case at::kLong: return "i64";
+    case at::kUInt16: return "u16";
+    case at::kUInt32: return "u32";
+    case at::kUInt64: return "u64";
+    case at::kHalf: return "f16";
+    case at::kBFloat16: return "bf16";
+    case at::kFloat: return "f32";
+    case at::kDouble: return "f64";
+    case at::kComplexHalf: return "c32";
+    case at::kComplexFloat: return "c64";
+    case at::kComplexDouble: return "c128";
+    case at::kBool: return "bool";
+    default: return std::string(c10::getDtypeNames(dtype).first);
+  }
+}
+
+std::string join(at::IntArrayRef values) {
+  std::ostringstream text;
+  for (size_t i = 0; i < values.size(); ++i) {
+    text << (i ? ", " : "") << values[i];
+  }
+  return text.str();
+}
+
+std::string tuple(at::IntArrayRef values) {
+  return "(" + join(values) + (values.size() == 1 ? ",)" : ")");
+}
+
+std::string describe(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides,
+                     const c10::Device& device) {
+  return dtype_name(dtype) + "[" + join(sizes) + "] on " + device.str() + " with strides " + tuple(strides);
+}
+
+bool same_device(const c10::Device& expected, const c10::Device& actual) {
+  return expected.type() == actual.type() && (!expected.has_index() || expected.index() == actual.index());
+}
+
+bool same_strides(at::IntArrayRef sizes, at::IntArrayRef expected, at::IntArrayRef actual) {
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] != 1 && expected[i] != actual[i]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+c10::Device resolve_device(Device& device) {
+  int32_t code = __atomic_load_n(&device.code, __ATOMIC_RELAXED);
+  if (code < 0) {
+    const c10::Device parsed{std::string(device.name)};
+    code = int32_t(parsed.type()) * 1024 + (parsed.index() + 1);
+    __atomic_store_n(&device.code, code, __ATOMIC_RELAXED);
+  }
+  return c10::Device(c10::DeviceType(code / 1024), c10::DeviceIndex(code % 1024 - 1));
+}
+
+void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device) {
+  const at::Tensor& tensor = tensor_at(f, slot);
+  const at::IntArrayRef expected_sizes(sizes.begin(), sizes.size());
+  const at::IntArrayRef expected_strides(strides.begin(), strides.size());
+  const c10::Device where = resolve_device(device);
+  const bool strided = tensor.defined() && tensor.layout() == at::kStrided;
+  if (strided && tensor.scalar_type() == at::ScalarType(dtype) && tensor.sizes() == expected_sizes &&
+      same_device(where, tensor.device()) &&
+      (tensor.numel() == 0 || same_strides(expected_sizes, expected_strides, tensor.strides()))) {
+    return;
+  }
+  std::ostringstream text;
+  text << "input '" << name << "': expected "
+       << describe(at::ScalarType(dtype), expected_sizes, expected_strides, where) << ", got ";
+  if (strided) {
+    text << describe(tensor.scalar_type(), tensor.sizes(), tensor.strides(), tensor.device());
+  } else if (tensor.defined()) {
+    text << "a tensor of another layout than torch.strided";
+  } else {
+    text << "None";
+  }
+  throw InputError(text.str());
+}
+
+}  // namespace fxwrap

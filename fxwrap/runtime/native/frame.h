@@ -1,0 +1,54 @@
+// A Frame with its memory: what runs a Program. Used by the C entry and by the Python binding.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "bridge.h"
+
+namespace fxwrap {
+
+// A bad run-time input; becomes fxwrap.errors.InputError in Python.
+class FXWRAP_API InputError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+inline at::Tensor& tensor_at(const Frame& f, int64_t slot) {
+  return static_cast<at::Tensor*>(f.tensors)[slot];
+}
+
+// One run of a program: set the inputs and constants, `run()`, read the outputs' slots. Small frames live inside the
+// object, so it belongs on the stack. The destructor releases what is left and leaves borrowed tensors alone.
+class FXWRAP_API Execution {
+ public:
+  explicit Execution(const Program& program);
+  ~Execution();
+  Execution(const Execution&) = delete;
+  Execution& operator=(const Execution&) = delete;
+
+  void borrow(int64_t slot, const at::Tensor& tensor) {
+    at::Tensor& place = tensor_at(frame_, slot);
+    // The count is not touched: the caller keeps the tensor alive, and the destructor forgets it uncounted.
+    place = at::Tensor(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim(
+        tensor.unsafeGetTensorImpl()));
+  }
+  void own(int64_t slot, at::Tensor tensor) { tensor_at(frame_, slot) = std::move(tensor); }
+  Frame& frame() { return frame_; }
+
+  // Runs the program below autograd and autocast; throws what an operator threw.
+  void run();
+
+ private:
+  void forget(const Arg& value);
+
+  static constexpr int64_t inline_words = 256;
+  const Program& program_;
+  Frame frame_;
+  int64_t inline_storage_[inline_words];
+  int64_t* storage_;
+};
+
+}  // namespace fxwrap
