@@ -1,7 +1,25 @@
 """Sizes and conditions over symbols: construction, text form, evaluation, bounds and printers."""
 
 from fxwrap.symbolic.canonical import canonical as canonical
+from fxwrap.symbolic.cpp_printer import CppPrinter as CppPrinter
+from fxwrap.symbolic.cpp_printer import cpp_prelude as cpp_prelude
+from fxwrap.symbolic.evaluate import evaluate as evaluate
+from fxwrap.symbolic.functions import FUNCTION_NAMES as FUNCTION_NAMES
+from fxwrap.symbolic.functions import Scalar as Scalar
 from fxwrap.symbolic.kinds import expression_kind as expression_kind
+from fxwrap.symbolic.printing import ExpressionPrinter as ExpressionPrinter
+from fxwrap.symbolic.python_printer import PYTHON_IMPORTS as PYTHON_IMPORTS
+from fxwrap.symbolic.python_printer import PythonPrinter as PythonPrinter
+from fxwrap.symbolic.ranges import Bound as Bound
+from fxwrap.symbolic.ranges import SymbolInfo as SymbolInfo
+from fxwrap.symbolic.ranges import bounds as bounds
+from fxwrap.symbolic.sizes import ceiling_divide as ceiling_divide
+from fxwrap.symbolic.sizes import floor_divide as floor_divide
+from fxwrap.symbolic.sizes import maximum as maximum
+from fxwrap.symbolic.sizes import minimum as minimum
+from fxwrap.symbolic.sizes import product as product
+from fxwrap.symbolic.sizes import remainder as remainder
+from fxwrap.symbolic.sizes import total as total
 from fxwrap.symbolic.symbols import Expression as Expression
 from fxwrap.symbolic.symbols import Kind as Kind
 from fxwrap.symbolic.symbols import Size as Size

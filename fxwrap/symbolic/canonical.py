@@ -12,9 +12,15 @@ import sympy
 from fxwrap import torch_compat
 from fxwrap.errors import ExpressionError
 from fxwrap.symbolic.construct import apply, compare, constant, power
-from fxwrap.symbolic.functions import BY_CLASS, BY_NAME, RELATION_BY_CLASS, FunctionSpec
+from fxwrap.symbolic.functions import (
+    BY_CLASS,
+    BY_NAME,
+    OPAQUE_FUNCTIONS,
+    RELATION_BY_CLASS,
+    FunctionSpec,
+)
 from fxwrap.symbolic.kinds import expression_kind
-from fxwrap.symbolic.symbols import Expression, is_symbol_name, make_symbol
+from fxwrap.symbolic.symbols import Expression, make_symbol
 
 Rename: TypeAlias = Mapping[sympy.Symbol, sympy.Symbol]
 
@@ -24,12 +30,7 @@ _FOREIGN_FUNCTIONS: dict[type[sympy.Basic], FunctionSpec] = {
     sympy.Mod: BY_NAME["python_mod"],
     sympy.floor: BY_NAME["floor_to_int"],
     sympy.ceiling: BY_NAME["ceil_to_int"],
-    **{
-        getattr(sympy, name): BY_NAME[name]
-        for name in (
-            "acos", "asin", "asinh", "atan", "cos", "cosh", "exp", "log", "sin", "sinh", "tan", "tanh",
-        )  # fmt: skip
-    },
+    **{getattr(sympy, name): BY_NAME[name] for name in OPAQUE_FUNCTIONS if name not in ("log2", "sqrt")},
 }
 """sympy's own functions, and the function of ours that means the same at run time."""
 
@@ -40,9 +41,10 @@ _SHAPE_ENV_NAME = re.compile(r"(zf|zuf)(\d+)")
 def canonical(expression: Expression | float, rename: Rename | None = None) -> Expression:
     """The canonical form of a size or condition: equal meaning, our symbols, one tree however it was built.
 
-    A ShapeEnv symbol is replaced by `rename[symbol]` if there, else by ours of the same name (`zf3` becomes `f3`,
-    `zuf3` becomes `uf3`). An integer constant comes back as a plain int. Idempotent. Raises `ExpressionError` for a
-    symbol without a known name and for a function that the expression language does not have.
+    A ShapeEnv symbol is replaced by `rename[symbol]` if there, else by ours of the same name (`zf3` becomes
+    `f3`, `zuf3` becomes `uf3`). An integer constant comes back as a plain int. Idempotent. Raises
+    `ExpressionError` for a symbol without a known name and for a function that the expression language does
+    not have.
     """
     if type(expression) is int:
         return expression

@@ -14,10 +14,16 @@ import sympy
 from sympy.core.sorting import ordered
 
 from fxwrap import torch_compat
+from fxwrap.errors import ExpressionError
 from fxwrap.symbolic.functions import BY_NAME, RELATION_BY_MARK, FunctionSpec, Scalar
 from fxwrap.symbolic.kinds import expression_kind
 
+_LARGEST_FOLDED_EXPONENT = 1024
 _DIVISIONS = (torch_compat.FloorDiv, torch_compat.CleanDiv)
+_INTEGER_OPERANDS = frozenset(
+    ["floordiv", "cleandiv", "modular_indexing", "mod", "python_mod", "pow_by_natural"]
+    + ["bitwise_and", "bitwise_or", "bitwise_xor"]
+)
 _EXTREMES = {torch_compat.Max: max, torch_compat.Min: min}
 
 
@@ -47,7 +53,8 @@ def constant_value(node: sympy.Basic) -> Scalar | None:
 
 def power(base: sympy.Basic, exponent: sympy.Basic) -> sympy.Basic:
     """`base ** exponent`: sympy's power for integer constants, else a float power, root or natural power."""
-    if isinstance(exponent, sympy.Integer):
+    folds_huge = base.is_Number and exponent.is_Integer and abs(exponent) > _LARGEST_FOLDED_EXPONENT
+    if isinstance(exponent, sympy.Integer) and not folds_huge:
         return sympy.Pow(base, exponent)
     if exponent == sympy.S.Half:
         return apply(BY_NAME["sqrt"], (base,))
@@ -67,7 +74,14 @@ def compare(mark: str, left: sympy.Basic, right: sympy.Basic) -> sympy.Basic:
 
 
 def apply(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic:
-    """The canonical node of a function on canonical operands; constants fold unless the function raises on them."""
+    """The canonical node of a function on canonical operands; constants fold unless that raises.
+
+    Raises `ExpressionError` for a float operand of a function that is defined on integers only.
+    """
+    if spec.name in _INTEGER_OPERANDS:
+        for operand in operands:
+            if expression_kind(operand) == "float":
+                raise ExpressionError(f"{spec.name} is defined on integers; its operand {operand} is a float")
     folded = _fold(spec, operands)
     if folded is not None:
         return folded
@@ -88,12 +102,14 @@ def apply(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic:
 
 
 def ceiling_division(base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic:
-    """`ceil(base / divisor)` for a positive divisor, as torch writes it: floordiv(base + divisor - 1, divisor)."""
+    """`ceil(base / divisor)` for a positive divisor, as torch does: (base + divisor - 1) // divisor."""
     return apply(BY_NAME["floordiv"], (sympy.Add(base, divisor, -1), divisor))
 
 
 def _fold(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic | None:
     if spec.sympy_class is torch_compat.Identity:
+        return None
+    if spec.sympy_class is torch_compat.PowByNatural and constant_value(operands[1]) not in range(_LARGEST_FOLDED_EXPONENT):
         return None
     values = []
     for operand in operands:
@@ -108,7 +124,7 @@ def _fold(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic | 
 
 
 def _divide(spec: FunctionSpec, base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic:
-    """Floor division; by an integer constant, whole multiples come out and common factors cancel, both exactly."""
+    """Floor division; by a constant, whole multiples come out and common factors cancel, both exactly."""
     if not isinstance(divisor, sympy.Integer) or divisor == 0 or expression_kind(base) != "int":
         return spec.sympy_class(base, divisor, evaluate=False)
     number = int(divisor)
@@ -148,13 +164,14 @@ def _extreme(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic
                 constants.append(part)
     parts = list(symbolic)
     if constants:
-        parts.append(choose(constants, key=constant_value))
+        parts.append(choose(constants, key=float))
     return parts[0] if len(parts) == 1 else spec.sympy_class(*parts, evaluate=False)
 
 
 def _connective(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic:
-    """And or Or: nested ones flattened, duplicates and neutral constants dropped, never solved as inequalities."""
-    neutral, deciding = (sympy.true, sympy.false) if spec.sympy_class is sympy.And else (sympy.false, sympy.true)
+    """And or Or: nested ones flattened, duplicates and neutral constants dropped, inequalities not solved."""
+    neutral = sympy.true if spec.sympy_class is sympy.And else sympy.false
+    deciding = sympy.false if spec.sympy_class is sympy.And else sympy.true
     parts: dict[sympy.Basic, None] = {}
     for operand in operands:
         for part in operand.args if isinstance(operand, spec.sympy_class) else (operand,):

@@ -1,4 +1,4 @@
-"""The functions an expression may apply: one table of name, sympy class, arity, kind of result and exact meaning."""
+"""The functions an expression may apply: one table of name, sympy class, arity, result and exact meaning."""
 
 from __future__ import annotations
 
@@ -15,14 +15,33 @@ from fxwrap import torch_compat
 Scalar: TypeAlias = int | float | bool
 ResultKind: TypeAlias = Literal["int", "float", "bool", "joint"]
 
+OPAQUE_FUNCTIONS = (
+    "acos",
+    "asin",
+    "asinh",
+    "atan",
+    "cos",
+    "cosh",
+    "exp",
+    "log",
+    "log2",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+)
+"""Functions of one float that torch names OpaqueUnaryFn_*; Python's math and C++'s std have all of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
     """One function of the expression language.
 
-    Fields: `name` in the text form, `sympy_class` its node, `arity` the number of operands (None: one or more),
-    `result` the kind of its value ("joint": float if an operand is, else int, else bool), `compute` its exact
-    meaning on Python scalars, which may raise ZeroDivisionError, ValueError or OverflowError as Python does.
+    Fields: `name` in the text form, `sympy_class` its node, `arity` the number of operands (None: one or
+    more), `result` the kind of its value ("joint": float if an operand is, else int, else bool), `compute`
+    its exact meaning on Python scalars, which may raise ZeroDivisionError, ValueError or OverflowError as
+    Python does.
     """
 
     name: str
@@ -41,10 +60,7 @@ def _modular_indexing(base: int, divisor: int, modulus: int) -> int:
 
 
 def _natural_power(base: int, exponent: int) -> int:
-    if exponent < 0:
-        raise ValueError(f"exponent of a natural power is negative: {exponent}")
-    result: int = base**exponent
-    return result
+    return operator.index(base**exponent)  # a negative exponent gives a float, which is a TypeError here
 
 
 def _exactly_rounded(number: float) -> int:
@@ -83,15 +99,13 @@ FUNCTIONS: tuple[FunctionSpec, ...] = (
     FunctionSpec("and", sympy.And, None, "bool", lambda *operands: all(operands)),
     FunctionSpec("or", sympy.Or, None, "bool", lambda *operands: any(operands)),
     FunctionSpec("not", sympy.Not, 1, "bool", operator.not_),
-    *(
-        _opaque(name)
-        for name in (
-            "acos", "asin", "asinh", "atan", "cos", "cosh", "exp", "log", "log2", "sin", "sinh", "sqrt", "tan", "tanh",
-        )  # fmt: skip
-    ),
+    *(_opaque(name) for name in OPAQUE_FUNCTIONS),
 )
 
 BY_NAME: dict[str, FunctionSpec] = {spec.name: spec for spec in FUNCTIONS}
+FUNCTION_NAMES: frozenset[str] = frozenset(BY_NAME)
+"""The names that the text form gives a meaning when parentheses follow."""
+
 BY_CLASS: dict[type[sympy.Basic], FunctionSpec] = {spec.sympy_class: spec for spec in FUNCTIONS}
 
 

@@ -31,13 +31,13 @@ class Precedence(IntEnum):
 
 
 def ordered_terms(node: sympy.Add) -> tuple[sympy.Basic, ...]:
-    """The terms of a sum in the order in which every printer writes and the evaluator adds them: constant last."""
+    """The terms of a sum in the order in which printers write and the evaluator adds them: constant last."""
     first, *others = node.args
     return (*others, first) if isinstance(first, sympy.Number) else node.args
 
 
 def ceiling_operand(base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic | None:
-    """`x` if floordiv(base, divisor) is how torch writes ceil(x / divisor), that is base = x + divisor - 1."""
+    """`x` if floordiv(base, divisor) is how torch writes ceil(x / divisor): base = x + divisor - 1."""
     if not isinstance(base, sympy.Add):
         return None
     if isinstance(divisor, sympy.Integer) and divisor > 1 and divisor - 1 in base.args:
@@ -51,7 +51,7 @@ def ceiling_operand(base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic | No
 
 
 class ExpressionPrinter(ABC):
-    """Prints canonical expressions in one language; `names` gives the text of symbols that go by another name."""
+    """Prints canonical expressions in one language; `names` gives the text of symbols with another name."""
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         self._names = names or {}

@@ -14,13 +14,13 @@ Kind: TypeAlias = Literal["int", "float", "bool"]
 """What an expression is at run time: `int64_t`, `double` or `bool` in C++, the same-named type in Python."""
 
 Size: TypeAlias = int | sympy.Expr
-"""A size, stride, offset or scalar: a constant integer is always a plain int, anything else a sympy expression."""
+"""A size, stride, offset or scalar: a constant integer is a plain int, anything else a sympy expression."""
 
 Expression: TypeAlias = int | sympy.Basic
 """A size or a condition (a comparison, `and`, `or`, `not`, `true`, `false`)."""
 
 PREFIX_KINDS: dict[str, Kind] = {"s": "int", "u": "int", "n": "int", "f": "float", "uf": "float", "b": "bool"}
-"""Kind by prefix: `s` sizes, `u` unbacked integers, `n` lets, `f` floats, `uf` unbacked floats, `b` booleans."""
+"""Kind by prefix: `s` sizes, `u` unbacked integers, `n` lets, `f` and unbacked `uf` floats, `b` booleans."""
 
 _NAME = re.compile(rf"({'|'.join(PREFIX_KINDS)})(\d+)")
 

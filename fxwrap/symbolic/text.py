@@ -84,7 +84,7 @@ def parse_expr(text: str) -> Expression:
 
 
 def read_expr(stream: TokenStream) -> Expression:
-    """Read the longest size or condition at the stream's position. Raises `ParseError` with line and column."""
+    """Read the longest size or condition at the stream's position. Raises `ParseError` where it is wrong."""
     atom = _read_lone_atom(stream)
     return atom if atom is not None else unwrap(_comparison(stream))
 
@@ -96,7 +96,7 @@ def read_size(stream: TokenStream) -> Size:
 
 
 def _read_lone_atom(stream: TokenStream) -> Expression | None:
-    """An integer or symbol that no operator follows: nearly every size of a program, so read without recursion."""
+    """An integer or symbol that no operator follows: nearly every size, so read without recursion."""
     token = stream.peek()
     if token.kind == "number":
         if token.text.isdigit() and stream.peek(1).kind not in _CONTINUATIONS:
@@ -154,7 +154,7 @@ def _reciprocal(stream: TokenStream, factors: list[sympy.Basic], mark: Token) ->
 
 
 def _factor(stream: TokenStream) -> list[sympy.Basic]:
-    """A power, preceded by -1 for each minus in front of it: a product is built in one step, never in nested ones."""
+    """A power, after a -1 for each minus in front: a product is built in one step, never in nested ones."""
     if stream.accept("-"):
         return [sympy.S.NegativeOne, *_factor(stream)]
     start = stream.peek()
@@ -205,7 +205,8 @@ def _named(stream: TokenStream, token: Token) -> sympy.Basic:
 def _call(stream: TokenStream, name: Token) -> sympy.Basic:
     spec = BY_NAME.get(name.text)
     if spec is None and name.text != "ceildiv":
-        raise stream.error(f"unknown function '{name.text}'; known: ceildiv, {', '.join(sorted(BY_NAME))}", name)
+        known = ", ".join(sorted([*BY_NAME, "ceildiv"]))
+        raise stream.error(f"unknown function '{name.text}'; known: {known}", name)
     operands = _operands(stream)
     arity = 2 if spec is None else spec.arity
     if not operands or (arity is not None and len(operands) != arity):
@@ -219,7 +220,10 @@ def _call(stream: TokenStream, name: Token) -> sympy.Basic:
                 raise stream.error(f"{name.text} takes conditions, not '{print_expr(operand)}'", name)
     elif spec.name not in _CONDITION_TAKERS:
         _numbers(stream, operands, name)
-    return apply(spec, operands)
+    try:
+        return apply(spec, operands)
+    except ExpressionError as error:
+        raise stream.error(str(error), name) from None
 
 
 def _operands(stream: TokenStream) -> list[sympy.Basic]:

@@ -20,7 +20,7 @@ _TOKEN = re.compile(
     r"|%(?P<value>\w+(?:\.\w+)*)"
     r"|(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])"
     r"|(?P<raw>\"\"\".*?\"\"\")"
-    r"|(?P<string>\"(?:[^\"\\\n]|\\.)*\")"
+    r"|(?P<string>(?!\"\"\")\"(?:[^\"\\\n]|\\.)*\")"
     r"|(?P<newline>\n(?:[ \t\r\f]*(?:#[^\n]*)?\n)*)"
     r"|@(?P<at>\w+(?:\.\w+)*)"
     r"|\^(?P<label>\w+(?:\.\w+)*)"
@@ -31,15 +31,22 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _PREFIXES = {"value": "%", "at": "@", "label": "^"}
+_KIND_WORDS = {
+    "end": "end of text",
+    "newline": "end of line",
+    "value": "a %value",
+    "at": "an @name",
+    "label": "a ^label",
+}
 _CLOSING = {"(": 1, "[": 1, ")": -1, "]": -1}
 
 
 class Token(NamedTuple):
     """One token: its kind, its text and where it starts (line and column from 1).
 
-    Kinds are `value` (`%name`), `name` (dots allowed), `at` (`@name`), `label` (`^name`), `number`, `string`, `newline`,
-    `end`, and for punctuation the mark itself. The text of `value`, `at` and `label` is without the prefix; that of a
-    `string` is its decoded content.
+    Kinds are `value` (`%name`), `name` (dots allowed), `at` (`@name`), `label` (`^name`), `number`, `string`,
+    `newline`, `end`, and for punctuation the mark itself. The text of `value`, `at` and `label` is without
+    the prefix; that of a `string` is its decoded content.
     """
 
     kind: str
@@ -59,8 +66,8 @@ class Token(NamedTuple):
 def tokenize(text: str) -> list[Token]:
     """Split IR text into tokens, the last of kind `end`.
 
-    Comments and blank lines vanish. A run of line ends is one `newline` token; inside `()` and `[]`, and before the
-    first token, there is none. Raises `ParseError` at the first character that starts no token.
+    Comments and blank lines vanish. A run of line ends is one `newline` token; inside `()` and `[]`, and
+    before the first token, there is none. Raises `ParseError` at the first character that starts no token.
     """
     tokens: list[Token] = []
     append = tokens.append
@@ -89,7 +96,8 @@ def tokenize(text: str) -> list[Token]:
                 line += content.count("\n")
                 line_start = text.rindex("\n", start, position) + 1
         elif kind == "string":
-            append(Token("string", _decode(text, start, position, line, line_start), line, start - line_start + 1))
+            content = _decode(text, start, position, line, line_start)
+            append(Token("string", content, line, start - line_start + 1))
         elif kind == "end":
             append(Token("end", "", line, start - line_start + 1))
             return tokens
@@ -115,7 +123,8 @@ def _decode(text: str, start: int, end: int, line: int, line_start: int) -> str:
         decoded: str = json.loads(text[start:end], strict=False)
     except json.JSONDecodeError as error:
         column = start + error.pos - line_start + 1
-        raise ParseError(f"bad escape in string: {error.msg}", line, column, _line_at(text, line_start)) from None
+        reason = f"bad escape in string: {error.msg}"
+        raise ParseError(reason, line, column, _line_at(text, line_start)) from None
     return decoded
 
 
@@ -140,7 +149,7 @@ def _line_at(text: str, line_start: int) -> str:
 
 
 class TokenStream:
-    """Tokens with a position: what a recursive-descent parser needs, its errors with line, column and source line."""
+    """Tokens with a position, for a recursive-descent parser; errors hold line, column and source line."""
 
     __slots__ = ("_lines", "_position", "_source", "_tokens")
 
@@ -175,7 +184,8 @@ class TokenStream:
     def expect(self, kind: str, text: str | None = None) -> Token:
         """Take the next token; raises `ParseError` there if it is of another kind or text."""
         if not self.at(kind, text):
-            wanted = f"'{text or kind}'" if text or kind in PUNCTUATION else f"a {kind}"
+            quoted = text is not None or kind in PUNCTUATION
+            wanted = f"'{text or kind}'" if quoted else _KIND_WORDS.get(kind, f"a {kind}")
             raise self.error(f"expected {wanted}, found {self.peek().describe()}")
         return self.next()
 

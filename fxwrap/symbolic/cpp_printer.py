@@ -1,0 +1,212 @@
+"""Expressions as C++ source, and the helper functions that such source calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import sympy
+
+from fxwrap.symbolic.functions import OPAQUE_FUNCTIONS, FunctionSpec
+from fxwrap.symbolic.kinds import expression_kind
+from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, ceiling_operand
+
+_PRELUDE = """\
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace fxwrap {
+
+inline void check_divisor(bool nonzero) {
+  if (!nonzero) throw std::domain_error("division or modulo by zero");
+}
+
+// Python's floor division and modulo; -1 apart, because INT64_MIN / -1 traps.
+inline int64_t floordiv(int64_t base, int64_t divisor) {
+  check_divisor(divisor != 0);
+  if (divisor == -1) return static_cast<int64_t>(0 - static_cast<uint64_t>(base));
+  int64_t quotient = base / divisor;
+  return quotient - (base % divisor != 0 && (base < 0) != (divisor < 0));
+}
+
+inline int64_t mod(int64_t base, int64_t divisor) {
+  check_divisor(divisor != 0);
+  if (divisor == -1) return 0;
+  int64_t remainder = base % divisor;
+  return remainder != 0 && (remainder < 0) != (divisor < 0) ? remainder + divisor : remainder;
+}
+
+inline int64_t ceildiv(int64_t base, int64_t divisor) {
+  check_divisor(divisor != 0);
+  if (divisor == -1) return static_cast<int64_t>(0 - static_cast<uint64_t>(base));
+  int64_t quotient = base / divisor;
+  return quotient + (base % divisor != 0 && (base < 0) == (divisor < 0));
+}
+
+inline int64_t modular_indexing(int64_t base, int64_t divisor, int64_t modulus) {
+  return mod(floordiv(base, divisor), modulus);
+}
+
+inline double truediv(double base, double divisor) {
+  check_divisor(divisor != 0);
+  return base / divisor;
+}
+
+inline int64_t natural_power(int64_t base, int64_t exponent) {
+  if (exponent < 0) throw std::domain_error("exponent of a natural power is negative");
+  uint64_t result = 1, factor = static_cast<uint64_t>(base);
+  for (; exponent != 0; exponent >>= 1, factor *= factor)
+    if (exponent & 1) result *= factor;
+  return static_cast<int64_t>(result);
+}
+
+inline double power(double base, double exponent) {
+  check_divisor(base != 0 || exponent >= 0);
+  return std::pow(base, exponent);
+}
+
+template <typename T> inline T max(T first, T second) { return second > first ? second : first; }
+template <typename T> inline T min(T first, T second) { return second < first ? second : first; }
+
+inline int64_t to_int(double number) {
+  if (!(number >= -9223372036854775808.0 && number < 9223372036854775808.0))
+    throw std::overflow_error("cannot convert " + std::to_string(number) + " to a 64-bit integer");
+  return static_cast<int64_t>(number);
+}
+
+// Decimal rounding through the exact decimal expansion, as Python does for digits >= 0.
+inline double round_decimal(double number, int64_t digits) {
+  if (!std::isfinite(number)) return number;
+  if (digits < 0) {
+    double scale = std::pow(10.0, static_cast<double>(-digits));
+    return std::nearbyint(number / scale) * scale;
+  }
+  char text[720];
+  std::snprintf(text, sizeof text, "%.*f", static_cast<int>(digits < 340 ? digits : 340), number);
+  return std::strtod(text, nullptr);
+}
+
+}  // namespace fxwrap
+"""
+
+_INTEGER_CALLS = {
+    "floordiv": "fxwrap::floordiv",
+    "cleandiv": "fxwrap::floordiv",
+    "mod": "fxwrap::mod",
+    "python_mod": "fxwrap::mod",
+    "modular_indexing": "fxwrap::modular_indexing",
+    "pow_by_natural": "fxwrap::natural_power",
+}
+_FLOAT_CALLS = {
+    "int_true_div": "fxwrap::truediv",
+    "float_true_div": "fxwrap::truediv",
+    "float_pow": "fxwrap::power",
+    "trunc_to_float": "std::trunc",
+    **{name: f"std::{name}" for name in OPAQUE_FUNCTIONS},
+}
+_ROUNDINGS = {
+    "trunc_to_int": "std::trunc",
+    "floor_to_int": "std::floor",
+    "ceil_to_int": "std::ceil",
+    "round_to_int": "std::nearbyint",
+}
+_OPERATORS = {"and": ("&&", Precedence.AND), "or": ("||", Precedence.OR)}
+_BITWISE = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
+_SPECIALS = {
+    "true": "true",
+    "false": "false",
+    "inf": "std::numeric_limits<double>::infinity()",
+    "int_inf": "std::numeric_limits<int64_t>::max()",
+    "nan": "std::numeric_limits<double>::quiet_NaN()",
+}
+
+
+def cpp_prelude() -> str:
+    """The includes and helper functions (namespace `fxwrap`) that the source of `CppPrinter` calls."""
+    return _PRELUDE
+
+
+class CppPrinter(ExpressionPrinter):
+    """Prints expressions as C++17 over `int64_t`, `double` and `bool` variables, below `cpp_prelude()`.
+
+    Integer division has Python's floor semantics; integers must fit 64 bits. Division by zero throws
+    `std::domain_error`, a float too large for an integer `std::overflow_error`. Where a float meets an
+    integer, the integer is rounded to a double first, which above 2**53 can differ from Python's exact
+    comparison and division.
+    """
+
+    def integer(self, value: int) -> str:
+        if value == -(2**63):
+            return "std::numeric_limits<int64_t>::min()"
+        return f"INT64_C({value})" if abs(value) >= 2**31 else str(value)
+
+    def real(self, value: float) -> str:
+        return repr(value)
+
+    def rational(self, value: Fraction) -> str:
+        return f"{value.numerator}.0 / {value.denominator}.0"
+
+    def special(self, name: str) -> str:
+        return _SPECIALS[name]
+
+    def power(self, base: sympy.Basic, exponent: int) -> tuple[str, Precedence]:
+        if expression_kind(base) != "float" and exponent >= 0:
+            return f"fxwrap::natural_power({self.print(base)}, {exponent})", Precedence.ATOM
+        return f"fxwrap::power({self.print(base)}, {exponent})", Precedence.ATOM
+
+    def function(self, spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
+        name = spec.name
+        if name == "floordiv" and isinstance(operands[1], sympy.Integer):
+            ceiling = ceiling_operand(*operands)
+            if ceiling is not None:
+                return self.call("fxwrap::ceildiv", (ceiling, operands[1]))
+        if name in _INTEGER_CALLS:
+            return self.call(_INTEGER_CALLS[name], operands)
+        if name in _FLOAT_CALLS:
+            texts = ", ".join(self._as_double(operand) for operand in operands)
+            return f"{_FLOAT_CALLS[name]}({texts})", Precedence.ATOM
+        if name in _ROUNDINGS:
+            if expression_kind(operands[0]) != "float":
+                return self._render(operands[0])
+            return f"fxwrap::to_int({_ROUNDINGS[name]}({self.print(operands[0])}))", Precedence.ATOM
+        if name in ("max", "min"):
+            return self._extreme(f"fxwrap::{name}", operands)
+        if name in _OPERATORS:
+            mark, precedence = _OPERATORS[name]
+            least = Precedence(precedence + 1)
+            return f" {mark} ".join(self.operand(operand, least) for operand in operands), precedence
+        return self._other(name, operands)
+
+    def _other(self, name: str, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
+        if name in _BITWISE:
+            left, right = (self.operand(operand, Precedence.UNARY) for operand in operands)
+            return f"({left} {_BITWISE[name]} {right})", Precedence.ATOM
+        if name == "to_float":
+            return self._as_double(operands[0]), Precedence.ATOM
+        if name == "round_decimal":
+            number, digits = self._as_double(operands[0]), self.print(operands[1])
+            return f"fxwrap::round_decimal({number}, {digits})", Precedence.ATOM
+        if name == "where":
+            condition, then, otherwise = (self.operand(operand, Precedence.OR) for operand in operands)
+            return f"{condition} ? {then} : {otherwise}", Precedence.CONDITIONAL
+        if name == "not":
+            return f"!{self.operand(operands[0], Precedence.ATOM)}", Precedence.UNARY
+        assert name == "identity", name
+        return self._render(operands[0])
+
+    def _extreme(self, helper: str, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
+        floating = any(expression_kind(operand) == "float" for operand in operands)
+        text = ""
+        for operand in operands:
+            part = self._as_double(operand) if floating else self.print(operand)
+            text = f"{helper}<{'double' if floating else 'int64_t'}>({text}, {part})" if text else part
+        return text, Precedence.ATOM
+
+    def _as_double(self, node: sympy.Basic) -> str:
+        text = self.print(node)
+        return text if expression_kind(node) == "float" else f"static_cast<double>({text})"

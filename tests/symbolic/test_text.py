@@ -1,0 +1,175 @@
+"""The text form of expressions: exact round trip, style, and errors with line and column."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import sympy
+from hypothesis import given, settings
+
+from fxwrap import torch_compat
+from fxwrap.errors import ParseError
+from fxwrap.symbolic import (
+    Expression,
+    TokenStream,
+    canonical,
+    make_symbol,
+    parse_expr,
+    print_expr,
+    read_expr,
+    read_size,
+)
+from tests.strategies.expressions import any_expressions
+
+
+@settings(max_examples=300)
+@given(any_expressions())
+def test_parse_of_print_is_the_same_expression(expression: Expression) -> None:
+    parsed = parse_expr(print_expr(expression))
+    assert parsed == expression
+    assert type(parsed) is type(expression)
+    assert sympy.srepr(parsed) == sympy.srepr(expression)
+
+
+@settings(max_examples=300)
+@given(any_expressions())
+def test_canonical_is_idempotent(expression: Expression) -> None:
+    again = canonical(expression)
+    assert sympy.srepr(again) == sympy.srepr(expression)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "64*s0 + 3",
+        "s0 - 3",
+        "-s0 - 64*s1 + 3",
+        "-2*s1*(s0 + 1)",
+        "floordiv(s0, 2)",
+        "ceildiv(n0, 1024)",
+        "ceildiv(n0, s0)",
+        "mod(s0, 4)",
+        "modular_indexing(s0, 4, 8)",
+        "max(3, s0, s1)",
+        "min(7, 2*s0)",
+        "s0**2",
+        "(s0 + 1)**2",
+        "-s0**2",
+        "inf",
+        "-inf",
+        "int_inf",
+        "-int_inf",
+        "s0 + int_inf",
+        "s0 <= 4",
+        "s0 == -4",
+        "and(s0 < 4, or(b0, s1 > 2))",
+        "not(s0 != 3)",
+        "1/2*s0",
+        "-1/2",
+        "f0 - 1e-07",
+        "1.5*f0",
+        "where(s0 < 4, f0, 2)",
+        "float_pow(f0, 0.5)",
+        "sqrt(f0)",
+        "floordiv(1, 0)",
+        "true",
+        "-5",
+        "0",
+    ],
+)
+def test_the_text_form_prints_as_written(text: str) -> None:
+    assert print_expr(parse_expr(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("3 + 64*s0", "64*s0 + 3"),
+        ("s0 - s0", "0"),
+        ("2 + 3*4", "14"),
+        ("(-3)**2", "9"),
+        ("--s0", "s0"),
+        ("floordiv(-7, 2)", "-4"),
+        ("floordiv(64*s0 + 6, 4)", "16*s0 + 1"),
+        ("floordiv(6*s0, 4)", "floordiv(3*s0, 2)"),
+        ("floordiv(s0, -1)", "-s0"),
+        ("mod(-7, 4)", "1"),
+        ("max(3, max(s0, 5))", "max(5, s0)"),
+        ("max(s0, s0)", "s0"),
+        ("and(b0, true)", "b0"),
+        ("or(b0, true)", "true"),
+        ("not(not(b0))", "b0"),
+        ("4 < 3", "false"),
+        ("identity(s0)", "identity(s0)"),
+    ],
+)
+def test_hand_written_text_becomes_canonical(text: str, same: str) -> None:
+    assert print_expr(parse_expr(text)) == same
+
+
+def test_integer_constants_are_plain_ints() -> None:
+    assert type(parse_expr("1 + 2")) is int
+    assert type(parse_expr("-7")) is int
+    assert type(canonical(sympy.Integer(4))) is int
+
+
+@pytest.mark.parametrize("value", [0.1, 1e300, 5e-324, 1 / 3, -2.5e-7, 2.0**70, math.pi])
+def test_floats_keep_every_bit(value: float) -> None:
+    parsed = parse_expr(print_expr(canonical(value)))
+    assert float(parsed).hex() == value.hex()
+
+
+def test_ceildiv_reads_as_torch_writes_it() -> None:
+    n0 = make_symbol("n0")
+    assert parse_expr("ceildiv(n0, 1024)") == torch_compat.FloorDiv(n0 + 1023, 1024)
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "reason"),
+    [
+        ("s0 +", 5, "expected an expression, found end of text"),
+        ("64*s0 + $", 9, "character '$' starts no token"),
+        ("4 + width", 5, "'width' is not a symbol"),
+        ("2*foo(s0)", 3, "unknown function 'foo'"),
+        ("1 + floordiv(s0)", 5, "floordiv takes 2 operands, not 1"),
+        ("max()", 1, "max takes at least 1 operand, not 0"),
+        ("(s0 + 1", 8, "expected ')', found end of text"),
+        ("s0 < 3 < 4", 8, "expected end of text, found '<'"),
+        ("s0 - (s1 < 3)", 6, "'s1 < 3' is a condition, not a number"),
+        ("max(s0 < 1, 2)", 1, "'s0 < 1' is a condition, not a number"),
+        ("and(s0, b0)", 1, "and takes conditions, not 's0'"),
+        ("s0 + 1/0", 7, "division by the constant zero"),
+        ("0**-1", 1, "negative power of the constant zero"),
+        ("mod(f0, 2)", 1, "mod is defined on integers"),
+        ("s0 s1", 4, "expected end of text, found 's1'"),
+        ("%x + 1", 1, "expected an expression, found '%x'"),
+    ],
+)
+def test_errors_give_line_and_column(text: str, column: int, reason: str) -> None:
+    with pytest.raises(ParseError) as caught:
+        parse_expr(text)
+    assert (caught.value.line, caught.value.column) == (1, column)
+    assert reason in caught.value.reason
+    assert caught.value.text == text
+
+
+def test_expressions_end_where_the_program_text_goes_on() -> None:
+    stream = TokenStream("[2*s0 | 1, s0] expr=64*s0 range=(2, 4096)")
+    stream.expect("[")
+    assert print_expr(read_expr(stream)) == "2*s0"
+    stream.expect("|")
+    assert read_expr(stream) == 1
+    stream.expect(",")
+    assert print_expr(read_expr(stream)) == "s0"
+    stream.expect("]")
+    stream.expect("name", "expr")
+    stream.expect("=")
+    assert print_expr(read_expr(stream)) == "64*s0"
+    stream.expect("name", "range")
+
+
+def test_read_size_leaves_comparison_marks() -> None:
+    stream = TokenStream("s0 + 1 > s1")
+    assert print_expr(read_size(stream)) == "s0 + 1"
+    assert stream.at(">")
