@@ -5,6 +5,9 @@ Each item says why the public API does not do and on which versions it was check
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 from torch._C import FunctionSchema as FunctionSchema
 
@@ -59,7 +62,113 @@ from torch.utils._sympy.value_ranges import bound_sympy as bound_sympy
 
 
 def aten_schema(operator: str, overload: str) -> FunctionSchema | None:
-    """Give the schema of ATen overload `operator.overload` ("mul", "Tensor"), or None where torch has no such overload."""
+    """Give the schema of ATen overload `operator.overload` ("mul", "Tensor"), or None where torch has none."""
     packet = getattr(torch.ops.aten, operator, None)
     found = getattr(packet, overload, None)
     return getattr(found, "_schema", None)
+
+# --- operators and graphs -------------------------------------------------------------------------------------------
+# Why: the classes of a graph's call targets have no public name. Checked on 2.11, 2.13.
+from torch._decomp import get_decompositions as get_decompositions  # noqa: E402
+from torch._guards import detect_fake_mode as detect_fake_mode  # noqa: E402
+from torch._ops import HigherOrderOperator as HigherOrderOperator  # noqa: E402
+from torch._ops import OpOverload as OpOverload  # noqa: E402
+
+# Why: fake tensors are how graphs say shapes; only the mode's module path is private. Checked on 2.11, 2.13.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402
+
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def is_desugared(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is plain: no subclass beyond Parameter and FakeTensor."""
+    return type(tensor) in _PLAIN_CLASSES
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Give a number that two tensors share exactly when they share a storage (fake tensors have no data pointer)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_plain_view(view: torch.Tensor, root: torch.Tensor) -> bool:
+    """Say whether a (fake) tensor is a strided window on a root's storage that needs no conjugate or negative bit."""
+    return (
+        view.layout is torch.strided
+        and storage_identity(view) == storage_identity(root)
+        and view.is_conj() == root.is_conj()
+        and view.is_neg() == root.is_neg()
+    )
+
+
+def symbol_bounds(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> tuple[int | float | None, int | float | None]:
+    """Give the inclusive bounds a ShapeEnv knows of a symbolic number, None where there is none."""
+    node = number.node
+    bounds = node.shape_env.bound_sympy(node.expr) if node.shape_env is not None else None
+    if bounds is None or bounds.is_bool:
+        return None, None
+    return _finite(bounds.lower), _finite(bounds.upper)
+
+
+def _finite(bound: object) -> int | float | None:
+    import sympy
+
+    if bound in (int_oo, -int_oo, sympy.oo, -sympy.oo):
+        return None
+    number = int(bound) if getattr(bound, "is_integer", False) else float(bound)  # type: ignore[call-overload, arg-type]
+    return None if abs(number) >= 2**62 else number
+
+
+def symbol_hint(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | None:
+    """Give the size a symbolic number had when the graph was traced, or None for an unbacked one."""
+    hint = number.node.hint if number.node.has_hint() else None
+    return hint if isinstance(hint, int | float) else None
+
+
+@cache
+def operator_overload(target: str) -> OpOverload:
+    """Give the overload that a program calls "namespace.name.overload".
+
+    Raises LookupError when torch knows no such operator: the library that registers it was not imported.
+    """
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.rpartition(".")
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError:
+        found = None
+    if not isinstance(found, OpOverload):
+        raise LookupError(f"torch knows no operator '{target}'; import the library that registers it first")
+    return found
+
+
+@cache
+def out_argument_names(target: str) -> tuple[str, ...]:
+    """Give the names of an operator's out arguments, in its schema's order."""
+    return tuple(argument.name for argument in operator_overload(target)._schema.arguments if argument.is_out)
+
+
+# --- AOTAutograd ----------------------------------------------------------------------------------------------------
+# Why: backends of torch.compile that train have no public entry to AOTAutograd. Checked on 2.11, 2.13.
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition  # noqa: E402, F401
+from torch._dynamo.backends.common import aot_autograd as aot_autograd  # noqa: E402
+from torch._guards import TracingContext  # noqa: E402
+
+
+@dataclass(frozen=True)
+class TracingFacts:
+    """What AOTAutograd knows of a graph's inputs, by position: which keep their address, which are given away."""
+
+    static_inputs: frozenset[int] = frozenset()
+    donated_inputs: frozenset[int] = frozenset()
+
+
+def tracing_facts(kind: str) -> TracingFacts:
+    """Give what AOTAutograd knows of the graph it is having compiled: "forward", "backward" or "inference"."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return TracingFacts()
+    if kind == "backward":
+        return TracingFacts(donated_inputs=frozenset(metadata.bw_donated_idxs or ()))
+    return TracingFacts(static_inputs=frozenset(metadata.static_input_indices or ()))

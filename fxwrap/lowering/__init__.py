@@ -1,6 +1,6 @@
 """From FX graphs to programs."""
 
-from .decompositions import default_decompositions
+from .decompositions import decomposition_table, default_decompositions
 from .lower import lower
 
-__all__ = ["default_decompositions", "lower"]
+__all__ = ["decomposition_table", "default_decompositions", "lower"]

@@ -31,7 +31,7 @@ def default_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     return dict(get_decompositions(_DECOMPOSED))
 
 
-def table_of(options: Options) -> Mapping[OpOverload, Callable[..., Any]]:
+def decomposition_table(options: Options) -> Mapping[OpOverload, Callable[..., Any]]:
     """Returns the table that the options ask for, without the operators to keep."""
     table = default_decompositions() if options.decompositions is None else options.decompositions
     return {overload: function for overload, function in table.items() if str(overload) not in options.keep}
@@ -39,7 +39,7 @@ def table_of(options: Options) -> Mapping[OpOverload, Callable[..., Any]]:
 
 def decompose(graph: GraphModule, example_inputs: Sequence[Any] | None, options: Options) -> GraphModule:
     """Returns the graph with the operators of the options' table taken apart; itself when it has none of them."""
-    table = table_of(options)
+    table = decomposition_table(options)
     if not any(node.target in table for node in graph.graph.nodes):
         return graph
     if example_inputs is None:

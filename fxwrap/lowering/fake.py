@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from ..errors import FxwrapError, GraphError
-from ..torch_compat import FakeTensor, FakeTensorMode, detect_fake_mode
+from ..torch_compat import FakeTensor, FakeTensorMode, detect_fake_mode, storage_identity
 from .source import check_desugared, location_of
 
 
@@ -19,7 +19,8 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None)
     Raises GraphError when neither metadata nor example inputs say what the inputs are, or when a node fails.
     """
     nodes = list(graph_module.graph.nodes)
-    if all(_has_fake(node) for node in nodes if node.op in ("placeholder", "call_function")):
+    calls = [node for node in nodes if node.op in ("placeholder", "call_function")]
+    if all(_has_fake(node) for node in calls) and all(_shares_storage(node) for node in calls):
         return {node: node.meta.get("val") for node in nodes}
     placeholders = [node for node in nodes if node.op == "placeholder"]
     if example_inputs is None:
@@ -39,6 +40,22 @@ def _has_fake(node: Node) -> bool:
     items = value if isinstance(value, tuple | list) else (value,)
     return all(isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor) for item in items)
 
+
+def _shares_storage(node: Node) -> bool:
+    """Whether a view's metadata shares the storage of its base's, as it does unless make_fx traced real tensors."""
+    if node.target not in _VIEWS:
+        return True
+    base = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return storage_identity(node.meta["val"]) == storage_identity(base)
+
+
+_VIEWS = frozenset(
+    {
+        torch.ops.aten.view.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int,
+        torch.ops.aten.permute.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.slice.Tensor,
+        torch.ops.aten.select.int, torch.ops.aten.expand.default,
+    }
+)  # fmt: skip
 
 _MISSING = object()
 

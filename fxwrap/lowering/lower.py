@@ -114,7 +114,7 @@ class _Lowering:
     def _constant(self, name: str, fake: torch.Tensor, payload: torch.Tensor) -> Value:
         value = self.builder.add_root(name, fake)
         self.constants[value.name] = value
-        self.builder.constants[value.name] = payload.detach()
+        self.builder.constants[value.name] = payload
         return value
 
     def _get_attr(self, node: Node) -> None:

@@ -123,6 +123,10 @@ def _convert_element_type(_: OpOverload, arguments: Any, keywords: Any) -> tuple
     return torch.ops.aten._to_copy.default, arguments[:1], (("dtype", dict(keywords).get("dtype") or arguments[1]),)
 
 
+def _view(_: OpOverload, arguments: Any, keywords: Any) -> tuple[OpOverload, Any, Any]:
+    return torch.ops.aten.view.default, arguments, keywords
+
+
 def _clone(_: OpOverload, arguments: Any, keywords: Any) -> tuple[OpOverload, Any, Any]:
     return torch.ops.aten.clone.default, arguments, keywords
 
@@ -130,5 +134,6 @@ def _clone(_: OpOverload, arguments: Any, keywords: Any) -> tuple[OpOverload, An
 _REPLACEMENTS: dict[str, Replacement] = {
     "prims.convert_element_type.default": _convert_element_type,
     "aten.lift_fresh_copy.default": _clone,
+    "aten._unsafe_view.default": _view,  # its schema does not say that the result is a view
 }
 """Operators that mean the same as an ATen one which every emitter can call."""

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from ..errors import GraphError
 from ..options import Options
 from ..torch_compat import HigherOrderOperator, OpOverload, is_desugared
-from .decompositions import decompose, table_of
+from .decompositions import decompose, decomposition_table
 
 SYMBOLIC_BUILTINS: frozenset[Any] = frozenset(
     {
@@ -57,7 +57,7 @@ def graph_source(
     Raises GraphError for a graph with nodes fxwrap does not take.
     """
     if isinstance(graph, ExportedProgram):
-        return _exported_source(graph.run_decompositions(dict(table_of(options))), name)
+        return _exported_source(graph.run_decompositions(dict(decomposition_table(options))), name)
     check_graph(graph)
     return GraphSource(decompose(graph, example_inputs, options), name)
 

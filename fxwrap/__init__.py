@@ -1,0 +1,43 @@
+"""fxwrap: a compiler for PyTorch graphs whose middle, the Wrapper IR, is plain data.
+
+`torch.compile(model, backend="fxwrap")`, or by hand: `compile_graph`, and its steps `lower`, `verify`, `run`, `to_python`,
+`to_cpp`, `to_fx`, `parse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fxwrap.compiler import Compiled, Stage, compile_graph
+from fxwrap.converters.emitted import Emitted
+from fxwrap.converters.interpreter import run
+from fxwrap.converters.python import to_python
+from fxwrap.lines import CORE_LINES, ExtensionLine
+from fxwrap.lowering import default_decompositions, lower
+from fxwrap.options import Options
+from fxwrap.wrapper_ir import Program, parse_program, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Compiled",
+    "Emitted",
+    "Options",
+    "Program",
+    "Stage",
+    "compile_graph",
+    "default_decompositions",
+    "lower",
+    "parse",
+    "run",
+    "to_python",
+    "verify",
+]
+
+
+def parse(text: str, extensions: Iterable[type[ExtensionLine]] = ()) -> Program:
+    """Reads a program from its text; `extensions` are vendors' line classes that it may use.
+
+    Raises ParseError, with line and column, for text that is no program. The program is not verified.
+    """
+    return parse_program(text, (*CORE_LINES, *extensions))

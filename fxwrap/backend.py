@@ -1,0 +1,90 @@
+"""`torch.compile(model, backend="fxwrap")`: the entry Dynamo finds by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxwrap.compiler import compile_graph
+from fxwrap.lowering import decomposition_table
+from fxwrap.options import Options
+from fxwrap.torch_compat import TracingFacts, aot_autograd, min_cut_partition, tracing_facts
+from fxwrap.wrapper_ir import Ownership
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """What is known about a graph that `on_graph` receives; inputs are named by their position.
+
+    `kind` is "inference", "forward" or "backward"; `static_inputs` keep their address from call to call (parameters and
+    buffers); `mutated_inputs` are written; `donated_inputs` may be overwritten or freed; `device` is the first input's.
+    """
+
+    name: str
+    kind: str
+    device: torch.device
+    static_inputs: frozenset[int] = frozenset()
+    mutated_inputs: frozenset[int] = frozenset()
+    donated_inputs: frozenset[int] = frozenset()
+
+
+def fxwrap(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles what Dynamo captured, for inference and training.
+
+    `options` are the fields of `Options`; `mode` is one of torch.compile's. Raises OptionError for unknown ones.
+    """
+    chosen = Options.from_mapping(options, mode)
+    compilers = {kind: _GraphCompiler(kind, chosen) for kind in ("forward", "backward", "inference")}
+    return aot_autograd(  # type: ignore[no-any-return]
+        fw_compiler=compilers["forward"],
+        bw_compiler=compilers["backward"],
+        inference_compiler=compilers["inference"],
+        partition_fn=chosen.partitioner or min_cut_partition,
+        decompositions=dict(decomposition_table(chosen)),
+        keep_inference_input_mutations=True,
+    )(graph_module, example_inputs)
+
+
+@dataclass(frozen=True)
+class _GraphCompiler:
+    """Compiles one of the graphs that AOTAutograd makes. The options are held here, also for the lazy backward."""
+
+    kind: str
+    options: Options
+
+    def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        ownership = self._ownership(graph_module, tracing_facts(self.kind))
+        options = self.options.replace(check_inputs=False)
+        compiled = compile_graph(graph_module, example_inputs, options=options, ownership=ownership, name=self.kind)
+        return _boxed(compiled.boxed)
+
+    def _ownership(self, graph_module: GraphModule, facts: TracingFacts) -> dict[int, Ownership]:
+        """A backward's inputs are dropped after their last use, but for the forward's own inputs."""
+        if self.kind != "backward":
+            return {}
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        return {
+            position: Ownership.OWNED if position in facts.donated_inputs else Ownership.SHARED
+            for position, node in enumerate(placeholders)
+            if not node.name.startswith("primals_")
+        }
+
+
+def _boxed(entry: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Marks an entry as one that takes a list and clears it."""
+
+    def call(inputs: list[Any]) -> Any:
+        return entry(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

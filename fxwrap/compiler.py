@@ -1,0 +1,100 @@
+"""The whole pipeline, in one place: graph -> program -> passes -> emitted form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from fxwrap.converters.emitted import Boxed, Emitted
+from fxwrap.converters.interpreter import Interpreter
+from fxwrap.converters.python import to_python
+from fxwrap.lowering import lower
+from fxwrap.options import Options
+from fxwrap.wrapper_ir import Ownership, Program, verify
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A program as one step of the pipeline left it; `made_by` names the step."""
+
+    made_by: str
+    program: Program
+
+
+class Compiled:
+    """A compiled graph. Call it with the flat inputs; it returns the tuple of flat outputs.
+
+    `boxed` takes the inputs in a list and empties it. `program` is what runs, `stages` every program on the way to it.
+    """
+
+    def __init__(self, stages: Sequence[Stage], options: Options, emitted: Emitted) -> None:
+        self.stages = tuple(stages)
+        self.options = options
+        self.emitted = emitted
+
+    @property
+    def program(self) -> Program:
+        """The program that runs."""
+        return self.stages[-1].program
+
+    @property
+    def source(self) -> str:
+        """The text of the emitted form."""
+        return self.emitted.source
+
+    @property
+    def boxed(self) -> Boxed:
+        """The entry that takes the flat inputs in a list, which it empties."""
+        return self.emitted.boxed
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.emitted(*inputs)
+
+
+def compile_graph(
+    graph: GraphModule | ExportedProgram,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    options: Options | None = None,
+    ownership: Mapping[int, Ownership] | None = None,
+    name: str = "program",
+) -> Compiled:
+    """Compiles a graph of ATen operators; usable inside and outside of Dynamo.
+
+    Args:
+        graph: a GraphModule of ATen overloads (hand-written, from make_fx or AOTAutograd) or an exported program. It is
+            not changed.
+        example_inputs: one a placeholder; needed only where the graph's nodes carry no fake values.
+        options: see `Options`.
+        ownership: what the program may do with each input, by position; see `Ownership`.
+        name: the program's name, also of files in the cache.
+
+    Raises GraphError for a graph that cannot be compiled, VerifyError for a pass that broke the program.
+    """
+    options = options or Options()
+    program = lower(graph, example_inputs, options=options, ownership=ownership, name=name)
+    stages = [Stage("lower", verify(program))]
+    for change in options.passes:
+        program = change(program)
+        stages.append(Stage(getattr(change, "__qualname__", type(change).__name__), program))
+        if options.verify:
+            verify(program)
+    return Compiled(stages, options, emit(program, options.emitter))
+
+
+def emit(program: Program, emitter: str) -> Emitted:
+    """Returns the program in the form that an emitter gives."""
+    return _EMITTERS[emitter](program)
+
+
+def interpreted(program: Program) -> Emitted:
+    """Returns the program run by the interpreter, line by line; its text is the IR."""
+    return Emitted(str(program), lambda: lambda inputs: Interpreter(program).run(inputs))
+
+
+_EMITTERS: dict[str, Callable[[Program], Emitted]] = {"python": to_python, "interpreter": interpreted}

@@ -1,0 +1,1 @@
+"""From a program to what runs it: Python text, C++ text, an FX graph, or the interpreter."""

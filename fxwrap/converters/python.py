@@ -1,0 +1,374 @@
+"""Programs as a readable Python module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from fxwrap.converters.base import Converter, Handler
+from fxwrap.converters.emitted import Boxed, Emitted
+from fxwrap.converters.python_text import PythonModule, call_text, literal_text, tuple_text
+from fxwrap.converters.views import view_form
+from fxwrap.lines import (
+    Alloc, Assert, Bind, Call, CallFunction, CheckLayout, Comment, Cond, EnterDevice, EnterRange, ExitDevice, ExitRange,
+    ExtensionLine, Free, IndexPut, Item, Launch, Let, Map, Mutate, Pool, PoolSlice, RecordEvent, RestoreState, Return,
+    Reuse, SaveState, Scan, Scatter, SizeOf, StartCollective, View, WaitCollective, WaitEvent, While, Workspace, Yield,
+)  # fmt: skip
+from fxwrap.runtime.modules import load_module
+from fxwrap.torch_compat import out_argument_names
+from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, leaves
+
+_RUNTIME = "fxwrap.runtime"
+
+
+class PythonConverter(Converter):
+    """Writes the statements of one block; nested blocks are functions of their own, written above."""
+
+    name: ClassVar[str] = "python"
+
+    def __init__(
+        self, program: Program, module: PythonModule, handlers: Mapping[type[ExtensionLine], Handler] | None = None
+    ) -> None:
+        super().__init__(handlers)
+        self.program = program
+        self.module = module
+        self.statements: list[str] = []
+        self.windows: dict[str, list[str]] = {}
+        self.root_of: dict[str, str] = {}
+        self.ranges: list[str] = []
+        self._origin = ""
+
+    def block(self, block: Block) -> list[str]:
+        """Returns the statements of a block."""
+        for value in block.arguments:
+            self.own(value.name)
+        for line in block.lines:
+            self._remark(line)
+            self.convert(line)
+        return self.statements
+
+    # --- text -------------------------------------------------------------------------------------------------------
+
+    def _remark(self, line: LineBase) -> None:
+        origin = str(line.origin) if line.origin is not None else ""
+        if origin and origin != self._origin:
+            self._say(f"# {origin}")
+        self._origin = origin
+
+    def _say(self, statement: str) -> None:
+        self.statements.append(statement)
+
+    def _assign(self, value: Value, text: str, base: Value | None = None) -> None:
+        name = self.module.local(value.name)
+        self._say(f"{name} = {text}")
+        self.own(value.name, base)
+
+    def own(self, name: str, base: Value | None = None) -> None:
+        """Notes a value and the root it is a window on, so that a free lets go of all windows."""
+        root = self.root_of.get(base.name, base.name) if base is not None else name
+        self.root_of[name] = root
+        self.windows.setdefault(root, []).append(name)
+
+    def _text(self, item: Any) -> str:
+        return literal_text(self.module, item)
+
+    def _sizes(self, sizes: tuple[Any, ...]) -> str:
+        return tuple_text([self._text(size) for size in sizes])
+
+    def _runtime(self, module: str, function: str) -> str:
+        return self.module.imported(f"{_RUNTIME}.{module}", function)
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _empty(self, type_: TensorType) -> str:
+        dtype, device = self._text(type_.dtype), self._text(type_.device)
+        return f"torch.empty_strided({self._sizes(type_.sizes)}, {self._sizes(type_.strides)}, dtype={dtype}, device={device})"
+
+    def alloc(self, line: Alloc) -> None:
+        self._assign(line.result, self._empty(line.result.tensor_type))
+
+    def free(self, line: Free) -> None:
+        names = self.windows.pop(line.root.name)
+        self._say("del " + ", ".join([self.module.local(name) for name in names]))
+
+    def _reinterpret(self, memory: Value, type_: TensorType, offset: Any) -> str:
+        function = self._runtime("tensors", "reinterpret")
+        arguments = [self._text(memory), self._sizes(type_.sizes), self._sizes(type_.strides), self._text(type_.dtype)]
+        if offset != 0:
+            arguments.append(self._text(offset))
+        return f"{function}({', '.join(arguments)})"
+
+    def reuse(self, line: Reuse) -> None:
+        self._assign(line.result, self._reinterpret(line.root, line.result.tensor_type, 0))
+        self.free(Free(line.root))
+
+    def view(self, line: View) -> None:
+        base = self._text(line.base)
+        form = view_form(line.base.tensor_type, line.result.tensor_type)
+        match form.kind:
+            case "slice":
+                dim, start, end, _ = form.arguments
+                text = f"{base}.narrow({dim}, {start}, {end - start})"
+            case "as_strided":
+                sizes, strides, offset = form.arguments
+                place = "" if offset == 0 else f", {base}.storage_offset() + {self._operand(offset)}"
+                text = f"{base}.as_strided({self._sizes(sizes)}, {self._sizes(strides)}{place})"
+            case "select":
+                text = f"{base}.select({form.arguments[0]}, {form.arguments[1]})"
+            case _:
+                text = f"{base}.{form.kind}({self._sizes(form.arguments[0])})"
+        self._assign(line.result, text, line.base)
+
+    def _operand(self, size: Any) -> str:
+        text = self._text(size)
+        return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+    def pool(self, line: Pool) -> None:
+        self._assign(line.result, self._empty(line.result.tensor_type))
+
+    def pool_slice(self, line: PoolSlice) -> None:
+        self._assign(line.result, self._reinterpret(line.pool, line.result.tensor_type, line.offset), line.pool)
+
+    def workspace(self, line: Workspace) -> None:
+        self._assign(line.result, self._empty(line.result.tensor_type) + (".zero_()" if line.zeroed else ""))
+
+    # --- kernels and operators --------------------------------------------------------------------------------------
+
+    def launch(self, line: Launch) -> None:
+        kernel = self.module.kernel(self.program.kernel(line.kernel))
+        tensors = [item for item in line.arguments if isinstance(item, Value)]
+        numbers = [item for item in line.arguments if not isinstance(item, Value)]
+        arguments = [self._sizes(line.grid), *[self._text(item) for item in (*tensors, *line.outs, *numbers)]]
+        self._say(f"{kernel}({', '.join(arguments)})")
+
+    def call(self, line: Call) -> None:
+        names = out_argument_names(line.target) if line.outs else ()
+        self._take(line, call_text(self.module, line.target, line.arguments, line.keywords, line.outs, names))
+
+    def mutate(self, line: Mutate) -> None:
+        self._take(line, call_text(self.module, line.target, line.arguments, line.keywords, ()))
+
+    def _take(self, line: Call | Mutate, call: str) -> None:
+        """Binds an operator's results: those nobody wants are not kept alive."""
+        named = [leaf for leaf in leaves(line.results) if leaf is not None]
+        for value in named:
+            self.own(value.name, line.alias_of(value))
+        if not named:
+            self._say(call)
+        elif len(line.results) == 1 and isinstance(line.results[0], Value):
+            self._say(f"{self.module.local(line.results[0].name)} = {call}")
+        else:
+            self._say(f"{', '.join([self._pattern(item) for item in self._outer(line)])} = {call}")
+            if any(leaf is None for leaf in leaves(line.results)):
+                self._say("del _")
+
+    def _outer(self, line: Call | Mutate) -> tuple[Any, ...]:
+        if len(line.results) == 1:  # an operator that returns one list: its items
+            items: tuple[Any, ...] = line.results[0]
+            return items if len(items) != 1 else (*items, _NOTHING)
+        return line.results
+
+    def _pattern(self, item: Any) -> str:
+        if item is _NOTHING:
+            return ""
+        if item is None:
+            return "_"
+        if isinstance(item, Value):
+            return self.module.local(item.name)
+        return f"[{', '.join([self._pattern(part) for part in item])}]"
+
+    def scatter(self, line: Scatter) -> None:
+        arguments = [self._text(item) for item in (line.target, line.dim, line.index, line.source)]
+        if line.reduce:
+            arguments += [self._text(line.reduce), self._text(line.include_self)]
+            self._say(f"{self._runtime('tensors', 'scatter')}({', '.join(arguments)})")
+        else:
+            self._say(f"{arguments[0]}.scatter_({', '.join(arguments[1:])})")
+
+    def index_put(self, line: IndexPut) -> None:
+        indices = f"[{', '.join([self._text(index) for index in line.indices])}]"
+        accumulate = ", accumulate=True" if line.accumulate else ""
+        self._say(f"{self._text(line.target)}.index_put_({indices}, {self._text(line.values)}{accumulate})")
+
+    # --- symbols ----------------------------------------------------------------------------------------------------
+
+    def size(self, line: SizeOf) -> None:
+        tensor = self._text(line.tensor)
+        taken = {"size": f".size({line.dim})", "stride": f".stride({line.dim})", "storage_offset": ".storage_offset()"}
+        self._say(f"{line.symbol.name} = {tensor}{taken[line.of]}")
+
+    def let(self, line: Let) -> None:
+        self._say(f"{line.symbol.name} = {self._text(line.expr)}")
+
+    def item(self, line: Item) -> None:
+        self._say(f"{line.symbol.name} = {self._text(line.tensor)}.item()")
+
+    def bind(self, line: Bind) -> None:
+        text = self._text(line.source)
+        for step in line.path:
+            match step.name:
+                case "size" | "stride" | "storage_offset":
+                    text += f".{step.name}({', '.join(map(str, step.arguments))})"
+                case "element":
+                    text += f"[{step.arguments[0]}]"
+                case "divide":
+                    text = f"({text} // {step.arguments[0]})"
+                case _:
+                    text = f"int(bool({text}))"
+        self._say(f"{line.symbol.name} = {text}")
+
+    def assert_(self, line: Assert) -> None:
+        self._say(f"if not ({self._text(line.condition)}):")
+        self._say(f"    raise RuntimeError({line.message!r})")
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    def _function(self, label: str, block: Block) -> str:
+        """Writes a nested block as a function above; the symbols it uses are its last parameters, with the same names."""
+        return self.module.function(label, block, lambda: PythonConverter(self.program, self.module, self.handlers))
+
+    def _targets(self, results: tuple[Any, ...]) -> str:
+        for value in results:
+            self.own(value.name)
+        return ", ".join([self.module.local(value.name) for value in results]) + ("," if len(results) == 1 else "")
+
+    def _bind_results(self, results: tuple[Any, ...], text: str) -> None:
+        self._say(f"{self._targets(results)} = {text}" if results else text)
+
+    def cond(self, line: Cond) -> None:
+        then, else_ = self._function("then", line.then), self._function("else", line.else_)
+        operands = self._arguments(line.operands)
+        assigned = f"{self._targets(line.results)} = " if line.results else ""
+        self._say(f"if {self._text(line.predicate)}:")
+        self._say(f"    {assigned}{then}([{operands}]{self.module.captured(line.then)})")
+        self._say("else:")
+        self._say(f"    {assigned}{else_}([{operands}]{self.module.captured(line.else_)})")
+
+    def _arguments(self, values: tuple[Any, ...]) -> str:
+        return ", ".join([self._text(value) for value in values])
+
+    def while_(self, line: While) -> None:
+        cond, body = self._function("cond", line.cond), self._function("body", line.body)
+        names = ", ".join([f"lambda *carried: {cond}([*carried]{self.module.captured(line.cond)})",
+                           f"lambda *carried: {body}([*carried]{self.module.captured(line.body)})"])  # fmt: skip
+        loop = self._runtime("control", "while_loop")
+        carried, extra = self._arguments(line.carried), self._arguments(line.extra)
+        self._bind_results(line.results, f"{loop}({names}, [{carried}], [{extra}], {line.stacked})")
+
+    def scan(self, line: Scan) -> None:
+        body = self._function("body", line.body)
+        run = f"lambda *arguments: {body}([*arguments]{self.module.captured(line.body)})"
+        lists = ", ".join([f"[{self._arguments(item)}]" for item in (line.carried, line.over, line.extra)])
+        self._bind_results(line.results, f"{self._runtime('control', 'scan')}({run}, {lists}, {line.reverse})")
+
+    def map(self, line: Map) -> None:
+        body = self._function("body", line.body)
+        run = f"lambda *arguments: {body}([*arguments]{self.module.captured(line.body)})"
+        lists = ", ".join([f"[{self._arguments(item)}]" for item in (line.over, line.extra)])
+        self._bind_results(line.results, f"{self._runtime('control', 'map_over')}({run}, {lists})")
+
+    def call_function(self, line: CallFunction) -> None:
+        block = dict(self.program.functions)[line.function]
+        function = self._function(line.function, block)
+        operands = self._arguments(line.operands)
+        self._bind_results(line.results, f"{function}([{operands}]{self.module.captured(block)})")
+
+    def yield_(self, line: Yield) -> None:
+        self._say(f"return {tuple_text([self._text(item) for item in line.values])}")
+
+    def return_(self, line: Return) -> None:
+        self._say(f"return {tuple_text([self._text(item) for item in line.values])}")
+
+    # --- the world --------------------------------------------------------------------------------------------------
+
+    def save_state(self, line: SaveState) -> None:
+        self._assign(line.result, f"{self._runtime('tensors', 'random_state')}({line.device!r})")
+
+    def restore_state(self, line: RestoreState) -> None:
+        self._say(f"{self._runtime('tensors', 'set_random_state')}({line.device!r}, {self._text(line.state)})")
+
+    def enter_device(self, line: EnterDevice) -> NoReturn:
+        raise self.unsupported(line, "device guards arrive with the pass that places them")
+
+    def exit_device(self, line: ExitDevice) -> NoReturn:
+        raise self.unsupported(line, "device guards arrive with the pass that places them")
+
+    def check_layout(self, line: CheckLayout) -> None:
+        type_ = line.expected
+        arguments = [self._text(line.tensor), repr(line.name or line.tensor.name), self._text(type_.dtype)]
+        arguments += [self._sizes(type_.sizes), self._sizes(type_.strides), self._text(type_.device)]
+        self._say(f"{self._runtime('checks', 'check_layout')}({', '.join(arguments)})")
+
+    def comment(self, line: Comment) -> None:
+        self._say(f"# {line.text}")
+
+    def enter_range(self, line: EnterRange) -> None:
+        self.ranges.append(f"range_{len(self.statements)}")
+        self._say(f"{self.ranges[-1]} = torch.profiler.record_function({line.name!r})")
+        self._say(f"{self.ranges[-1]}.__enter__()")
+
+    def exit_range(self, line: ExitRange) -> None:
+        self._say(f"{self.ranges.pop()}.__exit__(None, None, None)")
+
+    def record_event(self, line: RecordEvent) -> NoReturn:
+        raise self.unsupported(line, "streams arrive with the pass that places device lines")
+
+    def wait_event(self, line: WaitEvent) -> NoReturn:
+        raise self.unsupported(line, "streams arrive with the pass that places device lines")
+
+    def start_collective(self, line: StartCollective) -> NoReturn:
+        raise self.unsupported(line, "collectives arrive with distributed support")
+
+    def wait_collective(self, line: WaitCollective) -> NoReturn:
+        raise self.unsupported(line, "collectives arrive with distributed support")
+
+
+_NOTHING = object()  # makes a pattern of one item end in a comma
+
+
+def to_python(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> Emitted:
+    """Returns the program as a Python module, which is written to the cache folder when it is first called.
+
+    `handlers` say how lines of vendors' own are written; without one, such a line is written as what it expands to.
+    Raises Unsupported for a line that Python cannot express yet.
+    """
+    module = PythonModule()
+    writer = PythonConverter(program, module, handlers)
+    constants = [constant.value for constant in program.constants]
+    for value in [*[item.value for item in program.inputs if isinstance(item.value, Value)], *constants]:
+        writer.own(value.name)
+    statements = [f"check_count({program.name!r}, {len(program.inputs)}, len(arguments))", *_unpack(module, program)]
+    module.imported(f"{_RUNTIME}.checks", "check_count")
+    statements += writer.block(program.body)
+    function = "\n    ".join([f"def {program.name}(arguments):", *statements])
+    names = [module.local(value.name) for value in constants]
+    source = module.text(_title(program), _constants_text(names, constants) + function)
+    return Emitted(source, lambda: _build(source, program))
+
+
+def _unpack(module: PythonModule, program: Program) -> list[str]:
+    names = [module.local(item.name) for item in program.inputs]
+    taken = [f"{', '.join(names)}{',' if len(names) == 1 else ''} = arguments"] if names else []
+    return [*taken, "arguments.clear()"]
+
+
+def _title(program: Program) -> str:
+    header = "".join(f"\n{key}: {text}" for key, text in program.header)
+    return f"Program {program.name}, emitted by fxwrap.{header}"
+
+
+def _constants_text(names: list[str], constants: list[Value]) -> str:
+    if not names:
+        return ""
+    taken = "\n    ".join([f"{name} = constants[{value.name!r}]" for name, value in zip(names, constants, strict=True)])
+    return f"def load_constants(constants):\n    global {', '.join(names)}\n    {taken}\n\n\n"
+
+
+def _build(source: str, program: Program) -> Boxed:
+    module = load_module(source, program.name)
+    if program.constants:
+        module.load_constants(program.store.tensors)
+    built: Boxed = getattr(module, program.name)
+    return built

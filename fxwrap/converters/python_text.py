@@ -1,0 +1,207 @@
+"""The parts of an emitted Python module: names, literals, calls, functions, and the whole text."""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import sympy
+import torch
+
+from fxwrap.converters.torch_calls import Kind, kind_of, torch_call
+from fxwrap.symbolic import PythonPrinter, expression_kind
+from fxwrap.wrapper_ir import Block, KernelDefinition, Role, TensorType, Value, blocks, defined_symbol, symbols_used
+
+_RESERVED = frozenset({"torch", "math", "arguments", "_", *keyword.kwlist, "int", "bool", "float", "max", "min", "round"})
+_RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "load_", "check_")
+_INDENT = "    "
+
+
+class BlockWriter(Protocol):
+    """Writes the statements of a block."""
+
+    def block(self, block: Block) -> list[str]:
+        """Returns the statements, without indentation."""
+        ...
+
+
+class PythonModule:
+    """Collects what stands above the program's function: imports, operators, kernels, constants, nested functions."""
+
+    def __init__(self) -> None:
+        self.printer = PythonPrinter()
+        self.imports: dict[str, set[str]] = {}
+        self.definitions: dict[str, str] = {}
+        self.functions: list[str] = []
+        self._function_of: dict[int, tuple[str, Block]] = {}
+        self._locals: dict[str, str] = {}
+
+    def local(self, name: str) -> str:
+        """Returns the variable for a value's name."""
+        found = self._locals.get(name)
+        if found is None:
+            taken = name in _RESERVED or name.startswith(_RESERVED_PREFIXES) or not name.isidentifier()
+            found = "v_" + name.replace(".", "_") if taken else name
+            self._locals[name] = found
+        return found
+
+    def imported(self, module: str, name: str) -> str:
+        """Returns the name, imported from the module."""
+        self.imports.setdefault(module, set()).add(name)
+        return name
+
+    def defined(self, name: str, text: str) -> str:
+        """Returns the name, which stands for the text, worked out once when the module is loaded."""
+        self.definitions[name] = text
+        return name
+
+    def operator(self, target: str) -> str:
+        """Returns a module-level name for the operator "namespace.name.overload"."""
+        namespace, _, rest = target.partition(".")
+        short = rest.removesuffix(".default").replace(".", "_")
+        name = f"aten_{short}" if namespace == "aten" else f"op_{namespace}_{short}"
+        return self.defined(name, f"torch.ops.{target}")
+
+    def kernel(self, kernel: KernelDefinition) -> str:
+        """Returns a module-level name for a kernel's launcher."""
+        load = self.imported("fxwrap.runtime.kernels", "load_kernel")
+        text = f"{load}({kernel.language!r}, {_raw(kernel.source)}, {kernel.signature!r}, {kernel.options!r})"
+        return self.defined(f"kernel_{kernel.name}", text)
+
+    def function(self, label: str, block: Block, writer: Callable[[], BlockWriter]) -> str:
+        """Returns the name of the function a nested block becomes; the same block becomes one function."""
+        known = self._function_of.get(id(block))
+        if known is not None:
+            return known[0]
+        name = f"{label}_{len(self._function_of)}"
+        self._function_of[id(block)] = (name, block)
+        symbols = "".join([f", {symbol}" for symbol in free_symbols(block)])
+        self.functions.append(function_text(f"{name}(arguments{symbols})", block.arguments, writer().block(block), self))
+        return name
+
+    @staticmethod
+    def captured(block: Block) -> str:
+        """Returns the arguments that a call of a block's function ends with: the symbols it uses from outside."""
+        return "".join([f", {symbol}" for symbol in free_symbols(block)])
+
+    def text(self, title: str, function: str) -> str:
+        """Returns the module's text."""
+        lines = [f'"""{title}"""', ""]
+        body = "\n\n\n".join([*self.functions, function])
+        if "math." in body:
+            lines.append("import math")
+        lines += ["import torch"]
+        for module in sorted(self.imports):
+            lines.append(f"from {module} import {', '.join(sorted(self.imports[module]))}")
+        lines += ["", *[f"{name} = {text}" for name, text in sorted(self.definitions.items())], "", ""]
+        return "\n".join(lines) + body + "\n"
+
+
+def _raw(source: str) -> str:
+    return repr(source) if '"""' in source or "\\" in source or source.endswith('"') else f'"""{source}"""'
+
+
+def free_symbols(block: Block) -> list[str]:
+    """Returns the names of the symbols a block uses but does not define, sorted."""
+    used: set[str] = set()
+    own: set[str] = set()
+    pending = [block]
+    while pending:
+        current = pending.pop()
+        for line in current.lines:
+            used.update(symbol.name for symbol in symbols_used(line, *Role))
+            made = defined_symbol(line)
+            if made is not None:
+                own.add(made.name)
+            pending.extend(nested for _, nested in blocks(line))
+    return sorted(used - own)
+
+
+def function_text(signature: str, arguments: Sequence[Any], statements: Sequence[str], module: PythonModule) -> str:
+    """Returns a function that unpacks its boxed arguments, empties the box, and runs the statements."""
+    names = [module.local(item.name) for item in arguments]
+    lines = [f"def {signature}:"]
+    if names:
+        lines.append(f"{_INDENT}{', '.join(names)}{',' if len(names) == 1 else ''} = arguments")
+        lines.append(f"{_INDENT}arguments.clear()")
+    lines.extend([_INDENT + statement for statement in statements])
+    return "\n".join(lines)
+
+
+def tuple_text(items: Sequence[str]) -> str:
+    """Returns a tuple of these texts."""
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def literal_text(module: PythonModule, item: Any) -> str:
+    """Returns the Python text of an argument of the IR."""
+    match item:
+        case Value():
+            return module.local(item.name)
+        case bool() | None | str():
+            return repr(item)
+        case int():
+            return str(item)
+        case float():
+            if math.isfinite(item):
+                return repr(item)
+            return "math.nan" if math.isnan(item) else "math.inf" if item > 0 else "-math.inf"
+        case tuple():
+            tensors = any(isinstance(part, Value) and isinstance(part.type, TensorType) for part in item)
+            texts = [literal_text(module, part) for part in item]
+            return f"[{', '.join(texts)}]" if tensors else tuple_text(texts)
+        case sympy.Basic():
+            return module.printer.print(item)
+        case complex():
+            return f"complex({literal_text(module, item.real)}, {literal_text(module, item.imag)})"
+        case torch.device():
+            name = "device_" + str(item).replace(":", "_")
+            return module.defined(name, f"torch.device({str(item)!r})")
+        case _:
+            return str(item)  # dtypes, layouts and memory formats print as torch.<name>
+
+
+def _kind(item: Any) -> Kind:
+    if isinstance(item, Value):
+        return Kind.TENSOR if isinstance(item.type, TensorType) else Kind.OTHER
+    if isinstance(item, sympy.Basic):
+        return {"int": Kind.INT, "float": Kind.FLOAT, "bool": Kind.BOOL}[expression_kind(item)]
+    if isinstance(item, tuple):
+        return _sequence_kind(item)
+    return kind_of(item)
+
+
+def _sequence_kind(items: tuple[Any, ...]) -> Kind:
+    kinds = {_kind(item) for item in items}
+    if kinds == {Kind.TENSOR}:
+        return Kind.TENSORS
+    if kinds == {Kind.TENSOR, Kind.NONE}:
+        return Kind.OPTIONAL_TENSORS
+    if kinds == {Kind.INT}:
+        return Kind.INTS
+    return kind_of(items) if not any(isinstance(item, Value | sympy.Basic) for item in items) else Kind.OTHER
+
+
+def call_text(
+    module: PythonModule,
+    target: str,
+    arguments: Sequence[Any],
+    keywords: Sequence[tuple[str, Any]],
+    outs: Sequence[Value],
+    out_names: Sequence[str] = (),
+) -> str:
+    """Returns a call of an operator: torch's own function or method where the checked table knows one."""
+    texts = [literal_text(module, item) for item in arguments]
+    named: Mapping[str, Any] = dict(keywords) | dict(zip(out_names, outs, strict=True))
+    named_texts = {name: literal_text(module, item) for name, item in named.items()}
+    namespace, _, rest = target.partition(".")
+    if namespace == "aten":
+        name, _, overload = rest.rpartition(".")
+        kinds = {name: _kind(item) for name, item in named.items()}
+        spelling = torch_call(name, overload, [_kind(item) for item in arguments], kinds)
+        if spelling is not None:
+            return spelling.write(texts, named_texts)
+    texts += [f"{name}={text}" for name, text in named_texts.items()]
+    return f"{module.operator(target)}({', '.join(texts)})"

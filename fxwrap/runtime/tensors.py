@@ -1,0 +1,71 @@
+"""What emitted Python does to tensors beyond calling ATen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def reinterpret(
+    memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, offset: int = 0
+) -> torch.Tensor:
+    """Returns a tensor of this type whose first element is `offset` bytes into the storage of `memory`.
+
+    It is no view in autograd's sense: it has its own version counter and no base.
+    """
+    made = torch.empty(0, dtype=dtype, device=memory.device)
+    return made.set_(memory.untyped_storage(), offset // dtype.itemsize, sizes, strides)  # type: ignore[call-overload,no-any-return]
+
+
+def copy(item: Any) -> Any:
+    """Returns a tensor's copy with the same strides; anything else itself."""
+    return item.clone() if isinstance(item, torch.Tensor) else item
+
+
+def scatter(
+    target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor | float, reduce: str, include_self: bool
+) -> None:
+    """Writes `source` into `target` at `index` along `dim`, with the meaning of `aten.scatter_` or, when `reduce` is
+    given, of `aten.scatter_reduce_`."""
+    if not reduce:
+        target.scatter_(dim, index, source)  # type: ignore[arg-type]
+        return
+    if not isinstance(source, torch.Tensor):
+        source = torch.full_like(index, source, dtype=target.dtype)
+    target.scatter_reduce_(dim, index, source, reduce, include_self=include_self)
+
+
+def follow(found: Any, step: str, argument: int = 0) -> Any:
+    """Takes one step of a key path: what it finds in an operator's result."""
+    match step:
+        case "size":
+            return found.shape[argument]
+        case "stride":
+            return found.stride(argument)
+        case "storage_offset":
+            return found.storage_offset()
+        case "element":
+            return found[argument]
+        case "divide":
+            return found // argument
+        case "truth":
+            return int(bool(found))
+        case _:
+            raise ValueError(f"a key path has no step '{step}'")
+
+
+def random_state(device: str) -> torch.Tensor:
+    """Returns the state of a device's default generator, a uint8 tensor on the CPU."""
+    kind = torch.device(device)
+    return torch.get_rng_state() if kind.type == "cpu" else torch.get_device_module(kind).get_rng_state(kind)  # type: ignore[no-any-return]
+
+
+def set_random_state(device: str, state: torch.Tensor) -> None:
+    """Sets the state of a device's default generator."""
+    kind = torch.device(device)
+    if kind.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(kind).set_rng_state(state, kind)
