@@ -78,6 +78,10 @@ class Unsupported(FxwrapError):
         return f"the {self.converter} converter cannot express '{self.line}': {self.reason}"
 
 
+class ValueKindError(FxwrapError, TypeError):
+    """A value of the Wrapper IR that is not of the kind its use needs, e.g. a number where a tensor must be."""
+
+
 class InputError(FxwrapError):
     """Run-time inputs that a program was not compiled for: wrong number, dtype, device, shape, stride or class."""
 

@@ -2,18 +2,18 @@
 
 from typing import TypeAlias
 
-from ..wrapper_ir import LineBase
-from .check import CheckLayout
-from .collective import StartCollective, WaitCollective
-from .control import CallFunction, Cond, Map, Return, Scan, While, Yield
-from .device import EnterDevice, ExitDevice, RecordEvent, WaitEvent
-from .extension import ExtensionLine
-from .extern import Call, IndexPut, Mutate, Scatter
-from .kernel import Launch
-from .memory import Alloc, Free, Pool, PoolSlice, Reuse, View, Workspace
-from .note import Comment, EnterRange, ExitRange
-from .random import RestoreState, SaveState
-from .symbol import Assert, Bind, Item, Let, SizeOf
+from fxwrap.wrapper_ir import LineBase
+from fxwrap.lines.check import CheckLayout
+from fxwrap.lines.collective import StartCollective, WaitCollective
+from fxwrap.lines.control import CallFunction, Cond, Map, Return, Scan, While, Yield
+from fxwrap.lines.device import EnterDevice, ExitDevice, RecordEvent, WaitEvent
+from fxwrap.lines.extension import ExtensionLine
+from fxwrap.lines.extern import Call, IndexPut, Mutate, Scatter
+from fxwrap.lines.kernel import Launch
+from fxwrap.lines.memory import Alloc, Free, Pool, PoolSlice, Reuse, View, Workspace
+from fxwrap.lines.note import Comment, EnterRange, ExitRange
+from fxwrap.lines.random import RestoreState, SaveState
+from fxwrap.lines.symbol import Assert, Bind, Item, Let, SizeOf
 
 CORE_LINES: tuple[type[LineBase], ...] = (
     Alloc, Free, Reuse, View, Pool, PoolSlice, Workspace,

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from ..wrapper_ir import ASSERT, Effect, Form, LineBase, TensorType, Value, attribute, line_class, read
+from fxwrap.wrapper_ir import ASSERT, Effect, Form, LineBase, TensorType, Value, attribute, line_class, read
 
 
 @line_class("check.layout")
 class CheckLayout(LineBase):
     """Raises InputError unless a tensor has this dtype, device, sizes and strides; `name` is what the message calls it.
 
-    Strides of dimensions of size 1, and of empty tensors, are not compared.
+    Strides of dimensions of size 1, and of empty tensors, are not compared. The address of its first element must be a
+    multiple of `alignment` bytes.
 
-    Example: `check.layout(%x) name="x" : f32[s0, 8]@cpu`
+    Example: `check.layout(%x) name="x" alignment=16 : f32[s0, 8]@cpu`
     """
 
     tensor: Value = read()
     expected: TensorType = attribute(form=Form.TYPE)
     name: str = attribute("")
+    alignment: int = attribute(1)
 
     def effects(self) -> tuple[Effect, ...]:
         return (ASSERT,)
+
+    def verify_self(self) -> str | None:
+        tensor = self.tensor.tensor_type
+        if tensor.dtype != self.expected.dtype or len(tensor.sizes) != len(self.expected.sizes):
+            return f"%{self.tensor.name} has another dtype or number of dimensions than what is expected of it"
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            return f"an alignment is a power of two, not {self.alignment}"
+        return None

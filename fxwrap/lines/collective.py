@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ..wrapper_ir import Effect, Form, LineBase, Value, attribute, communication_effect, define, line_class, read, target
+from fxwrap.lines.results import aliased_operand, wrong_aliases, wrong_writes
+from fxwrap.wrapper_ir import (
+    Effect,
+    Form,
+    LineBase,
+    Value,
+    attribute,
+    communication_effect,
+    define,
+    leaves,
+    line_class,
+    read,
+    target,
+    write,
+)
 
 
 @line_class("collective.start")
 class StartCollective(LineBase):
-    """Starts a functional collective. Its result may be touched only by `collective.wait`; operands are borrowed until then.
+    """Starts a collective, whose results may be touched only by `collective.wait`; operands are borrowed until then.
+
+    One that works in place lists the operand in `writes` and `aliases`, as `extern.mutate` does.
 
     Example: `%sum = collective.start @_c10d_functional.all_reduce.default(%x, "sum", "0") group="0" : f32[8]@cpu`
     """
@@ -21,9 +37,18 @@ class StartCollective(LineBase):
     arguments: tuple[Any, ...] = read(Form.ARGUMENTS)
     group: str = attribute()
     stream: int = attribute(0)
+    writes: tuple[Value, ...] = write(Form.SEQUENCE, ())
+    aliases: tuple[Value | None, ...] = attribute((), form=Form.SEQUENCE)
 
     def effects(self) -> tuple[Effect, ...]:
         return (communication_effect(self.group),)
+
+    def alias_of(self, result: Value) -> Value | None:
+        return aliased_operand(self.results, self.aliases, result)
+
+    def verify_self(self) -> str | None:
+        operands = list(leaves(self.arguments))
+        return wrong_writes(operands, self.writes) or wrong_aliases(self.results, operands, self.aliases)
 
 
 @line_class("collective.wait")

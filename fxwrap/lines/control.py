@@ -6,9 +6,9 @@ yield or free it; what it yields is the line's result.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from ..wrapper_ir import Block, Form, LineBase, Value, attribute, block, define, leaves, line_class, read, target
+from fxwrap.wrapper_ir import Block, Form, LineBase, Value, attribute, block, define, leaves, line_class, read, target
 
 
 def _types(values: tuple[Any, ...]) -> list[Any]:
@@ -133,7 +133,7 @@ class Yield(LineBase):
     Example: `control.yield(%t1)`
     """
 
-    terminator: ClassVar[bool] = True
+    terminator: ClassVar[Literal["", "program", "block"]] = "block"
 
     values: tuple[Any, ...] = read(Form.ARGUMENTS)
 
@@ -147,6 +147,6 @@ class Return(LineBase):
     Example: `control.return(%y, s0, none)`
     """
 
-    terminator: ClassVar[bool] = True
+    terminator: ClassVar[Literal["", "program", "block"]] = "program"
 
     values: tuple[Any, ...] = read(Form.ARGUMENTS)

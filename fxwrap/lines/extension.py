@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from ..wrapper_ir import Effect, LineBase
+from fxwrap.wrapper_ir import Effect, LineBase
 
 
 class ExtensionLine(LineBase):

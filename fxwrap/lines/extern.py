@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..wrapper_ir import Effect, Form, LineBase, Value, attribute, define, leaves, line_class, read, target, write
+from fxwrap.lines.results import aliased_operand, wrong_aliases, wrong_writes
+from fxwrap.wrapper_ir import Effect, Form, LineBase, Value, attribute, define, leaves, line_class, read, target, write
 
 
-def _alias(results: tuple[Any, ...], aliases: tuple[Value | None, ...], result: Value) -> Value | None:
-    if not aliases:
-        return None
-    flat = [leaf for leaf in leaves(results)]
-    return aliases[next(index for index, leaf in enumerate(flat) if leaf is result or leaf == result)]
-
-
-def _verify_aliases(line: Call | Mutate) -> str | None:
-    if not line.aliases:
-        return None
-    if len(line.aliases) != len(list(leaves(line.results))):
-        return "aliases name one operand, or none, for each result"
-    operands = set(leaves((line.arguments, tuple(item for _, item in line.keywords))))
-    for alias in line.aliases:
-        if alias is not None and alias not in operands:
-            return f"%{alias.name} is named as an alias but is no operand"
-    return None
+def _operands(line: Call | Mutate) -> list[Any]:
+    return [*leaves(line.arguments), *leaves(line.keywords)]
 
 
 @line_class("extern.call")
@@ -50,12 +36,12 @@ class Call(LineBase):
         return self.effect_set
 
     def alias_of(self, result: Value) -> Value | None:
-        return _alias(self.results, self.aliases, result)
+        return aliased_operand(self.results, self.aliases, result)
 
     def verify_self(self) -> str | None:
         if self.outs and self.results:
             return "a call fills outs or gives results, not both"
-        return _verify_aliases(self)
+        return wrong_aliases(self.results, _operands(self), self.aliases) if self.aliases else None
 
 
 @line_class("extern.mutate")
@@ -78,14 +64,11 @@ class Mutate(LineBase):
         return self.effect_set
 
     def alias_of(self, result: Value) -> Value | None:
-        return _alias(self.results, self.aliases, result)
+        return aliased_operand(self.results, self.aliases, result)
 
     def verify_self(self) -> str | None:
-        operands = set(leaves((self.arguments, tuple(item for _, item in self.keywords))))
-        for value in self.writes:
-            if value not in operands:
-                return f"%{value.name} is written but is no operand"
-        return _verify_aliases(self)
+        operands = _operands(self)
+        return wrong_writes(operands, self.writes) or wrong_aliases(self.results, operands, self.aliases)
 
 
 @line_class("extern.scatter")

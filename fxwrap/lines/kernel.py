@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..wrapper_ir import Effect, Form, LineBase, Size, Value, attribute, line_class, read, target, write
+from fxwrap.wrapper_ir import Effect, Form, LineBase, Size, Value, attribute, line_class, read, target, write
 
 
 @line_class("kernel.launch")

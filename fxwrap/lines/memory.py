@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..wrapper_ir import LineBase, Size, Value, attribute, consume, define, line_class, read
+import torch
+
+from fxwrap.wrapper_ir import LineBase, Size, TensorType, Value, attribute, consume, define, line_class, read
 
 
 @line_class("memory.alloc")
@@ -15,7 +17,7 @@ class Alloc(LineBase):
     result: Value = define(written=False)
 
     def verify_self(self) -> str | None:
-        return _root_offset(self.result)
+        return _not_tensor(self.result)
 
 
 @line_class("memory.free")
@@ -46,14 +48,14 @@ class Reuse(LineBase):
         if isinstance(old.storage_bytes, int) and isinstance(new.storage_bytes, int):
             if new.storage_bytes > old.storage_bytes:
                 return f"{new.storage_bytes} bytes do not fit into {old.storage_bytes}"
-        return _root_offset(self.result)
+        return None
 
 
 @line_class("memory.view")
 class View(LineBase):
     """A window on a value's memory with other sizes, strides and offset, of the same element type.
 
-    The offset in the result's type counts from the first element of the root, as every offset does.
+    The offset in the result's type counts from the first element of the root (or pool slice), not of `base`.
 
     Example: `%t = memory.view(%buf0) : f32[8, 4 | 1, 8]@cpu`
     """
@@ -65,6 +67,8 @@ class View(LineBase):
         base, result = self.base.tensor_type, self.result.tensor_type
         if base.dtype != result.dtype or base.device != result.device:
             return "a view keeps the element type and the device of its base"
+        if base.memory_space != result.memory_space:
+            return "a view stays in the memory space of its base"
         return None
 
 
@@ -77,10 +81,15 @@ class Pool(LineBase):
 
     result: Value = define(written=False)
 
+    def verify_self(self) -> str | None:
+        return _not_bytes(self.result)
+
 
 @line_class("memory.pool_slice")
 class PoolSlice(LineBase):
     """A tensor inside a pool, `offset` bytes from its start. It shares the pool's root and starts uninitialised.
+
+    Offsets of views of it count from its own first element.
 
     Example: `%buf0 = memory.pool_slice(%pool) offset=1024 : f32[16, 16]@cpu`
     """
@@ -94,12 +103,12 @@ class PoolSlice(LineBase):
         if isinstance(self.offset, int) and isinstance(need, int) and isinstance(have, int):
             if self.offset < 0 or self.offset + need > have:
                 return f"bytes {self.offset} to {self.offset + need} lie outside a pool of {have}"
-        return _root_offset(self.result)
+        return None
 
 
 @line_class("memory.workspace")
 class Workspace(LineBase):
-    """Allocates scratch bytes for kernels, zeroed when `zeroed` is true.
+    """Allocates scratch bytes for kernels, zeroed (and so readable) when `zeroed` is true.
 
     Example: `%work = memory.workspace() zeroed=true : u8[256]@cpu`
     """
@@ -107,6 +116,15 @@ class Workspace(LineBase):
     result: Value = define(written=False)
     zeroed: bool = attribute(False)
 
+    def verify_self(self) -> str | None:
+        return _not_bytes(self.result)
 
-def _root_offset(root: Value) -> str | None:
-    return None if root.tensor_type.storage_offset == 0 else "the offset of a new tensor is counted from itself, so it is 0"
+
+def _not_tensor(value: Value) -> str | None:
+    return None if isinstance(value.type, TensorType) else f"%{value.name} is memory, so its type is a tensor's"
+
+
+def _not_bytes(value: Value) -> str | None:
+    if isinstance(value.type, TensorType) and value.type.dtype == torch.uint8 and len(value.type.sizes) == 1:
+        return None
+    return f"%{value.name} is bytes, so its type is a u8 tensor's of one dimension"

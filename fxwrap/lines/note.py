@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..wrapper_ir import OUTPUT, Effect, LineBase, attribute, line_class
+from fxwrap.wrapper_ir import OUTPUT, Effect, LineBase, attribute, line_class
 
 
 @line_class("note.comment")

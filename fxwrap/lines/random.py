@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..wrapper_ir import Effect, LineBase, Value, attribute, define, line_class, random_effect, read
+from fxwrap.wrapper_ir import Effect, LineBase, Value, attribute, define, line_class, random_effect, read
 
 
 @line_class("random.save")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..symbolic import SymbolInfo, symbol_kind
-from ..wrapper_ir import (
+from fxwrap.symbolic import SymbolInfo, symbol_kind
+from fxwrap.wrapper_ir import (
     ASSERT,
     Effect,
     Form,

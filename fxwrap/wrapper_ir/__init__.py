@@ -3,8 +3,8 @@
 It knows no line class; those are in `fxwrap.lines`.
 """
 
-from .effects import ASSERT, OUTPUT, UNKNOWN, Effect, Origin, Tag, communication_effect, effects_conflict, random_effect
-from .line import (
+from fxwrap.wrapper_ir.effects import ASSERT, OUTPUT, UNKNOWN, Effect, Origin, Tag, communication_effect, effects_conflict, random_effect
+from fxwrap.wrapper_ir.line import (
     Block,
     LineBase,
     blocks,
@@ -20,11 +20,11 @@ from .line import (
     used,
     writes,
 )
-from .parser import parse_program
-from .printer import print_line, print_literal, print_type
-from .program import Constant, ConstantStore, Input, KernelDefinition, Ownership, Program, print_program
-from .roles import FieldSpec, Form, Role, attribute, block, consume, define, line_class, read, target, write
-from .types import (
+from fxwrap.wrapper_ir.parser import parse_program
+from fxwrap.wrapper_ir.printer import print_line, print_literal, print_type
+from fxwrap.wrapper_ir.program import Constant, ConstantStore, Input, KernelDefinition, Ownership, Program, print_kernel, print_program
+from fxwrap.wrapper_ir.roles import FieldSpec, Form, Role, attribute, block, consume, define, line_class, read, target, write
+from fxwrap.wrapper_ir.types import (
     DTYPE_NAMES,
     DTYPES,
     ListType,
@@ -38,7 +38,7 @@ from .types import (
     Value,
     contiguous_strides,
 )
-from .verifier import verify
+from fxwrap.wrapper_ir.verifier import verify
 
 __all__ = [
     "ASSERT", "DTYPES", "DTYPE_NAMES", "OUTPUT", "UNKNOWN",
@@ -47,6 +47,6 @@ __all__ = [
     "TensorType", "TokenType", "Type", "Value",
     "attribute", "block", "blocks", "communication_effect", "consume", "consumed", "contiguous_strides", "define",
     "defined", "defined_symbol", "effects_conflict", "leaves", "line_class", "map_leaves", "map_line", "parse_program",
-    "print_line", "print_literal", "print_program", "print_type", "random_effect", "read", "reads", "symbols_used",
+    "print_kernel", "print_line", "print_literal", "print_program", "print_type", "random_effect", "read", "reads", "symbols_used",
     "target", "type_symbols", "used", "verify", "write", "writes",
 ]  # fmt: skip

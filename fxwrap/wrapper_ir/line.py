@@ -6,26 +6,31 @@ import dataclasses
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import sympy
 
-from ..symbolic import SymbolInfo
-from .effects import Effect, Origin
-from .roles import FieldSpec, Form, Role
-from .types import ListType, OptionalType, TensorType, Type, Value
+from fxwrap.symbolic import SymbolInfo
+from fxwrap.wrapper_ir.effects import Effect, Origin
+from fxwrap.wrapper_ir.roles import FieldSpec, Role
+from fxwrap.wrapper_ir.types import ListType, OptionalType, TensorType, Type, Value
 
 
 @dataclass(frozen=True, slots=True)
 class LineBase(ABC):  # noqa: B024  abstract by purpose: only its subclasses are lines
-    """One step of a program, as plain data. Subclasses are made by `line_class`."""
+    """One step of a program, as plain data. Subclasses are made by `line_class`, which fills the first five."""
 
     opcode: ClassVar[str]
     specs: ClassVar[tuple[FieldSpec, ...]]
-    terminator: ClassVar[bool] = False
-    """Whether the line ends a block and releases what it gives."""
+    fields_by_role: ClassVar[dict[Role, tuple[str, ...]]]
+    starts_written: ClassVar[bool]
+    """Whether the roots that the line defines have content from the start."""
+    alias_fields: ClassVar[tuple[tuple[str, str], ...]]
+    """The fields of results that share a root, each with the field of the value whose root it is."""
+    terminator: ClassVar[Literal["", "program", "block"]] = ""
+    """What the line ends, releasing what it gives: the program, a nested block or function, or nothing."""
     bracket: ClassVar[tuple[str, int]] = ("", 0)
-    """What the line opens (+1) or closes (-1): such lines nest within a block."""
+    """What the line opens (+1) or closes (-1): such lines nest within a block, and a pair has equal attributes."""
     starts_flight: ClassVar[bool] = False
     """Whether results may be touched only by the line that ends the flight, and operands stay borrowed until then."""
     ends_flight: ClassVar[bool] = False
@@ -38,14 +43,22 @@ class LineBase(ABC):  # noqa: B024  abstract by purpose: only its subclasses are
 
     def alias_of(self, result: Value) -> Value | None:
         """Returns the operand whose root a result shares, or None when the result is a root of its own."""
-        for spec in self.specs:
-            if spec.role is Role.DEFINE and spec.alias and getattr(self, spec.name) is result:
-                base = getattr(self, spec.alias)
+        for name, base_name in self.alias_fields:
+            if getattr(self, name) is result:
+                base = getattr(self, base_name)
                 return base if isinstance(base, Value) else None
         return None
 
     def verify_self(self) -> str | None:
-        """Returns what is wrong with the line taken alone, or None."""
+        """Returns what is wrong with the line taken alone, or None.
+
+        May raise ValueKindError for an operand that is no tensor. Operands and attributes have the classes that their
+        fields declare.
+        """
+        return None
+
+    def verify_target(self, target: Any) -> str | None:
+        """Returns what is wrong with the line given the kernel definition or function block that it names, or None."""
         return None
 
     def replace(self, **changes: Any) -> Any:
@@ -70,101 +83,145 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _values_of(line: LineBase, role: Role) -> Iterator[Value]:
-    for spec in line.specs:
-        if spec.role is role:
-            content = getattr(line, spec.name)
-            if type(content) is Value:
-                yield content
-            elif type(content) is tuple:
-                for leaf in leaves(content):
-                    if type(leaf) is Value:
-                        yield leaf
+def _collect_values(tree: tuple[Any, ...], found: list[Value]) -> None:
+    for item in tree:
+        kind = type(item)
+        if kind is Value:
+            found.append(item)
+        elif kind is tuple:
+            _collect_values(item, found)
 
 
-def defined(line: LineBase) -> Iterator[Value]:
-    """Yields the values the line defines, nested blocks not included."""
+def _values_of(line: LineBase, role: Role) -> list[Value]:
+    found: list[Value] = []
+    for name in line.fields_by_role[role]:
+        content = getattr(line, name)
+        kind = type(content)
+        if kind is Value:
+            found.append(content)
+        elif kind is tuple:
+            _collect_values(content, found)
+    return found
+
+
+def defined(line: LineBase) -> list[Value]:
+    """Returns the values the line defines, nested blocks not included."""
     return _values_of(line, Role.DEFINE)
 
 
-def reads(line: LineBase) -> Iterator[Value]:
-    """Yields the values whose memory the line reads; one that is read twice comes twice."""
+def reads(line: LineBase) -> list[Value]:
+    """Returns the values whose memory the line reads; one that is read twice comes twice."""
     return _values_of(line, Role.READ)
 
 
-def writes(line: LineBase) -> Iterator[Value]:
-    """Yields the values whose memory the line writes."""
+def writes(line: LineBase) -> list[Value]:
+    """Returns the values whose memory the line writes."""
     return _values_of(line, Role.WRITE)
 
 
-def consumed(line: LineBase) -> Iterator[Value]:
-    """Yields the roots the line takes."""
+def consumed(line: LineBase) -> list[Value]:
+    """Returns the roots the line takes."""
     return _values_of(line, Role.CONSUME)
 
 
-def used(line: LineBase) -> Iterator[Value]:
-    """Yields every value the line reads, writes or consumes."""
-    for role in (Role.READ, Role.WRITE, Role.CONSUME):
-        yield from _values_of(line, role)
+def used(line: LineBase) -> list[Value]:
+    """Returns every value the line reads, writes or consumes, in this order."""
+    return reads(line) + writes(line) + consumed(line)
 
 
 def defined_symbol(line: LineBase) -> SymbolInfo | None:
     """Returns the symbol the line defines, if it defines one."""
-    for spec in line.specs:
-        if spec.form is Form.SYMBOL:
-            symbol: SymbolInfo = getattr(line, spec.name)
-            return symbol
+    for name in line.fields_by_role[Role.DEFINE]:
+        content = getattr(line, name)
+        if type(content) is SymbolInfo:
+            return content
     return None
 
 
-def blocks(line: LineBase) -> Iterator[tuple[str, Block]]:
-    """Yields the line's nested blocks with their labels."""
-    for spec in line.specs:
-        if spec.role is Role.BLOCK:
-            yield spec.name, getattr(line, spec.name)
+def blocks(line: LineBase) -> list[tuple[str, Block]]:
+    """Returns the line's nested blocks with the names of their fields."""
+    return [(name, getattr(line, name)) for name in line.fields_by_role[Role.BLOCK]]
 
 
 def type_symbols(type_: Type) -> Iterator[sympy.Symbol]:
-    """Yields the symbols in a type's sizes, strides and offset."""
+    """Yields the symbols in a type's sizes, strides and offset; one that occurs twice may come twice."""
     if isinstance(type_, TensorType):
         for size in (*type_.sizes, *type_.strides, type_.storage_offset):
-            if type(size) is not int:
+            if not isinstance(size, int):
                 yield from size.free_symbols
     elif isinstance(type_, ListType | OptionalType):
         yield from type_symbols(type_.element)
 
 
-def symbols_used(line: LineBase, *roles: Role) -> Iterator[sympy.Symbol]:
-    """Yields the symbols that the fields of these roles mention: in attributes and operands, and in types of results."""
+_WITHOUT_SYMBOLS = frozenset([Value, str, int, float, bool, type(None)])
+
+
+def symbols_used(line: LineBase, *roles: Role) -> list[sympy.Symbol]:
+    """Returns the symbols that the fields of these roles mention: in attributes and operands, and in types of results."""
+    found: list[sympy.Symbol] = []
+    for role in roles:
+        for name in line.fields_by_role[role]:
+            content = getattr(line, name)
+            if type(content) is tuple:
+                for leaf in leaves(content):
+                    _collect_symbols(leaf, role, found)
+            else:
+                _collect_symbols(content, role, found)
+    return found
+
+
+def _collect_symbols(leaf: Any, role: Role, found: list[sympy.Symbol]) -> None:
+    kind = type(leaf)
+    if kind is Value and role is Role.DEFINE:
+        found.extend(type_symbols(leaf.type))
+    elif kind in _WITHOUT_SYMBOLS:
+        return
+    elif kind is TensorType:
+        found.extend(type_symbols(leaf))
+    elif isinstance(leaf, sympy.Basic):
+        found.extend(leaf.free_symbols)
+
+
+def wrong_field(line: LineBase) -> str | None:
+    """Returns which field holds something of a class that it does not take, or None."""
     for spec in line.specs:
-        if spec.role not in roles:
+        if not spec.kinds:
             continue
         content = getattr(line, spec.name)
-        for leaf in (content,) if type(content) is not tuple else leaves(content):
-            if type(leaf) is Value:
-                if spec.role is Role.DEFINE:
-                    yield from type_symbols(leaf.type)
-            elif type(leaf) is TensorType:
-                yield from type_symbols(leaf)
-            elif isinstance(leaf, sympy.Basic):
-                yield from leaf.free_symbols  # type: ignore[misc]
+        if not spec.each:
+            if not isinstance(content, spec.kinds):
+                return _wrong_content(line, spec, content)
+        elif type(content) is not tuple:
+            return _wrong_content(line, spec, content)
+        else:
+            for item in content:
+                if not isinstance(item, spec.kinds):
+                    return _wrong_content(line, spec, item)
+    return None
+
+
+def _wrong_content(line: LineBase, spec: FieldSpec, content: Any) -> str:
+    wanted = " or ".join(kind.__name__ for kind in spec.kinds)
+    each = "holds" if spec.each else "is"
+    return f"'{spec.name}' of {line.opcode} {each} {wanted}, not {type(content).__name__}"
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Returns the tree with each leaf changed; a tree in which nothing changes is returned itself."""
     if type(tree) is not tuple:
         return change(tree)
-    changed = tuple(map_leaves(item, change) for item in tree)
-    return tree if all(a is b for a, b in zip(tree, changed, strict=True)) else changed
+    changed = tuple([map_leaves(item, change) for item in tree])
+    return tree if all(a is b for a, b in zip(tree, changed)) else changed
 
 
 def map_line(line: LineBase, change: Callable[[Any], Any], roles: Iterable[Role] = tuple(Role)) -> Any:
-    """Returns the line with each leaf of the fields of these roles changed (values, symbols, literals, types)."""
+    """Returns the line with each leaf of the fields of these roles changed (values, symbols, literals, types, blocks)."""
     changes = {}
-    for spec in line.specs:
-        if spec.role in roles:
-            before = getattr(line, spec.name)
+    for role in roles:
+        for name in line.fields_by_role[role]:
+            before = getattr(line, name)
             after = map_leaves(before, change)
             if after is not before:
-                changes[spec.name] = after
+                changes[name] = after
     return dataclasses.replace(line, **changes) if changes else line
+

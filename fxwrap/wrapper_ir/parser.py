@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ..symbolic import FUNCTION_NAMES, SymbolInfo, Token, TokenStream, read_expr, symbol_kind
-from .effects import Tag
-from .line import Block, LineBase
-from .printer import block_label
-from .program import Constant, Input, KernelDefinition, Ownership, Program
-from .roles import FieldSpec, Form, Role
-from .types import (
+from fxwrap.symbolic import FUNCTION_NAMES, SymbolInfo, Token, TokenStream, read_expr, symbol_kind
+from fxwrap.wrapper_ir.effects import Tag
+from fxwrap.wrapper_ir.line import Block, LineBase
+from fxwrap.wrapper_ir.printer import block_label
+from fxwrap.wrapper_ir.program import Constant, Input, KernelDefinition, Ownership, Program
+from fxwrap.wrapper_ir.roles import FieldSpec, Form, Role
+from fxwrap.wrapper_ir.types import (
     DTYPES,
     ListType,
     OpaqueType,

@@ -7,11 +7,11 @@ from typing import Any
 import sympy
 import torch
 
-from ..symbolic import SymbolInfo, print_expr, quote
-from .effects import Tag
-from .line import Block, LineBase
-from .roles import FieldSpec, Form, Role
-from .types import (
+from fxwrap.symbolic import SymbolInfo, print_expr, quote
+from fxwrap.wrapper_ir.effects import Tag
+from fxwrap.wrapper_ir.line import Block, LineBase
+from fxwrap.wrapper_ir.roles import FieldSpec, Form, Role
+from fxwrap.wrapper_ir.types import (
     DTYPE_NAMES,
     ListType,
     OpaqueType,
@@ -92,17 +92,14 @@ def print_literal(literal: Any) -> str:
             return f"dtype({DTYPE_NAMES[literal]})"
         case torch.device():
             return f"device({quote(str(literal))})"
-        case torch.layout() | torch.memory_format():
-            kind, _, name = str(literal).removeprefix("torch.").rpartition(".")
-            return f"{kind or _enumeration(literal)}({quote(name)})"
+        case torch.layout():
+            return f"layout({quote(str(literal).removeprefix('torch.'))})"
+        case torch.memory_format():
+            return f"memory_format({quote(str(literal).removeprefix('torch.'))})"
         case Tag(name, arguments):
             return f"{name}({', '.join([print_literal(item) for item in arguments])})"
         case _:
             raise TypeError(f"the IR has no text form for {type(literal).__name__}: {literal!r}")
-
-
-def _enumeration(literal: torch.layout | torch.memory_format) -> str:
-    return "layout" if isinstance(literal, torch.layout) else "memory_format"
 
 
 def print_symbol_info(symbol: SymbolInfo) -> str:
@@ -157,7 +154,7 @@ def print_line(line: LineBase, indent: str = "", *, origins: bool = False) -> st
             case Form.VALUE if spec.role is Role.DEFINE:
                 head, types = f"%{content.name} = ", " : " + print_type(content.type)
             case Form.VALUE:
-                operands.append("none" if content is None else "%" + content.name)
+                operands.append(print_literal(content))
             case Form.VALUES | Form.ARGUMENTS:
                 operands.extend([print_literal(item) for item in content])
             case Form.NAMED:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..symbolic import SymbolInfo, quote, symbol_kind
-from .line import Block, LineBase, blocks
-from .printer import print_lines, print_literal, print_symbol_info, print_type
-from .types import Value
+from fxwrap.symbolic import SymbolInfo, quote, symbol_kind
+from fxwrap.wrapper_ir.line import Block, LineBase, blocks
+from fxwrap.wrapper_ir.printer import print_lines, print_literal, print_symbol_info, print_type
+from fxwrap.wrapper_ir.types import Value
 
 
 class Ownership(Enum):
@@ -144,11 +144,12 @@ def print_program(program: Program, *, origins: bool = False) -> str:
     for name, block in program.functions:
         arguments = ", ".join([f"%{value.name}: {print_type(value.type)}" for value in block.arguments])
         parts.append(f"function @{name}({arguments}) {{\n{print_lines(block, origins=origins)}}}\n")
-    parts.extend(_print_kernel(kernel) for kernel in program.kernels)
+    parts.extend(print_kernel(kernel) for kernel in program.kernels)
     return "".join(parts)
 
 
-def _print_kernel(kernel: KernelDefinition) -> str:
+def print_kernel(kernel: KernelDefinition) -> str:
+    """Returns the text of a kernel definition, ended by a newline."""
     signature = ", ".join(kernel.signature)
     options = "".join([f" {key}={print_literal(option)}" for key, option in kernel.options])
     return (

@@ -12,7 +12,11 @@ from dataclasses import MISSING, dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+import sympy
 from typing_extensions import dataclass_transform
+
+from fxwrap.symbolic import SymbolInfo
+from fxwrap.wrapper_ir.types import TensorType, Value
 
 
 class Role(Enum):
@@ -24,6 +28,9 @@ class Role(Enum):
     CONSUME = "consume"
     ATTR = "attr"
     BLOCK = "block"
+
+    # Roles are keys of tables that are looked up several times a line; identity is the fastest hash.
+    __hash__ = object.__hash__
 
 
 class Form(Enum):
@@ -41,13 +48,16 @@ class Form(Enum):
     TYPE = "type"  # after ':'
     BLOCK = "block"  # in braces, labelled with the field's name
 
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
     """One field of a line class: its name, role, form and default.
 
     `alias` names the field whose root a result shares; `written` says that a defined root has content from the start;
-    `refers` says what a target names: "operator", "kernel" or "function".
+    `refers` says what a target names: "operator", "kernel" or "function". `kinds` are the classes that the content
+    may have, or each item of it where `each` is true; () where the field takes anything.
     """
 
     name: str
@@ -57,6 +67,23 @@ class FieldSpec:
     alias: str = ""
     written: bool = True
     refers: str = ""
+    kinds: tuple[type, ...] = ()
+    each: bool = False
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], bool]] = {
+    "bool": ((bool,), False),
+    "int": ((int,), False),
+    "str": ((str,), False),
+    "Size": ((int, sympy.Expr), False),
+    "SymbolInfo": ((SymbolInfo,), False),
+    "TensorType": ((TensorType,), False),
+    "Value": ((Value,), False),
+    "tuple[Size, ...]": ((int, sympy.Expr), True),
+    "tuple[Value, ...]": ((Value,), True),
+    "tuple[Value | None, ...]": ((Value, type(None)), True),
+}
+"""The annotations whose content is checked, by their text."""
 
 
 def _field(role: Role, form: Form, default: Any = MISSING, **facts: Any) -> Any:
@@ -108,20 +135,31 @@ def block() -> Any:
 ClassT = TypeVar("ClassT", bound=type)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(define, read, write, consume, attribute, target, block))
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(define, read, write, consume, attribute, target, block)
+)
 def line_class(opcode: str) -> Callable[[ClassT], ClassT]:
     """Makes a class a line class: a frozen, slotted dataclass that knows its opcode and the roles of its fields."""
 
     def decorate(cls: ClassT) -> ClassT:
-        made = dataclass(frozen=True, slots=True)(cls)
-        specs = []
-        for item in dataclasses.fields(made):  # type: ignore[arg-type]
-            if "spec" in item.metadata:
-                role, form, facts = item.metadata["spec"]
-                specs.append(FieldSpec(item.name, role, form, item.default, **facts))
-        made.opcode = opcode  # type: ignore[attr-defined]
-        made.specs = tuple(specs)  # type: ignore[attr-defined]
+        made: Any = dataclass(frozen=True, slots=True)(cls)
+        specs = tuple(_spec(item) for item in dataclasses.fields(made) if "spec" in item.metadata)
+        made.opcode = opcode
+        made.specs = specs
+        made.fields_by_role = {
+            role: tuple(spec.name for spec in specs if spec.role is role) for role in Role
+        }
+        made.starts_written = all(spec.written for spec in specs)
+        made.alias_fields = tuple((spec.name, spec.alias) for spec in specs if spec.alias)
         made.__doc__ = cls.__doc__
-        return made  # type: ignore[return-value]
+        result: ClassT = made
+        return result
 
     return decorate
+
+
+def _spec(item: dataclasses.Field[Any]) -> FieldSpec:
+    role, form, facts = item.metadata["spec"]
+    annotation = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+    kinds, each = _KINDS.get(annotation, ((), False))
+    return FieldSpec(item.name, role, form, item.default, **facts, kinds=kinds, each=each)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import sympy
 import torch
 
-from ..symbolic import Size
+from fxwrap.errors import ValueKindError
+from fxwrap.symbolic import Size, product
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float32: "f32",
@@ -33,9 +32,19 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e5m2: "f8e5m2",
     torch.float8_e5m2fnuz: "f8e5m2fnuz",
     torch.float8_e8m0fnu: "f8e8m0fnu",
+    torch.float4_e2m1fn_x2: "f4e2m1fn_x2",
     torch.quint8: "qu8",
     torch.qint8: "qi8",
     torch.qint32: "qi32",
+    torch.quint4x2: "qu4x2",
+    torch.quint2x4: "qu2x4",
+    torch.bits8: "bits8",
+    torch.bits16: "bits16",
+    torch.bits1x8: "bits1x8",
+    torch.bits2x4: "bits2x4",
+    torch.bits4x2: "bits4x2",
+    **{getattr(torch, f"uint{width}"): f"u{width}" for width in range(1, 8)},
+    **{getattr(torch, f"int{width}"): f"i{width}" for width in range(1, 8)},
 }
 """The text form of every element type."""
 
@@ -48,19 +57,20 @@ def contiguous_strides(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
     step: Size = 1
     for size in reversed(sizes):
         strides.append(step)
-        if isinstance(size, int) and isinstance(step, int):
-            step *= max(size, 1)
-        elif size != 1:
-            step = step * size  # type: ignore[operator]
-    return tuple(reversed(strides))
+        if type(size) is int:
+            step = step * (size or 1)
+        else:
+            step = size * step
+    strides.reverse()
+    return tuple(strides)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """A strided window on memory.
 
-    `sizes`, `strides` and `storage_offset` count elements; the offset is from the first element of the value's root
-    and so is 0 for a root itself. `memory_space` and `layout` belong to the device and are opaque to the core.
+    `sizes`, `strides` and `storage_offset` count elements; the offset is from the first element of the value's root, or
+    of its pool slice, and so is 0 for these themselves. `memory_space` and `layout` belong to the device and are opaque to the core.
     """
 
     dtype: torch.dtype
@@ -84,19 +94,17 @@ class TensorType:
     @property
     def element_count(self) -> Size:
         """The number of elements."""
-        if all(isinstance(size, int) for size in self.sizes):
-            return math.prod(self.sizes)  # type: ignore[arg-type]
-        return sympy.Mul(*self.sizes)
+        return product(self.sizes)
 
     @property
     def storage_bytes(self) -> Size:
         """The bytes from the first element to past the last one: what an allocation of this type takes."""
-        if any(size == 0 for size in self.sizes):
+        if 0 in self.sizes:
             return 0
         last: Size = 1
-        for size, stride in zip(self.sizes, self.strides, strict=True):
-            last = last + (size - 1) * stride  # type: ignore[operator]
-        return last * self.dtype.itemsize  # type: ignore[operator]
+        for size, stride in zip(self.sizes, self.strides):
+            last = last + (size - 1) * stride
+        return last * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +155,7 @@ class Value:
 
     @property
     def tensor_type(self) -> TensorType:
-        """The type of a tensor value. Raises TypeError for any other value."""
+        """The type of a tensor value. Raises ValueKindError for any other value."""
         if not isinstance(self.type, TensorType):
-            raise TypeError(f"%{self.name} is no tensor but a {type(self.type).__name__}")
+            raise ValueKindError(f"%{self.name} is no tensor but of a {type(self.type).__name__}")
         return self.type

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..errors import VerifyError
-from .line import Block, LineBase, blocks, consumed, defined, defined_symbol, reads, symbols_used, type_symbols, used, writes
-from .printer import print_line
-from .program import Program
-from .roles import Role
-from .types import Value
+from fxwrap.errors import VerifyError
+from fxwrap.wrapper_ir.line import Block, LineBase, blocks, consumed, defined, defined_symbol, reads, symbols_used, type_symbols, used, writes
+from fxwrap.wrapper_ir.printer import print_line
+from fxwrap.wrapper_ir.program import Program
+from fxwrap.wrapper_ir.roles import Role
+from fxwrap.wrapper_ir.types import Value
 
 _CONSTANT, _BORROWED, _WRITABLE, _SHARED, _OWNED = "constant", "borrowed", "mutable", "shared", "owned"
 _CONSUMABLE = (_OWNED, _SHARED)
