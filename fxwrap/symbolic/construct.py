@@ -109,7 +109,9 @@ def ceiling_division(base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic:
 def _fold(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic | None:
     if spec.sympy_class is torch_compat.Identity:
         return None
-    if spec.sympy_class is torch_compat.PowByNatural and constant_value(operands[1]) not in range(_LARGEST_FOLDED_EXPONENT):
+    if spec.sympy_class is torch_compat.PowByNatural and constant_value(operands[1]) not in range(
+        _LARGEST_FOLDED_EXPONENT
+    ):
         return None
     values = []
     for operand in operands:

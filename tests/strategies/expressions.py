@@ -24,6 +24,8 @@ _OTHER_INTEGER = ("modular_indexing", "where", "identity", "pow_by_natural", *_F
 _FLOAT_STEPS = ("add", "multiply", "mixed", "power", "divide", "opaque", "extreme", "other")
 _OTHER_FLOAT = ("to_float", "trunc_to_float", "round_decimal", "float_pow", "where", "rational")
 
+_EXPONENTS = st.one_of(st.sampled_from(INTEGER_SYMBOLS).map(make_symbol), st.integers(0, 5).map(constant))
+
 
 def _function(name: str, *operands: sympy.Basic) -> sympy.Basic:
     return apply(BY_NAME[name], operands)
@@ -54,8 +56,7 @@ def _integer_steps(draw: st.DrawFn, depth: int) -> sympy.Basic:
     if name == "identity":
         return _function(name, smaller())
     if name == "pow_by_natural":
-        exponent = draw(st.one_of(_LEAVES["int"].filter(lambda leaf: leaf.is_Symbol), st.integers(0, 5).map(constant)))
-        return _function(name, smaller(), exponent)
+        return _function(name, smaller(), draw(_EXPONENTS))
     return _function(name, draw(_nodes("float", depth - 1)))
 
 
