@@ -52,6 +52,21 @@ bool only_plain_tensors() {
   return !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python);
 }
 
+// A tensor over another one's storage, `offset` bytes from its start.
+at::Tensor tensor_on(const at::Tensor& memory, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
+                     DType dtype) {
+  const auto meta = c10::scalarTypeToTypeMeta(at::ScalarType(dtype));
+  const int64_t item = int64_t(meta.itemsize());
+  const size_t needed = at::detail::computeStorageNbytes(sizes, strides, meta.itemsize()) + size_t(offset);
+  TORCH_CHECK(offset >= 0 && offset % item == 0, "byte ", offset, " cannot hold elements of ", item, " bytes");
+  TORCH_CHECK(needed <= memory.storage().nbytes(), "a tensor that ends at byte ", needed, " does not fit memory of ",
+              memory.storage().nbytes());
+  c10::TensorImpl* impl = memory.unsafeGetTensorImpl();
+  auto made = c10::make_intrusive<c10::TensorImpl>(c10::Storage(impl->storage()), impl->key_set(), meta);
+  made->set_sizes_and_strides(sizes, strides, offset / item);
+  return at::Tensor(std::move(made));
+}
+
 PreparedCall& first_use(Site& site) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
@@ -110,15 +125,17 @@ void view(Frame& f, Slot out, Slot base, Ints sizes, Ints strides, int64_t offse
 }
 
 void reuse(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType dtype) {
-  at::Tensor taken = std::move(tensor_at(f, from));
-  const auto meta = c10::scalarTypeToTypeMeta(at::ScalarType(dtype));
-  const size_t needed = at::detail::computeStorageNbytes(ref(sizes), ref(strides), meta.itemsize());
-  TORCH_CHECK(needed <= taken.storage().nbytes(), "a tensor of ", needed, " bytes cannot reuse memory of ",
-              taken.storage().nbytes());
-  c10::TensorImpl* impl = taken.unsafeGetTensorImpl();
-  auto made = c10::make_intrusive<c10::TensorImpl>(c10::Storage(impl->storage()), impl->key_set(), meta);
-  made->set_sizes_and_strides(ref(sizes), ref(strides), 0);
-  tensor_at(f, out) = at::Tensor(std::move(made));
+  const at::Tensor taken = std::move(tensor_at(f, from));
+  tensor_at(f, out) = tensor_on(taken, 0, ref(sizes), ref(strides), dtype);
+}
+
+void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints strides, DType dtype) {
+  const at::Tensor& memory = tensor_at(f, pool);
+  at::Tensor slice = tensor_on(memory, offset, ref(sizes), ref(strides), dtype);
+  if (!slice.is_inference()) {
+    slice.unsafeGetTensorImpl()->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());
+  }
+  tensor_at(f, out) = std::move(slice);
 }
 
 void alias(Frame& f, Slot out, Slot from) { tensor_at(f, out) = tensor_at(f, from); }
@@ -137,6 +154,18 @@ double item_float(Frame& f, Slot slot) { return tensor_at(f, slot).item().toDoub
 bool item_bool(Frame& f, Slot slot) { return tensor_at(f, slot).item().toBool(); }
 void* data_ptr(Frame& f, Slot slot) { return tensor_at(f, slot).data_ptr(); }
 void mark_written(Frame& f, Slot slot) { tensor_at(f, slot).unsafeGetTensorImpl()->bump_version(); }
+
+void save_random_state(Frame& f, Slot out, Device& device) {
+  at::Generator generator = at::globalContext().defaultGenerator(resolve_device(device));
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  tensor_at(f, out) = generator.get_state();
+}
+
+void restore_random_state(Frame& f, Slot state, Device& device) {
+  at::Generator generator = at::globalContext().defaultGenerator(resolve_device(device));
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(tensor_at(f, state));
+}
 
 void fail_assert(const char* message) { TORCH_CHECK(false, message); }
 

@@ -163,6 +163,8 @@ FXWRAP_API void call(Frame& f, Site& site);
 FXWRAP_API void empty_strided(Frame& f, Slot out, Ints sizes, Ints strides, DType dtype, Device& device);
 FXWRAP_API void view(Frame& f, Slot out, Slot base, Ints sizes, Ints strides, int64_t offset);
 FXWRAP_API void reuse(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType dtype);  // takes `from`'s memory
+// A tensor `offset` bytes from the start of `pool`'s memory, which it shares.
+FXWRAP_API void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints strides, DType dtype);
 FXWRAP_API void alias(Frame& f, Slot out, Slot from);  // both name the same tensor
 FXWRAP_API void move(Frame& f, Slot out, Slot from);   // `from` is left empty
 FXWRAP_API void drop(Frame& f, Slot slot);
@@ -177,6 +179,10 @@ FXWRAP_API double item_float(Frame& f, Slot slot);
 FXWRAP_API bool item_bool(Frame& f, Slot slot);
 FXWRAP_API void* data_ptr(Frame& f, Slot slot);
 FXWRAP_API void mark_written(Frame& f, Slot slot);  // after a kernel wrote it: autograd's version counter moves on
+
+// The state of a device's default generator, as a new uint8 tensor on the CPU, and back.
+FXWRAP_API void save_random_state(Frame& f, Slot out, Device& device);
+FXWRAP_API void restore_random_state(Frame& f, Slot state, Device& device);
 
 // Checks. The first raises fxwrap.errors.InputError (the twin of fxwrap/runtime/checks.py), the second RuntimeError.
 FXWRAP_API void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype,

@@ -259,7 +259,7 @@ def _entry(folder: Path, build: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`; the system releases it when the process dies. The file stays: deleting it would race."""
+    """Hold the lock file `path`, which the system releases with the process; deleting the file would race."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

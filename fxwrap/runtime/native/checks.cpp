@@ -26,6 +26,14 @@ std::string dtype_name(at::ScalarType dtype) {
     case at::kComplexFloat: return "c64";
     case at::kComplexDouble: return "c128";
     case at::kBool: return "bool";
+    case at::kFloat8_e4m3fn: return "f8e4m3fn";
+    case at::kFloat8_e4m3fnuz: return "f8e4m3fnuz";
+    case at::kFloat8_e5m2: return "f8e5m2";
+    case at::kFloat8_e5m2fnuz: return "f8e5m2fnuz";
+    case at::kFloat8_e8m0fnu: return "f8e8m0fnu";
+    case at::kQUInt8: return "qu8";
+    case at::kQInt8: return "qi8";
+    case at::kQInt32: return "qi32";
     default: return std::string(c10::getDtypeNames(dtype).first);
   }
 }

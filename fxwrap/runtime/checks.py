@@ -1,0 +1,96 @@
+"""Checks of run-time inputs for emitted Python, FX and the interpreter.
+
+Emitted C++ does the same checks in `native/checks.cpp` and `native/binding.cpp`, with the same texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fxwrap.errors import InputError
+
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+_DTYPE_NAMES = {
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.complex32: "c32",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.bool: "bool",
+    torch.float8_e4m3fn: "f8e4m3fn",
+    torch.float8_e4m3fnuz: "f8e4m3fnuz",
+    torch.float8_e5m2: "f8e5m2",
+    torch.float8_e5m2fnuz: "f8e5m2fnuz",
+    torch.float8_e8m0fnu: "f8e8m0fnu",
+    torch.quint8: "qu8",
+    torch.qint8: "qi8",
+    torch.qint32: "qi32",
+}
+
+
+def check_layout(
+    tensor: object,
+    name: str,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Raise InputError unless `tensor` is a plain tensor of this dtype, sizes, strides (in elements) and device.
+
+    Strides of dimensions of size 1 and of empty tensors are not compared. A device without an index stands for all of
+    its type. Subclasses of torch.Tensor other than Parameter are refused: they must be desugared before.
+    """
+    if type(tensor) not in _PLAIN_CLASSES:
+        got = "None" if tensor is None else type(tensor).__name__
+        wanted = _describe(dtype, sizes, strides, device) if tensor is None else "a torch.Tensor"
+        raise InputError(f"input '{name}': expected {wanted}, got {got}")
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.layout is not torch.strided:
+        got = "a tensor of another layout than torch.strided"
+    elif (
+        tensor.dtype is dtype
+        and tensor.shape == tuple(sizes)
+        and _same_device(device, tensor.device)
+        and _same_strides(tensor, strides)
+    ):
+        return
+    else:
+        got = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+    raise InputError(f"input '{name}': expected {_describe(dtype, sizes, strides, device)}, got {got}")
+
+
+def check_count(name: str, expected: int, got: int) -> None:
+    """Raise InputError unless the program called `name` was given as many inputs as it takes."""
+    if expected != got:
+        raise InputError(f"program '{name}' takes {expected} inputs, got {got}")
+
+
+def _same_device(expected: torch.device, actual: torch.device) -> bool:
+    return expected == actual or (expected.index is None and expected.type == actual.type)
+
+
+def _same_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    actual = tensor.stride()
+    if actual == tuple(strides) or tensor.numel() == 0:
+        return True
+    return all(size == 1 or a == b for size, a, b in zip(tensor.shape, actual, strides))
+
+
+def _describe(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> str:
+    name = _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    shape = ", ".join(map(str, sizes))
+    return f"{name}[{shape}] on {device} with strides {tuple(strides)}"
