@@ -242,14 +242,14 @@ linalg_solve_triangular.out linalg_vector_norm.default linalg_vector_norm.out
 fft_fftfreq.default fft_fftfreq.out fft_rfftfreq.default fft_rfftfreq.out
 """,
 }
-"""Overloads reached by the function of their own name in a namespace, or the method of that name."""
+"""Overloads reached by the function of their own name in a namespace, or by that method."""
 
 RENAMED = """
 _log_softmax.default torch.log_softmax -half_to_float
 _softmax.default torch.softmax -half_to_float
 _to_copy.default .to +copy=True
 """
-"""Overloads with another name: `-argument` is not written, `+text` is added, "." starts a method."""
+"""Overloads of another name: `-argument` is not written, `+text` is, "." starts a method."""
 
 ACCEPTS = """
 _log_softmax.default half_to_float=false
