@@ -5,7 +5,8 @@ a tiny tensor: it is called through a Python object and a generic conversion of 
 functions have generated argument parsers, but these parsers choose the overload themselves, from the kinds of
 the arguments. So a public spelling may be used only where it is known to reach that one overload with those
 very arguments. The table of such spellings is `torch_calls_table.py`; `benchmarks/make_torch_calls_table.py`
-makes it by asking torch, and a test asks again for every entry.
+makes it by asking torch, and a test asks again for every entry. Every entry was checked on torch 2.11 and
+2.13.
 """
 
 from __future__ import annotations
