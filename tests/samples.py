@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ def random_tensor(
     return made.copy_(content)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parsed(name: str) -> Program:
     program = parse_program(SAMPLES[name].full_text(), (*CORE_LINES, *EXTENSIONS))
     generator = torch.Generator().manual_seed(0)
@@ -288,8 +288,8 @@ program @operator_arguments(%x: borrowed f32[4, 8]@cpu, %mask: borrowed bool[4, 
   memory.free(%joined)
   %taken = extern.call @aten.index.Tensor(%x, [none, %index]) : f32[4, 3]@cpu
   %wide = extern.call @aten._to_copy.default(%x, dtype=dtype(f64)) : f64[4, 8]@cpu
-  %full = extern.call @aten.full.default([2, 3], 1.5, dtype=dtype(f32), layout=layout("strided"), device=device("cpu"), \
-pin_memory=false) : f32[2, 3]@cpu
+  %full = extern.call @aten.full.default([2, 3], 1.5, dtype=dtype(f32), layout=layout("strided"), \
+device=device("cpu"), pin_memory=false) : f32[2, 3]@cpu
   %hidden = extern.call @aten.masked_fill.Scalar(%x, %mask, -inf) : f32[4, 8]@cpu
   %copy = extern.call @aten.clone.default(%x, memory_format=memory_format("contiguous_format")) : f32[4, 8]@cpu
   %gelu = extern.call @aten.gelu.default(%x, approximate="tanh") : f32[4, 8]@cpu
@@ -399,8 +399,8 @@ program @owned_inputs(%a: owned f32[4, 4]@cpu, %b: owned f32[4, 4]@cpu, %c: shar
     Sample(
         "symbols_of_all_kinds",
         """
-program @symbols_of_all_kinds(%x: borrowed f32[s0, s1 | 2*s1, 2]@cpu, s2: int range=(1, 64) hint=3, f0: float, b0: bool, \
-%count: borrowed i64[]@cpu, %scale: borrowed f32[1]@cpu, %on: borrowed bool[]@cpu) {
+program @symbols_of_all_kinds(%x: borrowed f32[s0, s1 | 2*s1, 2]@cpu, s2: int range=(1, 64) hint=3, f0: float, \
+b0: bool, %count: borrowed i64[]@cpu, %scale: borrowed f32[1]@cpu, %on: borrowed bool[]@cpu) {
   s0 = symbol.size(%x) dim=0 range=(1, 1024) hint=4
   s1 = symbol.size(%x) dim=1
   n1 = symbol.size(%x) dim=0 of="stride"

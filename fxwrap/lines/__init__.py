@@ -2,7 +2,6 @@
 
 from typing import TypeAlias
 
-from fxwrap.wrapper_ir import LineBase
 from fxwrap.lines.check import CheckLayout
 from fxwrap.lines.collective import StartCollective, WaitCollective
 from fxwrap.lines.control import CallFunction, Cond, Map, Return, Scan, While, Yield
@@ -14,6 +13,7 @@ from fxwrap.lines.memory import Alloc, Free, Pool, PoolSlice, Reuse, View, Works
 from fxwrap.lines.note import Comment, EnterRange, ExitRange
 from fxwrap.lines.random import RestoreState, SaveState
 from fxwrap.lines.symbol import Assert, Bind, Item, Let, SizeOf
+from fxwrap.wrapper_ir import LineBase
 
 CORE_LINES: tuple[type[LineBase], ...] = (
     Alloc, Free, Reuse, View, Pool, PoolSlice, Workspace,

@@ -1,45 +1,75 @@
 """Lines that hold or leave blocks.
 
 A block sees its arguments, which borrow from the operands, and the program's symbols. It owns what it makes and must
-yield or free it; what it yields is the line's result.
+yield or free it; what it yields is the line's result, and each result has memory of its own.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from fxwrap.wrapper_ir import Block, Form, LineBase, Value, attribute, block, define, leaves, line_class, read, target
+import sympy
+import torch
+
+from fxwrap.lines.blocks import mismatch, slice_types, stacked_mismatch, types_of
+from fxwrap.symbolic import expression_kind
+from fxwrap.wrapper_ir import (
+    Block,
+    Form,
+    LineBase,
+    ScalarType,
+    TensorType,
+    Type,
+    Value,
+    attribute,
+    block,
+    define,
+    line_class,
+    read,
+    target,
+)
 
 
-def _types(values: tuple[Any, ...]) -> list[Any]:
-    return [leaf.type if isinstance(leaf, Value) else leaf for leaf in leaves(values)]
+def _yielded(nested: Block) -> tuple[Any, ...] | None:
+    """Returns what a block gives; None for one without its end, which the verifier reports by itself."""
+    last = nested.lines[-1] if nested.lines else None
+    return last.values if isinstance(last, Yield) else None
 
 
-def _mismatch(where: str, got: list[Any], wanted: list[Any]) -> str | None:
-    if len(got) != len(wanted):
-        return f"{where}: {len(got)} instead of {len(wanted)}"
-    for position, (have, want) in enumerate(zip(got, wanted, strict=True)):
-        if type(have) is not type(want) or getattr(have, "dtype", None) != getattr(want, "dtype", None):
-            return f"{where}: number {position} is {have} instead of {want}"
-        if getattr(have, "device", None) != getattr(want, "device", None):
-            return f"{where}: number {position} is on {have.device} instead of {want.device}"
-    return None
+def _arguments_mismatch(label: str, nested: Block, operands: list[Type | None]) -> str | None:
+    return mismatch(f"arguments of ^{label}", types_of(nested.arguments), operands)
 
 
-def _check_block(label: str, nested: Block, operands: list[Any], results: list[Any]) -> str | None:
-    """Compares a block's arguments with the operands and what it yields with the results, by dtype and device."""
-    if not nested.lines or not isinstance(nested.lines[-1], Yield):
-        return f"block ^{label} does not end in control.yield"
-    return _mismatch(f"arguments of ^{label}", _types(nested.arguments), operands) or _mismatch(
-        f"results of ^{label}", _types(nested.lines[-1].values), results
-    )
+def _results_mismatch(label: str, nested: Block, results: list[Type | None]) -> str | None:
+    given = _yielded(nested)
+    return None if given is None else mismatch(f"results of ^{label}", types_of(given), results)
+
+
+def _is_truth(predicate: Any) -> bool:
+    """Whether a predicate is a boolean tensor that may have one element, a boolean value, or a condition."""
+    if not isinstance(predicate, Value):
+        return isinstance(predicate, bool) or (
+            isinstance(predicate, sympy.Basic) and expression_kind(predicate) == "bool"
+        )
+    type_ = predicate.type
+    if not isinstance(type_, TensorType):
+        return type_ == ScalarType("bool")
+    return type_.dtype == torch.bool and all(size == 1 for size in type_.sizes if isinstance(size, int))
 
 
 @line_class("control.cond")
 class Cond(LineBase):
-    """Runs one of two blocks, by a boolean tensor of one element, or a boolean symbol or expression.
+    """Runs one of two blocks, by a boolean tensor of one element, or a condition over symbols. Source: torch's `cond`.
 
-    Example: see `tests/samples.py`; in text `%y = control.cond(%flag, %x) : f32[4]@cpu { ^then(%t: ...): ... ^else(%e: ...): ... }`
+    Example:
+        %y = control.cond(%flag, %x) : f32[4]@cpu {
+        ^then(%t: f32[4]@cpu):
+          %t1 = extern.call @aten.sin.default(%t) : f32[4]@cpu
+          control.yield(%t1)
+        ^else(%e: f32[4]@cpu):
+          %e1 = extern.call @aten.cos.default(%e) : f32[4]@cpu
+          control.yield(%e1)
+        }
     """
 
     results: tuple[Any, ...] = define(Form.RESULTS)
@@ -49,17 +79,35 @@ class Cond(LineBase):
     else_: Block = block()
 
     def verify_self(self) -> str | None:
-        operands, results = _types(self.operands), _types(self.results)
-        return _check_block("then", self.then, operands, results) or _check_block("else", self.else_, operands, results)
+        if not _is_truth(self.predicate):
+            return "the predicate is a boolean tensor of one element, or a condition"
+        operands, results = types_of(self.operands), types_of(self.results)
+        return (
+            _arguments_mismatch("then", self.then, operands)
+            or _arguments_mismatch("else", self.else_, operands)
+            or _results_mismatch("then", self.then, results)
+            or _results_mismatch("else", self.else_, results)
+        )
 
 
 @line_class("control.while")
 class While(LineBase):
     """Repeats `body` on the carried values while `cond` yields true.
 
-    The carried operands are borrowed: the first round reads them, each further round takes what the last one yielded,
-    and the results are owned also when no round runs. With `stacked`, results are the carried values of all rounds, each
-    stacked along a new first dimension. Source: torch's `while_loop` and `while_loop_stack_output`.
+    Both blocks take the carried values, then `extra`; `body` yields the next carried values. The carried operands are
+    borrowed: the first round reads them, each further round takes what the last one yielded, and the results are owned
+    also when no round runs. With `stacked`, results are the carried values of all rounds, each stacked along a new
+    first dimension. Source: torch's `while_loop` and `while_loop_stack_output`.
+
+    Example:
+        %end = control.while(%i) : i64[]@cpu {
+        ^cond(%c: i64[]@cpu):
+          %go = extern.call @aten.lt.Scalar(%c, 5) : bool[]@cpu
+          control.yield(%go)
+        ^body(%b: i64[]@cpu):
+          %next = extern.call @aten.add.Scalar(%b, 1) : i64[]@cpu
+          control.yield(%next)
+        }
     """
 
     results: tuple[Any, ...] = define(Form.RESULTS)
@@ -70,10 +118,21 @@ class While(LineBase):
     stacked: bool = attribute(False)
 
     def verify_self(self) -> str | None:
-        operands = _types((*self.carried, *self.extra))
-        if _mismatch("arguments of ^cond", _types(self.cond.arguments), operands):
-            return _mismatch("arguments of ^cond", _types(self.cond.arguments), operands)
-        return _check_block("body", self.body, operands, _types(self.carried))
+        carried, operands = types_of(self.carried), types_of((*self.carried, *self.extra))
+        verdict = _yielded(self.cond)
+        if verdict is not None and (len(verdict) != 1 or not _is_truth(verdict[0])):
+            return "^cond yields one boolean tensor of one element, or a condition"
+        return (
+            _arguments_mismatch("cond", self.cond, operands)
+            or _arguments_mismatch("body", self.body, operands)
+            or _results_mismatch("body", self.body, carried)
+            or self._wrong_results(carried)
+        )
+
+    def _wrong_results(self, carried: list[Type | None]) -> str | None:
+        if self.stacked:
+            return stacked_mismatch("results", self.results, carried)
+        return mismatch("results", types_of(self.results), carried)
 
 
 @line_class("control.scan")
@@ -82,7 +141,16 @@ class Scan(LineBase):
 
     The block's arguments are the carried values, one slice of each tensor in `over`, then `extra`. It yields the new
     carried values, then a slice of each stacked result. Results are the last carried values, then the stacked ones.
+    With `reverse`, the slices come from the last to the first and results are stacked in the order of the slices.
     Source: torch's `scan`.
+
+    Example:
+        %last, %sums = control.scan(%start) over=(%xs) : f32[4]@cpu, f32[5, 4]@cpu {
+        ^body(%carry: f32[4]@cpu, %slice: f32[4]@cpu):
+          %sum = extern.call @aten.add.Tensor(%carry, %slice) : f32[4]@cpu
+          %out = extern.call @aten.clone.default(%sum) : f32[4]@cpu
+          control.yield(%sum, %out)
+        }
     """
 
     results: tuple[Any, ...] = define(Form.RESULTS)
@@ -93,8 +161,14 @@ class Scan(LineBase):
     reverse: bool = attribute(False)
 
     def verify_self(self) -> str | None:
-        return _check_block(
-            "body", self.body, _types((*self.carried, *self.over, *self.extra)), _types(self.results)
+        count, carried = len(self.carried), types_of(self.carried)
+        operands = [*carried, *slice_types(self.over), *types_of(self.extra)]
+        given = types_of(_yielded(self.body) or ())
+        return (
+            _arguments_mismatch("body", self.body, operands)
+            or mismatch("carried results of ^body", given[:count], carried)
+            or mismatch("carried results", types_of(self.results[:count]), carried)
+            or stacked_mismatch("stacked results", self.results[count:], given[count:])
         )
 
 
@@ -103,6 +177,13 @@ class Map(LineBase):
     """Runs `body` once for each slice of `over` along their first dimension and stacks what it yields.
 
     Source: torch's `map_impl`.
+
+    Example:
+        %y = control.map(%xs) : f32[5, 4]@cpu {
+        ^body(%row: f32[4]@cpu):
+          %sin = extern.call @aten.sin.default(%row) : f32[4]@cpu
+          control.yield(%sin)
+        }
     """
 
     results: tuple[Any, ...] = define(Form.RESULTS)
@@ -111,12 +192,17 @@ class Map(LineBase):
     extra: tuple[Value, ...] = read(Form.SEQUENCE, ())
 
     def verify_self(self) -> str | None:
-        return _check_block("body", self.body, _types((*self.over, *self.extra)), _types(self.results))
+        operands = [*slice_types(self.over), *types_of(self.extra)]
+        return _arguments_mismatch("body", self.body, operands) or stacked_mismatch(
+            "results", self.results, types_of(_yielded(self.body) or ())
+        )
 
 
 @line_class("control.call")
 class CallFunction(LineBase):
     """Runs a function of the program, a block that several lines share. Source: torch's `invoke_subgraph`.
+
+    The function sees the symbols that are defined where it is called.
 
     Example: `%y = control.call @layer(%x, %w) : f32[4, 8]@cpu`
     """
@@ -125,10 +211,15 @@ class CallFunction(LineBase):
     function: str = target("function")
     operands: tuple[Value, ...] = read(Form.VALUES)
 
+    def verify_target(self, target: Any) -> str | None:
+        return mismatch("arguments", types_of(target.arguments), types_of(self.operands)) or mismatch(
+            "results", types_of(_yielded(target) or ()), types_of(self.results)
+        )
+
 
 @line_class("control.yield")
 class Yield(LineBase):
-    """Ends a nested block and gives its results: owned values, numbers or none.
+    """Ends a nested block and gives its results: owned values, each of its own root, numbers or none.
 
     Example: `control.yield(%t1)`
     """

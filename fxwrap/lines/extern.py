@@ -20,7 +20,7 @@ class Call(LineBase):
     root; a result that the program does not use, or that the operator leaves undefined, is `_` with type `none`.
     `outs` go to the operator's out arguments in the order of its schema.
 
-    Example: `%y, %mean, %rstd = extern.call @aten.native_layer_norm.default(%x, [8], %w, %b, 1e-05) : f32[4, 8]@cpu, ...`
+    Example: `%y, %i = extern.call @aten.max.dim(%x, 1, keepdim=true) : f32[4, 1]@cpu, i64[4, 1]@cpu`
     """
 
     results: tuple[Any, ...] = define(Form.RESULTS)
@@ -106,4 +106,3 @@ class IndexPut(LineBase):
     indices: tuple[Value | None, ...] = read()
     values: Value = read()
     accumulate: bool = attribute(False)
-

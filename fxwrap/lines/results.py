@@ -15,9 +15,7 @@ def aliased_operand(results: tuple[Any, ...], aliases: tuple[Value | None, ...],
     return next(alias for leaf, alias in zip(leaves(results), aliases) if leaf is result or leaf == result)
 
 
-def wrong_aliases(
-    results: tuple[Any, ...], operands: Sequence[Any], aliases: tuple[Value | None, ...]
-) -> str | None:
+def wrong_aliases(results: tuple[Any, ...], operands: Sequence[Any], aliases: tuple[Value | None, ...]) -> str | None:
     """Returns what is wrong with the aliases of a call, or None."""
     if not aliases:
         return None

@@ -62,7 +62,7 @@ class Item(LineBase):
 
     def verify_self(self) -> str | None:
         dtype, kind = self.tensor.tensor_type.dtype, symbol_kind(self.symbol.name)
-        if kind == "float" and not dtype.is_floating_point or kind != "float" and dtype.is_floating_point:
+        if (kind == "float" and not dtype.is_floating_point) or (kind != "float" and dtype.is_floating_point):
             return f"an element of {dtype} is no {kind}"
         return None
 

@@ -3,7 +3,18 @@
 It knows no line class; those are in `fxwrap.lines`.
 """
 
-from fxwrap.wrapper_ir.effects import ASSERT, OUTPUT, UNKNOWN, Effect, Origin, Tag, communication_effect, effects_conflict, random_effect
+from fxwrap.symbolic import Size
+from fxwrap.wrapper_ir.effects import (
+    ASSERT,
+    OUTPUT,
+    UNKNOWN,
+    Effect,
+    Origin,
+    Tag,
+    communication_effect,
+    effects_conflict,
+    random_effect,
+)
 from fxwrap.wrapper_ir.line import (
     Block,
     LineBase,
@@ -22,8 +33,29 @@ from fxwrap.wrapper_ir.line import (
 )
 from fxwrap.wrapper_ir.parser import parse_program
 from fxwrap.wrapper_ir.printer import print_line, print_literal, print_type
-from fxwrap.wrapper_ir.program import Constant, ConstantStore, Input, KernelDefinition, Ownership, Program, print_kernel, print_program
-from fxwrap.wrapper_ir.roles import FieldSpec, Form, Role, attribute, block, consume, define, line_class, read, target, write
+from fxwrap.wrapper_ir.program import (
+    Constant,
+    ConstantStore,
+    Input,
+    KernelDefinition,
+    Ownership,
+    Program,
+    print_kernel,
+    print_program,
+)
+from fxwrap.wrapper_ir.roles import (
+    FieldSpec,
+    Form,
+    Role,
+    attribute,
+    block,
+    consume,
+    define,
+    line_class,
+    read,
+    target,
+    write,
+)
 from fxwrap.wrapper_ir.types import (
     DTYPE_NAMES,
     DTYPES,
@@ -31,22 +63,74 @@ from fxwrap.wrapper_ir.types import (
     OpaqueType,
     OptionalType,
     ScalarType,
-    Size,
     TensorType,
     TokenType,
     Type,
     Value,
     contiguous_strides,
+    types_agree,
 )
 from fxwrap.wrapper_ir.verifier import verify
 
 __all__ = [
-    "ASSERT", "DTYPES", "DTYPE_NAMES", "OUTPUT", "UNKNOWN",
-    "Block", "Constant", "ConstantStore", "Effect", "FieldSpec", "Form", "Input", "KernelDefinition", "LineBase",
-    "ListType", "OpaqueType", "OptionalType", "Origin", "Ownership", "Program", "Role", "ScalarType", "Size", "Tag",
-    "TensorType", "TokenType", "Type", "Value",
-    "attribute", "block", "blocks", "communication_effect", "consume", "consumed", "contiguous_strides", "define",
-    "defined", "defined_symbol", "effects_conflict", "leaves", "line_class", "map_leaves", "map_line", "parse_program",
-    "print_kernel", "print_line", "print_literal", "print_program", "print_type", "random_effect", "read", "reads", "symbols_used",
-    "target", "type_symbols", "used", "verify", "write", "writes",
-]  # fmt: skip
+    "ASSERT",
+    "DTYPES",
+    "DTYPE_NAMES",
+    "OUTPUT",
+    "UNKNOWN",
+    "Block",
+    "Constant",
+    "ConstantStore",
+    "Effect",
+    "FieldSpec",
+    "Form",
+    "Input",
+    "KernelDefinition",
+    "LineBase",
+    "ListType",
+    "OpaqueType",
+    "OptionalType",
+    "Origin",
+    "Ownership",
+    "Program",
+    "Role",
+    "ScalarType",
+    "Size",
+    "Tag",
+    "TensorType",
+    "TokenType",
+    "Type",
+    "Value",
+    "attribute",
+    "block",
+    "blocks",
+    "communication_effect",
+    "consume",
+    "consumed",
+    "contiguous_strides",
+    "define",
+    "defined",
+    "defined_symbol",
+    "effects_conflict",
+    "leaves",
+    "line_class",
+    "map_leaves",
+    "map_line",
+    "parse_program",
+    "print_kernel",
+    "print_line",
+    "print_literal",
+    "print_program",
+    "print_type",
+    "random_effect",
+    "read",
+    "reads",
+    "symbols_used",
+    "target",
+    "type_symbols",
+    "types_agree",
+    "used",
+    "verify",
+    "write",
+    "writes",
+]

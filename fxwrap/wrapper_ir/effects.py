@@ -57,4 +57,6 @@ class Origin:
 
     def __str__(self) -> str:
         names = ", ".join(self.nodes)
-        return "  ".join(part for part in (f"{names}: {self.operator}" if names else self.operator, self.location) if part)
+        return "  ".join(
+            part for part in (f"{names}: {self.operator}" if names else self.operator, self.location) if part
+        )

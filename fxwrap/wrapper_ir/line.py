@@ -17,12 +17,16 @@ from fxwrap.wrapper_ir.types import ListType, OptionalType, TensorType, Type, Va
 
 
 @dataclass(frozen=True, slots=True)
-class LineBase(ABC):  # noqa: B024  abstract by purpose: only its subclasses are lines
-    """One step of a program, as plain data. Subclasses are made by `line_class`, which fills the first five."""
+class LineBase(ABC):
+    """One step of a program, as plain data. `line_class` makes subclasses and fills what has no default here."""
 
     opcode: ClassVar[str]
     specs: ClassVar[tuple[FieldSpec, ...]]
     fields_by_role: ClassVar[dict[Role, tuple[str, ...]]]
+    target_fields: ClassVar[tuple[tuple[str, str], ...]]
+    """The fields that name a kernel or function of the program, each with which of the two."""
+    checked_fields: ClassVar[tuple[tuple[str, tuple[type, ...], bool], ...]]
+    """The fields whose content has a fixed class: name, classes, and whether they hold for each item."""
     starts_written: ClassVar[bool]
     """Whether the roots that the line defines have content from the start."""
     alias_fields: ClassVar[tuple[tuple[str, str], ...]]
@@ -157,7 +161,7 @@ _WITHOUT_SYMBOLS = frozenset([Value, str, int, float, bool, type(None)])
 
 
 def symbols_used(line: LineBase, *roles: Role) -> list[sympy.Symbol]:
-    """Returns the symbols that the fields of these roles mention: in attributes and operands, and in types of results."""
+    """Returns the symbols in the fields of these roles: in attributes and operands, and in types of results."""
     found: list[sympy.Symbol] = []
     for role in roles:
         for name in line.fields_by_role[role]:
@@ -184,26 +188,23 @@ def _collect_symbols(leaf: Any, role: Role, found: list[sympy.Symbol]) -> None:
 
 def wrong_field(line: LineBase) -> str | None:
     """Returns which field holds something of a class that it does not take, or None."""
-    for spec in line.specs:
-        if not spec.kinds:
-            continue
-        content = getattr(line, spec.name)
-        if not spec.each:
-            if not isinstance(content, spec.kinds):
-                return _wrong_content(line, spec, content)
+    for name, kinds, each in line.checked_fields:
+        content = getattr(line, name)
+        if not each:
+            if not isinstance(content, kinds):
+                return _wrong_content(line, name, kinds, content)
         elif type(content) is not tuple:
-            return _wrong_content(line, spec, content)
+            return _wrong_content(line, name, (tuple,), content)
         else:
             for item in content:
-                if not isinstance(item, spec.kinds):
-                    return _wrong_content(line, spec, item)
+                if not isinstance(item, kinds):
+                    return _wrong_content(line, name, kinds, item)
     return None
 
 
-def _wrong_content(line: LineBase, spec: FieldSpec, content: Any) -> str:
-    wanted = " or ".join(kind.__name__ for kind in spec.kinds)
-    each = "holds" if spec.each else "is"
-    return f"'{spec.name}' of {line.opcode} {each} {wanted}, not {type(content).__name__}"
+def _wrong_content(line: LineBase, name: str, kinds: tuple[type, ...], content: Any) -> str:
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    return f"'{name}' of {line.opcode} takes {wanted}, not {type(content).__name__}"
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -215,7 +216,7 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_line(line: LineBase, change: Callable[[Any], Any], roles: Iterable[Role] = tuple(Role)) -> Any:
-    """Returns the line with each leaf of the fields of these roles changed (values, symbols, literals, types, blocks)."""
+    """Returns the line with each leaf of the fields of these roles changed: values, literals, types, blocks."""
     changes = {}
     for role in roles:
         for name in line.fields_by_role[role]:
@@ -224,4 +225,3 @@ def map_line(line: LineBase, change: Callable[[Any], Any], roles: Iterable[Role]
             if after is not before:
                 changes[name] = after
     return dataclasses.replace(line, **changes) if changes else line
-

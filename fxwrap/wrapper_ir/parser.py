@@ -5,36 +5,21 @@ A recursive descent over tokens. What a line's operands and attributes are follo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from fxwrap.symbolic import FUNCTION_NAMES, SymbolInfo, Token, TokenStream, read_expr, symbol_kind
-from fxwrap.wrapper_ir.effects import Tag
-from fxwrap.wrapper_ir.line import Block, LineBase
+from fxwrap.errors import ExpressionError
+from fxwrap.symbolic import SymbolInfo, Token, TokenStream, is_symbol_name, symbol_kind
+from fxwrap.wrapper_ir.line import Block, LineBase, wrong_field
+from fxwrap.wrapper_ir.literal_parser import LiteralParser
 from fxwrap.wrapper_ir.printer import block_label
 from fxwrap.wrapper_ir.program import Constant, Input, KernelDefinition, Ownership, Program
 from fxwrap.wrapper_ir.roles import FieldSpec, Form, Role
-from fxwrap.wrapper_ir.types import (
-    DTYPES,
-    ListType,
-    OpaqueType,
-    OptionalType,
-    ScalarType,
-    TensorType,
-    TokenType,
-    Type,
-    Value,
-    contiguous_strides,
-)
+from fxwrap.wrapper_ir.types import Value
 
-_WORDS: dict[str, Any] = {
-    "none": None, "true": True, "false": False, "nan": float("nan"), "inf": float("inf"),
-}  # fmt: skip
-_SCALARS = ("int", "float", "bool")
-_OPERATORS = ("*", "+", "-", "/", "**", "<", ">", "<=", ">=", "==", "!=")
+_SYMBOL_FACTS = frozenset(["range", "hint", "divisible"])
 
 
 def parse_program(text: str, line_classes: Iterable[type[LineBase]]) -> Program:
@@ -42,23 +27,59 @@ def parse_program(text: str, line_classes: Iterable[type[LineBase]]) -> Program:
 
     Raises ParseError with line and column for text that is no program.
     """
-    return _Parser(text, {cls.opcode: cls for cls in line_classes}).program()
+    grammars = {cls.opcode: _Grammar(cls) for cls in line_classes}
+    return _Parser(TokenStream(text), grammars).program()
 
 
-class _Parser:
-    def __init__(self, text: str, classes: Mapping[str, type[LineBase]]) -> None:
-        self.stream = TokenStream(text)
-        self.classes = classes
-        self.values: dict[str, Value] = {}
+class _Grammar:
+    """What the text of one line class holds, read off its roles once."""
+
+    def __init__(self, cls: type[LineBase]) -> None:
+        self.cls = cls
+        self.opcode = cls.opcode
+        forms = {spec.form: spec for spec in cls.specs}
+        self.target = forms.get(Form.TARGET)
+        self.type = forms.get(Form.TYPE)
+        self.result = next((spec for spec in cls.specs if spec.role is Role.DEFINE), None)
+        self.operands = [
+            spec
+            for spec in cls.specs
+            if spec.role is not Role.DEFINE and spec.form in (Form.VALUE, Form.VALUES, Form.ARGUMENTS, Form.NAMED)
+        ]
+        self.blocks = {block_label(spec): spec.name for spec in cls.specs if spec.role is Role.BLOCK}
+        self.sequences = frozenset(spec.name for spec in cls.specs if spec.form is Form.SEQUENCE)
+        self.attributes = self.sequences | {spec.name for spec in cls.specs if spec.form is Form.LITERAL}
+        if Form.SYMBOL in forms:
+            self.sequences |= {"range"}
+            self.attributes |= _SYMBOL_FACTS
+        self.required = [spec for spec in cls.specs if spec.default is MISSING]
+
+
+class _Named(NamedTuple):
+    name: str
+    literal: Any
+
+
+class _Function(NamedTuple):
+    name: str
+    arguments: tuple[Value, ...]
+    start: int
+
+
+class _Parser(LiteralParser):
+    def __init__(self, stream: TokenStream, grammars: Mapping[str, _Grammar]) -> None:
+        super().__init__(stream)
+        self.grammars = grammars
 
     # --- the program and its sections -------------------------------------------------------------------------------
 
     def program(self) -> Program:
+        """Reads the whole text. Constants and functions stand at its end, so the sections come before the bodies."""
         stream = self.stream
         stream.accept("newline")
         stream.expect("name", "program")
         name = stream.expect("at").text
-        inputs = tuple(self._bracketed("(", ")", self._input))
+        inputs = tuple(self.bracketed("(", ")", self._input))
         header = []
         while stream.at("name"):
             key = stream.next().text
@@ -66,32 +87,29 @@ class _Parser:
             header.append((key, stream.expect("string").text))
         body_start = stream.mark()
         self._skip_braces()
-        constants, body_of_function, kernels = self._sections()
+        constants, functions, kernels = self._sections()
         stream.reset(body_start)
         body = self._braced_lines(())
-        functions = []
-        for function, arguments, start in body_of_function:
-            stream.reset(start)
-            functions.append((function, self._braced_lines(arguments)))
-        return Program(name, inputs, body, tuple(constants), tuple(kernels), tuple(functions), tuple(header))
+        blocks = []
+        for function in functions:
+            stream.reset(function.start)
+            blocks.append((function.name, self._braced_lines(function.arguments)))
+        return Program(name, inputs, body, tuple(constants), tuple(kernels), tuple(blocks), tuple(header))
 
-    def _sections(self) -> tuple[list[Constant], list[tuple[str, tuple[Value, ...], int]], list[KernelDefinition]]:
+    def _sections(self) -> tuple[list[Constant], list[_Function], list[KernelDefinition]]:
         stream = self.stream
         constants: list[Constant] = []
-        functions: list[tuple[str, tuple[Value, ...], int]] = []
+        functions: list[_Function] = []
         kernels: list[KernelDefinition] = []
         stream.accept("newline")
         while not stream.at("end"):
             word = stream.expect("name")
             if word.text == "constant":
-                value_token = stream.expect("value")
-                stream.expect(":")
-                mutable = stream.accept("name", "mutable") is not None
-                constants.append(Constant(self._define(value_token, self._type()), mutable))
+                constants.append(self._constant())
             elif word.text == "function":
                 name = stream.expect("at").text
-                arguments = tuple(self._bracketed("(", ")", self._argument))
-                functions.append((name, arguments, stream.mark()))
+                arguments = tuple(self.bracketed("(", ")", self._argument))
+                functions.append(_Function(name, arguments, stream.mark()))
                 self._skip_braces()
             elif word.text == "kernel":
                 kernels.append(self._kernel())
@@ -110,6 +128,12 @@ class _Parser:
                 raise self.stream.error("this '{' is never closed", opening)
             depth += {"{": 1, "}": -1}.get(token.kind, 0)
 
+    def _constant(self) -> Constant:
+        token = self.stream.expect("value")
+        self.stream.expect(":")
+        mutable = self.stream.accept("name", "mutable") is not None
+        return Constant(self.define(token, self.type()), mutable)
+
     def _kernel(self) -> KernelDefinition:
         stream = self.stream
         name = stream.expect("at").text
@@ -126,36 +150,42 @@ class _Parser:
         while stream.at("name"):
             key = stream.next().text
             stream.expect("=")
-            options.append((key, self._literal()))
+            options.append((key, self.literal()))
         source = stream.expect("string").text
-        kernel = KernelDefinition(name, language, source, tuple(s for s in signature.split(", ") if s), tuple(options))
+        entries = tuple(signature.split(", ")) if signature else ()
+        kernel = KernelDefinition(name, language, source, entries, tuple(options))
         if kernel.hash != hash_token.text:
-            raise stream.error(f"kernel @{name} does not have this hash; its content gives {kernel.hash}", hash_token)
+            reason = f"kernel @{name} does not have this hash; its content gives {kernel.hash}"
+            raise stream.error(reason, hash_token)
         return kernel
 
     def _input(self) -> Input:
         stream = self.stream
         if stream.at("name"):
-            name_token = stream.next()
-            stream.expect(":")
-            kind = stream.expect("name")
-            if kind.text != symbol_kind(name_token.text):
-                raise stream.error(f"symbol {name_token.text} is of kind {symbol_kind(name_token.text)}", kind)
-            return Input(self._symbol(name_token.text, self._attributes()))
+            return self._symbol_input()
         token = stream.expect("value")
         stream.expect(":")
         word = stream.expect("name")
-        try:
-            ownership = Ownership(word.text)
-        except ValueError:
-            known = ", ".join(item.value for item in Ownership)
-            raise stream.error(f"expected an ownership ({known}), found {word.describe()}", word) from None
-        return Input(self._define(token, self._type()), ownership)
+        known = [item.value for item in Ownership]
+        if word.text not in known:
+            raise stream.error(f"expected an ownership ({', '.join(known)}), found {word.describe()}", word)
+        return Input(self.define(token, self.type()), Ownership(word.text))
+
+    def _symbol_input(self) -> Input:
+        stream = self.stream
+        token = stream.next()
+        if not is_symbol_name(token.text):
+            raise stream.error(f"expected a %value or a symbol such as s0, found {token.describe()}", token)
+        stream.expect(":")
+        kind = stream.expect("name")
+        if kind.text != symbol_kind(token.text):
+            raise stream.error(f"symbol {token.text} is of kind {symbol_kind(token.text)}", kind)
+        return Input(self._symbol(token, self._attributes(_SYMBOL_FACTS, frozenset(["range"]), "a symbol")))
 
     def _argument(self) -> Value:
         token = self.stream.expect("value")
         self.stream.expect(":")
-        return self._define(token, self._type())
+        return self.define(token, self.type())
 
     # --- lines ------------------------------------------------------------------------------------------------------
 
@@ -167,43 +197,47 @@ class _Parser:
         return Block(arguments, lines)
 
     def _lines(self, ends: tuple[str, ...]) -> tuple[LineBase, ...]:
+        stream = self.stream
         lines = []
-        while self.stream.peek().kind not in ends:
+        while stream.peek().kind not in ends:
             lines.append(self._line())
-            if self.stream.peek().kind not in ends:
-                self.stream.expect("newline")
+            if stream.peek().kind not in ends:
+                stream.expect("newline")
         return tuple(lines)
 
     def _line(self) -> LineBase:
         stream = self.stream
         heads = self._heads()
         opcode = stream.expect("name")
-        cls = self.classes.get(opcode.text)
-        if cls is None:
+        grammar = self.grammars.get(opcode.text)
+        if grammar is None:
             raise stream.error(f"there is no line called '{opcode.text}'", opcode)
         fields: dict[str, Any] = {}
-        specs = {spec.form: spec for spec in cls.specs}
-        if Form.TARGET in specs:
-            fields[specs[Form.TARGET].name] = stream.expect("at").text
-        self._operands(cls, fields, opcode)
-        attributes = self._attributes(cls)
-        type_ = self._types(heads, cls, specs)
-        if Form.TYPE in specs:
-            fields[specs[Form.TYPE].name] = type_
-        if any(spec.role is Role.BLOCK for spec in cls.specs):
-            self._blocks(cls, fields)
-        self._results(cls, heads, type_, attributes, fields, opcode)
-        return self._make(cls, fields | attributes, opcode)
+        if grammar.target is not None:
+            fields[grammar.target.name] = stream.expect("at").text
+        self._operands(grammar, fields, opcode)
+        attributes = self._attributes(grammar.attributes, grammar.sequences, f"'{opcode.text}'")
+        types = self._types()
+        if grammar.type is not None:
+            if len(types) != 1 or types[0] is None or isinstance(types[0], tuple):
+                raise stream.error(f"'{opcode.text}' takes one type", opcode)
+            fields[grammar.type.name], types = types[0], []
+        if grammar.blocks:
+            self._blocks(grammar, fields)
+        self._results(grammar, heads, types, attributes, fields, opcode)
+        fields.update(attributes)
+        return self._make(grammar, fields, opcode)
 
-    def _make(self, cls: type[LineBase], fields: dict[str, Any], opcode: Token) -> LineBase:
-        known = {spec.name: spec for spec in cls.specs}
-        for name in fields:
-            if name not in known:
-                raise self.stream.error(f"'{cls.opcode}' has no attribute '{name}'", opcode)
-        for name, spec in known.items():
-            if name not in fields and spec.default is MISSING:
-                raise self.stream.error(f"'{cls.opcode}' needs '{name}'", opcode)
-        return cls(**fields)
+    def _make(self, grammar: _Grammar, fields: dict[str, Any], opcode: Token) -> LineBase:
+        for spec in grammar.required:
+            if spec.name not in fields:
+                what = f"block ^{block_label(spec)}" if spec.role is Role.BLOCK else f"'{spec.name}'"
+                raise self.stream.error(f"'{grammar.opcode}' needs {what}", opcode)
+        line = grammar.cls(**fields)
+        reason = wrong_field(line)
+        if reason is not None:
+            raise self.stream.error(reason, opcode)
+        return line
 
     def _heads(self) -> list[Any]:
         """Reads what stands before '=': tokens of names, nested lists of them, or nothing."""
@@ -218,270 +252,139 @@ class _Parser:
 
     def _head(self) -> Any:
         if self.stream.at("["):
-            return self._bracketed("[", "]", self._head)
+            return self.bracketed("[", "]", self._head)
         return self.stream.next() if self.stream.at("name") else self.stream.expect("value")
 
-    def _operands(self, cls: type[LineBase], fields: dict[str, Any], opcode: Token) -> None:
+    def _operands(self, grammar: _Grammar, fields: dict[str, Any], opcode: Token) -> None:
         positional: list[Any] = []
         named: list[tuple[str, Any]] = []
-        for operand in self._bracketed("(", ")", self._operand) if self.stream.at("(") else ():
-            if isinstance(operand, _Named):
-                named.append((operand.name, operand.literal))
-            else:
-                positional.append(operand)
-        for spec in cls.specs:
-            if spec.role is Role.DEFINE or spec.role is Role.BLOCK:
-                continue
-            if spec.form is Form.VALUE:
-                if not positional:
-                    raise self.stream.error(f"'{cls.opcode}' needs the operand '{spec.name}'", opcode)
-                fields[spec.name] = positional.pop(0)
-            elif spec.form in (Form.VALUES, Form.ARGUMENTS):
-                fields[spec.name], positional = tuple(positional), []
-            elif spec.form is Form.NAMED:
+        if self.stream.at("("):
+            for operand in self.bracketed("(", ")", self._operand):
+                if type(operand) is _Named:
+                    named.append((operand.name, operand.literal))
+                else:
+                    positional.append(operand)
+        for spec in grammar.operands:
+            if spec.form is Form.NAMED:
                 fields[spec.name], named = tuple(named), []
+            elif spec.form is not Form.VALUE:
+                fields[spec.name], positional = tuple(positional), []
+            elif positional:
+                fields[spec.name] = positional.pop(0)
+            elif spec.default is MISSING:
+                raise self.stream.error(f"'{grammar.opcode}' needs the operand '{spec.name}'", opcode)
         if positional or named:
-            raise self.stream.error(f"'{cls.opcode}' has too many operands", opcode)
+            raise self.stream.error(f"'{grammar.opcode}' has too many operands", opcode)
 
     def _operand(self) -> Any:
-        if self.stream.at("name") and self.stream.peek(1).kind == "=":
-            name = self.stream.next().text
-            self.stream.next()
-            return _Named(name, self._literal())
-        return self._literal()
-
-    def _attributes(self, cls: type[LineBase] | None = None) -> dict[str, Any]:
-        """Reads `key=literal` pairs; a key whose field is a sequence, and `range`, take a list in parentheses."""
         stream = self.stream
-        sequences = {spec.name for spec in cls.specs if spec.form is Form.SEQUENCE} if cls else set()
+        if stream.at("name") and stream.peek(1).kind == "=":
+            name = stream.next().text
+            stream.next()
+            return _Named(name, self.literal())
+        return self.literal()
+
+    def _attributes(self, known: frozenset[str], sequences: frozenset[str], owner: str) -> dict[str, Any]:
+        """Reads `key=literal` pairs; a key whose content is a sequence takes a list in parentheses."""
+        stream = self.stream
         found: dict[str, Any] = {}
         while stream.at("name"):
             key = stream.next()
             stream.expect("=")
+            if key.text not in known:
+                raise stream.error(f"{owner} has no attribute '{key.text}'", key)
             if key.text in found:
                 raise stream.error(f"'{key.text}' is given twice", key)
-            if key.text in sequences or key.text == "range":
-                found[key.text] = tuple(self._bracketed("(", ")", self._literal))
+            if key.text in sequences:
+                found[key.text] = tuple(self.bracketed("(", ")", self.literal))
             else:
-                found[key.text] = self._literal()
+                found[key.text] = self.literal()
         return found
 
-    def _types(self, heads: list[Any], cls: type[LineBase], specs: Mapping[Form, FieldSpec]) -> Any:
+    def _types(self) -> list[Any]:
         if not self.stream.accept(":"):
-            return None
+            return []
         types = [self._type_tree()]
         while self.stream.accept(","):
             types.append(self._type_tree())
-        if Form.TYPE in specs:
-            return types[0]
         return types
 
     def _type_tree(self) -> Any:
         if self.stream.at("["):
-            return tuple(self._bracketed("[", "]", self._type_tree))
-        if self.stream.accept("name", "none"):
-            return None
-        return self._type()
+            return tuple(self.bracketed("[", "]", self._type_tree))
+        return None if self.stream.accept("name", "none") else self.type()
 
-    def _blocks(self, cls: type[LineBase], fields: dict[str, Any]) -> None:
+    def _blocks(self, grammar: _Grammar, fields: dict[str, Any]) -> None:
         stream = self.stream
         stream.expect("{")
         stream.accept("newline")
-        labels = {block_label(spec): spec.name for spec in cls.specs if spec.role is Role.BLOCK}
         while not stream.at("}"):
             label = stream.expect("label")
-            if label.text not in labels:
-                raise stream.error(f"'{cls.opcode}' has no block ^{label.text}", label)
-            arguments = tuple(self._bracketed("(", ")", self._argument))
+            name = grammar.blocks.get(label.text)
+            if name is None:
+                raise stream.error(f"'{grammar.opcode}' has no block ^{label.text}", label)
+            if name in fields:
+                raise stream.error(f"block ^{label.text} is given twice", label)
+            arguments = tuple(self.bracketed("(", ")", self._argument))
             stream.expect(":")
             stream.accept("newline")
-            fields[labels[label.text]] = Block(arguments, self._lines(("}", "label")))
+            fields[name] = Block(arguments, self._lines(("}", "label")))
         stream.expect("}")
 
-    def _results(
-        self, cls: type[LineBase], heads: list[Any], types: Any, attributes: dict[str, Any], fields: dict[str, Any],
-        opcode: Token,
-    ) -> None:  # fmt: skip
-        spec = next((spec for spec in cls.specs if spec.role is Role.DEFINE), None)
-        if spec is None:
-            if heads:
-                raise self.stream.error(f"'{cls.opcode}' defines nothing", opcode)
-            return
-        if spec.form is Form.SYMBOL:
-            if len(heads) != 1 or heads[0].kind != "name":
-                raise self.stream.error(f"'{cls.opcode}' defines one symbol", opcode)
-            fields[spec.name] = self._symbol(heads[0].text, attributes)
-            return
-        types = types or []
-        if len(heads) != len(types):
-            raise self.stream.error(f"{len(heads)} results have {len(types)} types", opcode)
-        results = tuple(self._result(head, type_) for head, type_ in zip(heads, types, strict=True))
-        if spec.form is Form.RESULTS:
-            fields[spec.name] = results
-        elif len(results) == 1 and isinstance(results[0], Value):
-            fields[spec.name] = results[0]
-        else:
-            raise self.stream.error(f"'{cls.opcode}' defines one value", opcode)
+    # --- results ----------------------------------------------------------------------------------------------------
 
-    def _result(self, head: Any, type_: Any) -> Any:
+    def _results(
+        self,
+        grammar: _Grammar,
+        heads: list[Any],
+        types: list[Any],
+        attributes: dict[str, Any],
+        fields: dict[str, Any],
+        opcode: Token,
+    ) -> None:
+        spec, stream = grammar.result, self.stream
+        if spec is not None and spec.form is Form.SYMBOL:
+            if len(heads) != 1 or isinstance(heads[0], list) or heads[0].kind != "name" or types:
+                raise stream.error(f"'{grammar.opcode}' defines one symbol, which has no type", opcode)
+            fields[spec.name] = self._symbol(heads[0], attributes)
+            return
+        if spec is None and (heads or types):
+            raise stream.error(f"'{grammar.opcode}' defines nothing", opcode)
+        if len(heads) != len(types):
+            raise stream.error(f"{len(heads)} results have {len(types)} types", opcode)
+        if spec is not None:
+            results = tuple([self._result(head, type_, opcode) for head, type_ in zip(heads, types)])
+            fields[spec.name] = results if spec.form is Form.RESULTS else self._one_result(spec, results, opcode)
+
+    def _one_result(self, spec: FieldSpec, results: tuple[Any, ...], opcode: Token) -> Any:
+        if len(results) != 1 or not isinstance(results[0], Value):
+            raise self.stream.error(f"'{opcode.text}' defines one value, its {spec.name}", opcode)
+        return results[0]
+
+    def _result(self, head: Any, type_: Any, opcode: Token) -> Any:
         if isinstance(head, list):
             if not isinstance(type_, tuple) or len(type_) != len(head):
-                raise self.stream.error(f"a list of {len(head)} results needs as many types in brackets")
-            return tuple(self._result(part, part_type) for part, part_type in zip(head, type_, strict=True))
+                raise self.stream.error(f"a list of {len(head)} results has as many types, in brackets", opcode)
+            return tuple([self._result(part, part_type, opcode) for part, part_type in zip(head, type_)])
         if head.kind == "name":
             if head.text != "_" or type_ is not None:
                 raise self.stream.error("a result is '%name', or '_' with type none", head)
             return None
         if type_ is None or isinstance(type_, tuple):
             raise self.stream.error("a result with a name has a type", head)
-        return self._define(head, type_)
+        return self.define(head, type_)
 
-    def _symbol(self, name: str, attributes: dict[str, Any]) -> SymbolInfo:
-        lower, upper = attributes.pop("range", (None, None))
-        return SymbolInfo(name, lower, upper, attributes.pop("hint", None), attributes.pop("divisible", 1))
-
-    def _define(self, token: Token, type_: Type) -> Value:
-        if token.text in self.values:
-            raise self.stream.error(f"%{token.text} is defined twice", token)
-        value = Value(token.text, type_)
-        self.values[token.text] = value
-        return value
-
-    # --- types and literals -----------------------------------------------------------------------------------------
-
-    def _type(self) -> Type:
-        stream = self.stream
-        word = stream.expect("name")
-        if word.text in DTYPES and stream.at("["):
-            return self._tensor_type(DTYPES[word.text])
-        if word.text in _SCALARS:
-            return ScalarType(word.text)
-        if word.text == "token":
-            return TokenType()
-        if word.text in ("list", "optional", "opaque"):
-            stream.expect("<")
-            if word.text == "opaque":
-                made: Type = OpaqueType(stream.expect("name").text)
-            else:
-                made = (ListType if word.text == "list" else OptionalType)(self._type())
-            stream.expect(">")
-            return made
-        raise stream.error(f"there is no type called '{word.text}'", word)
-
-    def _tensor_type(self, dtype: torch.dtype) -> TensorType:
-        stream = self.stream
-        stream.expect("[")
-        sizes = self._sizes()
-        strides, offset = None, (0,)
-        if stream.accept("|"):
-            strides = None if stream.at("|") else self._sizes()
-            if stream.accept("|"):
-                offset = self._sizes()
-        stream.expect("]")
-        if strides is None:
-            strides = contiguous_strides(sizes)
-        if len(strides) != len(sizes):
-            raise stream.error(f"{len(sizes)} sizes have {len(strides)} strides")
-        kind = stream.expect("at")
-        device = torch.device(kind.text)
-        if stream.at(":") and stream.peek(1).kind == "number":
-            stream.next()
-            device = torch.device(kind.text, int(stream.next().text))
-        space, layout = "", ""
-        if stream.accept("<"):
-            space = stream.expect("string").text
-            stream.expect(",")
-            layout = stream.expect("string").text
-            stream.expect(">")
-        return TensorType(dtype, sizes, strides, device, offset[0], space, layout)
-
-    def _sizes(self) -> tuple[Any, ...]:
-        if self.stream.peek().kind in ("]", "|"):
-            return ()
-        sizes = [self._expression()]
-        while self.stream.accept(","):
-            sizes.append(self._expression())
-        return tuple(sizes)
-
-    def _expression(self) -> Any:
-        token = self.stream.peek()
-        if token.kind == "number" and token.text.isdigit() and self.stream.peek(1).kind not in _OPERATORS:
-            self.stream.next()
-            return int(token.text)
-        return read_expr(self.stream)
-
-    def _literal(self) -> Any:
-        stream = self.stream
-        token = stream.peek()
-        match token.kind:
-            case "value":
-                stream.next()
-                if token.text not in self.values:
-                    raise stream.error(f"%{token.text} is not defined", token)
-                return self.values[token.text]
-            case "string":
-                return stream.next().text
-            case "[":
-                return tuple(self._bracketed("[", "]", self._literal))
-            case "name" if token.text in _WORDS and stream.peek(1).kind not in _OPERATORS:
-                stream.next()
-                return _WORDS[token.text]
-            case "name" if stream.peek(1).kind == "(" and token.text not in FUNCTION_NAMES:
-                return self._constructor()
-            case "-" if stream.peek(1).kind == "number" and stream.peek(2).kind not in _OPERATORS:
-                stream.next()
-                return -_number(stream.next().text)
-            case "-" if stream.peek(1).text == "inf":
-                stream.next()
-                stream.next()
-                return float("-inf")
-            case "number" if stream.peek(1).kind not in _OPERATORS:
-                return _number(stream.next().text)
-            case _:
-                return read_expr(stream)
-
-    def _constructor(self) -> Any:
-        """Reads `dtype(f32)`, `device("cpu")`, `complex(0.0, 1.0)`, ..., or a tag such as `random("cpu")`."""
-        stream = self.stream
-        word = stream.next()
-        if word.text == "dtype":
-            stream.expect("(")
-            name = stream.expect("name")
-            stream.expect(")")
-            if name.text not in DTYPES:
-                raise stream.error(f"there is no dtype called '{name.text}'", name)
-            return DTYPES[name.text]
-        arguments = self._bracketed("(", ")", self._literal)
+    def _symbol(self, token: Token, attributes: dict[str, Any]) -> SymbolInfo:
+        """Makes a symbol of what was said of it, and takes that out of the attributes."""
+        limits = attributes.pop("range", (None, None))
+        if len(limits) != 2:
+            raise self.stream.error("a range has two bounds, such as range=(2, inf)", token)
+        lower, upper = (None if isinstance(limit, float) and limit in _INFINITIES else limit for limit in limits)
         try:
-            match word.text:
-                case "complex":
-                    return complex(*arguments)
-                case "device":
-                    return torch.device(*arguments)
-                case "layout" | "memory_format":
-                    return getattr(torch, *arguments)
-        except (TypeError, RuntimeError, AttributeError) as error:
-            raise stream.error(f"'{word.text}' cannot be made of {arguments}: {error}", word) from None
-        return Tag(word.text, tuple(arguments))
-
-    def _bracketed(self, opening: str, closing: str, item: Any) -> list[Any]:
-        self.stream.expect(opening)
-        items: list[Any] = []
-        while not self.stream.at(closing):
-            if items:
-                self.stream.expect(",")
-            items.append(item())
-        self.stream.expect(closing)
-        return items
+            symbol_kind(token.text)
+            return SymbolInfo(token.text, lower, upper, attributes.pop("hint", None), attributes.pop("divisible", 1))
+        except (ExpressionError, TypeError) as error:
+            raise self.stream.error(f"'{token.text}' is no symbol: {error}", token) from None
 
 
-class _Named:
-    __slots__ = ("literal", "name")
-
-    def __init__(self, name: str, literal: Any) -> None:
-        self.name = name
-        self.literal = literal
-
-
-def _number(text: str) -> int | float:
-    return int(text) if text.isdigit() else float(text)
+_INFINITIES = (math.inf, -math.inf)

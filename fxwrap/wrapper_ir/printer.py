@@ -65,7 +65,7 @@ def _print_float(number: float) -> str:
 
 
 def print_literal(literal: Any) -> str:
-    """Returns the text of an argument or attribute: a value, number, expression, dtype, device, ..., or a tuple of such.
+    """Returns the text of an argument or attribute: a value, number, expression, dtype, ..., or a tuple of such.
 
     Raises TypeError for data that the IR does not hold.
     """
@@ -106,7 +106,9 @@ def print_symbol_info(symbol: SymbolInfo) -> str:
     """Returns what the text says of a symbol after its definition, e.g. ` range=(2, 4096) hint=512 divisible=8`."""
     text = ""
     if symbol.lower is not None or symbol.upper is not None:
-        text += f" range=({print_literal(symbol.lower)}, {print_literal(symbol.upper)})"
+        lower = "-inf" if symbol.lower is None else print_literal(symbol.lower)
+        upper = "inf" if symbol.upper is None else print_literal(symbol.upper)
+        text += f" range=({lower}, {upper})"
     if symbol.hint is not None:
         text += f" hint={print_literal(symbol.hint)}"
     if symbol.divisor != 1:
@@ -179,7 +181,7 @@ def print_line(line: LineBase, indent: str = "", *, origins: bool = False) -> st
 
 
 def block_label(spec: FieldSpec) -> str:
-    """Returns the label of a nested block: its field's name, without the underscore that keeps it from being a keyword."""
+    """Returns the label of a nested block: its field's name, without the underscore that tells it from a keyword."""
     return spec.name.rstrip("_")
 
 

@@ -135,9 +135,7 @@ def block() -> Any:
 ClassT = TypeVar("ClassT", bound=type)
 
 
-@dataclass_transform(
-    frozen_default=True, field_specifiers=(define, read, write, consume, attribute, target, block)
-)
+@dataclass_transform(frozen_default=True, field_specifiers=(define, read, write, consume, attribute, target, block))
 def line_class(opcode: str) -> Callable[[ClassT], ClassT]:
     """Makes a class a line class: a frozen, slotted dataclass that knows its opcode and the roles of its fields."""
 
@@ -146,10 +144,10 @@ def line_class(opcode: str) -> Callable[[ClassT], ClassT]:
         specs = tuple(_spec(item) for item in dataclasses.fields(made) if "spec" in item.metadata)
         made.opcode = opcode
         made.specs = specs
-        made.fields_by_role = {
-            role: tuple(spec.name for spec in specs if spec.role is role) for role in Role
-        }
+        made.fields_by_role = {role: tuple(spec.name for spec in specs if spec.role is role) for role in Role}
         made.starts_written = all(spec.written for spec in specs)
+        made.target_fields = tuple((spec.name, spec.refers) for spec in specs if spec.refers in ("kernel", "function"))
+        made.checked_fields = tuple((spec.name, spec.kinds, spec.each) for spec in specs if spec.kinds)
         made.alias_fields = tuple((spec.name, spec.alias) for spec in specs if spec.alias)
         made.__doc__ = cls.__doc__
         result: ClassT = made

@@ -70,7 +70,8 @@ class TensorType:
     """A strided window on memory.
 
     `sizes`, `strides` and `storage_offset` count elements; the offset is from the first element of the value's root, or
-    of its pool slice, and so is 0 for these themselves. `memory_space` and `layout` belong to the device and are opaque to the core.
+    of its pool slice, and so is 0 for these themselves. `memory_space` and `layout` belong to the device and are opaque
+    to the core.
     """
 
     dtype: torch.dtype
@@ -159,3 +160,29 @@ class Value:
         if not isinstance(self.type, TensorType):
             raise ValueKindError(f"%{self.name} is no tensor but of a {type(self.type).__name__}")
         return self.type
+
+
+def types_agree(first: Type | None, second: Type | None, *, compare_strides: bool = True) -> bool:
+    """Returns whether a value of one type may stand where the other is declared.
+
+    Tensors agree in everything but sizes and strides that are not both constant, and strides of dimensions shorter than
+    two; other types when they are equal. None is the type of a result that is not there.
+    """
+    if not isinstance(first, TensorType) or not isinstance(second, TensorType):
+        return first == second
+    if len(first.sizes) != len(second.sizes) or _without_shape(first) != _without_shape(second):
+        return False
+    dimensions = zip(first.sizes, second.sizes, first.strides, second.strides)
+    return all(
+        _agree(size, other)
+        and (not compare_strides or (isinstance(size, int) and size < 2) or _agree(stride, other_stride))
+        for size, other, stride, other_stride in dimensions
+    )
+
+
+def _agree(first: Size, second: Size) -> bool:
+    return first == second or not (isinstance(first, int) and isinstance(second, int))
+
+
+def _without_shape(type_: TensorType) -> tuple[object, ...]:
+    return type_.dtype, type_.device, type_.memory_space, type_.layout
