@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -43,7 +44,10 @@ CASES = (
 def chain_source(case: Case, count: int) -> str:
     """A program of `count` calls, each reading the last one's result, which is dropped after it."""
     slots = ", ".join(f"v{i}{{{i + 1}}}" for i in range(count + 1))
-    lines = [f"constexpr Slot w{{0}}, {slots};", f'static Operator op{{"{case.operator}", "{case.overload}"}};']
+    lines = [
+        f"constexpr Slot w{{0}}, {slots};",
+        f'static Operator op{{"{case.operator}", "{case.overload}"}};',
+    ]
     functions = []
     for start in range(0, count, 200):
         functions.append(f"part_{start}")
@@ -111,7 +115,7 @@ def interleaved(sides: list[Callable[[], object]], repeats: int = 15, seconds: f
 
 def eager_chain(case: Case, count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The same chain written out in Python, so that eager pays for no loop."""
-    body = "\n".join(f"    x = op(x, w)" for _ in range(count))
+    body = "\n".join("    x = op(x, w)" for _ in range(count))
     names: dict[str, object] = {"op": case.eager}
     exec(f"def chain(x, w):\n{body}\n    return x\n", names)
     return names["chain"]  # type: ignore[return-value]
@@ -120,16 +124,20 @@ def eager_chain(case: Case, count: int) -> Callable[[torch.Tensor, torch.Tensor]
 def measure_calls() -> None:
     """Print the table of call times."""
     x, w = torch.rand(4, 4), torch.eye(4)
-    print(f"{'operator':<12}{'calls':>6}{'eager us/op':>13}{'bridge us/op':>14}{'ratio':>8}{'vs torch.mul':>14}")
+    print(
+        f"{'operator':<12}{'calls':>6}{'eager us/op':>13}{'bridge us/op':>14}{'ratio':>8}{'vs torch.mul':>14}"
+    )
     for case in CASES:
         for count in (1, 10, 100, 1000):
             program: Program = load_program(compile_cpp(chain_source(case, count), name="chain"))
             eager, mul = eager_chain(case, count), eager_chain(CASES[0], count)
             with torch.no_grad():
                 torch.testing.assert_close(program(x, w)[0], eager(x, w))
-                seconds = interleaved([lambda: eager(x, w), lambda: program(x, w), lambda: mul(x, w)])
+                seconds = interleaved([partial(side, x, w) for side in (eager, program, mul)])
             base, ours, multiply = (value / count * 1e6 for value in seconds)
-            print(f"{case.title:<12}{count:>6}{base:>13.3f}{ours:>14.3f}{ours / base:>8.2f}{ours / multiply:>14.2f}")
+            print(
+                f"{case.title:<12}{count:>6}{base:>13.3f}{ours:>14.3f}{ours / base:>8.2f}{ours / multiply:>14.2f}"
+            )
 
 
 def measure_inputs() -> None:

@@ -80,7 +80,8 @@ def check_count(name: str, expected: int, got: int) -> None:
 
 
 def _same_device(expected: torch.device, actual: torch.device) -> bool:
-    return expected == actual or (expected.index is None and expected.type == actual.type)
+    index: int | None = expected.index
+    return expected.type == actual.type and (index is None or index == actual.index)
 
 
 def _same_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:

@@ -32,7 +32,11 @@ def source(
         lines.append(f'static Operator {name}{{"{operator}", "{overload}"}};')
     fields = ['.name = "program"', f".slots = {len(slots)}", f".ints = {len(ints) + len(bools)}"]
     fields.append(f".floats = {len(floats)}")
-    for field, kind, items in (("inputs", "Input", inputs), ("constants", "Arg", constants), ("outputs", "Arg", outputs)):
+    for field, kind, items in (
+        ("inputs", "Input", inputs),
+        ("constants", "Arg", constants),
+        ("outputs", "Arg", outputs),
+    ):
         if items:
             lines.append(f"static constexpr {kind} {field}[] = {{{items}}};")
             fields.append(f".{field} = program::{field}")

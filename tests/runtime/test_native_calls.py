@@ -63,7 +63,9 @@ def test_a_number_for_a_tensor_is_a_wrapped_number() -> None:
 
 
 def test_defaults_and_arguments_by_name() -> None:
-    (result,) = one_call("aten::add.Tensor", '(x, y, named("alpha"), 3), (z)', ("x", "y"), "z", (X, Y), ("z",))
+    (result,) = one_call(
+        "aten::add.Tensor", '(x, y, named("alpha"), 3), (z)', ("x", "y"), "z", (X, Y), ("z",)
+    )
     assert torch.equal(result, torch.add(X, Y, alpha=3))
     (result,) = one_call("aten::sum.dim_IntList", "(x, none), (z)", ("x",), "z", (X,), ("z",))
     assert torch.equal(result, X.sum())
@@ -82,12 +84,23 @@ def test_dtype_layout_device_memory_format_and_string() -> None:
     assert result.is_contiguous(memory_format=torch.channels_last) and torch.equal(result, image)
     (result,) = one_call("aten::gelu", '(x, named("approximate"), "tanh"), (y)', ("x",), "y", (X,), ("y",))
     assert torch.equal(result, torch.nn.functional.gelu(X, approximate="tanh"))
-    (result,) = one_call("aten::_to_copy", '(x, named("dtype"), DType::bfloat16), (y)', ("x",), "y", (X,), ("y",))
+    (result,) = one_call(
+        "aten::_to_copy", '(x, named("dtype"), DType::bfloat16), (y)', ("x",), "y", (X,), ("y",)
+    )
     assert torch.equal(result, X.bfloat16())
 
 
 def test_every_dtype_of_the_header_has_torchs_code() -> None:
-    for dtype in ("uint8", "int16", "float16", "complex64", "bool_", "uint16", "float8_e4m3fn", "float8_e8m0fnu"):
+    for dtype in (
+        "uint8",
+        "int16",
+        "float16",
+        "complex64",
+        "bool_",
+        "uint16",
+        "float8_e4m3fn",
+        "float8_e8m0fnu",
+    ):
         call = f'(list(1), 2, named("dtype"), DType::{dtype}), (y)'
         (result,) = one_call("aten::empty.memory_format", call, (), "y", (), ("y",))
         assert result.dtype == getattr(torch, dtype.rstrip("_"))
@@ -97,7 +110,9 @@ def test_a_list_of_tensors_and_of_optional_tensors() -> None:
     (result,) = one_call("aten::cat", "(list(2), x, y, 1), (z)", ("x", "y"), "z", (X, Y), ("z",))
     assert torch.equal(result, torch.cat([X, Y], 1))
     index = torch.tensor([0, 2])
-    (result,) = one_call("aten::index.Tensor", "(x, list(2), none, i), (z)", ("x", "i"), "z", (X, index), ("z",))
+    (result,) = one_call(
+        "aten::index.Tensor", "(x, list(2), none, i), (z)", ("x", "i"), "z", (X, index), ("z",)
+    )
     assert torch.equal(result, X[:, index])
 
 
@@ -110,7 +125,9 @@ def test_a_list_of_scalars_of_mixed_kinds() -> None:
 def test_a_list_of_floats_and_of_bools() -> None:
     image = torch.rand(1, 1, 4)
     call = "(x, none, list(1), 2.0), (y)"
-    (result,) = one_call("aten::upsample_linear1d.vec", call.replace("none,", "none, false,"), ("x",), "y", (image,), ("y",))
+    (result,) = one_call(
+        "aten::upsample_linear1d.vec", call.replace("none,", "none, false,"), ("x",), "y", (image,), ("y",)
+    )
     assert torch.equal(result, aten.upsample_linear1d.vec(image, None, False, [2.0]))
     weight, gradient = torch.rand(2, 1, 2), torch.rand(1, 2, 3)
     call = (
@@ -118,9 +135,16 @@ def test_a_list_of_floats_and_of_bools() -> None:
         "list(3), true, false, true), (a, b, c)"
     )
     got = one_call(
-        "aten::convolution_backward", call, ("g", "x", "w"), "a, b, c", (gradient, image, weight), ("a", "b", "c")
+        "aten::convolution_backward",
+        call,
+        ("g", "x", "w"),
+        "a, b, c",
+        (gradient, image, weight),
+        ("a", "b", "c"),
     )
-    want = aten.convolution_backward(gradient, image, weight, [2], [1], [0], [1], False, [0], 1, [True, False, True])
+    want = aten.convolution_backward(
+        gradient, image, weight, [2], [1], [0], [1], False, [0], 1, [True, False, True]
+    )
     assert got[1] is None and want[1] is None
     torch.testing.assert_close(got[0], want[0])
     torch.testing.assert_close(got[2], want[2])
@@ -139,7 +163,9 @@ def test_symbols_of_each_kind_as_arguments() -> None:
     call = '(x, y, named("alpha"), a), (z)'
     (result,) = one_call("aten::add.Tensor", call, ("x", "y", "a"), "z", (X, Y, 0.25), ("z",), floats=("a",))
     assert torch.equal(result, torch.add(X, Y, alpha=0.25))
-    (result,) = one_call("aten::amax", "(x, list(1), 1, k), (z)", ("x", "k"), "z", (X, True), ("z",), bools=("k",))
+    (result,) = one_call(
+        "aten::amax", "(x, list(1), 1, k), (z)", ("x", "k"), "z", (X, True), ("z",), bools=("k",)
+    )
     assert torch.equal(result, X.amax(1, True))
     (result,) = one_call("aten::mul.Tensor", "(x, n), (z)", ("x", "n"), "z", (I64, 3), ("z",), ints=("n",))
     assert result.dtype == torch.int64 and torch.equal(result, I64 * 3)
@@ -157,10 +183,14 @@ def test_several_results_and_a_list_of_results() -> None:
     values, indices = one_call("aten::topk", "(x, 2), (v, i)", ("x",), "v, i", (X,), ("v", "i"))
     want = X.topk(2)
     assert torch.equal(values, want.values) and torch.equal(indices, want.indices)
-    parts = one_call("aten::split_with_sizes", "(x, list(2), 2, 4, 1), (list(2), a, b)", ("x",), "a, b", (X,), ("a", "b"))
+    parts = one_call(
+        "aten::split_with_sizes", "(x, list(2), 2, 4, 1), (list(2), a, b)", ("x",), "a, b", (X,), ("a", "b")
+    )
     assert all(torch.equal(a, b) for a, b in zip(parts, X.split_with_sizes([2, 4], 1)))
     with pytest.raises(RuntimeError, match="returned a list of 2 where the program expects 1"):
-        one_call("aten::split_with_sizes", "(x, list(2), 2, 4, 1), (list(1), a)", ("x",), "a", (X,), ("a", "b"))
+        one_call(
+            "aten::split_with_sizes", "(x, list(2), 2, 4, 1), (list(1), a)", ("x",), "a", (X,), ("a", "b")
+        )
 
 
 def test_a_result_that_is_not_kept() -> None:
@@ -189,12 +219,18 @@ def test_mutating_and_out_variants_write_in_place_and_move_versions_on() -> None
         ("aten::mm", "(x, x, x), (y)", "aten::mm takes at most 2 arguments"),
         ("aten::mm", '(x, "text"), (y)', "aten::mm: argument 'mat2' of type Tensor cannot be a string"),
         ("aten::mm", '(x, named("other"), x), (y)', "aten::mm has no argument 'other'"),
-        ("aten::view", "(x, 1.5), (y)", "aten::view: argument 'size' takes a list, the program passes a float"),
+        (
+            "aten::view",
+            "(x, 1.5), (y)",
+            "aten::view: argument 'size' takes a list, the program passes a float",
+        ),
         ("aten::relu", "(x), (y, y)", "aten::relu has 1 results, the program stores 2"),
         ("aten::no_such_operator", "(x), (y)", "no_such_operator"),
     ],
 )
-def test_a_call_that_does_not_fit_its_schema_names_operator_and_argument(schema: str, call: str, message: str) -> None:
+def test_a_call_that_does_not_fit_its_schema_names_operator_and_argument(
+    schema: str, call: str, message: str
+) -> None:
     with pytest.raises(RuntimeError) as caught:
         one_call(schema, call, ("x",), "y", (X,), ("y",))
     assert message in str(caught.value)

@@ -1,8 +1,8 @@
 """Compiling emitted C++ with the user's compiler, and loading it, through a content-addressed cache on disk.
 
-Two kinds of entries: the bridge with its Python binding, built once for each torch, Python and compiler; and programs.
-An entry is a folder made under a temporary name and renamed into place, so what can be seen is complete. Processes
-that want the same entry at the same time wait for one another.
+Two kinds of entries: the bridge with its Python binding, built once for each torch, Python and compiler; and
+programs. An entry is a folder made under a temporary name and renamed into place, so what can be seen is complete.
+Processes that want the same entry at the same time wait for one another.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         _run_all(commands, folder)
         bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
-        _run_all([[*compiler.command, "-shared", *shared, *objects, *bridge_flags, "-o", f"{stem}.so"]], folder)
+        _run_all(
+            [[*compiler.command, "-shared", *shared, *objects, *bridge_flags, "-o", f"{stem}.so"]], folder
+        )
         for item in objects:
             (folder / item).unlink()
 
@@ -163,13 +165,24 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
     include = ["-isystem", str(torch_root / "include"), "-isystem", sysconfig.get_paths()["include"]]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     flags = [*_COMMON_FLAGS, *_BRIDGE_FLAGS, abi, *include]
-    sources = sorted((*_BRIDGE_SOURCES, _BINDING_SOURCE), key=lambda s: (_HERE / s).stat().st_size, reverse=True)
-    _run_all([[*compiler.command, *flags, "-c", str(_HERE / s), "-o", Path(s).stem + ".o"] for s in sources], folder)
+    sources = sorted(
+        (*_BRIDGE_SOURCES, _BINDING_SOURCE), key=lambda s: (_HERE / s).stat().st_size, reverse=True
+    )
+    _run_all(
+        [[*compiler.command, *flags, "-c", str(_HERE / s), "-o", Path(s).stem + ".o"] for s in sources],
+        folder,
+    )
     objects = [Path(source).stem + ".o" for source in _BRIDGE_SOURCES]
     torch_flags = [f"-L{library_folder}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library_folder}"]
     link = [*compiler.command, "-shared", *objects, *torch_flags, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE]
     _run_all([link], folder)
-    binding = [Path(_BINDING_SOURCE).stem + ".o", "-L.", "-lfxwrap_bridge", "-Wl,-rpath,$ORIGIN", "-ltorch_python"]
+    binding = [
+        Path(_BINDING_SOURCE).stem + ".o",
+        "-L.",
+        "-lfxwrap_bridge",
+        "-Wl,-rpath,$ORIGIN",
+        "-ltorch_python",
+    ]
     _run_all([[*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING]], folder)
     for item in folder.glob("*.o"):
         item.unlink()
@@ -227,7 +240,9 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     lines = text.splitlines()
-    return "\n".join(next((s for s in lines if s.startswith(key)), "") for key in ("model name", "flags", "Features"))
+    return "\n".join(
+        next((s for s in lines if s.startswith(key)), "") for key in ("model name", "flags", "Features")
+    )
 
 
 def _digest(*parts: str) -> str:
@@ -278,7 +293,9 @@ def _run_all(commands: list[list[str]], folder: Path) -> None:
 def _run(command: list[str], folder: Path) -> str:
     """Run a compiler command in `folder` and return its output."""
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, errors="replace", check=False
+        )
     except OSError as failure:
         raise NativeBuildError(
             f"cannot run the C++ compiler '{command[0]}': {failure.strerror}. Install it, or name another in the "

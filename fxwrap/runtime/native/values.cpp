@@ -12,8 +12,9 @@ using c10::TypeKind;
 using c10::TypePtr;
 
 constexpr const char* kind_names[] = {
-    "None",  "a tensor", "a tensor", "an int",    "a float",         "a bool",   "a complex", "a string",
-    "a dtype", "a layout", "a memory format", "a device", "an int symbol", "a float symbol", "a bool symbol", "a list", "a name"};
+    "None",      "a tensor", "a tensor",        "an int",   "a float",       "a bool",         "a complex",     "a string",
+    "a dtype",   "a layout", "a memory format", "a device", "an int symbol", "a float symbol", "a bool symbol", "a list",
+    "a name"};
 
 // Walks the flat arguments of one call site.
 class Reader {
