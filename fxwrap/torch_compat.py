@@ -5,6 +5,7 @@ Each item says why the public API does not do and on which versions it was check
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -77,6 +78,17 @@ from torch._ops import OpOverload as OpOverload  # noqa: E402
 # Why: fake tensors are how graphs say shapes; only the mode's module path is private. Checked on 2.11, 2.13.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402
+
+
+def composite_decompositions() -> dict[OpOverload, Callable[..., object]]:
+    """Give each composite operator (matmul, reshape, linear, ...) with the function that takes it apart.
+
+    torch.export keeps them whole unless its table names them; torch has no public list of them alone.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    table = torch.export.default_decompositions()
+    return {overload: function for overload, function in table.items() if overload.has_kernel_for_dispatch_key(key)}
+
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 

@@ -1,6 +1,6 @@
 """From FX graphs to programs."""
 
-from .decompositions import decomposition_table, default_decompositions
-from .lower import lower
+from fxwrap.lowering.decompositions import decomposition_table, default_decompositions
+from fxwrap.lowering.graph import lower
 
 __all__ = ["decomposition_table", "default_decompositions", "lower"]

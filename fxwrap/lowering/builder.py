@@ -9,11 +9,11 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..errors import GraphError
-from ..symbolic import SymbolInfo, canonical, make_symbol
-from ..torch_compat import storage_identity
-from ..wrapper_ir import LineBase, OpaqueType, Origin, ScalarType, Size, TensorType, Type, Value
-from .source import check_desugared, location_of
+from fxwrap.errors import GraphError
+from fxwrap.lowering.source import check_desugared, location_of
+from fxwrap.symbolic import SymbolInfo, canonical, make_symbol
+from fxwrap.torch_compat import storage_identity
+from fxwrap.wrapper_ir import LineBase, OpaqueType, Origin, ScalarType, Size, TensorType, Type, Value
 
 
 class Builder:
@@ -69,7 +69,7 @@ class Builder:
             raise GraphError("", f"a tensor has the layout {fake.layout}", "Only strided tensors are compiled")
         sizes, strides = tuple(fake.shape), fake.stride()
         if any(type(number) is not int for number in (*sizes, *strides)):
-            sizes = tuple([self.size(number) for number in sizes])  # type: ignore[misc]
+            sizes = tuple([self.size(number) for number in sizes])
             strides = tuple([self.size(number) for number in strides])
         return TensorType(fake.dtype, sizes, strides, fake.device, offset)
 
@@ -124,5 +124,5 @@ def origin_of(node: Node) -> Origin:
 
 
 def symbol_for(symbol: sympy.Symbol) -> sympy.Symbol:
-    """Returns the program's symbol for one of a ShapeEnv's: zf0 becomes f0, zuf0 becomes uf0, the others keep their name."""
+    """Returns the program's symbol for one of a ShapeEnv's: zf0 becomes f0, zuf0 uf0, the others keep their name."""
     return make_symbol(symbol.name.removeprefix("z"))

@@ -1,7 +1,7 @@
 """The operators that fxwrap takes apart before lowering, one entry each, and why.
 
-The table is explicit. torch's `core_aten_decompositions()` is not used: it takes apart operators that have good kernels,
-and through `_scaled_dot_product_flash_attention_for_cpu` it gave wrong gradients for attention biases.
+The table is explicit. torch's `core_aten_decompositions()` is not used: it takes apart operators that have good
+kernels, and through `_scaled_dot_product_flash_attention_for_cpu` it gave wrong gradients for attention biases.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..options import Options
-from ..torch_compat import OpOverload, get_decompositions
+from fxwrap.options import Options
+from fxwrap.torch_compat import OpOverload, composite_decompositions, get_decompositions
 
 _aten = torch.ops.aten
 
@@ -28,13 +28,20 @@ _DECOMPOSED: tuple[OpOverload, ...] = (
 
 def default_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Returns fxwrap's table, overload -> function; a new dict, for the caller to change."""
-    return dict(get_decompositions(_DECOMPOSED))
+    return {overload: get_decompositions([overload])[overload] for overload in _DECOMPOSED}
 
 
 def decomposition_table(options: Options) -> Mapping[OpOverload, Callable[..., Any]]:
     """Returns the table that the options ask for, without the operators to keep."""
     table = default_decompositions() if options.decompositions is None else options.decompositions
     return {overload: function for overload, function in table.items() if str(overload) not in options.keep}
+
+
+def exported_table(options: Options) -> dict[OpOverload, Callable[..., Any]]:
+    """Returns the table for exported programs: the options' one, and every composite operator that export kept."""
+    composite = {overload: function for overload, function in composite_decompositions().items()
+                 if str(overload) not in options.keep}  # fmt: skip
+    return composite | dict(decomposition_table(options))
 
 
 def decompose(graph: GraphModule, example_inputs: Sequence[Any] | None, options: Options) -> GraphModule:
@@ -44,5 +51,4 @@ def decompose(graph: GraphModule, example_inputs: Sequence[Any] | None, options:
         return graph
     if example_inputs is None:
         example_inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    traced = make_fx(Interpreter(graph).run, decomposition_table=dict(table), tracing_mode="symbolic")(*example_inputs)
-    return traced
+    return make_fx(Interpreter(graph).run, decomposition_table=dict(table), tracing_mode="symbolic")(*example_inputs)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from ..errors import FxwrapError, GraphError
-from ..torch_compat import FakeTensor, FakeTensorMode, detect_fake_mode, storage_identity
-from .source import check_desugared, location_of
+from fxwrap.errors import FxwrapError, GraphError
+from fxwrap.lowering.source import check_desugared, location_of
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, detect_fake_mode, storage_identity
 
 
 def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None) -> dict[Node, Any]:

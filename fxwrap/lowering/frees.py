@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..lines import Free
-from ..wrapper_ir import LineBase, Value, consumed, defined, reads, used
+from fxwrap.lines import Bind, Free
+from fxwrap.wrapper_ir import LineBase, Value, consumed, defined, reads, used
 
 
 def insert_frees(lines: Sequence[LineBase], releasable: Iterable[Value]) -> tuple[LineBase, ...]:
-    """Returns the lines with a `memory.free` after the last use of each root they define and of each in `releasable`.
+    """Returns the lines with a `memory.free` after the last use of each root they define or that is releasable.
 
     A root that the terminator gives back, or that a line consumes, is not freed. A root that nothing uses is freed where
     it is made; one of `releasable` before the first line. Linear in the number of lines.
@@ -42,7 +42,12 @@ def _interleave(
         if name not in gone:
             frees.setdefault(position, []).append(root_of[name])
     placed: list[LineBase] = [Free(root) for root in frees.get(-1, ())]
+    due: list[Value] = []
     for position, line in enumerate(lines):
         placed.append(line)
-        placed.extend(Free(root) for root in frees.get(position, ()))
+        due.extend(frees.get(position, ()))
+        binds_next = position + 1 < len(lines) and isinstance(lines[position + 1], Bind)
+        if due and not binds_next:  # what binds the symbols of a result follows it directly
+            placed.extend(Free(root) for root in due)
+            due.clear()
     return tuple(placed)

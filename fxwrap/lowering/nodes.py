@@ -10,15 +10,15 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..errors import GraphError
-from ..lines import Bind, Call, Item, Mutate, View
-from ..symbolic import SymbolInfo
-from ..torch_compat import OpOverload, is_plain_view, storage_identity
-from ..wrapper_ir import Effect, Tag, TensorType, Value, leaves, map_leaves
-from .builder import Builder, origin_of
-from .operators import OperatorFacts, operator_facts
-from .source import location_of
-from .symbols import symbol_info
+from fxwrap.errors import GraphError
+from fxwrap.lines import Bind, Call, Item, Mutate, View
+from fxwrap.lowering.builder import Builder, origin_of
+from fxwrap.lowering.operators import OperatorFacts, operator_facts
+from fxwrap.lowering.source import location_of
+from fxwrap.lowering.symbols import symbol_info
+from fxwrap.symbolic import SymbolInfo
+from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
+from fxwrap.wrapper_ir import Effect, Tag, TensorType, Value, leaves, map_leaves
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -28,6 +28,13 @@ def lower_call(builder: Builder, node: Node) -> None:
     fake = builder.fakes[node]
     if node.target is operator.getitem and isinstance(builder.env.get(node.args[0]), tuple):  # type: ignore[arg-type]
         builder.env[node] = builder.env[node.args[0]][node.args[1]]  # type: ignore[index]
+    elif not isinstance(node.target, OpOverload) and isinstance(fake, torch.Tensor):
+        name = getattr(node.target, "__name__", node.target)
+        raise _error(
+            node,
+            f"the Python builtin '{name}' is applied to the tensor '{node.all_input_nodes[0].name}'",
+            "Use the torch.ops.aten overload that it stands for",
+        )
     elif not isinstance(node.target, OpOverload) or _is_number_already_known(builder, node, fake):
         builder.env[node] = builder.expression(fake)
     elif node.target is torch.ops.aten._local_scalar_dense.default:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
-from ..torch_compat import OpOverload
-from ..wrapper_ir import ASSERT, OUTPUT, UNKNOWN, Effect, Value, communication_effect, leaves, random_effect
+from fxwrap.torch_compat import OpOverload
+from fxwrap.wrapper_ir import ASSERT, OUTPUT, UNKNOWN, Effect, Value, communication_effect, leaves, random_effect
 
 _ASSERTING = frozenset({"aten._assert_async.default", "aten._assert_async.msg", "aten._assert_tensor_metadata.default"})
 _PRINTING = frozenset({"aten._print.default"})
@@ -22,8 +22,7 @@ Replacement = Callable[[OpOverload, Any, Any], tuple[OpOverload, Any, Any]]
 class OperatorFacts:
     """What lowering needs of an overload's schema.
 
-    `name` is "namespace.name.overload"; `written` the names of the arguments it writes, `written_positions` their places;
-    `aliased` the position of the only argument that results may be windows on; `returns_written` says for each return
+    `name` is "namespace.name.overload"; `written` the names of the arguments it writes; `aliased` the position of the only argument that results may be windows on; `returns_written` says for each return
     which written argument it is, if it is one.
     """
 
@@ -68,7 +67,7 @@ class OperatorFacts:
         return (*self.fixed_effects, *sorted({random_effect(str(device)) for device in devices}, key=str))
 
 
-@lru_cache(maxsize=None)
+@cache
 def operator_facts(overload: OpOverload) -> OperatorFacts:
     """Returns what an overload's schema says."""
     schema = overload._schema

@@ -12,10 +12,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 
-from ..errors import GraphError
-from ..options import Options
-from ..torch_compat import HigherOrderOperator, OpOverload, is_desugared
-from .decompositions import decompose, decomposition_table
+from fxwrap.errors import GraphError
+from fxwrap.lowering.decompositions import decompose, exported_table
+from fxwrap.options import Options
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_desugared
 
 SYMBOLIC_BUILTINS: frozenset[Any] = frozenset(
     {
@@ -34,8 +34,8 @@ SYMBOLIC_BUILTINS: frozenset[Any] = frozenset(
 class GraphSource:
     """A graph with what its placeholders and outputs stand for.
 
-    `constants` maps placeholder names to tensors of the program's own (the others are inputs, in order); `mutations` maps
-    an output's position to the placeholder that is overwritten with it; those outputs are not given back.
+    `constants` maps placeholder names to tensors of the program's own (the others are inputs, in order); `mutations`
+    maps an output's position to the placeholder that is overwritten with it; those outputs are not given back.
     """
 
     graph_module: GraphModule
@@ -46,7 +46,8 @@ class GraphSource:
     @property
     def output(self) -> Node:
         """The graph's output node."""
-        return next(node for node in reversed(self.graph_module.graph.nodes) if node.op == "output")
+        found: Node = next(node for node in reversed(self.graph_module.graph.nodes) if node.op == "output")
+        return found
 
 
 def graph_source(
@@ -57,7 +58,7 @@ def graph_source(
     Raises GraphError for a graph with nodes fxwrap does not take.
     """
     if isinstance(graph, ExportedProgram):
-        return _exported_source(graph.run_decompositions(dict(decomposition_table(options))), name)
+        return _exported_source(graph.run_decompositions(exported_table(options)), name)
     check_graph(graph)
     return GraphSource(decompose(graph, example_inputs, options), name)
 
@@ -120,15 +121,11 @@ def _check_call(node: Node) -> None:
     if isinstance(target, HigherOrderOperator):
         raise _error(
             node,
-            f"the higher-order operator '{target.name()}' has no operator schema and no lowering",
+            f"the higher-order operator '{target.__name__}' has no operator schema and no lowering",
             "Keep it out of the graph, or run this part with the eager backend",
         )
     if target in SYMBOLIC_BUILTINS or getattr(target, "__module__", "") == "math":
-        tensors = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
-        if not tensors:
-            return
-        reason = f"the Python builtin '{getattr(target, '__name__', target)}' is applied to the tensor '{tensors[0].name}'"
-        raise _error(node, reason, "Use the torch.ops.aten overload that it stands for")
+        return  # on numbers; one that gives a tensor is refused when it is lowered
     raise _error(
         node,
         f"'{getattr(target, '__name__', target)}' is not an operator overload with a schema",

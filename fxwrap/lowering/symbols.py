@@ -6,12 +6,12 @@ from typing import Any
 
 import sympy
 
-from ..errors import GraphError
-from ..lines import Let, SizeOf
-from ..symbolic import SymbolInfo, make_symbol
-from ..torch_compat import FloorDiv, symbol_bounds, symbol_hint
-from ..wrapper_ir import Size, TensorType, Value
-from .builder import Builder
+from fxwrap.errors import GraphError
+from fxwrap.lines import Let, SizeOf
+from fxwrap.lowering.builder import Builder
+from fxwrap.symbolic import SymbolInfo, make_symbol
+from fxwrap.torch_compat import FloorDiv, symbol_bounds, symbol_hint
+from fxwrap.wrapper_ir import Size, TensorType, Value
 
 
 def symbol_info(builder: Builder, number: Any) -> SymbolInfo:

@@ -10,11 +10,18 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from ..errors import GraphError
-from ..lines import CheckLayout, Mutate, Return
-from ..options import Options
-from ..torch_compat import OpOverload
-from ..wrapper_ir import (
+from fxwrap.errors import GraphError
+from fxwrap.lines import CheckLayout, Mutate, Return
+from fxwrap.lowering.builder import Builder, origin_of
+from fxwrap.lowering.fake import fake_values
+from fxwrap.lowering.frees import insert_frees
+from fxwrap.lowering.nodes import literal, lower_call
+from fxwrap.lowering.operators import operator_facts
+from fxwrap.lowering.source import GraphSource, graph_source, location_of
+from fxwrap.lowering.symbols import bind_sizes, symbol_info
+from fxwrap.options import Options
+from fxwrap.torch_compat import OpOverload
+from fxwrap.wrapper_ir import (
     Block,
     Constant,
     ConstantStore,
@@ -25,13 +32,6 @@ from ..wrapper_ir import (
     Value,
     leaves,
 )
-from .builder import Builder, origin_of
-from .fake import fake_values
-from .frees import insert_frees
-from .nodes import literal, lower_call
-from .operators import operator_facts
-from .source import GraphSource, graph_source, location_of
-from .symbols import bind_sizes, symbol_info
 
 
 def lower(
@@ -53,7 +53,7 @@ def lower(
             writes it.
         name: the program's name.
 
-    Raises GraphError for a graph that cannot be compiled, naming the node, its place in the model's source and a remedy.
+    Raises GraphError for a graph that cannot be compiled: the node, its place in the model's source and a remedy.
     """
     options = options or Options()
     source = graph_source(graph, example_inputs, options, name)

@@ -1,0 +1,306 @@
+"""Lowering: what each kind of graph becomes, and that it means the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.errors import GraphError
+from fxwrap.lines import Bind, Call, CheckLayout, Free, Item, Mutate, View
+from fxwrap.wrapper_ir import Ownership
+
+aten = torch.ops.aten
+
+
+def lines_of(program: fxwrap.Program, *classes: type) -> list:
+    return [line for line in program.body.lines if isinstance(line, classes)]
+
+
+def hand_written(build, *names: str) -> GraphModule:
+    graph = Graph()
+    graph.output(build(graph, *[graph.placeholder(name) for name in names]))
+    return GraphModule(nn.Module(), graph)
+
+
+def test_views_are_lines_and_operators_are_calls() -> None:
+    def function(x):
+        return x.t().relu().view(-1)
+
+    program = fxwrap.lower(make_fx(function)(torch.randn(3, 4).t().contiguous().t()), [torch.randn(4, 3).t()])
+    assert [type(line) for line in program.body.lines] == [CheckLayout, View, Call, View, type(program.body.lines[-1])]
+
+
+def test_a_graph_without_metadata_is_propagated_and_left_alone() -> None:
+    graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
+    program = fxwrap.lower(graph_module, [torch.randn(2)])
+    assert str(program.body.lines[1].results[0].type.sizes) == "(2,)"
+    assert all(not node.meta for node in graph_module.graph.nodes)
+
+
+def test_dead_pure_calls_are_left_out_but_random_ones_stay() -> None:
+    def build(graph, x):
+        graph.call_function(aten.relu.default, (x,))
+        graph.call_function(aten.rand_like.default, (x,))
+        return graph.call_function(aten.neg.default, (x,))
+
+    program = fxwrap.lower(hand_written(build, "x"), [torch.randn(2)])
+    assert [line.target for line in lines_of(program, Call)] == ["aten.rand_like.default", "aten.neg.default"]
+
+
+def test_frees_follow_the_last_use() -> None:
+    program = fxwrap.lower(make_fx(lambda x: (x + 1).relu() * 2)(torch.randn(2)), [torch.randn(2)])
+    kinds = [type(line) for line in program.body.lines[1:]]
+    assert kinds[:5] == [Call, Call, Free, Call, Free]
+
+
+def test_owned_and_shared_inputs_are_freed() -> None:
+    graph_module = make_fx(lambda x, y: x + y)(torch.randn(2), torch.randn(2))
+    inputs = [torch.randn(2), torch.randn(2)]
+    program = fxwrap.lower(graph_module, inputs, ownership={0: Ownership.OWNED, 1: Ownership.SHARED})
+    assert {line.root.name for line in lines_of(program, Free)} == {item.name for item in program.inputs}
+    fxwrap.verify(program)
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 4)
+        self.tied = self.linear.weight
+        self.register_buffer("k", torch.arange(4.0))
+        self.plain = torch.ones(4)
+
+    def forward(self, x, n, y=None):
+        x.mul_(2)
+        return {"a": self.norm(self.linear(x)) @ self.tied + self.k + self.plain, "n": n, "none": None, "x": x}
+
+
+def test_an_exported_program_takes_and_gives_what_the_module_does() -> None:
+    module, x = Everything().train(), torch.randn(3, 4)
+    reference, reference_x = copy.deepcopy(module), x.clone()
+    exported = torch.export.export(module, (torch.randn(3, 4), 5))
+    compiled = fxwrap.compile_graph(exported)
+    wanted = reference(reference_x, 5)
+    result = compiled(x, 5)
+    torch.testing.assert_close(result[0], wanted["a"])
+    assert result[1:3] == (5, None)
+    torch.testing.assert_close(x, reference_x)
+    torch.testing.assert_close(compiled.program.store.tensors["b_norm_running_mean"], reference.norm.running_mean)
+
+
+def test_an_exported_program_is_decomposed_unless_told_to_keep() -> None:
+    exported = torch.export.export(Everything().eval(), (torch.randn(3, 4), 5))
+    targets = {line.target for line in lines_of(fxwrap.lower(exported), Call)}
+    assert "aten.matmul.default" not in targets and "aten.linear.default" not in targets
+    kept = fxwrap.lower(exported, options=Options(keep=frozenset({"aten.linear.default"})))
+    assert "aten.linear.default" in {line.target for line in lines_of(kept, Call)}
+
+
+def test_one_program_serves_all_sizes_of_a_dynamic_dimension() -> None:
+    class Module(nn.Module):
+        def forward(self, x, y):
+            return (x @ y).relu().view(-1), x.shape[0] * 2
+
+    exported = torch.export.export(
+        Module(), (torch.randn(3, 4), torch.randn(4, 5)), dynamic_shapes=({0: Dim("b", min=2, max=50)}, None)
+    )
+    compiled = fxwrap.compile_graph(exported)
+    for size in (2, 7, 50):
+        x, y = torch.randn(size, 4), torch.randn(4, 5)
+        flat, number = compiled(x, y)
+        torch.testing.assert_close(flat, (x @ y).relu().view(-1))
+        assert number == 2 * size
+
+
+def test_unbacked_symbols_are_bound_from_results(fresh_dynamo: None) -> None:
+    def function(x):
+        return x.nonzero() * 2, x[x > 0].sum(), x.sum().item() + 1
+
+    programs = []
+
+    def keep(program):
+        programs.append(program)
+        return program
+
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    compiled = torch.compile(function, backend="fxwrap", fullgraph=True, options={"passes": [keep]})
+    for size in (3, 6):
+        x = torch.randn(size)
+        torch.testing.assert_close(compiled(x), function(x))
+    assert lines_of(programs[0], Bind) and lines_of(programs[0], Item)
+
+
+def test_symbol_ranges_narrow_what_the_graph_says() -> None:
+    class Module(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    exported = torch.export.export(Module(), (torch.randn(4),), dynamic_shapes=({0: Dim("b", min=2, max=50)},))
+    name = fxwrap.lower(exported).body.lines[0].symbol.name
+    program = fxwrap.lower(exported, options=Options(symbol_ranges={name: (4, 8)}))
+    assert (program.body.lines[0].symbol.lower, program.body.lines[0].symbol.upper) == (4, 8)
+
+
+def test_in_place_and_out_variants() -> None:
+    def build(graph, x, y):
+        made = graph.call_function(aten.empty_like.default, (x,))
+        filled = graph.call_function(aten.mul.out, (x, y), {"out": made})
+        graph.call_function(aten.add_.Tensor, (x, filled))
+        return (filled, x)
+
+    graph_module = hand_written(build, "x", "y")
+    x, y = torch.randn(3), torch.randn(3)
+    program = fxwrap.lower(graph_module, [x, y])
+    assert program.inputs[0].ownership is Ownership.MUTABLE
+    assert [type(line) for line in lines_of(program, Call, Mutate)] == [Call, Call, Mutate]
+    wanted = (x * y, x + x * y)
+    torch.testing.assert_close(fxwrap.run(program, [x, y]), wanted)
+
+
+def test_ordinary_builtins_and_prims_work(fresh_dynamo: None) -> None:
+    import operator
+
+    def build(graph, x):
+        size = graph.call_function(aten.sym_size.int, (x, 0))
+        doubled = graph.call_function(operator.mul, (size, 2))
+        total = graph.call_function(torch.sym_sum, ([doubled, size],))
+        converted = graph.call_function(torch.ops.prims.convert_element_type.default, (x, torch.float64))
+        copied = graph.call_function(aten.lift_fresh_copy.default, (converted,))
+        pair = graph.call_function(aten.split.Tensor, (copied, 1))
+        return (graph.call_function(operator.getitem, (pair, 1)), doubled, total)
+
+    x = torch.randn(2)
+    result = fxwrap.compile_graph(hand_written(build, "x"), [x])(x)
+    torch.testing.assert_close(result[0], x[1:].double())
+    assert result[1:] == (4, 6)
+
+
+def test_lowerings_of_the_users_own_come_first() -> None:
+    def lower_relu(builder, node):
+        builder.env[node] = builder.env[node.args[0]]
+
+    graph_module = make_fx(lambda x: x.relu() + 1)(torch.randn(2))
+    program = fxwrap.lower(graph_module, [torch.randn(2)], options=Options(lowerings={"aten.relu.default": lower_relu}))
+    assert [line.target for line in lines_of(program, Call)] == ["aten.add.Tensor"]
+
+
+def test_decompositions_of_the_users_own_are_applied_to_hand_written_graphs() -> None:
+    table = {aten.relu.default: lambda x: torch.clamp(x, min=0)}
+    graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
+    program = fxwrap.lower(graph_module, [torch.randn(2)], options=Options(decompositions=table))
+    assert [line.target for line in lines_of(program, Call)] == ["aten.clamp.default"]
+    kept = Options(decompositions=table, keep=frozenset({"aten.relu.default"}))
+    assert [line.target for line in lines_of(fxwrap.lower(graph_module, [torch.randn(2)], options=kept), Call)] == [
+        "aten.relu.default"
+    ]
+
+
+# --- graphs that cannot be compiled ----------------------------------------------------------------------------------
+
+
+def test_call_module_is_refused() -> None:
+    graph = Graph()
+    graph.output(graph.call_module("layer", (graph.placeholder("x"),)))
+    module = nn.Module()
+    module.layer = nn.ReLU()
+    with pytest.raises(GraphError, match=r"node 'layer': call_module of 'layer' is not an ATen operator.*make_fx"):
+        fxwrap.lower(GraphModule(module, graph), [torch.randn(2)])
+
+
+def test_a_builtin_on_tensors_is_refused() -> None:
+    import operator
+
+    graph_module = hand_written(lambda graph, x: graph.call_function(operator.add, (x, x)), "x")
+    with pytest.raises(GraphError, match="node 'add': the Python builtin 'add' is applied to the tensor 'x'"):
+        fxwrap.lower(graph_module, [torch.randn(2)])
+
+
+def test_a_function_without_a_schema_is_refused() -> None:
+    graph_module = hand_written(lambda graph, x: graph.call_function(torch.relu, (x,)), "x")
+    with pytest.raises(GraphError, match="'relu' is not an operator overload with a schema"):
+        fxwrap.lower(graph_module, [torch.randn(2)])
+
+
+def test_a_higher_order_operator_is_refused() -> None:
+    wrap = torch.ops.higher_order.invoke_subgraph
+    graph_module = hand_written(lambda graph, x: graph.call_function(wrap, (None, "a", x)), "x")
+    with pytest.raises(GraphError, match="the higher-order operator 'invoke_subgraph' has no operator schema"):
+        fxwrap.lower(graph_module, [torch.randn(2)])
+
+
+def test_a_node_after_output_is_refused() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((x,))
+    with graph.inserting_after(next(node for node in graph.nodes if node.op == "output")):
+        graph.call_function(aten.relu.default, (x,))
+    with pytest.raises(GraphError, match="node 'relu_default': it comes after the output node 'output'"):
+        fxwrap.lower(GraphModule(nn.Module(), graph), [torch.randn(2)])
+
+
+def test_a_graph_without_output_is_refused() -> None:
+    graph_module = hand_written(lambda graph, x: x, "x")
+    graph_module.graph.erase_node(next(reversed(graph_module.graph.nodes)))
+    with pytest.raises(GraphError, match="graph: the graph has no output node"):
+        fxwrap.lower(graph_module, [torch.randn(2)])
+
+
+def test_writing_a_constant_that_is_not_mutable_is_refused() -> None:
+    graph = Graph()
+    constant = graph.get_attr("_tensor_constant0")
+    graph.output((graph.call_function(aten.add_.Tensor, (constant, 1)),))
+    module = nn.Module()
+    module._tensor_constant0 = torch.ones(2)
+    with pytest.raises(GraphError, match="node 'add__tensor': it writes the constant '_tensor_constant0'"):
+        fxwrap.lower(GraphModule(module, graph), [])
+
+
+def test_writing_a_buffer_changes_the_module() -> None:
+    graph = Graph()
+    buffer = graph.get_attr("count")
+    graph.output((graph.call_function(aten.add_.Tensor, (buffer, 1)),))
+    module = nn.Module()
+    module.register_buffer("count", torch.zeros(()))
+    graph_module = GraphModule(module, graph)
+    compiled = fxwrap.compile_graph(graph_module, [])
+    compiled()
+    compiled()
+    assert graph_module.count.item() == 2
+
+
+def test_a_failing_call_names_its_node() -> None:
+    graph_module = hand_written(lambda graph, x, y: graph.call_function(aten.mm.default, (x, y)), "x", "y")
+    with pytest.raises(GraphError, match=r"node 'mm_default': aten.mm.default fails on these inputs"):
+        fxwrap.lower(graph_module, [torch.randn(2, 3), torch.randn(2, 3)])
+
+
+def test_the_wrong_number_of_examples_is_refused() -> None:
+    graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
+    with pytest.raises(GraphError, match="the graph has 1 inputs but 2 examples were given"):
+        fxwrap.lower(graph_module, [torch.randn(2), torch.randn(2)])
+
+
+def test_a_tensor_subclass_is_refused() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
+    with pytest.raises(GraphError, match="node 'x': it is the tensor subclass Own"):
+        fxwrap.lower(graph_module, [torch.randn(2).as_subclass(Own)])
+
+
+def test_an_argument_the_ir_does_not_hold_is_refused() -> None:
+    graph_module = hand_written(lambda graph, x: graph.call_function(aten.rand.generator, ([2],)), "x")
+    call = graph_module.graph.find_nodes(op="call_function", target=aten.rand.generator)[0]
+    call.kwargs = {"generator": torch.Generator()}
+    with pytest.raises(GraphError, match="node 'rand_generator': an argument is a Generator"):
+        fxwrap.lower(graph_module, [torch.randn(2)])
