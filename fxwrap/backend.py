@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxwrap.compiler import compile_graph
+from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.lowering import decomposition_table
 from fxwrap.options import Options
 from fxwrap.torch_compat import TracingFacts, aot_autograd, min_cut_partition, tracing_facts
@@ -43,16 +43,26 @@ def fxwrap(
 
     `options` are the fields of `Options`; `mode` is one of torch.compile's. Raises OptionError for unknown ones.
     """
-    chosen = Options.from_mapping(options, mode)
-    compilers = {kind: _GraphCompiler(kind, chosen) for kind in ("forward", "backward", "inference")}
-    return aot_autograd(  # type: ignore[no-any-return]
+    return make_backend(Options.from_mapping(options, mode))(graph_module, example_inputs)
+
+
+def make_backend(
+    options: Options, compile_with: Callable[..., Compiled] = compile_graph
+) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """Returns a backend for `torch.compile(backend=...)`, for inference and training.
+
+    Every graph of ATen operators that AOTAutograd makes is compiled by `compile_with`, which is called as
+    `compile_graph` is; its result's `boxed` is what runs. Another function than `compile_graph` may watch the graphs.
+    """
+    compilers = {kind: _GraphCompiler(kind, options, compile_with) for kind in ("forward", "backward", "inference")}
+    return aot_autograd(  # type: ignore[no-any-return,unused-ignore]
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
-        partition_fn=chosen.partitioner or min_cut_partition,
-        decompositions=dict(decomposition_table(chosen)),
+        partition_fn=options.partitioner or min_cut_partition,
+        decompositions=dict(decomposition_table(options)),
         keep_inference_input_mutations=True,
-    )(graph_module, example_inputs)
+    )
 
 
 @dataclass(frozen=True)
@@ -61,11 +71,12 @@ class _GraphCompiler:
 
     kind: str
     options: Options
+    compile_with: Callable[..., Compiled]
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         ownership = self._ownership(graph_module, tracing_facts(self.kind))
         options = self.options.replace(check_inputs=False)
-        compiled = compile_graph(graph_module, example_inputs, options=options, ownership=ownership, name=self.kind)
+        compiled = self.compile_with(graph_module, example_inputs, options=options, ownership=ownership, name=self.kind)
         return _boxed(compiled.boxed)
 
     def _ownership(self, graph_module: GraphModule, facts: TracingFacts) -> dict[int, Ownership]:

@@ -30,7 +30,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("passes", "memory_planning", "converters", "fx_passes", "matching"),  # level 3
     ("lowering",),  # level 4
     ("compiler",),  # level 5
-    ("backend", "aot", "compare", "rewrite", "fx"),  # level 6
+    ("backend", "aot", "rewrite", "fx"),  # level 6
+    ("compare",),
     ("cli", "testing"),
     ("__main__", "__init__"),
 )
