@@ -376,3 +376,17 @@ def test_threads_share_a_program() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_an_output_named_twice_and_an_input_returned_are_the_same_objects() -> None:
+    program = load(
+        "  CALL(f, mm, (x, x), (y));",
+        slots=("x", "w", "y"),
+        operators=MM,
+        inputs='{"x", x}, {"w", owned(w)}',
+        outputs="y, x, y, w",
+    )
+    x, w = torch.eye(3), torch.zeros(1)
+    for _ in range(2):
+        first, given, second, returned = program(x, w)
+        assert first is second and given is x and returned is w and torch.equal(first, x)

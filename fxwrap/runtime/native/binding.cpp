@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 
 #include <exception>
+#include <unordered_set>
 #include <variant>
 #include <vector>
 
@@ -14,6 +15,7 @@
 
 // Of libtorch_python, declared here because its own headers bring in pybind11 (15 s of compile time).
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+PyObject* THPVariable_Wrap(at::TensorBase&& tensor);
 extern PyObject* THPVariableClass;
 extern PyObject* ParameterClass;
 namespace torch {
@@ -83,7 +85,25 @@ struct ProgramObject {
   const fxwrap::Program* program;
   PyObject* path;
   PyObject* constants;  // a tuple
+  // For each output: whether its tensor may be taken out of the frame, as no later output needs it and it is not borrowed.
+  std::vector<bool>* movable;
 };
+
+std::vector<bool>* find_movable(const fxwrap::Program& program) {
+  std::unordered_set<int64_t> kept;
+  for (int64_t i = 0; i < program.inputs.size; ++i) {
+    if (program.inputs.data[i].value.kind == Arg::Tensor) kept.insert(program.inputs.data[i].value.integer);
+  }
+  for (int64_t i = 0; i < program.constants.size; ++i) {
+    kept.insert(program.constants.data[i].integer);
+  }
+  auto* movable = new std::vector<bool>(program.outputs.size);
+  for (int64_t i = program.outputs.size - 1; i >= 0; --i) {
+    const Arg& output = program.outputs.data[i];
+    (*movable)[i] = output.kind == Arg::Tensor && kept.insert(output.integer).second;
+  }
+  return movable;
+}
 
 bool wrong_kind(const char* name, const char* expected, PyObject* got) {
   PyErr_Format(input_error, "input '%s': expected %s, got %.200s", name, expected, Py_TYPE(got)->tp_name);
@@ -152,13 +172,13 @@ bool set_inputs(const ProgramObject* self, Execution& execution, PyObject* const
   return true;
 }
 
-PyObject* get_output(const fxwrap::Frame& f, const Arg& place) {
+PyObject* get_output(const fxwrap::Frame& f, const Arg& place, bool movable) {
   switch (place.kind) {
     case Arg::Tensor:
     case Arg::OwnedTensor: {
-      const at::Tensor& tensor = tensor_at(f, place.integer);
+      at::Tensor& tensor = tensor_at(f, place.integer);
       if (!tensor.defined()) Py_RETURN_NONE;
-      return THPVariable_Wrap(tensor);
+      return movable ? THPVariable_Wrap(std::move(tensor)) : THPVariable_Wrap(tensor);
     }
     case Arg::Int: return PyLong_FromLongLong(place.integer);
     case Arg::Bool: return PyBool_FromLong(place.integer != 0);
@@ -170,10 +190,11 @@ PyObject* get_output(const fxwrap::Frame& f, const Arg& place) {
   }
 }
 
-PyObject* get_outputs(const fxwrap::Program& program, const fxwrap::Frame& f) {
+PyObject* get_outputs(const ProgramObject* self, const fxwrap::Frame& f) {
+  const fxwrap::Program& program = *self->program;
   PyObject* result = PyTuple_New(program.outputs.size);
   for (int64_t i = 0; result != nullptr && i < program.outputs.size; ++i) {
-    PyObject* item = get_output(f, program.outputs.data[i]);
+    PyObject* item = get_output(f, program.outputs.data[i], (*self->movable)[i]);
     if (item == nullptr) {
       Py_CLEAR(result);
       break;
@@ -220,7 +241,7 @@ PyObject* call_flat(PyObject* object, PyObject* const* values, size_t flags, PyO
   }
   Execution execution(*self->program);
   if (!set_inputs(self, execution, values, PyVectorcall_NARGS(flags)) || !run_released(execution)) return nullptr;
-  return get_outputs(*self->program, execution.frame());
+  return get_outputs(self, execution.frame());
 }
 
 // Takes the items out of a list; releases them when destroyed.
@@ -258,7 +279,7 @@ PyObject* call_boxed(PyObject* object, PyObject* list) {
     if (self->program->inputs.data[i].value.kind == Arg::OwnedTensor) items.let_go(i);
   }
   if (!run_released(execution)) return nullptr;
-  return get_outputs(*self->program, execution.frame());
+  return get_outputs(self, execution.frame());
 }
 
 const fxwrap::Program* load_library(const char* path) {
@@ -310,6 +331,7 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   self->program = program;
   self->path = PyUnicode_FromString(path);
   self->constants = constants;
+  self->movable = find_movable(*program);
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -328,6 +350,7 @@ void program_dealloc(PyObject* object) {
   auto* self = reinterpret_cast<ProgramObject*>(object);
   Py_CLEAR(self->constants);
   Py_CLEAR(self->path);
+  delete self->movable;
   Py_TYPE(object)->tp_free(object);
 }
 
