@@ -11,8 +11,8 @@ from fxwrap.wrapper_ir import LineBase, Value, consumed, defined, reads, used
 def insert_frees(lines: Sequence[LineBase], releasable: Iterable[Value]) -> tuple[LineBase, ...]:
     """Returns the lines with a `memory.free` after the last use of each root they define or that is releasable.
 
-    A root that the terminator gives back, or that a line consumes, is not freed. A root that nothing uses is freed where
-    it is made; one of `releasable` before the first line. Linear in the number of lines.
+    A root that the terminator gives back, or that a line consumes, is not freed. A root that nothing uses is freed
+    where it is made; one of `releasable` before the first line. Linear in the number of lines.
     """
     root_of: dict[str, Value] = {value.name: value for value in releasable}
     last_use: dict[str, int] = {value.name: -1 for value in releasable}

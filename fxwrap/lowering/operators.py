@@ -22,8 +22,9 @@ Replacement = Callable[[OpOverload, Any, Any], tuple[OpOverload, Any, Any]]
 class OperatorFacts:
     """What lowering needs of an overload's schema.
 
-    `name` is "namespace.name.overload"; `written` the names of the arguments it writes; `aliased` the position of the only argument that results may be windows on; `returns_written` says for each return
-    which written argument it is, if it is one.
+    `name` is "namespace.name.overload"; `written` the names of the arguments it writes; `aliased` the position of the
+    only argument that results may be windows on; `returns_written` says for each return which written argument it is,
+    if it is one.
     """
 
     name: str

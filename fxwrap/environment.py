@@ -1,0 +1,38 @@
+"""What besides the graph decides what a compile gives: the key for caches outside fxwrap."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from fxwrap.options import Options
+
+PACKAGES = ("fxwrap", "torch", "triton", "sympy")
+"""The packages whose versions can change what is emitted."""
+
+
+def environment_key(options: Options | None = None) -> str:
+    """Returns a hash, 64 hex digits, of everything outside the graph that a compile depends on.
+
+    It covers the versions of fxwrap, torch, triton, sympy and Python, the machine's architecture, the CUDA version torch
+    was built for, and the options. Functions among the options (passes, lowerings, decompositions, a partitioner,
+    `on_graph`) stand by module and qualified name: a cache that outlives an edit of theirs must add its own key.
+    """
+    parts = [f"{name}={_version(name)}" for name in PACKAGES]
+    parts += [
+        f"python={platform.python_version()}",
+        f"machine={platform.machine()}",
+        f"cuda={torch.version.cuda}",
+        f"options={(options or Options()).text()}",
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
