@@ -4,6 +4,16 @@ It knows no line class; those are in `fxwrap.lines`.
 """
 
 from fxwrap.symbolic import Size
+from fxwrap.wrapper_ir.analyses import (
+    LiveBytes,
+    all_effects,
+    is_release,
+    last_uses,
+    live_bytes,
+    program_arguments,
+    roots,
+    symbol_infos,
+)
 from fxwrap.wrapper_ir.effects import (
     ASSERT,
     OUTPUT,
@@ -15,6 +25,7 @@ from fxwrap.wrapper_ir.effects import (
     effects_conflict,
     random_effect,
 )
+from fxwrap.wrapper_ir.identity import canonical, program_key
 from fxwrap.wrapper_ir.line import (
     Block,
     LineBase,
@@ -88,6 +99,7 @@ __all__ = [
     "KernelDefinition",
     "LineBase",
     "ListType",
+    "LiveBytes",
     "OpaqueType",
     "OptionalType",
     "Origin",
@@ -101,9 +113,11 @@ __all__ = [
     "TokenType",
     "Type",
     "Value",
+    "all_effects",
     "attribute",
     "block",
     "blocks",
+    "canonical",
     "communication_effect",
     "consume",
     "consumed",
@@ -112,8 +126,11 @@ __all__ = [
     "defined",
     "defined_symbol",
     "effects_conflict",
+    "is_release",
+    "last_uses",
     "leaves",
     "line_class",
+    "live_bytes",
     "map_leaves",
     "map_line",
     "parse_program",
@@ -122,9 +139,13 @@ __all__ = [
     "print_literal",
     "print_program",
     "print_type",
+    "program_arguments",
+    "program_key",
     "random_effect",
     "read",
     "reads",
+    "roots",
+    "symbol_infos",
     "symbols_used",
     "target",
     "type_symbols",

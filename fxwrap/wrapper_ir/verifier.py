@@ -2,10 +2,10 @@
 
 Rules, by the name an error carries:
 
-- `name`: a name that the text form cannot hold. `undefined`: a value that is not there. `redefined`: a name taken twice.
+- `name`: a name that the text form cannot hold. `undefined`: a value that is not there. `redefined`: a name used twice.
 - `type`: types that disagree, negative or fractional sizes, an operand of the wrong kind, a root with an offset.
 - `symbol`: a symbol before its definition. Those in the types of inputs and results may be defined by the symbol lines
-  that follow directly.
+  that follow directly (frees may stand between).
 - `dead`: memory touched or taken after it was taken. `root`: a window taken instead of its root. `borrowed`: memory
   taken that is not owned. `readonly`: memory written that is neither owned nor mutable. `unwritten`: memory read before
   anything wrote it. `leak`: an owned root that is neither taken nor given back.
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from fxwrap.errors import ValueKindError, VerifyError
 from fxwrap.symbolic import expression_kind
+from fxwrap.wrapper_ir.analyses import is_release
 from fxwrap.wrapper_ir.line import (
     Block,
     LineBase,
@@ -170,7 +171,7 @@ class _BlockVerifier:
 
     def _check_symbols(self, line: LineBase) -> None:
         made = defined_symbol(line)
-        if self.awaited and made is None:
+        if self.awaited and made is None and not is_release(line):
             for name in self.awaited:
                 self._use_symbol(name, f"symbol {name} is in a type, but no line that follows directly defines it")
             self.awaited.clear()
