@@ -9,12 +9,13 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from fxwrap.converters.emitted import Boxed, Emitted
+from fxwrap.converters.emitted import Emitted
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
+from fxwrap.errors import VerifyError
 from fxwrap.lowering import lower
 from fxwrap.options import Options
-from fxwrap.wrapper_ir import Ownership, Program, verify
+from fxwrap.wrapper_ir import Ownership, Program, program_key, verify
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class Stage:
     program: Program
 
 
-class Compiled:
+class Compiled(Emitted):
     """A compiled graph. Call it with the flat inputs; it returns the tuple of flat outputs.
 
-    `boxed` takes the inputs in a list and empties it. `program` is what runs, `stages` every program on the way to it.
+    `boxed` takes the inputs in a list and empties it. `program` is what runs, `stages` every program on the way to it,
+    `source` the text of the emitted form.
     """
 
     def __init__(self, stages: Sequence[Stage], options: Options, emitted: Emitted) -> None:
+        super().__init__(emitted.source, lambda: emitted.boxed)
         self.stages = tuple(stages)
         self.options = options
         self.emitted = emitted
@@ -42,17 +45,9 @@ class Compiled:
         return self.stages[-1].program
 
     @property
-    def source(self) -> str:
-        """The text of the emitted form."""
-        return self.emitted.source
-
-    @property
-    def boxed(self) -> Boxed:
-        """The entry that takes the flat inputs in a list, which it empties."""
-        return self.emitted.boxed
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self.emitted(*inputs)
+    def key(self) -> str:
+        """A hash, equal for programs equal up to the names of values and origins, compiled with equal options."""
+        return program_key(self.program, self.options.text())
 
 
 def compile_graph(
@@ -82,8 +77,15 @@ def compile_graph(
         program = change(program)
         stages.append(Stage(getattr(change, "__qualname__", type(change).__name__), program))
         if options.verify:
-            verify(program)
+            _verify_after(stages[-1])
     return Compiled(stages, options, emit(program, options.emitter))
+
+
+def _verify_after(stage: Stage) -> None:
+    try:
+        verify(stage.program)
+    except VerifyError as error:
+        raise VerifyError(error.rule, f"after pass '{stage.made_by}': {error.reason}", error.context) from None
 
 
 def emit(program: Program, emitter: str) -> Emitted:

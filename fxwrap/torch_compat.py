@@ -184,3 +184,160 @@ def tracing_facts(kind: str) -> TracingFacts:
     if kind == "backward":
         return TracingFacts(donated_inputs=frozenset(metadata.bw_donated_idxs or ()))
     return TracingFacts(static_inputs=frozenset(metadata.static_input_indices or ()))
+
+
+# --- emitted FX graphs ----------------------------------------------------------------------------------------------
+# Why: metadata of emitted graphs is made of fake tensors and symbolic numbers of the input graph's own mode, and only
+# private constructors make those without running an operator. Checked on 2.11, 2.13.
+from collections.abc import Callable, Iterator  # noqa: E402
+from contextlib import AbstractContextManager, contextmanager  # noqa: E402
+from typing import Any  # noqa: E402
+
+import sympy  # noqa: E402
+from torch._dynamo.source import ConstantSource  # noqa: E402
+from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv  # noqa: E402
+
+
+def fresh_fake_mode() -> FakeTensorMode:
+    """Give a fake mode with a ShapeEnv of its own."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def shape_env_of(mode: FakeTensorMode) -> ShapeEnv:
+    """Give a fake mode's ShapeEnv, or a new one for a mode that has none."""
+    return mode.shape_env if mode.shape_env is not None else ShapeEnv()
+
+
+def shape_symbols(shape_env: ShapeEnv) -> dict[str, sympy.Symbol]:
+    """Give the symbols a ShapeEnv has made, by name."""
+    return {symbol.name: symbol for symbol in (*shape_env.backed_var_to_val, *shape_env.var_to_range)}
+
+
+def symbolic_number(shape_env: ShapeEnv, expression: sympy.Basic, kind: str) -> Any:
+    """Give the SymInt, SymFloat or SymBool (`kind` "int", "float", "bool") of an expression over a ShapeEnv's symbols."""
+    if kind == "int":
+        return shape_env.create_symintnode(expression, hint=None)
+    if kind == "float":
+        return shape_env.create_symfloatnode(expression, hint=None)
+    return shape_env.create_symboolnode(expression)
+
+
+def new_symbol(shape_env: ShapeEnv, name: str, kind: str, hint: int | None) -> Any:
+    """Give a new SymInt, SymFloat or SymBool: backed by a hint when there is one and it is an int, else unbacked."""
+    if kind == "float":
+        return shape_env.create_unbacked_symfloat()
+    if kind == "bool":
+        return shape_env.create_unbacked_symbool()
+    if hint is None:
+        return shape_env.create_unbacked_symint()
+    symbol = shape_env.create_symbol(
+        hint, source=ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None,
+        positive=None, do_not_specialize_zero_one=True,
+    )  # fmt: skip
+    return shape_env.create_symintnode(symbol, hint=hint)
+
+
+def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """Give the fake tensor of a mode with a meta tensor's sizes, strides, offset and storage, as if on a device."""
+    return FakeTensor(mode, meta, device)
+
+
+def without_fake_mode() -> AbstractContextManager[None]:
+    """Give a context in which operators make what they say, also when the caller has a fake mode on."""
+    return unset_fake_temporarily()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def symbolic_function(name: str) -> Callable[..., Any] | None:
+    """Give torch's function of one float, e.g. "cos", that also takes a SymFloat; None where torch has none."""
+    return getattr(torch, f"_sym_{name}", None)
+
+
+# Why: an operator of ours that writes or shares memory needs its own rule for functionalisation. Checked on 2.11, 2.13.
+
+
+def functional_content(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the tensor that a functionalised one stands for, brought up to date; any other tensor itself."""
+    if not torch._is_functional_tensor(tensor):
+        return tensor
+    torch._sync(tensor)  # type: ignore[no-untyped-call]
+    return torch._from_functional_tensor(tensor)
+
+
+def functional_update(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Make a functionalised tensor, and what it is a view of, stand for new content: what writing to it means."""
+    torch._functionalize_replace(tensor, content)
+    torch._functionalize_commit_update(tensor)
+    torch._sync(tensor)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def below_functionalisation() -> Iterator[None]:
+    """Run operators as functionalisation itself does: without being functionalised again."""
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)):
+        yield
+
+
+# Why: torch's operator for Triton kernels takes indices into a table that has no public name. Checked on 2.11, 2.13.
+
+
+def triton_kernel_index(kernel: Any) -> int:
+    """Give the index of a Triton kernel object in torch's table, adding it when it is new."""
+    return kernel_side_table.add_kernel(kernel)
+
+
+def triton_kernel_at(index: int) -> Any:
+    """Give the Triton kernel object at an index of torch's table."""
+    return kernel_side_table.get_kernel(index)
+
+
+def triton_constants_index(constants: tuple[tuple[str, int | float | bool | str], ...]) -> int:
+    """Give the index of these constant arguments in torch's table, adding them when they are new."""
+    return _constants_index(constants, tuple([type(constant) for _, constant in constants]))
+
+
+@cache
+def _constants_index(constants: tuple[tuple[str, Any], ...], types: tuple[type, ...]) -> int:
+    """`types` keeps 1, 1.0 and True apart, which are equal as keys."""
+    return kernel_side_table.add_constant_args(dict(constants))
+
+
+def triton_constants_at(index: int) -> dict[str, Any]:
+    """Give the constant arguments at an index of torch's table."""
+    return dict(kernel_side_table.get_constant_args(index))
+
+
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table  # noqa: E402
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation as triton_launch  # noqa: E402, F401
+
+
+# --- running and measuring ------------------------------------------------------------------------------------------
+# Why: nested inputs and outputs are flattened as torch.compile does it; torch.utils.pytree is not public yet.
+# Checked on 2.11, 2.13.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import keystr as keystr  # noqa: E402
+from torch.utils._pytree import tree_flatten as tree_flatten  # noqa: E402
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path  # noqa: E402
+from torch.utils._pytree import tree_map as tree_map  # noqa: E402
+from torch.utils._pytree import tree_unflatten as tree_unflatten  # noqa: E402
+
+
+def allocation_record(profile: torch.profiler.profile) -> list[int]:
+    """Give the bytes of each CPU allocation (positive) and release (negative) that a profile saw, in order of time.
+
+    Why: the public event list folds them into sums for each operator, from which no peak can be told, and leaves out
+    what native code allocates by itself. Checked on 2.11, 2.13.
+    """
+    results: Any = getattr(profile.profiler, "kineto_results", None)
+    events = [event for event in results.events() if event.name() == "[memory]"] if results is not None else []
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a view with the negative bit turned over, as `imag` of a conjugate has it. Checked on 2.11, 2.13."""
+    return torch._neg_view(tensor)
+
+
+# Why: one check and one guard for the autocast of every device; the public ones name a device. Checked on 2.11, 2.13.
+DisableAutocast = torch._C._DisableAutocast
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled

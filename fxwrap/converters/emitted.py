@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
+
+from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled
 
 Boxed = Callable[[list[Any]], Any]
 """Takes the flat inputs in a list, which it empties, and returns the tuple of outputs."""
@@ -15,28 +18,27 @@ Boxed = Callable[[list[Any]], Any]
 class Emitted:
     """A program in a form that runs.
 
-    Call it with the flat inputs; it returns the tuple of flat outputs. `boxed` is the entry that takes a list and clears
-    it, so that owned inputs are really freed at their last use. Gradients are not recorded. `source` is the text.
+    Call it with the flat inputs; it returns the tuple of flat outputs. `boxed` is the entry that takes a list and
+    clears it, so that owned inputs are really freed at their last use. Gradients are not recorded and autocast is off:
+    the graph was captured with its casts. `source` is the text.
     """
 
     def __init__(self, source: str, build: Callable[[], Boxed]) -> None:
         self.source = source
         self._build = build
-        self._built: Boxed | None = None
         self._lock = threading.Lock()
 
-    @property
+    @cached_property
     def boxed(self) -> Boxed:
         """The boxed entry; built (imported, compiled) the first time it is asked for."""
-        if self._built is None:
-            with self._lock:
-                if self._built is None:
-                    self._built = self._build()
-        return self._built
+        with self._lock:
+            if "boxed" not in self.__dict__:  # another thread may have built it meanwhile
+                self.__dict__["boxed"] = self._build()
+            built: Boxed = self.__dict__["boxed"]
+            return built
 
     def __call__(self, *inputs: Any) -> Any:
-        boxed = self._built or self.boxed
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return boxed(list(inputs))
-        return boxed(list(inputs))
+        if torch.is_grad_enabled() or is_any_autocast_enabled():
+            with torch.no_grad(), DisableAutocast():
+                return self.boxed([*inputs])
+        return self.boxed([*inputs])

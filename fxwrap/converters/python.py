@@ -5,16 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn
 
-import torch
-
 from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.emitted import Boxed, Emitted
-from fxwrap.converters.python_text import PythonModule, call_text, literal_text, tuple_text
+from fxwrap.converters.python_text import PythonModule, call_text, literal_text, tuple_text, unpack_text
 from fxwrap.converters.views import view_form
 from fxwrap.lines import (
-    Alloc, Assert, Bind, Call, CallFunction, CheckLayout, Comment, Cond, EnterDevice, EnterRange, ExitDevice, ExitRange,
-    ExtensionLine, Free, IndexPut, Item, Launch, Let, Map, Mutate, Pool, PoolSlice, RecordEvent, RestoreState, Return,
-    Reuse, SaveState, Scan, Scatter, SizeOf, StartCollective, View, WaitCollective, WaitEvent, While, Workspace, Yield,
+    Alloc,
+    Assert,
+    Bind,
+    Call,
+    CallFunction,
+    CheckLayout,
+    Comment,
+    Cond,
+    EnterDevice,
+    EnterRange,
+    ExitDevice,
+    ExitRange,
+    ExtensionLine,
+    Free,
+    IndexPut,
+    Item,
+    Launch,
+    Let,
+    Map,
+    Mutate,
+    Pool,
+    PoolSlice,
+    RecordEvent,
+    RestoreState,
+    Return,
+    Reuse,
+    SaveState,
+    Scan,
+    Scatter,
+    SizeOf,
+    StartCollective,
+    View,
+    WaitCollective,
+    WaitEvent,
+    While,
+    Workspace,
+    Yield,
 )  # fmt: skip
 from fxwrap.runtime.modules import load_module
 from fxwrap.torch_compat import out_argument_names
@@ -91,7 +123,14 @@ class PythonConverter(Converter):
 
     def free(self, line: Free) -> None:
         names = self.windows.pop(line.root.name)
-        self._say("del " + ", ".join([self.module.local(name) for name in names]))
+        self._delete([self.module.local(name) for name in names])
+
+    def _delete(self, names: list[str]) -> None:
+        text = ", ".join(names)
+        if self.statements and self.statements[-1].startswith("del "):
+            self.statements[-1] += ", " + text
+        else:
+            self._say("del " + text)
 
     def _reinterpret(self, memory: Value, type_: TensorType, offset: Any) -> str:
         function = self._runtime("tensors", "reinterpret")
@@ -162,7 +201,7 @@ class PythonConverter(Converter):
         else:
             self._say(f"{', '.join([self._pattern(item) for item in self._outer(line)])} = {call}")
             if any(leaf is None for leaf in leaves(line.results)):
-                self._say("del _")
+                self._delete(["_"])
 
     def _outer(self, line: Call | Mutate) -> tuple[Any, ...]:
         if len(line.results) == 1:  # an operator that returns one list: its items
@@ -339,19 +378,15 @@ def to_python(program: Program, handlers: Mapping[type[ExtensionLine], Handler] 
     constants = [constant.value for constant in program.constants]
     for value in [*[item.value for item in program.inputs if isinstance(item.value, Value)], *constants]:
         writer.own(value.name)
-    statements = [f"check_count({program.name!r}, {len(program.inputs)}, len(arguments))", *_unpack(module, program)]
     module.imported(f"{_RUNTIME}.checks", "check_count")
+    count = len(program.inputs)
+    statements = [f"if len(arguments) != {count}:", f"    check_count({program.name!r}, {count}, len(arguments))"]
+    statements += unpack_text([module.local(item.name) for item in program.inputs])
     statements += writer.block(program.body)
     function = "\n    ".join([f"def {program.name}(arguments):", *statements])
     names = [module.local(value.name) for value in constants]
     source = module.text(_title(program), _constants_text(names, constants) + function)
     return Emitted(source, lambda: _build(source, program))
-
-
-def _unpack(module: PythonModule, program: Program) -> list[str]:
-    names = [module.local(item.name) for item in program.inputs]
-    taken = [f"{', '.join(names)}{',' if len(names) == 1 else ''} = arguments"] if names else []
-    return [*taken, "arguments.clear()"]
 
 
 def _title(program: Program) -> str:

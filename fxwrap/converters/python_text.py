@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from fxwrap.wrapper_ir import Block, KernelDefinition, Role, TensorType, Value, 
 _RESERVED = frozenset({"torch", "math", "arguments", "_", *keyword.kwlist, "int", "bool", "float", "max", "min", "round"})
 _RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "load_", "check_")
 _INDENT = "    "
+_WIDTH = 100
 
 
 class BlockWriter(Protocol):
@@ -121,13 +123,19 @@ def free_symbols(block: Block) -> list[str]:
 
 def function_text(signature: str, arguments: Sequence[Any], statements: Sequence[str], module: PythonModule) -> str:
     """Returns a function that unpacks its boxed arguments, empties the box, and runs the statements."""
-    names = [module.local(item.name) for item in arguments]
-    lines = [f"def {signature}:"]
-    if names:
-        lines.append(f"{_INDENT}{', '.join(names)}{',' if len(names) == 1 else ''} = arguments")
-        lines.append(f"{_INDENT}arguments.clear()")
-    lines.extend([_INDENT + statement for statement in statements])
-    return "\n".join(lines)
+    body = [*unpack_text([module.local(item.name) for item in arguments]), *statements]
+    return "\n".join([f"def {signature}:", *[_INDENT + statement for statement in body]])
+
+
+def unpack_text(names: Sequence[str]) -> list[str]:
+    """Returns the statements that take these names out of the boxed arguments and empty the box."""
+    if not names:
+        return []
+    target = ", ".join(names) + ("," if len(names) == 1 else "")
+    if len(target) <= _WIDTH:
+        return [f"{target} = arguments", "arguments.clear()"]
+    rows = textwrap.wrap(target, _WIDTH, break_on_hyphens=False, break_long_words=False)
+    return ["(", *[_INDENT + row for row in rows], ") = arguments", "arguments.clear()"]
 
 
 def tuple_text(items: Sequence[str]) -> str:

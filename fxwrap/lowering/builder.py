@@ -120,7 +120,7 @@ def origin_of(node: Node) -> Origin:
     """Returns where a node came from, for the lines it becomes."""
     stack = node.meta.get("nn_module_stack") or {}
     module = str(next(reversed(stack.values()))[0]) if stack else ""
-    return Origin((node.name,), str(node.target), location_of(node), module)
+    return Origin((node.name,), str(node.target).removesuffix(".default"), location_of(node), module)
 
 
 def symbol_for(symbol: sympy.Symbol) -> sympy.Symbol:
