@@ -96,3 +96,11 @@ class NativeRuntimeError(RuntimeError):
 
 class ExpressionError(FxwrapError):
     """A symbolic size or condition that the IR has no form for: an unknown symbol, function or kind of operand."""
+
+
+class CompareError(FxwrapError):
+    """A comparison that cannot be made: something that is no function or graph, or a function that failed in eager mode."""
+
+
+class GraphModuleError(FxwrapError):
+    """Something an emitted GraphModule does not do, because torch's way of doing it would give wrong numbers."""

@@ -1,0 +1,65 @@
+"""How long a run takes, and how much memory it holds at once."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fxwrap.torch_compat import allocation_record
+
+_ENOUGH_SECONDS = 1.0
+
+
+def median_seconds(prepare: Callable[[], Any], run: Callable[[Any], Any], repeats: int) -> float:
+    """Returns the median time of a run, of up to `repeats` runs that take about a second together.
+
+    `prepare` makes what a run is given, outside of the time. The first run is not counted.
+    """
+    run(prepare())
+    taken: list[float] = []
+    while len(taken) < repeats and (len(taken) < 3 or sum(taken) < _ENOUGH_SECONDS):
+        given = prepare()
+        _synchronise()
+        start = time.perf_counter()
+        run(given)
+        _synchronise()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def peak_bytes(prepare: Callable[[], Any], run: Callable[[Any], Any]) -> int:
+    """Returns the most bytes that a run allocates and holds at once, on the CPU and on the current CUDA device together.
+
+    What was allocated before, such as inputs, does not count, whether the run releases it or not. On the CPU the numbers
+    come from the allocator's own reports to torch's profiler, so that native code is seen as Python is; on CUDA from the
+    caching allocator's statistics.
+    """
+    given = prepare()
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    before = torch.cuda.memory_allocated() if on_cuda else 0
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        result = run(given)
+    del result
+    on_gpu = torch.cuda.max_memory_allocated() - before if on_cuda else 0
+    return _peak(allocation_record(profile)) + on_gpu
+
+
+def _peak(record: Iterable[int]) -> int:
+    live = peak = 0
+    for change in record:
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,68 @@
+"""The float64 reference: the same operators in double precision, with the random numbers of the original dtypes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxwrap.compare.copies import WIDE
+from fxwrap.torch_compat import TorchDispatchMode, tree_map
+
+_NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+class Float64Mode(TorchDispatchMode):
+    """Runs every operator in float64 and complex128.
+
+    Narrower tensors that a function holds itself are widened on the way in, dtypes that it names are replaced, and
+    operators that draw random numbers run in `drawn`, the dtype they have outside, because the numbers depend on it.
+    """
+
+    def __init__(self, drawn: torch.dtype) -> None:
+        super().__init__()
+        self.drawn = drawn
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        return tree_map(_wide_tensor, func(*args, **kwargs))
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a random operator on copies in the dtype that the function has outside; what it writes is copied back."""
+        narrowed: list[tuple[Tensor, Tensor]] = []
+
+        def narrow(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.dtype not in _NARROW:
+                return leaf
+            narrowed.append((leaf, leaf.to(self.drawn if leaf.dtype.is_floating_point else _NARROW[leaf.dtype])))
+            return narrowed[-1][1]
+
+        narrow_args, narrow_kwargs = tree_map(narrow, (args, kwargs))
+        given = func(*narrow_args, **narrow_kwargs)
+        written = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        if not written:
+            return tree_map(_wide_tensor, given)
+        for original, copy in narrowed:
+            original.copy_(copy)
+        originals = {id(copy): original for original, copy in narrowed}
+        return tree_map(lambda leaf: originals.get(id(leaf), leaf), given)
+
+
+def drawn_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Returns the floating dtype that most of the tensors have: the one in which random numbers are drawn."""
+    counts = Counter(tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point)
+    return counts.most_common(1)[0][0] if counts else torch.get_default_dtype()
+
+
+def _wide(leaf: Any) -> Any:
+    return WIDE.get(leaf, leaf) if isinstance(leaf, torch.dtype) else _wide_tensor(leaf)
+
+
+def _wide_tensor(leaf: Any) -> Any:
+    return leaf.to(WIDE[leaf.dtype]) if isinstance(leaf, Tensor) and leaf.dtype in WIDE else leaf
