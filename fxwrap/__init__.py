@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fxwrap.compiler import Compiled, Stage, compile_graph
+from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import Emitted
 from fxwrap.converters.interpreter import run
 from fxwrap.converters.python import to_python
@@ -30,6 +31,7 @@ __all__ = [
     "lower",
     "parse",
     "run",
+    "to_cpp",
     "to_python",
     "verify",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import Emitted
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
@@ -98,4 +99,4 @@ def interpreted(program: Program) -> Emitted:
     return Emitted(str(program), lambda: lambda inputs: Interpreter(program).run(inputs))
 
 
-_EMITTERS: dict[str, Callable[[Program], Emitted]] = {"python": to_python, "interpreter": interpreted}
+_EMITTERS: dict[str, Callable[[Program], Emitted]] = {"python": to_python, "cpp": to_cpp, "interpreter": interpreted}

@@ -54,7 +54,7 @@ class ExpressionPrinter(ABC):
     """Prints canonical expressions in one language; `names` gives the text of symbols with another name."""
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
-        self._names = names or {}
+        self._names = {} if names is None else names
 
     def print(self, expression: Expression) -> str:
         """The text of a size or condition. Raises `ExpressionError` for a node that is not canonical."""

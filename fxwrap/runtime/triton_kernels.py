@@ -1,0 +1,110 @@
+"""Triton kernels: written to the cache folder as modules, launched on a GPU or interpreted on the CPU.
+
+Triton reads `TRITON_INTERPRET` when a function is decorated, and torch may have imported Triton long before fxwrap
+could set it; then Triton's own library functions (`tl.sum`, `tl.softmax`, ...) are decorated for GPUs already. So a
+kernel for the CPU is decorated, and run, in a scope in which Triton's switch is on and its library functions are
+replaced by interpreted ones. Everything is put back at the scope's end, so one process can do both. With
+`TRITON_INTERPRET=1` in the environment before the start, Triton interprets kernels on GPU tensors too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fxwrap.errors import FxwrapError
+from fxwrap.runtime.modules import load_module
+
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
+_LIBRARY = ("triton.language", "triton.language.standard", "triton.language.random", "triton.language.math")
+
+_one_at_a_time = threading.RLock()  # Triton's interpreter keeps its state in the process
+
+
+def load_triton_kernel(source: str, options: Sequence[tuple[str, Any]]) -> Callable[..., None]:
+    """Returns `launcher(grid, *tensors, *numbers)` of a text that defines a `@triton.jit` function called `kernel`.
+
+    Options in capitals are its constant parameters; the others (num_warps, num_stages, num_ctas, maxnreg,
+    enable_fp_fusion) say how it is compiled. Floating-point fusion is off unless an option asks for it: Triton's own
+    default differs between versions. Raises FxwrapError where Triton is missing, for a text without `kernel`, and for
+    an unknown option.
+    """
+    constants = {name: option for name, option in options if name.isupper()}
+    choices = {"enable_fp_fusion": False} | {name: option for name, option in options if not name.isupper()}
+    for name in choices:
+        if name not in _LAUNCH_OPTIONS:
+            raise FxwrapError(f"a Triton kernel has no option '{name}', only {', '.join(_LAUNCH_OPTIONS)}")
+    _triton()
+
+    @cache
+    def kernel(interpreted: bool) -> Any:
+        with _interpreter() if interpreted else _one_at_a_time:
+            found = getattr(load_module(source, "triton_kernel"), "kernel", None)
+        if found is None:
+            raise FxwrapError("the text of a Triton kernel defines a function called 'kernel' with @triton.jit")
+        return found
+
+    def launch(grid: Sequence[int], *arguments: torch.Tensor | float) -> None:
+        if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
+            kernel(False)[tuple(grid)](*arguments, **constants, **choices)
+            return
+        with _interpreter():
+            kernel(True)[tuple(grid)](*arguments, **constants)
+
+    return launch
+
+
+def _triton() -> ModuleType:
+    try:
+        return importlib.import_module("triton")
+    except ImportError as missing:
+        raise FxwrapError(
+            f"this program has a Triton kernel, and Triton cannot be imported ({missing}): install the package 'triton'"
+        ) from missing
+
+
+@contextmanager
+def _interpreter() -> Iterator[None]:
+    """Makes Triton interpret what is decorated and called, until the end."""
+    runtime = _triton().knobs.runtime
+    with _one_at_a_time, runtime.scope():
+        runtime.interpret = True
+        replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in _interpreted_library()]
+        for owner, name, function in _interpreted_library():
+            setattr(owner, name, function)
+        try:
+            yield
+        finally:
+            for owner, name, function in replaced:
+                setattr(owner, name, function)
+
+
+@cache
+def _interpreted_library() -> tuple[tuple[Any, str, Any], ...]:
+    """Returns Triton's library functions that were decorated for GPUs: where each is, its name, its interpreted form."""
+    compiled = _triton().JITFunction
+    interpreted = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
+    modules = [importlib.import_module(name) for name in _LIBRARY]
+    found: list[tuple[Any, str, Any]] = []
+    made: dict[Any, Any] = {}
+    for module in modules:
+        for name, item in vars(module).items():
+            if isinstance(item, compiled):
+                made.setdefault(item, interpreted(item.fn))
+                found.append((module, name, made[item]))
+    tensor = modules[0].tensor
+    members = [(name, item) for name, item in vars(tensor).items() if isinstance(item, compiled)]
+    found += [(tensor, name, _member(made.get(item) or interpreted(item.fn))) for name, item in members]
+    return tuple(found)
+
+
+def _member(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a plain function, which a class binds to its objects."""
+    return lambda *arguments, **keywords: function(*arguments, **keywords)
