@@ -42,7 +42,7 @@ class DmaCopy(ExtensionLine):
     result: Value = define()
     staging: Value = consume()
     source: Value = read()
-    channel: int = attribute(0)
+    channel: int = attribute(default=0)
 
     def effects(self) -> tuple[Effect, ...]:
         return ()

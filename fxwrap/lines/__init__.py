@@ -44,4 +44,10 @@ Line: TypeAlias = (
 )  # fmt: skip
 """The closed union of lines, with its one open door."""
 
-__all__ = [cls.__name__ for cls in CORE_LINES] + ["CORE_LINES", "ExtensionLine", "Line"]
+__all__ = [
+    "Alloc", "Assert", "Bind", "CORE_LINES", "Call", "CallFunction", "CheckLayout", "Comment", "Cond",
+    "EnterDevice", "EnterRange", "ExitDevice", "ExitRange", "ExtensionLine", "Free", "IndexPut", "Item", "Launch",
+    "Let", "Line", "Map", "Mutate", "Pool", "PoolSlice", "RecordEvent", "RestoreState", "Return", "Reuse",
+    "SaveState", "Scan", "Scatter", "SizeOf", "StartCollective", "View", "WaitCollective", "WaitEvent", "While",
+    "Workspace", "Yield",
+]  # fmt: skip

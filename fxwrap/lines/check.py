@@ -17,8 +17,8 @@ class CheckLayout(LineBase):
 
     tensor: Value = read()
     expected: TensorType = attribute(form=Form.TYPE)
-    name: str = attribute("")
-    alignment: int = attribute(1)
+    name: str = attribute(default="")
+    alignment: int = attribute(default=1)
 
     def effects(self) -> tuple[Effect, ...]:
         return (ASSERT,)

@@ -36,9 +36,9 @@ class StartCollective(LineBase):
     operator: str = target()
     arguments: tuple[Any, ...] = read(Form.ARGUMENTS)
     group: str = attribute()
-    stream: int = attribute(0)
-    writes: tuple[Value, ...] = write(Form.SEQUENCE, ())
-    aliases: tuple[Value | None, ...] = attribute((), form=Form.SEQUENCE)
+    stream: int = attribute(default=0)
+    writes: tuple[Value, ...] = write(Form.SEQUENCE, default=())
+    aliases: tuple[Value | None, ...] = attribute(default=(), form=Form.SEQUENCE)
 
     def effects(self) -> tuple[Effect, ...]:
         return (communication_effect(self.group),)

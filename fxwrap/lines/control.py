@@ -114,8 +114,8 @@ class While(LineBase):
     carried: tuple[Value, ...] = read(Form.VALUES)
     cond: Block = block()
     body: Block = block()
-    extra: tuple[Value, ...] = read(Form.SEQUENCE, ())
-    stacked: bool = attribute(False)
+    extra: tuple[Value, ...] = read(Form.SEQUENCE, default=())
+    stacked: bool = attribute(default=False)
 
     def verify_self(self) -> str | None:
         carried, operands = types_of(self.carried), types_of((*self.carried, *self.extra))
@@ -157,8 +157,8 @@ class Scan(LineBase):
     carried: tuple[Value, ...] = read(Form.VALUES)
     over: tuple[Value, ...] = read(Form.SEQUENCE)
     body: Block = block()
-    extra: tuple[Value, ...] = read(Form.SEQUENCE, ())
-    reverse: bool = attribute(False)
+    extra: tuple[Value, ...] = read(Form.SEQUENCE, default=())
+    reverse: bool = attribute(default=False)
 
     def verify_self(self) -> str | None:
         count, carried = len(self.carried), types_of(self.carried)
@@ -189,7 +189,7 @@ class Map(LineBase):
     results: tuple[Any, ...] = define(Form.RESULTS)
     over: tuple[Value, ...] = read(Form.VALUES)
     body: Block = block()
-    extra: tuple[Value, ...] = read(Form.SEQUENCE, ())
+    extra: tuple[Value, ...] = read(Form.SEQUENCE, default=())
 
     def verify_self(self) -> str | None:
         operands = [*slice_types(self.over), *types_of(self.extra)]

@@ -40,7 +40,7 @@ class RecordEvent(LineBase):
 
     result: Value = define()
     device: str = attribute()
-    stream: int = attribute(0)
+    stream: int = attribute(default=0)
 
     def effects(self) -> tuple[Effect, ...]:
         return (UNKNOWN,)
@@ -55,7 +55,7 @@ class WaitEvent(LineBase):
 
     event: Value = consume()
     device: str = attribute()
-    stream: int = attribute(0)
+    stream: int = attribute(default=0)
 
     def effects(self) -> tuple[Effect, ...]:
         return (UNKNOWN,)

@@ -26,11 +26,11 @@ class Call(LineBase):
     results: tuple[Any, ...] = define(Form.RESULTS)
     target: str = target()
     arguments: tuple[Any, ...] = read(Form.ARGUMENTS)
-    keywords: tuple[tuple[str, Any], ...] = read(Form.NAMED, ())
-    outs: tuple[Value, ...] = write(Form.SEQUENCE, ())
-    aliases: tuple[Value | None, ...] = attribute((), form=Form.SEQUENCE)
-    effect_set: tuple[Effect, ...] = attribute((), form=Form.SEQUENCE)
-    stream: int = attribute(0)
+    keywords: tuple[tuple[str, Any], ...] = read(Form.NAMED, default=())
+    outs: tuple[Value, ...] = write(Form.SEQUENCE, default=())
+    aliases: tuple[Value | None, ...] = attribute(default=(), form=Form.SEQUENCE)
+    effect_set: tuple[Effect, ...] = attribute(default=(), form=Form.SEQUENCE)
+    stream: int = attribute(default=0)
 
     def effects(self) -> tuple[Effect, ...]:
         return self.effect_set
@@ -55,10 +55,10 @@ class Mutate(LineBase):
     target: str = target()
     arguments: tuple[Any, ...] = read(Form.ARGUMENTS)
     writes: tuple[Value, ...] = write(Form.SEQUENCE)
-    keywords: tuple[tuple[str, Any], ...] = read(Form.NAMED, ())
-    aliases: tuple[Value | None, ...] = attribute((), form=Form.SEQUENCE)
-    effect_set: tuple[Effect, ...] = attribute((), form=Form.SEQUENCE)
-    stream: int = attribute(0)
+    keywords: tuple[tuple[str, Any], ...] = read(Form.NAMED, default=())
+    aliases: tuple[Value | None, ...] = attribute(default=(), form=Form.SEQUENCE)
+    effect_set: tuple[Effect, ...] = attribute(default=(), form=Form.SEQUENCE)
+    stream: int = attribute(default=0)
 
     def effects(self) -> tuple[Effect, ...]:
         return self.effect_set
@@ -85,8 +85,8 @@ class Scatter(LineBase):
     index: Value = read()
     source: Any = read()
     dim: int = attribute()
-    reduce: str = attribute("")
-    include_self: bool = attribute(True)
+    reduce: str = attribute(default="")
+    include_self: bool = attribute(default=True)
 
     def verify_self(self) -> str | None:
         known = ("", "sum", "prod", "mean", "amax", "amin")
@@ -105,4 +105,4 @@ class IndexPut(LineBase):
     target: Value = write()
     indices: tuple[Value | None, ...] = read()
     values: Value = read()
-    accumulate: bool = attribute(False)
+    accumulate: bool = attribute(default=False)

@@ -21,9 +21,9 @@ class Launch(LineBase):
     kernel: str = target("kernel")
     arguments: tuple[Any, ...] = read(Form.ARGUMENTS)
     outs: tuple[Value, ...] = write(Form.SEQUENCE)
-    grid: tuple[Size, ...] = attribute((1, 1, 1), form=Form.SEQUENCE)
-    effect_set: tuple[Effect, ...] = attribute((), form=Form.SEQUENCE)
-    stream: int = attribute(0)
+    grid: tuple[Size, ...] = attribute(default=(1, 1, 1), form=Form.SEQUENCE)
+    effect_set: tuple[Effect, ...] = attribute(default=(), form=Form.SEQUENCE)
+    stream: int = attribute(default=0)
 
     def effects(self) -> tuple[Effect, ...]:
         return self.effect_set

@@ -28,7 +28,7 @@ class Free(LineBase):
     """
 
     root: Value = consume()
-    stream: int = attribute(0)
+    stream: int = attribute(default=0)
 
 
 @line_class("memory.reuse")
@@ -96,7 +96,7 @@ class PoolSlice(LineBase):
 
     result: Value = define(alias="pool", written=False)
     pool: Value = read()
-    offset: Size = attribute(0)
+    offset: Size = attribute(default=0)
 
     def verify_self(self) -> str | None:
         need, have = self.result.tensor_type.storage_bytes, self.pool.tensor_type.storage_bytes
@@ -114,7 +114,7 @@ class Workspace(LineBase):
     """
 
     result: Value = define(written=False)
-    zeroed: bool = attribute(False)
+    zeroed: bool = attribute(default=False)
 
     def verify_self(self) -> str | None:
         return _not_bytes(self.result)

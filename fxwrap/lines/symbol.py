@@ -28,7 +28,7 @@ class SizeOf(LineBase):
     symbol: SymbolInfo = define(Form.SYMBOL)
     tensor: Value = read()
     dim: int = attribute()
-    of: str = attribute("size")
+    of: str = attribute(default="size")
 
     def verify_self(self) -> str | None:
         known = ("size", "stride", "storage_offset")
@@ -79,7 +79,7 @@ class Bind(LineBase):
 
     symbol: SymbolInfo = define(Form.SYMBOL)
     source: Value = read()
-    path: tuple[Tag, ...] = attribute((), form=Form.SEQUENCE)
+    path: tuple[Tag, ...] = attribute(default=(), form=Form.SEQUENCE)
 
     def verify_self(self) -> str | None:
         known = ("size", "stride", "storage_offset", "element", "divide", "truth")
@@ -97,7 +97,7 @@ class Assert(LineBase):
     """
 
     condition: Size | bool = attribute()
-    message: str = attribute("")
+    message: str = attribute(default="")
 
     def effects(self) -> tuple[Effect, ...]:
         return (ASSERT,)

@@ -38,10 +38,10 @@ def print_type(type_: Type | None) -> str:
             inside = _print_sizes(type_.sizes)
             offset = type_.storage_offset
             dense = type_.strides == contiguous_strides(type_.sizes)
-            if not dense or offset != 0:
-                inside += " | " + ("" if dense else _print_sizes(type_.strides))
+            if not dense:
+                inside += " | " + _print_sizes(type_.strides)
             if offset != 0:
-                inside += " | " + print_expr(offset)
+                inside += f"{' |' if dense else ''} | {print_expr(offset)}"
             text = f"{DTYPE_NAMES[type_.dtype]}[{inside}]@{type_.device}"
             if type_.memory_space or type_.layout:
                 text += f"<{quote(type_.memory_space)}, {quote(type_.layout)}>"

@@ -102,12 +102,12 @@ def define(form: Form = Form.VALUE, *, alias: str = "", written: bool = True) ->
     return _field(Role.DEFINE, form, alias=alias, written=written)
 
 
-def read(form: Form = Form.VALUE, default: Any = MISSING) -> Any:
+def read(form: Form = Form.VALUE, *, default: Any = MISSING) -> Any:
     """Declares values whose memory the line reads."""
     return _field(Role.READ, form, default)
 
 
-def write(form: Form = Form.LITERAL, default: Any = MISSING) -> Any:
+def write(form: Form = Form.LITERAL, *, default: Any = MISSING) -> Any:
     """Declares values whose memory the line writes; what it also reads of them it need not say."""
     return _field(Role.WRITE, form, default)
 
@@ -117,7 +117,7 @@ def consume() -> Any:
     return _field(Role.CONSUME, Form.VALUE)
 
 
-def attribute(default: Any = MISSING, *, form: Form = Form.LITERAL) -> Any:
+def attribute(*, default: Any = MISSING, form: Form = Form.LITERAL) -> Any:
     """Declares plain data."""
     return _field(Role.ATTR, form, default)
 

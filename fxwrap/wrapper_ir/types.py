@@ -158,7 +158,7 @@ class Value:
     def tensor_type(self) -> TensorType:
         """The type of a tensor value. Raises ValueKindError for any other value."""
         if not isinstance(self.type, TensorType):
-            raise ValueKindError(f"%{self.name} is no tensor but of a {type(self.type).__name__}")
+            raise ValueKindError(f"%{self.name} is no tensor; its type is a {type(self.type).__name__}")
         return self.type
 
 

@@ -164,7 +164,8 @@ class _BlockVerifier:
             for symbol in symbols:
                 self._use_symbol(symbol, f"function @{name} uses symbol {symbol}, which no line before defines")
         if target is None:
-            self._fail(refers, f"there is no {refers} @{name} (a function calls only those defined before it)")
+            order = "; a function calls only those before it" if refers == "function" else ""
+            self._fail(refers, f"the program defines no {refers} @{name}{order}")
         reason = line.verify_target(target)
         if reason is not None:
             self._fail(refers, f"@{name}: {reason}")

@@ -1,0 +1,195 @@
+"""The canonical form and the key of programs: blind to names, origins and the place of frees, to nothing else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+
+from fxwrap.lines import CORE_LINES, Comment, Free
+from fxwrap.wrapper_ir import (
+    Block,
+    Origin,
+    Program,
+    canonical,
+    parse_program,
+    print_program,
+    program_key,
+    verify,
+)
+from tests.samples import EXTENSIONS, SAMPLES
+from tests.strategies.programs import RandomProgram, random_programs
+
+
+def _parse(text: str) -> Program:
+    return parse_program(text, (*CORE_LINES, *EXTENSIONS))
+
+
+def _renamed(program: Program) -> Program:
+    """The same program with other names of values, symbols, functions and kernels."""
+    text, mark, kernels = print_program(program).partition("\nkernel @")
+    text = re.sub(r"%(\w+)", r"%renamed_\1", text)
+    text = re.sub(r"(?<!dtype\()\b(uf|[sunfb])(\d+)\b(?!\[)", r"\g<1>7\2", text) + mark + kernels
+    for name in [kernel.name for kernel in program.kernels] + [name for name, _ in program.functions]:
+        text = re.sub(rf"@{name}\b", f"@other_{name}", text)
+    return _parse(text)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_canonical_form_verifies_and_is_its_own(name: str) -> None:
+    form = canonical(SAMPLES[name].program())
+    verify(form)
+    assert canonical(form) == form
+    assert print_program(canonical(form)) == print_program(form)
+
+
+@pytest.mark.parametrize("name", sorted(set(SAMPLES) - {"notes", "triton_kernel", "types"}))
+def test_other_names_give_the_same_form_and_key(name: str) -> None:
+    program = SAMPLES[name].program()
+    other = _renamed(program)
+    assert other != program or name == "empty"
+    assert print_program(canonical(other)) == print_program(canonical(program))
+    assert program_key(other) == program_key(program)
+
+
+@settings(max_examples=100)
+@given(random_programs())
+def test_the_canonical_form_of_a_random_program_verifies(random: RandomProgram) -> None:
+    form = canonical(random.program)
+    verify(form)
+    assert canonical(form) == form
+
+
+@settings(max_examples=50)
+@given(random_programs())
+def test_other_names_give_a_random_program_the_same_key(random: RandomProgram) -> None:
+    lines = [line for line in random.program.body.lines if not isinstance(line, Comment)]  # it may hold a name
+    program = random.program.replace(body=Block((), tuple(lines)))
+    assert program_key(_renamed(program)) == program_key(program)
+
+
+def test_origins_are_dropped() -> None:
+    program = SAMPLES["mlp"].program()
+    marked = [line.replace(origin=Origin(("node",))) for line in program.body.lines]
+    other = program.replace(body=Block((), tuple(marked)))
+    assert program_key(other) == program_key(program)
+    assert all(line.origin is None for line in canonical(other).lines())
+
+
+def test_a_free_moves_to_the_last_use() -> None:
+    program = _parse(
+        """
+program @frees(%x: borrowed f32[4]@cpu, %unused: owned f32[4]@cpu) {
+  %b = extern.call @aten.sin.default(%x) : f32[4]@cpu
+  %a = extern.call @aten.cos.default(%x) : f32[4]@cpu
+  %view = memory.view(%b) : f32[2, 2]@cpu
+  %c = extern.call @aten.add.Tensor(%a, %view) : f32[4]@cpu
+  note.comment() text="late"
+  memory.free(%unused)
+  memory.free(%a)
+  memory.free(%b)
+  control.return(%c)
+}
+"""
+    )
+    assert print_program(canonical(program)) == (
+        """\
+program @program(%v0: borrowed f32[4]@cpu, %v1: owned f32[4]@cpu) {
+  memory.free(%v1)
+  %v2 = extern.call @aten.sin.default(%v0) : f32[4]@cpu
+  %v3 = extern.call @aten.cos.default(%v0) : f32[4]@cpu
+  %v4 = memory.view(%v2) : f32[2, 2]@cpu
+  %v5 = extern.call @aten.add.Tensor(%v3, %v4) : f32[4]@cpu
+  memory.free(%v2)
+  memory.free(%v3)
+  note.comment() text="late"
+  control.return(%v5)
+}
+"""
+    )
+
+
+def test_what_a_collective_reads_is_freed_after_the_wait() -> None:
+    program = _parse(
+        """
+program @flight(%x: borrowed f32[4]@cpu) {
+  %a = extern.call @aten.cos.default(%x) : f32[4]@cpu
+  %s = collective.start @_c10d_functional.all_reduce.default(%a, "sum", "0") group="0" : f32[4]@cpu
+  %r = collective.wait(%s) group="0" : f32[4]@cpu
+  %b = extern.call @aten.sin.default(%r) : f32[4]@cpu
+  memory.free(%a)
+  memory.free(%s)
+  control.return(%b)
+}
+"""
+    )
+    lines = verify(canonical(program)).body.lines
+    assert [line.root.name for line in lines if isinstance(line, Free)] == ["v1", "v2"]
+    assert [type(line).opcode for line in lines[2:4]] == ["collective.wait", "memory.free"]
+
+
+def test_equal_kernels_become_one_and_unused_ones_go() -> None:
+    program = SAMPLES["mlp"].program()
+    (kernel,) = program.kernels
+    twin = type(kernel)("twin", kernel.language, kernel.source, kernel.signature, kernel.options)
+    unused = type(kernel)("unused", kernel.language, kernel.source + "\n", kernel.signature, kernel.options)
+    more = program.replace(kernels=(unused, twin, kernel))
+    assert canonical(more) == canonical(program)
+    assert [item.name for item in canonical(more).kernels] == ["kernel0"]
+
+
+CHANGES = {
+    "element type": ("mlp", "%buf1 = memory.alloc() : f32[s0, 4]", "%buf1 = memory.alloc() : i32[s0, 4]"),
+    "stride": ("mlp", "f32[s0, 4 | 1, s0]", "f32[s0, 4]"),
+    "attribute": ("scatter_and_index_put", "include_self=false", "include_self=true"),
+    "operator": ("owned_inputs", "aten.exp.out", "aten.sin.out"),
+    "operand": ("exact_scalars", "9007199254740993", "9007199254740992"),
+    "float operand": ("exact_scalars", "1e-300", "1e-301"),
+    "ownership": ("mutated_inputs_and_constants", "%seen: mutable", "%seen: owned"),
+    "constant": ("mutated_inputs_and_constants", "%weight: f32", "%weight: mutable f32"),
+    "range": ("mlp", "range=(2, 4096)", "range=(2, 4098)"),
+    "hint": ("mlp", "hint=6", "hint=8"),
+    "divisor": ("mlp", "divisible=2", "divisible=3"),
+    "header": ("mlp", "emitter=python", "emitter=cpp"),
+    "operand order": ("shared_function", "@layer(%two_1, %two_w)", "@layer(%two_x, %two_w)"),
+    "effects": ("types", 'communicate("0")', 'communicate("1")'),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_any_other_change_gives_another_key(what: str) -> None:
+    name, before, after = CHANGES[what]
+    text = SAMPLES[name].full_text()
+    assert before in text
+    assert program_key(_parse(text.replace(before, after))) != program_key(_parse(text))
+
+
+@pytest.mark.parametrize("change", [{"source": "other"}, {"language": "cuda"}, {"options": (("BLOCK", 8),)}])
+def test_another_kernel_gives_another_key(change: dict[str, object]) -> None:
+    program = SAMPLES["mlp"].program()
+    (kernel,) = program.kernels
+    fields = {name: getattr(kernel, name) for name in ("name", "language", "source", "signature", "options")}
+    changed = type(kernel)(**{**fields, **change})
+    assert changed.hash != kernel.hash
+    assert program_key(program.replace(kernels=(changed,))) != program_key(program)
+
+
+def test_options_and_target_are_part_of_the_key() -> None:
+    program = SAMPLES["mlp"].program()
+    keys = {
+        program_key(program),
+        program_key(program, "a"),
+        program_key(program, "", "a"),
+        program_key(program, "a", "a"),
+    }
+    assert len(keys) == 4
+    assert all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
+
+
+def test_constants_keep_their_payloads() -> None:
+    program = SAMPLES["mutated_inputs_and_constants"].program()
+    tensors = canonical(program).store.tensors
+    assert [tensors[name] is tensor for name, tensor in zip(("v3", "v4", "v5"), program.store.tensors.values())] == [
+        True
+    ] * 3
