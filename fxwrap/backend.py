@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.lowering import decomposition_table
 from fxwrap.options import Options
-from fxwrap.torch_compat import TracingFacts, aot_autograd, min_cut_partition, tracing_facts
+from fxwrap.torch_compat import TracingFacts, aot_autograd, min_cut_rematerialization_partition, tracing_facts
 from fxwrap.wrapper_ir import Ownership
 
 
@@ -59,7 +59,7 @@ def make_backend(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
-        partition_fn=options.partitioner or min_cut_partition,
+        partition_fn=options.partitioner or min_cut_rematerialization_partition,
         decompositions=dict(decomposition_table(options)),
         keep_inference_input_mutations=True,
     )

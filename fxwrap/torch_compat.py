@@ -6,6 +6,7 @@ Each item says why the public API does not do and on which versions it was check
 from __future__ import annotations
 
 from collections.abc import Callable
+import os
 from dataclasses import dataclass
 from functools import cache
 
@@ -162,7 +163,7 @@ def out_argument_names(target: str) -> tuple[str, ...]:
 
 # --- AOTAutograd ----------------------------------------------------------------------------------------------------
 # Why: backends of torch.compile that train have no public entry to AOTAutograd. Checked on 2.11, 2.13.
-from functorch.compile import min_cut_rematerialization_partition as min_cut_partition  # noqa: E402, F401
+from functorch.compile import min_cut_rematerialization_partition as min_cut_rematerialization_partition  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd as aot_autograd  # noqa: E402
 from torch._guards import TracingContext  # noqa: E402
 
@@ -331,6 +332,22 @@ def allocation_record(profile: torch.profiler.profile) -> list[int]:
     results: Any = getattr(profile.profiler, "kineto_results", None)
     events = [event for event in results.events() if event.name() == "[memory]"] if results is not None else []
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keep torch's profiler from writing two lines to stderr for each profile, unless the user chose a log level.
+
+    Why: the profiler reads its level from the environment when it is first used; nothing else sets it. Checked on 2.13.
+    """
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
 
 
 def negated_view(tensor: torch.Tensor) -> torch.Tensor:

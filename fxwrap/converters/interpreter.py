@@ -14,15 +14,49 @@ import torch
 from fxwrap.converters.base import Converter, Handler
 from fxwrap.errors import FxwrapError, InputError
 from fxwrap.lines import (
-    Alloc, Assert, Bind, Call, CallFunction, CheckLayout, Comment, Cond, EnterDevice, EnterRange, ExitDevice, ExitRange,
-    ExtensionLine, Free, IndexPut, Item, Launch, Let, Map, Mutate, Pool, PoolSlice, RecordEvent, RestoreState, Return,
-    Reuse, SaveState, Scan, Scatter, SizeOf, StartCollective, View, WaitCollective, WaitEvent, While, Workspace, Yield,
+    Alloc,
+    Assert,
+    Bind,
+    Call,
+    CallFunction,
+    CheckLayout,
+    Comment,
+    Cond,
+    EnterDevice,
+    EnterRange,
+    ExitDevice,
+    ExitRange,
+    ExtensionLine,
+    Free,
+    IndexPut,
+    Item,
+    Launch,
+    Let,
+    Map,
+    Mutate,
+    Pool,
+    PoolSlice,
+    RecordEvent,
+    RestoreState,
+    Return,
+    Reuse,
+    SaveState,
+    Scan,
+    Scatter,
+    SizeOf,
+    StartCollective,
+    View,
+    WaitCollective,
+    WaitEvent,
+    While,
+    Workspace,
+    Yield,
 )  # fmt: skip
 from fxwrap.runtime import checks, control, tensors
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import evaluate
 from fxwrap.torch_compat import operator_overload, out_argument_names
-from fxwrap.wrapper_ir import Block, Program, TensorType, Value, map_leaves
+from fxwrap.wrapper_ir import Block, Program, TensorType, Value, map_leaves, type_symbols
 
 
 class Interpreter(Converter):
@@ -65,6 +99,8 @@ class Interpreter(Converter):
 
     def _check_result(self, value: Value, content: Any) -> None:
         type_ = value.tensor_type
+        if any(symbol.name not in self.symbols for symbol in type_symbols(type_)):
+            return  # the lines that follow read these symbols off this very result
         sizes, strides = self._numbers(type_.sizes), self._numbers(type_.strides)
         try:
             checks.check_layout(content, value.name, type_.dtype, sizes, strides, type_.device)
@@ -189,7 +225,8 @@ class Interpreter(Converter):
 
     def index_put(self, line: IndexPut) -> None:
         indices = [None if index is None else self.values[index.name] for index in line.indices]
-        self.values[line.target.name].index_put_(indices, self.values[line.values.name], line.accumulate)
+        arguments = (self.values[line.target.name], indices, self.values[line.values.name], line.accumulate)
+        torch.ops.aten.index_put_.default(*arguments)
 
     # --- symbols ----------------------------------------------------------------------------------------------------
 
@@ -288,11 +325,13 @@ class Interpreter(Converter):
     def wait_event(self, line: WaitEvent) -> NoReturn:
         raise self.unsupported(line, "streams run on GPUs through the other converters")
 
-    def start_collective(self, line: StartCollective) -> NoReturn:
-        raise self.unsupported(line, "collectives arrive with distributed support")
+    def start_collective(self, line: StartCollective) -> None:
+        given = operator_overload(line.operator)(*self._literal(line.arguments))
+        self._results(line.results, (given,) if len(line.results) == 1 else tuple(given))
 
-    def wait_collective(self, line: WaitCollective) -> NoReturn:
-        raise self.unsupported(line, "collectives arrive with distributed support")
+    def wait_collective(self, line: WaitCollective) -> None:
+        wait = operator_overload("_c10d_functional.wait_tensor.default")
+        self._window(line.result, line.pending, wait(self.values[line.pending.name]))
 
 
 

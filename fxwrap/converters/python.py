@@ -52,8 +52,6 @@ from fxwrap.runtime.modules import load_module
 from fxwrap.torch_compat import out_argument_names
 from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, leaves
 
-_RUNTIME = "fxwrap.runtime"
-
 
 class PythonConverter(Converter):
     """Writes the statements of one block; nested blocks are functions of their own, written above."""
@@ -110,13 +108,13 @@ class PythonConverter(Converter):
         return tuple_text([self._text(size) for size in sizes])
 
     def _runtime(self, module: str, function: str) -> str:
-        return self.module.imported(f"{_RUNTIME}.{module}", function)
+        return self.module.runtime(module, function)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _empty(self, type_: TensorType) -> str:
-        dtype, device = self._text(type_.dtype), self._text(type_.device)
-        return f"torch.empty_strided({self._sizes(type_.sizes)}, {self._sizes(type_.strides)}, dtype={dtype}, device={device})"
+        shape = f"{self._sizes(type_.sizes)}, {self._sizes(type_.strides)}"
+        return f"torch.empty_strided({shape}, dtype={self._text(type_.dtype)}, device={self._text(type_.device)})"
 
     def alloc(self, line: Alloc) -> None:
         self._assign(line.result, self._empty(line.result.tensor_type))
@@ -189,7 +187,7 @@ class PythonConverter(Converter):
     def mutate(self, line: Mutate) -> None:
         self._take(line, call_text(self.module, line.target, line.arguments, line.keywords, ()))
 
-    def _take(self, line: Call | Mutate, call: str) -> None:
+    def _take(self, line: Call | Mutate | StartCollective, call: str) -> None:
         """Binds an operator's results: those nobody wants are not kept alive."""
         named = [leaf for leaf in leaves(line.results) if leaf is not None]
         for value in named:
@@ -199,19 +197,14 @@ class PythonConverter(Converter):
         elif len(line.results) == 1 and isinstance(line.results[0], Value):
             self._say(f"{self.module.local(line.results[0].name)} = {call}")
         else:
-            self._say(f"{', '.join([self._pattern(item) for item in self._outer(line)])} = {call}")
+            # an operator that returns one list: its items
+            items = line.results[0] if len(line.results) == 1 else line.results
+            pattern = ", ".join([self._pattern(item) for item in items]) + ("," if len(items) == 1 else "")
+            self._say(f"{pattern} = {call}")
             if any(leaf is None for leaf in leaves(line.results)):
                 self._delete(["_"])
 
-    def _outer(self, line: Call | Mutate) -> tuple[Any, ...]:
-        if len(line.results) == 1:  # an operator that returns one list: its items
-            items: tuple[Any, ...] = line.results[0]
-            return items if len(items) != 1 else (*items, _NOTHING)
-        return line.results
-
     def _pattern(self, item: Any) -> str:
-        if item is _NOTHING:
-            return ""
         if item is None:
             return "_"
         if isinstance(item, Value):
@@ -227,9 +220,10 @@ class PythonConverter(Converter):
             self._say(f"{arguments[0]}.scatter_({', '.join(arguments[1:])})")
 
     def index_put(self, line: IndexPut) -> None:
+        function = self.module.operator("aten.index_put_.default")  # the method takes no None among the indices
         indices = f"[{', '.join([self._text(index) for index in line.indices])}]"
-        accumulate = ", accumulate=True" if line.accumulate else ""
-        self._say(f"{self._text(line.target)}.index_put_({indices}, {self._text(line.values)}{accumulate})")
+        accumulate = ", True" if line.accumulate else ""
+        self._say(f"{function}({self._text(line.target)}, {indices}, {self._text(line.values)}{accumulate})")
 
     # --- symbols ----------------------------------------------------------------------------------------------------
 
@@ -265,7 +259,7 @@ class PythonConverter(Converter):
     # --- control ----------------------------------------------------------------------------------------------------
 
     def _function(self, label: str, block: Block) -> str:
-        """Writes a nested block as a function above; the symbols it uses are its last parameters, with the same names."""
+        """Writes a nested block as a function above; its last parameters are the symbols it uses, by the same names."""
         return self.module.function(label, block, lambda: PythonConverter(self.program, self.module, self.handlers))
 
     def _targets(self, results: tuple[Any, ...]) -> str:
@@ -341,7 +335,8 @@ class PythonConverter(Converter):
         self._say(f"{self._runtime('checks', 'check_layout')}({', '.join(arguments)})")
 
     def comment(self, line: Comment) -> None:
-        self._say(f"# {line.text}")
+        for text in line.text.splitlines():
+            self._say(f"# {text}".rstrip())
 
     def enter_range(self, line: EnterRange) -> None:
         self.ranges.append(f"range_{len(self.statements)}")
@@ -357,14 +352,12 @@ class PythonConverter(Converter):
     def wait_event(self, line: WaitEvent) -> NoReturn:
         raise self.unsupported(line, "streams arrive with the pass that places device lines")
 
-    def start_collective(self, line: StartCollective) -> NoReturn:
-        raise self.unsupported(line, "collectives arrive with distributed support")
+    def start_collective(self, line: StartCollective) -> None:
+        self._take(line, call_text(self.module, line.operator, line.arguments, (), ()))
 
-    def wait_collective(self, line: WaitCollective) -> NoReturn:
-        raise self.unsupported(line, "collectives arrive with distributed support")
-
-
-_NOTHING = object()  # makes a pattern of one item end in a comma
+    def wait_collective(self, line: WaitCollective) -> None:
+        wait = self.module.operator("_c10d_functional.wait_tensor.default")
+        self._assign(line.result, f"{wait}({self._text(line.pending)})", line.pending)
 
 
 def to_python(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> Emitted:
@@ -378,15 +371,14 @@ def to_python(program: Program, handlers: Mapping[type[ExtensionLine], Handler] 
     constants = [constant.value for constant in program.constants]
     for value in [*[item.value for item in program.inputs if isinstance(item.value, Value)], *constants]:
         writer.own(value.name)
-    module.imported(f"{_RUNTIME}.checks", "check_count")
-    count = len(program.inputs)
-    statements = [f"if len(arguments) != {count}:", f"    check_count({program.name!r}, {count}, len(arguments))"]
+    count, check = len(program.inputs), module.runtime("checks", "check_count")
+    statements = [f"if len(arguments) != {count}:", f"    {check}({program.name!r}, {count}, len(arguments))"]
     statements += unpack_text([module.local(item.name) for item in program.inputs])
     statements += writer.block(program.body)
-    function = "\n    ".join([f"def {program.name}(arguments):", *statements])
+    function = "\n    ".join([f"def {module.local(program.name)}(arguments):", *statements])
     names = [module.local(value.name) for value in constants]
     source = module.text(_title(program), _constants_text(names, constants) + function)
-    return Emitted(source, lambda: _build(source, program))
+    return Emitted(source, lambda: _build(source, program, module.local(program.name)))
 
 
 def _title(program: Program) -> str:
@@ -401,9 +393,9 @@ def _constants_text(names: list[str], constants: list[Value]) -> str:
     return f"def load_constants(constants):\n    global {', '.join(names)}\n    {taken}\n\n\n"
 
 
-def _build(source: str, program: Program) -> Boxed:
+def _build(source: str, program: Program, function: str) -> Boxed:
     module = load_module(source, program.name)
     if program.constants:
         module.load_constants(program.store.tensors)
-    built: Boxed = getattr(module, program.name)
+    built: Boxed = getattr(module, function)
     return built

@@ -12,11 +12,15 @@ import sympy
 import torch
 
 from fxwrap.converters.torch_calls import Kind, kind_of, torch_call
-from fxwrap.symbolic import PythonPrinter, expression_kind
+from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
 from fxwrap.wrapper_ir import Block, KernelDefinition, Role, TensorType, Value, blocks, defined_symbol, symbols_used
 
-_RESERVED = frozenset({"torch", "math", "arguments", "_", *keyword.kwlist, "int", "bool", "float", "max", "min", "round"})
-_RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "load_", "check_")
+_RUNTIME_MODULES = ("checks", "control", "kernels", "tensors")
+_BUILTINS = ("bool", "float", "int", "max", "min", "round", "len")
+_RESERVED = frozenset(
+    {"torch", "math", "operator", "arguments", "_", "load_constants", *keyword.kwlist, *_BUILTINS, *_RUNTIME_MODULES}
+)
+_RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "range_")
 _INDENT = "    "
 _WIDTH = 100
 
@@ -34,7 +38,7 @@ class PythonModule:
 
     def __init__(self) -> None:
         self.printer = PythonPrinter()
-        self.imports: dict[str, set[str]] = {}
+        self.imports: set[str] = set()
         self.definitions: dict[str, str] = {}
         self.functions: list[str] = []
         self._function_of: dict[int, tuple[str, Block]] = {}
@@ -49,10 +53,10 @@ class PythonModule:
             self._locals[name] = found
         return found
 
-    def imported(self, module: str, name: str) -> str:
-        """Returns the name, imported from the module."""
-        self.imports.setdefault(module, set()).add(name)
-        return name
+    def runtime(self, module: str, function: str) -> str:
+        """Returns the text of a function of a module of `fxwrap.runtime`, which is imported."""
+        self.imports.add(module)
+        return f"{module}.{function}"
 
     def defined(self, name: str, text: str) -> str:
         """Returns the name, which stands for the text, worked out once when the module is loaded."""
@@ -68,7 +72,7 @@ class PythonModule:
 
     def kernel(self, kernel: KernelDefinition) -> str:
         """Returns a module-level name for a kernel's launcher."""
-        load = self.imported("fxwrap.runtime.kernels", "load_kernel")
+        load = self.runtime("kernels", "load_kernel")
         text = f"{load}({kernel.language!r}, {_raw(kernel.source)}, {kernel.signature!r}, {kernel.options!r})"
         return self.defined(f"kernel_{kernel.name}", text)
 
@@ -80,7 +84,8 @@ class PythonModule:
         name = f"{label}_{len(self._function_of)}"
         self._function_of[id(block)] = (name, block)
         symbols = "".join([f", {symbol}" for symbol in free_symbols(block)])
-        self.functions.append(function_text(f"{name}(arguments{symbols})", block.arguments, writer().block(block), self))
+        statements = writer().block(block)
+        self.functions.append(function_text(f"{name}(arguments{symbols})", block.arguments, statements, self))
         return name
 
     @staticmethod
@@ -92,13 +97,13 @@ class PythonModule:
         """Returns the module's text."""
         lines = [f'"""{title}"""', ""]
         body = "\n\n\n".join([*self.functions, function])
-        if "math." in body:
-            lines.append("import math")
+        lines += [line for line in PYTHON_IMPORTS if f"{line.split()[-1]}." in body]
         lines += ["import torch"]
-        for module in sorted(self.imports):
-            lines.append(f"from {module} import {', '.join(sorted(self.imports[module]))}")
-        lines += ["", *[f"{name} = {text}" for name, text in sorted(self.definitions.items())], "", ""]
-        return "\n".join(lines) + body + "\n"
+        if self.imports:
+            lines.append(f"from fxwrap.runtime import {', '.join(sorted(self.imports))}")
+        if self.definitions:
+            lines += ["", *[f"{name} = {text}" for name, text in sorted(self.definitions.items())]]
+        return "\n".join(lines) + "\n\n\n" + body + "\n"
 
 
 def _raw(source: str) -> str:

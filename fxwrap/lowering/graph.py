@@ -170,9 +170,8 @@ class _Lowering:
             target = builder.env[by_name[overwritten]]
             if target is not result:
                 builder.mutated.add(builder.root_of[target.name].name)
-                builder.emit(
-                    Mutate((), "aten.copy_.default", (target, result), (target,), origin=origin_of(item))
-                )
+                origin = origin_of(item) if isinstance(item, Node) else None
+                builder.emit(Mutate((), "aten.copy_.default", (target, result), (target,), origin=origin))
         return tuple(leaf for leaf in leaves(tuple(returned)))
 
     def _assemble(self, returned: tuple[Any, ...]) -> Program:

@@ -37,7 +37,7 @@ def scatter(
     target.scatter_reduce_(dim, index, source, reduce, include_self=include_self)
 
 
-def follow(found: Any, step: str, argument: int = 0) -> Any:
+def follow(found: Any, step: str, argument: Any = 0) -> Any:
     """Takes one step of a key path: what it finds in an operator's result."""
     match step:
         case "size":

@@ -1,0 +1,160 @@
+"""The Python converter: the text, what it keeps alive, and how it fails."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import traceback
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.errors import InputError, Unsupported
+from fxwrap.options import EMITTERS
+from tests.golden import check_golden, read_section, sections
+from tests.samples import SAMPLES, DmaCopy
+
+GOLDENS = Path(__file__).parent / "golden"
+RULES = sorted(path.stem for path in GOLDENS.glob("python_*.txt"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_text(rule: str, update_golden: bool) -> None:
+    path = GOLDENS / f"{rule}.txt"
+    text = read_section(path, "input")
+    program = fxwrap.verify(fxwrap.parse(text))
+    check_golden(path, sections([("input", text), ("python", fxwrap.to_python(program).source)]), update_golden)
+
+
+def test_there_are_goldens() -> None:
+    assert len(RULES) >= 8
+
+
+@pytest.mark.parametrize("sample", [sample for sample in SAMPLES.values() if sample.cpu_runnable], ids=lambda sample: sample.name)
+def test_samples_run_as_the_interpreter_does(sample) -> None:
+    program = sample.program()
+    ours, theirs = sample.inputs(3), sample.inputs(3)
+    torch.manual_seed(1)
+    wanted = fxwrap.run(program, theirs)
+    torch.manual_seed(1)
+    result = fxwrap.to_python(program)(*ours)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(list(ours), list(theirs), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_text_is_the_same_on_every_run() -> None:
+    graph = make_fx(lambda x: (x.softmax(0), x.sort()))(torch.randn(4))
+    texts = {fxwrap.to_python(fxwrap.lower(graph, [torch.randn(4)])).source for _ in range(3)}
+    assert len(texts) == 1
+
+
+def test_intermediates_die_at_their_free() -> None:
+    alive: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made.append(weakref.ref(result))
+            alive.append(sum(reference() is not None for reference in made))
+            return result
+
+    program = fxwrap.lower(make_fx(lambda x: x.exp().sin().cos().tan().neg())(torch.randn(3)), [torch.randn(3)])
+    boxed = fxwrap.to_python(program).boxed
+    inputs = [torch.randn(3)]
+    with Watch():
+        boxed(inputs)
+    assert max(alive) == 2  # what is read and what is made
+
+
+def test_an_owned_input_dies_at_its_last_use() -> None:
+    text = """program @p(%x: owned f32[3]@cpu) {
+  %a = extern.call @aten.exp.default(%x) : f32[3]@cpu
+  memory.free(%x)
+  %b = extern.call @test_python.probe.default(%a) effect_set=(unknown()) : f32[3]@cpu
+  memory.free(%a)
+  control.return(%b)
+}
+"""
+    given = [torch.randn(3)]
+    reference = weakref.ref(given[0])
+    seen: list[bool] = []
+    with torch.library._scoped_library("test_python", "FRAGMENT") as library:
+        library.define("probe(Tensor x) -> Tensor")
+
+        def probe(x: torch.Tensor) -> torch.Tensor:
+            gc.collect()
+            seen.append(reference() is None)
+            return x.clone()
+
+        library.impl("probe", probe, "CPU")
+        fxwrap.to_python(fxwrap.parse(text)).boxed(given)
+    assert seen == [True]
+    assert given == []
+
+
+def test_a_debugger_finds_the_source() -> None:
+    graph = make_fx(lambda x, y: torch.mm(x, y))(torch.randn(2, 2), torch.randn(2, 2))
+    compiled = fxwrap.compile_graph(graph, [torch.randn(2, 2)] * 2, options=fxwrap.Options(check_inputs=False))
+    with pytest.raises(RuntimeError) as caught:
+        compiled(torch.randn(2, 3), torch.randn(2, 3))
+    frame = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert Path(frame.filename).read_text() == compiled.source
+    assert "torch.mm" in linecache.getline(frame.filename, frame.lineno)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "takes 2 inputs, got 0"),
+        ([torch.randn(2, 3)], "takes 2 inputs, got 1"),
+        ([torch.randn(2, 3), torch.randn(3)], r"input 'y_1': expected f32\[2, 3\]"),
+        ([torch.randn(2, 3), torch.randn(3, 2).t()], r"input 'y_1': expected f32\[2, 3\].*strides"),
+        ([torch.randn(2, 3), torch.randn(2, 3).double()], r"input 'y_1': expected f32.*got f64"),
+        ([torch.randn(2, 3), torch.empty(2, 3, device="meta")], "input 'y_1': expected .*meta"),
+        ([torch.randn(2, 3), 3], "input 'y_1': expected a torch.Tensor, got int"),
+        ([torch.randn(2, 3), None], "input 'y_1': expected .*got None"),
+    ],
+)
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_wrong_inputs_get_the_same_clear_error(emitter: str, inputs: list, message: str) -> None:
+    graph = make_fx(lambda x, y: x + y)(torch.randn(2, 3), torch.randn(2, 3))
+    compiled = fxwrap.compile_graph(graph, [torch.randn(2, 3)] * 2, options=fxwrap.Options(emitter=emitter))
+    with pytest.raises(InputError, match=message):
+        compiled(*inputs)
+
+
+def test_gradients_are_not_recorded_and_autocast_is_off() -> None:
+    graph = make_fx(lambda x: x @ x)(torch.randn(2, 2))
+    compiled = fxwrap.compile_graph(graph, [torch.randn(2, 2)])
+    with torch.autocast("cpu", torch.bfloat16):
+        (result,) = compiled(torch.randn(2, 2, requires_grad=True))
+    assert result.dtype is torch.float32
+    assert not result.requires_grad
+
+
+def test_a_vendors_line_goes_to_its_handler_else_to_its_expansion() -> None:
+    sample = SAMPLES["extension"]
+    plain = fxwrap.to_python(sample.program()).source
+    assert "copy_" in plain
+
+    def handler(converter, line):
+        converter.convert(line.expand()[0])
+        converter.statements.append(f"vendor_copy({line.result.name}, {line.source.name})")
+
+    assert "vendor_copy(" in fxwrap.to_python(sample.program(), {DmaCopy: handler}).source
+
+
+def test_what_python_cannot_say_yet_is_named() -> None:
+    text = """program @p() {
+  device.enter() device="cuda:0"
+  device.exit() device="cuda:0"
+  control.return()
+}
+"""
+    with pytest.raises(Unsupported, match="the python converter cannot express 'device.enter"):
+        fxwrap.to_python(fxwrap.parse(text))
