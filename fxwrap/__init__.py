@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fxwrap.compare import compare
 from fxwrap.compiler import Compiled, Stage, compile_graph
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import Emitted
@@ -26,6 +27,7 @@ __all__ = [
     "Options",
     "Program",
     "Stage",
+    "compare",
     "compile_graph",
     "default_decompositions",
     "lower",

@@ -371,3 +371,8 @@ def graph_python_code(graph: torch.fx.Graph, codegen: torch.fx.graph.CodeGen) ->
         return graph.python_code(root_module="self")
     finally:
         graph.set_codegen(own)
+
+
+# Why: the operator of a while loop that keeps every round's values is not in torch.ops until this is imported. Checked
+# on 2.11, 2.13.
+from torch._higher_order_ops.while_loop import while_loop_stack_output_op as while_loop_stack_output  # noqa: E402, F401

@@ -24,8 +24,9 @@ WIDE: Mapping[torch.dtype, torch.dtype] = {
 def copied(tree: Any, *, wide: bool = False) -> Any:
     """Returns inputs with every tensor copied; anything else is passed on.
 
-    Two tensors on one storage have copies on one storage, and an input given twice has one copy. Sizes, strides, offsets,
-    `requires_grad` and the class Parameter are kept. With `wide`, floating dtypes become float64, complex ones complex128.
+    Two tensors on one storage have copies on one storage, and an input given twice has one copy. Sizes, strides,
+    offsets, `requires_grad` and the class Parameter are kept. With `wide`, floating dtypes become float64, complex
+    ones complex128.
     """
     copier = _Copier(wide)
     return tree_map(lambda leaf: copier.copy(leaf) if isinstance(leaf, Tensor) else leaf, tree)
@@ -51,7 +52,7 @@ class _Copier:
     def _window(self, tensor: Tensor) -> Tensor:
         dtype = WIDE.get(tensor.dtype, tensor.dtype) if self.wide else tensor.dtype
         made = torch.empty(0, dtype=dtype, device=tensor.device)
-        made.set_(self._storage(tensor, dtype), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        made.set_(self._storage(tensor, dtype), tensor.storage_offset(), tensor.shape, tensor.stride())
         made = made.conj() if tensor.is_conj() else made
         return negated_view(made) if tensor.is_neg() else made
 
@@ -59,7 +60,7 @@ class _Copier:
         key = (storage_identity(tensor), dtype if dtype is not tensor.dtype else None)
         if key not in self.storages:
             storage = tensor.untyped_storage()
-            self.storages[key] = storage.clone() if key[1] is None else _converted(storage, tensor, dtype)
+            self.storages[key] = _duplicate(storage) if key[1] is None else _converted(storage, tensor, dtype)
         return self.storages[key]
 
 
@@ -67,11 +68,15 @@ def _has_plain_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
+def _duplicate(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return storage.clone()  # type: ignore[no-untyped-call,no-any-return]
+
+
 def _converted(storage: torch.UntypedStorage, tensor: Tensor, dtype: torch.dtype) -> torch.UntypedStorage:
     """Returns a storage whose elements, read as `tensor` has them, are of another dtype; offsets keep their meaning."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     count = storage.nbytes() // tensor.dtype.itemsize
-    whole.set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
+    whole.set_(storage, 0, (count,), (1,))
     return whole.to(dtype).untyped_storage()
 
 

@@ -15,7 +15,7 @@ from fxwrap.compare.measure import median_seconds, peak_bytes
 from fxwrap.compare.observe import Arguments, Judge, Observation, largest_error, observe, run_once
 from fxwrap.compare.reference import Float64Mode, drawn_dtype
 from fxwrap.compare.report import Outcome, Report
-from fxwrap.compare.subjects import CapturedGraph, Subject, subject_of
+from fxwrap.compare.subjects import CapturedGraph, Subject, is_graph, subject_of
 from fxwrap.errors import CompareError, OptionError
 from fxwrap.options import EMITTERS, Options
 
@@ -39,9 +39,10 @@ def compare(
 
     The ways are eager PyTorch, a float64 reference, and each emitter. A function or module is captured once by
     `torch.compile` (whose caches are emptied before and after), a graph of ATen operators or an exported program is
-    lowered as it is, a `Program` is compared with the interpreter. Every run starts from the same seed and gets inputs of
-    its own, copied with their strides, offsets and shared memory; what a run does to inputs, parameters and buffers is
-    compared and then undone. A function that keeps tensors of its own is compared rightly only when it leaves them alone.
+    lowered as it is, a `Program` is compared with the interpreter. Every run starts from the same seed and gets
+    inputs of its own, copied with their strides, offsets and shared memory; what a run does to inputs, parameters and
+    buffers is compared and then undone. A function that keeps tensors of its own is compared rightly only when it
+    leaves them alone.
 
     Args:
         fn: a function, nn.Module, GraphModule, ExportedProgram or Program.
@@ -61,12 +62,13 @@ def compare(
     for emitter in emitters:
         if emitter not in EMITTERS:
             raise OptionError(f"there is no emitter {emitter!r}; the known ones are {', '.join(EMITTERS)}")
-    with _random_state_kept(), _compiler_caches_emptied():
-        subject = subject_of(fn, arguments_of(inputs), chosen, dynamic)
-        if training and not subject.nested:
-            raise CompareError("a graph or program has no gradients; compare the function or module it was made from")
+    if training and is_graph(fn):
+        raise CompareError("a graph or program has no gradients; compare the function or module it was made from")
+    arguments = arguments_of(inputs)
+    with _random_state_kept(), _compiler_caches_emptied(fn):
+        subject = subject_of(fn, arguments, chosen, dynamic)
         try:
-            return _Comparison(subject, arguments_of(inputs), training, tolerance, repeats, seed).report(emitters)
+            return _Comparison(subject, arguments, training, tolerance, repeats, seed).report(emitters)
         finally:
             subject.state.give_back()
 
@@ -85,7 +87,7 @@ def capture(
     """
     chosen = options if isinstance(options, Options) else Options.from_mapping(options)
     arguments = arguments_of(inputs)
-    with _random_state_kept(), _compiler_caches_emptied():
+    with _random_state_kept(), _compiler_caches_emptied(fn):
         subject = subject_of(fn, arguments, chosen, dynamic)
         if subject.nested:
             try:
@@ -156,26 +158,28 @@ class _Comparison:
 
     def _observe(self, call: Callable[..., Any]) -> Observation:
         self.subject.state.restore()
-        arguments = _copy(self.arguments)
+        return self._see(call, _copy(self.arguments), self.subject.state)
+
+    def _see(self, call: Callable[..., Any], arguments: Arguments, state: State) -> Observation:
         return observe(
-            call, arguments, self.subject.state, seed=self.seed, training=self.training, nested=self.subject.nested
-        )
+            call, arguments, state, seed=self.seed, training=self.training, nested=self.subject.nested,
+            given_away=self.subject.given_away,
+        )  # fmt: skip
 
     def _reference(self) -> tuple[Observation | None, str]:
         """Returns what a float64 run leaves, or None and why there is none."""
+        if self.subject.reference is None:
+            return None, "a program computes in the dtypes that it names"
         self.subject.state.restore()
         tensors = [leaf for leaf in self.arguments.named().values() if isinstance(leaf, Tensor)]
         mode = Float64Mode(drawn_dtype([*tensors, *self.subject.state.tensors.values()]))
         try:
-            function = widened(self.subject.eager)
+            function = widened(self.subject.reference)
             arguments, state = _copy(self.arguments, wide=True), _state_like(self.subject.state, function)
             with mode:
-                run = observe(
-                    function, arguments, state, seed=self.seed, training=self.training, nested=self.subject.nested
-                )
+                return self._see(function, arguments, state), ""
         except Exception as error:  # noqa: BLE001  a function may hold what float64 does not go with
             return None, f"{type(error).__name__}: {error}"
-        return run, ""
 
     def _cost(self, call: Callable[..., Any]) -> dict[str, Any]:
         """Returns the time and memory of a run, when they were asked for."""
@@ -191,6 +195,7 @@ class _Comparison:
 
         return {"run_seconds": median_seconds(prepare, run, self.repeats), "peak_bytes": peak_bytes(prepare, run)}
 
+
 def _copy(arguments: Arguments, wide: bool = False) -> Arguments:
     return Arguments(*copied((arguments.positional, dict(arguments.keywords or {})), wide=wide))
 
@@ -205,14 +210,19 @@ def _state_like(state: State, function: Any) -> State:
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         yield
 
 
 @contextmanager
-def _compiler_caches_emptied() -> Iterator[None]:
+def _compiler_caches_emptied(fn: Any) -> Iterator[None]:
     """torch.compile gives up on a function that it has compiled too often; comparisons do not count against that."""
+    if is_graph(fn):
+        yield
+        return
     torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxwrap.torch_compat import allocation_record
+from fxwrap.torch_compat import allocation_record, quiet_profiler
 
 _ENOUGH_SECONDS = 1.0
 
@@ -32,20 +32,20 @@ def median_seconds(prepare: Callable[[], Any], run: Callable[[Any], Any], repeat
 
 
 def peak_bytes(prepare: Callable[[], Any], run: Callable[[Any], Any]) -> int:
-    """Returns the most bytes that a run allocates and holds at once, on the CPU and on the current CUDA device together.
+    """Returns the most bytes that a run allocates and holds at once, on the CPU and on the current CUDA device
+    together.
 
-    What was allocated before, such as inputs, does not count, whether the run releases it or not. On the CPU the numbers
-    come from the allocator's own reports to torch's profiler, so that native code is seen as Python is; on CUDA from the
-    caching allocator's statistics.
+    What was allocated before, such as inputs, does not count, whether the run releases it or not. On the CPU the
+    numbers come from the allocator's own reports to torch's profiler, so that native code is seen as Python is; on
+    CUDA from the caching allocator's statistics.
     """
     given = prepare()
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    on_cuda = _uses_cuda()
     before = torch.cuda.memory_allocated() if on_cuda else 0
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with quiet_profiler(), torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         result = run(given)
     del result
     on_gpu = torch.cuda.max_memory_allocated() - before if on_cuda else 0
@@ -60,6 +60,10 @@ def _peak(record: Iterable[int]) -> int:
     return peak
 
 
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def _synchronise() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if _uses_cuda():
         torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,12 +69,20 @@ class Observation:
 
 
 def observe(
-    call: Callable[..., Any], arguments: Arguments, state: State, *, seed: int, training: bool, nested: bool = True
+    call: Callable[..., Any],
+    arguments: Arguments,
+    state: State,
+    *,
+    seed: int,
+    training: bool,
+    nested: bool,
+    given_away: frozenset[int],
 ) -> Observation:
     """Runs a function once, from a seed, and returns what it leaves behind.
 
     With `training`, its differentiable outputs are pulled back from fixed random cotangents. `nested` says whether the
-    nesting of outputs counts; a program gives them flat.
+    nesting of outputs counts; a program gives them flat. What the inputs at the positions `given_away` hold afterwards
+    is nobody's business.
     """
     result = run_once(call, arguments, seed=seed, training=training)
     outputs = _named(result, "output")
@@ -85,7 +94,7 @@ def observe(
     return Observation(
         ", ".join(outputs),
         _seen(outputs),
-        _seen(inputs),
+        _seen({name: item for place, (name, item) in enumerate(inputs.items()) if place not in given_away}),
         _seen(state.tensors),
         {name: _see(item.grad) for name, item in _leaves_with_gradient(places)} if training else {},
         _aliases(outputs, holders),
@@ -152,9 +161,9 @@ def _aliases(outputs: Mapping[str, Any], holders: Mapping[str, Any]) -> dict[str
 class Judge:
     """Compares runs with eager's, by what a float64 run says where there is one.
 
-    `tolerance` is a relative error by norm for every dtype; None means the one of `TOLERANCES`. A tensor is also taken as
-    right when it is at most twice as far from the float64 reference as eager is, where eager itself is near it: then what
-    differs is how each of them rounds.
+    `tolerance` is a relative error by norm for every dtype; None means the one of `TOLERANCES`. A tensor is also
+    taken as right when it is at most twice as far from the float64 reference as eager is, where eager itself is near
+    it: then what differs is how each of them rounds.
     """
 
     eager: Observation
@@ -248,7 +257,7 @@ def _floor(attribute: str, items: Mapping[str, Any]) -> float:
     if attribute != "gradients":
         return 0.0
     norms = [float(item.contents.double().norm()) for item in items.values() if isinstance(item, Seen)]
-    return SMALL_SHARE * sum(norm * norm for norm in norms) ** 0.5
+    return SMALL_SHARE * math.hypot(*norms)
 
 
 def _same_strides(mine: Seen, eager: Seen) -> bool:

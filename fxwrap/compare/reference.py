@@ -15,7 +15,7 @@ from fxwrap.torch_compat import TorchDispatchMode, tree_map
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
-class Float64Mode(TorchDispatchMode):
+class Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class has no annotations
     """Runs every operator in float64 and complex128.
 
     Narrower tensors that a function holds itself are widened on the way in, dtypes that it names are replaced, and
@@ -23,7 +23,7 @@ class Float64Mode(TorchDispatchMode):
     """
 
     def __init__(self, drawn: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.drawn = drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,7 +34,8 @@ class Float64Mode(TorchDispatchMode):
         return tree_map(_wide_tensor, func(*args, **kwargs))
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a random operator on copies in the dtype that the function has outside; what it writes is copied back."""
+        """Runs a random operator on copies in the dtype that the function has outside; what it writes is copied
+        back."""
         narrowed: list[tuple[Tensor, Tensor]] = []
 
         def narrow(leaf: Any) -> Any:

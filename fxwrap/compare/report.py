@@ -13,8 +13,11 @@ inputs, state or each other; the numbers of outputs; of inputs and state after t
 
 @dataclass(frozen=True)
 class Error:
-    """How far tensors are apart: the largest absolute difference of two elements, and the largest ratio, over tensors, of
-    the norm of the difference to the norm of what was expected."""
+    """How far tensors are apart.
+
+    `absolute` is the largest difference of two elements; `relative` the largest ratio, over tensors, of the norm of the
+    difference to the norm of what was expected.
+    """
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -71,8 +74,8 @@ class Outcome:
 class Report:
     """What `compare` found. It prints as a table, with the reasons below it.
 
-    `outcomes` starts with eager, then the float64 reference, then the emitters; `graphs` is the number of graphs that were
-    captured, `program_lines` the lines of their programs together.
+    `outcomes` starts with eager, then the float64 reference, then the emitters; `graphs` is the number of graphs that
+    were captured, `program_lines` the lines of their programs together.
     """
 
     title: str
@@ -120,7 +123,8 @@ class Report:
 
 
 _COLUMNS = (
-    "", "abs err", "rel err", "abs err 64", "rel err 64", "values", "mutation", "aliasing", "strides", "dtypes", "devices",
+    "", "abs err", "rel err", "abs err 64", "rel err 64",
+    "values", "mutation", "aliasing", "strides", "dtypes", "devices",
     "compile", "run", "ratio", "peak", "lines",
 )  # fmt: skip
 
@@ -131,8 +135,8 @@ def _table(outcomes: Sequence[Outcome]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = []
     for row in rows:
-        cells = [cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(zip(row, widths))]
-        lines.append("  ".join(cells).rstrip())
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch.export import ExportedProgram
@@ -19,7 +19,7 @@ from fxwrap.converters.emitted import Boxed, Emitted
 from fxwrap.errors import CompareError
 from fxwrap.options import Options
 from fxwrap.torch_compat import OpOverload, tree_flatten
-from fxwrap.wrapper_ir import Program, verify
+from fxwrap.wrapper_ir import Ownership, Program, verify
 
 
 @dataclass
@@ -44,32 +44,22 @@ class CapturedGraph:
         return form.boxed
 
 
-class Subject(Protocol):
-    """Something to compare.
+class CompiledFunction:
+    """A function or module, captured by torch.compile: once, as long as its guards hold.
 
-    `title` names it; `state` are the tensors it keeps from call to call; `nested` says whether `call` gives outputs as
-    nested as `eager` does, and not flat; `graphs` are the graphs captured so far.
+    The attributes are those of every subject: `title` names it; `eager` is what the emitters must agree with,
+    `reference` the same in a form that float64 goes through, or None; `state` are the tensors it keeps from call to
+    call; `given_away` the positions of inputs that a call may overwrite with anything; `nested` says whether `call`
+    gives outputs as nested as `eager` does, and not flat; `graphs` are those captured so far.
     """
 
-    title: str
-    state: State
-    nested: bool
-    graphs: list[CapturedGraph]
-    eager: Callable[..., Any]
-
-    def call(self, emitter: str) -> Callable[..., Any]:
-        """Returns the function that runs the subject by an emitter."""
-        ...
-
-
-class CompiledFunction:
-    """A function or module, captured by torch.compile: once, as long as its guards hold."""
-
     nested = True
+    given_away: frozenset[int] = frozenset()
 
     def __init__(self, function: Callable[..., Any], options: Options, dynamic: bool | None) -> None:
         self.title = getattr(function, "__name__", type(function).__name__)
         self.eager = function
+        self.reference: Callable[..., Any] | None = function
         self.state = state_of(function)
         self.graphs: list[CapturedGraph] = []
         self._emitter = "interpreter"
@@ -77,6 +67,8 @@ class CompiledFunction:
         self._compiled = torch.compile(function, backend=make_backend(self._options, self._compile), dynamic=dynamic)
 
     def call(self, emitter: str) -> Callable[..., Any]:
+        """Returns the function that runs the subject by an emitter."""
+
         def run(*arguments: Any, **keywords: Any) -> Any:
             self._emitter = emitter
             return self._compiled(*arguments, **keywords)
@@ -105,13 +97,18 @@ class CompiledGraph:
         self.title = compiled.program.name
         self.graphs = [captured]
         module = graph.module() if isinstance(graph, ExportedProgram) else graph
-        self.eager: Callable[..., Any] = self.call("interpreter") if isinstance(module, Program) else module
+        self.reference: Callable[..., Any] | None = None if isinstance(module, Program) else module
+        self.eager = self.reference or self.call("interpreter")
+        self.given_away = frozenset(
+            position for position, item in enumerate(compiled.program.inputs) if item.ownership is Ownership.OWNED
+        )
         named = state_of(module).tensors
         known = {id(tensor) for tensor in named.values()}
         constants = compiled.program.store.tensors
         self.state = State({**named, **{name: item for name, item in constants.items() if id(item) not in known}})
 
     def call(self, emitter: str) -> Callable[..., Any]:
+        """Returns the function that runs the graph by an emitter."""
         captured = self.graphs[0]
 
         def run(*arguments: Any, **keywords: Any) -> Any:
@@ -128,9 +125,13 @@ def _compiled(graph: GraphModule | ExportedProgram | Program, arguments: Argumen
     return compile_graph(graph, examples, options=options.replace(emitter="interpreter"))
 
 
+Subject: TypeAlias = CompiledFunction | CompiledGraph
+"""Something to compare."""
+
+
 def subject_of(function: Any, arguments: Arguments, options: Options, dynamic: bool | None) -> Subject:
     """Returns the subject for anything that can be compared. Raises CompareError for anything else."""
-    if isinstance(function, ExportedProgram | Program) or _is_operator_graph(function):
+    if is_graph(function):
         return CompiledGraph(function, arguments, options)
     if callable(function):
         return CompiledFunction(function, options, dynamic)
@@ -140,10 +141,10 @@ def subject_of(function: Any, arguments: Arguments, options: Options, dynamic: b
     )
 
 
-def _is_operator_graph(function: Any) -> bool:
-    """Whether a graph calls operator overloads, so that it can be lowered as it is."""
+def is_graph(function: Any) -> bool:
+    """Whether this is a program, an exported program, or a graph that calls operator overloads and can be lowered."""
     if not isinstance(function, GraphModule):
-        return False
+        return isinstance(function, ExportedProgram | Program)
     nodes = list(function.graph.nodes)
     return all(node.op not in ("call_module", "call_method") for node in nodes) and all(
         isinstance(node.target, OpOverload) or not getattr(node.target, "__module__", "").startswith("torch")
