@@ -320,8 +320,8 @@ program @exact_scalars(%i: borrowed i64[5]@cpu, %z: borrowed c64[3]@cpu, %h: bor
 program @many_results(%x: borrowed f32[4, 8]@cpu, %w: borrowed f32[8]@cpu, %g: borrowed f32[4, 8]@cpu) {
   %y, %mean, %rstd = extern.call @aten.native_layer_norm.default(%x, [8], %w, none, 1e-05) \
 : f32[4, 8]@cpu, f32[4, 1]@cpu, f32[4, 1]@cpu
-  %gx, _, %gb = extern.call @aten.native_layer_norm_backward.default(%g, %x, [8], %mean, %rstd, %w, none, \
-[true, false, true]) : f32[4, 8]@cpu, none, f32[8]@cpu
+  %gx, %gw, _ = extern.call @aten.native_layer_norm_backward.default(%g, %x, [8], %mean, %rstd, %w, none, \
+[true, true, false]) : f32[4, 8]@cpu, f32[8]@cpu, none
   memory.free(%mean)
   memory.free(%rstd)
   [%a, %b] = extern.call @aten.split_with_sizes_copy.default(%y, [2, 6], 1) : [f32[4, 2]@cpu, f32[4, 6]@cpu]
@@ -329,7 +329,7 @@ program @many_results(%x: borrowed f32[4, 8]@cpu, %w: borrowed f32[8]@cpu, %g: b
   %best = memory.alloc() : f32[4]@cpu
   %where = memory.alloc() : i64[4]@cpu
   extern.call @aten.max.dim_max(%y, 1) outs=(%best, %where)
-  control.return(%y, %c, %gb, %a, %b, %best, %where)
+  control.return(%y, %c, %gw, %a, %b, %best, %where)
 }
 """,
     ),
