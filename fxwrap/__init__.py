@@ -12,6 +12,7 @@ from fxwrap.compare import compare
 from fxwrap.compiler import Compiled, Stage, compile_graph
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import Emitted
+from fxwrap.converters.fx import to_fx
 from fxwrap.converters.interpreter import run
 from fxwrap.converters.python import to_python
 from fxwrap.lines import CORE_LINES, ExtensionLine
@@ -34,6 +35,7 @@ __all__ = [
     "parse",
     "run",
     "to_cpp",
+    "to_fx",
     "to_python",
     "verify",
 ]

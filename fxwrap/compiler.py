@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import Emitted
+from fxwrap.converters.fx import to_fx
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.errors import VerifyError
@@ -99,4 +100,9 @@ def interpreted(program: Program) -> Emitted:
     return Emitted(str(program), lambda: lambda inputs: Interpreter(program).run(inputs))
 
 
-_EMITTERS: dict[str, Callable[[Program], Emitted]] = {"python": to_python, "cpp": to_cpp, "interpreter": interpreted}
+_EMITTERS: dict[str, Callable[[Program], Emitted]] = {
+    "python": to_python,
+    "cpp": to_cpp,
+    "fx": to_fx,
+    "interpreter": interpreted,
+}

@@ -104,3 +104,7 @@ class CompareError(FxwrapError):
 
 class GraphModuleError(FxwrapError):
     """Something an emitted GraphModule does not do, because torch's way of doing it would give wrong numbers."""
+
+
+class CommandError(FxwrapError):
+    """A command line that names something that is not there, or asks for what cannot be done."""

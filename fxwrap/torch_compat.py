@@ -216,7 +216,7 @@ def shape_symbols(shape_env: ShapeEnv) -> dict[str, sympy.Symbol]:
 
 
 def symbolic_number(shape_env: ShapeEnv, expression: sympy.Basic, kind: str) -> Any:
-    """Give the SymInt, SymFloat or SymBool (`kind` "int", "float", "bool") of an expression over a ShapeEnv's symbols."""
+    """Give the SymInt, SymFloat or SymBool (`kind` "int", "float", "bool") of an expression over known symbols."""
     if kind == "int":
         return shape_env.create_symintnode(expression, hint=None)
     if kind == "float":
@@ -309,7 +309,9 @@ def triton_constants_at(index: int) -> dict[str, Any]:
 
 
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table  # noqa: E402
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation as triton_launch  # noqa: E402, F401
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation  # noqa: E402
+
+triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
 
 
 # --- running and measuring ------------------------------------------------------------------------------------------
@@ -375,4 +377,6 @@ def graph_python_code(graph: torch.fx.Graph, codegen: torch.fx.graph.CodeGen) ->
 
 # Why: the operator of a while loop that keeps every round's values is not in torch.ops until this is imported. Checked
 # on 2.11, 2.13.
-from torch._higher_order_ops.while_loop import while_loop_stack_output_op as while_loop_stack_output  # noqa: E402, F401
+from torch._higher_order_ops.while_loop import while_loop_stack_output_op  # noqa: E402
+
+while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op

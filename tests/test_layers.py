@@ -40,7 +40,7 @@ RANKS: Mapping[str, int] = {name: rank for rank, row in enumerate(ROWS) for name
 # What emitted code needs while it runs stands aside: it knows level 0 only, and few may import it.
 RUNTIME = "runtime"
 RUNTIME_IMPORTS = frozenset({"errors", "torch_compat", "device_spec"})
-RUNTIME_USERS_BELOW_COMPILER = ("fxwrap.converters.to_fx", "fxwrap.converters.interpreter")
+RUNTIME_USERS_BELOW_COMPILER = ("fxwrap.converters.fx", "fxwrap.converters.interpreter")
 
 # The one file that may name torch's private parts.
 GATE = "fxwrap.torch_compat"
@@ -278,7 +278,7 @@ def test_upward_import_is_caught(module: str, source: str, reason: str) -> None:
         ("fxwrap.lines.kernel", "from fxwrap.wrapper_ir import Program\nfrom .memory import A\nimport torch"),
         ("fxwrap.lines.kernel", "from . import _private"),
         ("fxwrap.printers.triton", "from fxwrap.loop_ir import Body"),
-        ("fxwrap.converters.to_fx", "from fxwrap.runtime import launch"),
+        ("fxwrap.converters.fx", "from fxwrap.runtime import launch"),
         ("fxwrap.converters.interpreter", "from fxwrap.runtime import launch"),
         ("fxwrap.compiler", "from fxwrap.runtime import launch"),
         ("fxwrap.runtime.launch", "from fxwrap.errors import InputError"),

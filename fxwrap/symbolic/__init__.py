@@ -1,13 +1,17 @@
 """Sizes and conditions over symbols: construction, text form, evaluation, bounds and printers."""
 
 from fxwrap.symbolic.canonical import canonical as canonical
+from fxwrap.symbolic.construct import constant_value as constant_value
 from fxwrap.symbolic.cpp_printer import CppPrinter as CppPrinter
 from fxwrap.symbolic.cpp_printer import cpp_prelude as cpp_prelude
 from fxwrap.symbolic.evaluate import evaluate as evaluate
+from fxwrap.symbolic.functions import BY_CLASS as BY_CLASS
 from fxwrap.symbolic.functions import FUNCTION_NAMES as FUNCTION_NAMES
+from fxwrap.symbolic.functions import RELATION_BY_CLASS as RELATION_BY_CLASS
 from fxwrap.symbolic.functions import Scalar as Scalar
 from fxwrap.symbolic.kinds import expression_kind as expression_kind
 from fxwrap.symbolic.printing import ExpressionPrinter as ExpressionPrinter
+from fxwrap.symbolic.printing import ordered_terms as ordered_terms
 from fxwrap.symbolic.python_printer import PYTHON_IMPORTS as PYTHON_IMPORTS
 from fxwrap.symbolic.python_printer import PythonPrinter as PythonPrinter
 from fxwrap.symbolic.ranges import Bound as Bound

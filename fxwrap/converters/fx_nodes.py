@@ -1,0 +1,214 @@
+"""Writes the nodes of one FX graph: calls with their metadata, arguments, and expressions as arithmetic on numbers."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from fxwrap.converters.fx_values import FakeValues
+from fxwrap.errors import ExpressionError
+from fxwrap.symbolic import BY_CLASS, RELATION_BY_CLASS, SymbolInfo, constant_value, make_symbol, ordered_terms
+from fxwrap.torch_compat import symbolic_function
+from fxwrap.wrapper_ir import LineBase, Origin, TensorType, Value
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "floordiv": operator.floordiv,
+    "cleandiv": operator.floordiv,
+    "mod": operator.mod,
+    "python_mod": operator.mod,
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+    "pow_by_natural": operator.pow,
+    "float_pow": operator.pow,
+    "int_true_div": operator.truediv,
+    "float_true_div": operator.truediv,
+    "to_float": torch.sym_float,
+    "trunc_to_int": math.trunc,
+    "floor_to_int": math.floor,
+    "ceil_to_int": math.ceil,
+    "round_to_int": round,
+    "round_decimal": round,
+    "where": torch.sym_ite,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "and": operator.and_,
+    "or": operator.or_,
+    "not": torch.sym_not,
+}
+"""Functions of the expression language that a node can call on plain and on symbolic numbers alike."""
+
+_CHAINED = frozenset({"max", "min", "and", "or"})
+
+_RELATIONS: Mapping[str, Callable[..., Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+class GraphWriter:
+    """One graph with the node of every value and symbol defined so far."""
+
+    def __init__(self, fakes: FakeValues) -> None:
+        self.graph = Graph()
+        self.fakes = fakes
+        self.nodes: dict[str, Node] = {}
+        self.numbers: dict[sympy.Basic, Any] = {}  # expressions, symbols among them, as nodes or plain numbers
+        self.origin: Origin | None = None
+        self.comments: list[str] = []
+
+    # --- nodes ------------------------------------------------------------------------------------------------------
+
+    def begin(self, line: LineBase) -> None:
+        """Takes the origin that the nodes of a line carry."""
+        self.origin = line.origin
+
+    def node(self, op: str, target: Any, arguments: Sequence[Any], keywords: Any, name: str | None, val: Any) -> Node:
+        """Adds a node with its metadata."""
+        made = self.graph.create_node(op, target, tuple(arguments), keywords, name)
+        meta = made.meta
+        meta["val"] = val
+        if self.origin is not None:
+            _mark_origin(meta, self.origin)
+        if self.comments:
+            meta["fxwrap_comments"] = tuple(self.comments)
+            self.comments.clear()
+        return made
+
+    def call(
+        self,
+        target: Callable[..., Any],
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        val: Any = None,
+    ) -> Node:
+        """Adds a call; `name` is the wish for the node's name, `val` what it gives."""
+        return self.node("call_function", target, arguments, dict(keywords or {}), name, val)
+
+    def placeholder(self, value: Value | SymbolInfo, val: Any) -> Node:
+        """Adds an input, and makes the value or symbol stand for it."""
+        made = self.node("placeholder", value.name, (), {}, value.name, val)
+        if isinstance(value, Value):
+            self.nodes[value.name] = made
+        else:
+            self.symbol(value, made)
+        return made
+
+    def symbol(self, info: SymbolInfo, number: Any) -> None:
+        """Makes a symbol stand for a node or a plain number."""
+        self.numbers[make_symbol(info.name)] = number
+        if isinstance(number, Node):
+            number.meta["fxwrap_symbol"] = info
+
+    # --- arguments --------------------------------------------------------------------------------------------------
+
+    def argument(self, item: Any) -> Any:
+        """Returns an argument of the IR as one of a node: values and expressions as nodes, tuples as lists."""
+        kind = type(item)
+        if kind is Value:
+            return self.nodes[item.name]
+        if kind is int or kind is float or kind is bool or item is None:
+            return item
+        if kind is tuple:
+            return [self.argument(part) for part in item]
+        if isinstance(item, sympy.Basic):
+            return self.number(item)
+        return item
+
+    def layout(self, type_: TensorType) -> tuple[list[Any], list[Any]]:
+        """Returns a type's sizes and strides as arguments."""
+        return [self.argument(size) for size in type_.sizes], [self.argument(stride) for stride in type_.strides]
+
+    # --- expressions ------------------------------------------------------------------------------------------------
+
+    def number(self, expression: Any) -> Any:
+        """Returns the node or plain number of an expression; each sub-expression is computed once a graph."""
+        if not isinstance(expression, sympy.Basic):
+            return expression
+        found = self.numbers.get(expression)
+        if found is None:
+            found = self._compute(expression)
+            self.numbers[expression] = found
+        return found
+
+    def _compute(self, expression: sympy.Basic) -> Any:
+        constant = constant_value(expression)
+        if constant is not None:
+            return constant
+        if isinstance(expression, sympy.Symbol):
+            raise ExpressionError(f"the symbol {expression} is used before a line defines it")
+        if isinstance(expression, sympy.Number):
+            return expression.p / expression.q if isinstance(expression, sympy.Rational) else float(expression)
+        if isinstance(expression, sympy.Add):
+            return self._chain(operator.add, ordered_terms(expression))
+        if isinstance(expression, sympy.Mul):
+            return self._chain(operator.mul, expression.args)
+        if isinstance(expression, sympy.Pow):
+            return self.apply(operator.pow, self.number(expression.args[0]), int(expression.args[1]))
+        relation = RELATION_BY_CLASS.get(type(expression))
+        if relation is not None:
+            return self.apply(_RELATIONS[relation.mark], *[self.number(side) for side in expression.args])
+        return self._function(expression)
+
+    def _chain(self, function: Callable[..., Any], operands: Sequence[sympy.Basic]) -> Any:
+        total = self.number(operands[0])
+        for operand in operands[1:]:
+            total = self.apply(function, total, self.number(operand))
+        return total
+
+    def _function(self, expression: sympy.Basic) -> Any:
+        spec = BY_CLASS.get(type(expression))
+        if spec is None:
+            raise ExpressionError(f"the expression language has no {type(expression).__name__} (in {expression})")
+        if spec.name in _CHAINED:
+            return self._chain(_FUNCTIONS[spec.name], expression.args)
+        operands = [self.number(operand) for operand in expression.args]
+        match spec.name:
+            case "identity":
+                return operands[0]
+            case "modular_indexing":
+                quotient = self.apply(operator.floordiv, operands[0], operands[1])
+                return self.apply(operator.mod, quotient, operands[2])
+            case "trunc_to_float":
+                return self.apply(torch.sym_float, self.apply(math.trunc, operands[0]))
+        function = _FUNCTIONS.get(spec.name) or symbolic_function(spec.name) or getattr(math, spec.name)
+        return self.apply(function, *operands)
+
+    def apply(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """Adds a call on numbers, or computes it when all of them are plain."""
+        if not any(isinstance(operand, Node) for operand in operands):
+            return function(*operands)
+        known = [operand.meta["val"] if isinstance(operand, Node) else operand for operand in operands]
+        return self.call(function, operands, val=self._number_val(function, known))
+
+    def _number_val(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        if function in _PLAIN_FLOAT_FUNCTIONS:
+            return self.fakes.unknown("float")
+        return function(*operands)
+
+
+_PLAIN_FLOAT_FUNCTIONS = frozenset({math.exp, math.log, math.asinh})
+"""Functions that torch has no symbolic form of: their result is known only at run time."""
+
+
+def _mark_origin(meta: dict[str, Any], origin: Origin) -> None:
+    """Says where a node came from: whole for reading back, and as torch's own tools print it."""
+    meta["fxwrap_origin"] = origin
+    if origin.location:
+        file, _, line = origin.location.rpartition(":")
+        meta["stack_trace"] = f'  File "{file}", line {line}, in {origin.module or "forward"}\n    {origin}'
+    if origin.module:
+        meta["nn_module_stack"] = {origin.module: (origin.module, "")}
+

@@ -1,0 +1,262 @@
+"""The torch library `fxwrap::`: what emitted FX graphs call where ATen has no operator.
+
+Each has a schema that says what it writes and shares, an implementation for every device, a rule for fake tensors and,
+where it writes or shares memory, one for functionalisation. Operators whose effect is not in their schema are declared
+to have side effects, so that dead-code elimination keeps them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+
+from fxwrap.errors import FxwrapError, InputError
+from fxwrap.runtime import tensors
+from fxwrap.runtime.checks import check_layout as check_tensor
+from fxwrap.runtime.kernels import load_kernel
+from fxwrap.torch_compat import below_functionalisation, functional_content, functional_update, triton_launch
+
+_LIBRARY = torch.library.Library("fxwrap", "DEF")
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RegisteredKernel:
+    """A kernel that graphs launch by its content hash: what `load_kernel` takes."""
+
+    language: str
+    source: str
+    signature: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+_KERNELS: dict[str, RegisteredKernel] = {}
+
+
+def register_kernel(kernel_hash: str, kernel: RegisteredKernel) -> None:
+    """Makes a kernel known under its content hash; again for an equal one changes nothing."""
+    _KERNELS.setdefault(kernel_hash, kernel)
+
+
+def registered_kernel(kernel_hash: str) -> RegisteredKernel:
+    """Returns the kernel with a content hash. Raises FxwrapError for one that this process has not loaded."""
+    found = _KERNELS.get(kernel_hash)
+    if found is None:
+        raise FxwrapError(
+            f"no kernel with the hash {kernel_hash} is loaded; emit the program with fxwrap.to_fx in this process first"
+        )
+    return found
+
+
+def _interleave(signature: tuple[str, ...], sizes: Sequence[int], numbers: Sequence[float]) -> list[Any]:
+    """Returns a kernel's number arguments in the order of its signature, in which floats are "f..."."""
+    left_sizes, left_numbers = iter(sizes), iter(numbers)
+    kinds = [entry for entry in signature if not entry.startswith("*")]
+    if not kinds:
+        return [*sizes, *numbers]
+    return [next(left_numbers) if kind.startswith("f") else next(left_sizes) for kind in kinds]
+
+
+def _cpp_kernel(
+    kernel: str,
+    ins: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    numbers: Sequence[float],
+    grid: Sequence[int],
+) -> None:
+    found = registered_kernel(kernel)
+    launch = load_kernel(found.language, found.source, found.signature, found.options)
+    launch(tuple(grid), *ins, *outs, *_interleave(found.signature, sizes, numbers))
+
+
+def _cpp_kernel_functional(
+    kernel: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *rest: Sequence[Any]
+) -> list[torch.Tensor]:
+    made = [out.clone() for out in outs]
+    _cpp_kernel(kernel, ins, made, *rest)
+    return made
+
+
+def _cpp_kernel_functional_fake(
+    _kernel: str, _ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *_rest: Sequence[Any]
+) -> list[torch.Tensor]:
+    return [torch.empty_like(out) for out in outs]
+
+
+def _cpp_kernel_functionalised(
+    kernel: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *rest: Sequence[Any]
+) -> None:
+    contents = [[functional_content(tensor) for tensor in group] for group in (ins, outs)]
+    with below_functionalisation():
+        made = torch.ops.fxwrap.cpp_kernel_functional(kernel, *contents, *rest)
+    for out, content in zip(outs, made, strict=True):
+        functional_update(out, content)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _reuse(
+    memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return _pool_slice(memory, 0, sizes, strides, dtype)
+
+
+def _pool_slice(
+    pool: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    start = pool.storage_offset() * pool.dtype.itemsize
+    return tensors.reinterpret(pool, sizes, strides, dtype, start + offset)
+
+
+def _reuse_functionalised(
+    memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """The old content is gone and the new one unwritten, so without mutation it is a tensor of its own."""
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=memory.device)
+
+
+def _pool_slice_functionalised(
+    pool: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A slice starts unwritten, and slices that are alive together never overlap."""
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=pool.device)
+
+
+def _pool(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty([size], dtype=torch.uint8, device=device)
+
+
+def _workspace(size: int, zeroed: bool, device: torch.device) -> torch.Tensor:
+    make = torch.zeros if zeroed else torch.empty
+    return make([size], dtype=torch.uint8, device=device)
+
+
+# --- the world ------------------------------------------------------------------------------------------------------
+
+
+def _check_layout(
+    tensor: torch.Tensor | None,
+    name: str,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    device: torch.device,
+    alignment: int,
+) -> None:
+    check_tensor(tensor, name, dtype, sizes, strides, device)
+    if tensor is not None and tensor.data_ptr() % alignment:
+        raise InputError(f"input '{name}': its address {tensor.data_ptr():#x} is no multiple of {alignment} bytes")
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return tensors.random_state(str(device))
+
+
+def _random_state_fake(device: torch.device) -> torch.Tensor:
+    return torch.empty([_STATE_BYTES.get(device.type, _OTHER_STATE_BYTES)], dtype=torch.uint8, device="cpu")
+
+
+_STATE_BYTES = {"cpu": 5056}
+_OTHER_STATE_BYTES = 16
+
+
+def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    tensors.set_random_state(str(device), state)
+
+
+class _CurrentDevices(threading.local):
+    """The guards that a thread has entered and not yet left."""
+
+    def __init__(self) -> None:
+        self.entered: list[Any] = []
+
+
+_CURRENT = _CurrentDevices()
+
+
+def _enter_device(device: torch.device) -> None:
+    guard = None if device.type == "cpu" else torch.get_device_module(device).device(device)
+    if guard is not None:
+        guard.__enter__()
+    _CURRENT.entered.append(guard)
+
+
+def _exit_device(_device: torch.device) -> None:
+    guard = _CURRENT.entered.pop()
+    if guard is not None:
+        guard.__exit__(None, None, None)
+
+
+# --- registration ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """One operator: its schema, what it does, what it gives for fake tensors (None: nothing), its functional form."""
+
+    schema: str
+    run: Callable[..., Any]
+    fake: Callable[..., Any] | None = None
+    functionalised: Callable[..., Any] | None = None
+    has_effect: bool = False
+
+
+_NUMBERS = "SymInt[] sizes, float[] numbers, SymInt[] grid"
+_TYPE = "SymInt[] sizes, SymInt[] strides, ScalarType dtype"
+
+_OPERATORS = (
+    _Operator(
+        f"cpp_kernel(str kernel, Tensor[] ins, Tensor(a!)[] outs, {_NUMBERS}) -> ()",
+        _cpp_kernel, None, _cpp_kernel_functionalised, has_effect=True,
+    ),
+    _Operator(
+        f"cpp_kernel_functional(str kernel, Tensor[] ins, Tensor[] outs, {_NUMBERS}) -> Tensor[]",
+        _cpp_kernel_functional, _cpp_kernel_functional_fake,
+    ),
+    _Operator(f"reuse(Tensor(a) memory, {_TYPE}) -> Tensor(a)", _reuse, _reuse, _reuse_functionalised),
+    _Operator("pool(SymInt size, Device device) -> Tensor", _pool, _pool),
+    _Operator(
+        f"pool_slice(Tensor(a) pool, SymInt offset, {_TYPE}) -> Tensor(a)",
+        _pool_slice, _pool_slice, _pool_slice_functionalised,
+    ),
+    _Operator("workspace(SymInt size, bool zeroed, Device device) -> Tensor", _workspace, _workspace),
+    _Operator(
+        "check_layout(Tensor? tensor, str name, ScalarType dtype, SymInt[] sizes, SymInt[] strides, Device device, "
+        "int alignment) -> ()",
+        _check_layout, has_effect=True,
+    ),
+    _Operator("random_state(Device device) -> Tensor", _random_state, _random_state_fake, has_effect=True),
+    _Operator("set_random_state(Tensor state, Device device) -> ()", _set_random_state, has_effect=True),
+    _Operator("enter_device(Device device) -> ()", _enter_device, has_effect=True),
+    _Operator("exit_device(Device device) -> ()", _exit_device, has_effect=True),
+)  # fmt: skip
+
+
+def _nothing(*_arguments: Any) -> None:
+    """The rule for fake tensors of an operator that gives nothing."""
+
+
+def _register(operator: _Operator) -> None:
+    name = operator.schema.partition("(")[0]
+    _LIBRARY.define(operator.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _LIBRARY.impl(name, operator.run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxwrap::{name}", operator.fake or _nothing, lib=_LIBRARY)
+    if operator.functionalised is not None:
+        _LIBRARY.impl(name, operator.functionalised, "Functionalize")
+    if operator.has_effect:
+        has_side_effect(getattr(torch.ops.fxwrap, name).default)
+
+
+for _operator in _OPERATORS:
+    _register(_operator)
+
+# torch's own operator for Triton kernels writes its operands but has no schema that says so.
+has_side_effect(triton_launch)
