@@ -29,7 +29,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("printers",),
     ("passes", "memory_planning", "converters", "fx_passes", "matching"),  # level 3
     ("lowering",),  # level 4
-    ("compiler",),  # level 5
+    ("compiler", "environment"),  # level 5
     ("backend", "aot", "rewrite", "fx"),  # level 6
     ("compare",),
     ("cli", "testing"),
@@ -40,7 +40,7 @@ RANKS: Mapping[str, int] = {name: rank for rank, row in enumerate(ROWS) for name
 # What emitted code needs while it runs stands aside: it knows level 0 only, and few may import it.
 RUNTIME = "runtime"
 RUNTIME_IMPORTS = frozenset({"errors", "torch_compat", "device_spec"})
-RUNTIME_USERS_BELOW_COMPILER = ("fxwrap.converters.fx", "fxwrap.converters.interpreter")
+RUNTIME_USERS_BELOW_COMPILER = ("fxwrap.converters",)
 
 # The one file that may name torch's private parts.
 GATE = "fxwrap.torch_compat"
