@@ -204,7 +204,7 @@ class _Lowering:
 
 
 def _header(options: Options) -> tuple[tuple[str, str], ...]:
-    text = options.text()
+    text = options.replace(emitter=Options().emitter).text()  # a program does not know what will emit it
     return (("options", text),) if text else ()
 
 

@@ -1,0 +1,7 @@
+"""`python -m fxwrap`."""
+
+import sys
+
+from fxwrap.cli import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,5 @@
+"""The command line: `python -m fxwrap show|emit|compare MODULE:NAME | FILE.py:NAME | FILE.pt2`."""
+
+from fxwrap.cli.command import main
+
+__all__ = ["main"]
