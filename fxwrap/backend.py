@@ -10,10 +10,11 @@ import torch
 from torch.fx import GraphModule
 
 from fxwrap.compiler import Compiled, compile_graph
+from fxwrap.converters.fx_module import boxed_function
 from fxwrap.lowering import decomposition_table
 from fxwrap.options import Options
 from fxwrap.torch_compat import TracingFacts, aot_autograd, min_cut_rematerialization_partition, tracing_facts
-from fxwrap.wrapper_ir import Ownership
+from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class GraphInfo:
     """What is known about a graph that `on_graph` receives; inputs are named by their position.
 
     `kind` is "inference", "forward" or "backward"; `static_inputs` keep their address from call to call (parameters and
-    buffers); `mutated_inputs` are written; `donated_inputs` may be overwritten or freed; `device` is the first input's.
+    buffers); `mutated_inputs` are written; `donated_inputs` may be overwritten or freed; `device` is that of
+    the first input that is not on the CPU, else the CPU.
     """
 
     name: str
@@ -74,10 +76,29 @@ class _GraphCompiler:
     compile_with: Callable[..., Compiled]
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        ownership = self._ownership(graph_module, tracing_facts(self.kind))
+        facts = tracing_facts(self.kind)
+        ownership = self._ownership(graph_module, facts)
         options = self.options.replace(check_inputs=False)
         compiled = self.compile_with(graph_module, example_inputs, options=options, ownership=ownership, name=self.kind)
-        return _boxed(compiled.boxed)
+        if options.on_graph is None:
+            return _boxed(compiled.boxed)
+        info = self._info(compiled.program, graph_module, facts)
+        return _boxed(boxed_function(options.on_graph(compiled.graph_module, info)))
+
+    def _info(self, program: Program, graph_module: GraphModule, facts: TracingFacts) -> GraphInfo:
+        """Says what AOTAutograd and the program know of the graph's inputs."""
+        devices = [item.value.type.device for item in program.inputs
+                   if isinstance(item.value, Value) and isinstance(item.value.type, TensorType)]  # fmt: skip
+        return GraphInfo(
+            name=program.name,
+            kind=self.kind,
+            device=next((device for device in devices if device.type != "cpu"), torch.device("cpu")),
+            static_inputs=_static_inputs(self.kind, graph_module, facts),
+            mutated_inputs=frozenset(
+                position for position, item in enumerate(program.inputs) if item.ownership is Ownership.MUTABLE
+            ),
+            donated_inputs=facts.donated_inputs,
+        )
 
     def _ownership(self, graph_module: GraphModule, facts: TracingFacts) -> dict[int, Ownership]:
         """A backward's inputs are dropped after their last use, but for the forward's own inputs."""
@@ -89,6 +110,15 @@ class _GraphCompiler:
             for position, node in enumerate(placeholders)
             if not node.name.startswith("primals_")
         }
+
+
+def _static_inputs(kind: str, graph_module: GraphModule, facts: TracingFacts) -> frozenset[int]:
+    """Returns the positions of inputs that keep their address; a backward is given some of the forward's by their names."""
+    if kind != "backward":
+        return facts.static_inputs
+    names = {f"primals_{position + 1}" for position in facts.static_inputs}
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    return frozenset(position for position, node in enumerate(placeholders) if node.name in names)
 
 
 def _boxed(entry: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

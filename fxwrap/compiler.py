@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch.export import ExportedProgram
@@ -11,12 +12,13 @@ from torch.fx import GraphModule
 
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import Emitted
-from fxwrap.converters.fx import to_fx
+from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.errors import VerifyError
 from fxwrap.lowering import lower
 from fxwrap.options import Options
+from fxwrap.torch_compat import FakeTensor
 from fxwrap.wrapper_ir import Ownership, Program, program_key, verify
 
 
@@ -35,16 +37,31 @@ class Compiled(Emitted):
     `source` the text of the emitted form.
     """
 
-    def __init__(self, stages: Sequence[Stage], options: Options, emitted: Emitted) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        options: Options,
+        emitted: Emitted,
+        fake_inputs: Mapping[str, FakeTensor] | None = None,
+    ) -> None:
         super().__init__(emitted.source, lambda: emitted.boxed)
         self.stages = tuple(stages)
         self.options = options
         self.emitted = emitted
+        self._fake_inputs = fake_inputs
 
     @property
     def program(self) -> Program:
         """The program that runs."""
         return self.stages[-1].program
+
+    @cached_property
+    def graph_module(self) -> GraphModule:
+        """The program as an FX graph: what runs with the emitter "fx", made here on first use for the others."""
+        emitted = self.emitted
+        if not isinstance(emitted, EmittedGraph):
+            emitted = to_fx(self.program, fake_inputs=self._fake_inputs)
+        return emitted.graph_module
 
     @property
     def key(self) -> str:
@@ -80,7 +97,16 @@ def compile_graph(
         stages.append(Stage(getattr(change, "__qualname__", type(change).__name__), program))
         if options.verify:
             _verify_after(stages[-1])
-    return Compiled(stages, options, emit(program, options.emitter))
+    fakes = _fake_inputs(graph)
+    return Compiled(stages, options, emit(program, options.emitter, fakes), fakes)
+
+
+def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
+    """Returns the fake tensors of a graph's placeholders by name, for the metadata of an emitted graph."""
+    graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    found = {node.name: node.meta.get("val") for node in placeholders}
+    return {name: val for name, val in found.items() if isinstance(val, FakeTensor)}
 
 
 def _verify_after(stage: Stage) -> None:
@@ -90,9 +116,9 @@ def _verify_after(stage: Stage) -> None:
         raise VerifyError(error.rule, f"after pass '{stage.made_by}': {error.reason}", error.context) from None
 
 
-def emit(program: Program, emitter: str) -> Emitted:
-    """Returns the program in the form that an emitter gives."""
-    return _EMITTERS[emitter](program)
+def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] | None = None) -> Emitted:
+    """Returns the program in the form that an emitter gives; `fake_inputs`, by name, are for the metadata of FX graphs."""
+    return to_fx(program, fake_inputs=fake_inputs) if emitter == "fx" else _EMITTERS[emitter](program)
 
 
 def interpreted(program: Program) -> Emitted:
@@ -103,6 +129,5 @@ def interpreted(program: Program) -> Emitted:
 _EMITTERS: dict[str, Callable[[Program], Emitted]] = {
     "python": to_python,
     "cpp": to_cpp,
-    "fx": to_fx,
     "interpreter": interpreted,
 }

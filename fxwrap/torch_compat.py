@@ -170,7 +170,11 @@ from torch._guards import TracingContext  # noqa: E402
 
 @dataclass(frozen=True)
 class TracingFacts:
-    """What AOTAutograd knows of a graph's inputs, by position: which keep their address, which are given away."""
+    """What AOTAutograd knows of a graph's inputs, by position.
+
+    `static_inputs` of the forward (or inference) graph keep their address from call to call; `donated_inputs` of the
+    backward are given away.
+    """
 
     static_inputs: frozenset[int] = frozenset()
     donated_inputs: frozenset[int] = frozenset()
@@ -182,9 +186,8 @@ def tracing_facts(kind: str) -> TracingFacts:
     metadata = context.fw_metadata if context is not None else None
     if metadata is None:
         return TracingFacts()
-    if kind == "backward":
-        return TracingFacts(donated_inputs=frozenset(metadata.bw_donated_idxs or ()))
-    return TracingFacts(static_inputs=frozenset(metadata.static_input_indices or ()))
+    donated = metadata.bw_donated_idxs if kind == "backward" else None
+    return TracingFacts(frozenset(metadata.static_input_indices or ()), frozenset(donated or ()))
 
 
 # --- emitted FX graphs ----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from fxwrap.runtime import library
 from fxwrap.runtime.triton_table import triton_constants, triton_function, triton_parameters
 from fxwrap.symbolic import SymbolInfo, expression_kind
 from fxwrap.torch_compat import (
+    FakeTensor,
     FakeTensorMode,
     operator_overload,
     out_argument_names,
@@ -451,7 +452,7 @@ def to_fx(
     plain: bool = False,
     handlers: Mapping[type[ExtensionLine], Handler] | None = None,
     fake_mode: FakeTensorMode | None = None,
-    fake_inputs: Sequence[Any] | None = None,
+    fake_inputs: Mapping[str, FakeTensor] | None = None,
 ) -> EmittedGraph:
     """Returns the program as an FX graph of ordinary operators.
 
@@ -459,15 +460,18 @@ def to_fx(
         program: a verified program.
         plain: whether only ATen's and torch's higher-order operators may be called.
         handlers: how lines of vendors' own are written; without one, such a line is written as what it expands to.
-        fake_mode: the mode that the fake tensors in `meta["val"]` belong to; a new one where none is given.
-        fake_inputs: the fake inputs of that mode, one an input, which become the placeholders' `meta["val"]`.
+        fake_mode: the mode that the fake tensors in `meta["val"]` belong to; where none is given, that of `fake_inputs`,
+            else a new one.
+        fake_inputs: by the program's names, fake tensors of that mode that become the inputs' `meta["val"]`.
 
     Raises Unsupported for a line that has no FX form yet, or none of ATen's with `plain`.
     """
+    given = fake_inputs or {}
+    known_mode = fake_mode or next((fake.fake_mode for fake in given.values()), None)
     with without_fake_mode():
-        fakes = FakeValues(fake_mode)
+        fakes = FakeValues(known_mode)
         converter = FxConverter(program, fakes, handlers, plain=plain)
-        _inputs(converter, fake_inputs)
+        _inputs(converter, given)
         _constants(converter)
         converter.lines(program.body)
         graph = converter.writer.graph
@@ -481,13 +485,13 @@ def to_fx(
     return EmittedGraph(program, made)
 
 
-def _inputs(converter: FxConverter, fake_inputs: Sequence[Any] | None) -> None:
+def _inputs(converter: FxConverter, given: Mapping[str, FakeTensor]) -> None:
     writer, fakes = converter.writer, converter.fakes
-    for position, item in enumerate(converter.program.inputs):
+    for item in converter.program.inputs:
         if isinstance(item.value, SymbolInfo):
             node = writer.placeholder(item.value, fakes.symbol(item.value))
-        elif fake_inputs is not None and isinstance(fake_inputs[position], torch.Tensor):
-            node = writer.placeholder(item.value, fakes.given(item.value, fake_inputs[position]))
+        elif item.name in given and given[item.name].fake_mode is fakes.mode:
+            node = writer.placeholder(item.value, fakes.given(item.value, given[item.name]))
         else:
             node = writer.placeholder(item.value, fakes.root(item.value))
         node.meta["fxwrap_ownership"] = item.ownership.value
