@@ -9,12 +9,22 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from fxwrap.errors import VerifyError
-from fxwrap.lines import CORE_LINES
-from fxwrap.wrapper_ir import Block, LineBase, parse_program, verifier, verify
+from fxwrap.lines import CORE_LINES, Comment, Return
+from fxwrap.wrapper_ir import (
+    Block,
+    Input,
+    LineBase,
+    Program,
+    TensorType,
+    Value,
+    parse_program,
+    verifier,
+    verify,
+)
 from tests.golden import check_golden
-from tests.samples import SAMPLES
 
 NEGATIVE = sorted((Path(__file__).parent / "negative").glob("*.txt"))
 _MARK = "--- error\n"
@@ -52,26 +62,32 @@ def test_every_check_of_a_line_by_itself_has_a_negative_program() -> None:
     assert checked - tested == set()
 
 
+def _with_inputs(program: Program, *values: Value) -> Program:
+    return program.replace(inputs=tuple(Input(value) for value in values))
+
+
+_MATRIX = TensorType.contiguous(torch.float32, (4, 8), torch.device("cpu"))
+_RETURN = Program("p", (), Block((), (Return(()),)))
+
+
 def test_a_name_that_the_text_cannot_hold_is_refused() -> None:
-    program = SAMPLES["input_as_output"].program()
-    item = program.inputs[0]
-    renamed = item.value.__class__("x-y", item.value.type)  # type: ignore[union-attr, call-arg]
     with pytest.raises(VerifyError, match=r"\[name\] %x-y is no name"):
-        verify(program.replace(inputs=(type(item)(renamed), *program.inputs[1:])))
+        verify(_with_inputs(_RETURN, Value("x-y", _MATRIX)))
+
+
+def test_a_value_defined_twice_is_refused() -> None:
+    with pytest.raises(VerifyError, match=r"\[redefined\] %x is defined twice"):
+        verify(_with_inputs(_RETURN, Value("x", _MATRIX), Value("x", _MATRIX)))
 
 
 def test_a_field_of_a_wrong_class_is_refused_in_a_program_made_by_hand() -> None:
-    program = SAMPLES["input_as_output"].program()
-    call = SAMPLES["aliases"].program().body.lines[0]
-    wrong = call.replace(stream="fast")
-    with pytest.raises(VerifyError, match=r"\[line\] 'stream' of extern.call takes int, not str"):
-        verify(program.replace(body=Block((), (wrong, *program.body.lines))))
+    body = Block((), (Comment(3), Return(())))  # type: ignore[arg-type]
+    with pytest.raises(VerifyError, match=r"\[line\] 'text' of note.comment takes str, not int"):
+        verify(_RETURN.replace(body=body))
 
 
 def test_a_value_used_with_another_type_is_refused() -> None:
-    program = SAMPLES["extension"].program()
-    alloc, *others = program.body.lines
-    other_type = SAMPLES["input_as_output"].program().inputs[0].value.type  # type: ignore[union-attr]
-    changed = alloc.replace(result=type(alloc.result)("staging", other_type))  # type: ignore[attr-defined]
-    with pytest.raises(VerifyError, match=r"\[type\] %staging is used with another type"):
-        verify(program.replace(body=Block((), (changed, *others))))
+    other = TensorType.contiguous(torch.float32, (8, 4), torch.device("cpu"))
+    program = _RETURN.replace(body=Block((), (Return((Value("x", other),)),)))
+    with pytest.raises(VerifyError, match=r"\[type\] %x is used with another type"):
+        verify(_with_inputs(program, Value("x", _MATRIX)))
