@@ -16,39 +16,44 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 import fxwrap
 
 aten = torch.ops.aten
-OPERATORS = (aten.mul.Tensor, aten.add.Tensor, aten.relu.default, aten.sub.Tensor)
+OPERATORS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, aten.sub.Tensor)
 
 
 def chain(count: int) -> GraphModule:
     """A graph in which each operator reads the one before."""
-    return _graph(count, lambda made, x: made[-1] if made else x)
+
+    def operands(index: int, made: list[Node], x: Node) -> tuple[Node, Node]:
+        return (made[-1] if made else x), x
+
+    return _graph(count, operands)
 
 
 def wide(count: int) -> GraphModule:
-    """A graph whose operators all read the input, summed in pairs at the end of each row of 100."""
-    return _graph(count, lambda made, x: x if len(made) % 100 else (made[-1] if made else x))
+    """A graph in which every other operator reads the input alone, and the ones between add it all up."""
+
+    def operands(index: int, made: list[Node], x: Node) -> tuple[Node, Node]:
+        return (made[-1], made[-2]) if index % 2 and index > 1 else (x, x)
+
+    return _graph(count, operands)
 
 
-def _graph(count: int, operand: Callable[[list[Any], Any], Any]) -> GraphModule:
+def _graph(count: int, operands: Callable[[int, list[Node], Node], tuple[Node, Node]]) -> GraphModule:
     graph, mode = Graph(), FakeTensorMode()
-    with mode:
-        fake = torch.empty(8, 8)
     x = graph.placeholder("x")
-    x.meta["val"] = fake
-    made: list[Any] = []
+    with mode:
+        x.meta["val"] = torch.empty(8, 8)
+    made: list[Node] = []
     for index in range(count):
-        operator = OPERATORS[index % len(OPERATORS)]
-        first = operand(made, x)
-        node = graph.call_function(operator, (first,) if operator is aten.relu.default else (first, x))
+        node = graph.call_function(OPERATORS[index % len(OPERATORS)], operands(index, made, x))
         with mode:
             node.meta["val"] = torch.empty(8, 8)
         made.append(node)
-    graph.output(tuple(made[99::100]) or (made[-1],))
+    graph.output((made[-1], made[-2]))
     return GraphModule(torch.nn.Module(), graph)
 
 
@@ -63,7 +68,7 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return result, seconds
 
 
-def measure(graph: GraphModule, with_cpp: bool, with_fx: bool) -> dict[str, float]:
+def measure(graph: GraphModule, with_cpp: bool) -> dict[str, float]:
     """Microseconds a line for each stage."""
     seconds: dict[str, float] = {}
     program, seconds["lower"] = timed(lambda: fxwrap.lower(graph))
@@ -73,9 +78,8 @@ def measure(graph: GraphModule, with_cpp: bool, with_fx: bool) -> dict[str, floa
     seconds["lower+verify+Python"] = seconds["lower"] + seconds["verify"] + seconds["Python text"]
     cpp, seconds["C++ text"] = timed(lambda: fxwrap.to_cpp(program))
     _, seconds["[CPython]"] = timed(lambda: compile(python.source, "program", "exec"))
-    if with_fx:
-        emitted, seconds["FX graph"] = timed(lambda: fxwrap.to_fx(program))
-        _, seconds["[fx recompile]"] = timed(lambda: emitted.graph_module.recompile())
+    emitted, seconds["FX graph"] = timed(lambda: fxwrap.to_fx(program))
+    _, seconds["[fx recompile]"] = timed(lambda: emitted.graph_module.recompile())
     if with_cpp:
         _, seconds["[g++]"] = timed(lambda: cpp.boxed)
     return {stage: 1e6 * taken / len(program.body.lines) for stage, taken in seconds.items()}
@@ -92,13 +96,14 @@ def main() -> None:
         columns = []
         for size in chosen.sizes:
             graph = build(size)
-            runs = [measure(graph, not chosen.no_cpp and index == 0, True) for index in range(chosen.repeat)]
+            runs = [measure(graph, not chosen.no_cpp and index == 0) for index in range(chosen.repeat)]
             stages = runs[0]
             columns.append({stage: statistics.median([run[stage] for run in runs if stage in run]) for stage in stages})
         print(f"\n{name}, us a line" + "".join(f"{size:>12}" for size in chosen.sizes) + f"{'last/first':>12}")
         for stage in columns[0]:
             ratio = columns[-1][stage] / columns[0][stage]
-            print(f"{stage:<22}" + "".join(f"{column[stage]:>12.1f}" for column in columns) + f"{ratio:>12.2f}", flush=True)
+            cells = "".join(f"{column[stage]:>12.1f}" for column in columns)
+            print(f"{stage:<22}{cells}{ratio:>12.2f}", flush=True)
 
 
 if __name__ == "__main__":
