@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,14 +124,12 @@ class _Comparison:
         reference, failure = self._reference()
         judge = Judge(eager, reference, self.tolerance)
         outcomes = [
-            Outcome(
-                "eager",
-                against_float64=None if reference is None else largest_error(eager, reference),
-                **self._cost(self.subject.eager),
-            ),
+            Outcome("eager", against_float64=None if reference is None else largest_error(eager, reference)),
             Outcome("float64", failure),
             *[self._outcome(emitter, judge) for emitter in emitters],
         ]
+        if self.repeats:
+            outcomes = self._measured(outcomes)
         programs = [graph.compiled.program for graph in self.subject.graphs]
         lines = sum(1 for program in programs for _ in program.lines())
         return Report(self.subject.title, tuple(outcomes), len(programs), lines)
@@ -153,12 +151,10 @@ class _Comparison:
             judge.disagreements(run),
             sum(graph.lower_seconds + graph.build_seconds[emitter] for graph in graphs),
             lines=sum(graph.forms[emitter].source.count("\n") for graph in graphs),
-            **self._cost(call),
         )
 
     def _observe(self, call: Callable[..., Any]) -> Observation:
-        self.subject.state.restore()
-        return self._see(call, _copy(self.arguments), self.subject.state)
+        return self._see(call, self._prepare(), self.subject.state)
 
     def _see(self, call: Callable[..., Any], arguments: Arguments, state: State) -> Observation:
         return observe(
@@ -181,19 +177,24 @@ class _Comparison:
         except Exception as error:  # noqa: BLE001  a function may hold what float64 does not go with
             return None, f"{type(error).__name__}: {error}"
 
-    def _cost(self, call: Callable[..., Any]) -> dict[str, Any]:
-        """Returns the time and memory of a run, when they were asked for."""
-        if not self.repeats:
-            return {}
+    def _measured(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Returns the outcomes with the time and the memory of a run, of those that run."""
+        running = [outcome for outcome in outcomes if outcome.name != "float64" and not outcome.failure]
+        runs = [self._run(outcome.name) for outcome in running]
+        seconds = median_seconds(self._prepare, runs, self.repeats)
+        measured = {
+            outcome.name: replace(outcome, run_seconds=taken, peak_bytes=peak_bytes(self._prepare, run))
+            for outcome, taken, run in zip(running, seconds, runs)
+        }
+        return [measured.get(outcome.name, outcome) for outcome in outcomes]
 
-        def prepare() -> Arguments:
-            self.subject.state.restore()
-            return _copy(self.arguments)
+    def _prepare(self) -> Arguments:
+        self.subject.state.restore()
+        return _copy(self.arguments)
 
-        def run(arguments: Arguments) -> Any:
-            return run_once(call, arguments, seed=self.seed, training=self.training)
-
-        return {"run_seconds": median_seconds(prepare, run, self.repeats), "peak_bytes": peak_bytes(prepare, run)}
+    def _run(self, name: str) -> Callable[[Arguments], Any]:
+        call = self.subject.eager if name == "eager" else self.subject.call(name)
+        return lambda arguments: run_once(call, arguments, seed=self.seed, training=self.training)
 
 
 def _copy(arguments: Arguments, wide: bool = False) -> Arguments:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,21 +14,27 @@ from fxwrap.torch_compat import allocation_record, quiet_profiler
 _ENOUGH_SECONDS = 1.0
 
 
-def median_seconds(prepare: Callable[[], Any], run: Callable[[Any], Any], repeats: int) -> float:
-    """Returns the median time of a run, of up to `repeats` runs that take about a second together.
+def median_seconds(prepare: Callable[[], Any], runs: Sequence[Callable[[Any], Any]], repeats: int) -> list[float]:
+    """Returns the median time of each run, of up to `repeats` rounds that take about a second for each of them.
 
-    `prepare` makes what a run is given, outside of the time. The first run is not counted.
+    `prepare` makes what a run is given, outside of the time. Every round runs each of them once, so that a machine that
+    is busy for a while is busy for all. The first round is not counted.
     """
-    run(prepare())
-    taken: list[float] = []
-    while len(taken) < repeats and (len(taken) < 3 or sum(taken) < _ENOUGH_SECONDS):
-        given = prepare()
-        _synchronise()
-        start = time.perf_counter()
-        run(given)
-        _synchronise()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    for run in runs:
+        run(prepare())
+    taken: list[list[float]] = [[] for _ in runs]
+    deadline = time.perf_counter() + _ENOUGH_SECONDS * len(runs)
+    for round_ in range(repeats):
+        if round_ >= 3 and time.perf_counter() > deadline:
+            break
+        for times, run in zip(taken, runs):
+            given = prepare()
+            _synchronise()
+            start = time.perf_counter()
+            run(given)
+            _synchronise()
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in taken]
 
 
 def peak_bytes(prepare: Callable[[], Any], run: Callable[[Any], Any]) -> int:

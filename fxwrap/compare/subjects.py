@@ -63,7 +63,7 @@ class CompiledFunction:
         self.state = state_of(function)
         self.graphs: list[CapturedGraph] = []
         self._emitter = "interpreter"
-        self._options = options.replace(emitter="interpreter")
+        self._options = options.replace(emitter="interpreter", on_graph=None)
         self._compiled = torch.compile(function, backend=make_backend(self._options, self._compile), dynamic=dynamic)
 
     def call(self, emitter: str) -> Callable[..., Any]:

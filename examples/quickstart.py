@@ -1,0 +1,90 @@
+"""A small transformer, compiled: its program, the three forms that emitters give it, and how they compare with eager.
+
+Run it with `python examples/quickstart.py`, or `make demo`. It takes a quarter of a minute on two cores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import fxwrap
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each with a residual connection, as in GPT-2."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_output = nn.Linear(width, width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        projected = self.query_key_value(self.attention_norm(hidden))
+        query, key, value = projected.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.attention_output(attended.transpose(1, 2).reshape(batch, length, width))
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class Transformer(nn.Module):
+    """A language model: token and position embeddings, blocks, and a head that shares the token embedding's weight."""
+
+    def __init__(
+        self, vocabulary: int = 256, width: int = 64, heads: int = 4, layers: int = 2, length: int = 64
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(hidden)))
+
+
+def show(title: str, text: str, start: str, lines: int = 24) -> None:
+    """Prints, under a title, the first lines of a text and then some from the first that holds `start`."""
+    every = text.strip("\n").splitlines()
+    first = next((number for number, line in enumerate(every) if start in line), 0)
+    shown = [*every[: min(6, first)], *(["..."] if first > 6 else []), *every[max(first, min(6, first)) :][:lines]]
+    print(f"\n=== {title} ({len(every)} lines)\n")
+    print("\n".join(line if len(line) <= 140 else line[:137] + "..." for line in [*shown, "..."]))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = Transformer().eval()
+    tokens = torch.randint(0, 256, (2, 32))
+
+    # The short way: torch.compile finds the backend by its name. `options={"emitter": "cpp"}` would run C++.
+    with torch.no_grad():
+        logits = torch.compile(model, backend="fxwrap")(tokens)
+    print(f"torch.compile(model, backend='fxwrap') gave logits of shape {tuple(logits.shape)}")
+
+    # By hand: an exported program is lowered to a program of the Wrapper IR, plain data that prints and can be parsed.
+    compiled = fxwrap.compile_graph(torch.export.export(model, (tokens,)), name="transformer")
+    show("the program", str(compiled.program), start="program", lines=40)
+    assert fxwrap.parse(str(compiled.program)) == compiled.program
+
+    # Three emitters give it three forms; each is called with the flat inputs and returns the flat outputs.
+    show("as an FX graph", fxwrap.to_fx(compiled.program).source, start="embedding = ")
+    show("as Python", fxwrap.to_python(compiled.program).source, start="def transformer")
+    show("as C++", fxwrap.to_cpp(compiled.program).source, start="void ")
+
+    # The same inputs through eager PyTorch, float64, the interpreter and the three forms, forward and backward.
+    report = fxwrap.compare(model.train(), (tokens,), training=True)
+    print(f"\n=== compared with eager, forward and backward\n\n{report}")
+    assert report.agrees
+
+
+if __name__ == "__main__":
+    main()
