@@ -6,6 +6,7 @@ import dataclasses
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import sympy
@@ -147,14 +148,22 @@ def blocks(line: LineBase) -> list[tuple[str, Block]]:
     return [(name, getattr(line, name)) for name in line.fields_by_role[Role.BLOCK]]
 
 
-def type_symbols(type_: Type) -> Iterator[sympy.Symbol]:
-    """Yields the symbols in a type's sizes, strides and offset; one that occurs twice may come twice."""
-    if isinstance(type_, TensorType):
-        for size in (*type_.sizes, *type_.strides, type_.storage_offset):
+def type_symbols(type_: Type) -> list[sympy.Symbol]:
+    """Returns the symbols in a type's sizes, strides and offset; one that occurs twice may come twice."""
+    if not isinstance(type_, TensorType):
+        return type_symbols(type_.element) if isinstance(type_, ListType | OptionalType) else []
+    found: list[sympy.Symbol] = []
+    for sizes in (type_.sizes, type_.strides, (type_.storage_offset,)):
+        for size in sizes:
             if not isinstance(size, int):
-                yield from size.free_symbols
-    elif isinstance(type_, ListType | OptionalType):
-        yield from type_symbols(type_.element)
+                found.extend(_free_symbols(size))
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _free_symbols(expression: sympy.Basic) -> tuple[sympy.Symbol, ...]:
+    """The symbols of an expression by name: in an order that is the same on every run."""
+    return tuple(sorted(expression.free_symbols, key=str))
 
 
 _WITHOUT_SYMBOLS = frozenset([Value, str, int, float, bool, type(None)])
@@ -183,7 +192,7 @@ def _collect_symbols(leaf: Any, role: Role, found: list[sympy.Symbol]) -> None:
     elif kind is TensorType:
         found.extend(type_symbols(leaf))
     elif isinstance(leaf, sympy.Basic):
-        found.extend(leaf.free_symbols)
+        found.extend(_free_symbols(leaf))
 
 
 def wrong_field(line: LineBase) -> str | None:
