@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxwrap.compare.copies import State, copied, widened
 from fxwrap.compare.measure import median_seconds, peak_bytes
-from fxwrap.compare.observe import Arguments, Judge, Observation, largest_error, observe, run_once
+from fxwrap.compare.observe import Arguments, Judge, Observation, Way, largest_error
 from fxwrap.compare.reference import Float64Mode, drawn_dtype
 from fxwrap.compare.report import Outcome, Report
 from fxwrap.compare.subjects import CapturedGraph, Subject, is_graph, subject_of
@@ -68,7 +68,8 @@ def compare(
     with _random_state_kept(), _compiler_caches_emptied(fn):
         subject = subject_of(fn, arguments, chosen, dynamic)
         try:
-            return _Comparison(subject, arguments, training, tolerance, repeats, seed).report(emitters)
+            way = Way(seed, training, subject.nested, subject.given_away)
+            return _Comparison(subject, arguments, way, tolerance, repeats).report(emitters)
         finally:
             subject.state.give_back()
 
@@ -91,7 +92,7 @@ def capture(
         subject = subject_of(fn, arguments, chosen, dynamic)
         if subject.nested:
             try:
-                run_once(subject.call("interpreter"), _copy(arguments), seed=0, training=training)
+                Way(0, training).run(subject.call("interpreter"), _copy(arguments))
             finally:
                 subject.state.give_back()
         return tuple(subject.graphs)
@@ -110,10 +111,9 @@ class _Comparison:
 
     subject: Subject
     arguments: Arguments
-    training: bool
+    way: Way
     tolerance: float | None
     repeats: int
-    seed: int
 
     def report(self, emitters: Sequence[str]) -> Report:
         """Runs all ways and returns what they did."""
@@ -154,13 +154,7 @@ class _Comparison:
         )
 
     def _observe(self, call: Callable[..., Any]) -> Observation:
-        return self._see(call, self._prepare(), self.subject.state)
-
-    def _see(self, call: Callable[..., Any], arguments: Arguments, state: State) -> Observation:
-        return observe(
-            call, arguments, state, seed=self.seed, training=self.training, nested=self.subject.nested,
-            given_away=self.subject.given_away,
-        )  # fmt: skip
+        return self.way.observe(call, self._prepare(), self.subject.state)
 
     def _reference(self) -> tuple[Observation | None, str]:
         """Returns what a float64 run leaves, or None and why there is none."""
@@ -173,7 +167,7 @@ class _Comparison:
             function = widened(self.subject.reference)
             arguments, state = _copy(self.arguments, wide=True), _state_like(self.subject.state, function)
             with mode:
-                return self._see(function, arguments, state), ""
+                return self.way.observe(function, arguments, state), ""
         except Exception as error:  # noqa: BLE001  a function may hold what float64 does not go with
             return None, f"{type(error).__name__}: {error}"
 
@@ -190,11 +184,12 @@ class _Comparison:
 
     def _prepare(self) -> Arguments:
         self.subject.state.restore()
+        torch.manual_seed(self.way.seed)
         return _copy(self.arguments)
 
     def _run(self, name: str) -> Callable[[Arguments], Any]:
         call = self.subject.eager if name == "eager" else self.subject.call(name)
-        return lambda arguments: run_once(call, arguments, seed=self.seed, training=self.training)
+        return lambda arguments: self.way.run(call, arguments)
 
 
 def _copy(arguments: Arguments, wide: bool = False) -> Arguments:

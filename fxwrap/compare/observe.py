@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxwrap.compare.copies import State
 from fxwrap.compare.report import Disagreement, Error
-from fxwrap.torch_compat import keystr, storage_identity, tree_flatten_with_path
+from fxwrap.torch_compat import keystr, storage_identity, tree_flatten, tree_flatten_with_path
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-10,
@@ -68,57 +68,57 @@ class Observation:
     aliases: Mapping[str, str]
 
 
-def observe(
-    call: Callable[..., Any],
-    arguments: Arguments,
-    state: State,
-    *,
-    seed: int,
-    training: bool,
-    nested: bool,
-    given_away: frozenset[int],
-) -> Observation:
-    """Runs a function once, from a seed, and returns what it leaves behind.
+@dataclass(frozen=True)
+class Way:
+    """How a function is run and what of it counts.
 
-    With `training`, its differentiable outputs are pulled back from fixed random cotangents. `nested` says whether the
-    nesting of outputs counts; a program gives them flat. What the inputs at the positions `given_away` hold afterwards
-    is nobody's business.
+    With `training`, differentiable outputs are pulled back from fixed random cotangents. `nested` says whether the
+    nesting of outputs counts; a program gives them flat. What the inputs at the positions `given_away` hold after the
+    run is nobody's business. All random numbers start from `seed`.
     """
-    result = run_once(call, arguments, seed=seed, training=training)
-    outputs = _named(result, "output")
-    if not nested:
-        outputs = {f"output {position}": leaf for position, leaf in enumerate(outputs.values())}
-    inputs = arguments.named()
-    places = {**inputs, **{f"state {name}": tensor for name, tensor in state.tensors.items()}}
-    holders = {**places, **outputs}
-    return Observation(
-        ", ".join(outputs),
-        _seen(outputs),
-        _seen({name: item for place, (name, item) in enumerate(inputs.items()) if place not in given_away}),
-        _seen(state.tensors),
-        {name: _see(item.grad) for name, item in _leaves_with_gradient(places)} if training else {},
-        _aliases(outputs, holders),
-    )
 
+    seed: int
+    training: bool
+    nested: bool = True
+    given_away: frozenset[int] = frozenset()
+    cotangents: dict[Any, Tensor] = field(default_factory=dict)
 
-def run_once(call: Callable[..., Any], arguments: Arguments, *, seed: int, training: bool) -> Any:
-    """Calls a function from a seed; with `training`, forward and backward. Returns what the function returns."""
-    torch.manual_seed(seed)
-    with torch.set_grad_enabled(training):
-        result = call(*arguments.positional, **(arguments.keywords or {}))
-    if training:
-        outputs = [leaf for leaf in _named(result, "").values() if isinstance(leaf, Tensor) and leaf.requires_grad]
-        torch.autograd.backward(outputs, _cotangents(outputs, seed))
-    return result
+    def run(self, call: Callable[..., Any], arguments: Arguments) -> Any:
+        """Calls a function, forward and with `training` backward. Returns what it returns."""
+        with torch.set_grad_enabled(self.training):
+            result = call(*arguments.positional, **(arguments.keywords or {}))
+        if self.training:
+            outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [self._cotangent(*item) for item in enumerate(outputs)])
+        return result
 
+    def observe(self, call: Callable[..., Any], arguments: Arguments, state: State) -> Observation:
+        """Runs a function once and returns what it leaves behind."""
+        torch.manual_seed(self.seed)
+        outputs = _named(self.run(call, arguments), "output")
+        if not self.nested:
+            outputs = {f"output {position}": leaf for position, leaf in enumerate(outputs.values())}
+        inputs = arguments.named()
+        places = {**inputs, **{f"state {name}": tensor for name, tensor in state.tensors.items()}}
+        kept = {name: item for position, (name, item) in enumerate(inputs.items()) if position not in self.given_away}
+        return Observation(
+            ", ".join(outputs),
+            _seen(outputs),
+            _seen(kept),
+            _seen(state.tensors),
+            {name: _see(item.grad) for name, item in _leaves_with_gradient(places)} if self.training else {},
+            _aliases(outputs, {**places, **outputs}),
+        )
 
-def _cotangents(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Returns one random tensor an output, the same for every way of running, whatever its dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
-        for output in outputs
-    ]
+    def _cotangent(self, position: int, output: Tensor) -> Tensor:
+        """Returns the cotangent of an output: the same numbers for every way of running, whatever their dtype."""
+        key = (position, tuple(output.shape), output.dtype, output.device)
+        if key not in self.cotangents:
+            generator = torch.Generator().manual_seed(self.seed + position)
+            drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+            self.cotangents[key] = drawn.to(output.device, output.dtype)
+        return self.cotangents[key]
 
 
 def _named(tree: Any, prefix: str) -> dict[str, Any]:
