@@ -1,0 +1,126 @@
+"""What needs a GPU: models, random numbers, kernels, memory and errors on CUDA tensors, through every emitter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.compiler import emit
+from fxwrap.errors import InputError
+from fxwrap.options import EMITTERS
+from fxwrap.wrapper_ir import live_bytes
+from tests.models import MODELS, ModelCase, TrainingStep, train_step
+from tests.samples import SAMPLES
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def exact_convolutions() -> Iterator[None]:
+    """The same cuDNN algorithm each time, in full float32: eager and compiled code then agree to rounding."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+        yield
+
+
+def on_gpu(tree: Any) -> Any:
+    """The same inputs on the GPU."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(DEVICE)
+    if isinstance(tree, Mapping):
+        return {name: on_gpu(item) for name, item in tree.items()}
+    return tree
+
+
+def relative_error(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted; infinite for NaN."""
+    difference = (result.double() - wanted.double()).norm()
+    error = (difference / wanted.double().norm().clamp_min(1e-12)).item()
+    return error if error == error else float("inf")
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("case", MODELS.values(), ids=list(MODELS))
+def test_forward(case: ModelCase, emitter: str, fresh_dynamo: None) -> None:
+    model, inputs = case.build(seed=0).eval().to(DEVICE), on_gpu(case.inputs(seed=1))
+    compiled = torch.compile(model, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
+    with torch.no_grad():
+        wanted, result = model(**inputs).to_tuple(), compiled(**inputs).to_tuple()
+    for one, other in zip(result, wanted, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert one.stride() == other.stride()
+            assert relative_error(one, other) < 1e-5
+
+
+def step(case: ModelCase, emitter: str | None, dropout: bool) -> TrainingStep:
+    """One training step on the GPU: eager, or compiled."""
+    model = case.build(seed=0, dropout=dropout).to(DEVICE)
+    compiled = model
+    if emitter is not None:
+        compiled = torch.compile(model, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
+    return train_step(model, compiled, on_gpu(case.inputs(seed=1, training=True)), seed=3)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("case", MODELS.values(), ids=list(MODELS))
+def test_training_step(case: ModelCase, emitter: str, fresh_dynamo: None) -> None:
+    wanted, result = step(case, None, False), step(case, emitter, False)
+    scale = sum(gradient.double().norm() ** 2 for gradient in wanted.gradients.values()) ** 0.5
+    assert relative_error(result.loss, wanted.loss) < 1e-5
+    for name, gradient in wanted.gradients.items():
+        assert (result.gradients[name] - gradient).norm() <= 1e-4 * max(gradient.norm(), 1e-3 * scale), name
+    for name, buffer in wanted.buffers.items():
+        assert relative_error(result.buffers[name], buffer) < 1e-5, name
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_random_numbers_equal_eager(emitter: str) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.rand_like(x), torch.nn.functional.dropout(x, 0.3), torch.randn(5, device=x.device)
+
+    x = torch.randn(64, 32, device=DEVICE)
+    compiled = fxwrap.compile_graph(make_fx(function)(x), [x], options=fxwrap.Options(emitter=emitter))
+    torch.manual_seed(7)
+    wanted = function(x)
+    torch.manual_seed(7)
+    torch.testing.assert_close(compiled(x), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("emitter", [emitter for emitter in EMITTERS if emitter != "cpp"])
+def test_triton_kernel(emitter: str) -> None:
+    program = fxwrap.parse(SAMPLES["triton_kernel"].full_text().replace("@cpu", "@cuda:0"))
+    x = torch.randn(25, 8, device=DEVICE)
+    (result,) = emit(program, emitter)(x)
+    torch.testing.assert_close(result, x.relu(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_tensor_on_the_wrong_device_is_refused(emitter: str) -> None:
+    x = torch.randn(4, device=DEVICE)
+    compiled = fxwrap.compile_graph(make_fx(lambda x: x + 1)(x), [x], options=fxwrap.Options(emitter=emitter))
+    with pytest.raises(InputError, match=r"expected f32\[4\] on cuda:0"):
+        compiled(torch.randn(4))
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_peak_memory_is_what_the_live_ranges_say(emitter: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = (x * 2).exp().sin()
+        return x
+
+    x = torch.rand(1024, 1024, device=DEVICE)
+    compiled = fxwrap.compile_graph(make_fx(function)(x), [x], options=fxwrap.Options(emitter=emitter))
+    compiled(x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    compiled(x)
+    used = torch.cuda.max_memory_allocated() - before
+    assert used <= 1.02 * live_bytes(compiled.program, include_inputs=False).peak
