@@ -58,7 +58,6 @@ from fxwrap.symbolic import evaluate
 from fxwrap.torch_compat import operator_overload, out_argument_names
 from fxwrap.wrapper_ir import Block, Program, TensorType, Value, map_leaves, type_symbols
 
-
 _MISDESCRIBED = frozenset(
     {
         "aten._scaled_dot_product_efficient_attention.default",
@@ -109,7 +108,7 @@ class Interpreter(Converter):
         self.root_of[value.name] = value.name
 
     def _check_result(self, value: Value, content: Any) -> None:
-        """Raises FxwrapError when a result is not what its type says; symbols that are not bound yet are not compared."""
+        """Raises FxwrapError when a result is not what its type says. Unbound symbols are not compared."""
         type_ = value.tensor_type
         if any(symbol.name not in self.symbols for symbol in type_symbols(type_)):
             return  # the lines that follow read these symbols off this very result
