@@ -1,0 +1,69 @@
+"""The models of the suite by every emitter: forward, and one step of training with dropout off and on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxwrap.compare import COMPARED, SMALL_SHARE, CompiledFunction, tensor_error
+from fxwrap.options import Options
+from fxwrap.testing import assert_emitters_agree
+from tests.models import MODELS, ModelCase, TrainingStep, train_step
+
+TOLERANCE = 1e-5
+
+CASES = [pytest.param(case, id=case.name) for case in MODELS.values()]
+STEPS = [
+    pytest.param(case, dropout, id=f"{case.name}-{'dropout' if dropout else 'no_dropout'}")
+    for case in MODELS.values()
+    for dropout in ((False, True) if case.has_dropout else (False,))
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_in_eval_mode(case: ModelCase) -> None:
+    report = assert_emitters_agree(case.build(seed=0), case.inputs(seed=1), tolerance=TOLERANCE)
+    assert report.graphs == 1
+    assert report["eager"].against_float64 is not None
+    assert report["eager"].against_float64.relative < 1e-4  # the reference computes the same thing
+
+
+@pytest.mark.parametrize(("case", "dropout"), STEPS)
+def test_one_training_step(case: ModelCase, dropout: bool, fresh_dynamo: None) -> None:
+    model, inputs = case.build(seed=0, dropout=dropout), case.inputs(seed=1, training=True)
+    subject = CompiledFunction(model, Options(), dynamic=False)
+    expected = train_step(model, model, inputs, seed=2)
+    assert expected.gradients
+    if dropout:
+        subject.state.restore()
+        assert not torch.equal(train_step(model, model, inputs, seed=3).loss, expected.loss)
+    for emitter in COMPARED:
+        subject.state.restore()
+        step = train_step(model, subject.call(emitter), inputs, seed=2)
+        _assert_same_step(emitter, step, expected)
+    assert [graph.name for graph in subject.graphs] == ["forward", "backward"]
+    assert all(set(graph.forms) == set(COMPARED) for graph in subject.graphs)
+
+
+def _assert_same_step(emitter: str, step: TrainingStep, expected: TrainingStep) -> None:
+    _assert_same(f"{emitter}: loss", {"loss": step.loss}, {"loss": expected.loss}, floor=0.0)
+    # The bias of attention keys has no gradient in exact arithmetic: all of it is rounding, which no emitter need share.
+    floor = SMALL_SHARE * math.hypot(*[float(gradient.norm()) for gradient in expected.gradients.values()])
+    _assert_same(f"{emitter}: gradient", step.gradients, expected.gradients, floor)
+    _assert_same(f"{emitter}: parameter", step.parameters, expected.parameters, floor=0.0)
+    _assert_same(f"{emitter}: buffer", step.buffers, expected.buffers, floor=0.0)
+
+
+def _assert_same(what: str, given: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float) -> None:
+    assert given.keys() == expected.keys(), what
+    errors = {name: tensor_error(given[name], tensor, floor).relative for name, tensor in expected.items()}
+    wrong = {name: error for name, error in errors.items() if error > (TOLERANCE if _is_real(expected[name]) else 0.0)}
+    assert not wrong, f"{what}: relative errors {wrong}"
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point
