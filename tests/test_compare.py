@@ -1,0 +1,374 @@
+"""`fxwrap.compare` finds what differs, says what it costs, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap import Program, compiler
+from fxwrap.compare import COMPARED, CompiledFunction, Report, compare, copied, peak_bytes, tensor_error
+from fxwrap.converters.emitted import Emitted
+from fxwrap.errors import CompareError, OptionError
+from fxwrap.lines import Call, Mutate, Return
+from fxwrap.options import EMITTERS, Options
+from fxwrap.testing import assert_emitters_agree, assert_programs_agree
+from fxwrap.wrapper_ir import Block
+
+ONE = ("interpreter",)
+
+
+def product(x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    """Mutates an input; gives a view of a result, an input, None and a number."""
+    x.add_(1)
+    z = x @ y
+    return z.t(), x, None, 3, {"soft": torch.softmax(z, -1)}
+
+
+def graph_of(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
+    """Traces on copies, because tracing runs the function."""
+    return make_fx(function)(*copied(inputs))
+
+
+# --- reports --------------------------------------------------------------------------------------------------------
+
+
+def test_emitters_are_compared_in_every_respect() -> None:
+    report = compare(product, (torch.randn(8, 8), torch.randn(8, 8)), repeats=2)
+    assert report.agrees and report.reasons == ()
+    assert [outcome.name for outcome in report.outcomes] == ["eager", "float64", *COMPARED]
+    assert set(COMPARED) == set(EMITTERS) and report.graphs == 1
+    assert 0 < report["eager"].against_float64.relative < 1e-5  # type: ignore[union-attr]
+    for outcome in report.emitters:
+        assert outcome.against_eager is not None and outcome.against_eager.relative < 1e-6
+        assert outcome.against_float64 is not None and outcome.against_float64.relative < 1e-5
+        assert outcome.compile_seconds is not None and outcome.compile_seconds > 0
+        assert outcome.run_seconds is not None and outcome.run_seconds > 0
+        assert outcome.peak_bytes is not None and outcome.peak_bytes >= 2 * 256
+        assert outcome.lines is not None and outcome.lines > report.program_lines // 2
+
+
+def test_a_report_prints_as_a_table() -> None:
+    text = str(compare(product, (torch.randn(8, 8), torch.randn(8, 8)), repeats=1))
+    head, columns, rule, *rows = text.splitlines()
+    assert head.startswith("product: 1 graph, ")
+    assert columns.split()[:2] == ["abs", "err"] and set(rule) == {"-"}
+    assert [row.split()[0] for row in rows] == ["eager", "float64", *COMPARED, "all"]
+    assert all(row.count("same") == 6 and " ms " in row for row in rows[2:-1])
+    assert len({len(row) for row in (columns, rule, *rows[:-1])}) == 1
+
+
+def test_only_the_emitters_asked_for_run_and_nothing_is_timed_without_repeats() -> None:
+    report = compare(product, (torch.randn(2, 2), torch.randn(2, 2)), emitters=("python",), repeats=0)
+    assert [outcome.name for outcome in report.emitters] == ["python"]
+    assert all(outcome.run_seconds is None and outcome.peak_bytes is None for outcome in report.outcomes)
+    with pytest.raises(KeyError):
+        report["cpp"]
+
+
+def test_training_compares_gradients_and_buffers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    report = compare(model, (torch.randn(3, 4, requires_grad=True),), training=True, repeats=0)
+    assert report.agrees, report
+    assert report.graphs == 2
+    assert report["float64"].failure == ""
+
+
+def test_keyword_inputs_exported_programs_and_programs() -> None:
+    model = nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    assert compare(model, {"input": x}, emitters=ONE, repeats=0).agrees
+    exported = torch.export.export(model, (x,))
+    assert compare(exported, (x,), emitters=ONE, repeats=0).agrees
+    program = fxwrap.lower(exported)
+    report = compare(program, (x,), emitters=("python",), repeats=0)
+    assert report.agrees and "names" in report["float64"].failure
+
+
+def test_a_function_is_captured_anew_by_each_comparison() -> None:
+    for _ in range(10):  # more often than torch.compile compiles one function
+        assert compare(product, (torch.randn(2, 2), torch.randn(2, 2)), emitters=ONE, repeats=0).agrees
+
+
+def test_a_comparison_leaves_everything_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    x = torch.randn(3, 4, requires_grad=True)
+    model(x).sum().backward()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    kept, gradient, random_state = x.detach().clone(), x.grad, torch.get_rng_state()
+    assert compare(model, (x,), training=True, emitters=ONE, repeats=1).agrees
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), gradients))
+    assert torch.equal(x, kept) and x.grad is gradient
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_the_reference_computes_in_float64_what_names_float32() -> None:
+    weight = torch.randn(64, 64)
+
+    def function(x: Tensor) -> Tensor:
+        narrow = (x.to(torch.float32) @ weight).to(torch.float32)
+        return narrow + torch.ones(64, dtype=torch.float32) / 3 + torch.randn(64)
+
+    subject = compare(function, (torch.randn(64, 64),), emitters=ONE, repeats=0)
+    assert subject["float64"].failure == ""
+    assert 0 < subject["eager"].against_float64.relative < 1e-6  # type: ignore[union-attr]
+
+
+def test_a_function_that_refuses_float64_is_compared_without_a_reference() -> None:
+    def function(x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise TypeError("float32 only")
+        return x + 1
+
+    report = compare(function, (torch.randn(3),), emitters=ONE, repeats=0)
+    assert report.agrees
+    assert report["float64"].failure == "TypeError: float32 only" and report["eager"].against_float64 is None
+    assert "there is no float64 reference: TypeError: float32 only" in str(report)
+
+
+# --- disagreements --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Replace:
+    """A pass that replaces lines: each by what `change` gives, all of a program's."""
+
+    change: Callable[[Any], tuple[Any, ...]]
+
+    def __call__(self, program: Program) -> Program:
+        lines = tuple(new for line in program.body.lines for new in self.change(line))
+        return program.replace(body=Block(program.body.arguments, lines))
+
+
+def _swap(target: str, replacement: str) -> Callable[[Any], tuple[Any, ...]]:
+    def change(line: Any) -> tuple[Any, ...]:
+        if isinstance(line, Call) and line.target == target:
+            return (dataclasses.replace(line, target=replacement),)
+        return (line,)
+
+    return change
+
+
+def broken(function: Callable[..., Any], *inputs: Tensor, change: Callable[[Any], tuple[Any, ...]]) -> Report:
+    options = Options(passes=(Replace(change),), verify=False)
+    return compare(graph_of(function, *inputs), inputs, options=options, emitters=ONE, repeats=0)
+
+
+def kinds(report: Report) -> set[str]:
+    assert not report.agrees
+    return {item.kind for item in report["interpreter"].disagreements}
+
+
+def test_wrong_numbers_are_found() -> None:
+    change = _swap("aten.add.Tensor", "aten.sub.Tensor")
+    report = broken(lambda x, y: x + y, torch.randn(4), torch.randn(4), change=change)
+    assert kinds(report) == {"values"}
+    assert report.reasons[0].startswith("interpreter: values of output 0: relative error ")
+    assert "DIFFER" in str(report) and "the emitters do not agree with eager:" in str(report)
+
+
+def test_a_lost_mutation_is_found() -> None:
+    def change(line: Any) -> tuple[Any, ...]:
+        return () if isinstance(line, Mutate) else (line,)
+
+    report = broken(lambda x, y: (x.copy_(y), y + 1)[1], torch.randn(4), torch.randn(4), change=change)
+    assert kinds(report) == {"mutations"}
+    assert not report["interpreter"].agrees_in("mutations") and report["interpreter"].agrees_in("values", "aliasing")
+
+
+def test_a_lost_alias_is_found() -> None:
+    def change(line: Any) -> tuple[Any, ...]:
+        if not isinstance(line, Return):
+            return (line,)
+        view, copy = line.values[0], dataclasses.replace(line.values[0], name="copied")
+        return Call((copy,), "aten.clone.default", (view,)), Return((copy,))
+
+    report = broken(lambda x: x[1:], torch.randn(4), change=change)
+    assert kinds(report) == {"aliasing"}
+    assert "it shares memory with nothing, eager's shares memory with input[0], from element 1" in report.reasons[0]
+
+
+def test_another_number_of_outputs_is_found() -> None:
+    def change(line: Any) -> tuple[Any, ...]:
+        return (Return(line.values[:1]),) if isinstance(line, Return) else (line,)
+
+    assert kinds(broken(lambda x: (x + 1, x + 2), torch.randn(4), change=change)) == {"structure"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        (lambda x: x.double(), "dtypes"),
+        (lambda x: x.t().contiguous().t(), "strides"),
+        (lambda x: x[:1], "shapes"),
+        (lambda x: None, "values"),
+        (lambda x: torch.full_like(x, float("nan")), "values"),
+        (lambda x: x.to("meta"), "devices"),
+    ],
+)
+def test_what_a_broken_emitter_gives_is_found(
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Tensor], Any], kind: str
+) -> None:
+    def emit(program: Program) -> Emitted:
+        right = fxwrap.to_python(program)
+        return Emitted(right.source, lambda: lambda inputs: tuple(wrong(item) for item in right.boxed(inputs)))
+
+    monkeypatch.setitem(compiler._EMITTERS, "python", emit)
+    report = compare(graph_of(lambda x: x * 2, torch.randn(3, 4)), (torch.randn(3, 4),), repeats=0)
+    assert kind in {item.kind for item in report["python"].disagreements}
+    assert report["interpreter"].agrees_in()
+    with pytest.raises(AssertionError, match=rf"python: {kind} of output 0"):
+        assert_programs_agree(fxwrap.lower(graph_of(lambda x: x * 2, torch.randn(3, 4))), [torch.randn(3, 4)])
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    def change(line: Any) -> tuple[Any, ...]:
+        return _swap("aten.cos.default", "aten.sin.default")(line)
+
+    options = Options(passes=(Replace(change),), verify=False)
+    with pytest.raises(AssertionError, match=r"gradients of input\[0\]: relative error"):
+        assert_emitters_agree(torch.sin, (torch.randn(4, requires_grad=True),), training=True, options=options)
+
+
+def test_what_an_emitter_raises_is_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def emit(program: Program) -> Emitted:
+        raise ValueError("no such thing")
+
+    monkeypatch.setitem(compiler._EMITTERS, "python", emit)
+    report = compare(torch.sin, (torch.randn(4),), repeats=1)
+    assert report["python"].failure == "ValueError: no such thing"
+    assert report.reasons == ("python failed: ValueError: no such thing",)
+    assert report["python"].run_seconds is None and report["fx"].run_seconds is not None
+    assert "python (failed)" in str(report)
+
+
+def test_nothing_captured_is_no_agreement() -> None:
+    report = compare(lambda x: 3, (torch.randn(4),), emitters=ONE, repeats=0)
+    assert report.reasons == ("interpreter failed: torch.compile captured no graph, so nothing was compiled",)
+
+
+def test_rounding_as_near_to_float64_as_eager_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that differs from eager's by more than the tolerance, but is nearer to the truth, is right."""
+
+    def exact(program: Program) -> Emitted:
+        return Emitted("", lambda: lambda inputs: ((inputs[0].double() + 3e-7).float() * 1,))
+
+    monkeypatch.setitem(compiler._EMITTERS, "python", exact)
+    graph = graph_of(lambda x: (x + 3000.0) - 3000.0, torch.randn(8))
+    x = torch.rand(8)
+    near = compare(graph, (x,), emitters=("python",), repeats=0, tolerance=2e-5)
+    assert near.agrees and near["python"].against_eager.relative > 2e-5  # type: ignore[union-attr]
+
+
+# --- requests that make no sense ------------------------------------------------------------------------------------
+
+
+def test_bad_requests_are_refused() -> None:
+    x = torch.randn(2)
+    with pytest.raises(OptionError, match="there is no emitter 'fortran'; the known ones are python, cpp, fx"):
+        compare(torch.sin, (x,), emitters=("fortran",))
+    with pytest.raises(CompareError, match="a int cannot be compared; pass a function"):
+        compare(3, (x,))
+    with pytest.raises(CompareError, match="has no gradients"):
+        compare(graph_of(torch.sin, x), (x,), training=True)
+    with pytest.raises(CompareError, match="fails in eager mode: RuntimeError: The size of tensor"):
+        compare(torch.add, (x, torch.randn(3)))
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+
+def test_copies_keep_strides_offsets_and_sharing() -> None:
+    base = torch.randn(6, 8)
+    given = {"base": base, "view": base[1:, ::2].t(), "again": base, "bits": base.view(torch.int32), "number": 3}
+    made = copied(given)
+    assert made["number"] == 3 and made["again"] is made["base"] and made["base"] is not base
+    for name in ("base", "view", "bits"):
+        assert torch.equal(made[name], given[name])
+        assert (
+            made[name].stride() == given[name].stride() and made[name].storage_offset() == given[name].storage_offset()
+        )
+        assert made[name].untyped_storage().data_ptr() == made["base"].untyped_storage().data_ptr()
+    made["base"].zero_()
+    assert not made["view"].any() and base.any()
+
+
+def test_copies_keep_conjugates_parameters_and_requests_for_gradients() -> None:
+    number = torch.randn(3, dtype=torch.complex64)
+    parameter = nn.Parameter(torch.randn(2))
+    made = copied([number.conj(), number.conj().imag, parameter, (parameter * 2)])
+    assert made[0].is_conj() and torch.equal(made[0], number.conj())
+    assert made[1].is_neg() and torch.equal(made[1], number.conj().imag)
+    assert isinstance(made[2], nn.Parameter) and made[2].requires_grad
+    assert made[3].is_leaf and made[3].requires_grad
+
+
+def test_wide_copies_are_the_same_numbers_in_float64() -> None:
+    base = torch.randn(4, 4)
+    wide, view, number = copied([base, base[1:, 2], torch.ones(2, dtype=torch.complex64)], wide=True)
+    assert wide.dtype == torch.float64 and torch.equal(wide, base.double())
+    assert torch.equal(view, base[1:, 2].double()) and view.stride() == (4,)
+    assert number.dtype == torch.complex128
+    view.zero_()
+    assert torch.equal(wide[1:, 2], torch.zeros(3, dtype=torch.float64))
+
+
+def test_errors_of_tensors() -> None:
+    infinity, nan = float("inf"), float("nan")
+    special = torch.tensor([1.0, infinity, nan])
+    assert tensor_error(special, special.clone()).absolute == 0.0
+    assert tensor_error(torch.tensor([infinity]), torch.tensor([-infinity])).relative == infinity
+    assert tensor_error(torch.tensor([nan]), torch.tensor([1.0])).relative == infinity
+    assert tensor_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])).absolute == 0.5
+    assert tensor_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])).relative == 0.1
+    assert tensor_error(torch.tensor([1e-9]), torch.tensor([0.0])).relative == infinity
+    assert tensor_error(torch.tensor([1e-9]), torch.tensor([0.0]), floor=1.0).relative == pytest.approx(1e-9)
+    assert tensor_error(torch.tensor([2**60]), torch.tensor([2**60])).relative == 0.0
+    assert tensor_error(torch.empty(0, 3), torch.empty(0, 3)).absolute == 0.0
+
+
+def test_peak_bytes_counts_what_a_run_holds_at_once() -> None:
+    def run(x: Tensor) -> Tensor:
+        first = torch.empty(1000, dtype=torch.uint8)
+        second = torch.empty(500, dtype=torch.uint8)
+        del first
+        third = torch.empty(600, dtype=torch.uint8)
+        return second + third[:500] if x is None else torch.empty(7, dtype=torch.uint8)
+
+    assert peak_bytes(lambda: torch.empty(10**6), run) == 1500
+
+
+def test_one_capture_runs_by_any_emitter() -> None:
+    subject = CompiledFunction(torch.sin, Options(), dynamic=False)
+    x = torch.randn(3)
+    torch.compiler.reset()
+    for emitter in EMITTERS:
+        assert torch.equal(subject.call(emitter)(x), torch.sin(x))
+    assert len(subject.graphs) == 1 and set(subject.graphs[0].forms) == set(EMITTERS)
+
+
+def test_programs_with_owned_inputs_and_mutable_constants_agree() -> None:
+    program = fxwrap.parse("""
+    program @count(%x: owned f32[4]@cpu, %y: mutable f32[4]@cpu) {
+      extern.mutate @aten.add_.Tensor(%n, %y) writes=(%n)
+      extern.mutate @aten.add_.Tensor(%y, %n) writes=(%y)
+      %z = memory.reuse(%x) : f32[4]@cpu
+      extern.call @aten.mul.out(%y, %n) outs=(%z)
+      control.return(%z, %y)
+    }
+    constant %n: mutable f32[4]@cpu
+    """)
+    constant = torch.ones(4)
+    program = program.replace(store=fxwrap.wrapper_ir.ConstantStore({"n": constant}))
+    report = assert_programs_agree(program, [torch.randn(4), torch.randn(4)])
+    assert [outcome.name for outcome in report.emitters] == list(COMPARED[1:])
+    assert torch.equal(constant, torch.ones(4))
