@@ -318,7 +318,9 @@ class Interpreter(Converter):
         type_ = line.expected
         sizes, strides = self._numbers(type_.sizes), self._numbers(type_.strides)
         given = self.values[line.tensor.name]
-        checks.check_layout(given, line.name or line.tensor.name, type_.dtype, sizes, strides, type_.device)
+        name = line.name or line.tensor.name
+        checks.check_layout(given, name, type_.dtype, sizes, strides, type_.device)
+        checks.check_alignment(given, name, line.alignment)
 
     def comment(self, line: Comment) -> None:
         """Nothing to do."""

@@ -333,6 +333,9 @@ class PythonConverter(Converter):
         arguments = [self._text(line.tensor), repr(line.name or line.tensor.name), self._text(type_.dtype)]
         arguments += [self._sizes(type_.sizes), self._sizes(type_.strides), self._text(type_.device)]
         self._say(f"{self._runtime('checks', 'check_layout')}({', '.join(arguments)})")
+        if line.alignment != 1:
+            check = self._runtime("checks", "check_alignment")
+            self._say(f"{check}({arguments[0]}, {arguments[1]}, {line.alignment})")
 
     def comment(self, line: Comment) -> None:
         for text in line.text.splitlines():

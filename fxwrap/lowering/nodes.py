@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +69,9 @@ def literal(builder: Builder, argument: Any, node: Node) -> Any:
     kind = type(argument)
     if kind is Node:
         return builder.env[argument]
-    if kind is int or kind is float or argument is None or kind is bool:
+    if kind is float:
+        return math.nan if math.isnan(argument) else argument  # one NaN, so that equal programs compare equal
+    if kind is int or argument is None or kind is bool:
         return argument
     if isinstance(argument, list | tuple):
         return tuple([literal(builder, item, node) for item in argument])

@@ -73,6 +73,12 @@ def check_layout(
     raise InputError(f"input '{name}': expected {_describe(dtype, sizes, strides, device)}, got {got}")
 
 
+def check_alignment(tensor: torch.Tensor, name: str, alignment: int) -> None:
+    """Raise InputError unless the address of the first element is a multiple of `alignment` bytes."""
+    if tensor.data_ptr() % alignment:
+        raise InputError(f"input '{name}': its address {tensor.data_ptr():#x} is no multiple of {alignment} bytes")
+
+
 def check_count(name: str, expected: int, got: int) -> None:
     """Raise InputError unless the program called `name` was given as many inputs as it takes."""
     if expected != got:

@@ -17,11 +17,12 @@ from torch.fx.node import has_side_effect
 
 from fxwrap.errors import FxwrapError, InputError
 from fxwrap.runtime import tensors
+from fxwrap.runtime.checks import check_alignment
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.torch_compat import below_functionalisation, functional_content, functional_update, triton_launch
 
-_LIBRARY = torch.library.Library("fxwrap", "DEF")
+_LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
 
 # --- kernels --------------------------------------------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ def _reuse(
 def _pool_slice(
     pool: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    start = pool.storage_offset() * pool.dtype.itemsize
+    start: Any = pool.storage_offset() * pool.dtype.itemsize
     return tensors.reinterpret(pool, sizes, strides, dtype, start + offset)
 
 
@@ -152,8 +153,8 @@ def _check_layout(
     alignment: int,
 ) -> None:
     check_tensor(tensor, name, dtype, sizes, strides, device)
-    if tensor is not None and tensor.data_ptr() % alignment:
-        raise InputError(f"input '{name}': its address {tensor.data_ptr():#x} is no multiple of {alignment} bytes")
+    if tensor is not None and alignment != 1:
+        check_alignment(tensor, name, alignment)
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

@@ -102,4 +102,13 @@ void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints stride
   throw InputError(text.str());
 }
 
+void check_alignment(Frame& f, Slot slot, const char* name, int64_t alignment) {
+  const auto address = reinterpret_cast<uintptr_t>(tensor_at(f, slot).data_ptr());
+  if (address % uintptr_t(alignment) == 0) return;
+  std::ostringstream text;
+  text << "input '" << name << "': its address 0x" << std::hex << address << std::dec << " is no multiple of "
+       << alignment << " bytes";
+  throw InputError(text.str());
+}
+
 }  // namespace fxwrap
