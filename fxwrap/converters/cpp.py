@@ -12,9 +12,43 @@ from fxwrap.converters.cpp_writer import CppWriter
 from fxwrap.converters.emitted import Boxed, Emitted
 from fxwrap.errors import Unsupported
 from fxwrap.lines import (
-    Alloc, Assert, Bind, Call, CallFunction, CheckLayout, Comment, Cond, EnterDevice, EnterRange, ExitDevice, ExitRange,
-    ExtensionLine, Free, IndexPut, Item, Launch, Let, Map, Mutate, Pool, PoolSlice, RecordEvent, RestoreState, Return,
-    Reuse, SaveState, Scan, Scatter, SizeOf, StartCollective, View, WaitCollective, WaitEvent, While, Workspace, Yield,
+    Alloc,
+    Assert,
+    Bind,
+    Call,
+    CallFunction,
+    CheckLayout,
+    Comment,
+    Cond,
+    EnterDevice,
+    EnterRange,
+    ExitDevice,
+    ExitRange,
+    ExtensionLine,
+    Free,
+    IndexPut,
+    Item,
+    Launch,
+    Let,
+    Map,
+    Mutate,
+    Pool,
+    PoolSlice,
+    RecordEvent,
+    RestoreState,
+    Return,
+    Reuse,
+    SaveState,
+    Scan,
+    Scatter,
+    SizeOf,
+    StartCollective,
+    View,
+    WaitCollective,
+    WaitEvent,
+    While,
+    Workspace,
+    Yield,
 )  # fmt: skip
 from fxwrap.runtime.kernels import cpp_declaration, cpp_kernel_source, cpp_symbol, options_text
 from fxwrap.runtime.native import Program as NativeProgram
@@ -56,7 +90,8 @@ class CppConverter(Converter):
 
     def run(self) -> list[str]:
         """Returns the statements of the program's body."""
-        for value in [item.value for item in (*self.program.inputs, *self.program.constants)]:
+        given = [item.value for item in self.program.inputs]
+        for value in [*given, *[constant.value for constant in self.program.constants]]:
             if isinstance(value, Value):
                 self.writer.own(value)
                 self.outside.add(value.name)
@@ -89,7 +124,7 @@ class CppConverter(Converter):
 
     def view(self, line: View) -> None:
         type_ = line.result.tensor_type
-        offset = type_.storage_offset - line.base.tensor_type.storage_offset  # type: ignore[operator]
+        offset = type_.storage_offset - line.base.tensor_type.storage_offset
         slot = self.writer.define(line.result, line.base)
         base = self.writer.name_of(line.base)
         self.writer.window(slot, base, type_.sizes, type_.strides, self.unit.number(offset))
@@ -303,6 +338,8 @@ class CppConverter(Converter):
         dtype, device = self.writer.dtype(line, type_.dtype), self.unit.device_named(str(type_.device))
         tensor = self.writer.name_of(line.tensor)
         self.writer.say(f"check_layout(f, {tensor}, {name}, {sizes}, {strides}, {dtype}, {device});")
+        if line.alignment != 1:
+            self.writer.say(f"check_alignment(f, {tensor}, {name}, {line.alignment});")
 
     def comment(self, line: Comment) -> None:
         self.writer.say(comment_text(line.text))

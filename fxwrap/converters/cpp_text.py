@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 
 from fxwrap.symbolic import CppPrinter, cpp_prelude, symbol_kind
 
 WIDTH = 110
+_INDENT = "    "
 PART_LINES = 200
 """The longest run of statements in one C++ function: compilers take more than linear time in a function's length."""
 
@@ -27,9 +27,9 @@ reinterpret_cast requires return short signed sizeof static static_assert static
 thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
 """
 _BRIDGE_NAMES = """
-BoolSymbol DType Device FloatSymbol Frame FxwrapValue Input Inputs IntSymbol Ints Layout MemoryFormat Operator Program
-Site Slot Arg Args abi_version alias call check_layout complex count data_ptr defined drop empty_strided fail_assert fxwrap
-fxwrap_program fxwrap_run item_bool item_float item_int list mark_written move named none owned pool_slice
+Arg Args BoolSymbol DType Device FloatSymbol Frame FxwrapValue Input Inputs IntSymbol Ints Layout MemoryFormat Operator
+Program Site Slot abi_version alias call check_alignment check_layout complex count data_ptr defined drop empty_strided fail_assert
+fxwrap fxwrap_program fxwrap_run item_bool item_float item_int list mark_written move named none owned pool_slice
 restore_random_state reuse save_random_state size size_t std storage_offset stride view
 """
 _PROGRAM_NAMES = """
@@ -40,14 +40,13 @@ stdout uint16_t uint32_t uint64_t uint8_t infinity not_a_number
 RESERVED = frozenset(f"{_KEYWORDS} {_BRIDGE_NAMES} {_PROGRAM_NAMES}".split())
 """What a value of a program cannot be called in C++."""
 
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    getattr(torch, name.rstrip("_")): name
-    for name in """
-    uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool_ qint8 quint8 qint32
-    bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz
-    float8_e4m3fnuz uint16 uint32 uint64 float8_e8m0fnu float4_e2m1fn_x2
-    """.split()
-}
+_DTYPES = """
+uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool_ qint8 quint8 qint32
+bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz
+float8_e4m3fnuz uint16 uint32 uint64 float8_e8m0fnu float4_e2m1fn_x2
+"""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name.rstrip("_")): name for name in _DTYPES.split()}
 """The members of the bridge's enum DType by torch's dtypes."""
 
 def sanitized(name: str) -> str:
@@ -95,7 +94,7 @@ def indented(statements: Iterable[str]) -> str:
 
 @dataclass
 class CppUnit:
-    """Collects what stands above the statements of a program: slots, symbols, devices, operators, kernels, functions."""
+    """Collects what stands above a program's statements: slots, symbols, devices, operators, kernels, functions."""
 
     slots: list[str] = field(default_factory=list)
     ints: list[tuple[str, str]] = field(default_factory=list)
@@ -265,7 +264,7 @@ class CppUnit:
     def text(self, title: str, name: str, run: Sequence[str], tables: Sequence[Table]) -> str:
         """Returns the translation unit; `tables` are its inputs, constants and outputs."""
         filled = [table for table in tables if table.items]
-        arrays = [f"static constexpr {t.kind} {t.name}[] = {{{wrapped(t.items, '  ')}}};" for t in filled]
+        arrays = [listed(f"static constexpr {table.kind} {table.name}[] = {{", table.items, "};") for table in filled]
         body = "\n\n".join([*self.functions, f"static void run(Frame& f) {{\n{indented(run)}\n}}"])
         head = [comment_text(title), '#include "bridge.h"']
         if self._uses_helpers:
@@ -283,7 +282,7 @@ class CppUnit:
         ):
             declared = [f"{name}{{{index}}}" for index, name in enumerate(names) if name]
             if declared:
-                lines.append(f"constexpr {kind} {wrapped(declared, '    ')};")
+                lines.append(listed(f"constexpr {kind} ", declared, ";"))
         for name, text in (("infinity", "__builtin_inf()"), ("not_a_number", '__builtin_nan("")')):
             if re.search(rf"\b{name}\b", body):
                 lines.append(f"constexpr double {name} = {text};")
@@ -295,10 +294,8 @@ class CppUnit:
         fields += [f".{counted} = {len(items)}" for counted, items in counts if items]
         fields += [f".{table} = program::{table}" for table in tables]
         fields.append(".run = program::run")
-        return (
-            "}  // namespace program\n\n"
-            f"FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {{\n    {wrapped(fields, '    ')}}};\n"
-        )
+        head = "}  // namespace program\n\nFXWRAP_EXPORT const fxwrap::Program fxwrap_program = {\n"
+        return f"{head}{listed(_INDENT, fields, '};')}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +312,14 @@ def place(symbol: str, kind: str) -> str:
     return f"f.{'floats' if kind == 'float' else 'ints'}[{symbol}]"
 
 
-def wrapped(items: Sequence[str], indent: str) -> str:
+def listed(before: str, items: Sequence[str], after: str) -> str:
     """Returns items with commas between them, over lines of `WIDTH` where they are many."""
-    lines = [""]
+    lines = [before]
     for position, item in enumerate(items):
-        text = item + ("," if position + 1 < len(items) else "")
-        if lines[-1] and len(lines[-1]) + len(text) > WIDTH - 24:
-            lines.append(indent)
-        lines[-1] += text if not lines[-1].strip() else f" {text}"
+        text = item + ("," if position + 1 < len(items) else after)
+        space = "" if position == 0 or lines[-1] == _INDENT else " "
+        if position and len(lines[-1]) + len(space) + len(text) > WIDTH:
+            lines.append(_INDENT)
+            space = ""
+        lines[-1] += space + text
     return "\n".join(lines)

@@ -88,9 +88,10 @@ class CppWriter:
         return self.unit.slot(value.name)
 
     def check_type(self, line: LineBase, value: Value) -> None:
-        """Raises Unsupported for a value that is neither a tensor nor a number."""
-        if not isinstance(value.type, TensorType | ScalarType):
-            raise unsupported(line, f"%{value.name} is neither a tensor nor a number")
+        """Raises Unsupported for a value that is neither a tensor nor a real number."""
+        real = isinstance(value.type, ScalarType) and value.type.kind in ("int", "float", "bool")
+        if not real and not isinstance(value.type, TensorType):
+            raise unsupported(line, f"%{value.name} is neither a tensor nor a real number")
 
     def drop(self, slots: Sequence[str]) -> None:
         """Lets go of tensors."""
