@@ -340,6 +340,8 @@ class CppConverter(Converter):
         self.writer.say(f"check_layout(f, {tensor}, {name}, {sizes}, {strides}, {dtype}, {device});")
         if line.alignment != 1:
             self.writer.say(f"check_alignment(f, {tensor}, {name}, {line.alignment});")
+        if line.alignment != 1:
+            self.writer.say(f"check_alignment(f, {tensor}, {name}, {line.alignment});")
 
     def comment(self, line: Comment) -> None:
         self.writer.say(comment_text(line.text))

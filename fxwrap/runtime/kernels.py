@@ -122,8 +122,8 @@ _LAUNCH = (
     "launch(str language, str source, str[] signature, str options, int[] grid, Tensor[] tensors, Tensor(a!)[] outs, "
     "Scalar[] numbers) -> ()"
 )
-_library = torch.library.Library("fxwrap_runtime", "DEF")
-_library.define(_LAUNCH)
+_library = torch.library.Library("fxwrap_runtime", "DEF")  # type: ignore[no-untyped-call]
+_library.define(_LAUNCH)  # type: ignore[no-untyped-call]
 
 
 def options_text(options: KernelOptions) -> str:

@@ -88,7 +88,7 @@ def _interpreter() -> Iterator[None]:
 
 @cache
 def _interpreted_library() -> tuple[tuple[Any, str, Any], ...]:
-    """Returns Triton's library functions that were decorated for GPUs: where each is, its name, its interpreted form."""
+    """Returns Triton's library functions that were decorated for GPUs: owner, name and interpreted form of each."""
     compiled = _triton().JITFunction
     interpreted = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
     modules = [importlib.import_module(name) for name in _LIBRARY]
