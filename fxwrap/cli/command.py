@@ -15,7 +15,7 @@ import torch
 from fxwrap.cli.target import Target, load_target
 from fxwrap.compare import CapturedGraph, capture, compare
 from fxwrap.compiler import emit
-from fxwrap.errors import CommandError, FxwrapError
+from fxwrap.errors import CommandError
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import print_program
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     except CommandError as error:
         print(f"fxwrap: {error}", file=sys.stderr)
         return WRONG_USE
-    except (FxwrapError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  whatever a model or torch raises is a message here, not a traceback
         print(f"fxwrap: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
 

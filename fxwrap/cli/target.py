@@ -86,7 +86,6 @@ def _import(place: str) -> ModuleType:
     """Imports a module by name, from the working directory too, or by the path of its file."""
     try:
         if not place.endswith(".py"):
-            sys.path.insert(0, "")
             return importlib.import_module(place)
         path = Path(place)
         if not path.is_file():
