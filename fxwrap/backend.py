@@ -113,7 +113,7 @@ class _GraphCompiler:
 
 
 def _static_inputs(kind: str, graph_module: GraphModule, facts: TracingFacts) -> frozenset[int]:
-    """Returns the positions of inputs that keep their address; a backward is given some of the forward's by their names."""
+    """Returns the positions of inputs that keep their address; a backward gets some of the forward's, by name."""
     if kind != "backward":
         return facts.static_inputs
     names = {f"primals_{position + 1}" for position in facts.static_inputs}

@@ -117,7 +117,7 @@ def _verify_after(stage: Stage) -> None:
 
 
 def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] | None = None) -> Emitted:
-    """Returns the program in the form that an emitter gives; `fake_inputs`, by name, are for the metadata of FX graphs."""
+    """Returns the program in the form that an emitter gives; `fake_inputs` by name are for FX graphs' metadata."""
     return to_fx(program, fake_inputs=fake_inputs) if emitter == "fx" else _EMITTERS[emitter](program)
 
 

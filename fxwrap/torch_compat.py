@@ -5,8 +5,8 @@ Each item says why the public API does not do and on which versions it was check
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -161,6 +161,19 @@ def out_argument_names(target: str) -> tuple[str, ...]:
     return tuple(argument.name for argument in operator_overload(target)._schema.arguments if argument.is_out)
 
 
+@cache
+def returned_arguments(operator: OpOverload) -> tuple[tuple[int, str] | None, ...]:
+    """Give, for each return of an operator, the position and name of the written argument that it is, if it is one."""
+    schema = operator._schema
+    written = {
+        frozenset(argument.alias_info.before_set): (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    sets = [frozenset(item.alias_info.before_set) if item.alias_info is not None else None for item in schema.returns]
+    return tuple([written.get(item) if item is not None else None for item in sets])
+
+
 # --- AOTAutograd ----------------------------------------------------------------------------------------------------
 # Why: backends of torch.compile that train have no public entry to AOTAutograd. Checked on 2.11, 2.13.
 from functorch.compile import min_cut_rematerialization_partition as min_cut_rematerialization_partition  # noqa: E402
@@ -193,7 +206,7 @@ def tracing_facts(kind: str) -> TracingFacts:
 # --- emitted FX graphs ----------------------------------------------------------------------------------------------
 # Why: metadata of emitted graphs is made of fake tensors and symbolic numbers of the input graph's own mode, and only
 # private constructors make those without running an operator. Checked on 2.11, 2.13.
-from collections.abc import Callable, Iterator  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
 from contextlib import AbstractContextManager, contextmanager  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -247,9 +260,9 @@ def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) 
     return FakeTensor(mode, meta, device)
 
 
-def without_fake_mode() -> AbstractContextManager[None]:
+def without_fake_mode() -> AbstractContextManager[Any]:
     """Give a context in which operators make what they say, also when the caller has a fake mode on."""
-    return unset_fake_temporarily()  # type: ignore[no-any-return, no-untyped-call]
+    return unset_fake_temporarily()
 
 
 def symbolic_function(name: str) -> Callable[..., Any] | None:
@@ -264,7 +277,7 @@ def functional_content(tensor: torch.Tensor) -> torch.Tensor:
     """Give the tensor that a functionalised one stands for, brought up to date; any other tensor itself."""
     if not torch._is_functional_tensor(tensor):
         return tensor
-    torch._sync(tensor)  # type: ignore[no-untyped-call]
+    torch._sync(tensor)  # type: ignore[attr-defined]
     return torch._from_functional_tensor(tensor)
 
 
@@ -272,7 +285,7 @@ def functional_update(tensor: torch.Tensor, content: torch.Tensor) -> None:
     """Make a functionalised tensor, and what it is a view of, stand for new content: what writing to it means."""
     torch._functionalize_replace(tensor, content)
     torch._functionalize_commit_update(tensor)
-    torch._sync(tensor)  # type: ignore[no-untyped-call]
+    torch._sync(tensor)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -296,14 +309,17 @@ def triton_kernel_at(index: int) -> Any:
 
 
 def triton_constants_index(constants: tuple[tuple[str, int | float | bool | str], ...]) -> int:
-    """Give the index of these constant arguments in torch's table, adding them when they are new."""
-    return _constants_index(constants, tuple([type(constant) for _, constant in constants]))
+    """Give the index of these constant arguments in torch's table, adding them when they are not there."""
+    wanted = dict(constants)
+    index = _constants_index(repr(constants))
+    if kernel_side_table.constant_args.setdefault(index, wanted) == wanted:
+        return index
+    return kernel_side_table.add_constant_args(wanted)  # torch.compiler.reset() emptied the table, and others filled it
 
 
 @cache
-def _constants_index(constants: tuple[tuple[str, Any], ...], types: tuple[type, ...]) -> int:
-    """`types` keeps 1, 1.0 and True apart, which are equal as keys."""
-    return kernel_side_table.add_constant_args(dict(constants))
+def _constants_index(constants: str) -> int:
+    return kernel_side_table.add_constant_args({})
 
 
 def triton_constants_at(index: int) -> dict[str, Any]:
@@ -311,8 +327,10 @@ def triton_constants_at(index: int) -> dict[str, Any]:
     return dict(kernel_side_table.get_constant_args(index))
 
 
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table  # noqa: E402
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation  # noqa: E402
+from torch._higher_order_ops.triton_kernel_wrap import (
+    kernel_side_table,  # noqa: E402
+    triton_kernel_wrapper_mutation,  # noqa: E402
+)
 
 triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
 

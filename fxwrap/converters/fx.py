@@ -3,45 +3,75 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
-import sympy
 import torch
 from torch.fx import GraphModule
 
-from fxwrap.converters import fx_control
+from fxwrap.converters import fx_control, fx_kernels
 from fxwrap.converters.base import Converter, Handler
-from fxwrap.converters.fx_module import EmittedGraph, FlatCode, ProgramModule
+from fxwrap.converters.fx_module import EmittedGraph as EmittedGraph
+from fxwrap.converters.fx_module import FlatCode, ProgramModule
 from fxwrap.converters.fx_nodes import GraphWriter
 from fxwrap.converters.fx_values import FakeValues
 from fxwrap.converters.views import view_form
 from fxwrap.lines import (
-    Alloc, Assert, Bind, Call, CallFunction, CheckLayout, Comment, Cond, EnterDevice, EnterRange, ExitDevice, ExitRange,
-    ExtensionLine, Free, IndexPut, Item, Launch, Let, Map, Mutate, Pool, PoolSlice, RecordEvent, RestoreState, Return,
-    Reuse, SaveState, Scan, Scatter, SizeOf, StartCollective, View, WaitCollective, WaitEvent, While, Workspace, Yield,
+    Alloc,
+    Assert,
+    Bind,
+    Call,
+    CallFunction,
+    CheckLayout,
+    Comment,
+    Cond,
+    EnterDevice,
+    EnterRange,
+    ExitDevice,
+    ExitRange,
+    ExtensionLine,
+    Free,
+    IndexPut,
+    Item,
+    Launch,
+    Let,
+    Map,
+    Mutate,
+    Pool,
+    PoolSlice,
+    RecordEvent,
+    RestoreState,
+    Return,
+    Reuse,
+    SaveState,
+    Scan,
+    Scatter,
+    SizeOf,
+    StartCollective,
+    View,
+    WaitCollective,
+    WaitEvent,
+    While,
+    Workspace,
+    Yield,
 )  # fmt: skip
-from fxwrap.runtime import library
-from fxwrap.runtime.triton_table import triton_constants, triton_function, triton_parameters
-from fxwrap.symbolic import SymbolInfo, expression_kind
+from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     operator_overload,
     out_argument_names,
-    triton_constants_index,
-    triton_kernel_index,
-    triton_launch,
+    returned_arguments,
     without_fake_mode,
 )
-from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Program, TensorType, Value
+from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value
 
 _ATEN = torch.ops.aten
 _OURS = torch.ops.fxwrap
 
 
 class FxConverter(Converter):
-    """Writes the nodes of one block; nested blocks become submodules. Frees are no nodes: values go at their last use."""
+    """Writes the nodes of one block; nested blocks become submodules. A free is no node: values go at their last use."""
 
     name: ClassVar[str] = "fx"
 
@@ -89,7 +119,7 @@ class FxConverter(Converter):
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
-    def _ours(self, line: LineBase, target: Any, arguments: Sequence[Any], **wishes: Any) -> torch.fx.Node:
+    def ours(self, line: LineBase, target: Any, arguments: Sequence[Any], **wishes: Any) -> torch.fx.Node:
         """Adds a call of an operator of the library `fxwrap::`."""
         if self.plain:
             raise self.unsupported(line, f"it needs the operator {target}, and a plain graph has only ATen's")
@@ -118,7 +148,7 @@ class FxConverter(Converter):
         type_ = line.result.tensor_type
         arguments = [self.writer.argument(line.root), *self.writer.layout(type_), type_.dtype]
         val = self.fakes.window(line.result, line.root, 0)
-        node = self._ours(line, _OURS.reuse.default, arguments, name=line.result.name, val=val)
+        node = self.ours(line, _OURS.reuse.default, arguments, name=line.result.name, val=val)
         self.writer.nodes[line.result.name] = node
 
     def view(self, line: View) -> None:
@@ -146,7 +176,7 @@ class FxConverter(Converter):
         self._memory(line, line.result, _OURS.pool.default, arguments)
 
     def _memory(self, line: LineBase, result: Value, target: Any, arguments: Sequence[Any]) -> None:
-        node = self._ours(line, target, arguments, name=result.name, val=self.fakes.root(result))
+        node = self.ours(line, target, arguments, name=result.name, val=self.fakes.root(result))
         self.writer.nodes[result.name] = node
 
     def pool_slice(self, line: PoolSlice) -> None:
@@ -155,7 +185,7 @@ class FxConverter(Converter):
             self.writer.argument(line.pool), self.writer.argument(line.offset), *self.writer.layout(type_), type_.dtype
         ]  # fmt: skip
         val = self.fakes.window(line.result, line.pool, line.offset // type_.dtype.itemsize)  # type: ignore[operator]
-        node = self._ours(line, _OURS.pool_slice.default, arguments, name=line.result.name, val=val)
+        node = self.ours(line, _OURS.pool_slice.default, arguments, name=line.result.name, val=val)
         self.writer.nodes[line.result.name] = node
 
     def workspace(self, line: Workspace) -> None:
@@ -167,43 +197,7 @@ class FxConverter(Converter):
 
     def launch(self, line: Launch) -> None:
         self._current_stream(line)
-        kernel = self.kernels[line.kernel]
-        tensors = [item for item in line.arguments if isinstance(item, Value)]
-        numbers = [item for item in line.arguments if not isinstance(item, Value)]
-        if kernel.language == "triton":
-            self._launch_triton(line, kernel, [*tensors, *line.outs, *numbers])
-            return
-        floats = _is_float(kernel, numbers)
-        arguments = [
-            kernel.hash,
-            [self.writer.argument(item) for item in tensors],
-            [self.writer.argument(item) for item in line.outs],
-            [self.writer.argument(item) for item, is_float in zip(numbers, floats) if not is_float],
-            [self.writer.argument(item) for item, is_float in zip(numbers, floats) if is_float],
-            [self.writer.argument(size) for size in line.grid],
-        ]
-        registered = library.RegisteredKernel(kernel.language, kernel.source, kernel.signature, kernel.options)
-        library.register_kernel(kernel.hash, registered)
-        self._ours(line, _OURS.cpp_kernel.default, arguments, name=kernel.name)
-
-    def _launch_triton(self, line: Launch, kernel: KernelDefinition, operands: Sequence[Any]) -> None:
-        parameters = triton_parameters(kernel.source)
-        constants = dict(kernel.options)
-        names = [name for name in parameters if name not in constants]
-        if len(names) != len(operands):
-            raise self.unsupported(line, f"the kernel has the parameters ({', '.join(names)}), not {len(operands)}")
-        on_cpu = line.outs[0].tensor_type.device.type == "cpu"
-        function = triton_function(kernel.source, kernel.signature, kernel.options, kernel.hash, on_cpu)
-        grid = tuple([self.writer.argument(size) for size in line.grid])
-        keywords = {
-            "kernel_idx": triton_kernel_index(function),
-            "constant_args_idx": triton_constants_index(triton_constants(kernel.options)),
-            "grid": [grid],
-            "tma_descriptor_metadata": {},
-            "kwargs": {name: self.writer.argument(item) for name, item in zip(names, operands, strict=True)},
-        }
-        node = self.writer.call(triton_launch, [], keywords, name=kernel.name)
-        node.meta["fxwrap_kernel"] = kernel.hash
+        fx_kernels.launch(self, line)
 
     def call(self, line: Call) -> None:
         self._current_stream(line)
@@ -228,7 +222,8 @@ class FxConverter(Converter):
         """Adds a call whose results are the line's: one, or several to be taken out of a tuple or a list."""
         results: tuple[Any, ...] = line.results  # type: ignore[attr-defined]
         if not results:
-            self.writer.call(target, arguments, keywords, name=_short_name(target))
+            val = _given_back(target, arguments, keywords or {})
+            self.writer.call(target, arguments, keywords, name=_short_name(target), val=val)
         elif len(results) == 1 and isinstance(results[0], Value):
             value = results[0]
             val = self._result_val(line, value)
@@ -251,7 +246,7 @@ class FxConverter(Converter):
         self._take(items, node, vals)
 
     def _vals(self, line: LineBase, items: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([self._vals(line, item) if isinstance(item, tuple) else self._result_val(line, item) for item in items])
+        return tuple([self._vals(line, i) if isinstance(i, tuple) else self._result_val(line, i) for i in items])
 
     def _result_val(self, line: LineBase, value: Value | None) -> Any:
         if value is None:
@@ -281,18 +276,18 @@ class FxConverter(Converter):
         is_tensor = isinstance(line.source, Value)
         if not line.reduce:
             form = _ATEN.scatter_.src if is_tensor else _ATEN.scatter_.value
-            self.writer.call(form, [target, line.dim, index, source])
+            self.writer.call(form, [target, line.dim, index, source], val=target.meta["val"])
             return
         if not is_tensor:
             dtype, index_type = line.target.tensor_type.dtype, line.index.tensor_type
             val = self.fakes.root(Value("", TensorType.contiguous(dtype, index_type.sizes, index_type.device)))
             source = self.writer.call(_ATEN.full_like.default, [index, source], {"dtype": dtype}, val=val)
         arguments = [target, line.dim, index, source, line.reduce]
-        self.writer.call(_ATEN.scatter_reduce_.two, arguments, {"include_self": line.include_self})
+        self.writer.call(_ATEN.scatter_reduce_.two, arguments, {"include_self": line.include_self}, val=target.meta["val"])
 
     def index_put(self, line: IndexPut) -> None:
         arguments = [self.writer.argument(item) for item in (line.target, line.indices, line.values)]
-        self.writer.call(_ATEN.index_put_.default, [*arguments, line.accumulate])
+        self.writer.call(_ATEN.index_put_.default, [*arguments, line.accumulate], val=arguments[0].meta["val"])
 
     # --- symbols ----------------------------------------------------------------------------------------------------
 
@@ -372,20 +367,20 @@ class FxConverter(Converter):
 
     def restore_state(self, line: RestoreState) -> None:
         arguments = [self.writer.argument(line.state), torch.device(line.device)]
-        self._ours(line, _OURS.set_random_state.default, arguments)
+        self.ours(line, _OURS.set_random_state.default, arguments)
 
     def enter_device(self, line: EnterDevice) -> None:
-        self._ours(line, _OURS.enter_device.default, [torch.device(line.device)])
+        self.ours(line, _OURS.enter_device.default, [torch.device(line.device)])
 
     def exit_device(self, line: ExitDevice) -> None:
-        self._ours(line, _OURS.exit_device.default, [torch.device(line.device)])
+        self.ours(line, _OURS.exit_device.default, [torch.device(line.device)])
 
     def check_layout(self, line: CheckLayout) -> None:
         type_ = line.expected
         tensor = self.writer.argument(line.tensor)
         layout = self.writer.layout(type_)
         arguments = [tensor, line.name or line.tensor.name, type_.dtype, *layout, type_.device, line.alignment]
-        self._ours(line, _OURS.check_layout.default, arguments)
+        self.ours(line, _OURS.check_layout.default, arguments)
 
     def comment(self, line: Comment) -> None:
         self.writer.comments.append(line.text)
@@ -427,23 +422,26 @@ _SIZES = {
     "storage_offset": _ATEN.sym_storage_offset.default,
 }
 
-_READ = {
+_READ: dict[str, Callable[..., Any]] = {
     "size": lambda tensor, dim: tensor.shape[dim],
     "stride": lambda tensor, dim: tensor.stride()[dim],
     "storage_offset": lambda tensor: tensor.storage_offset(),
 }
 
 
+def _given_back(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Returns the fake of what an operator gives back of the operands it has written."""
+    given = []
+    for place in returned_arguments(target):
+        operand = None if place is None else keywords.get(place[1])
+        if place is not None and place[0] < len(arguments):
+            operand = arguments[place[0]]
+        given.append(operand.meta["val"] if isinstance(operand, torch.fx.Node) else None)
+    return given[0] if len(given) == 1 else tuple(given) or None
+
+
 def _short_name(target: Any) -> str:
     return str(getattr(target, "__name__", target)).partition(".")[0]
-
-
-def _is_float(kernel: KernelDefinition, numbers: Sequence[Any]) -> list[bool]:
-    """Returns which numbers a kernel takes as floats: as its signature says, else as they are."""
-    kinds = [entry for entry in kernel.signature if not entry.startswith("*")]
-    if len(kinds) == len(numbers):
-        return [kind.startswith("f") for kind in kinds]
-    return [isinstance(n, float) or (isinstance(n, sympy.Basic) and expression_kind(n) == "float") for n in numbers]
 
 
 def to_fx(
@@ -460,8 +458,7 @@ def to_fx(
         program: a verified program.
         plain: whether only ATen's and torch's higher-order operators may be called.
         handlers: how lines of vendors' own are written; without one, such a line is written as what it expands to.
-        fake_mode: the mode that the fake tensors in `meta["val"]` belong to; where none is given, that of `fake_inputs`,
-            else a new one.
+        fake_mode: the mode that the fake tensors in `meta["val"]` belong to; else that of `fake_inputs`, or a new one.
         fake_inputs: by the program's names, fake tensors of that mode that become the inputs' `meta["val"]`.
 
     Raises Unsupported for a line that has no FX form yet, or none of ATen's with `plain`.

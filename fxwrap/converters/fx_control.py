@@ -10,11 +10,23 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.converters.fx_nodes import GraphWriter
+from fxwrap.converters.fx_values import FakeValues
 from fxwrap.errors import Unsupported
 from fxwrap.lines import CallFunction, Cond, Map, Scan, While
 from fxwrap.symbolic import make_symbol, symbol_kind
 from fxwrap.torch_compat import while_loop_stack_output
-from fxwrap.wrapper_ir import Block, LineBase, Program, Role, blocks, defined_symbol, symbols_used, type_symbols
+from fxwrap.wrapper_ir import (
+    Block,
+    LineBase,
+    Program,
+    Role,
+    TensorType,
+    Value,
+    blocks,
+    defined_symbol,
+    symbols_used,
+    type_symbols,
+)
 
 _HIGHER = torch.ops.higher_order
 
@@ -49,6 +61,7 @@ class BlockConverter(Protocol):
     """What the lines here need of the converter."""
 
     program: Program
+    fakes: FakeValues
     writer: GraphWriter
     modules: Modules
 
@@ -136,18 +149,20 @@ def scan(converter: BlockConverter, line: Scan) -> None:
     symbols = outer_symbols(line.body)
     body = submodule(converter, line, "body", line.body, symbols)
     carried, over = _operands(converter, line.carried), _operands(converter, line.over)
-    flipped = tuple([_flip(converter, node, node.meta["val"]) for node in over]) if line.reverse else over
-    arguments = [body, list(carried), list(flipped), _operands(converter, line.extra, symbols)]
+    if line.reverse:
+        over = tuple([_flip(converter, value) for value in line.over])
+    arguments = [body, list(carried), list(over), _operands(converter, line.extra, symbols)]
     results(converter, line, _HIGHER.scan, arguments)
     if line.reverse:
         for value in line.results[len(carried) :]:
             if value is not None:
-                node = converter.writer.nodes[value.name]
-                converter.writer.nodes[value.name] = _flip(converter, node, node.meta["val"])
+                converter.writer.nodes[value.name] = _flip(converter, value)
 
 
-def _flip(converter: BlockConverter, node: Node, val: Any) -> Node:
-    return converter.writer.call(torch.ops.aten.flip.default, [node, [0]], val=val)
+def _flip(converter: BlockConverter, value: Value) -> Node:
+    type_ = value.tensor_type
+    val = converter.fakes.root(Value("", TensorType.contiguous(type_.dtype, type_.sizes, type_.device)))
+    return converter.writer.call(torch.ops.aten.flip.default, [converter.writer.argument(value), [0]], val=val)
 
 
 def map_over(converter: BlockConverter, line: Map) -> None:

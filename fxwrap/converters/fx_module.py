@@ -73,7 +73,8 @@ class ProgramModule(GraphModule):
     """An emitted program: an ordinary GraphModule to look at, rewrite, copy, split and run.
 
     Two things that GraphModule does give wrong numbers for a graph that allocates memory and writes to it, and raise:
-    pickling, which traces the code again, and symbolic tracing. `meta["fxwrap"]` holds the program's name, header and kernels by hash.
+    pickling, which traces the code again, and symbolic tracing. `meta["fxwrap"]` holds the program's name, header and
+    kernels by hash.
     """
 
     def __reduce__(self) -> NoReturn:
@@ -104,7 +105,7 @@ class EmittedGraph(Emitted):
 
 
 def _checked_entry(program: Program, graph_module: GraphModule) -> Boxed:
-    """Returns the boxed entry, which first refuses a wrong number or class of inputs: no operator of the graph could."""
+    """Returns the boxed entry, which first refuses a wrong number or class of inputs, as no operator could."""
     run = boxed_entry(graph_module)
     name, count = program.name, len(program.inputs)
     checked = _checked_inputs(program)

@@ -13,7 +13,15 @@ from torch.fx import Graph, Node
 
 from fxwrap.converters.fx_values import FakeValues
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic import BY_CLASS, RELATION_BY_CLASS, SymbolInfo, constant_value, make_symbol, ordered_terms
+from fxwrap.symbolic import (
+    BY_CLASS,
+    RELATION_BY_CLASS,
+    SymbolInfo,
+    constant_value,
+    expression_kind,
+    make_symbol,
+    ordered_terms,
+)
 from fxwrap.torch_compat import symbolic_function
 from fxwrap.wrapper_ir import LineBase, Origin, TensorType, Value
 
@@ -34,7 +42,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "ceil_to_int": math.ceil,
     "round_to_int": round,
     "round_decimal": round,
-    "where": torch.sym_ite,
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_xor": operator.xor,
@@ -181,10 +188,21 @@ class GraphWriter:
             case "modular_indexing":
                 quotient = self.apply(operator.floordiv, operands[0], operands[1])
                 return self.apply(operator.mod, quotient, operands[2])
+            case "where":
+                return self._choice(operands, [expression_kind(branch) for branch in expression.args[1:]])
             case "trunc_to_float":
                 return self.apply(torch.sym_float, self.apply(math.trunc, operands[0]))
-        function = _FUNCTIONS.get(spec.name) or symbolic_function(spec.name) or getattr(math, spec.name)
-        return self.apply(function, *operands)
+            case name:
+                function = _FUNCTIONS.get(name) or symbolic_function(name) or getattr(math, name)
+                return self.apply(function, *operands)
+
+    def _choice(self, operands: Sequence[Any], kinds: Sequence[str]) -> Any:
+        """One of two numbers, by a condition; torch's function takes only numbers of one type."""
+        condition, *branches = operands
+        if kinds[0] != kinds[1]:
+            convert = torch.sym_float if "float" in kinds else torch.sym_int
+            branches = [self.apply(convert, branch) for branch in branches]
+        return self.apply(torch.sym_ite, condition, *branches)
 
     def apply(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Adds a call on numbers, or computes it when all of them are plain."""
@@ -196,6 +214,8 @@ class GraphWriter:
     def _number_val(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
         if function in _PLAIN_FLOAT_FUNCTIONS:
             return self.fakes.unknown("float")
+        if function is torch.sym_ite and type(operands[1]) is not type(operands[2]):  # one of them is a constant
+            return self.fakes.unknown("float" if any(isinstance(n, float | torch.SymFloat) for n in operands) else "int")
         return function(*operands)
 
 

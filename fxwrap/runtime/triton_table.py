@@ -13,7 +13,7 @@ from fxwrap.runtime.modules import load_module
 
 
 class CpuTritonKernel:
-    """A Triton kernel that runs on the CPU, through Triton's interpreter, and launches as a `@triton.jit` function does."""
+    """A Triton kernel on the CPU, by Triton's interpreter; it is launched as a `@triton.jit` function is."""
 
     fxwrap_hash: str
 
@@ -45,5 +45,5 @@ def triton_function(
 
 
 def triton_constants(options: KernelOptions) -> KernelOptions:
-    """Returns the constant arguments of a launch: the kernel's options, with floating-point fusion off unless they say."""
+    """Returns the constant arguments of a launch: the kernel's options, floating-point fusion off unless asked for."""
     return options if "enable_fp_fusion" in dict(options) else (*options, ("enable_fp_fusion", False))

@@ -1,0 +1,85 @@
+"""Launches of kernels as nodes: torch's own operator for Triton kernels, one of ours for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import sympy
+import torch
+
+from fxwrap.converters.fx_nodes import GraphWriter
+from fxwrap.errors import Unsupported
+from fxwrap.lines import Launch
+from fxwrap.runtime import library
+from fxwrap.runtime.triton_table import triton_constants, triton_function, triton_parameters
+from fxwrap.symbolic import expression_kind
+from fxwrap.torch_compat import triton_constants_index, triton_kernel_index, triton_launch
+from fxwrap.wrapper_ir import KernelDefinition, LineBase, Value
+
+
+class KernelConverter(Protocol):
+    """What a launch needs of the converter."""
+
+    writer: GraphWriter
+    kernels: dict[str, KernelDefinition]
+
+    def ours(self, line: LineBase, target: Any, arguments: Sequence[Any], *, name: str | None = None) -> torch.fx.Node:
+        """Adds a call of an operator of the library `fxwrap::`."""
+        ...
+
+    def unsupported(self, line: LineBase, reason: str) -> Unsupported:
+        """Returns the error for a line that has no form."""
+        ...
+
+
+def launch(converter: KernelConverter, line: Launch) -> None:
+    """Writes the launch of a kernel."""
+    kernel = converter.kernels[line.kernel]
+    tensors = [item for item in line.arguments if isinstance(item, Value)]
+    numbers = [item for item in line.arguments if not isinstance(item, Value)]
+    if kernel.language == "triton":
+        _launch_triton(converter, line, kernel, [*tensors, *line.outs, *numbers])
+        return
+    argument = converter.writer.argument
+    floats = _are_floats(kernel, numbers)
+    arguments = [
+        kernel.hash,
+        [argument(item) for item in tensors],
+        [argument(item) for item in line.outs],
+        [argument(item) for item, is_float in zip(numbers, floats) if not is_float],
+        [argument(item) for item, is_float in zip(numbers, floats) if is_float],
+        [argument(size) for size in line.grid],
+    ]
+    registered = library.RegisteredKernel(kernel.language, kernel.source, kernel.signature, kernel.options)
+    library.register_kernel(kernel.hash, registered)
+    converter.ours(line, torch.ops.fxwrap.cpp_kernel.default, arguments, name=kernel.name)
+
+
+def _launch_triton(
+    converter: KernelConverter, line: Launch, kernel: KernelDefinition, operands: Sequence[Any]
+) -> None:
+    constants = dict(kernel.options)
+    names = [name for name in triton_parameters(kernel.source) if name not in constants]
+    if len(names) != len(operands):
+        raise converter.unsupported(line, f"the kernel takes ({', '.join(names)}), not {len(operands)} arguments")
+    on_cpu = line.outs[0].tensor_type.device.type == "cpu"
+    function = triton_function(kernel.source, kernel.signature, kernel.options, kernel.hash, on_cpu)
+    argument = converter.writer.argument
+    keywords = {
+        "kernel_idx": triton_kernel_index(function),
+        "constant_args_idx": triton_constants_index(triton_constants(kernel.options)),
+        "grid": [tuple([argument(size) for size in line.grid])],
+        "tma_descriptor_metadata": {},
+        "kwargs": {name: argument(item) for name, item in zip(names, operands, strict=True)},
+    }
+    node = converter.writer.call(triton_launch, [], keywords, name=kernel.name)
+    node.meta["fxwrap_kernel"] = kernel.hash
+
+
+def _are_floats(kernel: KernelDefinition, numbers: Sequence[Any]) -> list[bool]:
+    """Returns which numbers a kernel takes as floats: as its signature says, else as they are."""
+    kinds = [entry for entry in kernel.signature if not entry.startswith("*")]
+    if len(kinds) == len(numbers):
+        return [kind.startswith("f") for kind in kinds]
+    return [isinstance(n, float) or (isinstance(n, sympy.Basic) and expression_kind(n) == "float") for n in numbers]

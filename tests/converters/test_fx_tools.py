@@ -1,0 +1,187 @@
+"""What people do to a GraphModule with torch's own tools: on emitted graphs, kernels included, all give the same outputs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, Interpreter, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.graph_drawer import FxGraphDrawer
+from torch.fx.passes.shape_prop import ShapeProp
+from torch.fx.passes.split_module import split_module
+
+import fxwrap
+from fxwrap.errors import GraphModuleError
+from tests.capture import capture_graphs
+from tests.models import MODELS
+from tests.samples import SAMPLES
+
+Tool = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
+"""Runs a graph on inputs after, or through, one of torch's tools."""
+
+
+def _flat(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+
+
+def _eliminated(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    before = [node.target for node in module.graph.nodes if node.op == "call_function" and node.is_impure()]
+    module.graph.eliminate_dead_code()
+    assert [node.target for node in module.graph.nodes if node.op == "call_function" and node.is_impure()] == before
+    module.recompile()
+    return module(*inputs)
+
+
+def _copied(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    made = copy.deepcopy(module)
+    for node, twin in zip(module.graph.nodes, made.graph.nodes, strict=True):
+        assert node.meta.keys() == twin.meta.keys()
+    made.recompile()
+    return made(*inputs)
+
+
+def _retraced(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    return make_fx(module, tracing_mode="fake")(*inputs)(*inputs)
+
+
+def _retraced_with_symbols(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    return make_fx(module, tracing_mode="symbolic")(*inputs)(*inputs)
+
+
+def _functionalised(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    return torch.func.functionalize(module)(*inputs)
+
+
+def _retraced_functionalised(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    made = make_fx(torch.func.functionalize(module), tracing_mode="fake")(*inputs)
+    mutations = [node for node in made.graph.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
+    # What is left writes inputs only.
+    assert all(node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder" for node in mutations)
+    return made(*inputs)
+
+
+def _interpreted(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    return Interpreter(module).run(*inputs)
+
+
+def _split(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    part = {node: 3 * index // max(len(nodes), 1) for index, node in enumerate(nodes)}
+    made = split_module(module, module, lambda node: part[node])  # type: ignore[arg-type]
+    assert len(list(made.children())) == min(3, len(nodes))
+    return made(*inputs)
+
+
+def _shape_propagated(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    outputs = ShapeProp(module).propagate(*inputs)
+    for node in module.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["val"], torch.Tensor):
+            assert node.meta["tensor_meta"].dtype == node.meta["val"].dtype
+    return outputs
+
+
+def _drawn(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    drawing = FxGraphDrawer(module, "program").get_dot_graph().to_string()
+    for node in module.graph.nodes:
+        assert node.name in drawing
+    return module(*inputs)
+
+
+TOOLS: dict[str, Tool] = {
+    tool.__name__.lstrip("_"): tool
+    for tool in (
+        _eliminated, _copied, _retraced, _retraced_with_symbols, _functionalised, _retraced_functionalised, _interpreted,
+        _split, _shape_propagated, _drawn,
+    )
+}  # fmt: skip
+
+WITH_KERNELS = ("mlp", "cpp_kernel_with_two_outputs", "triton_kernel")
+OTHERS = (
+    "input_as_output", "views_share_one_root", "pool_and_workspace", "operator_arguments", "exact_scalars",
+    "scatter_and_index_put", "owned_inputs",
+)  # fmt: skip
+
+
+# Retracing and functionalisation take a module's buffers as constants, which torch does not let them write.
+WRITES_CONSTANTS = "mutated_inputs_and_constants"
+CASES = [
+    (name, tool) for name in (*WITH_KERNELS, *OTHERS, WRITES_CONSTANTS) for tool in TOOLS
+    if name != WRITES_CONSTANTS or not tool.startswith(("retraced", "functionalised"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tool"), CASES)
+@torch.no_grad()
+def test_a_tool_keeps_the_outputs(name: str, tool: str) -> None:
+    sample = SAMPLES[name]
+    ours, theirs = sample.inputs(5), sample.inputs(5)
+    module = fxwrap.to_fx(sample.program()).graph_module
+    wanted = fxwrap.run(sample.program(), theirs)
+    given = _flat(TOOLS[tool](module, ours))
+    torch.testing.assert_close(given, list(wanted), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@torch.no_grad()
+def test_a_tool_keeps_the_outputs_of_a_model(name: str, tool: str, fresh_dynamo: None) -> None:
+    for captured in capture_graphs(MODELS[name], training=True):
+        program = fxwrap.lower(captured.graph_module, captured.example_inputs)
+        generator = torch.Generator().manual_seed(3)
+        ours = [_random(fake, generator) for fake in captured.example_inputs]
+        theirs = copy.deepcopy(ours)
+        module = fxwrap.to_fx(program).graph_module
+        given = _flat(TOOLS[tool](module, ours))
+        wanted = fxwrap.run(program, theirs)
+        torch.testing.assert_close(given, list(wanted), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def _random(fake: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+    if fake.dtype.is_floating_point:
+        return made.copy_(torch.rand(fake.shape, generator=generator) + 0.1)
+    return made.copy_(torch.randint(0, 2, fake.shape, generator=generator))
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, lambda module: torch.save(module, io.BytesIO())])
+def test_pickling_names_what_to_use(write: Callable[[Any], Any]) -> None:
+    module = fxwrap.to_fx(SAMPLES["mlp"].program()).graph_module
+    with pytest.raises(GraphModuleError, match=r"cannot be pickled.*fxwrap\.save"):
+        write(module)
+    with pytest.raises(GraphModuleError, match="cannot be pickled"):
+        write(copy.deepcopy(module))
+
+
+def test_symbolic_tracing_is_refused() -> None:
+    module = fxwrap.to_fx(SAMPLES["mlp"].program()).graph_module
+
+    class Around(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> Any:
+            return self.inner(x, w)
+
+    for traced in (module, copy.deepcopy(module), Around()):
+        with pytest.raises(GraphModuleError, match="cannot be traced symbolically"):
+            symbolic_trace(traced)
+
+
+@torch.no_grad()
+def test_an_emitted_graph_compiles_again(fresh_dynamo: None) -> None:
+    sample = SAMPLES["cpp_kernel_with_two_outputs"]
+    module = fxwrap.to_fx(sample.program()).graph_module
+    wanted = module(*sample.inputs(2))
+    for backend in ("aot_eager", "fxwrap"):
+        torch.compiler.reset()
+        given = torch.compile(module, backend=backend, fullgraph=True)(*sample.inputs(2))
+        torch.testing.assert_close(given, wanted, rtol=0, atol=0)
