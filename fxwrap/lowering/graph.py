@@ -75,6 +75,7 @@ class _Lowering:
         self.builder = Builder(fakes, options.symbol_ranges)
         self.inputs: list[tuple[Node, Any]] = []
         self.constants: dict[str, Value] = {}
+        self.attributes: dict[str, Value] = {}
         self.read_only: set[str] = set()
 
     def program(self) -> Program:
@@ -125,15 +126,15 @@ class _Lowering:
             self.builder.env[node] = payload
             return
         key = str(node.target)
-        for other, value in self.builder.env.items():
-            if other.op == "get_attr" and other.target == key:
-                self.builder.env[node] = value
-                return
+        known = self.attributes.get(key)
+        if known is not None:
+            self.builder.env[node] = known
+            return
         fake = self.builder.fakes[node]
         value = self._constant(key.replace(".", "_"), payload if fake is None else fake, payload)
         if key.rpartition(".")[2].startswith(("_tensor_constant", "lifted_tensor")):
             self.read_only.add(value.name)
-        self.builder.env[node] = value
+        self.builder.env[node] = self.attributes[key] = value
 
     def _check_layouts(self, values: list[Value]) -> None:
         for value in values:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import Bind, Call, Item, Mutate, View
+from fxwrap.lines import Assert, Bind, Call, Item, Mutate, View
 from fxwrap.lowering.builder import Builder, origin_of
 from fxwrap.lowering.operators import OperatorFacts, operator_facts
 from fxwrap.lowering.source import location_of
@@ -40,6 +40,8 @@ def lower_call(builder: Builder, node: Node) -> None:
         builder.env[node] = builder.expression(fake)
     elif node.target is torch.ops.aten._local_scalar_dense.default:
         _lower_item(builder, node, fake)
+    elif node.target is torch.ops.aten._assert_scalar.default:
+        _lower_assert(builder, node)
     else:
         _lower_operator(builder, node, node.target, fake)
 
@@ -62,6 +64,14 @@ def _lower_item(builder: Builder, node: Node, fake: Any) -> None:
     builder.known_symbols.add(info.name)
     builder.emit(Item(info, builder.env[node.args[0]], origin=origin_of(node)))  # type: ignore[index]
     builder.env[node] = expression
+
+
+def _lower_assert(builder: Builder, node: Node) -> None:
+    """A condition over symbols is a line of its own; one that always holds is none."""
+    condition, message = literal(builder, node.args[0], node), str(node.args[1])
+    builder.env[node] = None
+    if condition is not True:
+        builder.emit(Assert(condition, message, origin=origin_of(node)))
 
 
 def literal(builder: Builder, argument: Any, node: Node) -> Any:

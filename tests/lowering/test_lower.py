@@ -139,6 +139,19 @@ def test_unbacked_symbols_are_bound_from_results(fresh_dynamo: None) -> None:
     assert lines_of(programs[0], Bind) and lines_of(programs[0], Item)
 
 
+def test_a_failing_assertion_over_symbols_says_what_it_was_told_to(fresh_dynamo: None) -> None:
+    def function(x):
+        size = x.sum().item()
+        torch._check(size >= 2, lambda: "too small")
+        return torch.ones(size)
+
+    torch._dynamo.config.capture_scalar_outputs = True
+    compiled = torch.compile(function, backend="fxwrap", fullgraph=True)
+    torch.testing.assert_close(compiled(torch.tensor([3, 1])), torch.ones(4))
+    with pytest.raises(RuntimeError, match="u0 >= 2"):
+        compiled(torch.tensor([0, 1]))
+
+
 def test_symbol_ranges_narrow_what_the_graph_says() -> None:
     class Module(nn.Module):
         def forward(self, x):
