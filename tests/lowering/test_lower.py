@@ -148,7 +148,7 @@ def test_a_failing_assertion_over_symbols_says_what_it_was_told_to(fresh_dynamo:
     torch._dynamo.config.capture_scalar_outputs = True
     compiled = torch.compile(function, backend="fxwrap", fullgraph=True)
     torch.testing.assert_close(compiled(torch.tensor([3, 1])), torch.ones(4))
-    with pytest.raises(RuntimeError, match="u0 >= 2"):
+    with pytest.raises(RuntimeError, match="too small"):
         compiled(torch.tensor([0, 1]))
 
 
