@@ -98,7 +98,7 @@ class CppConverter(Converter):
         self.writer.lines(self.program.body)
         return self.unit.part(self.writer.scope.statements)
 
-    def _no_stream(self, line: Free | Call | Mutate | Launch) -> None:
+    def _no_stream(self, line: Free | Call | Mutate | Launch | StartCollective) -> None:
         if line.stream != 0:
             raise self.unsupported(line, "streams arrive with the pass that places device lines")
 
@@ -182,12 +182,14 @@ class CppConverter(Converter):
 
     def call(self, line: Call) -> None:
         names = out_argument_names(line.target) if line.outs else ()
-        self._call(line, [*line.keywords, *zip(names, line.outs)])
+        self._call(line, line.target, [*line.keywords, *zip(names, line.outs)])
 
     def mutate(self, line: Mutate) -> None:
-        self._call(line, line.keywords)
+        self._call(line, line.target, line.keywords)
 
-    def _call(self, line: Call | Mutate, keywords: Sequence[tuple[str, Any]]) -> None:
+    def _call(
+        self, line: Call | Mutate | StartCollective, target: str, keywords: Sequence[tuple[str, Any]]
+    ) -> None:
         self._no_stream(line)
         arguments = self.writer.arguments(line, line.arguments)
         for name, item in keywords:
@@ -196,7 +198,7 @@ class CppConverter(Converter):
         for value in kept:
             self.writer.check_type(line, value)
             self.writer.own(value, line.alias_of(value))
-        self.writer.call(line.target, arguments, self.writer.results(line.results) if kept else ())
+        self.writer.call(target, arguments, self.writer.results(line.results) if kept else ())
 
     def scatter(self, line: Scatter) -> None:
         writer = self.writer
@@ -340,8 +342,6 @@ class CppConverter(Converter):
         self.writer.say(f"check_layout(f, {tensor}, {name}, {sizes}, {strides}, {dtype}, {device});")
         if line.alignment != 1:
             self.writer.say(f"check_alignment(f, {tensor}, {name}, {line.alignment});")
-        if line.alignment != 1:
-            self.writer.say(f"check_alignment(f, {tensor}, {name}, {line.alignment});")
 
     def comment(self, line: Comment) -> None:
         self.writer.say(comment_text(line.text))
@@ -361,11 +361,12 @@ class CppConverter(Converter):
     def wait_event(self, line: WaitEvent) -> NoReturn:
         raise self.unsupported(line, "streams arrive with the pass that places device lines")
 
-    def start_collective(self, line: StartCollective) -> NoReturn:
-        raise self.unsupported(line, "collectives arrive with distributed support")
+    def start_collective(self, line: StartCollective) -> None:
+        self._call(line, line.operator, ())
 
-    def wait_collective(self, line: WaitCollective) -> NoReturn:
-        raise self.unsupported(line, "collectives arrive with distributed support")
+    def wait_collective(self, line: WaitCollective) -> None:
+        result = self.writer.define(line.result, line.pending)
+        self.writer.call("_c10d_functional.wait_tensor.default", [self.writer.name_of(line.pending)], [result])
 
 
 def _is_tensor(item: Any) -> bool:

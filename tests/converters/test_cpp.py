@@ -149,6 +149,31 @@ def test_custom_operators_in_python_run(library: torch.library.Library) -> None:
     assert torch.equal(torch.cat([a, b]), x * 0.5) and n == 4 and plain is False
 
 
+@pytest.fixture
+def lone_group(tmp_path: Path) -> Iterator[str]:
+    """A process group of this process alone; its name."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.group.WORLD.group_name
+    torch.distributed.destroy_process_group()
+
+
+def test_collectives_run(lone_group: str) -> None:
+    reduce = f'@_c10d_functional.all_reduce.default(%x, "sum", "{lone_group}")'
+    program = parse(f"""program @reduce(%x: borrowed f32[8]@cpu) {{
+  %sum = collective.start {reduce} group="{lone_group}" : f32[8]@cpu
+  %own = extern.call @aten.exp.default(%x) : f32[8]@cpu
+  %ready = collective.wait(%sum) group="{lone_group}" : f32[8]@cpu
+  %y = extern.call @aten.add.Tensor(%own, %ready) : f32[8]@cpu
+  memory.free(%sum)
+  memory.free(%own)
+  control.return(%y)
+}}
+""")
+    x = torch.rand(8)
+    assert torch.equal(to_cpp(program)(x)[0], x.exp() + x)
+
+
 def test_an_operator_that_torch_does_not_know_is_named() -> None:
     program = parse("""program @unknown(%x: borrowed f32[5]@cpu) {
   %y = extern.call @fxwrap_nowhere.missing.default(%x) : f32[5]@cpu

@@ -101,6 +101,16 @@ def test_a_triton_kernel_with_library_functions_runs_on_the_cpu() -> None:
     assert torch.equal(out[2:], torch.zeros(3, 11))
 
 
+@pytest.mark.gpu
+def test_a_triton_kernel_runs_on_a_gpu_after_one_that_was_interpreted() -> None:
+    launch = load_kernel("triton", SOFTMAX, ("*f32", "*f32", "i64", "f64"), SOFTMAX_OPTIONS)
+    x = torch.rand(5, 11)
+    for device in ("cpu", "cuda"):
+        out = torch.empty(5, 11, device=device)
+        launch((5, 1, 1), x.to(device), out, 11, 0.5)
+        torch.testing.assert_close(out.cpu(), torch.softmax(0.5 * x, 1))
+
+
 def test_interpreting_leaves_triton_as_it_was() -> None:
     before = (triton.language.sum, triton.language.standard.max, triton.language.tensor.sum, dict(os.environ))
     launch = load_kernel("triton", SOFTMAX, ("*f32", "*f32", "i64", "f64"), SOFTMAX_OPTIONS)
