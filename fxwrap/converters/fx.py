@@ -223,7 +223,7 @@ class FxConverter(Converter):
         results: tuple[Any, ...] = line.results  # type: ignore[attr-defined]
         if not results:
             val = _given_back(target, arguments, keywords or {})
-            self.writer.call(target, arguments, keywords, name=_short_name(target), val=val)
+            self.writer.call(target, arguments, keywords, val=val)
         elif len(results) == 1 and isinstance(results[0], Value):
             value = results[0]
             val = self._result_val(line, value)
@@ -242,7 +242,7 @@ class FxConverter(Converter):
     ) -> None:
         """Adds a call that gives a tuple or a list, and takes what the line defines out of it."""
         vals = self._vals(line, items)
-        node = self.writer.call(target, arguments, keywords, name=_short_name(target), val=vals)
+        node = self.writer.call(target, arguments, keywords, val=vals)
         self._take(items, node, vals)
 
     def _vals(self, line: LineBase, items: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -438,10 +438,6 @@ def _given_back(target: Any, arguments: Sequence[Any], keywords: Mapping[str, An
             operand = arguments[place[0]]
         given.append(operand.meta["val"] if isinstance(operand, torch.fx.Node) else None)
     return given[0] if len(given) == 1 else tuple(given) or None
-
-
-def _short_name(target: Any) -> str:
-    return str(getattr(target, "__name__", target)).partition(".")[0]
 
 
 def to_fx(

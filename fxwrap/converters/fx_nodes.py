@@ -102,7 +102,8 @@ class GraphWriter:
         val: Any = None,
     ) -> Node:
         """Adds a call; `name` is the wish for the node's name, `val` what it gives."""
-        return self.node("call_function", target, arguments, dict(keywords or {}), name, val)
+        wish = name or str(getattr(target, "__name__", target)).partition(".")[0]
+        return self.node("call_function", target, arguments, dict(keywords or {}), wish, val)
 
     def placeholder(self, value: Value | SymbolInfo, val: Any) -> Node:
         """Adds an input, and makes the value or symbol stand for it."""

@@ -1,0 +1,46 @@
+"""A device vendor's backend in ten lines: receive every graph that fxwrap emits and say what runs.
+
+    python examples/own_backend.py
+"""
+
+import torch
+from torch.fx import GraphModule
+
+import fxwrap
+from fxwrap.backend import GraphInfo
+
+
+def vendor_compiler(graph: GraphModule, info: GraphInfo):
+    """What a vendor writes: here it only reports, and runs the graph as it is."""
+    calls = sum(node.op == "call_function" for node in graph.graph.nodes)
+    inputs = len(graph.graph.find_nodes(op="placeholder"))
+    print(
+        f"{info.kind:9} graph on {info.device}: {calls} calls, {inputs} inputs, of which {len(info.static_inputs)} keep "
+        f"their address, {len(info.mutated_inputs)} are written and {len(info.donated_inputs)} may be overwritten"
+    )
+    return graph  # or anything that is called with the flat inputs and returns the flat outputs
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    compiled = torch.compile(model, backend="fxwrap", options={"on_graph": vendor_compiler})
+
+    x, target = torch.randn(32, 8), torch.randint(0, 4, (32,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(compiled(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} after {len(losses)} steps (fxwrap {fxwrap.__version__})")
+
+    model.eval()
+    with torch.no_grad():
+        compiled(x)
+
+
+if __name__ == "__main__":
+    main()
