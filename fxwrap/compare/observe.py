@@ -259,7 +259,7 @@ def tensor_error(given: Tensor, expected: Tensor, floor: float = 0.0) -> Error:
 def _floor(attribute: str, items: Mapping[str, Any]) -> float:
     if attribute != "gradients":
         return 0.0
-    norms = [float(item.contents.double().norm()) for item in items.values() if isinstance(item, Seen)]
+    norms = [float(item.contents.abs().double().norm()) for item in items.values() if isinstance(item, Seen)]
     return SMALL_SHARE * math.hypot(*norms)
 
 
