@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from fxwrap.errors import GraphError
 from fxwrap.lowering.decompositions import decompose, exported_table
 from fxwrap.options import Options
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_desugared
+
+_TORCH = str(Path(torch.__file__).parent)
 
 SYMBOLIC_BUILTINS: frozenset[Any] = frozenset(
     {
@@ -84,14 +87,16 @@ def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:
 
 
 def location_of(node: Node) -> str:
-    """Returns "file:line" of the model's source that made a node, or ""."""
+    """Returns "file:line" of the model's source that made a node: the innermost frame outside torch, or ""."""
     trace = node.meta.get("stack_trace") or ""
-    last = trace.rfind('File "')
-    if last < 0:
-        return ""
-    path, _, rest = trace[last + 6 :].partition('", line ')
-    number = rest.split(",", 1)[0].split("\n", 1)[0]
-    return f"{path.rpartition('/')[2]}:{number}"
+    innermost, end = "", len(trace)
+    while (start := trace.rfind('File "', 0, end)) >= 0:
+        path, _, rest = trace[start + 6 : end].partition('", line ')
+        place = f"{path.rpartition('/')[2]}:{rest.split(',', 1)[0].split(chr(10), 1)[0]}"
+        if not path.startswith(_TORCH):
+            return place
+        innermost, end = innermost or place, start
+    return innermost
 
 
 def check_graph(graph_module: GraphModule) -> None:

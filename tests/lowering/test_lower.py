@@ -152,6 +152,13 @@ def test_a_failing_assertion_over_symbols_says_what_it_was_told_to(fresh_dynamo:
         compiled(torch.tensor([0, 1]))
 
 
+def test_a_lines_origin_is_the_models_own_source() -> None:
+    exported = torch.export.export(Everything().eval(), (torch.randn(3, 4), 5))
+    origins = {str(line.origin) for line in lines_of(fxwrap.lower(exported), Call)}
+    assert all("test_lower.py:" in origin for origin in origins)
+    assert any(origin.startswith("addmm: aten.addmm  test_lower.py:") for origin in origins)
+
+
 def test_symbol_ranges_narrow_what_the_graph_says() -> None:
     class Module(nn.Module):
         def forward(self, x):
