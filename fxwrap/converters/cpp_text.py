@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def sanitized(name: str) -> str:
     return text if plain else f"v_{text.lstrip('_')}"
 
 
+@lru_cache(maxsize=4096)
 def string_text(text: str) -> str:
     """Returns a C++ string literal; bytes that are not printable ASCII are written in octal."""
     parts = []
@@ -284,7 +286,7 @@ class CppUnit:
             if declared:
                 lines.append(listed(f"constexpr {kind} ", declared, ";"))
         for name, text in (("infinity", "__builtin_inf()"), ("not_a_number", '__builtin_nan("")')):
-            if re.search(rf"\b{name}\b", body):
+            if name in body:
                 lines.append(f"constexpr double {name} = {text};")
         return [*lines, *self.tables, ""]
 
