@@ -181,7 +181,7 @@ def test_a_module_by_name(model: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     ("target", "message"),
     [
         ("{model}:absent", "has no 'absent'; it has torch, nn, make_model, with_inputs"),
-        ("{model}:number", "is a int; name a function, a module or a factory"),
+        ("{model}:number", "is an object of type int; name a function, a module or a factory"),
         ("{model}:Layers.double", "nothing says what '{model}:Layers.double' is called with; give --inputs"),
         ("{model}", "is neither MODULE:NAME, FILE.py:NAME nor FILE.pt2"),
         ("no_such_module:f", "'no_such_module' cannot be imported: ModuleNotFoundError"),

@@ -97,6 +97,35 @@ def test_a_function_is_captured_anew_by_each_comparison() -> None:
         assert compare(product, (torch.randn(2, 2), torch.randn(2, 2)), emitters=ONE, repeats=0).agrees
 
 
+def test_a_function_that_breaks_into_graphs_is_compared_whole() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = torch.relu(x)
+        torch._dynamo.graph_break()
+        return y * 2
+
+    report = compare(function, (torch.randn(4),), repeats=0)
+    assert report.agrees and report.graphs == 2
+
+
+class Expanded(nn.Module):
+    """A module with a buffer that cannot be written, and one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ones", torch.ones(1).expand(3))
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(self.ones)
+        return x + self.count
+
+
+def test_buffers_are_put_back_between_runs() -> None:
+    model = Expanded()
+    assert_emitters_agree(model, (torch.randn(3),))
+    assert not model.count.any()
+
+
 def test_a_comparison_leaves_everything_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
     x = torch.randn(3, 4, requires_grad=True)
@@ -276,7 +305,7 @@ def test_bad_requests_are_refused() -> None:
     x = torch.randn(2)
     with pytest.raises(OptionError, match="there is no emitter 'fortran'; the known ones are python, cpp, fx"):
         compare(torch.sin, (x,), emitters=("fortran",))
-    with pytest.raises(CompareError, match="a int cannot be compared; pass a function"):
+    with pytest.raises(CompareError, match="an object of type int cannot be compared; pass a function"):
         compare(3, (x,))
     with pytest.raises(CompareError, match="has no gradients"):
         compare(graph_of(torch.sin, x), (x,), training=True)

@@ -51,7 +51,7 @@ def test_one_training_step(case: ModelCase, dropout: bool, fresh_dynamo: None) -
 
 def _assert_same_step(emitter: str, step: TrainingStep, expected: TrainingStep) -> None:
     _assert_same(f"{emitter}: loss", {"loss": step.loss}, {"loss": expected.loss}, floor=0.0)
-    # The bias of attention keys has no gradient in exact arithmetic: all of it is rounding, which no emitter need share.
+    # The bias of attention keys has no gradient in exact arithmetic: it is all rounding, which no emitter need share.
     floor = SMALL_SHARE * math.hypot(*[float(gradient.norm()) for gradient in expected.gradients.values()])
     _assert_same(f"{emitter}: gradient", step.gradients, expected.gradients, floor)
     _assert_same(f"{emitter}: parameter", step.parameters, expected.parameters, floor=0.0)

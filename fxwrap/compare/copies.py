@@ -103,7 +103,8 @@ class State:
         """Gives every tensor its first contents, and no gradient."""
         with torch.no_grad():
             for name, tensor in self.tensors.items():
-                tensor.copy_(self._contents[name])
+                if not torch.equal(tensor, self._contents[name]):  # an expanded buffer cannot be written
+                    tensor.copy_(self._contents[name])
                 if tensor.is_leaf:
                     tensor.grad = None
 

@@ -236,8 +236,8 @@ def tensor_error(given: Tensor, expected: Tensor, floor: float = 0.0) -> Error:
     """Returns how far a tensor is from the expected one of the same sizes, on any device and of any dtype.
 
     Equal infinities and NaN in the same places count as equal, other ones as infinitely far. `floor` is the least norm
-    that the norm of the difference is divided by. A tensor without numbers (on the device "meta") is infinitely far from
-    one with numbers.
+    that the norm of the difference is divided by. A tensor without numbers, on the device "meta", is infinitely far
+    from one with numbers.
     """
     if given.is_meta or expected.is_meta:
         return Error() if given.is_meta and expected.is_meta else Error(math.inf, math.inf)
