@@ -73,7 +73,9 @@ def _load_named(text: str) -> Target:
         positional, keywords = found.example_inputs or ((), {})
         return Target(found, (*positional, *keywords.values()))
     if not callable(found):
-        raise CommandError(f"'{text}' is an object of type {type(found).__name__}; name a function, a module or a factory")
+        raise CommandError(
+            f"'{text}' is an object of type {type(found).__name__}; name a function, a module or a factory"
+        )
     given = getattr(found, "example_inputs", None)
     if given is None:
         given = getattr(module, f"{name}_example_inputs", None)
