@@ -136,7 +136,7 @@ def subject_of(function: Any, arguments: Arguments, options: Options, dynamic: b
     if callable(function):
         return CompiledFunction(function, options, dynamic)
     raise CompareError(
-        f"an object of type {type(function).__name__} cannot be compared; pass a function, an nn.Module, a GraphModule, "
+        f"an object of type {type(function).__name__} cannot be compared; pass a function, nn.Module, GraphModule, "
         "an exported program or a program"
     )
 
