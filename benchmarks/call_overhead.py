@@ -55,7 +55,7 @@ def row(name: str, function: Callable[..., Any], inputs: Sequence[torch.Tensor],
     contenders: dict[str, Callable[..., Any]] = {"eager": function}
     for emitter in EMITTERS:
         options = fxwrap.Options(emitter=emitter, check_inputs=False)
-        contenders[emitter] = fxwrap.compile_graph(graph, inputs, options=options)
+        contenders[emitter] = fxwrap.compile_graph(graph, inputs, options=options).flat
     wanted = function(*inputs)
     errors = [float((contenders[emitter](*inputs)[0] - wanted).norm()) for emitter in EMITTERS]
     calls = max(20, 4000 // operators)

@@ -1,7 +1,7 @@
 """fxwrap: a compiler for PyTorch graphs whose middle, the Wrapper IR, is plain data.
 
-`torch.compile(model, backend="fxwrap")`, or by hand: `compile_graph`, and its steps `lower`, `verify`, `run`, `to_python`,
-`to_cpp`, `to_fx`, `parse`.
+`torch.compile(model, backend="fxwrap")`, or by hand: `compile_graph`, and its steps `lower`, `verify`, `run`,
+`to_python`, `to_cpp`, `to_fx`, `parse`.
 """
 
 from __future__ import annotations

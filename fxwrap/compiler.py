@@ -44,7 +44,7 @@ class Compiled(Emitted):
         emitted: Emitted,
         fake_inputs: Mapping[str, FakeTensor] | None = None,
     ) -> None:
-        super().__init__(emitted.source, lambda: emitted.boxed)
+        super().__init__(emitted.source, lambda: emitted.boxed, lambda: emitted.flat)
         self.stages = tuple(stages)
         self.options = options
         self.emitted = emitted

@@ -11,8 +11,8 @@ class DeviceSpec:
 
     `device_type` is torch's name ("cpu", "cuda"); `kernel_language` the language of generated kernels; `alignment` in
     bytes, of allocations and pool offsets; `memory_spaces` the names a tensor type may carry; `prefer_extern` overloads
-    ("aten.mm.default") that are called although they could be generated; `runtime` the name under which `runtime/` keeps
-    the device's allocator, guard, stream and launcher.
+    ("aten.mm.default") that are called although they could be generated; `runtime` the name under which `runtime/`
+    keeps the device's allocator, guard, stream and launcher.
     """
 
     device_type: str

@@ -99,7 +99,7 @@ class ExpressionError(FxwrapError):
 
 
 class CompareError(FxwrapError):
-    """A comparison that cannot be made: something that is no function or graph, or a function that failed in eager mode."""
+    """A comparison that cannot be made: of what is no function or graph, or of a function that fails in eager mode."""
 
 
 class GraphModuleError(FxwrapError):

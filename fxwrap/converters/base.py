@@ -58,8 +58,8 @@ Handler = Callable[[Any, Any], None]
 class Converter(ABC):
     """Walks lines in order, one method a line class.
 
-    A subclass that leaves out a method cannot be made; one that cannot express a line says so by `unsupported`. A vendor's
-    line goes to the handler given for its class, else through the core lines of its `expand()`.
+    A subclass that leaves out a method cannot be made; one that cannot express a line says so by `unsupported`. A
+    vendor's line goes to the handler given for its class, else through the core lines of its `expand()`.
     """
 
     name: ClassVar[str]
@@ -71,7 +71,7 @@ class Converter(ABC):
         """Converts one line."""
         self._dispatch(line)  # type: ignore[arg-type]  # programs hold lines of the union only
 
-    def _dispatch(self, line: Line) -> None:  # noqa: C901  one arm a line class
+    def _dispatch(self, line: Line) -> None:
         match line:
             case Call():
                 self.call(line)
@@ -106,7 +106,7 @@ class Converter(ABC):
             case Bind():
                 self.bind(line)
             case Assert():
-                self.assert_(line)
+                self.assertion(line)
             case Cond():
                 self.cond(line)
             case While():
@@ -212,7 +212,7 @@ class Converter(ABC):
     def bind(self, line: Bind) -> None: ...
 
     @abstractmethod
-    def assert_(self, line: Assert) -> None: ...
+    def assertion(self, line: Assert) -> None: ...
 
     @abstractmethod
     def cond(self, line: Cond) -> None: ...

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, NoReturn
 
 from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.cpp_loops import write_map, write_scan, write_while
 from fxwrap.converters.cpp_text import CppUnit, Table, comment_text, indented, place, string_text
 from fxwrap.converters.cpp_writer import CppWriter
-from fxwrap.converters.emitted import Boxed, Emitted
+from fxwrap.converters.emitted import Emitted
 from fxwrap.errors import Unsupported
 from fxwrap.lines import (
     Alloc,
@@ -254,7 +255,7 @@ class CppConverter(Converter):
                     raise self.unsupported(line, f"C++ has no step '{step.name}' of a key path")
         self._assign(line.symbol, text)
 
-    def assert_(self, line: Assert) -> None:
+    def assertion(self, line: Assert) -> None:
         self.writer.say(f"if (!({self.unit.number(line.condition)})) fail_assert({string_text(line.message)});")
 
     # --- control ----------------------------------------------------------------------------------------------------
@@ -373,24 +374,6 @@ def _is_tensor(item: Any) -> bool:
     return isinstance(item, Value) and isinstance(item.type, TensorType)
 
 
-class EmittedCpp(Emitted):
-    """A program in C++. Its flat entry needs no list and no mode: the C++ runs below autograd."""
-
-    def __init__(self, source: str, load: Callable[[], NativeProgram]) -> None:
-        super().__init__(source, self._boxed_entry)
-        self._load = load
-        self._loaded: NativeProgram | None = None
-
-    def _boxed_entry(self) -> Boxed:
-        self._loaded = self._load()
-        return self._loaded.boxed
-
-    def __call__(self, *inputs: Any) -> Any:
-        if self._loaded is None:
-            return self.boxed(list(inputs))
-        return self._loaded(*inputs)
-
-
 def to_cpp(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> Emitted:
     """Returns the program as a C++ translation unit, which is compiled when it is first called.
 
@@ -406,7 +389,8 @@ def to_cpp(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | N
     outputs = Table("outputs", "Arg", converter.writer.scope.given)
     title = "\n".join([f"Program {program.name}, emitted by fxwrap.", *[f"{k}: {text}" for k, text in program.header]])
     source = unit.text(title, program.name, run, (inputs, constants, outputs))
-    return EmittedCpp(source, lambda: _load(source, program, converter))
+    load = cache(lambda: _load(source, program, converter))
+    return Emitted(source, lambda: load().boxed, load)  # native code runs below autograd: its flat entry needs no guard
 
 
 def _input_text(unit: CppUnit, item: Input) -> str:

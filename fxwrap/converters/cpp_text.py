@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import sympy
 import torch
 
 from fxwrap.symbolic import CppPrinter, cpp_prelude, symbol_kind
@@ -251,6 +252,10 @@ class CppUnit:
                 return int_text(size)
             case float():
                 return float_text(size)
+            case _:
+                return self._expression(size)
+
+    def _expression(self, size: sympy.Basic) -> str:
         for symbol in size.free_symbols:
             self.symbol(symbol.name)
         text = self._printer.print(size)

@@ -15,17 +15,24 @@ Boxed = Callable[[list[Any]], Any]
 """Takes the flat inputs in a list, which it empties, and returns the tuple of outputs."""
 
 
+Flat = Callable[..., Any]
+"""Takes the flat inputs as arguments and returns the tuple of outputs."""
+
+
 class Emitted:
     """A program in a form that runs.
 
-    Call it with the flat inputs; it returns the tuple of flat outputs. `boxed` is the entry that takes a list and
-    clears it, so that owned inputs are really freed at their last use. Gradients are not recorded and autocast is off:
-    the graph was captured with its casts. `source` is the text.
+    Call it with the flat inputs; it returns the tuple of flat outputs. `flat` is that entry without the call through
+    this object, for hot loops; `boxed` takes the inputs in a list and clears it, so that owned inputs are really freed
+    at their last use. Gradients are not recorded and autocast is off: the graph was captured with its casts. `source`
+    is the text.
     """
 
-    def __init__(self, source: str, build: Callable[[], Boxed]) -> None:
+    def __init__(self, source: str, build: Callable[[], Boxed], flat: Callable[[], Flat] | None = None) -> None:
+        """`build` makes the boxed entry, once; `flat` the flat one, where there is a cheaper way than the box."""
         self.source = source
         self._build = build
+        self._flat = flat
         self._lock = threading.Lock()
 
     @cached_property
@@ -37,8 +44,22 @@ class Emitted:
             built: Boxed = self.__dict__["boxed"]
             return built
 
+    @cached_property
+    def flat(self) -> Flat:
+        """The flat entry; built the first time it is asked for."""
+        return guarded(self.boxed) if self._flat is None else self._flat()
+
     def __call__(self, *inputs: Any) -> Any:
+        return self.flat(*inputs)
+
+
+def guarded(boxed: Boxed) -> Flat:
+    """Returns a flat entry that runs a boxed one with gradients and autocast off."""
+
+    def flat(*inputs: Any) -> Any:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
             with torch.no_grad(), DisableAutocast():
-                return self.boxed([*inputs])
-        return self.boxed([*inputs])
+                return boxed([*inputs])
+        return boxed([*inputs])
+
+    return flat

@@ -71,7 +71,7 @@ _OURS = torch.ops.fxwrap
 
 
 class FxConverter(Converter):
-    """Writes the nodes of one block; nested blocks become submodules. A free is no node: values go at their last use."""
+    """Writes the nodes of one block; nested blocks become submodules. Frees are no nodes."""
 
     name: ClassVar[str] = "fx"
 
@@ -155,7 +155,7 @@ class FxConverter(Converter):
         base_type, type_ = line.base.tensor_type, line.result.tensor_type
         base = self.writer.argument(line.base)
         form = view_form(base_type, type_)
-        offset = type_.storage_offset - base_type.storage_offset  # type: ignore[operator]
+        offset = type_.storage_offset - base_type.storage_offset
         if form.kind == "as_strided":
             target, arguments = _ATEN.as_strided.default, [base, *self.writer.layout(type_), *self._place(base, offset)]
         else:
@@ -184,7 +184,7 @@ class FxConverter(Converter):
         arguments = [
             self.writer.argument(line.pool), self.writer.argument(line.offset), *self.writer.layout(type_), type_.dtype
         ]  # fmt: skip
-        val = self.fakes.window(line.result, line.pool, line.offset // type_.dtype.itemsize)  # type: ignore[operator]
+        val = self.fakes.window(line.result, line.pool, line.offset // type_.dtype.itemsize)
         node = self.ours(line, _OURS.pool_slice.default, arguments, name=line.result.name, val=val)
         self.writer.nodes[line.result.name] = node
 
@@ -256,7 +256,7 @@ class FxConverter(Converter):
             return self.fakes.root(value)
         offset = value.type.storage_offset
         if base.tensor_type.dtype.itemsize == value.type.dtype.itemsize:
-            offset = offset - base.tensor_type.storage_offset  # type: ignore[operator]
+            offset = offset - base.tensor_type.storage_offset
         return self.fakes.window(value, base, offset)
 
     def _take(self, items: tuple[Any, ...], node: torch.fx.Node, vals: tuple[Any, ...]) -> None:
@@ -283,7 +283,8 @@ class FxConverter(Converter):
             val = self.fakes.root(Value("", TensorType.contiguous(dtype, index_type.sizes, index_type.device)))
             source = self.writer.call(_ATEN.full_like.default, [index, source], {"dtype": dtype}, val=val)
         arguments = [target, line.dim, index, source, line.reduce]
-        self.writer.call(_ATEN.scatter_reduce_.two, arguments, {"include_self": line.include_self}, val=target.meta["val"])
+        keywords = {"include_self": line.include_self}
+        self.writer.call(_ATEN.scatter_reduce_.two, arguments, keywords, val=target.meta["val"])
 
     def index_put(self, line: IndexPut) -> None:
         arguments = [self.writer.argument(item) for item in (line.target, line.indices, line.values)]
@@ -321,11 +322,11 @@ class FxConverter(Converter):
                 case "divide":
                     node = self.writer.apply(operator.floordiv, node, step.arguments[0])
                 case _:
-                    node = self.writer.apply(torch.sym_ite, node, 1, 0)
+                    node = self.writer.apply(torch.sym_int, node)
         self.writer.symbol(line.symbol, node)
         node.meta["val"] = self.fakes.symbol(line.symbol)
 
-    def assert_(self, line: Assert) -> None:
+    def assertion(self, line: Assert) -> None:
         message = line.message or f"the condition {line.condition} does not hold"
         self.writer.call(_ATEN._assert_scalar.default, [self.writer.number(line.condition), message])
 

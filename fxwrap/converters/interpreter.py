@@ -260,7 +260,7 @@ class Interpreter(Converter):
             found = tensors.follow(found, step.name, *step.arguments)
         self.symbols[line.symbol.name] = found
 
-    def assert_(self, line: Assert) -> None:
+    def assertion(self, line: Assert) -> None:
         if not self._number(line.condition):
             raise RuntimeError(line.message)
 

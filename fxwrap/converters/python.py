@@ -252,7 +252,7 @@ class PythonConverter(Converter):
                     text = f"int(bool({text}))"
         self._say(f"{line.symbol.name} = {text}")
 
-    def assert_(self, line: Assert) -> None:
+    def assertion(self, line: Assert) -> None:
         self._say(f"if not ({self._text(line.condition)}):")
         self._say(f"    raise RuntimeError({line.message!r})")
 

@@ -1,4 +1,4 @@
-"""The plainest way to say a view: `permute`, `view`, `expand`, `slice` or `select` where one fits, else `as_strided`."""
+"""The plainest way to say a view: `permute`, `view`, `expand`, `slice` or `select` if one fits, else `as_strided`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fxwrap.wrapper_ir import Size, TensorType
 class ViewForm:
     """A view operator with its arguments after the tensor.
 
-    `kind` is "view" (sizes), "permute" (dims), "expand" (sizes), "slice" (dim, start, end, step), "select" (dim, index) or
-    "as_strided" (sizes, strides, offset relative to the base's own first element).
+    `kind` is "view" (sizes), "permute" (dims), "expand" (sizes), "slice" (dim, start, end, step), "select" (dim, index)
+    or "as_strided" (sizes, strides, offset relative to the base's own first element).
     """
 
     kind: str
@@ -22,7 +22,7 @@ class ViewForm:
 
 def view_form(base: TensorType, view: TensorType) -> ViewForm:
     """Returns the plainest operator that makes a window of type `view` from a tensor of type `base`."""
-    offset: Size = view.storage_offset - base.storage_offset 
+    offset: Size = view.storage_offset - base.storage_offset
     found = None
     if offset == 0:
         found = _permute(base, view) or _reshape(base, view) or _expand(base, view)
@@ -77,13 +77,13 @@ def _narrow(base: TensorType, view: TensorType, offset: Size) -> ViewForm | None
             return None
         dim = changed[0]
         start = _steps(offset, base.strides[dim])
-        if start is not None and start + view.sizes[dim] <= base.sizes[dim]: 
-            return ViewForm("slice", (dim, start, start + view.sizes[dim], 1)) 
+        if start is not None and start + view.sizes[dim] <= base.sizes[dim]:
+            return ViewForm("slice", (dim, start, start + view.sizes[dim], 1))
     if len(view.sizes) == rank - 1:
         for dim in range(rank):
             rest = (base.sizes[:dim] + base.sizes[dim + 1 :], base.strides[:dim] + base.strides[dim + 1 :])
             index = _steps(offset, base.strides[dim])
-            if rest == (view.sizes, view.strides) and index is not None and index < base.sizes[dim]: 
+            if rest == (view.sizes, view.strides) and index is not None and index < base.sizes[dim]:
                 return ViewForm("select", (dim, index))
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,10 @@ def graph_source(
     Raises GraphError for a graph with nodes fxwrap does not take.
     """
     if isinstance(graph, ExportedProgram):
-        return _exported_source(graph.run_decompositions(exported_table(options)), name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own copy of its own tree specification warns
+            decomposed = graph.run_decompositions(exported_table(options))
+        return _exported_source(decomposed, name)
     check_graph(graph)
     return GraphSource(decompose(graph, example_inputs, options), name)
 

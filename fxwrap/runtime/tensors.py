@@ -16,7 +16,7 @@ def reinterpret(
     It is no view in autograd's sense: it has its own version counter and no base.
     """
     made = torch.empty(0, dtype=dtype, device=memory.device)
-    return made.set_(memory.untyped_storage(), offset // dtype.itemsize, sizes, strides)  # type: ignore[call-overload,no-any-return]
+    return made.set_(memory.untyped_storage(), offset // dtype.itemsize, sizes, strides)
 
 
 def copy(item: Any) -> Any:
@@ -30,7 +30,7 @@ def scatter(
     """Writes `source` into `target` at `index` along `dim`, with the meaning of `aten.scatter_` or, when `reduce` is
     given, of `aten.scatter_reduce_`."""
     if not reduce:
-        target.scatter_(dim, index, source)  # type: ignore[arg-type]
+        target.scatter_(dim, index, source)
         return
     if not isinstance(source, torch.Tensor):
         source = torch.full_like(index, source, dtype=target.dtype)
@@ -59,7 +59,7 @@ def follow(found: Any, step: str, argument: Any = 0) -> Any:
 def random_state(device: str) -> torch.Tensor:
     """Returns the state of a device's default generator, a uint8 tensor on the CPU."""
     kind = torch.device(device)
-    return torch.get_rng_state() if kind.type == "cpu" else torch.get_device_module(kind).get_rng_state(kind)  # type: ignore[no-any-return]
+    return torch.get_rng_state() if kind.type == "cpu" else torch.get_device_module(kind).get_rng_state(kind)
 
 
 def set_random_state(device: str, state: torch.Tensor) -> None:
