@@ -1,7 +1,7 @@
 """fxwrap as one pass among others: a function `(graph module, inputs) -> graph module`.
 
-The emitted graph goes on through ordinary FX passes and dead-code elimination, and keeps every kernel and every call: also
-those that only write memory, which nothing in the graph seems to use.
+The emitted graph goes on through ordinary FX passes and dead-code elimination, and keeps every kernel and every call:
+also those that only write memory, which nothing in the graph seems to use.
 
     python examples/graph_pass.py
 """

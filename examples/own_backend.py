@@ -15,15 +15,16 @@ def vendor_compiler(graph: GraphModule, info: GraphInfo):
     calls = sum(node.op == "call_function" for node in graph.graph.nodes)
     inputs = len(graph.graph.find_nodes(op="placeholder"))
     print(
-        f"{info.kind:9} graph on {info.device}: {calls} calls, {inputs} inputs, of which {len(info.static_inputs)} keep "
-        f"their address, {len(info.mutated_inputs)} are written and {len(info.donated_inputs)} may be overwritten"
+        f"{info.kind:9} graph on {info.device}: {calls} calls, {inputs} inputs, of which {len(info.static_inputs)} "
+        f"keep their address, {len(info.mutated_inputs)} are written, {len(info.donated_inputs)} may be overwritten"
     )
     return graph  # or anything that is called with the flat inputs and returns the flat outputs
 
 
 def main() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    first, last = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+    model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(16), torch.nn.GELU(), last)
     compiled = torch.compile(model, backend="fxwrap", options={"on_graph": vendor_compiler})
 
     x, target = torch.randn(32, 8), torch.randint(0, 4, (32,))

@@ -45,7 +45,8 @@ def main() -> None:
     x = torch.randn(4, 8)
     with torch.no_grad():
         graph = make_fx(model)(x)
-        compiled = fxwrap.compile_graph(graph, [x], options=fxwrap.Options(emitter="fx", keep=frozenset({"aten.gelu.default"})))
+        options = fxwrap.Options(emitter="fx", keep=frozenset({"aten.gelu.default"}))
+        compiled = fxwrap.compile_graph(graph, [x], options=options)
         exact = compiled.graph_module
         print(exact.code)
 

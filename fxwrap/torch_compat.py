@@ -228,7 +228,7 @@ def shape_env_of(mode: FakeTensorMode) -> ShapeEnv:
 
 def shape_symbols(shape_env: ShapeEnv) -> dict[str, sympy.Symbol]:
     """Give the symbols a ShapeEnv has made, by name."""
-    return {symbol.name: symbol for symbol in (*shape_env.backed_var_to_val, *shape_env.var_to_range)}
+    return {symbol.name: symbol for symbol in shape_env.var_to_range}
 
 
 def symbolic_number(shape_env: ShapeEnv, expression: sympy.Basic, kind: str) -> Any:
@@ -277,7 +277,7 @@ def functional_content(tensor: torch.Tensor) -> torch.Tensor:
     """Give the tensor that a functionalised one stands for, brought up to date; any other tensor itself."""
     if not torch._is_functional_tensor(tensor):
         return tensor
-    torch._sync(tensor)  # type: ignore[attr-defined]
+    torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
     return torch._from_functional_tensor(tensor)
 
 
@@ -285,7 +285,7 @@ def functional_update(tensor: torch.Tensor, content: torch.Tensor) -> None:
     """Make a functionalised tensor, and what it is a view of, stand for new content: what writing to it means."""
     torch._functionalize_replace(tensor, content)
     torch._functionalize_commit_update(tensor)
-    torch._sync(tensor)  # type: ignore[attr-defined]
+    torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
 
 
 @contextmanager

@@ -32,8 +32,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "python_mod": operator.mod,
     "max": torch.sym_max,
     "min": torch.sym_min,
-    "pow_by_natural": operator.pow,
-    "float_pow": operator.pow,
+    "pow_by_natural": pow,
+    "float_pow": pow,
     "int_true_div": operator.truediv,
     "float_true_div": operator.truediv,
     "to_float": torch.sym_float,
@@ -49,7 +49,10 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "or": operator.or_,
     "not": torch.sym_not,
 }
-"""Functions of the expression language that a node can call on plain and on symbolic numbers alike."""
+"""Functions of the expression language that a node can call on plain and on symbolic numbers alike.
+
+Powers are the builtin's: torch.fx writes `operator.pow` of -2 and s0 as `-2 ** s0`, which is another number.
+"""
 
 _CHAINED = frozenset({"max", "min", "and", "or"})
 
@@ -164,7 +167,7 @@ class GraphWriter:
         if isinstance(expression, sympy.Mul):
             return self._chain(operator.mul, expression.args)
         if isinstance(expression, sympy.Pow):
-            return self.apply(operator.pow, self.number(expression.args[0]), int(expression.args[1]))
+            return self.apply(pow, self.number(expression.args[0]), int(expression.args[1]))
         relation = RELATION_BY_CLASS.get(type(expression))
         if relation is not None:
             return self.apply(_RELATIONS[relation.mark], *[self.number(side) for side in expression.args])
@@ -181,7 +184,9 @@ class GraphWriter:
         if spec is None:
             raise ExpressionError(f"the expression language has no {type(expression).__name__} (in {expression})")
         if spec.name in _CHAINED:
-            return self._chain(_FUNCTIONS[spec.name], expression.args)
+            mixed = len({expression_kind(operand) for operand in expression.args}) > 1
+            function = _MIXED.get(spec.name) if mixed else None
+            return self._chain(function or _FUNCTIONS[spec.name], expression.args)
         operands = [self.number(operand) for operand in expression.args]
         match spec.name:
             case "identity":
@@ -199,11 +204,14 @@ class GraphWriter:
 
     def _choice(self, operands: Sequence[Any], kinds: Sequence[str]) -> Any:
         """One of two numbers, by a condition; torch's function takes only numbers of one type."""
-        condition, *branches = operands
-        if kinds[0] != kinds[1]:
-            convert = torch.sym_float if "float" in kinds else torch.sym_int
-            branches = [self.apply(convert, branch) for branch in branches]
-        return self.apply(torch.sym_ite, condition, *branches)
+        condition, then, otherwise = operands
+        if kinds[0] == kinds[1]:
+            return self.apply(torch.sym_ite, condition, then, otherwise)
+        position = self.apply(torch.sym_int, condition)
+        if not isinstance(position, Node):
+            return (otherwise, then)[position]
+        val = self.fakes.unknown("float" if "float" in kinds else "int")
+        return self.call(operator.getitem, [(otherwise, then), position], val=val)
 
     def apply(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Adds a call on numbers, or computes it when all of them are plain."""
@@ -213,12 +221,32 @@ class GraphWriter:
         return self.call(function, operands, val=self._number_val(function, known))
 
     def _number_val(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        if function in _PLAIN_FLOAT_FUNCTIONS:
-            return self.fakes.unknown("float")
-        if function is torch.sym_ite and type(operands[1]) is not type(operands[2]):  # one of them is a constant
-            return self.fakes.unknown("float" if any(isinstance(n, float | torch.SymFloat) for n in operands) else "int")
-        return function(*operands)
+        """Returns the number's value in the metadata. It never adds a guard to the input graph's ShapeEnv."""
+        kind = _unknown_kind(function, operands)
+        return function(*operands) if kind is None else self.fakes.unknown(kind)
 
+
+def _unknown_kind(function: Callable[..., Any], operands: Sequence[Any]) -> str | None:
+    """Returns the kind of a result that torch cannot say without a guard; None where it can."""
+    if function in _PLAIN_FLOAT_FUNCTIONS or function in _MIXED.values():
+        return "float"
+    is_float = any(isinstance(operand, float | torch.SymFloat) for operand in operands)
+    if function is pow:
+        return "float" if is_float else "int" if isinstance(operands[1], torch.SymInt) else _integer_power(operands[1])
+    if function is torch.sym_int and isinstance(operands[0], torch.SymBool):
+        return "int"
+    if function is torch.sym_ite and type(operands[1]) is not type(operands[2]):  # one of them is a constant
+        return "float" if is_float else "int"
+    return None
+
+
+def _integer_power(exponent: int) -> str | None:
+    """Returns the kind of an int's power where it is not an int's own: a negative one is a quotient."""
+    return "float" if exponent < 0 else None
+
+
+_MIXED: Mapping[str, Callable[..., Any]] = {"max": max, "min": min}
+"""Functions of ints and floats together: torch's own would make the result a float, which holds fewer digits."""
 
 _PLAIN_FLOAT_FUNCTIONS = frozenset({math.exp, math.log, math.asinh})
 """Functions that torch has no symbolic form of: their result is known only at run time."""

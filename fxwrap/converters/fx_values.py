@@ -105,7 +105,7 @@ class FakeValues:
         else:
             start = start * memory.dtype.itemsize // type_.dtype.itemsize + self.number(offset)
             made = torch.empty(0, dtype=type_.dtype, device="meta")
-            made.set_(memory.untyped_storage(), start, sizes, strides)  # type: ignore[call-overload]
+            made.set_(memory.untyped_storage(), start, sizes, strides)
         return self._kept(value, made)
 
     def _kept(self, value: Value, memory: torch.Tensor) -> FakeTensor:

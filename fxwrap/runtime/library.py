@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from fxwrap.errors import FxwrapError, InputError
+from fxwrap.errors import FxwrapError
 from fxwrap.runtime import tensors
 from fxwrap.runtime.checks import check_alignment
 from fxwrap.runtime.checks import check_layout as check_tensor

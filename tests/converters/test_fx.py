@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -87,7 +88,8 @@ def _check_metadata(module: GraphModule, inputs: list[Any]) -> int:
         val = node.meta["val"]
         if isinstance(val, torch.SymInt | torch.SymFloat) and val.node.expr.is_Symbol:
             values[val.node.expr] = real
-        elif isinstance(val, torch.SymBool) and getattr(val.node.expr, "lhs", val.node.expr).is_Symbol:  # an unbacked bool is Eq(u0, 1)
+        elif isinstance(val, torch.SymBool) and getattr(val.node.expr, "lhs", val.node.expr).is_Symbol:
+            # An unbacked bool is Eq(u0, 1).
             values.setdefault(val.node.expr.lhs, int(real))
     for node, real in watch.given.items():
         val = node.meta["val"]
@@ -151,7 +153,8 @@ def test_symbols_are_those_of_the_input_graph() -> None:
 def test_nodes_say_where_they_come_from() -> None:
     graph = make_fx(lambda x: x.sin() + 1, tracing_mode="fake")(torch.randn(3))
     module = fxwrap.to_fx(fxwrap.lower(graph)).graph_module
-    origins = [node.meta["fxwrap_origin"] for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)]
+    nodes = module.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    origins = [node.meta["fxwrap_origin"] for node in nodes]
     assert [origin.operator.startswith("aten.sin") for origin in origins] == [True]
     assert origins[0].nodes == ("sin",)
 
@@ -175,13 +178,26 @@ def test_a_triton_kernel_carries_its_hash_through_a_retrace() -> None:
     assert emitted.graph_module.meta["fxwrap"]["kernels"] == {program.kernels[0].hash: program.kernels[0]}
 
 
+def test_a_program_for_a_gpu_is_emitted_without_one() -> None:
+    sample = SAMPLES["triton_kernel"]
+    text = sample.full_text().replace("@cpu", "@cuda:0")
+    module = fxwrap.to_fx(fxwrap.verify(fxwrap.parse(text))).graph_module
+    module.graph.lint()
+    (launch,) = [node for node in module.graph.nodes if "kernel_idx" in node.kwargs]
+    kernel = triton_kernel_at(launch.kwargs["kernel_idx"])
+    assert isinstance(kernel, triton.JITFunction)
+    assert kernel.fxwrap_hash == sample.program().kernels[0].hash
+    out = launch.kwargs["kwargs"]["out0"].meta["val"]
+    assert out.device == torch.device("cuda:0") and out.fake_mode is not None
+
+
 def test_equal_kernels_share_one_place_in_the_table() -> None:
     first, second = (fxwrap.to_fx(SAMPLES["triton_kernel"].program()).graph_module for _ in range(2))
-    indices = [
-        [(node.kwargs["kernel_idx"], node.kwargs["constant_args_idx"]) for node in module.graph.nodes if node.kwargs.get("grid")]
-        for module in (first, second)
-    ]
-    assert indices[0] == indices[1]
+    launches = [[node for node in module.graph.nodes if "grid" in node.kwargs] for module in (first, second)]
+    for ours, theirs in zip(*launches, strict=True):
+        for key in ("kernel_idx", "constant_args_idx"):
+            assert ours.kwargs[key] == theirs.kwargs[key]
+    assert len(launches[0]) == 1
 
 
 # --- expressions ----------------------------------------------------------------------------------------------------
@@ -290,7 +306,11 @@ program @aligned(%x: borrowed f32[4]@cpu) {
 # --- plain graphs, vendors' lines, what has no form ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["operator_arguments", "many_results", "scatter_and_index_put", "cond_nested", "triton_kernel"])
+PLAIN = ("operator_arguments", "many_results", "scatter_and_index_put", "cond_nested", "triton_kernel")
+NOT_PLAIN = ("mlp", "cpp_kernel_with_two_outputs", "pool_and_workspace", "owned_inputs", "random_state")
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_plain_graphs_call_no_operator_of_ours(name: str) -> None:
     sample = SAMPLES[name]
     emitted = fxwrap.to_fx(sample.program(), plain=True)
@@ -299,7 +319,7 @@ def test_plain_graphs_call_no_operator_of_ours(name: str) -> None:
     assert_same(emitted(*sample.inputs(1)), fxwrap.run(sample.program(), sample.inputs(1)))
 
 
-@pytest.mark.parametrize("name", ["mlp", "cpp_kernel_with_two_outputs", "pool_and_workspace", "owned_inputs", "random_state"])
+@pytest.mark.parametrize("name", NOT_PLAIN)
 def test_plain_graphs_refuse_what_aten_cannot_say(name: str) -> None:
     with pytest.raises(Unsupported, match=r"a plain graph has only ATen's"):
         fxwrap.to_fx(SAMPLES[name].program(), plain=True)
@@ -372,7 +392,7 @@ def _check_infos(got: dict[str, tuple[GraphModule, Any]]) -> None:
         shapes = [tuple(node.meta["val"].shape) for node in module.graph.find_nodes(op="placeholder")]
         # Only the batch is new in each call: everything else of forward and inference is a parameter or a buffer.
         if kind != "backward":
-            assert {shapes[position] for position in range(len(shapes)) if position not in info.static_inputs} == {(6, 4)}
+            assert {shape for position, shape in enumerate(shapes) if position not in info.static_inputs} == {(6, 4)}
             assert len(info.mutated_inputs) == 3  # the mean, the variance and the number of batches
             assert info.mutated_inputs <= info.static_inputs
             assert not info.donated_inputs

@@ -3,11 +3,67 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fxwrap
+from fxwrap.torch_compat import storage_identity
+from fxwrap.wrapper_ir import Ownership, live_bytes
+from tests.capture import capture_graphs
 from tests.models import MODELS, train_step
+
+
+class _Live(TorchDispatchMode):
+    """Watches how many bytes of tensor memory are alive after each operator, inputs included."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = [weakref.ref(tensor) for tensor in inputs]
+        self.peak = self.now()
+
+    def now(self) -> int:
+        """Returns the bytes that are alive now."""
+        alive = [tensor for tensor in (reference() for reference in self.tensors) if tensor is not None]
+        return sum({storage_identity(tensor): tensor.untyped_storage().nbytes() for tensor in alive}.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        results = given if isinstance(given, tuple | list) else (given,)
+        self.tensors += [weakref.ref(item) for item in results if isinstance(item, torch.Tensor)]
+        self.peak = max(self.peak, self.now())
+        return given
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_memory_is_released_as_the_program_says(name: str, fresh_dynamo: None) -> None:
+    for captured in capture_graphs(MODELS[name], training=True):
+        placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
+        released = [
+            position for position, node in enumerate(placeholders)
+            if captured.kind == "backward" and not node.name.startswith("primals_")
+        ]  # fmt: skip
+        options, ownership = fxwrap.Options(check_inputs=False), dict.fromkeys(released, Ownership.OWNED)
+        program = fxwrap.lower(captured.graph_module, options=options, ownership=ownership)
+        run = fxwrap.to_fx(program).boxed
+        inputs = [_ones(fake) for fake in captured.example_inputs]
+        kept = [tensor for position, tensor in enumerate(inputs) if position not in released]
+        live = _Live(inputs)
+        with live, torch.no_grad():
+            outputs = run(inputs)
+        assert not inputs and outputs and len(kept) + len(released) == len(placeholders)
+        bound = live_bytes(program).peak
+        assert bound * 0.98 <= live.peak <= bound * 1.02
+
+
+def _ones(fake: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+    return made.copy_(torch.ones(fake.shape))
+
 
 OPTIONS = {"emitter": "fx"}
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}

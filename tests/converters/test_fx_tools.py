@@ -1,4 +1,4 @@
-"""What people do to a GraphModule with torch's own tools: on emitted graphs, kernels included, all give the same outputs."""
+"""What people do to a GraphModule with torch's own tools: emitted graphs, kernels included, give the same outputs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def _functionalised(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]
 
 def _retraced_functionalised(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
     made = make_fx(torch.func.functionalize(module), tracing_mode="fake")(*inputs)
-    mutations = [node for node in made.graph.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
+    schemas = [(node, getattr(node.target, "_schema", None)) for node in made.graph.nodes]
+    mutations = [node for node, schema in schemas if schema is not None and schema.is_mutable]
     # What is left writes inputs only.
     assert all(node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder" for node in mutations)
     return made(*inputs)
@@ -96,8 +97,8 @@ def _drawn(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
 TOOLS: dict[str, Tool] = {
     tool.__name__.lstrip("_"): tool
     for tool in (
-        _eliminated, _copied, _retraced, _retraced_with_symbols, _functionalised, _retraced_functionalised, _interpreted,
-        _split, _shape_propagated, _drawn,
+        _eliminated, _copied, _retraced, _retraced_with_symbols, _functionalised, _retraced_functionalised,
+        _interpreted, _split, _shape_propagated, _drawn,
     )
 }  # fmt: skip
 
