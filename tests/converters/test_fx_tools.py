@@ -18,6 +18,7 @@ from torch.fx.passes.split_module import split_module
 
 import fxwrap
 from fxwrap.errors import GraphModuleError
+from fxwrap.wrapper_ir import Ownership
 from tests.capture import capture_graphs
 from tests.models import MODELS
 from tests.samples import SAMPLES
@@ -126,7 +127,9 @@ def test_a_tool_keeps_the_outputs(name: str, tool: str) -> None:
     wanted = fxwrap.run(sample.program(), theirs)
     given = _flat(TOOLS[tool](module, ours))
     torch.testing.assert_close(given, list(wanted), rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    for item, one, other in zip(sample.program().inputs, ours, theirs, strict=True):
+        if item.ownership is not Ownership.OWNED:  # what is given away may hold anything afterwards
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
