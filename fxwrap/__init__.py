@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fxwrap.backend import GraphInfo
 from fxwrap.compare import compare
 from fxwrap.compiler import Compiled, Stage, compile_graph
 from fxwrap.converters.cpp import to_cpp
@@ -15,6 +16,7 @@ from fxwrap.converters.emitted import Emitted
 from fxwrap.converters.fx import to_fx
 from fxwrap.converters.interpreter import run
 from fxwrap.converters.python import to_python
+from fxwrap.environment import environment_key
 from fxwrap.lines import CORE_LINES, ExtensionLine
 from fxwrap.lowering import default_decompositions, lower
 from fxwrap.options import Options
@@ -25,12 +27,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Compiled",
     "Emitted",
+    "GraphInfo",
     "Options",
     "Program",
     "Stage",
     "compare",
     "compile_graph",
     "default_decompositions",
+    "environment_key",
     "lower",
     "parse",
     "run",

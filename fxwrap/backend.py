@@ -13,7 +13,7 @@ from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.converters.fx_module import boxed_function
 from fxwrap.lowering import decomposition_table
 from fxwrap.options import Options
-from fxwrap.torch_compat import TracingFacts, aot_autograd, min_cut_rematerialization_partition, tracing_facts
+from fxwrap.torch_compat import TracingFacts, aot_autograd, tracing_facts
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
 
@@ -57,11 +57,11 @@ def make_backend(
     `compile_graph` is; its result's `boxed` is what runs. Another function than `compile_graph` may watch the graphs.
     """
     compilers = {kind: _GraphCompiler(kind, options, compile_with) for kind in ("forward", "backward", "inference")}
-    return aot_autograd(  # type: ignore[no-any-return,unused-ignore]
+    return aot_autograd(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
-        partition_fn=options.partitioner or min_cut_rematerialization_partition,
+        partition_fn=options.partitioner,
         decompositions=dict(decomposition_table(options)),
         keep_inference_input_mutations=True,
     )

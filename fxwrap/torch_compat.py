@@ -6,14 +6,46 @@ Each item says why the public API does not do and on which versions it was check
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import sympy
 import torch
 from torch._C import FunctionSchema as FunctionSchema
 
-# --- symbolic expressions -------------------------------------------------------------------------------------------
+# Why: the classes of a graph's call targets have no public name. Checked on 2.11, 2.13.
+from torch._decomp import get_decompositions as get_decompositions
+from torch._guards import TracingContext
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+# Why: torch's operator for Triton kernels takes indices into a table without a public name; the operator of a while
+# loop that keeps every round's values is not in torch.ops until its module is imported. Checked on 2.11, 2.13.
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+from torch._higher_order_ops.while_loop import while_loop_stack_output_op
+from torch._library.utils import is_impure
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+
+# Why: fake tensors are how graphs say shapes; only the mode's module path is private. Checked on 2.11, 2.13.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.node import has_side_effect
+
+# Why: nested inputs and outputs are flattened as torch.compile does it; torch.utils.pytree is not public yet.
+# Checked on 2.11, 2.13.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
 # Why: ShapeEnv writes sizes with these sympy functions; there is no public name for them. Checked on 2.11, 2.13.
 from torch.utils._sympy.functions import BitwiseFn_bitwise_and as BitwiseFn_bitwise_and
 from torch.utils._sympy.functions import BitwiseFn_bitwise_or as BitwiseFn_bitwise_or
@@ -70,15 +102,6 @@ def aten_schema(operator: str, overload: str) -> FunctionSchema | None:
     return getattr(found, "_schema", None)
 
 # --- operators and graphs -------------------------------------------------------------------------------------------
-# Why: the classes of a graph's call targets have no public name. Checked on 2.11, 2.13.
-from torch._decomp import get_decompositions as get_decompositions  # noqa: E402
-from torch._guards import detect_fake_mode as detect_fake_mode  # noqa: E402
-from torch._ops import HigherOrderOperator as HigherOrderOperator  # noqa: E402
-from torch._ops import OpOverload as OpOverload  # noqa: E402
-
-# Why: fake tensors are how graphs say shapes; only the mode's module path is private. Checked on 2.11, 2.13.
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402
 
 
 def composite_decompositions() -> dict[OpOverload, Callable[..., object]]:
@@ -88,7 +111,8 @@ def composite_decompositions() -> dict[OpOverload, Callable[..., object]]:
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     table = torch.export.default_decompositions()
-    return {overload: function for overload, function in table.items() if overload.has_kernel_for_dispatch_key(key)}
+    entries = table.items()  # type: ignore[no-untyped-call]
+    return {overload: function for overload, function in entries if overload.has_kernel_for_dispatch_key(key)}
 
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -114,7 +138,9 @@ def is_plain_view(view: torch.Tensor, root: torch.Tensor) -> bool:
     )
 
 
-def symbol_bounds(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> tuple[int | float | None, int | float | None]:
+def symbol_bounds(
+    number: torch.SymInt | torch.SymFloat | torch.SymBool,
+) -> tuple[int | float | None, int | float | None]:
     """Give the inclusive bounds a ShapeEnv knows of a symbolic number, None where there is none."""
     node = number.node
     bounds = node.shape_env.bound_sympy(node.expr) if node.shape_env is not None else None
@@ -124,8 +150,6 @@ def symbol_bounds(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> tupl
 
 
 def _finite(bound: object) -> int | float | None:
-    import sympy
-
     if bound in (int_oo, -int_oo, sympy.oo, -sympy.oo):
         return None
     number = int(bound) if getattr(bound, "is_integer", False) else float(bound)  # type: ignore[call-overload, arg-type]
@@ -175,10 +199,20 @@ def returned_arguments(operator: OpOverload) -> tuple[tuple[int, str] | None, ..
 
 
 # --- AOTAutograd ----------------------------------------------------------------------------------------------------
-# Why: backends of torch.compile that train have no public entry to AOTAutograd. Checked on 2.11, 2.13.
-from functorch.compile import min_cut_rematerialization_partition as min_cut_rematerialization_partition  # noqa: E402
-from torch._dynamo.backends.common import aot_autograd as aot_autograd  # noqa: E402
-from torch._guards import TracingContext  # noqa: E402
+# Why: backends of torch.compile that train have no public entry to AOTAutograd. Imported when first used, because
+# Dynamo takes over a second to import, which a program that only runs need not pay. Checked on 2.11, 2.13.
+
+
+def aot_autograd(*, partition_fn: Callable[..., Any] | None, **compilers: Any) -> Callable[..., Any]:
+    """Give the backend that traces forward and backward with AOTAutograd and has each graph compiled.
+
+    `compilers` are AOTAutograd's own arguments; `partition_fn` splits the joint graph, or the min-cut partitioner.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd as make
+
+    backend: Callable[..., Any] = make(partition_fn=partition_fn or min_cut_rematerialization_partition, **compilers)
+    return backend
 
 
 @dataclass(frozen=True)
@@ -206,15 +240,6 @@ def tracing_facts(kind: str) -> TracingFacts:
 # --- emitted FX graphs ----------------------------------------------------------------------------------------------
 # Why: metadata of emitted graphs is made of fake tensors and symbolic numbers of the input graph's own mode, and only
 # private constructors make those without running an operator. Checked on 2.11, 2.13.
-from collections.abc import Iterator  # noqa: E402
-from contextlib import AbstractContextManager, contextmanager  # noqa: E402
-from typing import Any  # noqa: E402
-
-import sympy  # noqa: E402
-from torch._dynamo.source import ConstantSource  # noqa: E402
-from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv  # noqa: E402
-
 
 def fresh_fake_mode() -> FakeTensorMode:
     """Give a fake mode with a ShapeEnv of its own."""
@@ -248,6 +273,8 @@ def new_symbol(shape_env: ShapeEnv, name: str, kind: str, hint: int | None) -> A
         return shape_env.create_unbacked_symbool()
     if hint is None:
         return shape_env.create_unbacked_symint()
+    from torch._dynamo.source import ConstantSource
+
     symbol = shape_env.create_symbol(
         hint, source=ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None,
         positive=None, do_not_specialize_zero_one=True,
@@ -311,15 +338,16 @@ def triton_kernel_at(index: int) -> Any:
 def triton_constants_index(constants: tuple[tuple[str, int | float | bool | str], ...]) -> int:
     """Give the index of these constant arguments in torch's table, adding them when they are not there."""
     wanted = dict(constants)
-    index = _constants_index(repr(constants))
+    index = _constants_index(constants, tuple([type(constant) for _, constant in constants]))
     if kernel_side_table.constant_args.setdefault(index, wanted) == wanted:
         return index
     return kernel_side_table.add_constant_args(wanted)  # torch.compiler.reset() emptied the table, and others filled it
 
 
 @cache
-def _constants_index(constants: str) -> int:
-    return kernel_side_table.add_constant_args({})
+def _constants_index(constants: tuple[tuple[str, Any], ...], types: tuple[type, ...]) -> int:
+    """`types` keeps 1, 1.0 and True apart, which are equal as keys."""
+    return kernel_side_table.add_constant_args(dict(constants))
 
 
 def triton_constants_at(index: int) -> dict[str, Any]:
@@ -327,24 +355,10 @@ def triton_constants_at(index: int) -> dict[str, Any]:
     return dict(kernel_side_table.get_constant_args(index))
 
 
-from torch._higher_order_ops.triton_kernel_wrap import (
-    kernel_side_table,  # noqa: E402
-    triton_kernel_wrapper_mutation,  # noqa: E402
-)
-
 triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
 
 
 # --- running and measuring ------------------------------------------------------------------------------------------
-# Why: nested inputs and outputs are flattened as torch.compile does it; torch.utils.pytree is not public yet.
-# Checked on 2.11, 2.13.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import keystr as keystr  # noqa: E402
-from torch.utils._pytree import tree_flatten as tree_flatten  # noqa: E402
-from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path  # noqa: E402
-from torch.utils._pytree import tree_map as tree_map  # noqa: E402
-from torch.utils._pytree import tree_unflatten as tree_unflatten  # noqa: E402
-
 
 def allocation_record(profile: torch.profiler.profile) -> list[int]:
     """Give the bytes of each CPU allocation (positive) and release (negative) that a profile saw, in order of time.
@@ -383,6 +397,17 @@ DisableAutocast = torch._C._DisableAutocast
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
+# Why: torch 2.11 looks up higher-order operators in another table than torch.fx.node.has_side_effect fills, so that
+# dead-code elimination deletes every launch of a Triton kernel. Checked on 2.11, 2.13.
+
+
+def declare_side_effect(operator: OpOverload | HigherOrderOperator) -> None:
+    """Make dead-code elimination keep the calls of an operator."""
+    has_side_effect(operator)
+    if not is_impure(operator):
+        _register_effectful_op(operator, _EffectType.ORDERED)
+
+
 # Why: the code of a graph in another calling convention, without changing the graph's own. Checked on 2.11, 2.13.
 
 
@@ -395,9 +420,5 @@ def graph_python_code(graph: torch.fx.Graph, codegen: torch.fx.graph.CodeGen) ->
     finally:
         graph.set_codegen(own)
 
-
-# Why: the operator of a while loop that keeps every round's values is not in torch.ops until this is imported. Checked
-# on 2.11, 2.13.
-from torch._higher_order_ops.while_loop import while_loop_stack_output_op  # noqa: E402
 
 while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op

@@ -132,7 +132,7 @@ def _forbidden(module: str, target: str) -> str | None:
         return None if wanted in RUNTIME_IMPORTS else "the runtime knows nothing of the compiler"
     if wanted == RUNTIME:
         allowed = RANKS[source] >= RANKS["compiler"] or module.startswith(RUNTIME_USERS_BELOW_COMPILER)
-        return None if allowed else "only the FX converter, the interpreter and level 5 up use the runtime"
+        return None if allowed else "only converters and level 5 up use the runtime"
     if RANKS[wanted] == RANKS[source]:
         return "siblings never import one another"
     return None if RANKS[wanted] < RANKS[source] else "an import must go down"
@@ -264,7 +264,7 @@ EMPTY = {f"fxwrap.{name}.__init__": "" for row in ROWS for name in row} | {
         ("fxwrap.lines.kernel", "import fxwrap.loop_ir", "siblings"),
         ("fxwrap.passes.fold", "from fxwrap.lines import _private", "private module"),
         ("fxwrap.runtime.launch", "from fxwrap.wrapper_ir import Program", "knows nothing of the compiler"),
-        ("fxwrap.converters.to_python", "from fxwrap.runtime import launch", "only the FX converter"),
+        ("fxwrap.lowering.nodes", "from fxwrap.runtime import launch", "only converters"),
     ],
 )
 def test_upward_import_is_caught(module: str, source: str, reason: str) -> None:

@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx.node import has_side_effect
 
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime import tensors
 from fxwrap.runtime.checks import check_alignment
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.kernels import load_kernel
-from fxwrap.torch_compat import below_functionalisation, functional_content, functional_update, triton_launch
+from fxwrap.torch_compat import (
+    below_functionalisation,
+    declare_side_effect,
+    functional_content,
+    functional_update,
+    triton_launch,
+)
 
 _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
 
@@ -253,11 +258,11 @@ def _register(operator: _Operator) -> None:
     if operator.functionalised is not None:
         _LIBRARY.impl(name, operator.functionalised, "Functionalize")
     if operator.has_effect:
-        has_side_effect(getattr(torch.ops.fxwrap, name).default)
+        declare_side_effect(getattr(torch.ops.fxwrap, name).default)
 
 
 for _operator in _OPERATORS:
     _register(_operator)
 
 # torch's own operator for Triton kernels writes its operands but has no schema that says so.
-has_side_effect(triton_launch)
+declare_side_effect(triton_launch)
