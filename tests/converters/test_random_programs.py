@@ -1,0 +1,45 @@
+"""Random programs mean the same in every converter: outputs, and what becomes of the inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import fxwrap
+from fxwrap.compiler import emit
+from tests.strategies.programs import RandomProgram, random_programs
+
+
+def assert_same_as_interpreter(made: RandomProgram, emitter: str) -> None:
+    """Runs a program by the interpreter and by an emitter on equal inputs and compares everything, bit by bit."""
+    theirs, ours = made.inputs(seed=5), made.inputs(seed=5)
+    wanted = fxwrap.run(made.program, theirs)
+    result = emit(made.program, emitter)(*ours)
+    assert len(result) == len(wanted)
+    for one, other in zip([*result, *ours], [*wanted, *theirs], strict=True):
+        assert_same(one, other)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, check_stride=True)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("emitter", ["python", "fx"])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(made=random_programs())
+def test_text_and_graphs(emitter: str, made: RandomProgram) -> None:
+    assert_same_as_interpreter(made, emitter)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(made=random_programs())
+def test_cpp(made: RandomProgram) -> None:
+    """Few examples, because each is compiled."""
+    assert_same_as_interpreter(made, "cpp")
