@@ -339,7 +339,8 @@ class PythonConverter(Converter):
 
     def comment(self, line: Comment) -> None:
         for text in line.text.splitlines():
-            self._say(f"# {text}".rstrip())
+            visible = "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
+            self._say(f"# {visible}".rstrip())
 
     def enter_range(self, line: EnterRange) -> None:
         self.ranges.append(f"range_{len(self.statements)}")
