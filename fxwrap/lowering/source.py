@@ -50,7 +50,7 @@ class GraphSource:
     @property
     def output(self) -> Node:
         """The graph's output node."""
-        found: Node = next(node for node in reversed(self.graph_module.graph.nodes) if node.op == "output")
+        (found,) = self.graph_module.graph.find_nodes(op="output")
         return found
 
 

@@ -24,6 +24,7 @@ from fxwrap.runtime.modules import load_module
 
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 _LIBRARY = ("triton.language", "triton.language.standard", "triton.language.random", "triton.language.math")
+_CORE = "triton.language.core"
 
 _one_at_a_time = threading.RLock()  # Triton's interpreter keeps its state in the process
 
@@ -76,14 +77,28 @@ def _interpreter() -> Iterator[None]:
     runtime = _triton().knobs.runtime
     with _one_at_a_time, runtime.scope():
         runtime.interpret = True
-        replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in _interpreted_library()]
+        before = [(owner, dict(vars(owner))) for owner in _patched_owners()]
         for owner, name, function in _interpreted_library():
             setattr(owner, name, function)
         try:
             yield
         finally:
-            for owner, name, function in replaced:
-                setattr(owner, name, function)
+            for owner, contents in before:
+                _put_back(owner, contents)
+
+
+@cache
+def _patched_owners() -> tuple[Any, ...]:
+    """Returns what the interpreter changes while a kernel runs, not all of which every version of it puts back."""
+    modules = [importlib.import_module(name) for name in (*_LIBRARY, _CORE)]
+    classes = [item for item in vars(modules[-1]).values() if isinstance(item, type) and item.__module__ == _CORE]
+    return (*modules, *classes)
+
+
+def _put_back(owner: Any, contents: dict[str, Any]) -> None:
+    for name, item in contents.items():
+        if vars(owner).get(name) is not item:
+            setattr(owner, name, item)
 
 
 @cache

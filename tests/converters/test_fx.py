@@ -348,7 +348,7 @@ class _AsCall:
 
 def test_streams_have_no_form_yet() -> None:
     with pytest.raises(Unsupported, match="streams"):
-        fxwrap.to_fx(SAMPLES["devices_and_streams"].program())
+        fxwrap.to_fx(fxwrap.parse(SAMPLES["devices_and_streams"].full_text().replace("cuda:1", "cuda:0")))
 
 
 # --- on_graph -------------------------------------------------------------------------------------------------------

@@ -65,7 +65,15 @@ def test_kernels_are_linked_with_the_program() -> None:
     assert torch.equal(y, 2 * x) and y._version == 1
 
 
-def test_a_failed_build_shows_the_command_and_leaves_nothing() -> None:
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder that no other process writes to, with the bridge of the common one."""
+    bridge = build_bridge().folder
+    (tmp_path / bridge.name).symlink_to(bridge)
+    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
+
+
+def test_a_failed_build_shows_the_command_and_leaves_nothing(own_cache: None) -> None:
     compile_cpp(DOUBLE, name="double")
     before = program_files()
     with pytest.raises(NativeBuildError) as caught:

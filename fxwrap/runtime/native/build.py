@@ -127,7 +127,8 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
         _run_all(
-            [[*compiler.command, "-shared", *shared, *objects, *bridge_flags, "-o", f"{stem}.so"]], folder
+            [[*compiler.command, "-shared", *shared, *objects, *bridge_flags, *compiler.runtime, "-o", f"{stem}.so"]],
+            folder,
         )
         for item in objects:
             (folder / item).unlink()
@@ -173,7 +174,7 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
         folder,
     )
     objects = [Path(source).stem + ".o" for source in _BRIDGE_SOURCES]
-    torch_flags = [f"-L{library_folder}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library_folder}"]
+    torch_flags = [f"-L{library_folder}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library_folder}", *compiler.runtime]
     link = [*compiler.command, "-shared", *objects, *torch_flags, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE]
     _run_all([link], folder)
     binding = [
@@ -190,8 +191,15 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Compiler:
+    """A C++ compiler: its command, its version, and the shared C++ runtime to link where it has one.
+
+    The runtime is named by its file, because some installations have no libstdc++.so for `-lstdc++` to find and then
+    link the static library: its streams crash beside the shared one that torch has loaded.
+    """
+
     command: tuple[str, ...]
     version: str
+    runtime: tuple[str, ...]
 
 
 def _compiler() -> _Compiler:
@@ -209,7 +217,9 @@ def _compiler() -> _Compiler:
 
 @cache
 def _probe(command: tuple[str, ...]) -> _Compiler:
-    return _Compiler(command, _run([*command, "--version"], Path.cwd()))
+    version = _run([*command, "--version"], Path.cwd())
+    runtime = _run([*command, "-print-file-name=libstdc++.so.6"], Path.cwd()).strip()
+    return _Compiler(command, version, (runtime,) if os.path.isabs(runtime) else ())
 
 
 def _environment(compiler: _Compiler) -> str:
@@ -218,6 +228,7 @@ def _environment(compiler: _Compiler) -> str:
             *compiler.command,
             shutil.which(compiler.command[0]) or "",
             compiler.version,
+            *compiler.runtime,
             torch.__version__,
             str(torch.__file__),
             str(sysconfig.get_config_var("SOABI")),

@@ -1,7 +1,8 @@
 // Checks of run-time inputs. The texts are those of fxwrap/runtime/checks.py; a test compares them.
 #include "checks.h"
 
-#include <sstream>
+#include <cstdio>
+#include <string>
 
 #include "frame.h"
 
@@ -39,11 +40,11 @@ std::string dtype_name(at::ScalarType dtype) {
 }
 
 std::string join(at::IntArrayRef values) {
-  std::ostringstream text;
+  std::string text;
   for (size_t i = 0; i < values.size(); ++i) {
-    text << (i ? ", " : "") << values[i];
+    text += (i ? ", " : "") + std::to_string(values[i]);
   }
-  return text.str();
+  return text;
 }
 
 std::string tuple(at::IntArrayRef values) {
@@ -89,26 +90,23 @@ void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints stride
       (tensor.numel() == 0 || same_strides(expected_sizes, expected_strides, tensor.strides()))) {
     return;
   }
-  std::ostringstream text;
-  text << "input '" << name << "': expected "
-       << describe(at::ScalarType(dtype), expected_sizes, expected_strides, where) << ", got ";
+  std::string got = "None";
   if (strided) {
-    text << describe(tensor.scalar_type(), tensor.sizes(), tensor.strides(), tensor.device());
+    got = describe(tensor.scalar_type(), tensor.sizes(), tensor.strides(), tensor.device());
   } else if (tensor.defined()) {
-    text << "a tensor of another layout than torch.strided";
-  } else {
-    text << "None";
+    got = "a tensor of another layout than torch.strided";
   }
-  throw InputError(text.str());
+  const std::string wanted = describe(at::ScalarType(dtype), expected_sizes, expected_strides, where);
+  throw InputError("input '" + std::string(name) + "': expected " + wanted + ", got " + got);
 }
 
 void check_alignment(Frame& f, Slot slot, const char* name, int64_t alignment) {
   const auto address = reinterpret_cast<uintptr_t>(tensor_at(f, slot).data_ptr());
   if (address % uintptr_t(alignment) == 0) return;
-  std::ostringstream text;
-  text << "input '" << name << "': its address 0x" << std::hex << address << std::dec << " is no multiple of "
-       << alignment << " bytes";
-  throw InputError(text.str());
+  char text[24];
+  std::snprintf(text, sizeof text, "%#zx", size_t(address));
+  throw InputError("input '" + std::string(name) + "': its address " + text + " is no multiple of " +
+                   std::to_string(alignment) + " bytes");
 }
 
 }  // namespace fxwrap
