@@ -50,7 +50,7 @@ class GraphSource:
     @property
     def output(self) -> Node:
         """The graph's output node."""
-        (found,) = self.graph_module.graph.find_nodes(op="output")
+        found: Node = self.graph_module.graph.find_nodes(op="output")[0]
         return found
 
 
