@@ -218,7 +218,8 @@ def _compiler() -> _Compiler:
 @cache
 def _probe(command: tuple[str, ...]) -> _Compiler:
     version = _run([*command, "--version"], Path.cwd())
-    runtime = _run([*command, "-print-file-name=libstdc++.so.6"], Path.cwd()).strip()
+    asked = subprocess.run([*command, "-print-file-name=libstdc++.so.6"], capture_output=True, text=True, check=False)
+    runtime = asked.stdout.strip()
     return _Compiler(command, version, (runtime,) if os.path.isabs(runtime) else ())
 
 
