@@ -109,10 +109,9 @@ def composite_decompositions() -> dict[OpOverload, Callable[..., object]]:
 
     torch.export keeps them whole unless its table names them; torch has no public list of them alone.
     """
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
     table = torch.export.default_decompositions()
     entries = table.items()  # type: ignore[no-untyped-call]
-    return {overload: function for overload, function in entries if overload.has_kernel_for_dispatch_key(key)}
+    return {overload: function for overload, function in entries if is_composite(overload)}
 
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -128,14 +127,22 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def is_plain_view(view: torch.Tensor, root: torch.Tensor) -> bool:
-    """Say whether a (fake) tensor is a strided window on a root's storage that needs no conjugate or negative bit."""
+def is_plain_view(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Say whether a (fake) view differs from its base by sizes, strides and offset alone.
+
+    That is not so for views of another element type, and for conjugate or negative ones.
+    """
     return (
         view.layout is torch.strided
-        and storage_identity(view) == storage_identity(root)
-        and view.is_conj() == root.is_conj()
-        and view.is_neg() == root.is_neg()
+        and view.dtype == base.dtype
+        and view.is_conj() == base.is_conj()
+        and view.is_neg() == base.is_neg()
     )
+
+
+def is_composite(overload: OpOverload) -> bool:
+    """Say whether an operator is only a recipe of others: it has no kernel of its own, and may return its argument."""
+    return bool(overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def symbol_bounds(

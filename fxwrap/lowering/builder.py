@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fxwrap.errors import GraphError
 from fxwrap.lowering.source import check_desugared, location_of
-from fxwrap.symbolic import SymbolInfo, canonical, make_symbol
+from fxwrap.symbolic import SymbolInfo, canonical, floor_divide, make_symbol, product, total
 from fxwrap.torch_compat import storage_identity
 from fxwrap.wrapper_ir import LineBase, OpaqueType, Origin, ScalarType, Size, TensorType, Type, Value
 
@@ -25,7 +25,7 @@ class Builder:
         self.lines: list[LineBase] = []
         self.env: dict[Node, Any] = {}
         self.root_of: dict[str, Value] = {}
-        self.fake_of_root: dict[str, torch.Tensor] = {}
+        self.fake_of: dict[str, torch.Tensor] = {}
         self.root_by_storage: dict[int, Value] = {}
         self.mutated: set[str] = set()
         self.constants: dict[str, torch.Tensor] = {}
@@ -92,24 +92,29 @@ class Builder:
         check_desugared(name, fake)
         value = Value(self.unique(name), self.tensor_type(fake))
         self.root_of[value.name] = value
-        self.fake_of_root[value.name] = fake
+        self.fake_of[value.name] = fake
         self.root_by_storage.setdefault(storage_identity(fake), value)
         return value
 
     def add_window(self, name: str, fake: torch.Tensor, base: Value) -> Value:
         """Makes a value that is a window on the root of another."""
-        root = self.root_of[base.name]
-        value = Value(self.unique(name), self.tensor_type(fake, self.offset_in(root, fake)))
-        self.root_of[value.name] = root
+        value = Value(self.unique(name), self.tensor_type(fake, self.offset_in_root(base, fake)))
+        self.root_of[value.name] = self.root_of[base.name]
+        self.fake_of[value.name] = fake
         return value
 
-    def offset_in(self, root: Value, fake: torch.Tensor) -> Size:
-        """Returns the distance of a fake tensor's first element from its root's, in elements of its own type."""
-        root_fake = self.fake_of_root[root.name]
-        start, own = root_fake.storage_offset(), fake.storage_offset()
-        if root_fake.dtype != fake.dtype and root_fake.dtype.itemsize != fake.dtype.itemsize:
-            start = start * root_fake.dtype.itemsize // fake.dtype.itemsize
-        return self.size(own - start)
+    def offset_in_root(self, base: Value, fake: torch.Tensor) -> Size:
+        """Returns the distance of a window's first element from its root's, in elements of its own type.
+
+        It adds up the steps from window to window: nodes that were merged have metadata of different storages, but the
+        step from a base to its view is the same in each.
+        """
+        base_fake, before = self.fake_of[base.name], base.tensor_type.storage_offset
+        start, own = base_fake.storage_offset(), fake.storage_offset()
+        old_bytes, new_bytes = base_fake.dtype.itemsize, fake.dtype.itemsize
+        if old_bytes != new_bytes:
+            start, before = start * old_bytes // new_bytes, floor_divide(product((before, old_bytes)), new_bytes)
+        return total((before, self.size(own - start)))
 
     def emit(self, line: LineBase) -> None:
         """Adds a line."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
 
 from fxwrap.errors import FxwrapError, GraphError
+from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.source import check_desugared, location_of
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, detect_fake_mode, storage_identity
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, detect_fake_mode, storage_identity
 
 
 def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None) -> dict[Node, Any]:
@@ -20,8 +22,8 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None)
     """
     nodes = list(graph_module.graph.nodes)
     calls = [node for node in nodes if node.op in ("placeholder", "call_function")]
-    if all(_has_fake(node) for node in calls) and all(_shares_storage(node) for node in calls):
-        return {node: node.meta.get("val") for node in nodes}
+    if all(_has_fake(node) for node in calls):
+        return _with_views_on_their_bases(nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     if example_inputs is None:
         example_inputs = [node.meta.get("val") for node in placeholders]
@@ -33,6 +35,37 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None)
     return _propagate(graph_module, placeholders, example_inputs)
 
 
+def _with_views_on_their_bases(nodes: Sequence[Node]) -> dict[Node, Any]:
+    """Returns the nodes' metadata, with views made anew whose metadata is on another storage than their base's.
+
+    make_fx over real tensors records unrelated tensors, without offsets; merged nodes leave views of their twins.
+    """
+    values: dict[Node, Any] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        base = _viewed(node, values)
+        if base is not None:
+            first = value[0] if isinstance(value, tuple | list) and value else value
+            if isinstance(first, FakeTensor) and storage_identity(first) != storage_identity(base):
+                arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
+                with base.fake_mode:
+                    value = node.target(*arguments, **keywords)  # type: ignore[operator]
+        values[node] = value
+    return values
+
+
+def _viewed(node: Node, values: Mapping[Node, Any]) -> FakeTensor | None:
+    """Returns the fake tensor that a node's results are views of by its schema, if they are views."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    facts = operator_facts(node.target)
+    if facts.aliased is None or facts.may_alias or facts.written or facts.aliased >= len(node.args):
+        return None
+    base = node.args[facts.aliased]
+    found = values.get(base) if isinstance(base, Node) else None
+    return found if isinstance(found, FakeTensor) else None
+
+
 def _has_fake(node: Node) -> bool:
     value = node.meta.get("val", _MISSING)
     if value is _MISSING:
@@ -40,22 +73,6 @@ def _has_fake(node: Node) -> bool:
     items = value if isinstance(value, tuple | list) else (value,)
     return all(isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor) for item in items)
 
-
-def _shares_storage(node: Node) -> bool:
-    """Whether a view's metadata shares the storage of its base's, as it does unless make_fx traced real tensors."""
-    if node.target not in _VIEWS:
-        return True
-    base = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return storage_identity(node.meta["val"]) == storage_identity(base)
-
-
-_VIEWS = frozenset(
-    {
-        torch.ops.aten.view.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int,
-        torch.ops.aten.permute.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.slice.Tensor,
-        torch.ops.aten.select.int, torch.ops.aten.expand.default,
-    }
-)  # fmt: skip
 
 _MISSING = object()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -104,8 +103,8 @@ def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any)
     elif facts.aliased is not None and (base := _view_base(builder, facts, arguments, fake)) is not None:
         builder.env[node] = _views(builder, node, base, fake)
     else:
-        effects = facts.effects(_tensors(arguments, keywords, fake))
-        results, aliases = _results(builder, node, facts, fake, ())
+        effects = facts.effects(_devices(arguments, keywords, fake))
+        results, aliases = _results(builder, node, facts, fake, arguments, keywords)
         builder.emit(
             Call(results, facts.name, arguments, keywords, aliases=aliases, effect_set=effects, origin=origin_of(node))
         )
@@ -117,11 +116,11 @@ def _view_base(builder: Builder, facts: OperatorFacts, arguments: tuple[Any, ...
     base = arguments[facts.aliased] if facts.aliased is not None and facts.aliased < len(arguments) else None
     if not isinstance(base, Value):
         return None
-    root_fake = builder.fake_of_root[builder.root_of[base.name].name]
+    base_fake = builder.fake_of[base.name]
     results = fake if isinstance(fake, tuple | list) else (fake,)
-    if all(is_plain_view(result, root_fake) and result.dtype == base.tensor_type.dtype for result in results):
-        return base
-    return None
+    if facts.may_alias and any(storage_identity(item) != storage_identity(base_fake) for item in results):
+        return None
+    return base if all(is_plain_view(item, base_fake) for item in results) else None
 
 
 def _views(builder: Builder, node: Node, base: Value, fake: Any) -> Any:
@@ -135,8 +134,7 @@ def _views(builder: Builder, node: Node, base: Value, fake: Any) -> Any:
 
 
 def _view(builder: Builder, name: str, node: Node, base: Value, fake: torch.Tensor) -> Value:
-    root = builder.root_of[base.name]
-    if builder.tensor_type(fake, builder.offset_in(root, fake)) == base.type:
+    if builder.tensor_type(fake, builder.offset_in_root(base, fake)) == base.type:
         return base
     value = builder.add_window(name, fake, base)
     builder.emit(View(value, base, origin=origin_of(node)))
@@ -154,8 +152,20 @@ def _used_items(node: Node) -> set[int] | None:
     return used  # type: ignore[return-value]
 
 
+def _base_of(
+    builder: Builder, facts: OperatorFacts, arguments: Any, keywords: Any, fake: torch.Tensor
+) -> Value | None:
+    """Returns the operand that a result is a window on: by the schema, or else because they share a storage."""
+    if facts.aliased is not None and not facts.may_alias:
+        declared = arguments[facts.aliased]
+        return declared if isinstance(declared, Value) else None
+    root = builder.root_by_storage.get(storage_identity(fake))
+    candidates = _operands(arguments, keywords) if root is not None else ()
+    return next((operand for operand in candidates if builder.root_of[operand.name] is root), None)
+
+
 def _results(
-    builder: Builder, node: Node, facts: OperatorFacts, fake: Any, written: Sequence[Value]
+    builder: Builder, node: Node, facts: OperatorFacts, fake: Any, arguments: Any, keywords: Any
 ) -> tuple[tuple[Any, ...], tuple[Value | None, ...]]:
     """Makes the values an operator defines, one tree a return of its schema, and what each is a window on."""
     count = facts.return_count
@@ -175,7 +185,7 @@ def _results(
         if not isinstance(item, torch.Tensor):
             aliases.append(None)
             return Value(builder.unique(name), builder.type_of(item))
-        base = builder.root_by_storage.get(storage_identity(item))
+        base = _base_of(builder, facts, arguments, keywords, item)
         aliases.append(base)
         return builder.add_root(name, item) if base is None else builder.add_window(name, item, base)
 
@@ -225,9 +235,15 @@ def _bind(builder: Builder, node: Node, symbol: sympy.Symbol, value: Value, path
     builder.emit(Bind(builder.infos.get(symbol.name, SymbolInfo(symbol.name)), value, path, origin=origin_of(node)))
 
 
-def _tensors(arguments: Any, keywords: Any, fake: Any) -> list[torch.device]:
-    devices = [leaf.type.device for leaf in leaves((arguments, keywords))
-               if isinstance(leaf, Value) and isinstance(leaf.type, TensorType)]  # fmt: skip
+def _operands(arguments: Any, keywords: Any) -> list[Value]:
+    """Returns the tensors among a call's arguments."""
+    found = leaves((arguments, keywords))
+    return [leaf for leaf in found if isinstance(leaf, Value) and isinstance(leaf.type, TensorType)]
+
+
+def _devices(arguments: Any, keywords: Any, fake: Any) -> list[torch.device]:
+    """Returns the devices of a call's operands and results."""
+    devices = [operand.tensor_type.device for operand in _operands(arguments, keywords)]
     results = fake if isinstance(fake, tuple | list) else (fake,)
     return devices + [item.device for item in results if isinstance(item, torch.Tensor)]
 
@@ -238,7 +254,7 @@ def _lower_mutation(
     written = facts.written_operands(arguments, keywords)
     for value in written:
         builder.mutated.add(builder.root_of[value.name].name)
-    effects: tuple[Effect, ...] = facts.effects(_tensors(arguments, keywords, fake))
+    effects: tuple[Effect, ...] = facts.effects(_devices(arguments, keywords, fake))
     if facts.is_out:
         inputs = tuple([item for item in keywords if item[0] not in facts.written])
         builder.emit(Call((), facts.name, arguments, inputs, written, effect_set=effects, origin=origin_of(node)))
@@ -250,7 +266,7 @@ def _lower_mutation(
         builder.env[node] = None if not same else same[0] if len(same) == 1 else same
         builder.emit(Mutate(results, facts.name, arguments, written, keywords, (), effects, origin=origin_of(node)))
         return
-    results, aliases = _results(builder, node, facts, fake, written)
+    results, aliases = _results(builder, node, facts, fake, arguments, keywords)
     builder.emit(Mutate(results, facts.name, arguments, written, keywords, aliases, effects, origin=origin_of(node)))
     _finish(builder, node, facts, results)
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
-from fxwrap.torch_compat import OpOverload
+from fxwrap.torch_compat import OpOverload, is_composite
 from fxwrap.wrapper_ir import ASSERT, OUTPUT, UNKNOWN, Effect, Value, communication_effect, leaves, random_effect
 
 _ASSERTING = frozenset({"aten._assert_async.default", "aten._assert_async.msg", "aten._assert_tensor_metadata.default"})
 _PRINTING = frozenset({"aten._print.default"})
+
+_UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}
+"""Operators whose results are windows on an argument although their schema does not say so."""
 
 Replacement = Callable[[OpOverload, Any, Any], tuple[OpOverload, Any, Any]]
 
@@ -23,8 +26,8 @@ class OperatorFacts:
     """What lowering needs of an overload's schema.
 
     `name` is "namespace.name.overload"; `written` the names of the arguments it writes; `aliased` the position of the
-    only argument that results may be windows on; `returns_written` says for each return which written argument it is,
-    if it is one.
+    only argument that results are windows on, or may be if `may_alias` (`reshape`, `contiguous`); `returns_written`
+    says for each return which written argument it is, if it is one.
     """
 
     name: str
@@ -33,6 +36,7 @@ class OperatorFacts:
     written: tuple[str, ...]
     is_out: bool
     aliased: int | None
+    may_alias: bool
     returns_written: tuple[str | None, ...]
     is_random: bool
     fixed_effects: tuple[Effect, ...]
@@ -85,7 +89,8 @@ def operator_facts(overload: OpOverload) -> OperatorFacts:
         len(schema.returns),
         written,
         bool(written) and all(item.is_out for item in arguments if item.name in written),
-        readers[0] if len(readers) == 1 else None,
+        _UNDECLARED_VIEWS.get(name, readers[0] if len(readers) == 1 else None),
+        is_composite(overload),
         tuple(_written_twin(arguments, returned) for returned in schema.returns),
         torch.Tag.nondeterministic_seeded in overload.tags,
         _fixed_effects(overload, name, bool(written)),

@@ -34,7 +34,7 @@ def bind_sizes(builder: Builder, values: list[Value]) -> None:
     for value in values:
         if not isinstance(value.type, TensorType) or _is_static(value.type):
             continue
-        fake = builder.fake_of_root[value.name]
+        fake = builder.fake_of[value.name]
         for of, numbers, torch_numbers in (
             ("size", value.type.sizes, tuple(fake.shape)),
             ("stride", value.type.strides, fake.stride()),

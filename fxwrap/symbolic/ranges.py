@@ -64,12 +64,12 @@ def bounds(expression: Expression, infos: Mapping[str, SymbolInfo]) -> tuple[Bou
 def _is_unbounded_node(node: sympy.Basic) -> bool:
     """Whether the range analysis has no rule for a node: asinh, and powers that mean a division.
 
-    For a modulus that may be negative it has a wrong one (torch 2.11).
+    For a modular index by what may be negative it has wrong ones.
     """
     if isinstance(node, torch_compat.OpaqueUnaryFn_asinh):
         return True
     if isinstance(node, torch_compat.ModularIndexing):
-        return not node.args[2].is_positive
+        return not (node.args[1].is_positive and node.args[2].is_positive)
     return isinstance(node, sympy.Pow) and bool(node.exp.is_negative)
 
 

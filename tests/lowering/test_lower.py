@@ -38,6 +38,18 @@ def test_views_are_lines_and_operators_are_calls() -> None:
     assert [type(line) for line in program.body.lines] == [CheckLayout, View, Call, View, type(program.body.lines[-1])]
 
 
+def test_views_of_real_tensors_and_of_merged_nodes_keep_their_offset() -> None:
+    """make_fx records a view of a real tensor as a tensor of its own, without its offset."""
+
+    def function(x):
+        return x[1:].t()[:, 1:], (x + 1)[2]
+
+    x = torch.randn(4, 3)
+    program = fxwrap.lower(make_fx(function)(x), [x])
+    assert [line.result.type.storage_offset for line in lines_of(program, View)] == [3, 3, 6, 6]
+    torch.testing.assert_close(fxwrap.run(program, [x]), function(x))
+
+
 def test_a_graph_without_metadata_is_propagated_and_left_alone() -> None:
     graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
     program = fxwrap.lower(graph_module, [torch.randn(2)])
