@@ -38,7 +38,7 @@ class Options:
         lowerings: overload name -> lowering function, before fxwrap's own.
         passes: passes over the program, run in order before emission.
         symbol_ranges: symbol name -> (lowest, highest), both inclusive, narrower than what the graph says.
-        on_graph: receives each emitted FX graph and what is known about it; what it returns runs.
+        on_graph: under torch.compile, receives each emitted FX graph and what is known about it; what it returns runs.
         cuda_graphs: record and replay CUDA graphs where a program allows it.
         autotune: time several configurations of each kernel.
         devices: what is known of each device type.

@@ -116,6 +116,10 @@ class Builder:
             start, before = start * old_bytes // new_bytes, floor_divide(product((before, old_bytes)), new_bytes)
         return total((before, self.size(own - start)))
 
+    def device_types(self) -> list[str]:
+        """Returns the types of the devices that the tensors so far are on, sorted."""
+        return sorted({fake.device.type for fake in self.fake_of.values()})
+
     def emit(self, line: LineBase) -> None:
         """Adds a line."""
         self.lines.append(line)

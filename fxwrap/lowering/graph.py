@@ -191,7 +191,7 @@ class _Lowering:
             tuple(inputs),
             Block((), lines),
             constants,
-            header=_header(self.options),
+            header=_header(self.options, builder.device_types()),
             store=ConstantStore(dict(builder.constants)),
         )
 
@@ -204,9 +204,11 @@ class _Lowering:
         return given
 
 
-def _header(options: Options) -> tuple[tuple[str, str], ...]:
-    text = options.replace(emitter=Options().emitter).text()  # a program does not know what will emit it
-    return (("options", text),) if text else ()
+def _header(options: Options, device_types: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Says what a program was made for: the options, but for what will emit it, and the types of its devices."""
+    text = options.replace(emitter=Options().emitter).text()
+    parts = {"options": text, "target": ", ".join(device_types)}
+    return tuple([(name, part) for name, part in parts.items() if part])
 
 
 def _needed(nodes: list[Node]) -> set[Node]:

@@ -57,6 +57,16 @@ def test_a_graph_without_metadata_is_propagated_and_left_alone() -> None:
     assert all(not node.meta for node in graph_module.graph.nodes)
 
 
+def test_the_header_says_what_a_program_was_made_for() -> None:
+    graph_module = make_fx(lambda x: x.relu())(torch.randn(2))
+    plain = fxwrap.lower(graph_module, [torch.randn(2)])
+    assert plain.header == (("target", "cpu"),)
+    assert 'target="cpu" {' in str(plain)
+    kept = fxwrap.lower(graph_module, [torch.randn(2)], options=Options(check_inputs=False, emitter="cpp"))
+    assert kept.header == (("options", "check_inputs=False"), ("target", "cpu"))
+    assert fxwrap.parse(str(kept)) == kept
+
+
 def test_dead_pure_calls_are_left_out_but_random_ones_stay() -> None:
     def build(graph, x):
         graph.call_function(aten.relu.default, (x,))
