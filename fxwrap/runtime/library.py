@@ -118,8 +118,7 @@ def _reuse(
 def _pool_slice(
     pool: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    start: Any = pool.storage_offset() * pool.dtype.itemsize
-    return tensors.reinterpret(pool, sizes, strides, dtype, start + offset)
+    return tensors.reinterpret(pool, sizes, strides, dtype, offset)
 
 
 def _reuse_functionalised(

@@ -11,12 +11,13 @@ import torch
 def reinterpret(
     memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, offset: int = 0
 ) -> torch.Tensor:
-    """Returns a tensor of this type whose first element is `offset` bytes into the storage of `memory`.
+    """Returns a tensor of this type that begins `offset` bytes after the first element of `memory`.
 
     It is no view in autograd's sense: it has its own version counter and no base.
     """
+    start = memory.storage_offset() * memory.dtype.itemsize + offset
     made = torch.empty(0, dtype=dtype, device=memory.device)
-    return made.set_(memory.untyped_storage(), offset // dtype.itemsize, sizes, strides)
+    return made.set_(memory.untyped_storage(), start // dtype.itemsize, sizes, strides)
 
 
 def copy(item: Any) -> Any:

@@ -153,6 +153,20 @@ def test_a_misaligned_input_is_refused(emitter: str) -> None:
         emitted(memory[1:5])
 
 
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_memory_that_starts_inside_its_storage_is_reused_from_there(emitter: str) -> None:
+    text = """program @p(%x: owned f32[4]@cpu) {
+  %y = memory.reuse(%x) : f32[2, 2]@cpu
+  extern.mutate @aten.fill_.Scalar(%y, 7.0) writes=(%y)
+  control.return(%y)
+}
+"""
+    memory = torch.zeros(12)
+    (result,) = emit(fxwrap.parse(text), emitter).boxed([memory[4:8]])
+    torch.testing.assert_close(result, torch.full((2, 2), 7.0))
+    assert memory.tolist() == [0.0] * 4 + [7.0] * 4 + [0.0] * 4
+
+
 def test_gradients_are_not_recorded_and_autocast_is_off() -> None:
     graph = make_fx(lambda x: x @ x)(torch.randn(2, 2))
     compiled = fxwrap.compile_graph(graph, [torch.randn(2, 2)])

@@ -211,7 +211,8 @@ def test_failing_calls_leak_no_tensors() -> None:
             program(x)
         with pytest.raises(RuntimeError):
             program.boxed([x])
-    assert live_tensors() == before and x._use_count() == references
+    assert live_tensors() <= before  # what other tests left may die meanwhile
+    assert x._use_count() == references
 
 
 def test_an_owned_input_dies_where_the_program_drops_it() -> None:

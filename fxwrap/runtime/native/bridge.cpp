@@ -53,10 +53,12 @@ bool only_plain_tensors() {
 }
 
 // A tensor over another one's storage, `offset` bytes from its start.
-at::Tensor tensor_on(const at::Tensor& memory, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
+// A tensor that begins `distance` bytes after the first element of `memory`.
+at::Tensor tensor_on(const at::Tensor& memory, int64_t distance, at::IntArrayRef sizes, at::IntArrayRef strides,
                      DType dtype) {
   const auto meta = c10::scalarTypeToTypeMeta(at::ScalarType(dtype));
   const int64_t item = int64_t(meta.itemsize());
+  const int64_t offset = memory.storage_offset() * int64_t(memory.itemsize()) + distance;
   const size_t needed = at::detail::computeStorageNbytes(sizes, strides, meta.itemsize()) + size_t(offset);
   TORCH_CHECK(offset >= 0 && offset % item == 0, "byte ", offset, " cannot hold elements of ", item, " bytes");
   TORCH_CHECK(needed <= memory.storage().nbytes(), "a tensor that ends at byte ", needed, " does not fit memory of ",
