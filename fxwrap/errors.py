@@ -90,10 +90,6 @@ class NativeBuildError(FxwrapError):
     """The C++ compiler is missing or failed. The message holds the command and the compiler's own output."""
 
 
-class NativeRuntimeError(RuntimeError):
-    """An error that an emitted C++ program raised while running, with the operator's own message."""
-
-
 class ExpressionError(FxwrapError):
     """A symbolic size or condition that the IR has no form for: an unknown symbol, function or kind of operand."""
 

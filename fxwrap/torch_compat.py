@@ -357,11 +357,6 @@ def _constants_index(constants: tuple[tuple[str, Any], ...], types: tuple[type, 
     return kernel_side_table.add_constant_args(dict(constants))
 
 
-def triton_constants_at(index: int) -> dict[str, Any]:
-    """Give the constant arguments at an index of torch's table."""
-    return dict(kernel_side_table.get_constant_args(index))
-
-
 triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
 
 

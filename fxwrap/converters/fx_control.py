@@ -19,13 +19,9 @@ from fxwrap.wrapper_ir import (
     Block,
     LineBase,
     Program,
-    Role,
     TensorType,
     Value,
-    blocks,
-    defined_symbol,
-    symbols_used,
-    type_symbols,
+    outer_symbols,
 )
 
 _HIGHER = torch.ops.higher_order
@@ -82,22 +78,9 @@ class BlockConverter(Protocol):
         ...
 
 
-def outer_symbols(block: Block) -> tuple[str, ...]:
-    """Returns the names of the symbols that a block uses, nested ones included, and does not define, sorted."""
-    used: set[str] = set()
-    own: set[str] = set()
-    pending = [block]
-    while pending:
-        current = pending.pop()
-        for value in current.arguments:
-            used.update(symbol.name for symbol in type_symbols(value.type))
-        for line in current.lines:
-            used.update(symbol.name for symbol in symbols_used(line, *Role))
-            made = defined_symbol(line)
-            if made is not None:
-                own.add(made.name)
-            pending.extend(nested for _, nested in blocks(line))
-    return tuple(sorted(used - own))
+def _symbols_of(*nested: Block) -> tuple[str, ...]:
+    """Returns the names of the symbols that submodules for these blocks take, sorted."""
+    return tuple(sorted({name for block in nested for name in outer_symbols(block, argument_types=True)}))
 
 
 def submodule(
@@ -126,7 +109,7 @@ def _operands(converter: BlockConverter, values: Sequence[Any], symbols: Sequenc
 
 def cond(converter: BlockConverter, line: Cond) -> None:
     """Writes `cond`: both submodules take the operands, then every symbol that either of them uses."""
-    symbols = tuple(sorted({*outer_symbols(line.then), *outer_symbols(line.else_)}))
+    symbols = _symbols_of(line.then, line.else_)
     then = submodule(converter, line, "then_block", line.then, symbols)
     else_ = submodule(converter, line, "else_block", line.else_, symbols)
     predicate = converter.writer.argument(line.predicate)
@@ -136,7 +119,7 @@ def cond(converter: BlockConverter, line: Cond) -> None:
 
 def while_loop(converter: BlockConverter, line: While) -> None:
     """Writes `while_loop`: symbols travel at the end of what does not change from round to round."""
-    symbols = tuple(sorted({*outer_symbols(line.cond), *outer_symbols(line.body)}))
+    symbols = _symbols_of(line.cond, line.body)
     condition = submodule(converter, line, "cond", line.cond, symbols, lone=True)
     body = submodule(converter, line, "body", line.body, symbols)
     carried, extra = _operands(converter, line.carried), _operands(converter, line.extra, symbols)
@@ -146,7 +129,7 @@ def while_loop(converter: BlockConverter, line: While) -> None:
 
 def scan(converter: BlockConverter, line: Scan) -> None:
     """Writes `scan`; a reversed one over flipped operands, whose stacked results are flipped back."""
-    symbols = outer_symbols(line.body)
+    symbols = _symbols_of(line.body)
     body = submodule(converter, line, "body", line.body, symbols)
     carried, over = _operands(converter, line.carried), _operands(converter, line.over)
     if line.reverse:
@@ -167,7 +150,7 @@ def _flip(converter: BlockConverter, value: Value) -> Node:
 
 def map_over(converter: BlockConverter, line: Map) -> None:
     """Writes `map_impl`."""
-    symbols = outer_symbols(line.body)
+    symbols = _symbols_of(line.body)
     body = submodule(converter, line, "body", line.body, symbols)
     over, extra = _operands(converter, line.over), _operands(converter, line.extra, symbols)
     results(converter, line, _HIGHER.map_impl, [body, list(over), list(extra)])
@@ -176,7 +159,7 @@ def map_over(converter: BlockConverter, line: Map) -> None:
 def call_function(converter: BlockConverter, line: CallFunction) -> None:
     """Writes `invoke_subgraph`, identified by the function's name."""
     block = dict(converter.program.functions)[line.function]
-    symbols = outer_symbols(block)
+    symbols = _symbols_of(block)
     body = submodule(converter, line, line.function, block, symbols)
     operands = _operands(converter, line.operands, symbols)
     results(converter, line, _HIGHER.invoke_subgraph, [body, line.function, *operands])

@@ -50,7 +50,7 @@ from fxwrap.lines import (
 )  # fmt: skip
 from fxwrap.runtime.modules import load_module
 from fxwrap.torch_compat import out_argument_names
-from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, leaves
+from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, leaves, program_arguments
 
 
 class PythonConverter(Converter):
@@ -373,7 +373,7 @@ def to_python(program: Program, handlers: Mapping[type[ExtensionLine], Handler] 
     module = PythonModule()
     writer = PythonConverter(program, module, handlers)
     constants = [constant.value for constant in program.constants]
-    for value in [*[item.value for item in program.inputs if isinstance(item.value, Value)], *constants]:
+    for value in program_arguments(program):
         writer.own(value.name)
     count, check = len(program.inputs), module.runtime("checks", "check_count")
     statements = [f"if len(arguments) != {count}:", f"    {check}({program.name!r}, {count}, len(arguments))"]

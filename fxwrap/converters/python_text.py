@@ -13,7 +13,7 @@ import torch
 
 from fxwrap.converters.torch_calls import Kind, kind_of, torch_call
 from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
-from fxwrap.wrapper_ir import Block, KernelDefinition, Role, TensorType, Value, blocks, defined_symbol, symbols_used
+from fxwrap.wrapper_ir import Block, KernelDefinition, TensorType, Value, outer_symbols
 
 _RUNTIME_MODULES = ("checks", "control", "kernels", "tensors")
 _BUILTINS = ("bool", "float", "int", "max", "min", "round", "len")
@@ -83,7 +83,7 @@ class PythonModule:
             return known[0]
         name = f"{label}_{len(self._function_of)}"
         self._function_of[id(block)] = (name, block)
-        symbols = "".join([f", {symbol}" for symbol in free_symbols(block)])
+        symbols = "".join([f", {symbol}" for symbol in outer_symbols(block)])
         statements = writer().block(block)
         self.functions.append(function_text(f"{name}(arguments{symbols})", block.arguments, statements, self))
         return name
@@ -91,7 +91,7 @@ class PythonModule:
     @staticmethod
     def captured(block: Block) -> str:
         """Returns the arguments that a call of a block's function ends with: the symbols it uses from outside."""
-        return "".join([f", {symbol}" for symbol in free_symbols(block)])
+        return "".join([f", {symbol}" for symbol in outer_symbols(block)])
 
     def text(self, title: str, function: str) -> str:
         """Returns the module's text."""
@@ -108,22 +108,6 @@ class PythonModule:
 
 def _raw(source: str) -> str:
     return repr(source) if '"""' in source or "\\" in source or source.endswith('"') else f'"""{source}"""'
-
-
-def free_symbols(block: Block) -> list[str]:
-    """Returns the names of the symbols a block uses but does not define, sorted."""
-    used: set[str] = set()
-    own: set[str] = set()
-    pending = [block]
-    while pending:
-        current = pending.pop()
-        for line in current.lines:
-            used.update(symbol.name for symbol in symbols_used(line, *Role))
-            made = defined_symbol(line)
-            if made is not None:
-                own.add(made.name)
-            pending.extend(nested for _, nested in blocks(line))
-    return sorted(used - own)
 
 
 def function_text(signature: str, arguments: Sequence[Any], statements: Sequence[str], module: PythonModule) -> str:

@@ -182,7 +182,8 @@ class _Lowering:
             item.value for item in inputs
             if isinstance(item.value, Value) and item.ownership in (Ownership.SHARED, Ownership.OWNED)
         ]  # fmt: skip
-        lines = insert_frees([*builder.lines, Return(returned)], releasable)
+        values = [item.value for item in inputs if isinstance(item.value, Value)]
+        lines = insert_frees([*builder.lines, Return(returned)], [*values, *self.constants.values()], releasable)
         constants = tuple(
             Constant(value, value.name in builder.mutated) for value in self.constants.values()
         )

@@ -7,8 +7,20 @@ from dataclasses import dataclass
 
 from fxwrap.symbolic import Scalar, Size, SymbolInfo, evaluate
 from fxwrap.wrapper_ir.effects import Effect
-from fxwrap.wrapper_ir.line import Block, LineBase, blocks, consumed, defined, defined_symbol, reads, used
+from fxwrap.wrapper_ir.line import (
+    Block,
+    LineBase,
+    blocks,
+    consumed,
+    defined,
+    defined_symbol,
+    reads,
+    symbols_used,
+    type_symbols,
+    used,
+)
 from fxwrap.wrapper_ir.program import Program
+from fxwrap.wrapper_ir.roles import Role
 from fxwrap.wrapper_ir.types import TensorType, Value
 
 
@@ -64,6 +76,28 @@ def all_effects(line: LineBase, functions: Mapping[str, Block]) -> tuple[Effect,
         for other in nested.lines:
             found.update(dict.fromkeys(all_effects(other, functions)))
     return tuple(found)
+
+
+def outer_symbols(block: Block, *, argument_types: bool = False) -> tuple[str, ...]:
+    """Returns the names of the symbols that a block uses, nested ones included, and does not define, sorted.
+
+    With `argument_types`, the symbols in the types of the blocks' arguments count as used.
+    """
+    used_names: set[str] = set()
+    own: set[str] = set()
+    pending = [block]
+    while pending:
+        current = pending.pop()
+        if argument_types:
+            types = [value.type for value in current.arguments]
+            used_names.update(symbol.name for type_ in types for symbol in type_symbols(type_))
+        for line in current.lines:
+            used_names.update(symbol.name for symbol in symbols_used(line, *Role))
+            made = defined_symbol(line)
+            if made is not None:
+                own.add(made.name)
+            pending.extend(nested for _, nested in blocks(line))
+    return tuple(sorted(used_names - own))
 
 
 def symbol_infos(program: Program) -> dict[str, SymbolInfo]:
