@@ -1,0 +1,327 @@
+"""Fused operators: time and error of eager, Inductor and fxwrap, measured in one run on fresh random inputs.
+
+On a CPU the time is that of a call of the compiled function. On CUDA it is the device's own time (CUDA graphs of many
+calls), and beside it stands its ratio to a `copy_` that moves the bytes the operator must move. Every call works on
+another set of inputs; together the sets are larger than the cache. Errors are norm(difference) / norm(reference)
+against the same function in float64, of the worst result; "!" marks one far above eager's. Run:
+
+    python benchmarks/ops.py [--only softmax,pad] [--dtype bfloat16] [--device cuda] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.fused_operators import OPERATORS, Draw, FusedOperator
+from benchmarks.measure_kernels import (
+    BACKENDS,
+    Contender,
+    Timed,
+    compile_with,
+    describe,
+    environment,
+    first_line,
+    fresh_function,
+    geometric_mean,
+    in_float64,
+    interleaved_device_times,
+    interleaved_host_times,
+    is_suspicious,
+    keep_freed_memory,
+    relative_error,
+    synchronize,
+    wide,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULTS: Mapping[str, tuple[str, int, int]] = {
+    "cpu": ("float32,bfloat16", 1024, 1024),
+    "cuda": ("bfloat16", 8192, 4096),
+}
+"""Element types, rows and columns for a device type."""
+
+ROTATED_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}
+"""Bytes that the rotating sets hold together: more than the caches (32 MiB and 50 to 60 MiB here)."""
+
+LEAST_SETS, MOST_SETS = 3, 64
+CALLS_IN_GRAPH = 20
+SECONDS_A_SAMPLE = 0.02
+CELL = 26
+
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured of every operator."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rows: int
+    columns: int
+    rounds: int
+    backends: tuple[str, ...]
+    options: Mapping[str, Any]
+
+    def inputs(self, operator: FusedOperator, seed: int) -> Inputs:
+        """Draws a set of inputs."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return operator.make_inputs(Draw(self.rows, self.columns, self.dtype, self.device, generator))
+
+    def bytes_moved(self, operator: FusedOperator) -> int:
+        """The bytes that the operator must move."""
+        return operator.bytes_moved(self.rows, self.columns, self.dtype.itemsize)
+
+
+@dataclass
+class Row:
+    """What was found out about one operator."""
+
+    name: str
+    dtype: str
+    bytes_moved: int
+    times: dict[str, Timed] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    suspicious: set[str] = field(default_factory=set)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def ratio(self, above: str, below: str) -> float | None:
+        """The ratio of two medians, None where one is missing."""
+        if above not in self.times or below not in self.times:
+            return None
+        return self.times[above].median / self.times[below].median
+
+    def data(self) -> dict[str, Any]:
+        """The row as data; times in seconds."""
+        return {
+            "operator": self.name,
+            "dtype": self.dtype,
+            "bytes": self.bytes_moved,
+            "times": {
+                name: {"median": timed.median, "quartiles": timed.quartiles, "rounds": len(timed.samples)}
+                | ({"how": timed.how} if timed.how else {})
+                for name, timed in self.times.items()
+            },
+            "errors": self.errors,
+            "suspicious": sorted(self.suspicious),
+            "failures": self.failures,
+        }
+
+
+def copies(inputs: Inputs) -> Inputs:
+    """Copies of a set of inputs."""
+    return tuple([item.clone() for item in inputs])
+
+
+def results(operator: FusedOperator, function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Any]:
+    """What a call gives, and then the inputs that it writes."""
+    return [function(*inputs), *[inputs[position] for position in operator.mutated]]
+
+
+def checked(operator: FusedOperator, setting: Setting, row: Row) -> dict[str, Callable[..., Any]]:
+    """Compiles the operator with each backend and measures its error; gives those that run."""
+    fresh = setting.inputs(operator, seed=1)
+    reference = results(operator, in_float64(operator.function, setting.dtype), wide(fresh))
+    functions: dict[str, Callable[..., Any]] = {}
+    for backend in setting.backends:
+        function = compile_with(backend, fresh_function(operator.function), setting.options)
+        try:
+            function(*setting.inputs(operator, seed=0))
+            row.errors[backend] = relative_error(results(operator, function, copies(fresh)), reference)
+        except Exception as error:  # noqa: BLE001 - one backend's failure is a cell of the table
+            row.failures[backend] = first_line(error)
+            continue
+        functions[backend] = function
+        if is_suspicious(row.errors[backend], row.errors.get("eager", 0.0), setting.dtype):
+            row.suspicious.add(backend)
+    return functions
+
+
+def rotation(setting: Setting, operator: FusedOperator) -> list[Inputs]:
+    """As many sets of random inputs as the cache cannot hold."""
+    first = setting.inputs(operator, seed=2)
+    size = sum(item.numel() * item.itemsize for item in first)
+    count = min(MOST_SETS, max(LEAST_SETS, math.ceil(ROTATED_BYTES[setting.device.type] / size)))
+    return [first, *[setting.inputs(operator, seed=3 + index) for index in range(count - 1)]]
+
+
+def copy_rotation(setting: Setting, operator: FusedOperator, count: int) -> list[Inputs]:
+    """Pairs of arrays of which a copy moves the operator's bytes, as many as the operator has sets."""
+    half = setting.bytes_moved(operator) // 2 // 4
+    generator = torch.Generator(setting.device).manual_seed(0)
+    pairs = []
+    for _ in range(count):
+        source = torch.randn(half, generator=generator, device=setting.device)
+        pairs.append((torch.empty_like(source), source))
+    return pairs
+
+
+def copy_into(target: Tensor, source: Tensor) -> Tensor:
+    """The copy that operators are compared with."""
+    return target.copy_(source)
+
+
+def sweep(function: Callable[..., Any], sets: Sequence[Inputs], sweeps: int, keep: bool) -> None:
+    """Calls the function on every set in turn.
+
+    With `keep`, a set's results live until the set's next turn, so that results rotate through memory as inputs do.
+    """
+    kept: list[Any] = [None] * len(sets)
+    for _ in range(sweeps):
+        for index, inputs in enumerate(sets):
+            given = function(*inputs)
+            if keep:
+                kept[index] = given
+
+
+def contender(function: Callable[..., Any], sets: Sequence[Inputs], device: torch.device) -> Contender:
+    """Calls on rotating sets, as many as a sample takes."""
+    if device.type == "cuda":
+        sweeps = math.ceil(CALLS_IN_GRAPH / len(sets))
+        return Contender(partial(sweep, function, sets, sweeps, True), sweeps * len(sets))
+    start = time.perf_counter()
+    sweep(function, sets, 1, False)
+    sweeps = max(1, math.ceil(SECONDS_A_SAMPLE / (time.perf_counter() - start)))
+    return Contender(partial(sweep, function, sets, sweeps, False), sweeps * len(sets))
+
+
+def measure(operator: FusedOperator, setting: Setting) -> Row:
+    """Measures one operator with every backend."""
+    torch._dynamo.reset()
+    row = Row(operator.name, str(setting.dtype).removeprefix("torch."), setting.bytes_moved(operator))
+    functions = checked(operator, setting, row)
+    sets = rotation(setting, operator)
+    contenders = {name: contender(function, sets, setting.device) for name, function in functions.items()}
+    contenders["copy"] = contender(copy_into, copy_rotation(setting, operator, len(sets)), setting.device)
+    if setting.device.type == "cuda":
+        row.times = interleaved_device_times(contenders, setting.rounds)
+    else:
+        row.times = interleaved_host_times(contenders, setting.rounds, setting.device)
+    return row
+
+
+def cell(row: Row, backend: str) -> str:
+    """One backend's time in microseconds, ratio to the copy, and error; or why there is none."""
+    if backend in row.failures:
+        return f" {row.failures[backend][: CELL - 1]:<{CELL - 1}}"
+    ratio, mark = row.ratio(backend, "copy"), "!" if backend in row.suspicious else " "
+    how = "~" if row.times[backend].how else " "
+    return f"{1e6 * row.times[backend].median:>9.1f}{how}{ratio:>6.2f}{row.errors[backend]:>9.1e}{mark}"
+
+
+def row_text(row: Row, backends: Sequence[str]) -> str:
+    """One line of the table, and one more for each failure."""
+    cells = "".join(cell(row, backend) for backend in backends)
+    ratio = row.ratio("fxwrap", "inductor")
+    compared = f"{ratio:>8.2f}" if ratio is not None else f"{'-':>8}"
+    copy = 1e6 * row.times["copy"].median
+    failures = "".join(f"\n    {name} failed: {text}" for name, text in row.failures.items())
+    return f"{row.name:<22}{row.bytes_moved / 2**20:>8.1f}{copy:>9.1f}{cells}{compared}{failures}"
+
+
+def heading(backends: Sequence[str]) -> str:
+    """The table's first line."""
+    cells = "".join(f"{name + ' us':>10}{'/copy':>6}{'error':>9} " for name in backends)
+    return f"{'operator':<22}{'MiB':>8}{'copy us':>9}{cells}{'fx/ind':>8}"
+
+
+def summary(rows: Sequence[Row], above: str, below: str, limit: float) -> str:
+    """Geometric mean and worst of a ratio over the operators that have it, and those above a limit."""
+    ratios = {row.name: ratio for row in rows if (ratio := row.ratio(above, below)) is not None}
+    if not ratios:
+        return f"{above}/{below}: nothing to compare"
+    worst = max(ratios, key=lambda name: ratios[name])
+    beyond = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio > limit)
+    text = f"{above}/{below}: geometric mean {geometric_mean(ratios.values()):.3f} of {len(ratios)}, "
+    return text + f"worst {ratios[worst]:.2f} ({worst}){f'; above {limit}: {beyond}' if beyond else ''}"
+
+
+def print_summary(rows: Sequence[Row], setting: Setting) -> None:
+    """Prints what the table comes to."""
+    pairs = [("fxwrap", "inductor", 1.1), ("fxwrap", "eager", 1.1), ("inductor", "eager", 1.1)]
+    if setting.device.type == "cuda":
+        pairs = [("fxwrap", "inductor", 1.0), *[(backend, "copy", 1.3) for backend in setting.backends]]
+    for above, below, limit in pairs:
+        if {above, below} <= {*setting.backends, "copy"}:
+            print(summary(rows, above, below, limit))
+    flagged = [f"{row.name} ({', '.join(sorted(row.suspicious))})" for row in rows if row.suspicious]
+    failed = [f"{row.name} ({', '.join(sorted(row.failures))})" for row in rows if row.failures]
+    print(f"errors far above eager's: {', '.join(flagged) or 'none'}; failed: {', '.join(failed) or 'none'}")
+
+
+def parsed_arguments() -> argparse.Namespace:
+    """The command line; what is not given depends on the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=sorted(DEFAULTS), default="cpu")
+    parser.add_argument("--dtype", help=f"one or more of {', '.join(DTYPES)}, with commas")
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--columns", type=int)
+    parser.add_argument("--only", default=",".join(OPERATORS), help="names of operators, with commas")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help=f"some of {', '.join(BACKENDS)}, with commas")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2, help="of torch on the CPU")
+    parser.add_argument("--options", type=json.loads, default={}, help="fxwrap's options, as JSON")
+    parser.add_argument("--json", type=Path, help="file for the results as data; times in seconds")
+    chosen = parser.parse_args()
+    dtype, rows, columns = DEFAULTS[chosen.device]
+    chosen.dtype, chosen.rows, chosen.columns = chosen.dtype or dtype, chosen.rows or rows, chosen.columns or columns
+    known: Mapping[str, Sequence[str]] = {"only": list(OPERATORS), "backends": BACKENDS, "dtype": list(DTYPES)}
+    for name, names in known.items():
+        given = getattr(chosen, name).split(",")
+        if unknown := set(given) - set(names):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is not among {', '.join(names)}")
+        setattr(chosen, name, given)
+    return chosen
+
+
+def write_json(path: Path, facts: Mapping[str, Any], setting: Setting, rows: Sequence[Row]) -> None:
+    """Writes the rows so far."""
+    sizes = {"rows": setting.rows, "columns": setting.columns}
+    path.write_text(json.dumps({**facts, **sizes, "results": [row.data() for row in rows]}, indent=1) + "\n")
+
+
+@torch.no_grad()
+def main() -> None:
+    """Prints the tables."""
+    chosen = parsed_arguments()
+    torch.set_num_threads(chosen.threads)
+    keep_freed_memory()
+    device = torch.device(chosen.device)
+    facts = environment(device, chosen.options)
+    print(describe(facts))
+    every: list[Row] = []
+    for name in chosen.dtype:
+        setting = Setting(
+            device, DTYPES[name], chosen.rows, chosen.columns, chosen.rounds, tuple(chosen.backends), chosen.options
+        )
+        print(f"\n{name}, {chosen.rows} x {chosen.columns}, medians of {chosen.rounds} rounds")
+        print(heading(setting.backends))
+        rows: list[Row] = []
+        for operator in chosen.only:
+            rows.append(measure(OPERATORS[operator], setting))
+            every.append(rows[-1])
+            print(row_text(rows[-1], setting.backends), flush=True)
+            if chosen.json:
+                write_json(chosen.json, facts, setting, every)
+            gc.collect()
+            synchronize(device)
+        print_summary(rows, setting)
+
+
+if __name__ == "__main__":
+    main()
