@@ -1,0 +1,177 @@
+"""The reference meaning of kernels: every operation once, on whole index spaces, with torch on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from typing_extensions import assert_never
+
+from fxwrap.loop_ir.index import Atom, Axis, Gathered, Index, SizeAtom, evaluate_index
+from fxwrap.loop_ir.kernel import (
+    Compute,
+    Constant,
+    IndexValue,
+    Kernel,
+    Load,
+    Part,
+    Reduce,
+    Scan,
+    SizeValue,
+    Store,
+)
+from fxwrap.loop_ir.operations import OPERATIONS
+from fxwrap.symbolic import Scalar, Size, evaluate
+
+
+def evaluate_kernel(
+    kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Scalar] | None = None
+) -> None:
+    """Runs a kernel on flat CPU tensors by buffer name, and writes its outputs. `numbers` gives its symbols' values.
+
+    Slow, and in memory of the whole index space for each operation. An element read or written out of a buffer's
+    bounds raises IndexError, where no mask hides it.
+    """
+    _Evaluation(kernel, buffers, numbers or {}).run()
+
+
+class _Evaluation:
+    def __init__(self, kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Scalar]) -> None:
+        self.kernel = kernel
+        self.buffers = buffers
+        self.numbers = numbers
+        self.axes = (*kernel.axes, *kernel.reduced)
+        self.sizes = tuple([self._size(axis.size) for axis in self.axes])
+        self.values: list[Any] = []
+
+    def run(self) -> None:
+        if 0 in self.sizes[: len(self.kernel.axes)]:
+            return
+        for operation in self.kernel.operations:
+            self.values.append(self._value(operation))
+
+    def _size(self, size: Size) -> int:
+        return size if isinstance(size, int) else int(evaluate(size, self.numbers))
+
+    def _value(self, operation: Any) -> Any:
+        match operation:
+            case Load():
+                return self._load(operation)
+            case Constant():
+                return torch.tensor(operation.value, dtype=operation.dtype)
+            case SizeValue():
+                return torch.tensor(evaluate(operation.expression, self.numbers), dtype=operation.dtype)
+            case IndexValue():
+                return self._index(operation.index)
+            case Compute():
+                used = [self.values[position] for position in operation.operands]
+                spec = OPERATIONS[operation.name]
+                return spec.meaning(*used, operation.dtype) if spec.result == "given" else spec.meaning(*used)
+            case Reduce():
+                return self._reduce(operation)
+            case Scan():
+                dim = len(self.axes) - 1
+                return _SCANS[operation.kind](self._full(self.values[operation.operands[0]]), dim)
+            case Part():
+                return self.values[operation.operation][operation.position]
+            case Store():
+                return self._store(operation)
+            case _:
+                assert_never(operation)
+
+    def _index(self, index: Index) -> torch.Tensor:
+        return torch.as_tensor(evaluate_index(index, self._atom), dtype=torch.int64)
+
+    def _atom(self, atom: Atom) -> Any:
+        match atom:
+            case Axis():
+                position = self.axes.index(atom)
+                shape = [1] * len(self.axes)
+                shape[position] = -1
+                return torch.arange(self.sizes[position]).reshape(shape)
+            case SizeAtom():
+                return int(evaluate(atom.expression, self.numbers))
+            case Gathered():
+                return self.values[atom.operation].to(torch.int64)
+            case _:
+                raise AssertionError(f"{atom} is no leaf")
+
+    def _load(self, operation: Load) -> torch.Tensor:
+        buffer, index = self.buffers[operation.buffer], self._index(operation.index)
+        if operation.mask is None:
+            return buffer[index]
+        index, mask = torch.broadcast_tensors(index, self.values[operation.mask])  # type: ignore[no-untyped-call]
+        loaded = torch.full(index.shape, operation.other, dtype=buffer.dtype)
+        loaded[mask] = buffer[index[mask]]
+        return loaded
+
+    def _full(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns a value over all reduced axes, as one last dimension; parallel axes it does not vary on stay 1."""
+        parallel = len(self.kernel.axes)
+        shape = [*([1] * (len(self.axes) - value.dim())), *value.shape]
+        return value.expand(*shape[:parallel], *self.sizes[parallel:])
+
+    def _reduce(self, operation: Reduce) -> Any:
+        parallel = len(self.kernel.axes)
+        value = self._full(self.values[operation.operands[0]]).flatten(parallel)
+        result = _REDUCTIONS[operation.kind](value, parallel)
+        keep = [1] * len(self.kernel.reduced)
+        if isinstance(result, tuple):
+            return tuple([item.reshape(*item.shape, *keep) for item in result])
+        return result.reshape(*result.shape, *keep)
+
+    def _store(self, operation: Store) -> None:
+        buffer, value = self.buffers[operation.buffer], self.values[operation.value]
+        parts = [self._index(operation.index), value]
+        if operation.mask is not None:
+            parts.append(self.values[operation.mask])
+        rank = len(self.kernel.axes)
+        if operation.mode != "set":  # every iteration counts
+            over = len(self.axes) if self._store_varies(operation) else rank
+            parts.append(torch.empty([*self.sizes[:over], *[1] * (len(self.axes) - over)]))
+        index, value, *rest = torch.broadcast_tensors(*parts)  # type: ignore[no-untyped-call]
+        if operation.mask is not None:
+            index, value = index[rest[0]], value[rest[0]]
+        index, value = index.flatten(), value.flatten()
+        if operation.mode == "set":
+            buffer[index] = value
+        else:
+            names = {"add": "sum", "max": "amax", "min": "amin", "prod": "prod"}
+            buffer.scatter_reduce_(0, index, value, names[operation.mode], include_self=True)
+
+    def _store_varies(self, operation: Store) -> bool:
+        return self.kernel.varying[self.kernel.operations.index(operation)]
+
+
+def _softmax(value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = value.amax(dim)
+    shift = torch.where(largest == -torch.inf, 0.0, largest)
+    return largest, (value - shift.unsqueeze(dim)).exp().sum(dim)
+
+
+def _welford(value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mean = value.mean(dim)
+    return mean, (value - mean.unsqueeze(dim)).square().sum(dim)
+
+
+_REDUCTIONS: Mapping[str, Callable[[torch.Tensor, int], Any]] = {
+    "sum": lambda value, dim: value.sum(dim, dtype=value.dtype),
+    "prod": lambda value, dim: value.prod(dim, dtype=value.dtype),
+    "max": torch.amax,
+    "min": torch.amin,
+    "argmax": torch.argmax,
+    "argmin": torch.argmin,
+    "any": torch.any,
+    "all": torch.all,
+    "welford": _welford,
+    "softmax": _softmax,
+}
+
+_SCANS: Mapping[str, Callable[[torch.Tensor, int], Any]] = {
+    "cumsum": lambda value, dim: value.cumsum(dim, dtype=value.dtype),
+    "cumprod": lambda value, dim: value.cumprod(dim, dtype=value.dtype),
+    "cummax": lambda value, dim: tuple(value.cummax(dim)),
+    "cummin": lambda value, dim: tuple(value.cummin(dim)),
+    "logcumsumexp": torch.logcumsumexp,
+}

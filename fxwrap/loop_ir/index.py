@@ -1,0 +1,478 @@
+"""Index expressions: integer polynomials over loop axes, sizes, and floor divisions and remainders of such.
+
+They are fxwrap's own small class because a compile builds hundreds of thousands of them: adding two costs a
+microsecond or two, where sympy's cost a hundred. Sizes stay `int | sympy.Expr`; a symbolic size enters a polynomial
+as an atom. Simplification knows that an axis runs from 0 to its size less one, and that sizes are at least one:
+where a size is zero, no index is ever computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import sympy
+
+from fxwrap.symbolic import Size
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A loop variable: an integer from 0 to `size` - 1."""
+
+    name: str
+    size: Size
+
+    @property
+    def key(self) -> str:
+        """The name it sorts under."""
+        return self.name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class SizeAtom:
+    """A symbolic size, or a part of one that is no sum or product; the same in every iteration."""
+
+    expression: sympy.Expr
+
+    @property
+    def key(self) -> str:
+        """The name it sorts under."""
+        return f"~{self.expression}"
+
+    def __str__(self) -> str:
+        return str(self.expression)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """An index that an operation of the kernel computes, read from a tensor for instance; within 0 to `size` - 1."""
+
+    operation: int
+    size: Size
+
+    @property
+    def key(self) -> str:
+        """The name it sorts under."""
+        return f"%{self.operation:06d}"
+
+    def __str__(self) -> str:
+        return f"%{self.operation}"
+
+
+@dataclass(frozen=True, slots=True)
+class FloorDivide:
+    """`base // divisor`, rounded down, for a positive divisor."""
+
+    base: Index
+    divisor: Index
+
+    @property
+    def key(self) -> str:
+        """The name it sorts under."""
+        return str(self)
+
+    def __str__(self) -> str:
+        return f"({self.base})//{_grouped(self.divisor)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Modulo:
+    """`base % divisor`, from 0 to the divisor less one, for a positive divisor."""
+
+    base: Index
+    divisor: Index
+
+    @property
+    def key(self) -> str:
+        """The name it sorts under."""
+        return str(self)
+
+    def __str__(self) -> str:
+        return f"({self.base})%{_grouped(self.divisor)}"
+
+
+Atom: TypeAlias = Axis | SizeAtom | Gathered | FloorDivide | Modulo
+Monomial: TypeAlias = tuple[Atom, ...]
+IndexLike: TypeAlias = "Index | Axis | Size"
+
+
+class Index:
+    """An immutable polynomial with integer coefficients; equal polynomials compare equal and hash alike.
+
+    `terms` are pairs (monomial, coefficient), none with coefficient 0, in a fixed order; the empty monomial is 1.
+    """
+
+    __slots__ = ("_hash", "terms")
+    terms: tuple[tuple[Monomial, int], ...]
+
+    def __init__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
+        self.terms = terms
+        self._hash = hash(terms)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Index) and self._hash == other._hash and self.terms == other.terms
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Index({self})"
+
+    def __str__(self) -> str:
+        return " + ".join([_term_text(*term) for term in self.terms]).replace("+ -", "- ") or "0"
+
+    # --- arithmetic -------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: IndexLike) -> Index:
+        other = as_index(other)
+        if not other.terms:
+            return self
+        if not self.terms:
+            return other
+        found = dict(self.terms)
+        for monomial, coefficient in other.terms:
+            found[monomial] = found.get(monomial, 0) + coefficient
+        return _collected(found)
+
+    def __sub__(self, other: IndexLike) -> Index:
+        return self + as_index(other) * -1
+
+    def __mul__(self, other: IndexLike) -> Index:
+        if type(other) is int:
+            return self._scaled(other)
+        other = as_index(other)
+        number = other.constant
+        if number is not None:
+            return self._scaled(number)
+        found: dict[Monomial, int] = {}
+        for left, left_coefficient in self.terms:
+            for right, right_coefficient in other.terms:
+                monomial = tuple(sorted((*left, *right), key=_key)) if left and right else left or right
+                found[monomial] = found.get(monomial, 0) + left_coefficient * right_coefficient
+        return _collected(found)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __rsub__(self, other: IndexLike) -> Index:
+        return as_index(other) - self
+
+    def __neg__(self) -> Index:
+        return self._scaled(-1)
+
+    def _scaled(self, factor: int) -> Index:
+        if factor == 1:
+            return self
+        return Index(tuple([(monomial, number * factor) for monomial, number in self.terms])) if factor else ZERO
+
+    def __floordiv__(self, divisor: IndexLike) -> Index:
+        return _divided(self, as_index(divisor))[0]
+
+    def __mod__(self, divisor: IndexLike) -> Index:
+        return _divided(self, as_index(divisor))[1]
+
+    # --- questions --------------------------------------------------------------------------------------------------
+
+    @property
+    def constant(self) -> int | None:
+        """The integer that this is, or None when it has a variable."""
+        if not self.terms:
+            return 0
+        return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
+
+    @property
+    def single_axis(self) -> Axis | None:
+        """The axis that this is and nothing more, or None."""
+        if len(self.terms) == 1:
+            monomial, coefficient = self.terms[0]
+            if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Axis):
+                return monomial[0]
+        return None
+
+    def atoms(self) -> set[Atom]:
+        """Returns every atom in it, those inside divisions and remainders included."""
+        found: set[Atom] = set()
+        for monomial, _ in self.terms:
+            for atom in monomial:
+                found.add(atom)
+                if isinstance(atom, FloorDivide | Modulo):
+                    found |= atom.base.atoms() | atom.divisor.atoms()
+        return found
+
+    def axes(self) -> set[Axis]:
+        """Returns the axes that it depends on."""
+        return {atom for atom in self.atoms() if isinstance(atom, Axis)}
+
+    def stride(self, axis: Axis) -> Index | None:
+        """Returns by how much one step of the axis changes this, or None when that differs from step to step."""
+        step: dict[Monomial, int] = {}
+        for monomial, coefficient in self.terms:
+            if axis in monomial:
+                rest = list(monomial)
+                rest.remove(axis)
+                if _mentions(rest, axis):
+                    return None
+                step[tuple(rest)] = coefficient
+            elif _mentions(monomial, axis):
+                return None
+        return _collected(step)
+
+    def substitute(self, mapping: Mapping[Atom, IndexLike]) -> Index:
+        """Returns this with atoms replaced, and simplified anew."""
+        if not mapping:
+            return self
+        result = ZERO
+        for monomial, coefficient in self.terms:
+            product = index_constant(coefficient)
+            for atom in monomial:
+                product = product * _substituted(atom, mapping)
+            result = result + product
+        return result
+
+    def bounds(self) -> tuple[Index, Index] | None:
+        """Returns the lowest and the highest value as polynomials in sizes, or None when they are not known."""
+        low, high = ZERO, ZERO
+        for monomial, coefficient in self.terms:
+            lowest, highest = ONE, ONE
+            for atom in monomial:
+                limits = _atom_bounds(atom)
+                if limits is None:
+                    return None
+                lowest, highest = lowest * limits[0], highest * limits[1]  # atoms are never negative
+            small, large = (lowest, highest) if coefficient > 0 else (highest, lowest)
+            low, high = low + small * coefficient, high + large * coefficient
+        return low, high
+
+
+def _term_text(monomial: Monomial, coefficient: int) -> str:
+    names = "*".join([str(atom) for atom in monomial])
+    if not names:
+        return str(coefficient)
+    return names if coefficient == 1 else f"-{names}" if coefficient == -1 else f"{coefficient}*{names}"
+
+
+def _grouped(index: Index) -> str:
+    text = str(index)
+    return text if text.isalnum() else f"({text})"
+
+
+def _key(atom: Atom) -> str:
+    return atom.key
+
+
+def _monomial_key(term: tuple[Monomial, int]) -> tuple[bool, tuple[str, ...]]:
+    monomial = term[0]
+    return not monomial, tuple([atom.key for atom in monomial])
+
+
+def _collected(found: dict[Monomial, int]) -> Index:
+    terms = [term for term in found.items() if term[1]]
+    if not terms:
+        return ZERO
+    if len(terms) > 1:
+        terms.sort(key=_monomial_key)
+    return _recombined(Index(tuple(terms)))
+
+
+def _recombined(index: Index) -> Index:
+    """Returns `d*k*(x // d) + k*(x % d)` as `k*x`: what unflattening and flattening again leaves."""
+    for monomial, coefficient in index.terms:
+        for atom in monomial:
+            if isinstance(atom, Modulo):
+                rest = Index(((_without(monomial, atom), coefficient),))
+                whole = rest * atom.divisor * (atom.base // atom.divisor)
+                if whole.terms and all(term in index.terms for term in whole.terms):
+                    kept = [term for term in index.terms if term not in whole.terms and term != (monomial, coefficient)]
+                    return _collected(dict(kept)) + rest * atom.base
+    return index
+
+
+def _without(monomial: Monomial, atom: Atom) -> Monomial:
+    position = monomial.index(atom)
+    return (*monomial[:position], *monomial[position + 1 :])
+
+
+def _mentions(atoms: Iterable[Atom], axis: Axis) -> bool:
+    for atom in atoms:
+        if atom == axis:
+            return True
+        if isinstance(atom, FloorDivide | Modulo) and axis in (atom.base.axes() | atom.divisor.axes()):
+            return True
+    return False
+
+
+def _substituted(atom: Atom, mapping: Mapping[Atom, IndexLike]) -> Index:
+    found = mapping.get(atom)
+    if found is not None:
+        return as_index(found)
+    if isinstance(atom, FloorDivide):
+        return atom.base.substitute(mapping) // atom.divisor.substitute(mapping)
+    if isinstance(atom, Modulo):
+        return atom.base.substitute(mapping) % atom.divisor.substitute(mapping)
+    return Index((((atom,), 1),))
+
+
+def _atom_bounds(atom: Atom) -> tuple[Index, Index] | None:
+    match atom:
+        case Axis() | Gathered():
+            return ZERO, as_index(atom.size) - 1
+        case SizeAtom():
+            whole = Index((((atom,), 1),))
+            return whole, whole
+        case Modulo():
+            return ZERO, atom.divisor - 1
+        case FloorDivide():
+            limits = atom.base.bounds()
+            if limits is None or not _never_negative(limits[0]):
+                return None
+            return ZERO, limits[1] // atom.divisor
+
+
+def _never_negative(index: Index) -> bool:
+    """Whether a polynomial in sizes, each at least 1, is shown to be at least 0."""
+    return all(number > 0 for monomial, number in index.terms if monomial) and sum(n for _, n in index.terms) >= 0
+
+
+def _within(index: Index, divisor: Index) -> bool:
+    """Whether an index is shown to be from 0 to the divisor less one."""
+    limits = index.bounds()
+    return limits is not None and _never_negative(limits[0]) and _never_negative(divisor - 1 - limits[1])
+
+
+@lru_cache(maxsize=65536)
+def _divided(index: Index, divisor: Index) -> tuple[Index, Index]:
+    """Returns quotient and remainder of floor division, simplified by what is known of the axes' ranges."""
+    number = divisor.constant
+    if number is not None and number < 1:
+        raise ValueError(f"an index is divided by {number}")
+    quotient, rest = _whole_multiples(index, divisor)
+    if not rest.terms or _within(rest, divisor):
+        return quotient, rest
+    if number is not None:
+        for common in sorted({math.gcd(coefficient, number) for _, coefficient in rest.terms}, reverse=True):
+            low = Index(tuple([term for term in rest.terms if term[1] % common]))
+            if common > 1 and _within(low, index_constant(common)):
+                high = Index(tuple([(monomial, n // common) for monomial, n in rest.terms if n % common == 0]))
+                inner_quotient, inner_rest = _divided(high, index_constant(number // common))
+                return quotient + inner_quotient, inner_rest * common + low
+    more, remainder = _opaque(rest, divisor, number)
+    return quotient + more, remainder
+
+
+def _opaque(rest: Index, divisor: Index, number: int | None) -> tuple[Index, Index]:
+    """Returns the atoms of a division that does not simplify; divisions of divisions become one."""
+    base, modulo_base, by = rest, rest, divisor
+    if number is not None and len(rest.terms) == 1 and rest.terms[0][1] == 1 and len(rest.terms[0][0]) == 1:
+        atom = rest.terms[0][0][0]
+        if isinstance(atom, FloorDivide) and atom.divisor.constant is not None:
+            base, by = atom.base, divisor * atom.divisor
+        if isinstance(atom, Modulo) and (atom.divisor.constant or 1) % number == 0:
+            modulo_base = atom.base
+    return Index((((FloorDivide(base, by),), 1),)), Index((((Modulo(modulo_base, divisor),), 1),))
+
+
+def _whole_multiples(index: Index, divisor: Index) -> tuple[Index, Index]:
+    """Returns polynomials q and r with index = q*divisor + r, as much in q as term-wise division gives."""
+    lead, lead_coefficient = max(divisor.terms, key=lambda term: (len(term[0]), _monomial_key(term)))
+    quotient, rest = ZERO, index
+    for monomial, coefficient in index.terms:
+        factor, remainder = divmod(coefficient, lead_coefficient)
+        if not factor or (remainder and monomial):
+            continue  # a constant is divided with a remainder, other terms only when it leaves none
+        cofactor = _cofactor(monomial, lead)
+        if cofactor is not None:
+            part = Index(((cofactor, factor),))
+            quotient, rest = quotient + part, rest - part * divisor
+    return quotient, rest
+
+
+def _cofactor(monomial: Monomial, factor: Monomial) -> Monomial | None:
+    """Returns the monomial that gives this one when multiplied with the factor, or None."""
+    rest = list(monomial)
+    for atom in factor:
+        if atom not in rest:
+            return None
+        rest.remove(atom)
+    return tuple(rest)
+
+
+ZERO = Index(())
+ONE = Index((((), 1),))
+
+
+def index_constant(number: int) -> Index:
+    """Returns a constant index."""
+    return Index((((), number),)) if number else ZERO
+
+
+def as_index(value: IndexLike) -> Index:
+    """Returns an axis, a size or an index as an index."""
+    if isinstance(value, Index):
+        return value
+    if isinstance(value, int):
+        return index_constant(value)
+    if isinstance(value, Axis | Gathered):
+        return Index((((value,), 1),))
+    return _from_size(value)
+
+
+@lru_cache(maxsize=4096)
+def _from_size(size: sympy.Expr) -> Index:
+    if isinstance(size, sympy.Integer):
+        return index_constant(int(size))
+    if isinstance(size, sympy.Add):
+        return sum((_from_size(term) for term in size.args), ZERO)
+    if isinstance(size, sympy.Mul):
+        return math.prod((_from_size(factor) for factor in size.args), start=ONE)
+    if isinstance(size, sympy.Pow) and size.args[1].is_Integer and int(size.args[1]) > 0:
+        return math.prod([_from_size(size.args[0])] * int(size.args[1]), start=ONE)
+    return Index((((SizeAtom(size),), 1),))
+
+
+def linear_index(indices: Sequence[IndexLike], sizes: Sequence[Size]) -> Index:
+    """Returns the position of a multi-index in a row-major tensor of these sizes."""
+    position = ZERO
+    for index, size in zip(indices, sizes, strict=True):
+        position = position * as_index(size) + as_index(index)
+    return position
+
+
+def strided_index(indices: Sequence[IndexLike], strides: Sequence[Size]) -> Index:
+    """Returns the offset of a multi-index by strides, in elements."""
+    return sum((as_index(index) * as_index(stride) for index, stride in zip(indices, strides, strict=True)), ZERO)
+
+
+def unflattened(position: Index, sizes: Sequence[Size]) -> tuple[Index, ...]:
+    """Returns the multi-index of a position in a row-major tensor of these sizes."""
+    found: list[Index] = []
+    for size in reversed(sizes[1:]):
+        whole = as_index(size)
+        found.append(position % whole)
+        position = position // whole
+    return tuple(reversed([*found, position])) if sizes else ()
+
+
+def evaluate_index(index: Index, value_of: Callable[[Atom], object]) -> object:
+    """Returns an index's value, given those of axes, sizes and gathered indices: numbers, tensors, or text makers."""
+    result: object = 0
+    for monomial, coefficient in index.terms:
+        product: object = coefficient
+        for atom in monomial:
+            product = product * _atom_value(atom, value_of)  # type: ignore[operator]
+        result = result + product  # type: ignore[operator]
+    return result
+
+
+def _atom_value(atom: Atom, value_of: Callable[[Atom], object]) -> object:
+    if isinstance(atom, FloorDivide):
+        return evaluate_index(atom.base, value_of) // evaluate_index(atom.divisor, value_of)  # type: ignore[operator]
+    if isinstance(atom, Modulo):
+        return evaluate_index(atom.base, value_of) % evaluate_index(atom.divisor, value_of)  # type: ignore[operator]
+    return value_of(atom)

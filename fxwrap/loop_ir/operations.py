@@ -1,0 +1,163 @@
+"""The scalar operations of kernels: what they are called, what they take and give, and what they mean.
+
+The meaning of every operation is torch's function of the same row, on dtypes that torch's CPU kernels take; printers
+translate the name and are tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+
+class Domain(Enum):
+    """The dtypes an operation takes. Half precision is for storage: only `cast`, `where` and moves take it."""
+
+    FLOAT = "float"
+    NUMBER = "number"
+    INTEGER = "integer"
+    BOOL = "bool"
+    BITS = "bits"  # integers and bool
+    ANY = "any"
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """Whether operands of this dtype are in the domain."""
+        computes = dtype in (torch.float32, torch.float64)
+        integer = dtype in INTEGERS
+        return {
+            Domain.FLOAT: computes,
+            Domain.NUMBER: computes or integer,
+            Domain.INTEGER: integer,
+            Domain.BOOL: dtype is torch.bool,
+            Domain.BITS: integer or dtype is torch.bool,
+            Domain.ANY: True,
+        }[self]
+
+
+INTEGERS: frozenset[torch.dtype] = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
+"""The integer dtypes that kernels compute in, with wrap-around."""
+
+STORAGE_ONLY: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
+"""Dtypes that are loaded, cast and stored, and computed with as float32."""
+
+KERNEL_DTYPES: frozenset[torch.dtype] = INTEGERS | STORAGE_ONLY | {torch.bool, torch.float32, torch.float64}
+"""Every dtype a kernel's buffers may have."""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that arithmetic on tensors of this dtype happens in."""
+    return torch.float32 if dtype in STORAGE_ONLY else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OperationSpec:
+    """A row of the table.
+
+    `result` is "same" (the operands' dtype), "bool", or "given" (named by the use: casts). `cost` is about how many
+    arithmetic instructions an element takes. `meaning` takes and gives torch tensors.
+    """
+
+    name: str
+    operands: int
+    domain: Domain
+    result: str
+    cost: int
+    meaning: Callable[..., Any]
+
+
+def _rows(domain: Domain, operands: int, cost: int, *meanings: Callable[..., Any], result: str = "same") -> list[Any]:
+    return [OperationSpec(item.__name__, operands, domain, result, cost, item) for item in meanings]
+
+
+def _named(name: str, operands: int, domain: Domain, cost: int, meaning: Callable[..., Any]) -> OperationSpec:
+    return OperationSpec(name, operands, domain, "same", cost, meaning)
+
+
+_FLOAT, _NUMBER, _INTEGER, _BOOL, _BITS = Domain.FLOAT, Domain.NUMBER, Domain.INTEGER, Domain.BOOL, Domain.BITS
+
+_SPECS: list[OperationSpec] = [
+    *_rows(_NUMBER, 2, 1, torch.add, torch.sub, torch.mul, torch.maximum, torch.minimum),
+    *_rows(_NUMBER, 1, 1, torch.neg, torch.abs, torch.sign),
+    *_rows(_FLOAT, 2, 4, torch.div, torch.fmod, torch.remainder, torch.hypot, torch.copysign, torch.nextafter),
+    *_rows(_FLOAT, 2, 1, torch.fmax, torch.fmin),
+    *_rows(_FLOAT, 2, 20, torch.atan2, torch.pow),
+    *_rows(_FLOAT, 1, 1, torch.floor, torch.ceil, torch.round, torch.trunc),
+    *_rows(_FLOAT, 1, 4, torch.sqrt, torch.rsqrt, torch.reciprocal),
+    *_rows(_FLOAT, 1, 10, torch.exp, torch.exp2, torch.expm1, torch.log, torch.log2, torch.log10, torch.log1p),
+    *_rows(_FLOAT, 1, 12, torch.sin, torch.cos, torch.tan, torch.sinh, torch.cosh, torch.tanh, torch.sigmoid),
+    *_rows(_FLOAT, 1, 15, torch.asin, torch.acos, torch.atan, torch.asinh, torch.acosh, torch.atanh),
+    *_rows(_FLOAT, 1, 15, torch.erf, torch.erfc),
+    *_rows(_FLOAT, 1, 40, torch.erfinv, torch.lgamma, torch.digamma),
+    _named("floor_divide", 2, _NUMBER, 8, lambda left, right: torch.div(left, right, rounding_mode="floor")),
+    _named("trunc_divide", 2, _NUMBER, 8, lambda left, right: torch.div(left, right, rounding_mode="trunc")),
+    _named("integer_remainder", 2, _INTEGER, 8, torch.remainder),
+    _named("integer_fmod", 2, _INTEGER, 8, torch.fmod),
+    _named("integer_pow", 2, _INTEGER, 20, torch.pow),
+    *_rows(_NUMBER, 2, 1, torch.lt, torch.le, torch.gt, torch.ge, result="bool"),
+    *_rows(Domain.ANY, 2, 1, torch.eq, torch.ne, result="bool"),
+    *_rows(_FLOAT, 1, 1, torch.isnan, torch.isinf, torch.signbit, result="bool"),
+    *_rows(_BOOL, 2, 1, torch.logical_and, torch.logical_or, torch.logical_xor),
+    *_rows(_BOOL, 1, 1, torch.logical_not),
+    *_rows(_BITS, 2, 1, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor),
+    *_rows(_BITS, 1, 1, torch.bitwise_not),
+    *_rows(_INTEGER, 2, 1, torch.bitwise_left_shift, torch.bitwise_right_shift),
+    OperationSpec("where", 3, Domain.ANY, "same", 1, torch.where),
+    OperationSpec("cast", 1, Domain.ANY, "given", 1, lambda value, dtype: value.to(dtype)),
+    OperationSpec("bitcast", 1, Domain.ANY, "given", 0, lambda value, dtype: value.view(dtype)),
+]
+
+OPERATIONS: Mapping[str, OperationSpec] = {spec.name: spec for spec in _SPECS}
+"""Every scalar operation by name. `where` takes a bool first; `eq` and `ne` also compare bools."""
+
+
+@dataclass(frozen=True, slots=True)
+class CombineSpec:
+    """A reduction or scan: how many operands it takes, and how many results it gives."""
+
+    name: str
+    operands: int
+    results: int
+    domain: Domain
+
+
+REDUCTIONS: Mapping[str, CombineSpec] = {
+    spec.name: spec
+    for spec in (
+        CombineSpec("sum", 1, 1, Domain.NUMBER),
+        CombineSpec("prod", 1, 1, Domain.NUMBER),
+        CombineSpec("max", 1, 1, Domain.NUMBER),  # NaN where any element is
+        CombineSpec("min", 1, 1, Domain.NUMBER),
+        CombineSpec("argmax", 1, 1, Domain.NUMBER),  # int64: the first position of the largest; the first NaN wins
+        CombineSpec("argmin", 1, 1, Domain.NUMBER),
+        CombineSpec("any", 1, 1, Domain.BOOL),
+        CombineSpec("all", 1, 1, Domain.BOOL),
+        CombineSpec("welford", 1, 2, Domain.FLOAT),  # mean, and the sum of squared differences from it
+        CombineSpec("softmax", 1, 2, Domain.FLOAT),  # maximum m, and the sum of exp(x - m)
+    )
+}
+"""Reductions over all reduced axes of a kernel, in row-major order of these axes where the order can be seen.
+
+A `softmax` whose maximum is -inf sums as if the maximum were 0 was not subtracted: its results are (-inf, 0).
+"""
+
+SCANS: Mapping[str, CombineSpec] = {
+    spec.name: spec
+    for spec in (
+        CombineSpec("cumsum", 1, 1, Domain.NUMBER),
+        CombineSpec("cumprod", 1, 1, Domain.NUMBER),
+        CombineSpec("cummax", 1, 2, Domain.NUMBER),  # values, and int64 positions of the last largest so far
+        CombineSpec("cummin", 1, 2, Domain.NUMBER),
+        CombineSpec("logcumsumexp", 1, 1, Domain.FLOAT),
+    )
+}
+"""Scans along the one reduced axis of a kernel, from its first element on."""
+
+POSITION_RESULTS: frozenset[tuple[str, int]] = frozenset({("argmax", 0), ("argmin", 0), ("cummax", 1), ("cummin", 1)})
+"""Results (kind, part) that are int64 positions along the reduced axes, whatever the operand's dtype."""
+
+STORE_MODES = ("set", "add", "max", "min", "prod")
+"""How a store combines with what is in memory. All but "set" are atomic: several iterations may hit one element."""
