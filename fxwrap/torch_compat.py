@@ -30,6 +30,10 @@ from torch._library.utils import is_impure
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 
+# Why: the promotion rules of pointwise operators; torch.result_type knows only the default one. Checked on 2.11, 2.13.
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
+from torch._prims_common import elementwise_dtypes as elementwise_dtypes
+
 # Why: fake tensors are how graphs say shapes; only the mode's module path is private. Checked on 2.11, 2.13.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -424,3 +428,6 @@ def graph_python_code(graph: torch.fx.Graph, codegen: torch.fx.graph.CodeGen) ->
 
 
 while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
+
+PROMOTION_KINDS = {kind.name: kind for kind in ELEMENTWISE_TYPE_PROMOTION_KIND}
+"""torch's promotion rules by name: DEFAULT, NO_OPMATH, INT_TO_FLOAT, ALWAYS_BOOL, COMPLEX_TO_FLOAT, BOOL_TO_LONG."""
