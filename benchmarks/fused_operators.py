@@ -256,8 +256,8 @@ OPERATORS: dict[str, FusedOperator] = {
         FusedOperator(
             log_softmax_backward, lambda d: (d.normal(), torch.log_softmax(d.normal(), dim=-1)), _arrays(3)
         ),
-        # Two passes: rows for the gradient of x (two reads, one write), columns for those of weight and bias (two reads).
-        # Kernels that keep partial column sums on chip during the row pass move 3 arrays, and come out below this.
+        # Two passes: rows for the gradient of x (two reads, one write), columns for those of weight and bias (two
+        # reads). A kernel that keeps partial column sums on chip in its row pass moves 3 arrays and can beat this.
         FusedOperator(
             layer_norm_backward, _layer_norm_backward_inputs, lambda r, c, b: (5 * r * c + 3 * c + 2 * r) * b
         ),

@@ -1,0 +1,195 @@
+"""One measurement of one model, in a process of its own; `models.py` starts it and reads the last line it prints.
+
+    python benchmarks/model_jobs.py JOB_AS_JSON
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.models import MODELS, ModelCase, train_step
+
+BASELINE = "aot_eager_decomp_partition"
+"""The backend that does what Dynamo and AOTAutograd do, decompositions and partitioning included, and no more."""
+
+SEED = 1
+TIMED_RATE = 1e-3
+"""The learning rate of steps that are timed: small, so that thousands of them leave the weights ordinary numbers."""
+
+INPUT_SETS = 8
+SECONDS_A_SAMPLE = 0.05
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure.
+
+    Fields:
+        task: "first_call" (seconds of the first call through one backend) or "run" (times and errors of several).
+        model: a name in the test-suite's MODELS; `layers` is its number of layers, None for the suite's own.
+        training: a step of SGD in train mode; else a forward in eval mode without gradients.
+        backends: names for torch.compile, "fxwrap", or "eager".
+        warm_process: whether a small function goes through the backend before the first call.
+        options: fxwrap's.
+    """
+
+    task: str
+    model: str
+    training: bool
+    backends: tuple[str, ...]
+    device: str = "cpu"
+    layers: int | None = None
+    threads: int = 2
+    rounds: int = 25
+    warm_process: bool = False
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def case(self) -> ModelCase:
+        """The model's entry in the test-suite."""
+        return MODELS[self.model]
+
+    def build(self) -> nn.Module:
+        """The model on its device; equal weights at every call."""
+        model = self.case.build(SEED, layers=self.layers).to(self.device)
+        return model.train() if self.training else model.eval()
+
+    def inputs(self, seed: int) -> dict[str, Tensor]:
+        """Fresh inputs on the device."""
+        drawn = self.case.inputs(seed, training=self.training)
+        return {name: item.to(self.device) for name, item in drawn.items()}
+
+
+def call(job: Job, function: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Any:
+    """A forward without gradients, or a forward and a backward."""
+    if not job.training:
+        with torch.no_grad():
+            return function(**inputs)
+    return function(**inputs)["loss"].backward()
+
+
+def first_call(job: Job) -> dict[str, Any]:
+    """Seconds from before the backend is imported until the first call is done.
+
+    An eager call comes before, so that libraries are loaded. Imports count, Inductor's as fxwrap's, unless the process
+    is warm.
+    """
+    (name,) = job.backends
+    model, inputs = job.build(), job.inputs(0)
+    call(job, model, inputs)
+    if job.warm_process:
+        x = torch.randn(64, 64, device=job.device, requires_grad=job.training)
+        given = _compiled(name, _small, job.options or {})(x)
+        if job.training:
+            given.sum().backward()
+        torch._dynamo.reset()
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call(job, _compiled(name, model, job.options or {}), inputs)
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+    return {"seconds": time.perf_counter() - start}
+
+
+def _compiled(name: str, target: Any, options: Mapping[str, Any]) -> Any:
+    """`measure_kernels.compile_with`, but fxwrap is imported here and only where it is asked for: its import counts."""
+    if name != "fxwrap":
+        return torch.compile(target, backend=name)
+    return torch.compile(target, backend=importlib.import_module("fxwrap.backend").fxwrap, options=dict(options))
+
+
+def _small(x: Tensor) -> Tensor:
+    return torch.softmax(x * 2 + 1, dim=-1)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Median seconds of a call and error against float64 by backend, or why there are none."""
+    measuring = importlib.import_module("benchmarks.measure_kernels")
+    reference = _observed(job, job.build().double(), measuring.in_float64, measuring.wide)
+    contenders, errors, failures = {}, {}, {}
+    for backend in job.backends:
+        model = job.build()
+        function = measuring.compile_with(backend, model, job.options or {})
+        try:
+            call(job, function, job.inputs(0))
+            model.load_state_dict(job.build().state_dict())
+            errors[backend] = measuring.relative_error(_outcome(job, model, function), reference)
+            contenders[backend] = _contender(job, model, function, measuring.Contender)
+        except Exception as error:  # noqa: BLE001 - one backend's failure is a cell of the table
+            failures[backend] = measuring.first_line(error)
+    times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device))
+    return {"times": {name: timed.median for name, timed in times.items()}, "errors": errors, "failures": failures}
+
+
+def _observed(job: Job, model: nn.Module, in_float64: Any, wide: Any) -> list[Tensor]:
+    """The outcome in float64."""
+    return in_float64(lambda: _outcome(job, model, model, wide), torch.float32)()
+
+
+def _outcome(job: Job, model: nn.Module, function: Any, prepare: Callable[[Any], Any] = dict) -> list[Tensor]:
+    """What a call leaves: outputs; of training the loss and, each as one vector, gradients, parameters and buffers.
+
+    A single gradient can be nothing but rounding (that of a bias before a softmax), hence vectors.
+    """
+    inputs = prepare(job.inputs(100))
+    if not job.training:
+        output = call(job, function, inputs)
+        return [item for item in output.values() if isinstance(item, Tensor)]
+    step = train_step(model, function, inputs, seed=0)
+    return [step.loss, *[_vector(group.values()) for group in (step.gradients, step.parameters, step.buffers) if group]]
+
+
+def _vector(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([item.detach().double().flatten() for item in tensors])
+
+
+def _contender(job: Job, model: nn.Module, function: Any, make: Any) -> Any:
+    """Calls, or steps of training, on rotating inputs."""
+    sets = [job.inputs(200 + index) for index in range(INPUT_SETS)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=TIMED_RATE)
+
+    def sweep() -> None:
+        for inputs in sets:
+            call(job, function, inputs)
+            if job.training:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+    sweep()
+    start = time.perf_counter()
+    sweep()
+    sweeps = max(1, math.ceil(SECONDS_A_SAMPLE / (time.perf_counter() - start)))
+    return make(lambda: [sweep() for _ in range(sweeps)], sweeps * len(sets))
+
+
+def main() -> None:
+    """Does the job and prints its result as one line of JSON."""
+    job = Job(**json.loads(sys.argv[1]))
+    torch.set_num_threads(job.threads)
+    match job.task:
+        case "first_call":
+            result = first_call(job)
+        case "run":
+            result = run(job)
+        case other:
+            raise ValueError(f"there is no task {other!r}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

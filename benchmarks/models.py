@@ -1,0 +1,235 @@
+"""The test-suite's models, a forward and a step of training: compile time and run time of Inductor and fxwrap.
+
+Compile time is what a backend adds: the first call through it less the first call through a backend that stops after
+Dynamo and AOTAutograd ("aot_eager_decomp_partition"), each in a process of its own with empty caches, medians. Run
+time is the host's time of a call, with the device's work, of eager, Inductor and fxwrap in interleaved rounds of one
+process. Errors are norm(difference) / norm(reference) against the same model in float64, of the worst of: outputs; or
+loss, all gradients, all parameters after the step, all buffers. Run:
+
+    python benchmarks/models.py [--models gpt2,vit] [--forward-only] [--gpt2-layers 12] [--device cuda] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.measure_kernels import BACKENDS, describe, environment, geometric_mean
+from benchmarks.model_jobs import BASELINE, Job
+from fxwrap.runtime.native import build_bridge
+from tests.models import MODELS
+
+SIX = ("gpt2", "bert", "llama", "t5", "vit", "resnet")
+SCRIPT = Path(__file__).parent / "model_jobs.py"
+CACHE_VARIABLES = ("FXWRAP_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+NAME = 28
+
+
+@dataclass
+class Row:
+    """What was found out about a model: seconds by backend, errors, and why something is missing."""
+
+    name: str
+    first_calls: dict[str, list[float]] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def first_call(self, backend: str) -> float:
+        """The median of the first calls; NaN where there is none."""
+        return statistics.median(self.first_calls.get(backend, [])) if self.first_calls.get(backend) else math.nan
+
+    def compile_seconds(self, backend: str) -> float:
+        """Seconds beyond what Dynamo and AOTAutograd take."""
+        return self.first_call(backend) - self.first_call(BASELINE)
+
+    @property
+    def compile_ratio(self) -> float:
+        """fxwrap's compile time to Inductor's."""
+        return self.compile_seconds("fxwrap") / self.compile_seconds("inductor")
+
+    def run_ratio(self, above: str, below: str) -> float:
+        """The ratio of two run times; NaN where one is missing."""
+        return self.times.get(above, math.nan) / self.times.get(below, math.nan)
+
+
+def in_own_process(job: Job, link_bridge: bool) -> dict[str, Any]:
+    """Does a job in a new process with empty caches; what went wrong is `{"failure": text}`."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: Path(folder) / name for name in CACHE_VARIABLES}
+        for path in caches.values():
+            path.mkdir()
+        if link_bridge:
+            bridge = build_bridge().folder
+            (caches["FXWRAP_CACHE_DIR"] / bridge.name).symlink_to(bridge)
+        finished = subprocess.run(
+            [sys.executable, str(SCRIPT), json.dumps(dataclasses.asdict(job))],
+            env=os.environ | {name: str(path) for name, path in caches.items()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if finished.returncode:
+        errors = [line for line in finished.stderr.splitlines() if line.strip() and not line.startswith(" ")]
+        raised = [line for line in errors if "Error" in line or "Exception" in line]
+        return {"failure": ((raised or errors)[-1:] or [f"exit code {finished.returncode}"])[0]}
+    return dict(json.loads(finished.stdout.splitlines()[-1]))
+
+
+def measure_compile(row: Row, job: Job, repeats: int, link_bridge: bool) -> None:
+    """Adds the first calls to a row, the backends in turn."""
+    for _ in range(repeats):
+        for backend in (BASELINE, *[name for name in job.backends if name != "eager"]):
+            if backend in row.failures:
+                continue
+            alone = dataclasses.replace(job, task="first_call", backends=(backend,))
+            result = in_own_process(alone, link_bridge and backend == "fxwrap")
+            if "failure" in result:
+                row.failures[backend] = result["failure"]
+                continue
+            row.first_calls.setdefault(backend, []).append(result["seconds"])
+
+
+def measure_run(row: Row, job: Job, link_bridge: bool) -> None:
+    """Adds run times and errors to a row."""
+    result = in_own_process(dataclasses.replace(job, task="run"), link_bridge)
+    if "failure" in result:
+        row.failures["run"] = result["failure"]
+        return
+    row.times, row.errors = result["times"], result["errors"]
+    row.failures.update(result["failures"])
+
+
+def failures_text(row: Row) -> str:
+    """A line for each failure."""
+    return "".join(f"\n    {name} failed: {text}" for name, text in row.failures.items())
+
+
+def compile_text(row: Row) -> str:
+    """A row of the table of compile times."""
+    first = "".join(f"{row.first_call(name):>11.2f}" for name in (BASELINE, "inductor", "fxwrap"))
+    beyond = "".join(f"{row.compile_seconds(name):>11.2f}" for name in ("inductor", "fxwrap"))
+    return f"{row.name:<{NAME}}{first}{beyond}{row.compile_ratio:>9.3f}{failures_text(row)}"
+
+
+def run_text(row: Row, backends: Sequence[str]) -> str:
+    """A row of the table of run times."""
+    cells = "".join(
+        f"{1e6 * row.times[name]:>12.0f}{row.errors[name]:>9.1e}" if name in row.times else f"{'failed':>12}{'':>9}"
+        for name in backends
+    )
+    ratios = "".join(f"{row.run_ratio(*pair):>8.2f}" for pair in (("fxwrap", "inductor"), ("fxwrap", "eager")))
+    return f"{row.name:<{NAME}}{cells}{ratios}{failures_text(row)}"
+
+
+def summary(title: str, ratios: Mapping[str, float]) -> str:
+    """Geometric mean and worst of the ratios that there are."""
+    there = {name: ratio for name, ratio in ratios.items() if ratio > 0}
+    if not there:
+        return f"{title}: nothing to compare"
+    worst = max(there, key=lambda name: there[name])
+    mean = geometric_mean(there.values())
+    return f"{title}: geometric mean {mean:.3f} of {len(there)}, worst {there[worst]:.3f} ({worst})"
+
+
+def measured_rows(chosen: argparse.Namespace) -> list[tuple[Row, Job]]:
+    """The rows to measure."""
+    rows = []
+    for model in chosen.models:
+        layers = chosen.gpt2_layers if model.startswith("gpt2") else None
+        title = f"{model}, {layers} layers" if layers else model
+        for training in (False,) if chosen.forward_only else (False, True):
+            job = Job(
+                "run", model, training, tuple(chosen.backends), chosen.device, layers, chosen.threads, chosen.rounds,
+                chosen.warm_process, chosen.options,
+            )  # fmt: skip
+            rows.append((Row(f"{title} {'training' if training else 'forward'}"), job))
+    return rows
+
+
+def parsed_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(SIX), help=f"some of {', '.join(MODELS)}, with commas")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--forward-only", action="store_true", help="no training")
+    parser.add_argument("--measure", choices=("compile", "run", "both"), default="both")
+    parser.add_argument("--gpt2-layers", type=int, help="layers of GPT-2 (the suite's has 2)")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help=f"some of {', '.join(BACKENDS)}, with commas")
+    parser.add_argument("--repeats", type=int, default=3, help="processes for each compile time")
+    parser.add_argument("--rounds", type=int, default=25, help="interleaved rounds of run times")
+    parser.add_argument("--threads", type=int, default=2, help="of torch on the CPU")
+    parser.add_argument(
+        "--warm-process", action="store_true",
+        help="compile a small function first, so that imports, workers and compiler probes do not count",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link-bridge", action="store_true",
+        help="give fxwrap's empty cache the C++ bridge, built once for each torch (implied by the C++ emitter)",
+    )  # fmt: skip
+    parser.add_argument("--options", type=json.loads, default={}, help="fxwrap's options, as JSON")
+    parser.add_argument("--json", type=Path, help="file for the results as data; times in seconds")
+    chosen = parser.parse_args()
+    for name, names in {"models": list(MODELS), "backends": BACKENDS}.items():
+        given = getattr(chosen, name).split(",")
+        if unknown := set(given) - set(names):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is not among {', '.join(names)}")
+        setattr(chosen, name, given)
+    return chosen
+
+
+def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Writes the rows so far."""
+    if path is not None:
+        results = [dataclasses.asdict(row) for row in rows]
+        path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+
+
+def main() -> None:
+    """Prints the tables."""
+    chosen = parsed_arguments()
+    torch.set_num_threads(chosen.threads)
+    facts = environment(torch.device(chosen.device), chosen.options)
+    print(describe(facts))
+    link_bridge = chosen.link_bridge or facts["emitter"] == "cpp"
+    pairs = measured_rows(chosen)
+    rows = [row for row, _ in pairs]
+    if chosen.measure != "run":
+        state = "imports done" if chosen.warm_process else "imports included"
+        print(f"\nseconds of the first call, empty caches, {state}; medians of {chosen.repeats} processes")
+        heads = f"{'AOTAutograd':>12}{'inductor':>10}{'fxwrap':>11}{'ind beyond':>11}{'fx beyond':>11}{'ratio':>9}"
+        print(f"{'':<{NAME}}{heads}")
+        for row, job in pairs:
+            measure_compile(row, job, chosen.repeats, link_bridge)
+            print(compile_text(row), flush=True)
+            write_json(chosen.json, facts, rows)
+        print(summary("fxwrap/inductor, compile time beyond AOTAutograd", {r.name: r.compile_ratio for r in rows}))
+    if chosen.measure != "compile":
+        print(f"\nmicroseconds of a call, medians of {chosen.rounds} interleaved rounds")
+        heads = "".join(f"{name:>12}{'error':>9}" for name in chosen.backends)
+        print(f"{'':<{NAME}}{heads}{'fx/ind':>8}{'fx/eag':>8}")
+        for row, job in pairs:
+            measure_run(row, job, link_bridge)
+            print(run_text(row, chosen.backends), flush=True)
+            write_json(chosen.json, facts, rows)
+        for below in ("inductor", "eager"):
+            print(summary(f"fxwrap/{below}, run time", {row.name: row.run_ratio("fxwrap", below) for row in rows}))
+
+
+if __name__ == "__main__":
+    main()
