@@ -43,7 +43,7 @@ class Job:
         model: a name in the test-suite's MODELS; `layers` is its number of layers, None for the suite's own.
         training: a step of SGD in train mode; else a forward in eval mode without gradients.
         backends: names for torch.compile, "fxwrap", or "eager".
-        warm_process: whether a small function goes through the backend before the first call.
+        cold_process: whether the first call is the first of the process, without a small function before it.
         options: fxwrap's.
     """
 
@@ -55,7 +55,7 @@ class Job:
     layers: int | None = None
     threads: int = 2
     rounds: int = 25
-    warm_process: bool = False
+    cold_process: bool = False
     options: Mapping[str, Any] | None = None
 
     @property
@@ -83,34 +83,44 @@ def call(job: Job, function: Callable[..., Any], inputs: Mapping[str, Tensor]) -
 
 
 def first_call(job: Job) -> dict[str, Any]:
-    """Seconds from before the backend is imported until the first call is done.
+    """Seconds of the first call of the model through one backend, and of a small function's before it, "setup".
 
-    An eager call comes before, so that libraries are loaded. Imports count, Inductor's as fxwrap's, unless the process
-    is warm.
+    The small function pays for imports, for workers, and for what is found out about the compiler; a cold process has
+    none, and the first call pays for them. An eager call has loaded libraries in both.
     """
     (name,) = job.backends
     model, inputs = job.build(), job.inputs(0)
     call(job, model, inputs)
-    if job.warm_process:
-        x = torch.randn(64, 64, device=job.device, requires_grad=job.training)
-        given = _compiled(name, _small, job.options or {})(x)
-        if job.training:
-            given.sum().backward()
-        torch._dynamo.reset()
+    x = torch.randn(64, 64, device=job.device, requires_grad=job.training)
+    setup = 0.0 if job.cold_process else _seconds(job, lambda: _call_small(job, name, x))
+    torch._dynamo.reset()
+    seconds = _seconds(job, lambda: call(job, _compiled(job, name, model), inputs))
+    return {"seconds": seconds, "setup": setup}
+
+
+def _seconds(job: Job, function: Callable[[], object]) -> float:
     if job.device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    call(job, _compiled(name, model, job.options or {}), inputs)
+    function()
     if job.device == "cuda":
         torch.cuda.synchronize()
-    return {"seconds": time.perf_counter() - start}
+    return time.perf_counter() - start
 
 
-def _compiled(name: str, target: Any, options: Mapping[str, Any]) -> Any:
+def _call_small(job: Job, name: str, x: Tensor) -> None:
+    with torch.set_grad_enabled(job.training):
+        given = _compiled(job, name, _small)(x)
+        if job.training:
+            given.sum().backward()
+
+
+def _compiled(job: Job, name: str, target: Any) -> Any:
     """`measure_kernels.compile_with`, but fxwrap is imported here and only where it is asked for: its import counts."""
     if name != "fxwrap":
         return torch.compile(target, backend=name)
-    return torch.compile(target, backend=importlib.import_module("fxwrap.backend").fxwrap, options=dict(options))
+    backend = importlib.import_module("fxwrap.backend").fxwrap
+    return torch.compile(target, backend=backend, options=dict(job.options or {}))
 
 
 def _small(x: Tensor) -> Tensor:

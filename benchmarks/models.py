@@ -1,10 +1,11 @@
 """The test-suite's models, a forward and a step of training: compile time and run time of Inductor and fxwrap.
 
 Compile time is what a backend adds: the first call through it less the first call through a backend that stops after
-Dynamo and AOTAutograd ("aot_eager_decomp_partition"), each in a process of its own with empty caches, medians. Run
-time is the host's time of a call, with the device's work, of eager, Inductor and fxwrap in interleaved rounds of one
-process. Errors are norm(difference) / norm(reference) against the same model in float64, of the worst of: outputs; or
-loss, all gradients, all parameters after the step, all buffers. Run:
+Dynamo and AOTAutograd ("aot_eager_decomp_partition"), each in a process of its own with empty caches, medians. What a
+process pays once (imports, workers, probes of the compiler) shows in the first call of a small function, made before.
+Run time is the host's time of a call, with the device's work, of eager, Inductor and fxwrap in interleaved rounds of
+one process. Errors are norm(difference) / norm(reference) against the same model in float64, of the worst of: outputs;
+or loss, all gradients, all parameters after the step, all buffers. Run:
 
     python benchmarks/models.py [--models gpt2,vit] [--forward-only] [--gpt2-layers 12] [--device cuda] [--json FILE]
 """
@@ -37,6 +38,7 @@ from tests.models import MODELS
 SIX = ("gpt2", "bert", "llama", "t5", "vit", "resnet")
 SCRIPT = Path(__file__).parent / "model_jobs.py"
 CACHE_VARIABLES = ("FXWRAP_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+FIRST_CALLS = (BASELINE, "inductor", "fxwrap")
 NAME = 28
 
 
@@ -46,13 +48,18 @@ class Row:
 
     name: str
     first_calls: dict[str, list[float]] = field(default_factory=dict)
+    setups: dict[str, list[float]] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def first_call(self, backend: str) -> float:
         """The median of the first calls; NaN where there is none."""
-        return statistics.median(self.first_calls.get(backend, [])) if self.first_calls.get(backend) else math.nan
+        return _median(self.first_calls.get(backend))
+
+    def setup(self, backend: str) -> float:
+        """The median of what the process paid before; NaN where there is none."""
+        return _median(self.setups.get(backend))
 
     def compile_seconds(self, backend: str) -> float:
         """Seconds beyond what Dynamo and AOTAutograd take."""
@@ -66,6 +73,10 @@ class Row:
     def run_ratio(self, above: str, below: str) -> float:
         """The ratio of two run times; NaN where one is missing."""
         return self.times.get(above, math.nan) / self.times.get(below, math.nan)
+
+
+def _median(samples: Sequence[float] | None) -> float:
+    return statistics.median(samples) if samples else math.nan
 
 
 def in_own_process(job: Job, link_bridge: bool) -> dict[str, Any]:
@@ -103,6 +114,7 @@ def measure_compile(row: Row, job: Job, repeats: int, link_bridge: bool) -> None
                 row.failures[backend] = result["failure"]
                 continue
             row.first_calls.setdefault(backend, []).append(result["seconds"])
+            row.setups.setdefault(backend, []).append(result["setup"])
 
 
 def measure_run(row: Row, job: Job, link_bridge: bool) -> None:
@@ -122,9 +134,29 @@ def failures_text(row: Row) -> str:
 
 def compile_text(row: Row) -> str:
     """A row of the table of compile times."""
-    first = "".join(f"{row.first_call(name):>11.2f}" for name in (BASELINE, "inductor", "fxwrap"))
-    beyond = "".join(f"{row.compile_seconds(name):>11.2f}" for name in ("inductor", "fxwrap"))
-    return f"{row.name:<{NAME}}{first}{beyond}{row.compile_ratio:>9.3f}{failures_text(row)}"
+    setups = "".join(f"{row.setup(name):>10.2f}" for name in FIRST_CALLS)
+    first = "".join(f"{row.first_call(name):>10.2f}" for name in FIRST_CALLS)
+    beyond = "".join(f"{row.compile_seconds(name):>10.2f}" for name in FIRST_CALLS[1:])
+    return f"{row.name:<{NAME}}{setups} |{first} |{beyond}{row.compile_ratio:>8.3f}{failures_text(row)}"
+
+
+def compile_heading() -> str:
+    """The two lines above the table of compile times."""
+    names = "".join(f"{name:>10}" for name in ("AOT only", *FIRST_CALLS[1:]))
+    beyond = "".join(f"{name:>10}" for name in FIRST_CALLS[1:])
+    titles = f"{'small function':>30} |{'model':>30} |{'model, beyond AOT':>20}"
+    return f"{'':<{NAME}}{titles}\n{'seconds':<{NAME}}{names} |{names} |{beyond}{'ratio':>8}"
+
+
+def compile_summary(rows: Sequence[Row]) -> str:
+    """All compile times together, and the worst ratio."""
+    there = [row for row in rows if not math.isnan(row.compile_ratio)]
+    if not there:
+        return "compile time: nothing to compare"
+    ours, theirs = (sum(row.compile_seconds(name) for row in there) for name in ("fxwrap", "inductor"))
+    worst = max(there, key=lambda row: row.compile_ratio)
+    text = f"fxwrap/inductor, compile time beyond AOTAutograd: {ours:.1f} s of {theirs:.1f} s together, "
+    return text + f"ratio {ours / theirs:.3f}, worst {worst.compile_ratio:.3f} ({worst.name})"
 
 
 def run_text(row: Row, backends: Sequence[str]) -> str:
@@ -137,7 +169,7 @@ def run_text(row: Row, backends: Sequence[str]) -> str:
     return f"{row.name:<{NAME}}{cells}{ratios}{failures_text(row)}"
 
 
-def summary(title: str, ratios: Mapping[str, float]) -> str:
+def run_summary(title: str, ratios: Mapping[str, float]) -> str:
     """Geometric mean and worst of the ratios that there are."""
     there = {name: ratio for name, ratio in ratios.items() if ratio > 0}
     if not there:
@@ -156,7 +188,7 @@ def measured_rows(chosen: argparse.Namespace) -> list[tuple[Row, Job]]:
         for training in (False,) if chosen.forward_only else (False, True):
             job = Job(
                 "run", model, training, tuple(chosen.backends), chosen.device, layers, chosen.threads, chosen.rounds,
-                chosen.warm_process, chosen.options,
+                chosen.cold_process, chosen.options,
             )  # fmt: skip
             rows.append((Row(f"{title} {'training' if training else 'forward'}"), job))
     return rows
@@ -175,8 +207,8 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=25, help="interleaved rounds of run times")
     parser.add_argument("--threads", type=int, default=2, help="of torch on the CPU")
     parser.add_argument(
-        "--warm-process", action="store_true",
-        help="compile a small function first, so that imports, workers and compiler probes do not count",
+        "--cold-process", action="store_true",
+        help="no small function first: imports count, for the AOT baseline too (it imports much of Inductor)",
     )  # fmt: skip
     parser.add_argument(
         "--link-bridge", action="store_true",
@@ -210,15 +242,12 @@ def main() -> None:
     pairs = measured_rows(chosen)
     rows = [row for row, _ in pairs]
     if chosen.measure != "run":
-        state = "imports done" if chosen.warm_process else "imports included"
-        print(f"\nseconds of the first call, empty caches, {state}; medians of {chosen.repeats} processes")
-        heads = f"{'AOTAutograd':>12}{'inductor':>10}{'fxwrap':>11}{'ind beyond':>11}{'fx beyond':>11}{'ratio':>9}"
-        print(f"{'':<{NAME}}{heads}")
+        print(f"\nfirst calls in processes with empty caches, medians of {chosen.repeats}\n{compile_heading()}")
         for row, job in pairs:
             measure_compile(row, job, chosen.repeats, link_bridge)
             print(compile_text(row), flush=True)
             write_json(chosen.json, facts, rows)
-        print(summary("fxwrap/inductor, compile time beyond AOTAutograd", {r.name: r.compile_ratio for r in rows}))
+        print(compile_summary(rows))
     if chosen.measure != "compile":
         print(f"\nmicroseconds of a call, medians of {chosen.rounds} interleaved rounds")
         heads = "".join(f"{name:>12}{'error':>9}" for name in chosen.backends)
@@ -228,7 +257,7 @@ def main() -> None:
             print(run_text(row, chosen.backends), flush=True)
             write_json(chosen.json, facts, rows)
         for below in ("inductor", "eager"):
-            print(summary(f"fxwrap/{below}, run time", {row.name: row.run_ratio("fxwrap", below) for row in rows}))
+            print(run_summary(f"fxwrap/{below}, run time", {row.name: row.run_ratio("fxwrap", below) for row in rows}))
 
 
 if __name__ == "__main__":
