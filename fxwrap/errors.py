@@ -104,3 +104,7 @@ class GraphModuleError(FxwrapError):
 
 class CommandError(FxwrapError):
     """A command line that names something that is not there, or asks for what cannot be done."""
+
+
+class FusionWarning(UserWarning):
+    """A kernel could not be generated or compiled, and its operators are called instead; results are the same."""

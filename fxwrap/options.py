@@ -39,6 +39,10 @@ class Options:
         passes: passes over the program, run in order before emission.
         symbol_ranges: symbol name -> (lowest, highest), both inclusive, narrower than what the graph says.
         on_graph: under torch.compile, receives each emitted FX graph and what is known about it; what it returns runs.
+        fuse: generate fused kernels; without, every operator is a call.
+        cpu_kernels: the language of kernels for the CPU: "cpp", or "triton" (in Triton's interpreter, slowly).
+        fallback: what happens where a kernel cannot be generated or compiled: "warn" calls the operators instead and
+            warns once, "error" raises.
         cuda_graphs: record and replay CUDA graphs where a program allows it.
         autotune: time several configurations of each kernel.
         devices: what is known of each device type.
@@ -54,6 +58,9 @@ class Options:
     passes: tuple[Callable[..., Any], ...] = ()
     symbol_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     on_graph: Callable[..., Any] | None = None
+    fuse: bool = True
+    cpu_kernels: str = "cpp"
+    fallback: str = "warn"
     cuda_graphs: bool = False
     autotune: bool = False
     devices: tuple[DeviceSpec, ...] = DEVICE_SPECS
@@ -61,6 +68,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.emitter not in EMITTERS:
             raise OptionError(f"there is no emitter {self.emitter!r}; the known ones are {', '.join(EMITTERS)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise OptionError(f"option {name!r} is {' or '.join(choices)}, not {getattr(self, name)!r}")
         for name, kind in _KINDS.items():
             given = getattr(self, name)
             if not isinstance(given, kind):
@@ -104,9 +114,12 @@ _KINDS: Mapping[str, type] = {
     "verify": bool,
     "lowerings": Mapping,
     "symbol_ranges": Mapping,
+    "fuse": bool,
     "cuda_graphs": bool,
     "autotune": bool,
 }
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {"cpu_kernels": ("cpp", "triton"), "fallback": ("warn", "error")}
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,3 +52,6 @@ from fxwrap.loop_ir.operations import STORE_MODES as STORE_MODES
 from fxwrap.loop_ir.operations import Domain as Domain
 from fxwrap.loop_ir.operations import OperationSpec as OperationSpec
 from fxwrap.loop_ir.operations import compute_dtype as compute_dtype
+from fxwrap.loop_ir.spaces import accesses as accesses
+from fxwrap.loop_ir.spaces import normal_space as normal_space
+from fxwrap.loop_ir.spaces import with_axes as with_axes

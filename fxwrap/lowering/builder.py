@@ -96,6 +96,12 @@ class Builder:
         self.root_by_storage.setdefault(storage_identity(fake), value)
         return value
 
+    def add_buffer(self, name: str, type_: TensorType) -> Value:
+        """Makes a value that is its own root and that no node of the graph stands for."""
+        value = Value(self.unique(name), type_)
+        self.root_of[value.name] = value
+        return value
+
     def add_window(self, name: str, fake: torch.Tensor, base: Value) -> Value:
         """Makes a value that is a window on the root of another."""
         value = Value(self.unique(name), self.tensor_type(fake, self.offset_in_root(base, fake)))

@@ -179,3 +179,10 @@ def joined_indices(rank: int, dims: Sequence[int], kept: Indices, reduced: Indic
     """Returns the indices of an operand, given those of its kept and of its reduced dimensions."""
     others, over = iter(kept), iter(reduced)
     return [next(over) if dim in dims else next(others) for dim in range(rank)]
+
+
+def viewed_base(definition: Definition) -> Definition:
+    """Returns the tensor whose memory a view shows, at the end of a chain of views; else the definition itself."""
+    while isinstance(definition, Viewed):
+        definition = definition.base
+    return definition

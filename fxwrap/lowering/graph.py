@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from fxwrap.errors import GraphError
+from fxwrap.errors import FusionWarning, GraphError
 from fxwrap.lines import CheckLayout, Mutate, Return
 from fxwrap.lowering.builder import Builder, origin_of
+from fxwrap.lowering.define import Defining, Outcome, Step, definitions_in
+from fxwrap.lowering.definitions import Definition, viewed_base
+from fxwrap.lowering.emit import Emission, KernelRefused, symbol_hints
 from fxwrap.lowering.fake import fake_values
 from fxwrap.lowering.frees import insert_frees
-from fxwrap.lowering.nodes import literal, lower_call
+from fxwrap.lowering.fusion import Fusion, Item
+from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import operator_facts
+from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.source import GraphSource, graph_source, location_of
 from fxwrap.lowering.symbols import bind_sizes, symbol_info
 from fxwrap.options import Options
+from fxwrap.symbolic import Size
 from fxwrap.torch_compat import OpOverload
 from fxwrap.wrapper_ir import (
     Block,
     Constant,
     ConstantStore,
     Input,
+    KernelDefinition,
     Ownership,
     Program,
     TensorType,
     Value,
     leaves,
 )
+
+_EFFECTS = "effects"
+"""What each operator call with an effect depends on, and makes anew: such calls keep their order."""
 
 
 def lower(
@@ -57,7 +68,24 @@ def lower(
     """
     options = options or Options()
     source = graph_source(graph, example_inputs, options, name)
-    return _Lowering(source, example_inputs, options, ownership or {}).program()
+    refused: frozenset[str] = frozenset()
+    while True:
+        try:
+            return _Lowering(source, example_inputs, options, ownership or {}, refused).program()
+        except KernelRefused as error:
+            if options.fallback == "error":
+                raise
+            warnings.warn(f"{error}; these operators are called instead", FusionWarning, stacklevel=2)
+            refused |= error.nodes
+
+
+def coverage(
+    graph: GraphModule | ExportedProgram, example_inputs: Sequence[Any] | None = None, *, options: Options | None = None
+) -> tuple[Outcome, ...]:
+    """Returns what lowering makes of each call of a graph: fused into kernels, a view, a number, or a call and why."""
+    options = options or Options()
+    lowering = _Lowering(graph_source(graph, example_inputs, options, "program"), example_inputs, options, {})
+    return tuple(lowering.defining().outcomes)
 
 
 class _Lowering:
@@ -67,8 +95,10 @@ class _Lowering:
         example_inputs: Sequence[Any] | None,
         options: Options,
         ownership: Mapping[int, Ownership],
+        refused: frozenset[str] = frozenset(),
     ) -> None:
         self.source = source
+        self.refused = refused
         self.options = options
         self.ownership = ownership
         fakes = fake_values(source.graph_module, example_inputs)
@@ -79,6 +109,24 @@ class _Lowering:
         self.read_only: set[str] = set()
 
     def program(self) -> Program:
+        defining = self.defining()
+        hint = symbol_hints(self.builder)
+        uses = self._uses(defining, hint)
+        items = self._fused(defining, uses, hint)
+        emission = Emission(self.builder, defining, uses, self.options, hint)
+        for node, value in self.builder.env.items():
+            emission.record(defining.known.get(node), value)
+        wanted = {definition for item in items if item.kernel is not None for definition in item.kernel.reads}
+        wanted |= {definition for definition, use in uses.by_definition.items() if use.external}
+        for item in items:
+            self._emit(emission, item, wanted)
+        for node in self.source.output.all_input_nodes:
+            emission.ensure(node)
+        returned = self._outputs()
+        return self._assemble(returned, tuple(emission.kernels.values()))
+
+    def defining(self) -> Defining:
+        """Walks the graph once: inputs and constants get values, calls definitions or steps."""
         builder, nodes = self.builder, list(self.source.graph_module.graph.nodes)
         for node in nodes:
             if node.op == "placeholder":
@@ -87,14 +135,49 @@ class _Lowering:
         bind_sizes(builder, [*values, *self.constants.values()])
         if self.options.check_inputs:
             self._check_layouts(values)
+        defining = Defining(builder, self.options, self.refused)
         needed = _needed(nodes)
-        for node in nodes:
+        for position, node in enumerate(nodes):
             if node.op == "get_attr" and node in needed:
                 self._get_attr(node)
-            elif node.op == "call_function" and node in needed:
-                self._call(node)
-        returned = self._outputs()
-        return self._assemble(returned)
+            if node.op == "call_function" and node in needed:
+                defining.call(node, position)
+            elif node in builder.env:
+                defining.given(node, builder.env[node])
+        return defining
+
+    def _uses(self, defining: Defining, hint: Callable[[Size], int]) -> Uses:
+        """Records what every definition reads, what is needed in memory, and decides what else is."""
+        uses = Uses(hint)
+        for definition, position in defining.position_of.items():
+            uses.add(definition, position)
+        read = [definition for step in defining.steps for definition in step.reads]
+        read += [item for node in self.source.output.all_input_nodes for item in definitions_in(defining.known[node])]
+        for definition in read:
+            uses.add(viewed_base(definition), 0).external = True
+        uses.decide(defining.mutations)
+        return uses
+
+    def _fused(self, defining: Defining, uses: Uses, hint: Callable[[Size], int]) -> list[Item]:
+        """Returns operator calls and kernels in the order in which they run."""
+        fusion = Fusion(uses, hint)
+        events: list[tuple[int, Step | Use]] = [(step.position, step) for step in defining.steps]
+        events += [(use.position, use) for use in uses.units()]
+        for _, event in sorted(events, key=lambda pair: pair[0]):
+            if isinstance(event, Use):
+                fusion.define(event)
+            else:
+                after: list[object] = [*event.symbols, *event.writes, *([_EFFECTS] if event.effectful else [])]
+                after += [item for definition in event.writes for item in fusion.readers(definition)]
+                made = [*event.defines, *event.bound, *event.writes, *([_EFFECTS] if event.effectful else [])]
+                fusion.call(event.node, made, [viewed_base(definition) for definition in event.reads], after)
+        return fusion.items()
+
+    def _emit(self, emission: Emission, item: Item, wanted: set[Definition]) -> None:
+        before = len(self.builder.mutated)
+        emission.emit(item, wanted)
+        if item.node is not None and len(self.builder.mutated) != before:
+            self._check_mutable(item.node)
 
     def _placeholder(self, node: Node) -> None:
         builder, fake = self.builder, self.builder.fakes[node]
@@ -141,16 +224,6 @@ class _Lowering:
             if isinstance(value.type, TensorType):
                 self.builder.emit(CheckLayout(value, value.type, value.name))
 
-    def _call(self, node: Node) -> None:
-        before = len(self.builder.mutated)
-        custom = self.options.lowerings.get(str(node.target))
-        if custom is not None:
-            custom(self.builder, node)
-        else:
-            lower_call(self.builder, node)
-        if len(self.builder.mutated) != before:
-            self._check_mutable(node)
-
     def _check_mutable(self, node: Node) -> None:
         for name in self.builder.mutated & self.read_only:
             reason = f"it writes the constant '{name}', which is not mutable"
@@ -175,7 +248,7 @@ class _Lowering:
                 builder.emit(Mutate((), "aten.copy_.default", (target, result), (target,), origin=origin))
         return tuple(leaf for leaf in leaves(tuple(returned)))
 
-    def _assemble(self, returned: tuple[Any, ...]) -> Program:
+    def _assemble(self, returned: tuple[Any, ...], kernels: tuple[KernelDefinition, ...]) -> Program:
         builder = self.builder
         inputs = [Input(value, self._ownership(position, value)) for position, (_, value) in enumerate(self.inputs)]
         releasable = [
@@ -192,6 +265,7 @@ class _Lowering:
             tuple(inputs),
             Block((), lines),
             constants,
+            kernels,
             header=_header(self.options, builder.device_types()),
             store=ConstantStore(dict(builder.constants)),
         )

@@ -1,0 +1,267 @@
+"""The first walk over a graph: every node becomes definitions, a number, or an operator call, with the reason why."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxwrap.loop_ir import KERNEL_DTYPES
+from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.definitions import Definition, Indices, Pointwise, Reader, Stored, Viewed
+from fxwrap.lowering.nodes import literal
+from fxwrap.lowering.operators import OperatorFacts, operator_facts
+from fxwrap.lowering.rules import RULES, Call
+from fxwrap.options import Options
+from fxwrap.torch_compat import OpOverload, storage_identity
+from fxwrap.wrapper_ir import TensorType, Value
+
+
+@dataclass(eq=False)
+class Step:
+    """A node that runs as an operator call: what it reads, what it gives, what it overwrites."""
+
+    node: Node
+    position: int
+    reads: list[Definition]
+    defines: list[Definition] = field(default_factory=list)
+    writes: list[Stored] = field(default_factory=list)
+    symbols: set[sympy.Symbol] = field(default_factory=set)
+    bound: set[sympy.Symbol] = field(default_factory=set)
+    effectful: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a node: "fused", "view", "call" or "number", and for a call the reason."""
+
+    node: Node
+    kind: str
+    reason: str = ""
+
+
+class Defining:
+    """Walks a graph's nodes; `known` holds what each stands for: a definition, a tuple of them, or a literal."""
+
+    def __init__(self, builder: Builder, options: Options, refused: frozenset[str] = frozenset()) -> None:
+        self.builder = builder
+        self.refused = refused
+        self.options = options
+        self.known: dict[Node, Any] = {}
+        self.steps: list[Step] = []
+        self.outcomes: list[Outcome] = []
+        self.position_of: dict[Definition, int] = {}
+        self.fake_of: dict[Definition, torch.Tensor] = {}
+        self.node_of: dict[Definition, Node] = {}
+        self.mutations: list[tuple[Definition, int]] = []
+        self._stored_on: dict[int, list[Stored]] = {}
+        self._bound: set[sympy.Symbol] = set()
+        self._languages = {spec.device_type: spec for spec in options.devices}
+
+    def stored(self, node: Node, fake: torch.Tensor, name: str = "") -> Stored:
+        """Returns a definition for a tensor that is in memory."""
+        found = Stored(tuple(self.builder.tensor_type(fake).sizes), fake.dtype, fake.device)
+        found.name = name or node.name
+        self._stored_on.setdefault(storage_identity(fake), []).append(found)
+        return found
+
+    def given(self, node: Node, value: Any) -> None:
+        """Takes a placeholder or attribute: a tensor in memory, or a literal."""
+        is_tensor = isinstance(value, Value) and isinstance(value.type, TensorType)
+        self.known[node] = self.stored(node, self.builder.fake_of[value.name]) if is_tensor else value
+
+    def call(self, node: Node, position: int) -> None:
+        """Takes a call_function node."""
+        fake = self.builder.fakes[node]
+        if node.target is operator.getitem and isinstance(self.known.get(node.args[0]), tuple):  # type: ignore[arg-type]
+            self.known[node] = self.known[node.args[0]][node.args[1]]  # type: ignore[index]
+            return
+        reason = "it gives a number"
+        if isinstance(node.target, OpOverload) and self._gives_tensors(fake):
+            refusal = self._define(node, node.target, fake, position)
+            if refusal is None:
+                return
+            reason = refusal
+        elif not isinstance(node.target, OpOverload) or self._is_known_number(fake):
+            self.known[node] = self.builder.expression(fake)
+            self.outcomes.append(Outcome(node, "number"))
+            return
+        self._step(node, position, fake)
+        self.outcomes.append(Outcome(node, "call", reason))
+
+    # --- definitions ------------------------------------------------------------------------------------------------
+
+    def _define(self, node: Node, target: OpOverload, fake: Any, position: int) -> str | None:
+        """Defines a node by its rule; else returns the reason why it stays a call."""
+        facts, arguments, keywords = self._arguments(node, target)
+        refusal = self._refusal(node, facts, fake, (arguments, keywords))
+        if refusal is not None:
+            return refusal
+        first = fake if isinstance(fake, torch.Tensor) else next(item for item in fake if item is not None)
+        call = Call(facts.name, arguments, dict(keywords), fake, first.device, self._sizes)
+        result = RULES[facts.name](call)
+        if isinstance(result, str):
+            return result
+        single = isinstance(result, Definition)
+        items: Sequence[Any] = (result,) if isinstance(result, Definition) else result
+        fakes = (fake,) if single else fake
+        names = [node.name] if single else [f"{node.name}_{number}" for number in range(len(items))]
+        found = tuple([
+            None if item is None else self._placed(node, facts, item, item_fake, position, name)
+            for item, item_fake, name in zip(items, fakes, names, strict=True)
+        ])  # fmt: skip
+        self.known[node] = found[0] if single else found
+        views = all(isinstance(item, Viewed) or item is None for item in found)
+        self.outcomes.append(Outcome(node, "view" if views else "fused"))
+        return None
+
+    def _placed(
+        self, node: Node, facts: OperatorFacts, item: Definition, fake: torch.Tensor, position: int, name: str
+    ) -> Definition:
+        """Returns a rule's definition under the node's name; a view that eager copies becomes a copy."""
+        is_view = facts.aliased is not None and not facts.may_alias
+        if isinstance(item, Viewed) and not is_view and not self._shares_memory(node, fake):
+            item = _copy_of(item, fake.dtype)
+        if item not in self.position_of:
+            item.name, item.origin = name, facts.name
+            self.position_of[item] = position
+            self.fake_of[item] = fake
+            self.node_of[item] = node
+        return item
+
+    def _shares_memory(self, node: Node, fake: torch.Tensor) -> bool:
+        """Whether a result is on the storage of one of the node's operands."""
+        own = storage_identity(fake)
+        fakes = [self.builder.fakes.get(operand) for operand in node.all_input_nodes]
+        flat = [item for found in fakes for item in (found if isinstance(found, tuple | list) else (found,))]
+        return any(isinstance(item, torch.Tensor) and storage_identity(item) == own for item in flat)
+
+    def _refusal(self, node: Node, facts: OperatorFacts, fake: Any, given: Any) -> str | None:
+        if not self.options.fuse:
+            return "the options ask for no fusion"
+        if node.name in self.refused:
+            return "its kernel could not be generated"
+        if str(node.target) in self.options.lowerings:
+            return "a lowering of the options' takes it"
+        if facts.name in self.options.keep:
+            return "the options keep it"
+        if not facts.is_pure:
+            return "it writes its operands, draws random numbers or has another effect"
+        if facts.name not in RULES:
+            return "it has no lowering rule"
+        results = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
+        devices = {item.device for item in [*results, *definitions_in(given)]}
+        if len(devices) != 1:
+            return "its tensors are on several devices"
+        spec = self._languages.get(next(iter(devices)).type)
+        if spec is None or facts.name in spec.prefer_extern:
+            return "the device has no kernels for it"
+        for item in [*results, *definitions_in(given)]:
+            if item.dtype not in KERNEL_DTYPES:
+                return f"kernels have no {item.dtype}"
+        return None
+
+    def _arguments(self, node: Node, target: OpOverload) -> tuple[OperatorFacts, Any, Any]:
+        facts = operator_facts(target)
+        arguments: Any = tuple([self._literal(argument, node) for argument in node.args])
+        keywords: Any = tuple([(name, self._literal(argument, node)) for name, argument in node.kwargs.items()])
+        if facts.replacement is not None:
+            target, arguments, keywords = facts.replacement(target, arguments, keywords)
+            facts = operator_facts(target)
+        return facts, arguments, keywords
+
+    def _literal(self, argument: Any, node: Node) -> Any:
+        if isinstance(argument, Node):
+            return self.known[argument]
+        if isinstance(argument, list | tuple):
+            return tuple([self._literal(item, node) for item in argument])
+        return literal(self.builder, argument, node)
+
+    def _sizes(self, fake: torch.Tensor) -> tuple[Any, ...]:
+        return self.builder.tensor_type(fake).sizes
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _step(self, node: Node, position: int, fake: Any) -> None:
+        arguments = [self._literal(argument, node) for argument in (*node.args, *node.kwargs.values())]
+        step = Step(node, position, list(definitions_in(arguments)), symbols=_symbols(arguments))
+        if isinstance(node.target, OpOverload):
+            facts = operator_facts(node.target)
+            step.effectful = facts.is_random or bool(facts.fixed_effects)
+            if facts.written:
+                step.writes = self._written(node, facts)
+                self.mutations.extend((definition, position) for definition in step.writes)
+        self.known[node] = self._results(node, fake, step)
+        step.bound = {symbol for symbol in _symbols(self.known[node]) if symbol.name not in self.builder.known_symbols}
+        step.bound -= self._bound
+        self._bound |= step.bound
+        self.steps.append(step)
+
+    def _written(self, node: Node, facts: OperatorFacts) -> list[Stored]:
+        """Returns every definition on the memory that a call writes."""
+        keywords = dict(node.kwargs)
+        found: dict[Stored, None] = {}
+        for name in facts.written:
+            position = facts.argument_names.index(name)
+            operand = node.args[position] if position < len(node.args) else keywords.get(name)
+            for item in operand if isinstance(operand, tuple | list) else (operand,):
+                if isinstance(item, Node):
+                    found |= dict.fromkeys(self._stored_on.get(storage_identity(self.builder.fakes[item]), ()))
+        return list(found)
+
+    def _results(self, node: Node, fake: Any, step: Step) -> Any:
+        def make(item: Any, name: str) -> Any:
+            if isinstance(item, torch.Tensor):
+                found = self.stored(node, item, name)
+                step.defines.append(found)
+                return found
+            if isinstance(item, tuple | list):
+                return tuple([make(part, f"{name}_{number}") for number, part in enumerate(item)])
+            return None if item is None else self.builder.expression(item)
+
+        return make(fake, node.name)
+
+    def _gives_tensors(self, fake: Any) -> bool:
+        items = fake if isinstance(fake, tuple | list) else (fake,)
+        tensors = [item for item in items if item is not None]
+        return bool(tensors) and all(isinstance(item, torch.Tensor) for item in tensors)
+
+    def _is_known_number(self, fake: Any) -> bool:
+        if fake is None or isinstance(fake, torch.Tensor | tuple | list):
+            return False
+        known = self.builder.known_symbols
+        return all(symbol.name in known or symbol in self._bound for symbol in _symbols(self.builder.expression(fake)))
+
+
+def _copy_of(viewed: Viewed, dtype: torch.dtype) -> Pointwise:
+    """Returns a tensor of its own with a view's elements."""
+
+    def body(reader: Reader, indices: Indices) -> Any:
+        return reader.load(viewed, indices)
+
+    return Pointwise(viewed.sizes, dtype, viewed.device, body)
+
+
+def definitions_in(tree: Any) -> Iterator[Definition]:
+    """Yields the definitions among the leaves of nested sequences."""
+    if isinstance(tree, Definition):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from definitions_in(item)
+
+
+def _symbols(tree: Any) -> set[sympy.Symbol]:
+    """Returns the symbols in sizes of definitions and in numbers, of nested sequences."""
+    if isinstance(tree, Definition):
+        return _symbols(tree.sizes)
+    if isinstance(tree, tuple | list):
+        return {symbol for item in tree for symbol in _symbols(item)}
+    return set(tree.free_symbols) if isinstance(tree, sympy.Basic) else set()
+
+

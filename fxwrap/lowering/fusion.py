@@ -1,0 +1,396 @@
+"""Fusion: which definitions are computed by one kernel, and in which order kernels and operator calls run.
+
+Items (kernels and calls) are made in graph order and carry a key; an item's key is larger than those of the items it
+depends on. A definition joins an existing kernel when all else it depends on can come before that kernel without
+passing a user of it, which the keys tell at once. So fusion costs about the same for each node however long the graph.
+
+Within a kernel every definition has a map: the index of its element for each point of the kernel's space. Two
+definitions belong together when the maps make one read exactly what the other computes, or both read the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, as_index, linear_index, unflattened
+from fxwrap.lowering.definitions import Definition, Pointwise, Scanned, Scattered
+from fxwrap.lowering.realise import Use, Uses
+from fxwrap.lowering.tracing import Multi, Trace, element_of, shared_source, trace_with
+from fxwrap.symbolic import Size, product
+
+_MOST_BUFFERS = 40
+_MOST_COST = 4000
+_LONGEST_ROW = 32768
+_NEIGHBOURS = 4
+"""How many of the latest kernels that read a tensor a new reader of it may join."""
+
+
+@dataclass(eq=False)
+class Item:
+    """A step of the program: an operator call of a node, or a kernel. Keys order them."""
+
+    key: float
+    first_user: float = float("inf")
+    node: Node | None = None
+    kernel: KernelPlan | None = None
+
+
+@dataclass(eq=False)
+class Member:
+    """A definition in a kernel, and the index of its space's point (kept, then reduced) by the kernel's axes."""
+
+    use: Use
+    trace: Trace
+    at: Multi
+
+    @property
+    def element(self) -> Multi:
+        """The indices of the element that is computed."""
+        return element_of(self.use.definition, self.at)
+
+
+@dataclass(eq=False)
+class KernelPlan:
+    """A kernel in the making: its space, its members in order, and where it reads what."""
+
+    axes: tuple[Axis, ...]
+    reduced: tuple[Axis, ...]
+    members: list[Member] = field(default_factory=list)
+    computed: dict[Definition, Multi] = field(default_factory=dict)
+    reads: dict[Definition, list[Multi]] = field(default_factory=dict)
+    cost: int = 0
+
+    @property
+    def space(self) -> tuple[Axis, ...]:
+        """All axes, parallel ones first."""
+        return (*self.axes, *self.reduced)
+
+    @property
+    def device_type(self) -> str:
+        """The device its tensors are on."""
+        return self.members[0].use.definition.device.type
+
+    def scans(self) -> bool:
+        """Whether it has a scan."""
+        return any(isinstance(member.use.definition, Scanned) for member in self.members)
+
+    def known(self, definition: Definition) -> Iterator[Multi]:
+        """Yields the indices at which it computes or reads a definition."""
+        if definition in self.computed:
+            yield self.computed[definition]
+        yield from self.reads.get(definition, ())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A way for a definition to join a kernel: their common space, the kernel's axes in it, the definition's point."""
+
+    axes: tuple[Axis, ...]
+    reduced: tuple[Axis, ...]
+    kernel_axes: Mapping[Atom, IndexLike]
+    at: Multi
+
+
+class Fusion:
+    """Takes calls and definitions in graph order; `items()` gives the program's steps in order."""
+
+    def __init__(self, uses: Uses, hint: Callable[[Size], int]) -> None:
+        self.uses = uses
+        self.hint = hint
+        self._items: list[Item] = []
+        self._made_by: dict[object, Item] = {}
+        self._readers: dict[Definition, list[Item]] = {}
+        self._numbering = 0.0
+
+    def call(self, node: Node, defines: Iterable[object], reads: Iterable[Definition], after: Iterable[object]) -> None:
+        """Adds an operator call. `defines` are definitions, symbols or marks that later items may depend on."""
+        item = self._new(Item(self._next(), node=node))
+        for definition in reads:
+            self._readers.setdefault(definition, []).append(item)
+        for depended in self._makers([*reads, *after]):
+            depended.first_user = min(depended.first_user, item.key)
+        for made in defines:
+            self._made_by[made] = item
+
+    def readers(self, definition: Definition) -> list[Item]:
+        """Returns the items so far that read a stored definition, to be passed as `after` of what overwrites it."""
+        return self._readers.get(definition, [])
+
+    def define(self, use: Use) -> None:
+        """Adds a definition that gets memory: to the kernel where it saves most, or to one of its own."""
+        trace = trace_with(use.definition, self.uses.inlined)
+        needed = self._makers([*(definition for definition, _ in trace.reads), *trace.symbols])
+        best: tuple[float, Item, Placement] | None = None
+        for item in self._candidates(use, trace, needed):
+            assert item.kernel is not None
+            if self._new_key(item, needed) is None or not self._may_grow(item.kernel, use, trace):
+                continue
+            for placement in placements(item.kernel, use.definition, trace):
+                saved = self._saved(item.kernel, placement, use, trace)
+                if saved is not None and (best is None or saved > best[0]):
+                    best = (saved, item, placement)
+                    break
+        if best is None:
+            item = self._new(Item(self._next(), kernel=_kernel_of(trace)))
+            self._join(item, use, trace, trace.axes, needed)
+        else:
+            _, item, placement = best
+            key = self._new_key(item, needed)
+            assert key is not None
+            item.key = key
+            assert item.kernel is not None
+            _rebase(item.kernel, placement)
+            self._join(item, use, trace, placement.at, needed)
+
+    def items(self) -> list[Item]:
+        """Returns calls and kernels in an order in which each comes after what it depends on."""
+        return sorted(self._items, key=lambda item: item.key)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> float:
+        self._numbering += 1.0
+        return self._numbering
+
+    def _new(self, item: Item) -> Item:
+        self._items.append(item)
+        return item
+
+    def _makers(self, what: Iterable[object]) -> list[Item]:
+        found: dict[int, Item] = {}
+        for thing in what:
+            item = thing if isinstance(thing, Item) else self._made_by.get(thing)
+            if item is not None:
+                found[id(item)] = item
+        return list(found.values())
+
+    def _candidates(self, use: Use, trace: Trace, needed: Sequence[Item]) -> list[Item]:
+        found = {id(item): item for item in needed if item.kernel is not None}
+        source = self._made_by.get(shared_source(use.definition))
+        if source is not None:
+            found = {id(source): source} | found
+        for definition, _ in trace.reads:
+            for item in self._readers.get(definition, [])[-_NEIGHBOURS:]:
+                if item.kernel is not None:
+                    found.setdefault(id(item), item)
+        return list(found.values())
+
+    def _new_key(self, item: Item, needed: Iterable[Item]) -> float | None:
+        """Returns the key an item gets when it also depends on others, or None where a user of it comes too early."""
+        latest = max([other.key for other in needed if other is not item], default=0.0)
+        if latest < item.key:
+            return item.key
+        if latest >= item.first_user:
+            return None
+        key = min(latest + 0.5, (latest + item.first_user) / 2)
+        return key if latest < key < item.first_user else None
+
+    def _may_grow(self, kernel: KernelPlan, use: Use, trace: Trace) -> bool:
+        definition = use.definition
+        if isinstance(definition, Scattered) or isinstance(kernel.members[0].use.definition, Scattered):
+            return False
+        if definition.device != kernel.members[0].use.definition.device:
+            return False
+        buffers = len(kernel.reads) + len(kernel.computed) + len(trace.reads)
+        return buffers <= _MOST_BUFFERS and kernel.cost + use.cost <= _MOST_COST
+
+    def _saved(self, kernel: KernelPlan, placement: Placement, use: Use, trace: Trace) -> float | None:
+        """Returns the bytes that a placement saves, or None where it would be wrong or saves nothing."""
+        saved = 0.0
+        mapping: dict[Atom, IndexLike] = dict(zip(trace.axes, placement.at, strict=True))
+        for definition, at in trace.reads:
+            mine = tuple([index.substitute(mapping) for index in at])
+            theirs = [
+                tuple([index.substitute(placement.kernel_axes) for index in other])
+                for other in kernel.known(definition)
+            ]  # fmt: skip
+            if definition in kernel.computed and mine != theirs[0]:
+                return None
+            if mine in theirs:
+                bytes_ = self.hint(product(definition.sizes)) * definition.dtype.itemsize
+                saved += bytes_ * (2 if definition in kernel.computed else 1)
+        if shared_source(use.definition) is not use.definition and any(
+            shared_source(member.use.definition) is shared_source(use.definition) for member in kernel.members
+        ):
+            saved += 1.0
+        return saved if saved > 0 and self._stays_fast(kernel, placement, use) else None
+
+    def _stays_fast(self, kernel: KernelPlan, placement: Placement, use: Use) -> bool:
+        """Whether one kernel over the shared space has as much to do in parallel as two would have.
+
+        On a GPU, writing a whole tensor in a kernel whose reduction runs down columns, or over rows that do not fit,
+        would leave it to the few programs that the reduction has.
+        """
+        if kernel.device_type == "cpu" or not placement.reduced:
+            return True
+        reduced = set(placement.reduced)
+        written = [member.at for member in kernel.members if isinstance(member.use.definition, Pointwise)]
+        if isinstance(use.definition, Pointwise):
+            written.append(placement.at)
+        whole = [at for at in written if not reduced.isdisjoint(axes_of(at))]
+        if not whole:
+            return True
+        fits = self.hint(_count(placement.reduced)) <= _LONGEST_ROW
+        return fits and all(not reduced.isdisjoint(at[-1].axes()) for at in whole)
+
+    def _join(self, item: Item, use: Use, trace: Trace, at: Multi | tuple[Axis, ...], needed: Iterable[Item]) -> None:
+        kernel = item.kernel
+        assert kernel is not None
+        member = Member(use, trace, tuple([as_index(index) for index in at]))
+        mapping: dict[Atom, IndexLike] = dict(zip(trace.axes, member.at, strict=True))
+        kernel.members.append(member)
+        kernel.computed[use.definition] = member.element
+        kernel.cost += use.cost
+        for definition, read_at in trace.reads:
+            if definition in kernel.computed:
+                continue
+            mine = tuple([index.substitute(mapping) for index in read_at])
+            known = kernel.reads.setdefault(definition, [])
+            if mine not in known:
+                known.append(mine)
+            readers = self._readers.setdefault(definition, [])
+            if item not in readers[-_NEIGHBOURS:]:
+                readers.append(item)
+        for other in needed:
+            if other is not item:
+                other.first_user = min(other.first_user, item.key)
+        self._made_by[use.definition] = item
+        self._made_by.setdefault(shared_source(use.definition), item)
+
+
+def axes_of(at: Iterable[Index]) -> set[Axis]:
+    """Returns the axes that any of these indices depends on."""
+    found: set[Axis] = set()
+    for index in at:
+        found |= index.axes()
+    return found
+
+
+def _kernel_of(trace: Trace) -> KernelPlan:
+    return KernelPlan(trace.axes[: trace.kept], trace.axes[trace.kept :])
+
+
+def _rebase(kernel: KernelPlan, placement: Placement) -> None:
+    """Moves a kernel to another space, in which its axes are index expressions."""
+    kernel.axes, kernel.reduced = placement.axes, placement.reduced
+    mapping = placement.kernel_axes
+    if all(mapping.get(axis, axis) == as_index(axis) for axis in mapping):
+        return
+
+    def moved(at: Multi) -> Multi:
+        return tuple([index.substitute(mapping) for index in at])
+
+    for member in kernel.members:
+        member.at = moved(member.at)
+    kernel.computed = {definition: moved(at) for definition, at in kernel.computed.items()}
+    kernel.reads = {definition: [moved(at) for at in known] for definition, known in kernel.reads.items()}
+
+
+# --- placing a definition in a kernel's space -----------------------------------------------------------------------
+
+
+def placements(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iterator[Placement]:
+    """Yields ways in which a definition's space and a kernel's are one, the likeliest first.
+
+    None of them is checked for what the two read of one another.
+    """
+    own_count, count = _count(trace.axes), _count(kernel.space)
+    own_reduced = trace.axes[trace.kept :]
+    if own_count == count:
+        for at in _maps_into(kernel, trace):
+            if _keeps_kinds(kernel, trace, at):
+                yield Placement(kernel.axes, kernel.reduced, {axis: axis for axis in kernel.space}, at)
+        if not kernel.reduced or own_reduced or not trace.axes:
+            yield from _moves_to(kernel, trace, definition)
+    elif kernel.reduced and not own_reduced and own_count == _count(kernel.axes):
+        for at in _maps_into(kernel, trace):
+            if axes_of(at) <= set(kernel.axes):
+                yield Placement(kernel.axes, kernel.reduced, {axis: axis for axis in kernel.space}, at)
+
+
+def _moves_to(kernel: KernelPlan, trace: Trace, definition: Definition) -> Iterator[Placement]:
+    """Yields placements in the definition's own space: the kernel's axes become expressions over its axes."""
+    kept, reduced = trace.axes[: trace.kept], trace.axes[trace.kept :]
+    own = tuple([as_index(axis) for axis in trace.axes])
+    for kernel_at in _maps_from(kernel, trace):
+        mapping: dict[Atom, IndexLike] = dict(zip(kernel.space, kernel_at, strict=True))
+        parallel = axes_of(kernel_at[: len(kernel.axes)])
+        over = axes_of(kernel_at[len(kernel.axes) :])
+        if kernel.reduced and not (parallel <= set(kept) and over <= set(reduced)):
+            continue
+        yield Placement(kept, reduced, mapping, own)
+
+
+def _keeps_kinds(kernel: KernelPlan, trace: Trace, at: Multi) -> bool:
+    """Whether what a reduction keeps are parallel axes of the kernel, and what it reduces are reduced ones."""
+    if trace.kept == len(trace.axes):
+        return True
+    return axes_of(at[: trace.kept]) <= set(kernel.axes) and axes_of(at[trace.kept :]) <= set(kernel.reduced)
+
+
+def _maps_into(kernel: KernelPlan, trace: Trace) -> Iterator[Multi]:
+    """Yields the points of a definition's space as expressions over a kernel's axes."""
+    sizes = tuple([axis.size for axis in trace.axes])
+    tried: set[Multi] = set()
+    for definition, at in trace.reads:
+        for known in kernel.known(definition):
+            for found in (
+                _unified(at, known, trace.axes, kernel.reduced),
+                _reshaped(definition, at, known, trace.axes),
+            ):
+                if found is not None and found not in tried:
+                    tried.add(found)
+                    yield found
+    for member in kernel.members:
+        if member.at not in tried and tuple([axis.size for axis in member.trace.axes]) == sizes:
+            tried.add(member.at)
+            yield member.at
+
+
+def _maps_from(kernel: KernelPlan, trace: Trace) -> Iterator[Multi]:
+    """Yields a kernel's axes as expressions over a definition's."""
+    for definition, at in trace.reads:
+        for known in kernel.known(definition):
+            for found in (_unified(known, at, kernel.space, ()), _reshaped(definition, known, at, kernel.space)):
+                if found is not None:
+                    yield found
+
+
+def _unified(at: Multi, known: Multi, axes: Sequence[Axis], spare: Sequence[Axis]) -> Multi | None:
+    """Solves at(axes) = known for the axes, where each index of `at` is one axis or a constant.
+
+    Axes that `at` does not have are matched, in order, with `spare` ones, when these make as many points.
+    """
+    found: dict[Axis, Index] = {axis: as_index(0) for axis in axes if axis.size == 1}
+    for mine, theirs in zip(at, known, strict=True):
+        axis = mine.single_axis
+        if axis is None:
+            if mine != theirs:
+                return None
+        elif found.setdefault(axis, theirs) != theirs:
+            return None
+    missing = [axis for axis in axes if axis not in found]
+    if missing:
+        if _count(missing) != _count(spare) or not axes_of(found.values()).isdisjoint(spare):
+            return None
+        position = linear_index(spare, [axis.size for axis in spare])
+        found |= dict(zip(missing, unflattened(position, [axis.size for axis in missing]), strict=True))
+    return tuple([found[axis] for axis in axes])
+
+
+def _reshaped(definition: Definition, at: Multi, known: Multi, axes: Sequence[Axis]) -> Multi | None:
+    """Solves at(axes) = known where both walk the tensor in its own order, cut into other dimensions."""
+    sizes = [axis.size for axis in axes]
+    if _count(axes) != product(definition.sizes):
+        return None
+    if linear_index(at, definition.sizes) != linear_index(axes, sizes):
+        return None
+    return unflattened(linear_index(known, definition.sizes), sizes)
+
+
+def _count(axes: Iterable[Axis]) -> Size:
+    return product(axis.size for axis in axes)
+

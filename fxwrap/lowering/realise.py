@@ -1,0 +1,125 @@
+"""Which definitions get memory, and which are computed again wherever they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from fxwrap.lowering.definitions import Definition, Pointwise, Reduced, Scanned, Scattered, Viewed
+from fxwrap.lowering.tracing import Tracer, space_of
+from fxwrap.symbolic import Size, product
+
+_CHEAP = 8
+"""Instructions that are cheaper to repeat than a value is to write and read."""
+_CHEAP_BROADCAST = 16
+_MOST_INLINED = 400
+_MOST_READS = 24
+
+
+@dataclass(eq=False)
+class Use:
+    """What is known of one definition: when its node comes, who reads it, and whether it gets memory."""
+
+    definition: Definition
+    position: int
+    consumers: list[Use] = field(default_factory=list)
+    external: bool = False
+    realised: bool = False
+    cost: int = 0
+    reads: set[Definition] = field(default_factory=set)
+    mutated_reads: dict[Definition, int] = field(default_factory=dict)
+
+    @property
+    def last_consumer(self) -> int:
+        """The position of the last definition that reads it."""
+        return max([use.position for use in self.consumers], default=self.position)
+
+
+class Uses:
+    """All definitions of a graph, in the order in which they can be computed."""
+
+    def __init__(self, hint: Callable[[Size], int]) -> None:
+        self.tracer = Tracer()
+        self.by_definition: dict[Definition, Use] = {}
+        self._hint = hint
+
+    def add(self, definition: Definition, position: int) -> Use:
+        """Records a definition, and what it reads before it; a view stands for what it shows."""
+        known = self.by_definition.get(definition)
+        if known is not None:
+            return known
+        use = Use(definition, position, realised=not isinstance(definition, Pointwise | Viewed))
+        for other in dict.fromkeys(other for other, _ in self.tracer.trace(definition).reads):
+            other.origin = other.origin or definition.origin
+            other.name = other.name or f"{definition.name}_{len(self.by_definition)}"
+            self.add(other, position).consumers.append(use)
+        self.by_definition[definition] = use
+        return use
+
+    def decide(self, mutations: Iterable[tuple[Definition, int]]) -> None:
+        """Decides what is realised. `mutations` are stored definitions that are written at a position."""
+        self._forget_dead()
+        written: dict[Definition, list[int]] = {}
+        for definition, position in mutations:
+            written.setdefault(definition, []).append(position)
+        for use in self.by_definition.values():
+            self._decide(use, written)
+
+    def _forget_dead(self) -> None:
+        """Forgets definitions that nothing needs: parts of results that nobody uses, and what only they read."""
+        live: set[int] = set()
+        for use in reversed(self.by_definition.values()):
+            use.consumers = [consumer for consumer in use.consumers if id(consumer) in live]
+            if use.external or use.consumers:
+                live.add(id(use))
+        self.by_definition = {key: use for key, use in self.by_definition.items() if id(use) in live}
+
+    def _decide(self, use: Use, written: dict[Definition, list[int]]) -> None:
+        trace = self.tracer.trace(use.definition)
+        use.cost = trace.cost
+        for other, _ in trace.reads:
+            producer = self.by_definition[other]
+            if producer.realised:
+                use.reads.add(other)
+            else:
+                use.cost += producer.cost
+                use.reads |= producer.reads
+        stale = any(
+            use.position <= position < use.last_consumer
+            for other in use.reads if other in written
+            for position in written[other]
+        )  # fmt: skip
+        if isinstance(use.definition, Pointwise):
+            use.realised = use.external or stale or not self._worth_inlining(use)
+
+    def _worth_inlining(self, use: Use) -> bool:
+        if not use.reads and use.cost <= _MOST_INLINED // 4:
+            return True
+        if use.cost > _MOST_INLINED or len(use.reads) > _MOST_READS:
+            return False
+        own = self._count(use.definition.sizes)
+        widest = max([self._count(space_of(consumer.definition)[0]) for consumer in use.consumers], default=own)
+        if widest > 2 * own:
+            return use.cost <= _CHEAP_BROADCAST
+        if len(use.consumers) <= 1:
+            return True
+        return use.cost <= _CHEAP and self._bytes(use.reads) <= self._bytes([use.definition]) * 1.25
+
+    def _bytes(self, definitions: Iterable[Definition]) -> float:
+        return sum(self._count(item.sizes) * item.dtype.itemsize for item in definitions)
+
+    def _count(self, sizes: Iterable[Size]) -> int:
+        return max(self._hint(product(sizes)), 1)
+
+    def inlined(self, definition: Definition) -> bool:
+        """Whether a definition is computed where it is read."""
+        return not self.by_definition[definition].realised
+
+    def units(self) -> list[Use]:
+        """Returns what kernels compute into memory, in order."""
+        return [
+            use for use in self.by_definition.values()
+            if use.realised and isinstance(use.definition, Pointwise | Reduced | Scanned | Scattered)
+        ]  # fmt: skip
+
+

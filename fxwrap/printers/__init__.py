@@ -1,0 +1,4 @@
+"""Printers of the loop IR: one package for each kernel language."""
+
+from fxwrap.printers.languages import print_kernel as print_kernel
+from fxwrap.printers.printed import PrintedKernel as PrintedKernel
