@@ -39,11 +39,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number. Its dtype is one that arithmetic happens in."""
+    """A number. Its dtype is one that arithmetic happens in. Compared by its text: 0.0 is not -0.0, and NaN is NaN."""
 
-    value: float | int | bool
+    value: float | int | bool = field(compare=False)
     dtype: torch.dtype
     origin: str = field(default="", compare=False)
+    text: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", repr(self.value))
 
 
 @dataclass(frozen=True, slots=True)
