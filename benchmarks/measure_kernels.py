@@ -232,7 +232,7 @@ def replayed_seconds(replay: Callable[[], object]) -> float:
 def profiled_seconds(run: Callable[[], object]) -> float:
     """The sum of the times of the kernels that a run starts."""
     activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[activity.CUDA], acc_events=True) as profile:
         run()
         torch.cuda.synchronize()
     return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
