@@ -169,7 +169,7 @@ def copy_rotation(setting: Setting, operator: FusedOperator, count: int) -> list
     if half > COPY_UNIT:
         half -= half % COPY_UNIT
     generator = torch.Generator(setting.device).manual_seed(0)
-    pairs = []
+    pairs: list[Inputs] = []
     for _ in range(count):
         source = torch.randn(half // 4, generator=generator, device=setting.device)
         pairs.append((torch.empty_like(source), source))
