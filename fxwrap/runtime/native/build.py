@@ -43,7 +43,11 @@ _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
 _BRIDGE_FLAGS = ("-O2", "-DNDEBUG")
 # Straight-line calls: no optimisation runs as fast and compiles fastest (benchmarks/bridge_calls.py).
 _PROGRAM_FLAGS = ("-O0",)
-KERNEL_FLAGS = ("-O3", "-march=native")
+# Kernels keep eager's rounding (no contraction) and its wrap-around of integers; nothing reads errno or traps.
+KERNEL_FLAGS = (
+    *("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv"),
+)
+_KERNEL_HEADER = "kernel.h"
 
 
 class Program(Protocol):
@@ -111,6 +115,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         _bridge_digest(),
         str(bridge),
         *(text for source in sources for text in (source.text, *source.flags)),
+        *[_kernel_header() for source in sources if _KERNEL_HEADER in source.text],
         _processor() if any("-march=native" in source.flags for source in sources) else "",
     )
 
@@ -242,6 +247,11 @@ def _environment(compiler: _Compiler) -> str:
 def _bridge_digest() -> str:
     files = (*_HEADERS, *_BRIDGE_SOURCES, _BINDING_SOURCE)
     return _digest(*_BRIDGE_FLAGS, *((_HERE / name).read_text(encoding="utf-8") for name in files))
+
+
+@cache
+def _kernel_header() -> str:
+    return (_HERE / _KERNEL_HEADER).read_text(encoding="utf-8")
 
 
 @cache

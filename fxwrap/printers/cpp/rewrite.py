@@ -1,0 +1,85 @@
+"""Reductions with several results as plain ones: what is in the cache is read twice, exactly and quickly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fxwrap.loop_ir import (
+    Compute,
+    Constant,
+    Gathered,
+    Index,
+    Kernel,
+    Operation,
+    Part,
+    Reduce,
+    SizeValue,
+    map_operation,
+    without_dead_operations,
+)
+
+
+def with_plain_reductions(kernel: Kernel) -> Kernel:
+    """Returns the kernel with `welford` as mean and sum of squared differences, `softmax` as maximum and sum."""
+    if not any(isinstance(item, Reduce) and item.kind in ("welford", "softmax") for item in kernel.operations):
+        return kernel
+    return _Rewriting(kernel).run()
+
+
+class _Rewriting:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.operations: list[Operation] = []
+        self.new: dict[int, int] = {}
+        self.parts: dict[tuple[int, int], int] = {}
+        self.origin = ""
+
+    def run(self) -> Kernel:
+        for position, operation in enumerate(self.kernel.operations):
+            self.origin = operation.origin
+            match operation:
+                case Reduce("welford", (value,), dtype):
+                    self.welford(position, self.new[value], dtype)
+                case Reduce("softmax", (value,), dtype):
+                    self.softmax(position, self.new[value], dtype)
+                case Part(source, part) if (source, part) in self.parts:
+                    self.new[position] = self.parts[source, part]
+                case _:
+                    self.new[position] = self.add(map_operation(operation, self.new.__getitem__, self.index))
+        return without_dead_operations(replace(self.kernel, operations=tuple(self.operations)))
+
+    def add(self, operation: Operation) -> int:
+        self.operations.append(operation)
+        return len(self.operations) - 1
+
+    def compute(self, name: str, *operands: int, dtype: torch.dtype) -> int:
+        return self.add(Compute(name, operands, dtype, self.origin))
+
+    def index(self, old: Index) -> Index:
+        found = [atom for atom in old.atoms() if isinstance(atom, Gathered)]
+        return old.substitute({atom: Gathered(self.new[atom.operation], atom.size) for atom in found})
+
+    def welford(self, position: int, value: int, dtype: torch.dtype) -> None:
+        count = self.kernel.reduced_count
+        if isinstance(count, int):
+            divisor = self.add(Constant(float(count), dtype, self.origin))
+        else:
+            divisor = self.compute("cast", self.add(SizeValue(count, torch.int64, self.origin)), dtype=dtype)
+        total = self.add(Reduce("sum", (value,), dtype, self.origin))
+        mean = self.compute("div", total, divisor, dtype=dtype)
+        difference = self.compute("sub", value, mean, dtype=dtype)
+        square = self.compute("mul", difference, difference, dtype=dtype)
+        self.parts[position, 0] = mean
+        self.parts[position, 1] = self.add(Reduce("sum", (square,), dtype, self.origin))
+
+    def softmax(self, position: int, value: int, dtype: torch.dtype) -> None:
+        largest = self.add(Reduce("max", (value,), dtype, self.origin))
+        lowest = self.add(Constant(-float("inf"), dtype, self.origin))
+        zero = self.add(Constant(0.0, dtype, self.origin))
+        empty = self.compute("eq", largest, lowest, dtype=torch.bool)
+        shift = self.compute("where", empty, zero, largest, dtype=dtype)
+        power = self.compute("exp", self.compute("sub", value, shift, dtype=dtype), dtype=dtype)
+        self.parts[position, 0] = largest
+        self.parts[position, 1] = self.add(Reduce("sum", (power,), dtype, self.origin))

@@ -1,0 +1,102 @@
+"""Scans: a running value that each element combines with, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+from fxwrap.loop_ir import Scan, Store
+from fxwrap.printers.cpp.body import Known, Statements
+from fxwrap.printers.cpp.loops import ReductionPrinter
+from fxwrap.printers.cpp.types import CPP_TYPES
+
+_COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}
+
+
+def running_dtype(operation: Scan, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the running value: long sums and products of float32 run in float64, as torch's do."""
+    return torch.float64 if dtype is torch.float32 and operation.kind in ("cumsum", "cumprod") else dtype
+
+
+def scan_start(operation: Scan, dtype: torch.dtype) -> tuple[str, str]:
+    """Returns the C++ type of the running value, and what it begins with. `dtype` is the operand's."""
+    value = CPP_TYPES[running_dtype(operation, dtype)]
+    match operation.kind:
+        case "cumsum" | "cumprod":
+            return value, f"{value}({int(operation.kind == 'cumprod')})"
+        case "logcumsumexp":
+            return value, f"Limits<{value}>::lowest"
+        case _:
+            bound = "lowest" if operation.kind == "cummax" else "highest"
+            return f"Best<{value}>", f"Best<{value}>{{Limits<{value}>::{bound}, 0}}"
+
+
+def scan_step(statements: Statements, place: int, running: str, known: Known, position: str) -> str:
+    """Writes the step of a scan at one element, and returns the text of its result there."""
+    operation = statements.kernel.operations[place]
+    assert isinstance(operation, Scan)
+    dtype = statements.dtype(operation.operands[0])
+    value, comment = known[operation.operands[0]], statements.comment(operation)
+    if operation.kind in _COMBINE:
+        kind = CPP_TYPES[running_dtype(operation, dtype)]
+        operand = f"{kind}({value})"
+        statements.writer.line(f"{running} = combine::{_COMBINE[operation.kind]}({running}, {operand});{comment}")
+        text = f"{CPP_TYPES[dtype]}({running})"
+        return statements.declare(place, text)
+    step = "last_larger" if operation.kind == "cummax" else "last_smaller"
+    statements.writer.line(f"{running} = {step}({running}, {value}, {position});{comment}")
+    return running
+
+
+class ScanPrinter(ReductionPrinter):
+    """A kernel that scans along its rows: each parallel iteration is a row, gone through in order."""
+
+    def print(self) -> None:
+        """Writes the loops."""
+        self.statements.scan = self.scan
+        with self.nest([self.head(axis) for axis in self.kernel.axes], self.parallel()):
+            known: Known = {}
+            for reductions, stores in self.stage_sinks():
+                self.print_stage(reductions, stores, known)
+            if self.final_stores():
+                self.write_stores(self.final_stores(), known)
+
+    def print_stage(self, reductions: list[int], stores: list[Store], known: Known) -> None:
+        """Writes one pass over the row."""
+        targets = self.targets(reductions, stores)
+        if not targets:
+            return
+        self.write_fixed(targets, known)
+        for place in self.statements.needed(targets, known):
+            operation = self.kernel.operations[place]
+            if isinstance(operation, Scan):
+                kind, start = scan_start(operation, self.statements.dtype(operation.operands[0]))
+                self.writer.line(f"{kind} {self.statements.name(place)}_running = {start};")
+        for place in reductions:
+            kind, name = self.result_type(place), self.statements.name(place)
+            self.writer.line(f"{kind} {name}_running = {self.start_of(place)};")
+        with self.nest([self.head(axis) for axis in self.kernel.reduced]):
+            inner = dict(known)
+            values = [store.value for store in stores]
+            self.statements.write(targets, inner, keep=values if len(values) > 1 else ())
+            for place in reductions:
+                self.accumulate(place, inner)
+            for store in stores:
+                self.statements.store(store, inner)
+        for place in reductions:
+            self.finish(place, f"{self.statements.name(place)}_running", known)
+
+    def accumulate(self, place: int, known: Known) -> None:
+        """Writes the step of a reduction."""
+        running = f"{self.statements.name(place)}_running"
+        value = known[self.statements.operands_of(place)[0]]
+        kind = self.result_type(place)
+        operand = f"{kind}{{{value}, {self.position_text()}}}" if kind.startswith("Best") else value
+        self.writer.line(f"{running} = {self.combine(place)}({running}, {operand});")
+
+    def scan(self, place: int, known: Known) -> str:
+        """Writes a step of a scan along the row."""
+        running = f"{self.statements.name(place)}_running"
+        return scan_step(self.statements, place, running, known, self.position_text())
