@@ -6,6 +6,8 @@ from fxwrap.loop_ir.builder import Scalar as Scalar
 from fxwrap.loop_ir.builder import renumbered as renumbered
 from fxwrap.loop_ir.builder import without_dead_operations as without_dead_operations
 from fxwrap.loop_ir.evaluate import evaluate_kernel as evaluate_kernel
+from fxwrap.loop_ir.in_place import may_overwrite as may_overwrite
+from fxwrap.loop_ir.in_place import overwriting as overwriting
 from fxwrap.loop_ir.index import ONE as ONE
 from fxwrap.loop_ir.index import ZERO as ZERO
 from fxwrap.loop_ir.index import Atom as Atom

@@ -102,6 +102,10 @@ class Builder:
         self.root_of[value.name] = value
         return value
 
+    def share_root(self, fake: torch.Tensor, root: Value) -> None:
+        """Records that a tensor of the graph is in the memory of a root that another one made."""
+        self.root_by_storage[storage_identity(fake)] = root
+
     def add_window(self, name: str, fake: torch.Tensor, base: Value) -> Value:
         """Makes a value that is a window on the root of another."""
         value = Value(self.unique(name), self.tensor_type(fake, self.offset_in_root(base, fake)))

@@ -13,7 +13,17 @@ from torch.fx import Node
 
 from fxwrap.loop_ir import KERNEL_DTYPES
 from fxwrap.lowering.builder import Builder
-from fxwrap.lowering.definitions import Definition, Indices, Pointwise, Reader, Stored, Viewed
+from fxwrap.lowering.definitions import (
+    Definition,
+    Indices,
+    Pointwise,
+    Reader,
+    Stored,
+    Viewed,
+    Written,
+    broadcast_indices,
+    viewed_base,
+)
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import OperatorFacts, operator_facts
 from fxwrap.lowering.rules import RULES, Call
@@ -60,6 +70,8 @@ class Defining:
         self.node_of: dict[Definition, Node] = {}
         self.mutations: list[tuple[Definition, int]] = []
         self._stored_on: dict[int, list[Stored]] = {}
+        self._storage_of: dict[Stored, int] = {}
+        self._strides: dict[Stored, tuple[Any, ...]] = {}
         self._bound: set[sympy.Symbol] = set()
         self._languages = {spec.device_type: spec for spec in options.devices}
 
@@ -67,7 +79,10 @@ class Defining:
         """Returns a definition for a tensor that is in memory."""
         found = Stored(tuple(self.builder.tensor_type(fake).sizes), fake.dtype, fake.device)
         found.name = name or node.name
-        self._stored_on.setdefault(storage_identity(fake), []).append(found)
+        storage = self._storage_of[found] = storage_identity(fake)
+        self._stored_on.setdefault(storage, []).append(found)
+        strides = zip(fake.shape, fake.stride(), strict=True)
+        self._strides[found] = tuple([stride for size, stride in strides if size != 1])
         return found
 
     def given(self, node: Node, value: Any) -> None:
@@ -80,6 +95,8 @@ class Defining:
         fake = self.builder.fakes[node]
         if node.target is operator.getitem and isinstance(self.known.get(node.args[0]), tuple):  # type: ignore[arg-type]
             self.known[node] = self.known[node.args[0]][node.args[1]]  # type: ignore[index]
+            return
+        if self._define_copy(node, position):
             return
         reason = "it gives a number"
         if isinstance(node.target, OpOverload) and self._gives_tensors(fake):
@@ -184,6 +201,47 @@ class Defining:
 
     def _sizes(self, fake: torch.Tensor) -> tuple[Any, ...]:
         return self.builder.tensor_type(fake).sizes
+
+    def _define_copy(self, node: Node, position: int) -> bool:
+        """Defines a `copy_` of something computed into a tensor in memory: the kernel that computes it writes there."""
+        if node.target is not torch.ops.aten.copy_.default or not self.options.fuse or node.name in self.refused:
+            return False
+        target, value = [self.known.get(argument) for argument in node.args[:2]]  # type: ignore[arg-type]
+        if not isinstance(target, Stored) or not isinstance(value, Definition):
+            return False
+        if not self.write_into(target, value, node, position):
+            return False
+        self.known[node] = target
+        self.outcomes.append(Outcome(node, "fused"))
+        return True
+
+    def write_into(self, target: Stored, value: Definition, node: Node, position: int) -> bool:
+        """Makes a definition overwrite a tensor in memory with a value, where one kernel can do it; says whether."""
+        types = {target.dtype, value.dtype}
+        computed = not isinstance(viewed_base(value), Stored)
+        if not computed or not types <= KERNEL_DTYPES or target.device != value.device:
+            return False
+        if target.device.type not in self._languages or any(size == 0 for size in self._strides.get(target, (0,))):
+            return False
+
+        def body(reader: Reader, indices: Indices) -> Any:
+            return reader.load(value, broadcast_indices(value.sizes, indices)).to(target.compute_dtype)
+
+        written = Written(target.sizes, target.dtype, target.device, body, target)
+        written.name, written.origin = node.name, "aten.copy_.default"
+        self.position_of[written] = position
+        self.node_of[written] = node
+        aliases = self.on_memory_of(target)
+        self.mutations.extend((definition, position) for definition in aliases)
+        return True
+
+    def on_memory_of(self, target: Stored) -> list[Stored]:
+        """Returns every definition whose memory is that of a stored tensor, itself included."""
+        return self._stored_on[self._storage_of[target]]
+
+    def shares_memory(self, definition: Definition) -> bool:
+        """Whether other definitions in memory show a definition's memory too."""
+        return isinstance(definition, Stored) and len(self.on_memory_of(definition)) > 1
 
     # --- calls ------------------------------------------------------------------------------------------------------
 

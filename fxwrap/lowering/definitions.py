@@ -67,6 +67,13 @@ class Pointwise(Definition):
 
 
 @dataclass(eq=False)
+class Written(Pointwise):
+    """A pointwise definition whose memory is that of a tensor which is there before, and is overwritten."""
+
+    target: Stored
+
+
+@dataclass(eq=False)
 class Viewed(Definition):
     """Element `indices` is element `index_map(indices)` of `base`: a permutation, slice, broadcast, reshape, flip..."""
 

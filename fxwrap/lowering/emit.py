@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -10,13 +10,13 @@ from torch.fx import Node
 
 from fxwrap.device_spec import DeviceSpec
 from fxwrap.errors import FxwrapError
-from fxwrap.lines import Alloc, Launch
+from fxwrap.lines import Alloc, Launch, View
 from fxwrap.loop_ir import as_index
 from fxwrap.lowering.builder import Builder, origin_of
 from fxwrap.lowering.define import Defining
-from fxwrap.lowering.definitions import Definition, Pointwise, Scattered
+from fxwrap.lowering.definitions import Definition, Pointwise, Scattered, Written
 from fxwrap.lowering.fusion import Item, KernelPlan, Member
-from fxwrap.lowering.kernels import BuiltKernel, build_kernel, kernel_name
+from fxwrap.lowering.kernels import BuiltKernel, build_kernel, extent_of, kernel_name
 from fxwrap.lowering.nodes import lower_call
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.tracing import trace_with
@@ -38,13 +38,20 @@ class Emission:
     """Emits the lines of items in order, and the values that nodes and definitions stand for."""
 
     def __init__(
-        self, builder: Builder, defining: Defining, uses: Uses, options: Options, hint: Callable[[Size], int]
+        self,
+        builder: Builder,
+        defining: Defining,
+        uses: Uses,
+        options: Options,
+        hint: Callable[[Size], int],
+        last_reader: Mapping[Definition, Item],
     ) -> None:
         self.builder = builder
         self.defining = defining
         self.uses = uses
         self.options = options
         self.hint = hint
+        self.last_reader = last_reader
         self.values: dict[Definition, Value] = {}
         self.kernels: dict[str, KernelDefinition] = {}
         self._names: dict[str, int] = {}
@@ -55,7 +62,7 @@ class Emission:
         if item.node is not None:
             self._call(item.node)
         elif item.kernel is not None:
-            self._kernel(item.kernel, wanted)
+            self._kernel(item, item.kernel, wanted)
 
     def ensure(self, node: Node) -> None:
         """Makes the value of a node exist: of what a kernel made, or a view of it."""
@@ -97,13 +104,19 @@ class Emission:
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
-    def _kernel(self, plan: KernelPlan, wanted: set[Definition]) -> None:
+    def _kernel(self, item: Item, plan: KernelPlan, wanted: set[Definition]) -> None:
         stored = [member.use.definition for member in plan.members if member.use.definition in wanted]
         for definition in stored:
-            self._allocate(definition)
+            self.values[definition] = self._planned(definition)
+        built = build_kernel(plan, stored, self._value_of, self.uses.inlined, self.hint)
+        for definition, value in zip(stored, built.outputs, strict=True):
+            if isinstance(definition, Written):
+                built = self._overwriting(definition, value, built)
+            else:
+                built = self._in_place(definition, value, built, item) or self._allocated(definition, value, built)
             if isinstance(definition, Scattered):
                 self._copy_initial(definition)
-        self._launch(plan, build_kernel(plan, stored, self._value_of, self.uses.inlined, self.hint))
+        self._launch(plan, built)
 
     def _value_of(self, definition: Definition) -> Value:
         found = self.values.get(definition)
@@ -111,15 +124,64 @@ class Emission:
             raise AssertionError(f"'{definition.name}' is read before it is computed")
         return found
 
-    def _allocate(self, definition: Definition) -> None:
+    def _planned(self, definition: Definition) -> Value:
+        """Returns what a kernel is built with for an output: its type, or the value that it overwrites."""
+        if isinstance(definition, Written):
+            return self._value_of(definition.target)
+        fake = self.defining.fake_of.get(definition)
+        if fake is not None:
+            return Value(f"?{definition.name}", self.builder.tensor_type(fake))
+        strides = contiguous_strides(definition.sizes)
+        return Value(f"?{definition.name}", TensorType(definition.dtype, definition.sizes, strides, definition.device))
+
+    def _allocated(self, definition: Definition, planned: Value, built: BuiltKernel) -> BuiltKernel:
+        """Emits the allocation of an output."""
         fake = self.defining.fake_of.get(definition)
         if fake is None:
-            type_ = TensorType(definition.dtype, definition.sizes, contiguous_strides(definition), definition.device)
-            value = self.builder.add_buffer(definition.name, type_)
+            value = self.builder.add_buffer(definition.name, planned.tensor_type)
         else:
             value = self.builder.add_root(definition.name, fake)
         self.values[definition] = value
         self.builder.emit(Alloc(value, origin=self._origin((definition,))))
+        return built.with_output(planned, value)
+
+    def _overwriting(self, definition: Written, value: Value, built: BuiltKernel) -> BuiltKernel:
+        """Returns the kernel that reads what it overwrites through its output."""
+        self.builder.mutated.add(self.builder.root_of[value.name].name)
+        if value not in built.inputs:
+            return built
+        merged = built.overwriting(value, value)
+        if merged is None:
+            raise KernelRefused(frozenset([definition.name]), "it reads an element after it is overwritten")
+        return merged
+
+    def _in_place(self, definition: Definition, planned: Value, built: BuiltKernel, item: Item) -> BuiltKernel | None:
+        """Returns the kernel with an output in the memory of an input that nothing else needs, if there is one."""
+        fake = self.defining.fake_of.get(definition)
+        if fake is None or isinstance(definition, Scattered):
+            return None
+        for source in built.overwritable(planned):
+            if source not in self._dying_at(item) or not _same_memory(source.tensor_type, planned.tensor_type):
+                continue
+            root = self.builder.root_of[source.name]
+            value = source
+            if source.type != planned.type:
+                value = self.builder.add_window(definition.name, fake, source)
+                self.builder.emit(View(value, source, origin=self._origin((definition,))))
+            self.builder.share_root(fake, root)
+            self.builder.mutated.add(root.name)
+            self.values[definition] = value
+            return built.overwriting(source, planned, value)
+        return None
+
+    def _dying_at(self, item: Item) -> list[Value]:
+        """Returns the values that are roots, and that a kernel is the last to read."""
+        assert item.kernel is not None
+        values = [
+            self.values[definition] for definition in item.kernel.reads
+            if self.last_reader.get(definition) is item and definition in self.values
+        ]  # fmt: skip
+        return [value for value in values if self.builder.root_of[value.name] == value]
 
     def _copy_initial(self, definition: Scattered) -> None:
         """Launches what fills a scatter's result before it is scattered into."""
@@ -174,10 +236,15 @@ class Emission:
         return Origin(tuple([node.name for node in nodes]), ", ".join(operators), last.location, last.module)
 
 
-def contiguous_strides(definition: Definition) -> tuple[Size, ...]:
-    """Returns row-major strides for a definition's sizes."""
-    sizes = definition.sizes
+def contiguous_strides(sizes: Sequence[Size]) -> tuple[Size, ...]:
+    """Returns row-major strides, as torch gives them: a dimension of no element counts as one of one."""
     return tuple([product(maximum(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes))])
+
+
+def _same_memory(old: TensorType, new: TensorType) -> bool:
+    """Whether two types are of tensors without gaps that fill the same memory."""
+    counts = {product(old.sizes), product(new.sizes), extent_of(old), extent_of(new)}
+    return len(counts) == 1 and old.device == new.device and old.dtype is new.dtype
 
 
 def symbol_hints(builder: Builder) -> Callable[[Size], int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, as_index, linear_index, unflattened
-from fxwrap.lowering.definitions import Definition, Pointwise, Scanned, Scattered
+from fxwrap.lowering.definitions import Definition, Pointwise, Scanned, Scattered, Stored, Written
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.tracing import Multi, Trace, element_of, shared_source, trace_with
 from fxwrap.symbolic import Size, product
@@ -54,13 +54,17 @@ class Member:
 
 @dataclass(eq=False)
 class KernelPlan:
-    """A kernel in the making: its space, its members in order, and where it reads what."""
+    """A kernel in the making: its space, its members in order, and where it reads and computes what.
+
+    `overwritten` are definitions in whose memory it writes something else.
+    """
 
     axes: tuple[Axis, ...]
     reduced: tuple[Axis, ...]
     members: list[Member] = field(default_factory=list)
     computed: dict[Definition, Multi] = field(default_factory=dict)
     reads: dict[Definition, list[Multi]] = field(default_factory=dict)
+    overwritten: set[Definition] = field(default_factory=set)
     cost: int = 0
 
     @property
@@ -97,9 +101,12 @@ class Placement:
 class Fusion:
     """Takes calls and definitions in graph order; `items()` gives the program's steps in order."""
 
-    def __init__(self, uses: Uses, hint: Callable[[Size], int]) -> None:
+    def __init__(
+        self, uses: Uses, hint: Callable[[Size], int], on_memory_of: Callable[[Stored], Sequence[Definition]]
+    ) -> None:
         self.uses = uses
         self.hint = hint
+        self.on_memory_of = on_memory_of
         self._items: list[Item] = []
         self._made_by: dict[object, Item] = {}
         self._readers: dict[Definition, list[Item]] = {}
@@ -122,7 +129,7 @@ class Fusion:
     def define(self, use: Use) -> None:
         """Adds a definition that gets memory: to the kernel where it saves most, or to one of its own."""
         trace = trace_with(use.definition, self.uses.inlined)
-        needed = self._makers([*(definition for definition, _ in trace.reads), *trace.symbols])
+        needed = self._makers([*(definition for definition, _ in trace.reads), *trace.symbols, *self._before(use)])
         best: tuple[float, Item, Placement] | None = None
         for item in self._candidates(use, trace, needed):
             assert item.kernel is not None
@@ -144,6 +151,17 @@ class Fusion:
             assert item.kernel is not None
             _rebase(item.kernel, placement)
             self._join(item, use, trace, placement.at, needed)
+
+    def _before(self, use: Use) -> list[object]:
+        """Returns what else must come before a definition: for one that overwrites memory, what reads or makes that."""
+        if not isinstance(use.definition, Written):
+            return []
+        found: list[object] = list(self.on_memory_of(use.definition.target))
+        return [*found, *(item for definition in found for item in self._readers.get(definition, ()))]  # type: ignore[call-overload]
+
+    def last_readers(self) -> dict[Definition, Item]:
+        """Returns the last item that reads each definition."""
+        return {definition: max(items, key=lambda item: item.key) for definition, items in self._readers.items()}
 
     def items(self) -> list[Item]:
         """Returns calls and kernels in an order in which each comes after what it depends on."""
@@ -199,6 +217,8 @@ class Fusion:
 
     def _saved(self, kernel: KernelPlan, placement: Placement, use: Use, trace: Trace) -> float | None:
         """Returns the bytes that a placement saves, or None where it would be wrong or saves nothing."""
+        if not self._may_write(kernel, placement, use):
+            return None
         saved = 0.0
         mapping: dict[Atom, IndexLike] = dict(zip(trace.axes, placement.at, strict=True))
         for definition, at in trace.reads:
@@ -207,7 +227,7 @@ class Fusion:
                 tuple([index.substitute(placement.kernel_axes) for index in other])
                 for other in kernel.known(definition)
             ]  # fmt: skip
-            if definition in kernel.computed and mine != theirs[0]:
+            if (definition in kernel.computed and mine != theirs[0]) or definition in kernel.overwritten:
                 return None
             if mine in theirs:
                 bytes_ = self.hint(product(definition.sizes)) * definition.dtype.itemsize
@@ -217,6 +237,17 @@ class Fusion:
         ):
             saved += 1.0
         return saved if saved > 0 and self._stays_fast(kernel, placement, use) else None
+
+    def _may_write(self, kernel: KernelPlan, placement: Placement, use: Use) -> bool:
+        """Whether a kernel reads the memory that a definition overwrites only at the elements it overwrites."""
+        if not isinstance(use.definition, Written):
+            return True
+        for definition in self.on_memory_of(use.definition.target):
+            for at in kernel.reads.get(definition, ()):
+                same_tensor = definition is use.definition.target
+                if not same_tensor or tuple([index.substitute(placement.kernel_axes) for index in at]) != placement.at:
+                    return False
+        return True
 
     def _stays_fast(self, kernel: KernelPlan, placement: Placement, use: Use) -> bool:
         """Whether one kernel over the shared space has as much to do in parallel as two would have.
@@ -257,6 +288,10 @@ class Fusion:
         for other in needed:
             if other is not item:
                 other.first_user = min(other.first_user, item.key)
+        if isinstance(use.definition, Written):
+            overwritten = self.on_memory_of(use.definition.target)
+            kernel.overwritten.update(overwritten)
+            self._made_by |= dict.fromkeys(overwritten, item)
         self._made_by[use.definition] = item
         self._made_by.setdefault(shared_source(use.definition), item)
 

@@ -15,7 +15,7 @@ from fxwrap.errors import FusionWarning, GraphError
 from fxwrap.lines import CheckLayout, Mutate, Return
 from fxwrap.lowering.builder import Builder, origin_of
 from fxwrap.lowering.define import Defining, Outcome, Step, definitions_in
-from fxwrap.lowering.definitions import Definition, viewed_base
+from fxwrap.lowering.definitions import Definition, Written, viewed_base
 from fxwrap.lowering.emit import Emission, KernelRefused, symbol_hints
 from fxwrap.lowering.fake import fake_values
 from fxwrap.lowering.frees import insert_frees
@@ -112,8 +112,9 @@ class _Lowering:
         defining = self.defining()
         hint = symbol_hints(self.builder)
         uses = self._uses(defining, hint)
-        items = self._fused(defining, uses, hint)
-        emission = Emission(self.builder, defining, uses, self.options, hint)
+        fusion = self._fused(defining, uses, hint)
+        items = fusion.items()
+        emission = Emission(self.builder, defining, uses, self.options, hint, self._dying(fusion, defining))
         for node, value in self.builder.env.items():
             emission.record(defining.known.get(node), value)
         wanted = {definition for item in items if item.kernel is not None for definition in item.kernel.reads}
@@ -155,12 +156,15 @@ class _Lowering:
         read += [item for node in self.source.output.all_input_nodes for item in definitions_in(defining.known[node])]
         for definition in read:
             uses.add(viewed_base(definition), 0).external = True
+        for definition in defining.position_of:
+            if isinstance(definition, Written):
+                uses.by_definition[definition].external = True
         uses.decide(defining.mutations)
         return uses
 
-    def _fused(self, defining: Defining, uses: Uses, hint: Callable[[Size], int]) -> list[Item]:
+    def _fused(self, defining: Defining, uses: Uses, hint: Callable[[Size], int]) -> Fusion:
         """Returns operator calls and kernels in the order in which they run."""
-        fusion = Fusion(uses, hint)
+        fusion = Fusion(uses, hint, defining.on_memory_of)
         events: list[tuple[int, Step | Use]] = [(step.position, step) for step in defining.steps]
         events += [(use.position, use) for use in uses.units()]
         for _, event in sorted(events, key=lambda pair: pair[0]):
@@ -171,7 +175,24 @@ class _Lowering:
                 after += [item for definition in event.writes for item in fusion.readers(definition)]
                 made = [*event.defines, *event.bound, *event.writes, *([_EFFECTS] if event.effectful else [])]
                 fusion.call(event.node, made, [viewed_base(definition) for definition in event.reads], after)
-        return fusion.items()
+        return fusion
+
+    def _dying(self, fusion: Fusion, defining: Defining) -> dict[Definition, Item]:
+        """Returns the last reader of each definition whose memory the program may overwrite after that."""
+        kept: set[Definition] = set()
+        for node in self.source.output.all_input_nodes:
+            kept |= {viewed_base(definition) for definition in definitions_in(defining.known[node])}
+        for position, (node, _) in enumerate(self.inputs):
+            if self.ownership.get(position) is not Ownership.OWNED:
+                kept |= set(definitions_in(defining.known[node]))
+        constants = {value.name for value in self.constants.values()}
+        for node, value in self.builder.env.items():
+            if isinstance(value, Value) and value.name in constants:
+                kept |= set(definitions_in(defining.known[node]))
+        return {
+            definition: item for definition, item in fusion.last_readers().items()
+            if definition not in kept and not defining.shares_memory(definition)
+        }  # fmt: skip
 
     def _emit(self, emission: Emission, item: Item, wanted: set[Definition]) -> None:
         before = len(self.builder.mutated)

@@ -6,7 +6,19 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fxwrap.loop_ir import Buffer, Kernel, Load, Number, Scalar, Store, as_index, normal_space, strided_index
+from fxwrap.loop_ir import (
+    Buffer,
+    Kernel,
+    Load,
+    Number,
+    Scalar,
+    Store,
+    as_index,
+    may_overwrite,
+    normal_space,
+    overwriting,
+    strided_index,
+)
 from fxwrap.lowering.definitions import Definition, Reduced, Scanned, Scattered
 from fxwrap.lowering.fusion import KernelPlan, Member
 from fxwrap.lowering.tracing import BodyReader, Multi
@@ -27,6 +39,29 @@ class BuiltKernel:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     computed: tuple[Definition, ...]
+
+    def with_output(self, planned: Value, value: Value) -> BuiltKernel:
+        """Returns the kernel with an output's value replaced."""
+        return replace(self, outputs=tuple([value if item == planned else item for item in self.outputs]))
+
+    def overwritable(self, output: Value) -> list[Value]:
+        """Returns the inputs in whose memory an output may be written, as far as the kernel's accesses say."""
+        names = may_overwrite(self.kernel, self.kernel.outputs[self.outputs.index(output)].name)
+        by_name = {buffer.name: value for buffer, value in zip(self.kernel.inputs, self.inputs, strict=True)}
+        return [by_name[name] for name in names]
+
+    def overwriting(self, source: Value, output: Value, value: Value | None = None) -> BuiltKernel | None:
+        """Returns the kernel that reads an input through an output in its memory; None where it may not.
+
+        `value` is what the output becomes, when that is another value.
+        """
+        if source not in self.overwritable(output):
+            return None
+        position = self.inputs.index(source)
+        out = self.kernel.outputs[self.outputs.index(output)]
+        kernel = overwriting(self.kernel, self.kernel.inputs[position].name, out.name)
+        inputs = (*self.inputs[:position], *self.inputs[position + 1 :])
+        return replace(self, kernel=kernel, inputs=inputs).with_output(output, value or output)
 
 
 def build_kernel(
