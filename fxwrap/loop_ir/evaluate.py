@@ -145,6 +145,8 @@ class _Evaluation:
 
 
 def _softmax(value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if not value.shape[dim]:
+        return tuple([value.sum(dim) + start for start in (-torch.inf, 0.0)])  # type: ignore[return-value]
     largest = value.amax(dim)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     return largest, (value - shift.unsqueeze(dim)).exp().sum(dim)
