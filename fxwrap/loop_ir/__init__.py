@@ -33,6 +33,7 @@ from fxwrap.loop_ir.kernel import Load as Load
 from fxwrap.loop_ir.kernel import Operation as Operation
 from fxwrap.loop_ir.kernel import Part as Part
 from fxwrap.loop_ir.kernel import Reduce as Reduce
+from fxwrap.loop_ir.kernel import Require as Require
 from fxwrap.loop_ir.kernel import Scan as Scan
 from fxwrap.loop_ir.kernel import SizeValue as SizeValue
 from fxwrap.loop_ir.kernel import Store as Store

@@ -25,6 +25,7 @@ from fxwrap.loop_ir.kernel import (
     Operation,
     Part,
     Reduce,
+    Require,
     Scan,
     SizeValue,
     Store,
@@ -98,6 +99,14 @@ class Body:
         """Stores a value, which has the buffer's dtype."""
         position = None if mask is None else mask.position
         self.operations.append(Store(buffer, as_index(index), value.position, position, mode, self.origin))
+
+    def require(self, condition: Scalar, message: str) -> None:
+        """Makes the launch fail with a message where the condition is false and the current mask is true."""
+        mask = None if self.mask is None else self.mask.position
+        operation = Require(condition.position, message, mask)
+        if operation not in self._known:
+            self._known[operation] = len(self.operations)
+            self.operations.append(replace(operation, origin=self.origin))
 
     @contextmanager
     def masked(self, condition: Scalar) -> Iterator[None]:
@@ -180,7 +189,7 @@ class Scalar:
         operation = self.body.operations[self.position]
         if isinstance(operation, Compute) and operation.name == "cast" and self.dtype is torch.float32:
             source = self.body.operations[operation.operands[0]]
-            if not isinstance(source, Store) and source.dtype is dtype and dtype in STORAGE_ONLY:
+            if not isinstance(source, Store | Require) and source.dtype is dtype and dtype in STORAGE_ONLY:
                 return Scalar(self.body, operation.operands[0], dtype)
         if isinstance(operation, Constant) and dtype not in STORAGE_ONLY:
             return self.body.constant(operation.value, dtype)
@@ -299,7 +308,7 @@ def without_dead_operations(kernel: Kernel) -> Kernel:
     """Returns the kernel with only the operations that its stores need, renumbered in order."""
     needed: set[int] = set()
     for position in range(len(kernel.operations) - 1, -1, -1):
-        if position in needed or isinstance(kernel.operations[position], Store):
+        if position in needed or isinstance(kernel.operations[position], Store | Require):
             needed.add(position)
             needed.update(operands(kernel.operations[position]))
     if len(needed) == len(kernel.operations):

@@ -17,6 +17,7 @@ from fxwrap.loop_ir.kernel import (
     Load,
     Part,
     Reduce,
+    Require,
     Scan,
     SizeValue,
     Store,
@@ -77,8 +78,17 @@ class _Evaluation:
                 return self.values[operation.operation][operation.position]
             case Store():
                 return self._store(operation)
+            case Require():
+                return self._require(operation)
             case _:
                 assert_never(operation)
+
+    def _require(self, operation: Require) -> None:
+        failed = ~self.values[operation.condition]
+        if operation.mask is not None:
+            failed = failed & self.values[operation.mask]
+        if failed.any():
+            raise IndexError(operation.message)
 
     def _index(self, index: Index) -> torch.Tensor:
         return torch.as_tensor(evaluate_index(index, self._atom), dtype=torch.int64)

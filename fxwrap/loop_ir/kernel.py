@@ -123,7 +123,21 @@ class Store:
     origin: str = field(default="", compare=False)
 
 
-Operation: TypeAlias = Load | Constant | SizeValue | IndexValue | Compute | Reduce | Scan | Part | Store
+@dataclass(frozen=True, slots=True)
+class Require:
+    """Makes the launch fail with a message where a bool operation is false, and `mask`, if there is one, is true.
+
+    The kernel runs on to its end. On a CPU the launch raises IndexError; on a GPU it is a device-side assertion, as it
+    is for eager's kernels.
+    """
+
+    condition: int
+    message: str
+    mask: int | None = None
+    origin: str = field(default="", compare=False)
+
+
+Operation: TypeAlias = Load | Constant | SizeValue | IndexValue | Compute | Reduce | Scan | Part | Store | Require
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +257,8 @@ def operands(operation: Operation) -> tuple[int, ...]:
             used = (operation.operation,)
         case Store():
             used = (operation.value,) if operation.mask is None else (operation.value, operation.mask)
+        case Require():
+            used = (operation.condition,) if operation.mask is None else (operation.condition, operation.mask)
         case _:
             assert_never(operation)
     gathered = [atom.operation for index in indices(operation) for atom in index.atoms() if isinstance(atom, Gathered)]
@@ -280,6 +296,9 @@ def map_operation(
             mask = None if operation.mask is None else position(operation.mask)
             value = position(operation.value)
             return Store(operation.buffer, index(operation.index), value, mask, operation.mode, kept)
+        case Require():
+            mask = None if operation.mask is None else position(operation.mask)
+            return Require(position(operation.condition), operation.message, mask, kept)
         case _:
             assert_never(operation)
 
@@ -311,7 +330,7 @@ def _misuse(
     used = operands(operation)
     if any(not 0 <= operand < position for operand in used):
         return "it uses an operation that does not come before it"
-    if any(isinstance(kernel.operations[operand], Store) for operand in used):
+    if any(isinstance(kernel.operations[operand], Store | Require) for operand in used):
         return "a store has no value"
     types = [_dtype(kernel.operations[operand]) for operand in used]
     match operation:
@@ -333,6 +352,8 @@ def _misuse(
             if operation.buffer not in written or buffers[operation.buffer].dtype is not types[0]:
                 return "there is no output of this name and dtype"
             return None if operation.mode in STORE_MODES else f"there is no mode {operation.mode}"
+        case Require():
+            return None if types[0] is torch.bool else f"its condition is {types[0]}"
         case _:
             assert_never(operation)
 
@@ -368,7 +389,7 @@ def _combine_misuse(kernel: Kernel, operation: Reduce | Scan, types: list[torch.
 
 
 def _dtype(operation: Operation) -> torch.dtype:
-    assert not isinstance(operation, Store), "a store has no value"
+    assert not isinstance(operation, Store | Require), "a store has no value"
     return operation.dtype
 
 
@@ -402,6 +423,8 @@ def print_operation(operation: Operation) -> str:
         case Store():
             mode = "" if operation.mode == "set" else f" {operation.mode}"
             return f"store{mode} {operation.buffer}[{operation.index}] %{operation.value}{masked}"
+        case Require():
+            return f"require %{operation.condition} {operation.message!r}{masked}"
         case _:
             assert_never(operation)
 
@@ -419,7 +442,7 @@ def print_kernel(kernel: Kernel) -> str:
     head = f"kernel({buffers}) -> ({outs}) for [{space}]" + (f" reduce [{reduced}]" if kernel.reduced else "")
     lines = []
     for position, operation in enumerate(kernel.operations):
-        name = "" if isinstance(operation, Store) else f"%{position} = "
+        name = "" if isinstance(operation, Store | Require) else f"%{position} = "
         comment = f"  # {operation.origin}" if operation.origin else ""
         lines.append(f"  {name}{print_operation(operation)}{comment}\n")
     return head + " {\n" + "".join(lines) + "}\n"
