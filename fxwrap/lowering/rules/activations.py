@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from fxwrap.loop_ir import Scalar, as_index
@@ -15,6 +16,7 @@ from fxwrap.lowering.rules.pointwise import (
     elementwise,
     promoted_dtype,
     refusal,
+    rounded_number,
     row,
 )
 from fxwrap.lowering.rules.registry import Call, Result
@@ -41,7 +43,7 @@ def _hardtanh(call: Call, x: Definition, lower: Any, upper: Any) -> Result | str
 
 
 def _hardtanh_backward(gradient: Scalar, x: Scalar, lower: Parameter, upper: Parameter) -> Scalar:
-    return ((x <= lower) | (x >= upper)).where(0.0, gradient)
+    return ((x > lower) & (x < upper)).where(gradient, 0.0)
 
 
 
@@ -52,7 +54,7 @@ def _threshold_rule(call: Call, x: Definition, limit: Any, value: Any) -> Result
         return reason
 
     def body(reader: Reader, indices: Indices) -> Scalar:
-        item, threshold, other = [element(reader, part, indices, x.dtype) for part in (x, limit, value)]
+        item, threshold, other = [element(reader, part, indices, x.dtype, exact=True) for part in (x, limit, value)]
         return (item <= threshold).where(other, item)
 
     return pointwise(call.sizes, call.dtype, call.device, body)
@@ -66,23 +68,26 @@ def _threshold_backward(call: Call, gradient: Definition, x: Definition, limit: 
         return reason
 
     def body(reader: Reader, indices: Indices) -> Scalar:
-        slope, item, threshold = [element(reader, part, indices, dtype) for part in (gradient, x, limit)]
+        slope, item, threshold = [element(reader, part, indices, dtype, exact=True) for part in (gradient, x, limit)]
         return (item <= threshold).where(0, slope)
 
     return pointwise(call.sizes, call.dtype, call.device, body)
 
 
-def _hardshrink(x: Scalar, limit: Parameter) -> Scalar:
-    return _within(x, limit).where(0.0, x)
+@bound("aten.hardshrink.default")
+def _hardshrink(call: Call, x: Definition, limit: Any) -> Result | str:
+    limit = rounded_number(limit, x.dtype)
+    formula: Callable[..., Scalar] = lambda x, limit: _within(x, limit).where(0.0, x)  # noqa: E731
+    return elementwise(call, (x,), "DEFAULT", formula, accepts="float", parameters=(limit,))
 
 
 def _softshrink(x: Scalar, limit: Parameter) -> Scalar:
     shrunk = (x > limit).where(x - limit, x + limit)
-    return _within(x, limit).where(x * 0.0, shrunk)
+    return _within(x, limit).where(0.0, shrunk)
 
 
 def _shrink_backward(gradient: Scalar, x: Scalar, limit: Parameter) -> Scalar:
-    return _within(x, limit).where(0.0, gradient)
+    return ((x < -limit) | (x > limit)).where(gradient, 0.0)
 
 
 def _within(x: Scalar, limit: Parameter) -> Scalar:
@@ -90,7 +95,6 @@ def _within(x: Scalar, limit: Parameter) -> Scalar:
 
 
 row("aten.hardtanh_backward.default", _hardtanh_backward, operands=2, accepts="float")
-row("aten.hardshrink.default", _hardshrink, accepts="float")
 row("aten.softshrink.default", _softshrink, accepts="float")
 row(
     ("aten.hardshrink_backward.default", "aten.softshrink_backward.default"),
@@ -175,7 +179,7 @@ def _elu_backward(
 ) -> Result | str:
     def formula(gradient: Scalar, x: Scalar, alpha: Parameter, scale: Parameter, input_scale: Parameter) -> Scalar:
         grown = x + alpha * scale if is_result else (x * input_scale).exp() * (alpha * scale)
-        return (x <= 0).where(gradient * input_scale * grown, gradient * scale)
+        return (x > 0).where(gradient * scale, gradient * input_scale * grown)
 
     return elementwise(
         call, (gradient, x), "DEFAULT", formula, accepts="float", parameters=(alpha, scale, input_scale)
@@ -219,8 +223,8 @@ def _hard_gate(x: Scalar) -> Scalar:
 
 
 def _hardswish_backward(gradient: Scalar, x: Scalar) -> Scalar:
-    middle = (x < 3.0).where(gradient * (x / 3.0 + 0.5), gradient)
-    return (x <= -3.0).where(0.0, middle)
+    middle = (x <= -3.0).where(0.0, gradient * (x / 3.0 + 0.5))
+    return (x >= 3.0).where(gradient, middle)
 
 
 def _hardsigmoid_backward(gradient: Scalar, x: Scalar) -> Scalar:

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 
-from fxwrap.loop_ir import INTEGERS, Scalar
+from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Scalar
 from fxwrap.lowering.definitions import Definition, Reader, pointwise
 from fxwrap.lowering.rules.pointwise import (
     Numbers,
@@ -18,6 +18,7 @@ from fxwrap.lowering.rules.pointwise import (
     numbers_are_exact,
     promoted_dtype,
     refusal,
+    rounded,
     rounded_number,
     row,
 )
@@ -94,12 +95,18 @@ row(("aten.minimum.default", "aten.min.other"), _smaller, operands=2)
 row("aten.fmax.default", _fmax, operands=2)
 row("aten.fmin.default", _fmin, operands=2)
 row("aten.hypot.default", lambda x, y: x.apply("hypot", y), operands=2, accepts="float")
-row("aten.nextafter.default", lambda x, y: x.apply("nextafter", y), operands=2, accepts="float")
 row("aten.atan2.default", lambda x, y: x.apply("atan2", y), "INT_TO_FLOAT", operands=2)
 row(
     ("aten.copysign.Tensor", "aten.copysign.Scalar"),
     lambda x, y: x.apply("copysign", y), "INT_TO_FLOAT", operands=2,
 )  # fmt: skip
+
+
+@bound("aten.nextafter.default")
+def _nextafter(call: Call, x: Definition, y: Definition) -> Result | str:
+    if call.dtype in STORAGE_ONLY:
+        return f"the neighbours of numbers of {call.dtype}, of which kernels compute in float32"
+    return elementwise(call, (x, y), "DEFAULT", lambda x, y: x.apply("nextafter", y), accepts="float")
 
 
 @bound("aten.clamp.default", "aten.clamp.Tensor", "aten.clip.default", "aten.clip.Tensor")
@@ -129,8 +136,11 @@ def _addcdiv(call: Call, x: Definition, left: Definition, right: Definition, val
 
 def _lerp(start: Scalar, end: Scalar, weight: Scalar) -> Scalar:
     """Each half of the way from its own end, as torch does, so that weights 0 and 1 give the ends."""
-    near = abs(weight) < 0.5
-    return near.where(start + weight * (end - start), end - (end - start) * (1.0 - weight))
+    if weight.constant is not None:
+        near = abs(weight.constant) < 0.5
+        return (end - start) * (weight.constant if near else weight.constant - 1.0) + (start if near else end)
+    small = abs(weight) < 0.5
+    return small.where(weight, weight - 1.0) * (end - start) + small.where(start, end)
 
 
 row(("aten.lerp.Tensor", "aten.lerp.Scalar"), _lerp, operands=3, numbers="exact", accepts="float")
@@ -185,8 +195,11 @@ def _true_division(call: Call, x: Any, y: Any) -> Result | str:
 
 @bound("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 def _division(call: Call, x: Any, y: Any, mode: str | None) -> Result | str:
+    """By a tensor of half precision, torch rounds the quotient before it truncates that."""
     if mode is None:
         return _true_division(call, x, y)
+    if mode == "trunc" and call.dtype in STORAGE_ONLY and isinstance(y, Definition) and y.sizes:
+        return elementwise(call, (x, y), "DEFAULT", lambda x, y: rounded(x / y, call.dtype).apply("trunc"))
     return _divide(call, x, y, _floored if mode == "floor" else _truncated, "exact")
 
 

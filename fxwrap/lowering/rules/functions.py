@@ -56,17 +56,10 @@ def _round_decimals(call: Call, x: Definition, decimals: int) -> Result | str:
         return elementwise(call, (x,), "DEFAULT", _float_only("round"), accepts="number")
     if not x.dtype.is_floating_point:
         return "an integer rounded to decimals"
-    dtype = x.dtype
-
-    def step(value: Scalar) -> Scalar:
-        """torch rounds half precision after each step, and the last step shows it."""
-        return rounded(value, dtype)
+    scale = float(f"1e{abs(decimals)}")
 
     def formula(x: Scalar) -> Scalar:
-        scale = step(x.of(float(f"1e{abs(decimals)}")))
-        if decimals > 0:
-            return step(x * scale).apply("round") / scale
-        return step(step(x / scale).apply("round")) * scale
+        return (x * scale).apply("round") / scale if decimals > 0 else (x / scale).apply("round") * scale
 
     return elementwise(call, (x,), "DEFAULT", formula)
 

@@ -105,9 +105,8 @@ def _mse_backward(call: Call, gradient: Definition, x: Definition, y: Definition
 def _smooth_l1_backward(call: Call, gradient: Any, x: Any, y: Any, reduced: int, beta: Any) -> Result | str:
     def formula(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter, beta: Parameter) -> Scalar:
         difference = x - y
-        near = abs(difference) < beta
-        slope = near.where(difference / beta, difference.apply("sign"))
-        return slope * (1.0 / count) * gradient
+        slope = (difference <= -beta).where(-gradient, difference * gradient / beta)
+        return (difference >= beta).where(gradient, slope) * (1.0 / count)
 
     return _loss_backward(call, (gradient, x, y), reduced, x, formula, beta)
 

@@ -1,0 +1,516 @@
+"""Every pointwise rule against eager and float64, on all dtypes its operator takes, special values included.
+
+Samples follow from an operator's schema: its tensors hold every combination of special values, its numbers come from
+the tables here. A rule for which nothing was compared fails, and so does one with an argument that no table knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sympy
+import torch
+
+from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY
+from fxwrap.lowering.definitions import Pointwise, Stored, pointwise
+from fxwrap.lowering.rules import RULES, Call
+from tests.lowering.evaluate_definitions import Computed, _Reading, call_rule
+
+MODULE = "fxwrap.lowering.rules.pointwise"
+OVERLOADS = sorted(
+    name for name, rule in RULES.items() if rule.__module__ == MODULE or name == "prims.convert_element_type.default"
+)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+# --- arguments that are no tensors: by overload and name, or by name alone -------------------------------------------
+
+BY_OVERLOAD: dict[str, dict[str, list[Any]]] = {
+    "aten.pow.Tensor_Scalar": {"exponent": [0, 1, 2, 3, 4, 7, -1, -2, 0.5, -0.5, 0.1007, 2.0, 3.0, math.inf]},
+    "aten.float_power.Tensor_Scalar": {"exponent": [0, 2, -1, 0.5, 0.1007]},
+    "aten.pow.Scalar": {"self": [1, 2, 3, 0.1007, -2]},
+    "aten.float_power.Scalar": {"self": [1, 2, 0.3]},
+    "aten.elu_backward.default": {"alpha": [1.5], "scale": [0.7], "input_scale": [1.3], "is_result": [False, True]},
+    "aten.rrelu_with_noise_backward.default": {"upper": [0.4]},
+    "aten.hardtanh.default": {"min_val": [-0.7, -1], "max_val": [0.7, 2]},
+    "aten.clamp.default": {"min": [None, -2, 0.1007], "max": [3, 0.7, math.nan]},
+    "aten.clip.default": {"min": [-2], "max": [3]},
+    "aten.threshold.default": {"threshold": [1, 0.1007], "value": [7, -0.3]},
+    "aten.copysign.Scalar": {"other": [-0.0, 2.0, -1]},
+    "aten.xlogy.Scalar_Other": {"other": [2, 0.1007, 0, math.nan]},
+    "aten.celu.default": {"alpha": [1.0, 0.6]},
+    "aten.nan_to_num.default": {"nan": [None, 2.5], "posinf": [None, 3.5], "neginf": [None, -4.5]},
+    "aten.fill.Scalar": {"value": [3, 0.1007, -math.inf, True]},
+    "aten.masked_fill.Scalar": {"value": [3, 0.1007, -math.inf]},
+    "aten.lerp.Scalar": {"weight": [0.0, 0.3, 0.5, 1.0, 1.7]},
+    "aten.huber_loss.default": {"delta": [1.0, 0.6]},
+    "aten.bitwise_left_shift.Tensor_Scalar": {"other": [0, 1, 3, 70]},
+    "aten.bitwise_right_shift.Tensor_Scalar": {"other": [0, 1, 3, 70]},
+    "aten._to_copy.default": {"dtype": [None, *DTYPES]},
+    "prims.convert_element_type.default": {"dtype": list(DTYPES)},
+}
+BY_NAME: dict[str, list[Any]] = {
+    "other": [3, -1, 0.1007, True],
+    "self": [3, -1, 0.1007],
+    "alpha": [1, 2, -0.1007],
+    "value": [1, 3, 0.1007],
+    "min": [1, 0.1007],
+    "max": [1, 0.1007],
+    "rounding_mode": [None, "floor", "trunc"],
+    "approximate": ["none", "tanh"],
+    "decimals": [0, 1, -1],
+    "eps": [None, 0.1],
+    "lambd": [0.5, 0.1007],
+    "negative_slope": [0.01, 0.3],
+    "self_is_result": [False],
+    "threshold": [1, 0.1007],
+    "beta": [1.0, 1.5],
+    "delta": [0.6],
+    "min_val": [-0.7],
+    "max_val": [0.7],
+    "lower": [0.1],
+    "upper": [0.3],
+    "training": [True, False],
+    "reduction": [0, 1, 2],
+    "scale": [1.25],
+    "dim": [0],
+    "n": [0, 1],
+    "p": [1, 3],
+}
+TENSOR_LIMIT = {1: 64, 2: 24, 3: 9, 4: 5, 5: 4}
+"""How many values each of so many tensors takes: the samples are all combinations."""
+
+REFUSED = {
+    "aten.binary_cross_entropy.default": "eager raises for inputs that are not between 0 and 1",
+}
+"""Rules that refuse every sample on the CPU."""
+
+ZEROS_OF_EITHER_SIGN = ("max", "min", "clamp", "clip", "relu", "fmax", "fmin", "hardtanh", "hardswish", "hardsigmoid")
+"""Of 0.0 and -0.0, eager's scalar and vector code choose differently."""
+
+
+def overload_of(name: str) -> Any:
+    namespace, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def special_values(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Returns so many values of a dtype, the most telling first."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype is torch.bool:
+        return torch.tensor([False, True])
+    if dtype in INTEGERS:
+        limits = torch.iinfo(dtype)
+        first = [0, 1, 5, limits.min, limits.max, 2, 127, -1, -2, -7, 100, limits.max // 2, 3]
+        values = [value for value in first if limits.min <= value <= limits.max]
+        more = torch.randint(limits.min, limits.max, (count,), generator=generator).tolist()
+        return torch.tensor((values + more)[:count], dtype=dtype)
+    limit = torch.finfo(dtype)
+    first = [0.0, 0.6, -1.7, math.nan, math.inf, -math.inf, -0.0, 1.0, -1.0, limit.max, limit.min, 2.0, -2.0, 3.0,
+             limit.tiny, 0.5, 0.1007, -0.1007, 0.999, 6.3, 20.5, -20.5, 88.0, -88.0, 1e-3, 1000.0]  # fmt: skip
+    more = (torch.randn(count, generator=generator) * 3).tolist()
+    return torch.tensor((first + more)[:count]).to(dtype)
+
+
+def moderate_values(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Returns special values without those that a product of two of them makes infinite."""
+    values = special_values(dtype, count)
+    return values[~(values.abs() > 50)] if dtype.is_floating_point else values
+
+
+MODERATE = {
+    "aten.add.Tensor": "eager multiplies by alpha and adds without overflow between",
+    "aten.sub.Tensor": "the same",
+    "aten.rsub.Tensor": "the same",
+    "aten.gelu.default": "eager overflows before it halves",
+    "aten.soft_margin_loss_backward.default": "eager divides infinity by infinity for large products",
+}
+"""Operators that are compared without very large numbers and infinities, and why."""
+
+
+def tensor_arguments(names: list[str], dtype: torch.dtype, values: Any) -> list[torch.Tensor]:
+    """Returns a tensor for each name, of equal sizes, which together hold every combination of values."""
+    count = TENSOR_LIMIT[len(names)]
+    kinds = [torch.bool if name in ("mask", "condition") else dtype for name in names]
+    chosen = [values(kind, count) for kind in kinds]
+    grids = torch.meshgrid(*[torch.arange(len(item)) for item in chosen], indexing="ij")
+    return [item[grid.flatten()] for item, grid in zip(chosen, grids, strict=True)]
+
+
+def numbers_of(name: str, argument: Any) -> list[Any]:
+    own = BY_OVERLOAD.get(name, {}).get(argument.name)
+    if own is not None:
+        return own
+    if argument.name in BY_NAME and (argument.name != "dim" or not argument.has_default_value()):
+        return BY_NAME[argument.name]
+    assert argument.has_default_value(), f"{name}: no table says what {argument.name} can be"
+    return [argument.default_value]
+
+
+def samples(name: str, dtype: torch.dtype, values: Any = None) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Yields arguments and keywords of calls on tensors of a dtype."""
+    values = values or (moderate_values if name in MODERATE else special_values)
+    arguments = overload_of(name)._schema.arguments
+    optional = [item.name for item in arguments if str(item.type) == "Optional[Tensor]"]
+    for left_out in itertools.product((False, True), repeat=len(optional)):
+        skipped = {item for item, out in zip(optional, left_out, strict=True) if out}
+        names = [item.name for item in arguments if "Tensor" in str(item.type) and item.name not in skipped]
+        tensors: dict[str, Any] = dict(zip(names, tensor_arguments(names, dtype, values), strict=True))
+        adapt(name, tensors)
+        others = [item for item in arguments if "Tensor" not in str(item.type)]
+        for chosen in itertools.product(*[numbers_of(name, item) for item in others]):
+            found = tensors | dict.fromkeys(skipped) | {
+                item.name: value for item, value in zip(others, chosen, strict=True)
+            }  # fmt: skip
+            positional = [found[item.name] for item in arguments if not item.kwarg_only]
+            yield positional, {item.name: found[item.name] for item in arguments if item.kwarg_only}
+
+
+def adapt(name: str, tensors: dict[str, Any]) -> None:
+    """Gives tensors the sizes that an operator asks for."""
+    if name in ("aten.fill.Tensor", "aten.masked_fill.Tensor"):
+        tensors["value"] = tensors["value"][1].clone()
+    elif tensors.get("self") is not None and tensors["self"].numel() < 48:
+        return
+    elif name == "aten.glu.default":
+        tensors["self"] = tensors["self"][:48].reshape(8, 6)
+    elif name == "aten.glu_backward.default":
+        tensors["self"] = tensors["self"][:480].reshape(16, 30)
+        tensors["grad_output"] = tensors["grad_output"][:240].reshape(8, 30)
+    elif name == "aten.prelu.default":
+        tensors["self"], tensors["weight"] = tensors["self"][:120].reshape(6, 5, 4), tensors["weight"][:5]
+    elif any(part in name for part in ("div", "remainder", "fmod")):
+        for key, tensor in tensors.items():
+            if tensor.dtype in INTEGERS:  # eager's process dies of the smallest number over -1
+                tensors[key] = tensor.clamp(torch.iinfo(tensor.dtype).min + 1).where(tensor != 0, 1)
+    elif name == "aten.log_sigmoid_backward.default":
+        tensors["buffer"] = (-tensors["self"].abs()).exp() if tensors["self"].is_floating_point() else tensors["self"]
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.float64: (1e-10, 1e-12), torch.bfloat16: (1.6e-2, 1e-3),
+              torch.float16: (2e-3, 2e-4)}  # fmt: skip
+
+CONSTANTS_OF_FLOAT32 = ("hardsigmoid_backward", "binary_cross_entropy_backward")
+"""Operators whose eager kernels have a constant of float32 in float64 formulas."""
+
+
+def compare(name: str, result: torch.Tensor, wanted: torch.Tensor, in_float32: torch.Tensor, label: str) -> None:
+    """Asserts that a result is eager's, or where half precision is rounded once instead of at each step, float32's."""
+    assert result.dtype is wanted.dtype and result.shape == wanted.shape, label
+    if not wanted.dtype.is_floating_point:
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0, msg=lambda text: f"{label}\n{text}")
+        return
+    relative, absolute = TOLERANCES[wanted.dtype]
+    if wanted.dtype is torch.float64 and any(part in name for part in CONSTANTS_OF_FLOAT32):
+        relative = 1e-7
+    near = torch.isclose(result, in_float32.to(result.dtype), rtol=relative, atol=absolute, equal_nan=True)
+    torch.testing.assert_close(
+        result, torch.where(near, result, wanted), rtol=relative, atol=absolute, equal_nan=True,
+        msg=lambda text: f"{label}\n{text}",
+    )  # fmt: skip
+    if not any(part in name for part in ZEROS_OF_EITHER_SIGN):
+        zeros = (result == 0) & (wanted == 0) & (in_float32 == 0)
+        signs_differ = zeros & (result.signbit() != wanted.signbit()) & (result.signbit() != in_float32.signbit())
+        assert not signs_differ.any(), f"{label}: signs of zero"
+
+
+def eager(name: str, positional: list[Any], keywords: dict[str, Any]) -> Any:
+    """Returns what eager gives, or None where it raises."""
+    try:
+        return overload_of(name)(*positional, **keywords)
+    except (RuntimeError, TypeError, NotImplementedError, ValueError, OverflowError):
+        return None
+
+
+def widened(item: Any) -> Any:
+    half = isinstance(item, torch.Tensor) and item.dtype in STORAGE_ONLY
+    return item.to(torch.float32) if half else item
+
+
+def compared(name: str, positional: list[Any], keywords: dict[str, Any]) -> int:
+    """Compares a call, all its results, with eager; returns how many were compared: 0 where either refuses."""
+    wanted = eager(name, positional, keywords)
+    if wanted is None:
+        return 0
+    result = call_rule(overload_of(name), *positional, **keywords)
+    if isinstance(result, str):
+        return 0
+    wide = wanted
+    if any(item is not widened(item) for item in positional):
+        wide = eager(name, [widened(item) for item in positional], keywords)
+    shown = [item.dtype if isinstance(item, torch.Tensor) else item for item in [*positional, *keywords.values()]]
+    if isinstance(wanted, torch.Tensor):
+        result, wanted, wide = (result,), (wanted,), (wide,)
+    for one, other, wider in zip(result, wanted, wide, strict=True):
+        compare(name, one, other, wider, f"{name} of {shown}")
+    return len(wanted)
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OVERLOADS)
+def test_every_dtype_and_special_value_as_in_eager(name: str) -> None:
+    count = sum(compared(name, *sample) for dtype in DTYPES for sample in samples(name, dtype))
+    if name not in REFUSED:
+        assert count > 0, "nothing was compared"
+        return
+    assert count == 0
+    refusals = {call_rule(overload_of(name), *positional, **keywords)
+                for dtype in FLOATS for positional, keywords in samples(name, dtype, probabilities)}  # fmt: skip
+    assert refusals == {REFUSED[name]}
+
+
+def probabilities(dtype: torch.dtype, count: int) -> torch.Tensor:
+    if not dtype.is_floating_point:
+        return special_values(dtype, count)
+    return torch.rand(count, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+# --- accuracy, numbers, promotion and shapes -------------------------------------------------------------------------
+
+
+def ordinary_values(dtype: torch.dtype, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(torch.randint(2**31, ()).item())
+    return (torch.randn(count, generator=generator, dtype=torch.float64) * 1.5).to(dtype)
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor, counted: torch.Tensor) -> float:
+    difference = (result.double() - exact)[counted]
+    return (difference.norm() / exact[counted].norm().clamp(min=1e-30)).item()
+
+
+NO_FLOATS = tuple(f"aten.{part}" for part in (
+    "__", "bitwise", "eq.", "ne.", "lt.", "le.", "gt.", "ge.", "is", "logical_", "signbit", "floor", "nextafter",
+    "remainder", "fmod", "div.Scalar_mode", "div.Tensor_mode", "ceil", "round", "trunc", "fix", "frac", "heaviside",
+    "copysign", "sign.", "sgn.", "hardshrink", "threshold",
+))  # fmt: skip
+"""Operators that jump, or give no fractions: a rounded operand changes what they give, and their test is eager's."""
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("name", [name for name in OVERLOADS if name not in REFUSED and not name.startswith(NO_FLOATS)])
+def test_as_near_to_float64_as_eager(name: str, dtype: torch.dtype) -> None:
+    compared_samples = 0
+    for positional, keywords in samples(name, dtype, ordinary_values):
+        wanted = eager(name, positional, keywords)
+        exact = eager(name, [item.double() if is_float(item) else item for item in positional], keywords)
+        result = None if wanted is None else call_rule(overload_of(name), *positional, **keywords)
+        if wanted is None or isinstance(result, str):
+            continue
+        parts = [(result, wanted, exact)] if isinstance(wanted, torch.Tensor) else zip(result, wanted, exact)
+        for one, other, best in parts:
+            if not best.dtype.is_floating_point or not other.dtype.is_floating_point:
+                continue
+            counted = best.isfinite() & other.isfinite()
+            bound = 1.5 * relative_error(other, best, counted) + 2 * torch.finfo(other.dtype).eps
+            assert relative_error(one, best, counted) <= bound, (positional, keywords)
+            compared_samples += 1
+    assert compared_samples > 0
+
+
+def is_float(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.is_floating_point()
+
+
+NUMBER_CALLS = [
+    ("aten.add.Scalar", (0.1007,)), ("aten.sub.Scalar", (0.1007,)), ("aten.rsub.Scalar", (0.1007,)),
+    ("aten.mul.Scalar", (0.1007,)), ("aten.div.Scalar", (0.1007,)), ("aten.lt.Scalar", (0.1007,)),
+    ("aten.eq.Scalar", (0.1007,)), ("aten.ge.Scalar", (0.1007,)), ("aten.remainder.Scalar", (0.1007,)),
+    ("aten.fmod.Scalar", (0.1007,)), ("aten.floor_divide.Scalar", (0.1007,)), ("aten.clamp_min.default", (0.1007,)),
+    ("aten.hardtanh.default", (-0.7, 0.1007)), ("aten.hardshrink.default", (0.1007,)),
+    ("aten.softshrink.default", (0.1007,)), ("aten.leaky_relu.default", (0.1007,)),
+    ("aten.threshold.default", (0.1007, 0.3)), ("aten.masked_fill.Scalar", (0.1007,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize(("name", "numbers"), NUMBER_CALLS)
+def test_numbers_are_rounded_to_half_precision_where_torch_does(
+    name: str, numbers: tuple[Any, ...], dtype: torch.dtype
+) -> None:
+    x = torch.cat([torch.randn(3000) * 3, torch.rand(3000) * 0.3, torch.tensor([0.1007])]).to(dtype)
+    mask = (x > 0,) if "masked" in name else ()
+    result = call_rule(overload_of(name), x, *mask, *numbers)
+    torch.testing.assert_close(result, overload_of(name)(x, *mask, *numbers), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ("add", "sub", "mul", "div", "maximum", "eq", "lt", "pow", "atan2", "remainder"))
+def test_operands_of_two_dtypes_are_promoted_as_torch_does(name: str) -> None:
+    overload = getattr(torch.ops.aten, name)
+    overload = next(getattr(overload, item) for item in ("Tensor", "Tensor_Tensor", "default")
+                    if item in overload.overloads())  # fmt: skip
+    count = 0
+    for left, right in itertools.permutations(DTYPES, 2):
+        for left_shape, right_shape in (((4,), (4,)), ((), (4,)), ((4,), ())):
+            x = (torch.randn(left_shape) * 5 + 0.1).to(left)
+            y = (torch.rand(right_shape) * 300 + 1.3).clamp(max=100 if right is torch.int8 else 250).to(right)
+            full = f"aten.{name}.{overload._overloadname}"
+            count += compared(full, [x, y], {})
+    assert count > 100
+
+
+SHAPES = [((), ()), ((0,), (0,)), ((1,), (1,)), ((2, 1, 3), (4, 1)), ((3,), ()), ((0, 3), (1, 3)), ((1, 1), (2, 5)),
+          ((7, 3), (7, 3))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right"), SHAPES)
+@pytest.mark.parametrize("name", [f"aten.{name}" for name in (
+    "add.Tensor", "where.self", "mse_loss.default", "xlogy.Tensor", "masked_fill.Scalar", "huber_loss.default",
+    "tanh_backward.default",
+)])  # fmt: skip
+def test_shapes_are_broadcast(name: str, left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    x, y = torch.randn(left), torch.randn(right)
+    arguments = {
+        "aten.where.self": [torch.rand(torch.broadcast_shapes(left, right)) > 0.5, x, y],
+        "aten.masked_fill.Scalar": [x, y > 0, 2.5],
+    }.get(name, [x, y])
+    if eager(name, arguments, {}) is None:
+        assert "backward" in name and left != right
+        return
+    assert compared(name, arguments, {}) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3)])
+@pytest.mark.parametrize("name", ("aten.gelu.default", "aten.isnan.default", "aten.neg.default", "aten.clone.default"))
+def test_shapes_of_one_operand(name: str, shape: tuple[int, ...]) -> None:
+    assert compared(name, [torch.randn(shape)], {}) == 1
+
+
+def test_the_smallest_integer_over_minus_one_wraps() -> None:
+    x = torch.tensor([-(2**63), 7])
+    ops = torch.ops.aten
+    harmless = torch.tensor([1, 1])
+
+    def divided(overload: Any, **keywords: Any) -> Any:
+        call = {"overload": overload, "keywords": keywords}
+        assert not isinstance(call_rule(call["overload"], harmless, -1, **keywords), str)
+        return call_rule(_WithoutEager(overload), x, -1, **keywords)
+
+    assert divided(ops.div.Scalar_mode, rounding_mode="floor").tolist() == [-(2**63), -7]
+    assert divided(ops.remainder.Scalar).tolist() == [0, 0]
+    assert divided(ops.fmod.Scalar).tolist() == [0, 0]
+
+
+class _WithoutEager:
+    """An overload whose eager call, which would kill the process, is replaced by its metadata."""
+
+    def __init__(self, overload: Any) -> None:
+        self.overload = overload
+        self._schema, self._overloadname = overload._schema, overload._overloadname
+
+    def __call__(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.empty_like(x)
+
+
+# --- symbols, refusals and completeness ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("add.Scalar", (1,)), ("add.Tensor", ("y",)), ("mul.Scalar", ()), ("leaky_relu.default", ()), ("elu.default", ()),
+     ("clamp.default", (None,)), ("masked_fill.Scalar", ("mask",)), ("softplus.default", (2.0,)),
+     ("pow.Tensor_Scalar", ()), ("hardtanh.default", (-1.0,)), ("div.Scalar", ()), ("lerp.Scalar", ("y",))],
+)  # fmt: skip
+def test_symbolic_numbers(name: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    symbol, value = sympy.Symbol("f0", real=True), 1.75
+    tensors = {"y": torch.randn(5), "mask": torch.randn(5) > 0}
+    before = [tensors.get(item, item) if isinstance(item, str) else item for item in arguments]
+    keyword = {"add.Tensor": "alpha"}.get(name)
+    number = _Reading.number
+    monkeypatch.setattr(
+        _Reading, "number", lambda self, item, dtype: number(self, value if item is symbol else item, dtype)
+    )  # fmt: skip
+
+    class Overload(_WithoutEager):
+        def __call__(self, *given: Any, **keywords: Any) -> Any:
+            plain = [value if item is symbol else item for item in given]
+            return self.overload(*plain, **dict.fromkeys(keywords, value))
+
+    x = torch.randn(5)
+    overload = Overload(overload_of(f"aten.{name}"))
+    call = ([x, *before], {keyword: symbol}) if keyword else ([x, *before, symbol], {})
+    result = call_rule(overload, *call[0], **call[1])
+    torch.testing.assert_close(result, overload(*call[0], **call[1]), equal_nan=True)
+
+
+X, N, B = torch.randn(3), torch.tensor([1, 2, 3]), torch.tensor([True, False, True])
+REFUSALS = [
+    ("add.Tensor", (X, X.to(torch.complex64)), {}, "kernels do not compute in torch.complex64"),
+    ("abs.default", (X.to(torch.complex64),), {}, "kernels do not compute in torch.complex64"),
+    ("_to_copy.default", (X,), {"dtype": torch.complex64}, "kernels do not compute in torch.complex64"),
+    ("_to_copy.default", (X,), {"dtype": torch.float8_e5m2}, "kernels do not compute in torch.float8_e5m2"),
+    ("_to_copy.default", (X,), {"device": torch.device("meta")}, "a copy from cpu to meta"),
+    ("floor_divide.default", (N, N), {}, "integer division by what may be zero, for which eager raises"),
+    ("remainder.Tensor", (N, N), {}, "integer division by what may be zero, for which eager raises"),
+    ("fmod.Tensor", (N, N), {}, "integer division by what may be zero, for which eager raises"),
+    ("remainder.Scalar_Tensor", (7, N), {}, "integer division by what may be zero, for which eager raises"),
+    ("add.Scalar", (N.to(torch.uint8), 300), {}, "the number 300 is out of the range of torch.uint8"),
+    ("eq.Scalar", (N.to(torch.int8), 200), {}, "the number 200 is out of the range of torch.int8"),
+    ("round.decimals", (N,), {"decimals": -1}, "an integer rounded to decimals"),
+    ("polygamma.default", (1, X), {}, "kernels have no polygamma functions above the digamma function"),
+    ("nextafter.default", (X.bfloat16(), X.bfloat16()), {},
+     "the neighbours of numbers of torch.bfloat16, of which kernels compute in float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "positional", "keywords", "reason"), REFUSALS)
+def test_refusals_say_why(name: str, positional: tuple[Any, ...], keywords: dict[str, Any], reason: str) -> None:
+    overload = overload_of(f"aten.{name}")
+    if "device" in keywords:
+        fake = overload(*positional, **keywords)
+        x = Stored((3,), torch.float32, torch.device("cpu"))
+        call = Call(f"aten.{name}", [x], keywords, fake, fake.device, lambda item: tuple(item.shape))
+        assert RULES[call.name](call) == reason
+    elif eager(f"aten.{name}", list(positional), keywords) is None:
+        assert call_rule(_WithoutEager(overload), *positional, **keywords) == reason
+    else:
+        assert call_rule(overload, *positional, **keywords) == reason
+
+
+def test_division_by_a_zero_number_is_refused() -> None:
+    overload = _WithoutEager(torch.ops.aten.remainder.Scalar)
+    assert call_rule(overload, N, 0) == "integer division by zero, for which eager raises"
+    overload = _WithoutEager(torch.ops.aten.pow.Tensor_Scalar)
+    assert call_rule(overload, N, -1) == "an integer to a negative power, for which eager raises"
+
+
+STAY_CALLS = (
+    "equal", "frexp", "gcd", "lcm", "i0", "igamma", "igammac", "rrelu",
+    "special_airy_ai", "special_bessel", "special_chebyshev", "special_erfcx", "special_hermite", "special_i0e",
+    "special_i1", "special_laguerre", "special_legendre", "special_log_ndtr", "special_modified_bessel",
+    "special_ndtri", "special_scaled_modified", "special_shifted", "special_spherical", "special_zeta",
+)  # fmt: skip
+"""Pointwise operators without a rule: random, with a result that is no tensor, or no short formula in float32."""
+
+
+def test_every_pointwise_operator_has_a_rule_or_is_named_here() -> None:
+    missing = []
+    for schema in torch._C._jit_get_all_schemas():
+        name, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
+        if not schema.name.startswith("aten::") or schema.is_mutable or name.startswith("_foreach"):
+            continue
+        found = getattr(getattr(torch.ops.aten, name, None), overload, None)
+        if found is not None and torch.Tag.pointwise in found.tags and f"aten.{name}.{overload}" not in RULES:
+            missing.append(name)
+    assert [name for name in missing if not name.startswith(STAY_CALLS)] == []
+    assert all(any(name.startswith(part) for name in missing) for part in STAY_CALLS)
+
+
+def test_a_cast_to_half_precision_rounds_inside_a_kernel() -> None:
+    x = Stored((1,), torch.float32, torch.device("cpu"))
+    call = Call("prims.convert_element_type.default", [x, torch.bfloat16], {}, torch.empty(1, dtype=torch.bfloat16),
+                torch.device("cpu"), lambda item: tuple(item.shape))  # fmt: skip
+    narrow = RULES[call.name](call)
+    assert isinstance(narrow, Pointwise)
+    wide = pointwise((1,), torch.float32, torch.device("cpu"), lambda reader, indices: narrow.body(reader, indices))
+    number = torch.tensor([1.001])
+    torch.testing.assert_close(Computed({x: number}).tensor(wide), number.bfloat16().float(), rtol=0, atol=0)
