@@ -1,0 +1,398 @@
+"""Loops in C++ against the loop IR's evaluator: reductions and scans of every kind in every shape, stages, stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import sympy
+import torch
+
+from fxwrap.loop_ir import (
+    INTEGERS,
+    REDUCTIONS,
+    SCANS,
+    ZERO,
+    Axis,
+    Body,
+    Buffer,
+    Index,
+    Kernel,
+    as_index,
+    evaluate_kernel,
+    linear_index,
+)
+from fxwrap.printers.cpp import print_cpp_kernel
+from fxwrap.runtime.kernels import load_kernel
+from fxwrap.symbolic import evaluate, make_symbol
+
+F32, BF16 = torch.float32, torch.bfloat16
+DTYPES = (F32, torch.float64, torch.int64, torch.int32, torch.uint8)
+
+
+def random_tensor(buffer: Buffer, size: int, seed: int) -> torch.Tensor:
+    """Random elements of a buffer's dtype; integers small enough to repeat."""
+    generator = torch.Generator().manual_seed(seed)
+    if buffer.dtype is torch.bool:
+        return torch.rand(size, generator=generator) < 0.5
+    if buffer.dtype in INTEGERS:
+        return torch.randint(0, 9, (size,), generator=generator).to(buffer.dtype)
+    return torch.randn(size, generator=generator).to(buffer.dtype)
+
+
+def check(
+    kernel: Kernel,
+    numbers: Mapping[str, int] | None = None,
+    given: Mapping[str, torch.Tensor] | None = None,
+    rtol: float = 1e-5,
+) -> str:
+    """Runs a kernel in C++ and by the evaluator in float64 where it can; returns its source."""
+    values = dict(numbers or {})
+    printed = print_cpp_kernel(kernel)
+
+    def size(buffer: Buffer) -> int:
+        extent = buffer.extent
+        return extent if isinstance(extent, int) else int(evaluate(extent, values))
+
+    buffers = {item.name: random_tensor(item, size(item), place) for place, item in enumerate(kernel.inputs)}
+    buffers |= {item.name: random_tensor(item, size(item), 99 + place) for place, item in enumerate(kernel.outputs)}
+    buffers |= given or {}
+    wanted = {name: tensor.clone() for name, tensor in buffers.items()}
+    evaluate_kernel(kernel, wanted, values)
+    launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
+    launch((1, 1, 1), *buffers.values(), *[values[symbol.name] for symbol in kernel.numbers])
+    for item in kernel.outputs:
+        tolerance = 1e-2 if item.dtype in (BF16, torch.float16) else rtol if item.dtype.is_floating_point else 0
+        torch.testing.assert_close(
+            buffers[item.name],
+            wanted[item.name],
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda text: f"{text}\n{printed.source}",
+        )
+    return printed.source
+
+
+def reduction(
+    kind: str, dtype: torch.dtype, sizes: tuple[int, ...], reduced: tuple[int, ...], loaded: torch.dtype | None = None
+) -> Kernel:
+    """A reduction over some dimensions of a contiguous tensor, storing all its results."""
+    body = Body()
+    axes = [Axis(f"i{place}", size) for place, size in enumerate(sizes)]
+    kept = [axis for place, axis in enumerate(axes) if place not in reduced]
+    value = body.load("x", linear_index(axes, sizes), loaded or dtype).to(dtype)
+    at = linear_index(kept, [axis.size for axis in kept]) if kept else ZERO
+    count = 1
+    for axis in kept:
+        count *= int(axis.size)
+    outputs = []
+    total = 1
+    for size in sizes:
+        total *= size
+    for place, result in enumerate(body.reduce(kind, value)):
+        body.store(f"out{place}", at, result)
+        outputs.append(Buffer(f"out{place}", result.dtype, count))
+    return body.finish(kept, [axes[place] for place in reduced], [Buffer("x", loaded or dtype, total)], outputs)
+
+
+SHAPES = {
+    "row": ((5, 70), (1,)),
+    "one_element_row": ((5, 1), (1,)),
+    "column": ((70, 37), (0,)),
+    "wide_columns": ((9, 300), (0,)),
+    "both": ((7, 9), (0, 1)),
+    "outer_and_inner": ((4, 5, 66), (0, 2)),
+    "middle": ((3, 40, 20), (1,)),
+}
+
+
+def kinds_and_dtypes() -> list[tuple[str, torch.dtype]]:
+    found = []
+    for kind, spec in REDUCTIONS.items():
+        found += [(kind, dtype) for dtype in (*DTYPES, torch.bool) if spec.domain.accepts(dtype)]
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kind", "dtype"), kinds_and_dtypes(), ids=str)
+def test_reductions(kind: str, dtype: torch.dtype, shape: str) -> None:
+    check(reduction(kind, dtype, *SHAPES[shape]))
+
+
+LONG = {
+    "full": ((70000,), (0,)),
+    "row": ((2, 40000), (1,)),
+    "column": ((3000, 3), (0,)),
+    "outer": ((40, 3, 1100), (0, 2)),
+}
+
+
+@pytest.mark.parametrize("shape", LONG)
+@pytest.mark.parametrize("kind", ["sum", "max", "argmin", "welford", "softmax"])
+def test_long_reductions_in_parts(kind: str, shape: str) -> None:
+    check(reduction(kind, F32, *LONG[shape]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["max", "min", "argmax", "argmin"])
+@pytest.mark.parametrize("shape", ["row", "column"])
+def test_nan_wins_and_the_first_of_equals_is_found(kind: str, shape: str) -> None:
+    sizes, reduced = ((4, 200), (1,)) if shape == "row" else ((200, 4), (0,))
+    x = torch.zeros(4, 200)
+    x[1, 150] = x[1, 70] = float("nan")
+    x[2] = -float("inf")
+    x[3] = torch.arange(200) % 3
+    given = {"x": (x if shape == "row" else x.T).contiguous().flatten()}
+    check(reduction(kind, F32, sizes, reduced), given=given)
+
+
+@pytest.mark.parametrize("kind", ["sum", "prod", "any", "all"])
+@pytest.mark.parametrize("sizes", [(3, 0), (0, 3)])
+def test_empty_reductions_and_empty_results(kind: str, sizes: tuple[int, int]) -> None:
+    dtype = torch.bool if kind in ("any", "all") else F32
+    check(reduction(kind, dtype, sizes, (1,)))
+
+
+@pytest.mark.parametrize("loaded", [BF16, torch.float16])
+@pytest.mark.parametrize("shape", ["row", "column"])
+def test_half_precision_is_reduced_in_float32(loaded: torch.dtype, shape: str) -> None:
+    check(reduction("sum", F32, *SHAPES[shape], loaded=loaded))
+
+
+def test_a_long_float32_sum_keeps_its_digits() -> None:
+    x = torch.rand(1 << 20, generator=torch.Generator().manual_seed(3))
+    kernel = reduction("sum", F32, (1 << 20,), (0,))
+    printed = print_cpp_kernel(kernel)
+    out = torch.empty(1)
+    load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), x, out)
+    assert abs(out.item() / x.double().sum().item() - 1) < 3e-7
+
+
+def scan(kind: str, dtype: torch.dtype, sizes: tuple[int, int], dim: int) -> Kernel:
+    """A scan along one dimension of a matrix, storing all its results."""
+    body = Body()
+    axes = [Axis("row", sizes[0]), Axis("column", sizes[1])]
+    at = linear_index(axes, sizes)
+    outputs = []
+    for place, result in enumerate(body.scan(kind, body.load("x", at, dtype))):
+        body.store(f"out{place}", at, result)
+        outputs.append(Buffer(f"out{place}", result.dtype, sizes[0] * sizes[1]))
+    return body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", dtype, sizes[0] * sizes[1])], outputs)
+
+
+@pytest.mark.parametrize("sizes", [(3, 100), (1, 1), (2, 5000)])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [F32, torch.float64, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize("kind", SCANS)
+def test_scans(kind: str, dtype: torch.dtype, dim: int, sizes: tuple[int, int]) -> None:
+    if not SCANS[kind].domain.accepts(dtype):
+        return
+    given = {"x": torch.ones(sizes[0] * sizes[1], dtype=dtype)} if kind == "cumprod" else None
+    check(scan(kind, dtype, sizes, dim), given=given, rtol=1e-4)
+
+
+def test_a_scan_of_nan_and_infinity() -> None:
+    x = torch.tensor([1.0, float("inf"), 2.0, float("nan"), 5.0, -float("inf"), 3.0, 3.0])
+    for kind in SCANS:
+        check(scan(kind, F32, (1, 8), 1), given={"x": x})
+
+
+def softmax(rows: int, columns: int, dtype: torch.dtype, dim: int) -> Kernel:
+    """A softmax along one dimension of a matrix."""
+    body = Body()
+    axes = [Axis("row", rows), Axis("column", columns)]
+    at = linear_index(axes, (rows, columns))
+    x = body.load("x", at, dtype).to(F32)
+    largest, total = body.reduce("softmax", x)
+    body.store("out", at, ((x - largest).exp() / total).to(dtype))
+    count = rows * columns
+    return body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", dtype, count)], [Buffer("out", dtype, count)])
+
+
+@pytest.mark.parametrize("sizes", [(3, 100), (100, 3), (1, 1), (2, 40000), (3000, 40)])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_softmax_in_one_kernel(dtype: torch.dtype, dim: int, sizes: tuple[int, int]) -> None:
+    check(softmax(*sizes, dtype, dim))
+
+
+def layer_norm(rows: int, columns: int, dtype: torch.dtype, dim: int) -> Kernel:
+    """Residual and layer norm along one dimension, which stores the sum and the statistics too."""
+    body = Body()
+    axes = [Axis("row", rows), Axis("column", columns)]
+    at, along = linear_index(axes, (rows, columns)), as_index(axes[dim])
+    x = body.load("x", at, dtype).to(F32) + body.load("r", at, dtype).to(F32)
+    mean, squares = body.reduce("welford", x)
+    length = (rows, columns)[dim]
+    scale = (squares / float(length) + 1e-5).rsqrt()
+    body.store("sum", at, x.to(dtype))
+    body.store("out", at, ((x - mean) * scale * body.load("w", along, dtype).to(F32)).to(dtype))
+    body.store("mean", as_index(axes[1 - dim]), mean)
+    body.store("scale", as_index(axes[1 - dim]), scale)
+    count, kept = rows * columns, (rows, columns)[1 - dim]
+    inputs = [Buffer("x", dtype, count), Buffer("r", dtype, count), Buffer("w", dtype, length)]
+    outputs = [Buffer("sum", dtype, count), Buffer("out", dtype, count), Buffer("mean", F32, kept)]
+    return body.finish([axes[1 - dim]], [axes[dim]], inputs, [*outputs, Buffer("scale", F32, kept)])
+
+
+@pytest.mark.parametrize("sizes", [(3, 100), (100, 3), (5, 2000), (2, 40000), (1000, 70)])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_layer_norm_in_one_kernel(dtype: torch.dtype, dim: int, sizes: tuple[int, int]) -> None:
+    check(layer_norm(*sizes, dtype, dim), rtol=1e-4)
+
+
+def test_a_store_over_an_input_does_not_change_what_later_stages_read() -> None:
+    body = Body()
+    row, column = Axis("row", 3), Axis("column", 100)
+    at = linear_index((row, column), (3, 100))
+    x = body.load("x", at, F32) * 2.0
+    body.store("x", at, x)
+    total = body.reduce("sum", x)[0]
+    body.store("out", at, x / total)
+    kernel = body.finish([row], [column], [], [Buffer("x", F32, 300), Buffer("out", F32, 300)])
+    check(kernel)
+
+
+def test_two_stores_of_one_element_read_it_first() -> None:
+    body, axis = Body(), Axis("i", 50)
+    x = body.load("x", as_index(axis), F32)
+    body.store("x", as_index(axis), x + 1.0)
+    body.store("y", as_index(axis), x)
+    check(body.finish([axis], [], [], [Buffer("x", F32, 50), Buffer("y", F32, 50)]))
+
+
+def pointwise(formula: Callable[[Body, Axis, Axis], None], rows: int, columns: int, *inputs: Buffer) -> Kernel:
+    """A kernel over a matrix whose formula stores to `out`."""
+    body, row, column = Body(), Axis("row", rows), Axis("column", columns)
+    formula(body, row, column)
+    return body.finish([row, column], [], inputs, [Buffer("out", F32, rows * columns)])
+
+
+def matrix(row: Axis, column: Axis) -> Index:
+    """The offset in a contiguous matrix."""
+    return linear_index((row, column), (row.size, column.size))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 33), (64, 64), (65, 130), (3, 1000)])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_transposed_loads(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    def formula(body: Body, row: Axis, column: Axis) -> None:
+        turned = body.load("x", linear_index((column, row), (column.size, row.size)), dtype).to(F32)
+        body.store("out", matrix(row, column), turned + body.load("y", matrix(row, column), F32))
+
+    count = sizes[0] * sizes[1]
+    check(pointwise(formula, *sizes, Buffer("x", dtype, count), Buffer("y", F32, count)))
+
+
+def test_masks_and_indices_with_divisions() -> None:
+    def formula(body: Body, row: Axis, column: Axis) -> None:
+        inside = (body.index(column) >= 3) & (body.index(column) < 23)
+        padded = body.where(inside, lambda: body.load("x", as_index(row) * 20 + column - 3, F32), -1.5)
+        position = as_index(row) * 30 + column
+        split = body.load("y", (position // 7) * 2 + position % 7, F32)
+        shifted = body.load("z", (as_index(column) - 5) // 2 + 3, F32) + body.index((as_index(column) - 5) % 4).to(F32)
+        body.store("out", matrix(row, column), padded + split + shifted)
+
+    check(pointwise(formula, 4, 30, Buffer("x", F32, 80), Buffer("y", F32, 60), Buffer("z", F32, 40)))
+
+
+def test_gathered_indices() -> None:
+    def formula(body: Body, row: Axis, column: Axis) -> None:
+        chosen = body.gathered(body.load("index", as_index(row), torch.int64), 9)
+        small = body.gathered(body.load("small", as_index(column), torch.int32).to(torch.int64), 9)
+        value = body.load("table", chosen * 30 + column, F32) + body.load("table", small * 30, F32)
+        body.store("out", matrix(row, column), value)
+
+    inputs = [Buffer("index", torch.int64, 4), Buffer("small", torch.int32, 30), Buffer("table", F32, 270)]
+    check(pointwise(formula, 4, 30, *inputs))
+
+
+@pytest.mark.parametrize("mode", ["add", "max", "min", "prod"])
+@pytest.mark.parametrize("dtype", [F32, torch.int64, BF16], ids=str)
+def test_stores_that_combine(mode: str, dtype: torch.dtype) -> None:
+    body, row, column = Body(), Axis("row", 50), Axis("column", 8)
+    chosen = body.gathered(body.load("index", as_index(row), torch.int64), 9)
+    value = body.load("x", matrix(row, column), dtype)
+    mask = body.index(row) < 45
+    body.store("out", chosen * 8 + column, value, mask, mode)
+    inputs = [Buffer("index", torch.int64, 50), Buffer("x", dtype, 400)]
+    check(body.finish([row, column], [], inputs, [Buffer("out", dtype, 72)]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 70])
+@pytest.mark.parametrize("columns", [1, 5, 3000])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_symbolic_sizes(rows: int, columns: int, dim: int) -> None:
+    s0, s1 = make_symbol("s0"), make_symbol("s1")
+    body, row, column = Body(), Axis("row", s0), Axis("column", s1)
+    axes = (row, column)
+    x = body.load("x", linear_index(axes, (s0, s1)), F32)
+    mean, squares = body.reduce("welford", x)
+    body.store("out", linear_index(axes, (s0, s1)), (x - mean) / (squares + 1.0))
+    body.store("mean", as_index(axes[1 - dim]), mean)
+    outputs = [Buffer("out", F32, s0 * s1), Buffer("mean", F32, (s0, s1)[1 - dim])]
+    kernel = body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", F32, s0 * s1)], outputs)
+    check(kernel, {"s0": rows, "s1": columns}, rtol=1e-4)
+
+
+def test_numbers_of_the_program() -> None:
+    s0, f0 = make_symbol("s0"), make_symbol("f0")
+    body, axis = Body(), Axis("i", s0)
+    scaled = body.load("x", as_index(axis), F32) * body.number(f0, torch.float64).to(F32)
+    body.store("out", as_index(axis), scaled + body.number(sympy.Integer(2) * s0, torch.int64).to(F32))
+    kernel = body.finish([axis], [], [Buffer("x", F32, s0)], [Buffer("out", F32, s0)])
+    check(kernel, {"s0": 17, "f0": 0.3})
+
+
+def test_names_that_cplusplus_has_taken_are_changed() -> None:
+    body, axis = Body(), Axis("for", 9)
+    body.store("lane", as_index(axis), body.load("int", as_index(axis), F32) + body.load("op", as_index(axis), F32))
+    inputs = [Buffer("int", F32, 9), Buffer("op", F32, 9)]
+    check(body.finish([axis], [], inputs, [Buffer("lane", F32, 9)]))
+
+
+def test_no_axes() -> None:
+    body = Body()
+    body.store("out", ZERO, body.load("x", ZERO, F32).exp())
+    check(body.finish([], [], [Buffer("x", F32, 1)], [Buffer("out", F32, 1)]))
+
+
+def test_the_text_reads_well() -> None:
+    body, row, column = Body(), Axis("row", 1024), Axis("column", 256)
+    with body.origins("softmax"):
+        x = body.load("x", matrix(row, column), F32)
+        power = (x - body.reduce("max", x)[0]).exp()
+        body.store("out", matrix(row, column), power / body.reduce("sum", power)[0])
+    count = 1024 * 256
+    kernel = body.finish([row], [column], [Buffer("x", F32, count)], [Buffer("out", F32, count)])
+    assert print_cpp_kernel(kernel, "softmax", origins=False).source == SOFTMAX
+
+
+SOFTMAX = """\
+#include "kernel.h"
+
+// softmax
+extern "C" void kernel(const float* x, float* out) {
+  #pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < 1024; ++row) {
+    float exp_3_row[256];
+    Lanes<float, 64> max_1_lanes(Limits<float>::lowest);
+    for_lanes<64>(256, [&](int64_t column, int lane) {
+      max_1_lanes[lane] = combine::max(max_1_lanes[lane], x[256 * row + column]);
+    });
+    const float max_1 = max_1_lanes.combined(combine::max);
+    Lanes<float, 64> sum_4_lanes(float(0));
+    for_lanes<64>(256, [&](int64_t column, int lane) {
+      const float exp_3 = op::exp(x[256 * row + column] - max_1);
+      exp_3_row[column] = exp_3;
+      sum_4_lanes[lane] += exp_3;
+    });
+    const float sum_4 = sum_4_lanes.combined(combine::sum);
+    #pragma omp simd
+    for (int64_t column = 0; column < 256; ++column) {
+      out[256 * row + column] = exp_3_row[column] / sum_4;
+    }
+  }
+}
+"""
