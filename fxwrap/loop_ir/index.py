@@ -2,8 +2,8 @@
 
 They are fxwrap's own small class because a compile builds hundreds of thousands of them: adding two costs a
 microsecond or two, where sympy's cost a hundred. Sizes stay `int | sympy.Expr`; a symbolic size enters a polynomial
-as an atom. Simplification knows that an axis runs from 0 to its size less one, and that sizes are at least one:
-where a size is zero, no index is ever computed.
+as an atom. Simplification knows that an axis runs from 0 to its size less one, and that symbols are sizes of at least
+one: where a size is zero, no index is ever computed.
 """
 
 from __future__ import annotations
@@ -250,6 +250,11 @@ class Index:
             low, high = low + small * coefficient, high + large * coefficient
         return low, high
 
+    def never_negative(self) -> bool:
+        """Whether this is shown to be at least 0 in every iteration; False says nothing."""
+        limits = self.bounds()
+        return limits is not None and _never_negative(limits[0])
+
 
 def _term_text(monomial: Monomial, coefficient: int) -> str:
     names = "*".join([str(atom) for atom in monomial])
@@ -336,8 +341,22 @@ def _atom_bounds(atom: Atom) -> tuple[Index, Index] | None:
 
 
 def _never_negative(index: Index) -> bool:
-    """Whether a polynomial in sizes, each at least 1, is shown to be at least 0."""
-    return all(number > 0 for monomial, number in index.terms if monomial) and sum(n for _, n in index.terms) >= 0
+    """Whether a polynomial in sizes is shown to be at least 0, for every value that the sizes can have.
+
+    A plain symbol is at least 1. Other atoms are parts of sizes, like the quotient in `s0//2 + 1`, and may be 0.
+    """
+    if all(number > 0 for _, number in index.terms):
+        return True
+    if not any(number > 0 for monomial, number in index.terms if monomial):
+        return False
+    shifted = ZERO  # with every symbol one more than a number that is at least 0
+    for monomial, coefficient in index.terms:
+        part = index_constant(coefficient)
+        for atom in monomial:
+            whole = Index((((atom,), 1),))
+            part = part * (whole + 1 if isinstance(atom, SizeAtom) and atom.expression.is_Symbol else whole)
+        shifted = shifted + part
+    return all(number > 0 for _, number in shifted.terms)
 
 
 def _within(index: Index, divisor: Index) -> bool:
