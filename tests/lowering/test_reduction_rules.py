@@ -346,13 +346,12 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("target", [[5, 0], [-1, 0]])
-def test_a_class_that_does_not_exist_gives_nan(target: list[int]) -> None:
-    scores = torch.randn(2, 3)
+@pytest.mark.parametrize("reduction", [0, 1])
+def test_a_class_that_does_not_exist_raises(target: list[int], reduction: int) -> None:
+    scores, classes = torch.randn(2, 3), torch.tensor(target)
     with pytest.raises(IndexError):
-        aten.nll_loss_forward(scores, torch.tensor(target), None, 1, -100)
-    overload = Instead(aten.nll_loss_forward.default, lambda *_: (torch.empty(()), torch.empty(())))
-    loss, _ = call_rule(overload, scores, torch.tensor(target), None, 1, -100)
-    assert loss.isnan()
-    overload = Instead(aten.nll_loss_forward.default, lambda *_: (torch.empty(2), torch.empty(())))
-    losses, _ = call_rule(overload, scores, torch.tensor(target), None, 0, -100)
-    assert losses.isnan().tolist() == [True, False]
+        aten.nll_loss_forward(scores, classes, None, reduction, -100)
+    fakes = aten.nll_loss_forward(scores, classes * 0, None, reduction, -100)
+    with pytest.raises(IndexError, match="out of bounds for a dimension of size 3"):
+        call_rule(Instead(aten.nll_loss_forward.default, lambda *_: fakes), scores, classes, None, reduction, -100)
+    check_all("aten.nll_loss_forward.default", [sample(scores, classes, None, reduction, target[0])])

@@ -1,18 +1,14 @@
-"""Negative log likelihood and its backward: an element of each row, at the row's class, and sums over rows.
-
-Classes outside the input are an error in eager mode. A kernel has no way to raise: it reads nothing for them, and the
-loss is NaN.
-"""
+"""Negative log likelihood and its backward: an element of each row, at the row's class, and sums over rows."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from fxwrap.loop_ir import IndexLike, Scalar, compute_dtype
 from fxwrap.lowering.definitions import Definition, Indices, Reader, pointwise
+from fxwrap.lowering.rules.positions import gathered_index
 from fxwrap.lowering.rules.registry import Call, Result
 from fxwrap.lowering.rules.rows import Rows, combine, kernel_rule, reduced_result, row_result
 from fxwrap.symbolic import Size
@@ -55,18 +51,15 @@ class Classes:
         return reader.load(self.target, place).to(torch.int64)
 
     def at_class(self, reader: Reader, row: Indices, operand: Definition | None, dtype: torch.dtype) -> Scalar:
-        """Returns an operand's element at a row's class, 1 without operand; 0 for the ignored class, NaN for none."""
+        """Returns an operand's element at a row's class, 1 without operand; 0 where the class is the ignored one."""
         chosen = self.chosen(reader, row)
         counted = chosen.differs(self.ignored)
-        classes = reader.number(self.count, torch.int64)
-        known = (chosen >= 0) & (chosen < classes)
-        if operand is None:
-            value = reader.number(1.0, dtype)
-        else:
-            with reader.body.masked(counted & known):
-                at = reader.body.gathered((counted & known).where(chosen, 0), self.count)
+        value = reader.number(1.0, dtype)
+        if operand is not None:
+            with reader.body.masked(counted):
+                at = gathered_index(reader, chosen, self.count)
                 value = reader.load(operand, self._indices(operand, row, at)).to(dtype)
-        return counted.where(known.where(value, math.nan), 0.0)
+        return counted.where(value, 0.0)
 
     def _indices(self, operand: Definition, row: Indices, at: IndexLike) -> Indices:
         if len(operand.sizes) < len(self.scores.sizes) or not row:

@@ -10,6 +10,7 @@ import torch
 
 from fxwrap.loop_ir import Scalar, compute_dtype
 from fxwrap.lowering.definitions import Definition, Indices, Reader, broadcast_indices, pointwise
+from fxwrap.lowering.rules.pointwise import broadcast_sizes
 from fxwrap.lowering.rules.registry import Call, Result
 from fxwrap.lowering.rules.rows import Rows, combine, kernel_rule, reduced_result, row_result, rows_of
 from fxwrap.symbolic import Size, minimum
@@ -224,7 +225,7 @@ def _old_norm(
 
 @kernel_rule("aten.dist.default")
 def _dist(call: Call, x: Definition, y: Definition, order: Any = 2) -> Result | str:
-    sizes = broadcast_sizes(x.sizes, y.sizes)
+    sizes = broadcast_sizes((x, y))
     rows = Rows(sizes, tuple(range(len(sizes))))
     computes = compute_dtype(call.dtype)
 
@@ -234,13 +235,6 @@ def _dist(call: Call, x: Definition, y: Definition, order: Any = 2) -> Result | 
         return left - right
 
     return _norm(call, rows, order, difference)
-
-
-def broadcast_sizes(*shapes: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Returns the sizes that tensors of these sizes are broadcast to."""
-    rank = max([len(shape) for shape in shapes])
-    aligned = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return tuple([next((size for size in column if size != 1), 1) for column in zip(*aligned, strict=True)])
 
 
 def _norm(call: Call, rows: Rows, order: Any, body: Callable[[Reader, Indices, Indices], Scalar]) -> Definition | str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 
-from fxwrap.loop_ir import KERNEL_DTYPES, POSITION_RESULTS, REDUCTIONS, Scalar, compute_dtype
+from fxwrap.loop_ir import POSITION_RESULTS, REDUCTIONS, Scalar, compute_dtype
 from fxwrap.lowering.definitions import (
     Definition,
     Indices,
@@ -21,31 +21,24 @@ from fxwrap.lowering.definitions import (
     reduction,
     reduction_dims,
 )
+from fxwrap.lowering.rules.positions import unsupported
 from fxwrap.lowering.rules.registry import Call, Result, rule
 from fxwrap.symbolic import Size, product
 from fxwrap.torch_compat import operator_overload
 
 
 def kernel_rule(*names: str) -> Callable[[Callable[..., Result | str]], Callable[..., Result | str]]:
-    """Registers a rule as `rule` does, for calls whose tensors all have dtypes that kernels know."""
+    """Registers a rule as `rule` does; it is given calls on tensors that kernels can hold, arguments by position."""
 
     def register(function: Callable[..., Result | str]) -> Callable[..., Result | str]:
         @wraps(function)
         def checked(call: Call, *arguments: Any, **keywords: Any) -> Result | str:
-            return unknown_dtype(call) or function(call, *_by_position(call, arguments, keywords), **keywords)
+            return unsupported(call) or function(call, *_by_position(call, arguments, keywords), **keywords)
 
         rule(*names)(checked)
         return function
 
     return register
-
-
-def unknown_dtype(call: Call) -> str | None:
-    """Returns why a call cannot be a kernel, when one of its tensors has a dtype that kernels do not know."""
-    for dtype in _dtypes((call.fake, *call.arguments, *call.keywords.values())):
-        if dtype not in KERNEL_DTYPES:
-            return f"kernels have no {dtype}"
-    return None
 
 
 def _by_position(call: Call, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
@@ -59,14 +52,6 @@ def _by_position(call: Call, arguments: tuple[Any, ...], keywords: dict[str, Any
         item = positional[len(found)]
         found.append(keywords.pop(item.name, item.default_value))
     return found
-
-
-def _dtypes(items: Any) -> Iterator[torch.dtype]:
-    for item in items:
-        if isinstance(item, Definition | torch.Tensor):
-            yield item.dtype
-        elif isinstance(item, list | tuple):
-            yield from _dtypes(item)
 
 
 @dataclass(frozen=True)
