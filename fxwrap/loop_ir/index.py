@@ -257,9 +257,12 @@ class Index:
 
 
 def _term_text(monomial: Monomial, coefficient: int) -> str:
-    names = "*".join([str(atom) for atom in monomial])
-    if not names:
+    if not monomial:
         return str(coefficient)
+    alone = len(monomial) == 1 and coefficient == 1
+    names = "*".join(
+        [f"({atom})" if isinstance(atom, FloorDivide | Modulo) and not alone else str(atom) for atom in monomial]
+    )
     return names if coefficient == 1 else f"-{names}" if coefficient == -1 else f"{coefficient}*{names}"
 
 

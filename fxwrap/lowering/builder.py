@@ -113,6 +113,13 @@ class Builder:
         self.fake_of[value.name] = fake
         return value
 
+    def add_retyped(self, name: str, fake: torch.Tensor, base: Value) -> Value:
+        """Makes a value for a tensor that starts where another one does, in the same memory."""
+        value = Value(self.unique(name), self.tensor_type(fake, base.tensor_type.storage_offset))
+        self.root_of[value.name] = self.root_of[base.name]
+        self.fake_of[value.name] = fake
+        return value
+
     def offset_in_root(self, base: Value, fake: torch.Tensor) -> Size:
         """Returns the distance of a window's first element from its root's, in elements of its own type.
 

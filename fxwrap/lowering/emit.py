@@ -166,7 +166,7 @@ class Emission:
             root = self.builder.root_of[source.name]
             value = source
             if source.type != planned.type:
-                value = self.builder.add_window(definition.name, fake, source)
+                value = self.builder.add_retyped(definition.name, fake, source)
                 self.builder.emit(View(value, source, origin=self._origin((definition,))))
             self.builder.share_root(fake, root)
             self.builder.mutated.add(root.name)

@@ -21,6 +21,7 @@ import torch
 
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime.modules import load_module
+from fxwrap.runtime.triton_interpreter import interpreter_additions
 
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 _LIBRARY = ("triton.language", "triton.language.standard", "triton.language.random", "triton.language.math")
@@ -92,7 +93,7 @@ def _patched_owners() -> tuple[Any, ...]:
     """Returns what the interpreter changes while a kernel runs, not all of which every version of it puts back."""
     modules = [importlib.import_module(name) for name in (*_LIBRARY, _CORE)]
     classes = [item for item in vars(modules[-1]).values() if isinstance(item, type) and item.__module__ == _CORE]
-    return (*modules, *classes)
+    return (*modules, *classes, *dict.fromkeys([owner for owner, _, _ in interpreter_additions()]))
 
 
 def _put_back(owner: Any, contents: dict[str, Any]) -> None:
@@ -117,7 +118,7 @@ def _interpreted_library() -> tuple[tuple[Any, str, Any], ...]:
     tensor = modules[0].tensor
     members = [(name, item) for name, item in vars(tensor).items() if isinstance(item, compiled)]
     found += [(tensor, name, _member(made.get(item) or interpreted(item.fn))) for name, item in members]
-    return tuple(found)
+    return (*found, *interpreter_additions())
 
 
 def _member(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ COLUMN_PART = 256
 """Rows of a part of a long reduction of columns."""
 
 
-BUFFER_COST = 4
+BUFFER_COST = 3
 """Instructions from which on a value that is needed again is kept in a row buffer instead."""
 
 BUFFER_ELEMENTS = 8192
