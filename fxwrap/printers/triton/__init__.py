@@ -1,0 +1,5 @@
+"""The Triton printer: kernels of the loop IR as Triton kernels, and the ways to cut them into programs."""
+
+from fxwrap.printers.triton.configuration import Configuration as Configuration
+from fxwrap.printers.triton.configuration import configurations as configurations
+from fxwrap.printers.triton.printer import print_triton as print_triton

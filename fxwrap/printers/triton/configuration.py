@@ -1,0 +1,225 @@
+"""How a kernel is cut into programs: tiles, blocks, warps and pipeline stages, with the best guess first.
+
+The guesses come from sweeps on an H200 over kernels of these shapes at 64 MiB an operand; each rule says what it won.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+
+from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, Gathered, Kernel, Load, Store
+from fxwrap.symbolic import Size, evaluate
+
+Hint: TypeAlias = Callable[[Size], int]
+"""Gives a typical value of a size."""
+
+PERSISTENT = 16384
+"""Rows of up to so many elements are held in registers; longer ones are read once for each stage."""
+
+_WAVE = 264
+"""Programs that keep a large GPU busy: two for each of 132 multiprocessors."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A way to cut a kernel.
+
+    Fields: `x` the parallel axes along the tile's contiguous dimension, flattened, `x_block` elements a program; `y`
+    likewise for the tile's other dimension; the remaining parallel axes have one element a program. A kernel with
+    reduced axes has them, flattened, along the dimension that is left: beside `x`, or beside `y`, `r_block` elements at
+    a time. `looped` walks over them in a loop for each stage; otherwise the block holds all of them.
+    """
+
+    x: tuple[Axis, ...] = ()
+    y: tuple[Axis, ...] = ()
+    x_block: int = 1
+    y_block: int = 1
+    r_block: int = 1
+    looped: bool = False
+    num_warps: int = 4
+    num_stages: int = field(default=1)
+
+
+def typical(symbol_value: int = 1024) -> Hint:
+    """Returns a hint under which every symbol has one value."""
+
+    def hint(size: Size) -> int:
+        if isinstance(size, int):
+            return size
+        values: Mapping[str, int] = {str(symbol): symbol_value for symbol in size.free_symbols}
+        return int(evaluate(size, values))
+
+    return hint
+
+
+def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configuration, ...]:
+    """Returns ways to cut a kernel, the best guess first; every one of them is correct."""
+    hint = hint or typical()
+    if not kernel.reduced:
+        found = _pointwise(kernel, hint)
+    elif _reduces_across(kernel, hint):
+        found = _columns(kernel, hint)
+    else:
+        found = _rows(kernel, hint)
+    return tuple(dict.fromkeys(found))
+
+
+# --- pointwise ------------------------------------------------------------------------------------------------------
+
+
+def _pointwise(kernel: Kernel, hint: Hint) -> list[Configuration]:
+    if not kernel.axes:
+        return [Configuration(num_warps=1)]
+    inner, other = _contiguous_axes(kernel, hint)
+    if other is not None:
+        return [_transposed(inner, other, hint, *shape) for shape in ((64, 64, 8), (64, 32, 8), (32, 32, 4))]
+    block, warps = _pointwise_block(kernel, hint)
+    sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
+    return [_tile(kernel, inner, hint, *size) for size in sizes]
+
+
+def _pointwise_block(kernel: Kernel, hint: Hint) -> tuple[int, int]:
+    """Sixteen bytes a thread of the smallest dtype; twice that where arithmetic or gathered loads take the time."""
+    moved = [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
+    smallest = min([_itemsize(kernel, access) for access in moved], default=4)
+    elements = min(16 // smallest, 8)
+    cost = sum(OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute))
+    gathers = any(isinstance(atom, Gathered) for access in moved for atom in access.index.atoms())
+    if cost >= 15 and (gathers or any(_cost(item) >= 12 for item in kernel.operations)):
+        elements *= 2
+    elif gathers:
+        elements *= 2
+    block = 128 * elements
+    total = hint(kernel.count)
+    while block > 128 and total < block * _WAVE:
+        block //= 2
+    return min(block, power_of_two(total)), 4 if block >= 128 else 1
+
+
+def _cost(operation: object) -> int:
+    return OPERATIONS[operation.name].cost if isinstance(operation, Compute) else 0
+
+
+def _transposed(inner: Axis, other: Axis, hint: Hint, y_block: int, x_block: int, warps: int) -> Configuration:
+    """Tiles of 64 x 64 read both ways in whole lines: a transposed sum ran at the speed of a copy."""
+    x_block = min(x_block, power_of_two(hint(inner.size)))
+    y_block = min(y_block, power_of_two(hint(other.size)))
+    return Configuration((inner,), (other,), x_block, y_block, num_warps=warps)
+
+
+def _tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int) -> Configuration:
+    """Flat where that is simplest; rows by columns where the inner axis fills blocks, which saves divisions."""
+    rest = tuple([axis for axis in kernel.axes if axis != inner])
+    size = hint(inner.size)
+    x_block = min(block, power_of_two(size))
+    filled = -(-size // x_block) * x_block
+    if not rest or (filled * 4 > size * 5 and isinstance(inner.size, int)):
+        return Configuration(x=kernel.axes, x_block=block, num_warps=warps)
+    return Configuration((inner,), rest, x_block, max(block // x_block, 1), num_warps=warps)
+
+
+# --- reductions -----------------------------------------------------------------------------------------------------
+
+
+def _rows(kernel: Kernel, hint: Hint) -> list[Configuration]:
+    """One row a program from 2048 elements on, held in registers where it fits: softmax ran at the speed of a copy."""
+    size, count = kernel.reduced_count, hint(kernel.count)
+    block = power_of_two(hint(size))
+    loads = _full_loads(kernel)
+    limit = PERSISTENT if loads <= 2 else PERSISTENT // 2
+    found = []
+    if isinstance(size, int) and block <= limit:
+        rows = max(2048 // block, 1) if kernel.axes else 1
+        while rows > 1 and count < rows * _WAVE:
+            rows //= 2
+        tile = rows * block
+        warps = _warps(tile, 16 if tile <= 2048 or loads > 1 else 32)
+        whole = Configuration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
+        found += [whole, *[replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= 16]]
+        if rows > 1:
+            found.append(replace(whole, y_block=rows // 2))
+    loop = min(block, 8192)
+    shapes = ((loop, 16), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8))
+    looped = [Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _warps(r, 8))) for r, w in shapes]
+    return [*found, *looped] if not found or block > 2048 else found
+
+
+def _columns(kernel: Kernel, hint: Hint) -> list[Configuration]:
+    """Tiles of 64 rows by 64 columns, three loads in flight: column sums and statistics within 1.2 of a copy."""
+    inner, _ = _contiguous_axes(kernel, hint, reduced=False)
+    size = kernel.reduced_count
+    widest = power_of_two(hint(inner.size))
+    found = []
+    if isinstance(size, int):
+        height = power_of_two(size)
+        width = min(64 if height <= 128 else 32 if height <= 512 else 16, widest)
+        if height * width <= PERSISTENT:
+            warps = _warps(height * width, 16)
+            found.append(Configuration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
+    for width, height, stages in ((64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)):
+        block = min(width, widest)
+        rows = min(height * (width // block), power_of_two(hint(size)))
+        warps = min(_warps(block * rows, 16), 4)
+        found.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
+    return found
+
+
+def _reduces_across(kernel: Kernel, hint: Hint) -> bool:
+    """Whether most of what is read lies contiguous along a parallel axis, as in a sum of columns."""
+    scores = _scores(kernel, hint)
+    parallel = max([scores.get(axis, 0) for axis in kernel.axes], default=0)
+    return parallel > max([scores.get(axis, 0) for axis in kernel.reduced], default=0)
+
+
+# --- questions ------------------------------------------------------------------------------------------------------
+
+
+def power_of_two(size: int) -> int:
+    """Returns the smallest power of two that is at least the size, and at least 1."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _warps(tile: int, elements: int) -> int:
+    return min(max(power_of_two(tile // (32 * elements)), 1), 16)
+
+
+def _full_loads(kernel: Kernel) -> int:
+    return sum(isinstance(item, Load) and varies for item, varies in zip(kernel.operations, kernel.varying, strict=True))
+
+
+def _itemsize(kernel: Kernel, access: Load | Store) -> int:
+    if isinstance(access, Load):
+        return access.dtype.itemsize
+    stored = next(buffer.dtype for buffer in kernel.outputs if buffer.name == access.buffer)
+    assert isinstance(stored, torch.dtype)
+    return stored.itemsize
+
+
+def _scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...] = (Load, Store)) -> dict[Axis, int]:
+    """Returns for each axis the bytes moved by accesses that walk over it element by element."""
+    found: dict[Axis, int] = {}
+    for access in kernel.operations:
+        if not isinstance(access, Load | Store) or not isinstance(access, only):
+            continue
+        weight = _itemsize(kernel, access)
+        for axis in access.index.axes():
+            weight *= max(hint(axis.size), 1)
+        for axis in access.index.axes():
+            if access.index.stride(axis) == ONE:
+                found[axis] = found.get(axis, 0) + weight
+    return found
+
+
+def _contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[Axis, Axis | None]:
+    """Returns the axis along which most is contiguous, stores first, and another one if much is along that."""
+    scores = _scores(kernel, hint)
+    stores = _scores(kernel, hint, Store) if reduced else {}
+    ranked = sorted(kernel.axes, key=lambda axis: (stores.get(axis, 0), scores.get(axis, 0)), reverse=True)
+    inner = ranked[0] if scores.get(ranked[0]) else kernel.axes[-1]
+    others = [axis for axis in kernel.axes if axis != inner and scores.get(axis, 0) * 5 >= sum(scores.values())]
+    wide = [axis for axis in others if hint(axis.size) >= 16]
+    return inner, max(wide, key=lambda axis: scores[axis], default=None)

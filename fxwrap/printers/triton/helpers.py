@@ -1,0 +1,197 @@
+"""Functions that generated kernels define above themselves, each only where a kernel uses it.
+
+A helper's text may use other helpers, the name `tl`, and `libdevice`, which is CUDA's library of functions (replaced by
+torch's functions where Triton interprets a kernel on the CPU).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+_TEXTS = '''
+def floor_quotient(a, b):
+    """Integer division rounded down."""
+    quotient = a // b
+    remainder = a - quotient * b
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), quotient - 1, quotient)
+
+
+def floor_modulo(a, b):
+    """The remainder of integer division rounded down: it has the sign of b."""
+    remainder = a % b
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
+
+
+def float_remainder(a, b):
+    """The remainder that has the sign of b."""
+    remainder = libdevice.fmod(a, b)
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
+
+
+def float_floor_divide(a, b, quotient):
+    """Division rounded down, as torch does it: exact where the quotient's own rounding would not be."""
+    remainder = libdevice.fmod(a, b)
+    below = (remainder != 0) & ((remainder < 0) != (b < 0))
+    exact = (a - remainder) / b
+    exact = tl.where(below, exact - 1, exact)
+    rounded = tl.floor(exact)
+    rounded = tl.where(exact - rounded > 0.5, rounded + 1, rounded)
+    rounded = tl.where(exact == 0, libdevice.copysign(quotient * 0, quotient), rounded)
+    return tl.where(b == 0, quotient, rounded)
+
+
+def integer_power(base, exponent, BITS: tl.constexpr):
+    """Integer power with wrap-around; a negative exponent gives 0 but for the bases 1 and -1."""
+    result = base * 0 + 1
+    factor = base
+    rest = exponent
+    for _ in tl.static_range(BITS - 1):
+        result = tl.where((rest & 1) != 0, result * factor, result)
+        factor = factor * factor
+        rest = rest >> 1
+    odd = (exponent & 1) != 0
+    inverse = tl.where(base == 1, base, tl.where((base == -1) & odd, base, tl.where(base == -1, base * base, base * 0)))
+    return tl.where(exponent < 0, inverse, result)
+
+
+def unsigned_power(base, exponent, BITS: tl.constexpr):
+    """Unsigned integer power with wrap-around."""
+    result = base * 0 + 1
+    factor = base
+    rest = exponent
+    for _ in tl.static_range(BITS):
+        result = tl.where((rest & 1) != 0, result * factor, result)
+        factor = factor * factor
+        rest = rest >> 1
+    return result
+
+
+def shift_left(value, count, BITS: tl.constexpr):
+    """Shift that gives 0 for a count that is negative or too large."""
+    valid = (count >= 0) & (count < BITS)
+    return tl.where(valid, value << tl.where(valid, count, 0), 0)
+
+
+def shift_right(value, count, LIMIT: tl.constexpr):
+    """Arithmetic shift; a count that is negative or too large leaves the sign alone."""
+    valid = (count >= 0) & (count < LIMIT)
+    return value >> tl.where(valid, count, LIMIT)
+
+
+def erf(x):
+    """The error function to 1 ULP of float32: two polynomials after N. Juffa, and one choice between them."""
+    size = tl.abs(x)
+    square = x * x
+    tail = tl.fma(size, -1.72853470e-5, 3.83197126e-4)
+    tail = tl.fma(tail, square, tl.fma(size, -3.88396438e-3, 2.42546219e-2))
+    tail = tl.fma(tail, size, -1.06777877e-1)
+    tail = tl.fma(tail, size, -6.34846687e-1)
+    tail = tl.fma(tail, size, -1.28717512e-1)
+    tail = 1.0 - tl.exp(tl.fma(tail, size, -size))
+    tail = tl.where(x < 0, -tail, tail)
+    near = tl.fma(square, -5.96761703e-4, 4.99119423e-3)
+    near = tl.fma(near, square, -2.67681349e-2)
+    near = tl.fma(near, square, 1.12819925e-1)
+    near = tl.fma(near, square, -3.76125336e-1)
+    near = tl.fma(near, square, 1.28379166e-1)
+    near = tl.fma(near, x, x)
+    return tl.where(size > 0.927734375, tail, near)
+
+
+def digamma(x):
+    """The logarithmic derivative of the gamma function, as torch computes it: reflection, recurrence, asymptotics."""
+    whole = libdevice.trunc(x)
+    reflected = x < 0
+    angle = (x - whole) * 3.141592653589793
+    reflection = tl.where(reflected, (x * 0 - 3.141592653589793) / libdevice.tan(angle), x * 0)
+    y = tl.where(reflected, 1 - x, x)
+    start = y
+    shifted = y * 0
+    for _ in tl.static_range(10):
+        small = y < 10
+        shifted = tl.where(small, shifted - 1 / y, shifted)
+        y = tl.where(small, y + 1, y)
+    z = 1 / (y * y)
+    series = z * (8.33333333333333333333e-2 + z * (-8.33333333333333333333e-3 + z * (3.96825396825396825397e-3 + z * (
+        -4.16666666666666666667e-3 + z * (7.57575757575757575758e-3 + z * (
+            -2.10927960927960927961e-2 + z * 8.33333333333333333333e-2))))))
+    series = tl.where(y < 1.0e17, series, y * 0)
+    result = shifted + libdevice.log(y) - 0.5 / y - series + reflection
+    result = tl.where(start == float("inf"), start, result)
+    result = tl.where(reflected & (x == whole), float("nan"), result)
+    return tl.where(x == 0, libdevice.copysign(x * 0 + float("inf"), x * -1.0), result)
+
+
+def maximum_or_nan(a, b):
+    """The larger, or NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+def minimum_or_nan(a, b):
+    """The smaller, or NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+def multiply(a, b):
+    """The product."""
+    return a * b
+
+
+def first_largest(a, a_position, b, b_position):
+    """The larger of two, NaN counting as the largest; the first of equals."""
+    better = (a > b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    chosen = better | (same & (a_position < b_position))
+    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
+
+
+def first_smallest(a, a_position, b, b_position):
+    """The smaller of two, NaN counting as the smallest; the first of equals."""
+    better = (a < b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    chosen = better | (same & (a_position < b_position))
+    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
+
+
+def last_largest(a, a_position, b, b_position):
+    """The larger of two, NaN counting as the largest; the last of equals."""
+    better = (a > b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    chosen = better | (same & (a_position > b_position))
+    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
+
+
+def last_smallest(a, a_position, b, b_position):
+    """The smaller of two, NaN counting as the smallest; the last of equals."""
+    better = (a < b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    chosen = better | (same & (a_position > b_position))
+    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
+
+
+def log_add_exp(a, b):
+    """log(exp(a) + exp(b)) without overflow."""
+    largest = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    smallest = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    finite = (largest != smallest) | (tl.abs(largest) != float("inf"))
+    difference = tl.where(finite, smallest - largest, 0.0)
+    return tl.where(finite, largest + libdevice.log1p(libdevice.exp(difference)), largest)
+'''
+
+HELPERS: Mapping[str, str] = {
+    match.group(1): "@triton.jit\n" + match.group(0).strip()
+    for match in re.finditer(r"^def (\w+)\(.*?(?=^def |\Z)", _TEXTS, re.MULTILINE | re.DOTALL)
+}
+"""The text of each helper by name, decorated."""
+
+
+def helper_texts(used: Iterable[str]) -> list[str]:
+    """Returns the texts of these helpers and of those they call, in the order of the table."""
+    pending, found = list(used), set[str]()
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending += [other for other in HELPERS if re.search(rf"\b{other}\(", HELPERS[name])]
+    return [text for name, text in HELPERS.items() if name in found]

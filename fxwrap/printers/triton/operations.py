@@ -1,0 +1,157 @@
+"""How each scalar operation of the loop IR is written in Triton.
+
+A row is a template over operands `{0}`, `{1}`, ...; `{bits}` is the width of the operands' dtype. Templates of float32
+and float64 differ where Triton's own functions round worse than torch's kernels for GPUs do: float32 division and square
+roots are asked for in their rounded forms, and library functions come from libdevice.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from fxwrap.loop_ir import STORAGE_ONLY
+from fxwrap.printers.triton.helpers import HELPERS
+
+TRITON_DTYPES = {
+    torch.float32: "tl.float32", torch.float64: "tl.float64", torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16", torch.bool: "tl.int1", torch.int8: "tl.int8", torch.int16: "tl.int16",
+    torch.int32: "tl.int32", torch.int64: "tl.int64", torch.uint8: "tl.uint8",
+}  # fmt: skip
+"""Triton's name of each dtype of kernels."""
+
+SIGNATURES = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "i1",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+}  # fmt: skip
+"""The name of each dtype in a kernel's signature."""
+
+_LIBDEVICE = (
+    "hypot", "copysign", "nextafter", "atan2", "pow", "fmod", "trunc", "rsqrt", "exp", "exp2", "expm1", "log", "log2",
+    "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "asinh", "acosh", "atanh",
+    "erf", "erfc", "erfinv", "lgamma",
+)  # fmt: skip
+
+_TWO = ("hypot", "copysign", "nextafter", "atan2", "pow", "fmod")
+
+_ANY: dict[str, str] = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
+    "maximum": "tl.maximum({0}, {1})", "minimum": "tl.minimum({0}, {1})",
+    "neg": "-{0}", "abs": "tl.abs({0})", "sign": "({0} > 0).to({dtype}) - ({0} < 0).to({dtype})",
+    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
+    "where": "tl.where({0}, {1}, {2})",
+}  # fmt: skip
+
+_FLOAT: dict[str, str] = {
+    **{name: f"libdevice.{name}({{0}})" for name in _LIBDEVICE},
+    **{name: f"libdevice.{name}({{0}}, {{1}})" for name in _TWO},
+    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "fmax": "tl.where(({0} > {1}) | ({1} != {1}), {0}, {1})", "fmin": "tl.where(({0} < {1}) | ({1} != {1}), {0}, {1})",
+    "div": "{0} / {1}", "remainder": "float_remainder({0}, {1})",
+    "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "round": "libdevice.rint({0})",
+    "sqrt": "tl.sqrt({0})", "reciprocal": "1 / {0}", "sigmoid": "1 / (1 + libdevice.exp(-{0}))",
+    "digamma": "digamma({0})",
+    "floor_divide": "float_floor_divide({0}, {1}, {0} / {1})", "trunc_divide": "libdevice.trunc({0} / {1})",
+    "isnan": "{0} != {0}", "isinf": 'tl.abs({0}) == float("inf")',
+    "signbit": "{0}.to(tl.int{bits}, bitcast=True) < 0",
+}  # fmt: skip
+
+_FLOAT32: dict[str, str] = {
+    "div": "tl.div_rn({0}, {1})", "sqrt": "tl.sqrt_rn({0})", "reciprocal": "tl.div_rn(1.0, {0})",
+    "sigmoid": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))", "erf": "erf({0})",
+    "floor_divide": "float_floor_divide({0}, {1}, tl.div_rn({0}, {1}))",
+    "trunc_divide": "libdevice.trunc(tl.div_rn({0}, {1}))",
+}  # fmt: skip
+
+_HALF: dict[str, str] = {
+    name: f"{{0}}.to(tl.float32) {sign} {{1}}.to(tl.float32)" for name, sign in (("eq", "=="), ("ne", "!="))
+}  # the interpreter would compare the bits of bfloat16
+
+_INTEGER: dict[str, str] = {
+    "floor_divide": "floor_quotient({0}, {1})", "trunc_divide": "{0} // {1}",
+    "integer_remainder": "floor_modulo({0}, {1})", "integer_fmod": "{0} % {1}",
+    "integer_pow": "integer_power({0}, {1}, {bits})",
+    "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}", "bitwise_xor": "{0} ^ {1}", "bitwise_not": "~{0}",
+    "bitwise_left_shift": "shift_left({0}, {1}, {bits})", "bitwise_right_shift": "shift_right({0}, {1}, {bits} - 1)",
+}  # fmt: skip
+
+_UNSIGNED: dict[str, str] = {
+    "neg": "0 - {0}", "abs": "{0}", "bitwise_not": "{0} ^ 255", "sign": "({0} > 0).to({dtype})", "floor_divide": "{0} // {1}",
+    "integer_remainder": "{0} % {1}", "integer_pow": "unsigned_power({0}, {1}, {bits})",
+    "bitwise_right_shift": "{0} >> tl.where({1} < {bits}, {1}, {bits} - 1) >> tl.where({1} < {bits}, 0, 1)",
+}  # fmt: skip
+
+_BOOL: dict[str, str] = {
+    "logical_and": "{0} & {1}", "logical_or": "{0} | {1}", "logical_xor": "{0} ^ {1}", "logical_not": "~{0}",
+    "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}", "bitwise_xor": "{0} ^ {1}", "bitwise_not": "~{0}",
+}  # fmt: skip
+
+_INFIX = re.compile(r"^\{0\} \S+ \{1\}$|^tl\.(where|maximum|minimum|div_rn)\(")
+
+
+@dataclass(frozen=True)
+class Template:
+    """An operation's text on one dtype: `literals` says whether one operand may be written as a number."""
+
+    text: str
+    literals: bool
+
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        """The helpers that the text calls."""
+        return tuple([name for name in HELPERS if re.search(rf"(?<![.\w]){name}\(", self.text)])
+
+
+def template(name: str, dtype: torch.dtype) -> Template:
+    """Returns how an operation on operands of a dtype is written. Raises KeyError where kernels have none."""
+    if dtype is torch.bool:
+        rows = _BOOL
+    elif dtype in (torch.float32, torch.float64):
+        rows = _FLOAT | (_FLOAT32 if dtype is torch.float32 else {})
+    elif dtype in STORAGE_ONLY:
+        rows = _HALF
+    else:
+        rows = _INTEGER | (_UNSIGNED if dtype is torch.uint8 else {})
+    text = rows.get(name) or _ANY[name]
+    text = text.replace("{bits}", str(dtype.itemsize * 8)).replace("{dtype}", TRITON_DTYPES[dtype])
+    return Template(text, dtype is not torch.float64 and _INFIX.match(text) is not None)
+
+
+def cast_text(value: str, source: torch.dtype, target: torch.dtype) -> str:
+    """Returns a conversion between dtypes as torch makes it."""
+    if source is target:
+        return value
+    half = (*STORAGE_ONLY, torch.float64)
+    if target is torch.bool:
+        return f"({value} != 0)"
+    if target in STORAGE_ONLY and source is not torch.float32 and source is not torch.bool:
+        value = f"{value}.to(tl.float32)"  # torch rounds twice too
+    elif source in STORAGE_ONLY and target not in (torch.float32, *half):
+        value, source = f"{value}.to(tl.float32)", torch.float32
+    elif source is torch.bool and target in STORAGE_ONLY:
+        value = f"{value}.to(tl.float32)"
+    if source.is_floating_point and target in (torch.int8, torch.int16, torch.uint8):
+        value = f"{value}.to(tl.int32)"  # out of range wraps around
+    return f"{value}.to({TRITON_DTYPES[target]})"
+
+
+def number_text(value: float | int | bool, dtype: torch.dtype) -> str:
+    """Returns a number as a literal, floats as the shortest text that reads back as the same number of the dtype."""
+    if dtype is torch.bool:
+        return str(bool(value))
+    if not dtype.is_floating_point:
+        return str(int(value))
+    value = float(value)
+    if value != value or value in (float("inf"), float("-inf")):
+        return f'float("{value}")'
+    if dtype is torch.float64:
+        return repr(value)
+    for digits in range(1, 10):
+        text = f"{value:.{digits}g}"
+        if struct.pack("f", float(text)) == struct.pack("f", value):
+            return text if "." in text or "e" in text else f"{text}.0"
+    return repr(value)

@@ -1,0 +1,124 @@
+"""The order in which a kernel's operations are printed: straight, or a loop for each stage of its reductions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxwrap.loop_ir import Compute, Kernel, Load, Reduce, Store, operands
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What happens before a loop over the row, and in it. `last_use` are its loads that no later loop has."""
+
+    before: tuple[int, ...]
+    loop: tuple[int, ...]
+    last_use: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of printing.
+
+    Fields: `stages` for a looped kernel; `at_end` what is stored after all loops; `reloaded` the loads that several
+    loops have; `inlined` the operations printed inside the one that uses them; `barrier` whether threads must wait for
+    each other before the first store.
+    """
+
+    stages: tuple[Stage, ...]
+    at_end: tuple[int, ...]
+    reloaded: frozenset[int]
+    inlined: frozenset[int]
+    barrier: bool
+
+
+def make_schedule(kernel: Kernel, looped: bool) -> Schedule:
+    """Returns the order in which a kernel is printed.
+
+    Where a buffer is read and written, all writes wait for the last loop, since an earlier one may be followed by a
+    loop that reads the buffer again.
+    """
+    in_place = not {item.name for item in kernel.outputs}.isdisjoint(_loaded(kernel))
+    barrier = in_place and _loads_shared(kernel)
+    if not looped or not kernel.reduced:
+        return Schedule((), (), frozenset(), _inlined(kernel), barrier)
+    loops = _loops(kernel, in_place)
+    count = max([*kernel.stages, *loops], default=0) + 1
+    uses: dict[int, list[int]] = {}
+    for number, positions in loops.items():
+        for position in positions:
+            if isinstance(kernel.operations[position], Load):
+                uses.setdefault(position, []).append(number)
+    reloaded = frozenset([position for position, numbers in uses.items() if len(numbers) > 1])
+    stages = []
+    at_end: list[int] = []
+    for number in range(count):
+        before = []
+        for position, operation in enumerate(kernel.operations):
+            if kernel.stages[position] == number and not kernel.varying[position] and not isinstance(operation, Reduce):
+                (at_end if in_place and isinstance(operation, Store) else before).append(position)
+        last = frozenset([position for position, numbers in uses.items() if numbers[-1] == number])
+        stages.append(Stage(tuple(before), loops.get(number, ()), last))
+    return Schedule(tuple(stages), tuple(at_end), reloaded, _inlined(kernel), barrier)
+
+
+def _loops(kernel: Kernel, in_place: bool) -> dict[int, tuple[int, ...]]:
+    """Returns the operations of each stage's loop, in order: what its reductions and stores need that varies."""
+    sinks: dict[int, list[int]] = {}
+    for position, operation in enumerate(kernel.operations):
+        if isinstance(operation, Reduce) or (isinstance(operation, Store) and kernel.varying[position]):
+            sinks.setdefault(kernel.stages[position], []).append(position)
+    if in_place and sinks:
+        last = max(sinks)
+        for number in sorted(sinks):
+            moved = [position for position in sinks[number] if isinstance(kernel.operations[position], Store)]
+            if number != last and moved:
+                sinks[number] = [position for position in sinks[number] if position not in moved]
+                sinks[last] = sorted([*moved, *sinks[last]])
+    return {number: _needed(kernel, positions) for number, positions in sorted(sinks.items()) if positions}
+
+
+def _needed(kernel: Kernel, sinks: list[int]) -> tuple[int, ...]:
+    found = set(sinks)
+    pending = list(sinks)
+    while pending:
+        for used in operands(kernel.operations[pending.pop()]):
+            if kernel.varying[used] and used not in found:
+                found.add(used)
+                pending.append(used)
+    return tuple(sorted(found))
+
+
+def _loaded(kernel: Kernel) -> set[str]:
+    return {operation.buffer for operation in kernel.operations if isinstance(operation, Load)}
+
+
+def _loads_shared(kernel: Kernel) -> bool:
+    """Whether several threads may load an element of a buffer that is written: it varies on fewer axes than the tile."""
+    outputs = {item.name for item in kernel.outputs}
+    axes = {*kernel.axes, *kernel.reduced}
+    return any(
+        isinstance(item, Load) and item.buffer in outputs and not axes <= item.index.axes() for item in kernel.operations
+    )
+
+
+def _inlined(kernel: Kernel) -> frozenset[int]:
+    """Returns loads that only a cast uses, and casts that only a store uses, with no store in between."""
+    users: dict[int, list[int]] = {}
+    for position, operation in enumerate(kernel.operations):
+        for used in operands(operation):
+            users.setdefault(used, []).append(position)
+    found = set()
+    for position, using in users.items():
+        if len(using) != 1:
+            continue
+        operation, user = kernel.operations[position], kernel.operations[using[0]]
+        between = kernel.operations[position + 1 : using[0]]
+        if isinstance(operation, Load):
+            cast = isinstance(user, Compute) and user.name == "cast" and kernel.stages[position] == kernel.stages[using[0]]
+            if cast and not any(isinstance(item, Store) for item in between):
+                found.add(position)
+        elif isinstance(operation, Compute) and operation.name == "cast":
+            if isinstance(user, Store) and user.value == position and user.mask != position:
+                found.add(position)
+    return frozenset(found)

@@ -1,0 +1,501 @@
+"""Triton kernels in Triton's interpreter against the loop IR's evaluator: every operation, combination and tile."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fxwrap.loop_ir import (
+    INTEGERS,
+    KERNEL_DTYPES,
+    OPERATIONS,
+    REDUCTIONS,
+    SCANS,
+    Axis,
+    Body,
+    Buffer,
+    Kernel,
+    KernelError,
+    OperationSpec,
+    as_index,
+    linear_index,
+)
+from fxwrap.printers.triton import Configuration, configurations, print_triton
+from fxwrap.symbolic import make_symbol
+from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, random
+
+# NumPy, which the interpreter computes with, warns of what these tests are about: overflow, NaN, division by zero.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+FLOATS = (
+    0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -3.0, 7.0, -7.0, 1e-3, 1e3, -1e3, 88.0, -104.0, 1e-30, 0.92,
+    0.93, -0.927, 10.0, float("inf"), float("-inf"), float("nan"),
+)  # fmt: skip
+
+
+def values(dtype: torch.dtype) -> torch.Tensor:
+    """Interesting values of a dtype."""
+    if dtype is torch.bool:
+        return torch.tensor([False, True])
+    if dtype.is_floating_point:
+        return torch.tensor(FLOATS, dtype=F64).to(dtype)
+    limits = torch.iinfo(dtype)
+    signed = [] if dtype is torch.uint8 else [-1, -2, -3, -7, -100]
+    return torch.tensor([0, 1, 2, 3, 5, 7, 31, 100, limits.max, limits.min, *signed], dtype=dtype)
+
+
+def pairs(spec: OperationSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Every combination of interesting values, but for integer divisions that have no meaning."""
+    types = [torch.bool, dtype, dtype] if spec.name == "where" else [dtype] * spec.operands
+    chosen = [values(item) for item in types]
+    places = torch.meshgrid(*[torch.arange(len(item)) for item in chosen], indexing="ij")
+    grid = [item[place.flatten()] for item, place in zip(chosen, places, strict=True)]
+    if dtype in INTEGERS and spec.name in ("floor_divide", "trunc_divide", "integer_remainder", "integer_fmod"):
+        good = (grid[1] != 0) & (grid[1].to(I64) != -1)
+        grid = [item[good] for item in grid]
+    return {name: item.contiguous() for name, item in zip("abc", grid, strict=False)}
+
+
+OPERATION_CASES = [
+    (spec, dtype)
+    for spec, dtype in itertools.product(OPERATIONS.values(), sorted(KERNEL_DTYPES, key=str))
+    if spec.domain.accepts(dtype) and spec.name not in ("cast", "bitcast")
+]
+
+
+@pytest.mark.parametrize(("spec", "dtype"), OPERATION_CASES, ids=lambda item: getattr(item, "name", str(item)[6:]))
+def test_an_operation_is_torchs(spec: OperationSpec, dtype: torch.dtype) -> None:
+    given = pairs(spec, dtype)
+    count = given["a"].numel()
+    axis = Axis("p0", count)
+
+    def write(body: Body) -> None:
+        loads = [body.load(name, as_index(axis), item.dtype) for name, item in given.items()]
+        body.store("out", as_index(axis), body.compute(spec.name, *loads))
+
+    result = torch.bool if spec.result == "bool" else dtype
+    inputs = {name: (item.dtype, count) for name, item in given.items()}
+    check(build([axis], [], inputs, {"out": (result, count)}, write), inputs=given, tolerance=4e-6 if dtype is F32 else None)
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(sorted(KERNEL_DTYPES, key=str), 2)), ids=str)
+def test_casts_are_torchs(source: torch.dtype, target: torch.dtype) -> None:
+    given = values(source)
+    if source.is_floating_point and not target.is_floating_point and target is not torch.bool:
+        top = 100.0 if target in (torch.int8, torch.uint8) else 1000.0
+        given = given[given.isfinite() & (given.abs() <= top)]
+        given = given[given >= 0] if target is torch.uint8 else given
+    count = given.numel()
+    axis = Axis("p0", count)
+    kernel = build(
+        [axis], [], {"a": (source, count)}, {"out": (target, count)},
+        lambda body: body.store("out", as_index(axis), body.compute("cast", body.load("a", as_index(axis), source), dtype=target)),
+    )  # fmt: skip
+    check(kernel, inputs={"a": given})
+
+
+@pytest.mark.parametrize(("source", "target"), [(F32, torch.int32), (torch.int64, F64), (BF16, torch.int16)])
+def test_bits_are_reinterpreted(source: torch.dtype, target: torch.dtype) -> None:
+    axis = Axis("p0", 9)
+    kernel = build(
+        [axis], [], {"a": (source, 9)}, {"out": (target, 9)},
+        lambda body: body.store("out", as_index(axis), body.compute("bitcast", body.load("a", as_index(axis), source), dtype=target)),
+    )  # fmt: skip
+    check(kernel)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, torch.int64, torch.uint8, torch.bool])
+def test_numbers_keep_their_precision(dtype: torch.dtype) -> None:
+    axis = Axis("p0", 5)
+    given = {F32: 0.1, F64: 0.1, torch.int64: 2**40 + 1, torch.uint8: 200, torch.bool: True}[dtype]
+
+    def write(body: Body) -> None:
+        value, number = body.load("a", as_index(axis), dtype), body.constant(given, dtype)
+        body.store("same", as_index(axis), number)
+        body.store("chosen", as_index(axis), body.load("b", as_index(axis), torch.bool).where(number, value))
+        if dtype is not torch.bool:
+            body.store("product", as_index(axis), value * number)
+            body.store("quotient", as_index(axis), body.compute("maximum", number, value))
+
+    names = ["same", "chosen", *([] if dtype is torch.bool else ["product", "quotient"])]
+    check(build([axis], [], {"a": (dtype, 5), "b": (torch.bool, 5)}, {name: (dtype, 5) for name in names}, write))
+
+
+# --- reductions and scans -------------------------------------------------------------------------------------------
+
+
+def tilings(kernel: Kernel) -> list[Configuration]:
+    """Ways to cut a kernel over p0 by r0: rows and columns, whole and looped, blocks that fit and that do not."""
+    p = kernel.axes
+    size = int(kernel.reduced_count)
+    whole = 1 << max(size - 1, 0).bit_length()
+    return [
+        Configuration(r_block=whole, y=p, y_block=1),
+        Configuration(r_block=whole, y=p, y_block=4),
+        Configuration(r_block=whole, x=p, x_block=2),
+        Configuration(r_block=8, y=p, y_block=1, looped=True),
+        Configuration(r_block=8, y=p, y_block=4, looped=True),
+        Configuration(r_block=4, x=p, x_block=4, looped=True, num_stages=3),
+        *configurations(kernel)[:1],
+    ]
+
+
+def reduction_kernel(kind: str, dtype: torch.dtype, rows: int, size: int) -> Kernel:
+    """A kernel with one reduction over the rows of x."""
+    p, r = Axis("p0", rows), Axis("r0", size)
+    body = Body()
+    results = body.reduce(kind, body.load("x", linear_index([p, r], [rows, size]), dtype))
+    for number, value in enumerate(results):
+        body.store(f"out{number}", as_index(p), value)
+    outputs = [Buffer(f"out{number}", value.dtype, rows) for number, value in enumerate(results)]
+    return body.finish([p], [r], [Buffer("x", dtype, rows * size)], outputs)
+
+
+REDUCTION_CASES = [
+    (kind, dtype)
+    for kind, spec in REDUCTIONS.items()
+    for dtype in (F32, F64, torch.int64, torch.int8, torch.uint8, torch.bool)
+    if spec.domain.accepts(dtype)
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), REDUCTION_CASES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(5, 19), (4, 16), (1, 1)])
+def test_reductions(kind: str, dtype: torch.dtype, rows: int, size: int) -> None:
+    kernel = reduction_kernel(kind, dtype, rows, size)
+    for configuration in tilings(kernel):
+        check(kernel, configuration)
+
+
+SPECIAL_ROWS = (
+    (1.0, float("nan"), 2.0, float("nan"), float("inf")),
+    (float("-inf"),) * 5,
+    (float("inf"), 1.0, float("-inf"), float("inf"), 0.0),
+    (3.0, 3.0, -1.0, 3.0, -1.0),
+)
+
+
+@pytest.mark.parametrize("kind", ["max", "min", "argmax", "argmin", "softmax", "sum"])
+def test_reductions_of_special_numbers(kind: str) -> None:
+    given = torch.tensor(SPECIAL_ROWS).repeat(1, 3).flatten()
+    kernel = reduction_kernel(kind, F32, 4, 15)
+    for configuration in tilings(kernel):
+        check(kernel, configuration, inputs={"x": given})
+
+
+@pytest.mark.parametrize("kind", ["sum", "prod", "any", "all"])
+def test_reductions_of_nothing(kind: str) -> None:
+    kernel = reduction_kernel(kind, torch.bool if kind in ("any", "all") else F32, 3, 0)
+    check(kernel)
+    check(kernel, Configuration(y=kernel.axes, r_block=4, looped=True))
+
+
+SCAN_CASES = [
+    (kind, dtype)
+    for kind, spec in SCANS.items()
+    for dtype in (F32, F64, torch.int64, torch.int8)
+    if spec.domain.accepts(dtype)
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), SCAN_CASES, ids=str)
+@pytest.mark.parametrize("special", [False, True])
+def test_scans(kind: str, dtype: torch.dtype, special: bool) -> None:
+    p, r = Axis("p0", 4), Axis("r0", 15)
+    position = linear_index([p, r], [4, 15])
+    body = Body()
+    results = body.scan(kind, body.load("x", position, dtype))
+    for number, value in enumerate(results):
+        body.store(f"out{number}", position, value)
+    outputs = [Buffer(f"out{number}", value.dtype, 60) for number, value in enumerate(results)]
+    kernel = body.finish([p], [r], [Buffer("x", dtype, 60)], outputs)
+    given = torch.tensor(SPECIAL_ROWS).repeat(1, 3).flatten() if special else random(F32, 60, torch.Generator().manual_seed(3)) * 3
+    if special and not dtype.is_floating_point:
+        given = given.nan_to_num(nan=5.0, posinf=9.0, neginf=-9.0)
+    for configuration in tilings(kernel):
+        check(kernel, configuration, inputs={"x": given.to(dtype)})
+
+
+def test_a_reduction_of_what_does_not_vary_counts_every_element() -> None:
+    p, r = Axis("p0", 3), Axis("r0", 5)
+
+    def write(body: Body) -> None:
+        body.store("out", as_index(p), body.reduce("sum", body.load("x", as_index(p), F32))[0])
+        body.store("ones", as_index(p), body.reduce("sum", body.constant(1.0, F32))[0])
+
+    kernel = build([p], [r], {"x": (F32, 3)}, {"out": (F32, 3), "ones": (F32, 3)}, write)
+    for configuration in tilings(kernel):
+        check(kernel, configuration)
+
+
+def softmax_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel:
+    """A softmax over rows, in one kernel of two stages."""
+    p, r = Axis("p0", rows), Axis("r0", size)
+    position = linear_index([p, r], [rows, size])
+    body = Body()
+    with body.origins("softmax of model.py:12"):
+        x = body.load("x", position, dtype).to(F32)
+        largest, total = body.reduce("softmax", x)
+        body.store("out", position, ((x - largest).exp() / total).to(dtype))
+    buffers = [Buffer("x", dtype, rows * size)], [Buffer("out", dtype, rows * size)]
+    return body.finish([p], [r], *buffers)
+
+
+def layer_norm_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel:
+    """A residual sum, which is kept, and its layer norm."""
+    p, r = Axis("p0", rows), Axis("r0", size)
+    position = linear_index([p, r], [rows, size])
+
+    def write(body: Body) -> None:
+        total = body.load("x", position, dtype).to(F32) + body.load("residual", position, dtype).to(F32)
+        body.store("kept", position, total.to(dtype))
+        mean, squares = body.reduce("welford", total)
+        scale = (squares / float(size) + 1e-5).rsqrt()
+        normal = (total - mean) * scale * body.load("weight", as_index(r), F32) + body.load("bias", as_index(r), F32)
+        body.store("out", position, normal.to(dtype))
+        body.store("mean", as_index(p), mean)
+        body.store("scale", as_index(p), scale)
+
+    inputs = {"x": (dtype, rows * size), "residual": (dtype, rows * size), "weight": (F32, size), "bias": (F32, size)}
+    outputs = {"kept": (dtype, rows * size), "out": (dtype, rows * size), "mean": (F32, rows), "scale": (F32, rows)}
+    return build([p], [r], inputs, outputs, write)
+
+
+@pytest.mark.parametrize("size", [16, 33])
+def test_stages(size: int) -> None:
+    for kernel in (softmax_kernel(5, size), layer_norm_kernel(5, size)):
+        for configuration in (*tilings(kernel), *configurations(kernel)):
+            check(kernel, configuration)
+
+
+def test_reduced_axes_are_flattened() -> None:
+    n, c, h = Axis("r0", 3), Axis("p0", 4), Axis("r1", 7)
+
+    def write(body: Body) -> None:
+        x = body.load("x", linear_index([n, c, h], [3, 4, 7]), F32)
+        mean, squares = body.reduce("welford", x)
+        body.store("mean", as_index(c), mean)
+        body.store("squares", as_index(c), squares)
+        body.store("at", as_index(c), body.reduce("argmax", x)[0])
+        body.store("out", linear_index([n, c, h], [3, 4, 7]), x - mean)
+
+    outputs = {"mean": (F32, 4), "squares": (F32, 4), "at": (I64, 4), "out": (F32, 84)}
+    kernel = build([c], [n, h], {"x": (F32, 84)}, outputs, write)
+    for configuration in tilings(kernel):
+        check(kernel, configuration)
+
+
+# --- tiles, masks, memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (64, 64), (70, 33), (3, 129), (0, 5), (5, 0)])
+def test_transposed_sums(rows: int, columns: int) -> None:
+    i, j = Axis("p0", rows), Axis("p1", columns)
+
+    def write(body: Body) -> None:
+        left = body.load("a", linear_index([i, j], [rows, columns]), BF16).to(F32)
+        right = body.load("b", linear_index([j, i], [columns, rows]), BF16).to(F32)
+        body.store("out", linear_index([i, j], [rows, columns]), (left + right).to(BF16))
+
+    count = rows * columns
+    kernel = build([i, j], [], {"a": (BF16, count), "b": (BF16, count)}, {"out": (BF16, count)}, write)
+    for configuration in configurations(kernel):
+        check(kernel, configuration)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 5), (2, 8, 16), (1, 1, 7)])
+def test_broadcast_over_every_axis(sizes: tuple[int, int, int]) -> None:
+    axes = [Axis(f"p{number}", size) for number, size in enumerate(sizes)]
+
+    def write(body: Body) -> None:
+        total = body.load("x", linear_index(axes, sizes), F32)
+        for name, axis in zip("abc", axes, strict=True):
+            total = total + body.load(name, as_index(axis), F32)
+        body.store("out", linear_index(axes, sizes), total)
+
+    count = sizes[0] * sizes[1] * sizes[2]
+    inputs = {"x": (F32, count), **{name: (F32, size) for name, size in zip("abc", sizes, strict=True)}}
+    kernel = build(axes, [], inputs, {"out": (F32, count)}, write)
+    for configuration in (
+        *configurations(kernel),
+        Configuration(x=tuple(axes), x_block=16),
+        Configuration(x=(axes[2],), y=(axes[0], axes[1]), x_block=4, y_block=2),
+        Configuration(x=(axes[2],), y=(axes[0],), x_block=8, y_block=2),
+        Configuration(x=(axes[2],), x_block=8),
+        Configuration(),
+    ):
+        check(kernel, configuration)
+
+
+def test_padding_is_masked() -> None:
+    axis = Axis("p0", 12)
+
+    def write(body: Body) -> None:
+        place = body.index(as_index(axis) - 3)
+        inside = body.compute("ge", place, body.constant(0, I64)) & (place < 6)
+        body.store("out", as_index(axis), body.where(inside, lambda: body.load("x", as_index(axis) - 3, F32, 0.5), 7.0))
+        body.store("half", (as_index(axis) - 3) // 2 + 2, body.load("x", (as_index(axis) - 3) % 6, F32), mask=inside)
+
+    check(build([axis], [], {"x": (F32, 6)}, {"out": (F32, 12), "half": (F32, 12)}, write))
+
+
+@pytest.mark.parametrize("columns", [5, 16])
+def test_gathered_rows(columns: int) -> None:
+    i, j = Axis("p0", 6), Axis("p1", columns)
+
+    def write(body: Body) -> None:
+        chosen = body.gathered(body.load("index", as_index(i), I64), 4)
+        value = body.load("table", chosen * columns + j, BF16).to(F32)
+        body.store("out", linear_index([i, j], [6, columns]), value)
+
+    inputs = {"index": (I64, 6), "table": (BF16, 4 * columns)}
+    kernel = build([i, j], [], inputs, {"out": (F32, 6 * columns)}, write)
+    for configuration in (*configurations(kernel), Configuration(x=(j,), y=(i,), x_block=4, y_block=2)):
+        check(kernel, configuration, inputs={"index": torch.tensor([0, 3, 1, 1, 2, 0])})
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("add", F32), ("add", torch.int64), ("max", torch.int64), ("min", torch.int32)])
+def test_atomic_stores_count_every_element(mode: str, dtype: torch.dtype) -> None:
+    i, j = Axis("p0", 7), Axis("p1", 5)
+
+    def write(body: Body) -> None:
+        place = body.gathered(body.load("index", as_index(i), I64), 3)
+        value = body.load("x", linear_index([i, j], [7, 5]), dtype)
+        body.store("out", place, value, mask=body.load("use", as_index(j), torch.bool), mode=mode)
+
+    inputs = {"index": (I64, 7), "x": (dtype, 35), "use": (torch.bool, 5)}
+    kernel = build([i, j], [], inputs, {"out": (dtype, 3)}, write)
+    start = torch.tensor([1, -2, 3], dtype=dtype)
+    for configuration in (*configurations(kernel), Configuration(x=(i,), y=(j,), x_block=4, y_block=2)):
+        index = torch.tensor([0, 2, 2, 1, 0, 0, 2])
+        check(kernel, configuration, inputs={"index": index}, in_place={"out": start})
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("prod", F32), ("max", F32), ("add", torch.int8)])
+def test_atomic_stores_that_no_gpu_has_are_refused(mode: str, dtype: torch.dtype) -> None:
+    axis = Axis("p0", 3)
+    kernel = build(
+        [axis], [], {"x": (dtype, 3)}, {"out": (dtype, 3)},
+        lambda body: body.store("out", 0, body.load("x", as_index(axis), dtype), mode=mode),
+    )  # fmt: skip
+    with pytest.raises(KernelError, match=f"no atomic {mode}"):
+        print_triton(kernel)
+
+
+def test_outputs_may_be_read() -> None:
+    p, r = Axis("p0", 4), Axis("r0", 20)
+    position = linear_index([p, r], [4, 20])
+
+    def write(body: Body) -> None:
+        x = body.load("x", position, F32)
+        body.store("x", position, x * 2.0)
+        largest = body.reduce("max", x)[0]
+        running = body.load("running", as_index(p), F32)
+        body.store("running", as_index(p), running * 0.9 + largest)
+        body.store("out", position, x - largest + running)
+
+    kernel = build([p], [r], {}, {"x": (F32, 80), "running": (F32, 4), "out": (F32, 80)}, write)
+    start = {"x": random(F32, 80, torch.Generator().manual_seed(1)), "running": torch.arange(4.0)}
+    for configuration in tilings(kernel):
+        text = check(kernel, configuration, in_place=start)
+        assert "debug_barrier" in text
+
+
+# --- numbers and indices --------------------------------------------------------------------------------------------
+
+
+def test_symbolic_sizes_and_numbers() -> None:
+    s0, s1, z0 = make_symbol("s0"), make_symbol("s1"), make_symbol("f0")
+    p, r = Axis("p0", s0), Axis("r0", s1)
+    position = linear_index([p, r], [s0, s1])
+
+    def write(body: Body) -> None:
+        x = body.load("x", position, F32) * body.number(z0, F64).to(F32)
+        mean, squares = body.reduce("welford", x)
+        body.store("out", position, x - mean)
+        body.store("squares", as_index(p), squares)
+        body.store("size", as_index(p), body.number(s1 * 2, I64))
+        body.store("exact", as_index(p), body.number(z0, F64))
+
+    outputs = {"out": (F32, s0 * s1), "squares": (F32, s0), "size": (I64, s0), "exact": (F64, s0)}
+    kernel = build([p], [r], {"x": (F32, s0 * s1)}, outputs, write)
+    for sizes in ((5, 19), (1, 1), (2, 8), (0, 3)):
+        numbers = {"s0": sizes[0], "s1": sizes[1], "f0": 0.1}
+        for configuration in (*configurations(kernel), Configuration(y=(p,), y_block=2, r_block=8, looped=True)):
+            check(kernel, configuration, numbers=numbers)
+
+
+def test_indices_are_wide_where_32_bits_do_not_do() -> None:
+    large = 2**31 + 8
+    axis = Axis("p0", large)
+
+    def write(body: Body) -> None:
+        body.store("out", as_index(axis), body.load("x", as_index(axis), torch.int8))
+
+    text = print_triton(build([axis], [], {"x": (torch.int8, large)}, {"out": (torch.int8, large)}, write)).source
+    assert "tl.program_id(0).to(tl.int64)" in text
+    s0 = make_symbol("s0")
+    axis = Axis("p0", s0)
+    kernel = build([axis], [], {"x": (torch.int8, s0)}, {"out": (torch.int8, s0)}, write)
+    assert "tl.int64" in print_triton(kernel).source
+    assert "tl.int64" in print_triton(kernel, limits={"s0": large}).source
+    assert "tl.int64" not in print_triton(kernel, limits={"s0": 4096}).source
+    check(kernel, numbers={"s0": 11})
+
+
+def test_values_of_indices_are_64_bits() -> None:
+    axis = Axis("p0", 9)
+    kernel = build(
+        [axis], [], {}, {"out": (I64, 9)},
+        lambda body: body.store("out", as_index(axis), body.index(as_index(axis) * 2**33 - 5)),
+    )  # fmt: skip
+    check(kernel)
+
+
+def test_one_element_and_none() -> None:
+    kernel = build([], [], {"x": (F32, 1)}, {"out": (F32, 1)}, lambda body: body.store("out", 0, body.load("x", 0, F32) + 1.0))
+    check(kernel)
+    axis = Axis("p0", 0)
+    empty = build([axis], [], {}, {"out": (F32, 0)}, lambda body: body.store("out", as_index(axis), body.constant(1.0, F32)))
+    check(empty)
+    assert print_triton(empty).grid == (0, 1, 1)
+
+
+# --- the text -------------------------------------------------------------------------------------------------------
+
+
+def test_masks_only_where_a_block_reaches_beyond_the_end() -> None:
+    assert "mask" not in print_triton(softmax_kernel(8, 4096)).source
+    assert "mask" in print_triton(softmax_kernel(8, 4095)).source
+
+
+def test_the_text_is_readable() -> None:
+    text = print_triton(softmax_kernel(8192, 4096)).source
+    assert text.endswith(
+        """@triton.jit
+def kernel(x_ptr, out_ptr, R_BLOCK: tl.constexpr):
+    p0 = tl.program_id(0)
+    r0 = tl.arange(0, R_BLOCK)
+    # softmax of model.py:12
+    x = tl.load(x_ptr + p0 * 4096 + r0).to(tl.float32)
+    largest = tl.reduce(x, 0, maximum_or_nan)
+    exponentials = tl.sum(libdevice.exp(x - tl.where(largest == float("-inf"), 0.0, largest)), 0)
+    sub = x - largest
+    exp = libdevice.exp(sub)
+    div = tl.div_rn(exp, exponentials)
+    tl.store(out_ptr + p0 * 4096 + r0, div.to(tl.bfloat16))
+"""
+    )
+
+
+def test_names_do_not_clash() -> None:
+    axis = Axis("program", 6)
+
+    def write(body: Body) -> None:
+        value = body.load("tl", as_index(axis), F32) + body.load("x.1", as_index(axis), F32) + body.load("exp", as_index(axis), F32)
+        body.store("kernel", as_index(axis), body.compute("erf", value.exp().exp()))
+
+    inputs = {name: (F32, 6) for name in ("tl", "x.1", "exp")}
+    check(build([axis], [], inputs, {"kernel": (F32, 6)}, write))

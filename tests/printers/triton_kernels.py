@@ -1,0 +1,107 @@
+"""Kernels of the loop IR that the Triton printer's tests print, and how they run them: interpreted, beside the evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fxwrap.loop_ir import Axis, Body, Buffer, Index, Kernel, Scalar, as_index, evaluate_kernel, linear_index
+from fxwrap.printers.triton import Configuration, print_triton
+from fxwrap.runtime.kernels import load_kernel
+from fxwrap.symbolic import evaluate
+
+BF16, F32, F64, I64 = torch.bfloat16, torch.float32, torch.float64, torch.int64
+
+
+def build(
+    axes: Sequence[Axis],
+    reduced: Sequence[Axis],
+    inputs: Mapping[str, tuple[torch.dtype, int]],
+    outputs: Mapping[str, tuple[torch.dtype, int]],
+    write: Callable[[Body], None],
+) -> Kernel:
+    """Returns a kernel whose body `write` adds."""
+    body = Body()
+    write(body)
+    buffers = [[Buffer(name, *item) for name, item in group.items()] for group in (inputs, outputs)]
+    return body.finish(axes, reduced, *buffers)
+
+
+def rows(
+    count: int, size: int, formula: Callable[[Body, Index, Index], Mapping[str, Scalar]], dtype: torch.dtype = F32
+) -> Kernel:
+    """Returns a kernel over `count` rows of x and y; the formula gives outputs, each a value a row or an element."""
+    p, r = Axis("p0", count), Axis("r0", size)
+    body = Body()
+    results = formula(body, as_index(p), as_index(r))
+    varying = _varies(body, r)
+    outputs = []
+    for name, value in results.items():
+        whole = varying(value)
+        body.store(name, linear_index([p, r], [count, size]) if whole else as_index(p), value)
+        outputs.append(Buffer(name, value.dtype, count * size if whole else count))
+    inputs = [Buffer(name, dtype, count * size) for name in ("x", "y")]
+    return body.finish([p], [r], inputs, outputs)
+
+
+def _varies(body: Body, axis: Axis) -> Callable[[Scalar], bool]:
+    def varying(value: Scalar) -> bool:
+        kernel = Kernel((), (axis,), (), (), tuple(body.operations))
+        return kernel.varying[value.position]
+
+    return varying
+
+
+def element(body: Body, name: str, p: Index, r: Index, size: int, dtype: torch.dtype = F32) -> Scalar:
+    """Loads x[p, r] of a row-major matrix with rows of `size`."""
+    return body.load(name, p * size + r, dtype)
+
+
+def random(dtype: torch.dtype, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Returns random numbers: normal ones, small integers, or coins."""
+    if dtype is torch.bool:
+        return torch.rand(count, generator=generator) < 0.5
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator, dtype=F64).to(dtype)
+    low = 0 if dtype is torch.uint8 else -7
+    return torch.randint(low, 8, (count,), generator=generator).to(dtype)
+
+
+def check(
+    kernel: Kernel,
+    configuration: Configuration | None = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    numbers: Mapping[str, int | float | bool] | None = None,
+    tolerance: float | None = None,
+    in_place: Mapping[str, torch.Tensor] | None = None,
+) -> str:
+    """Runs a kernel's text in Triton's interpreter and compares every output with the evaluator's; returns the text."""
+    generator = torch.Generator().manual_seed(7)
+    known = dict(numbers or {})
+    given = dict(inputs or {})
+    for buffer in kernel.inputs:
+        if buffer.name not in given:
+            given[buffer.name] = random(buffer.dtype, int(evaluate(buffer.extent, known)), generator)
+    expected: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
+    for buffer in kernel.outputs:
+        start = (in_place or {}).get(buffer.name)
+        if start is None:
+            start = torch.full((int(evaluate(buffer.extent, known)),), 77).to(buffer.dtype)
+        expected[buffer.name], actual[buffer.name] = start.clone(), start.clone()
+    evaluate_kernel(kernel, {**given, **expected}, known)
+    printed = print_triton(kernel, configuration)
+    launch = load_kernel(printed.language, printed.source, printed.signature, printed.options)
+    grid = tuple([int(evaluate(size, known)) for size in printed.grid])
+    passed = [known[str(symbol)] for symbol in kernel.numbers]
+    launch(
+        grid, *[given[item.name] for item in kernel.inputs], *[actual[item.name] for item in kernel.outputs], *passed
+    )
+    for name, want in expected.items():
+        got = actual[name]
+        atol = tolerance or {BF16: 2e-2, torch.float16: 2e-3, F32: 2e-5, F64: 1e-11}.get(want.dtype, 0)
+        torch.testing.assert_close(
+            got, want, rtol=atol, atol=atol, equal_nan=True, msg=lambda m: f"{name}: {m}\n{printed.source}"
+        )  # noqa: B023
+    return printed.source
