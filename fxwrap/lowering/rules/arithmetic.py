@@ -114,8 +114,8 @@ def _clamp_rule(call: Call, x: Definition, lower: Any, upper: Any) -> Result | s
     return elementwise(call, (x, lower, upper), "DEFAULT", _clamp, accepts="number")
 
 
-row(("aten.clamp_min.default", "aten.clamp_min.Tensor"), lambda x, y: x.maximum(y), operands=2, accepts="number")
-row(("aten.clamp_max.default", "aten.clamp_max.Tensor"), lambda x, y: x.minimum(y), operands=2, accepts="number")
+row(("aten.clamp_min.default", "aten.clamp_min.Tensor"), _larger, operands=2)
+row(("aten.clamp_max.default", "aten.clamp_max.Tensor"), _smaller, operands=2)
 
 
 @bound("aten.addcmul.default")

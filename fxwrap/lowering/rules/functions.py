@@ -109,10 +109,12 @@ def _nan_to_num(call: Call, x: Definition, nan: Any, largest: Any, smallest: Any
 
 
 def _heaviside(x: Scalar, at_zero: Scalar) -> Scalar:
+    if x.dtype is torch.bool:
+        return x | at_zero
     return x.equals(0).where(at_zero, (x > 0).to(x.dtype))
 
 
-row("aten.heaviside.default", _heaviside, operands=2, accepts="number")
+row("aten.heaviside.default", _heaviside, operands=2)
 
 
 def _angle(x: Scalar) -> Scalar:

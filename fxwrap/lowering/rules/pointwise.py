@@ -117,6 +117,8 @@ def rounded_number(number: Any, dtype: torch.dtype) -> Any:
     """Returns a Python number rounded to half precision, if `dtype` is that; anything else is itself."""
     if dtype not in STORAGE_ONLY or isinstance(number, sympy.Basic):
         return number
+    if isinstance(number, int) and abs(number) <= 256:  # what both half precisions hold
+        return number
     return torch.tensor(float(number)).to(dtype).item()
 
 
