@@ -238,17 +238,7 @@ class Index:
 
     def bounds(self) -> tuple[Index, Index] | None:
         """Returns the lowest and the highest value as polynomials in sizes, or None when they are not known."""
-        low, high = ZERO, ZERO
-        for monomial, coefficient in self.terms:
-            lowest, highest = ONE, ONE
-            for atom in monomial:
-                limits = _atom_bounds(atom)
-                if limits is None:
-                    return None
-                lowest, highest = lowest * limits[0], highest * limits[1]  # atoms are never negative
-            small, large = (lowest, highest) if coefficient > 0 else (highest, lowest)
-            low, high = low + small * coefficient, high + large * coefficient
-        return low, high
+        return _bounds(self)
 
     def never_negative(self) -> bool:
         """Whether this is shown to be at least 0 in every iteration; False says nothing."""
@@ -325,6 +315,21 @@ def _substituted(atom: Atom, mapping: Mapping[Atom, IndexLike]) -> Index:
     if isinstance(atom, Modulo):
         return atom.base.substitute(mapping) % atom.divisor.substitute(mapping)
     return Index((((atom,), 1),))
+
+
+@lru_cache(maxsize=65536)
+def _bounds(index: Index) -> tuple[Index, Index] | None:
+    low, high = ZERO, ZERO
+    for monomial, coefficient in index.terms:
+        lowest, highest = ONE, ONE
+        for atom in monomial:
+            limits = _atom_bounds(atom)
+            if limits is None:
+                return None
+            lowest, highest = lowest * limits[0], highest * limits[1]  # atoms are never negative
+        small, large = (lowest, highest) if coefficient > 0 else (highest, lowest)
+        low, high = low + small * coefficient, high + large * coefficient
+    return low, high
 
 
 def _atom_bounds(atom: Atom) -> tuple[Index, Index] | None:
