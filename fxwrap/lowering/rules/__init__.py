@@ -11,6 +11,7 @@ from fxwrap.lowering.rules import indexing as indexing
 from fxwrap.lowering.rules import norms as norms
 from fxwrap.lowering.rules import pointwise as pointwise
 from fxwrap.lowering.rules import pointwise_losses as pointwise_losses
+from fxwrap.lowering.rules import pooling as pooling
 from fxwrap.lowering.rules import rearrange as rearrange
 from fxwrap.lowering.rules import reductions as reductions
 from fxwrap.lowering.rules import scans as scans
