@@ -411,6 +411,27 @@ class _WithoutEager:
         return torch.empty_like(x)
 
 
+@pytest.mark.parametrize("reduction", (0, 1, 2))
+def test_binary_cross_entropy_requires_probabilities_on_a_gpu(reduction: int) -> None:
+    """The rule is the GPU's, and the evaluator computes it here."""
+    x, y, weight = torch.rand(5, 3), torch.rand(5, 3), torch.rand(3)
+    x[0] = torch.tensor([0.0, 1.0, 1e-30])
+    device = torch.device("cuda", 0)
+    wanted = torch.ops.aten.binary_cross_entropy(x, y, weight, reduction)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        stored = {Stored(tuple(item.shape), item.dtype, device): item for item in (x, y, weight)}
+        call = Call("aten.binary_cross_entropy.default", [*stored, reduction], {}, wanted, device,
+                    lambda item: tuple(item.shape))  # fmt: skip
+        result = RULES[call.name](call)
+        assert isinstance(result, Pointwise)
+        return Computed(stored).tensor(result)
+
+    torch.testing.assert_close(compute(x), wanted)
+    with pytest.raises(IndexError, match="all elements of input should be between 0 and 1"):
+        compute(x + 0.5)
+
+
 # --- symbols, refusals and completeness ------------------------------------------------------------------------------
 
 

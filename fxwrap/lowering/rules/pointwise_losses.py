@@ -126,13 +126,14 @@ def _huber_backward(call: Call, gradient: Any, x: Any, y: Any, reduced: int, del
 
 @bound("aten.binary_cross_entropy.default")
 def _cross_entropy(call: Call, x: Any, y: Any, weight: Any, reduced: int) -> Result | str:
-    if call.device.type == "cpu":
+    if call.device.type == "cpu":  # a kernel's requirement raises another class of error there
         return "eager raises for inputs that are not between 0 and 1"
     return _loss(call, (x, y, weight), reduced, _binary_cross_entropy)
 
 
 def _binary_cross_entropy(x: Scalar, y: Scalar, weight: Scalar | None) -> Scalar:
     """Logarithms are bounded by -100, so that a certain and wrong answer costs no infinity."""
+    x.body.require((x >= 0.0) & (x <= 1.0), "all elements of input should be between 0 and 1")
     loss = (y - 1.0) * (-x).apply("log1p").maximum(-100.0) - y * x.log().maximum(-100.0)
     return loss if weight is None else loss * weight
 
