@@ -396,3 +396,45 @@ extern "C" void kernel(const float* x, float* out) {
   }
 }
 """
+
+
+@pytest.mark.parametrize("along", ["row", "column"])
+@pytest.mark.parametrize("bad", [None, 9])
+def test_a_requirement_that_fails_makes_the_launch_fail(along: str, bad: int | None) -> None:
+    body, row, column = Body(), Axis("row", 40), Axis("column", 50)
+    position = body.load("index", as_index(row if along == "row" else column), torch.int64)
+    inside = (position >= 0) & (position < 9)
+    body.require(inside, 'out of "bounds"')
+    chosen = body.gathered(inside.where(position, 0), 9)
+    body.store("out", matrix(row, column), body.load("table", chosen * 50 + column, F32))
+    count = 40 if along == "row" else 50
+    inputs = [Buffer("index", torch.int64, count), Buffer("table", F32, 450)]
+    kernel = body.finish([row, column], [], inputs, [Buffer("out", F32, 2000)])
+    positions = torch.arange(count) % 9
+    if bad is None:
+        check(kernel, given={"index": positions})
+        return
+    positions[-1] = bad
+    printed = print_cpp_kernel(kernel)
+    launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
+    with pytest.raises(IndexError, match='out of "bounds"'):
+        launch((1, 1, 1), positions, torch.randn(450), torch.empty(2000))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_requirement_in_a_reduction(dim: int) -> None:
+    body, axes = Body(), (Axis("row", 40), Axis("column", 50))
+    position = body.load("index", linear_index(axes, (40, 50)), torch.int64)
+    inside = position < 9
+    body.require(inside, "out of bounds")
+    table = body.load("table", body.gathered(inside.where(position, 0), 9), F32)
+    body.store("out", as_index(axes[1 - dim]), body.reduce("sum", table)[0])
+    inputs = [Buffer("index", torch.int64, 2000), Buffer("table", F32, 9)]
+    kernel = body.finish([axes[1 - dim]], [axes[dim]], inputs, [Buffer("out", F32, (40, 50)[1 - dim])])
+    positions = torch.arange(2000) % 9
+    check(kernel, given={"index": positions})
+    positions[777] = 11
+    printed = print_cpp_kernel(kernel)
+    launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
+    with pytest.raises(IndexError, match="out of bounds"):
+        launch((1, 1, 1), positions, torch.randn(9), torch.empty(50))

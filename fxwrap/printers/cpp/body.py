@@ -19,6 +19,7 @@ from fxwrap.loop_ir import (
     Operation,
     Part,
     Reduce,
+    Require,
     Scan,
     SizeValue,
     Store,
@@ -133,8 +134,8 @@ class Statements:
                 return expression(operation, used, self.dtype(operation.operands[-1]))
             case Part():
                 return f"{known[operation.operation]}.{('value', 'position')[operation.position]}"
-            case Reduce() | Scan() | Store():
-                raise AssertionError("loops write reductions, scans and stores")
+            case Reduce() | Scan() | Store() | Require():
+                raise AssertionError("loops write reductions, scans, stores and requirements")
             case _:
                 assert_never(operation)
 
@@ -147,6 +148,13 @@ class Statements:
             text = f"update({element}, {value}, combine::{self.store_combine(store)});"
         condition = "" if store.mask is None else f"if ({known[store.mask]}) "
         self.writer.line(f"{condition}{text}{self.comment(store)}")
+
+    def require(self, requirement: Require, bit: int, known: Known) -> None:
+        """Writes a check of a known condition, which sets its bit in `failed`."""
+        condition = f"!{grouped(known[requirement.condition])}"
+        if requirement.mask is not None:
+            condition = f"{grouped(known[requirement.mask])} & {condition}"
+        self.writer.line(f"failed |= {grouped(condition)} ? {1 << bit} : 0;{self.comment(requirement)}")
 
     def store_combine(self, store: Store) -> str:
         """Returns what a store's mode is called among the ways to combine."""
@@ -176,7 +184,7 @@ class Statements:
     def dtype(self, position: int) -> torch.dtype:
         """Returns the dtype of an operation's value."""
         operation = self.kernel.operations[position]
-        assert not isinstance(operation, Store)
+        assert not isinstance(operation, Store | Require)
         return operation.dtype
 
     def type(self, position: int) -> str:

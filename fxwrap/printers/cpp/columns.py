@@ -36,6 +36,9 @@ class ColumnPrinter(ReductionPrinter):
             known: Known = {}
             for reductions, stores in self.stage_sinks():
                 self.print_stage(reductions, stores, known)
+            if self.requirements:
+                with self.columns():
+                    self.print_requirements(known)
             if self.final_stores():
                 with self.columns():
                     self.write_stores(self.final_stores(), dict(known))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from fxwrap.loop_ir import Axis, Kernel, Reduce, Scan, Store, operands
+from fxwrap.loop_ir import Axis, Kernel, Load, Reduce, Require, Scan, Store, operands
 from fxwrap.printers.cpp.body import Known, Statements, Writer
 from fxwrap.printers.cpp.index_text import size_text
-from fxwrap.printers.cpp.plan import BUFFER_COST, BUFFER_ELEMENTS, LANES, PARALLEL_WORK, PART, Plan, split_axis
+from fxwrap.printers.cpp.plan import BUFFER_COST, BUFFER_ELEMENTS, LANES, PARALLEL_WORK, PART, TILE, Plan, split_axis
 from fxwrap.printers.cpp.types import CPP_TYPES
 from fxwrap.symbolic import product
 
@@ -24,6 +25,25 @@ class LoopPrinter(ABC):
         self.kernel: Kernel = plan.kernel
         self.writer = writer
         self.statements = Statements(self.kernel, writer, origins)
+        self.requirements = [
+            (place, item) for place, item in enumerate(self.kernel.operations) if isinstance(item, Require)
+        ]
+        self.clause = " reduction(|:failed)" if self.requirements else ""
+
+    def print_kernel(self) -> None:
+        """Writes the whole body: the loops, and the failure of the launch where a requirement was not met."""
+        if self.requirements:
+            self.writer.line("int64_t failed = 0;")
+        self.print()
+        for bit, (_, requirement) in enumerate(self.requirements):
+            self.writer.line(f"if (failed & {1 << bit}) fxwrap_index_error({json.dumps(requirement.message)});")
+
+    def write_requirements(self, places: Sequence[int], known: Known) -> None:
+        """Writes the checks of requirements."""
+        self.statements.write([used for place in places for used in self.statements.operands_of(place)], known)
+        for bit, (place, requirement) in enumerate(self.requirements):
+            if place in places:
+                self.statements.require(requirement, bit, known)
 
     @abstractmethod
     def print(self) -> None:
@@ -55,13 +75,13 @@ class LoopPrinter(ABC):
         """Returns the pragma of a parallel loop, or nothing where the work is too small or must run in order."""
         work = self.plan.work
         if self.plan.serial or (isinstance(work, int) and work < PARALLEL_WORK):
-            return f"#pragma omp{simd}" if simd and not self.plan.serial else ""
+            return f"#pragma omp{simd}{self.clause}" if simd and not self.plan.serial else ""
         condition = "" if isinstance(work, int) else f" if (parallel : {size_text(work)} >= {PARALLEL_WORK})"
-        return f"#pragma omp parallel for{simd} COLLAPSE schedule(static){condition}"
+        return f"#pragma omp parallel for{simd} COLLAPSE schedule(static){self.clause}{condition}"
 
     def simd(self) -> str:
         """Returns the pragma of the vectorised loop."""
-        return "" if self.plan.serial else "#pragma omp simd"
+        return "" if self.plan.serial else f"#pragma omp simd{self.clause}"
 
     def write_stores(self, stores: Sequence[Store], known: Known) -> None:
         """Writes the statements of stores, then the stores."""
@@ -85,19 +105,68 @@ class PointwisePrinter(LoopPrinter):
     def print(self) -> None:
         """Writes the loops."""
         lane, stores = self.plan.lane, list(self.kernel.stores)
+        checked = [place for place, _ in self.requirements]
+        inner = [place for place in checked if lane is not None and lane in self.plan.depends[place]]
+        known: Known = {}
         if lane is None:
-            self.write_stores(stores, {})
+            self.write_requirements(checked, known)
+            self.write_stores(stores, known)
             return
         outer = [axis for axis in self.kernel.axes if axis is not lane]
-        known: Known = {}
+        if self.plan.tiled[1]:
+            self.print_tiles(stores)
+            return
         if not outer:
             with self.nest([self.head(lane)], self.parallel(" simd")):
+                self.write_requirements(checked, known)
                 self.write_stores(stores, known)
             return
         with self.nest([self.head(axis) for axis in outer], self.parallel()):
             self.hoist(known)
+            self.write_requirements([place for place in checked if place not in inner], known)
             with self.nest([self.head(lane)], self.simd()):
+                self.write_requirements(inner, known)
                 self.write_stores(stores, known)
+
+    def print_tiles(self, stores: list[Store]) -> None:
+        """Writes loops over square tiles, so that loads along another axis than the stores read whole cache lines."""
+        (axis, loads), lane = self.plan.tiled, self.plan.lane
+        assert axis is not None and lane is not None
+        heads = [self.head(item) for item in self.kernel.axes if item is not lane and item is not axis]
+        for item in (axis, lane):
+            start = f"{item.name}_0"
+            heads.append(f"for (int64_t {start} = 0; {start} < {size_text(item.size)}; {start} += {TILE})")
+        known: Known = {}
+        with self.nest(heads, self.parallel()):
+            ends = []
+            for item, name in ((axis, "height"), (lane, "width")):
+                size = size_text(item.size)
+                whole = isinstance(item.size, int) and item.size % TILE == 0
+                ends.append(str(TILE) if whole else name)
+                if not whole:
+                    self.writer.line(f"const int {name} = int(fxwrap::min<int64_t>({TILE}, {size} - {item.name}_0));")
+            for place in loads:
+                known[place] = self.load_tile(place, axis, lane, *ends)
+            rows = f"for (int64_t {axis.name} = {axis.name}_0; {axis.name} < {axis.name}_0 + {ends[0]}; ++{axis.name})"
+            columns = (
+                f"for (int64_t {lane.name} = {lane.name}_0; {lane.name} < {lane.name}_0 + {ends[1]}; ++{lane.name})"
+            )
+            with self.nest([rows]), self.nest([columns], self.simd()):
+                self.write_requirements([place for place, _ in self.requirements], known)
+                self.write_stores(stores, known)
+
+    def load_tile(self, place: int, axis: Axis, lane: Axis, height: str, width: str) -> str:
+        """Writes the load of a tile; returns the text of its element."""
+        load = self.kernel.operations[place]
+        assert isinstance(load, Load)
+        tile, index = f"{self.statements.name(place)}_tile", self.statements.index({})
+        corner = load.index.substitute({item: Axis(f"{item.name}_0", item.size) for item in (axis, lane)})
+        stride = load.index.stride(lane)
+        assert stride is not None
+        self.writer.line(f"{CPP_TYPES[load.dtype]} {tile}[{TILE}][{TILE}];")
+        source = f"{load.buffer} + {index(corner)}, {index(stride)}"
+        self.writer.line(f"load_transposed({source}, {height}, {width}, {tile});{self.statements.comment(load)}")
+        return f"{tile}[{axis.name} - {axis.name}_0][{lane.name} - {lane.name}_0]"
 
     def hoist(self, known: Known) -> None:
         """Writes what does not depend on the vectorised axis before its loop."""
@@ -154,6 +223,15 @@ class ReductionPrinter(LoopPrinter):
                 frontier |= {operand for operand in self.statements.operands_of(place) if operand in fixed}
         self.statements.write(sorted(frontier), known, keep=sorted(frontier))
 
+    def print_requirements(self, known: Known) -> None:
+        """Writes the checks of requirements: in a pass of their own where they vary."""
+        places = [place for place, _ in self.requirements]
+        varying = [place for place in places if self.plan.varying[place]]
+        if varying:
+            with self.nest([self.head(axis) for axis in self.kernel.reduced]):
+                self.write_requirements(varying, dict(known))
+        self.write_requirements([place for place in places if place not in varying], dict(known))
+
     def result_type(self, place: int) -> str:
         """Returns the C++ type of a reduction's accumulator when it is complete."""
         operation = self.kernel.operations[place]
@@ -206,6 +284,7 @@ class RowPrinter(ReductionPrinter):
                 )
             for reductions, stores in self.stage_sinks():
                 self.print_stage(reductions, stores, known)
+            self.print_requirements(known)
             if self.final_stores():
                 self.write_stores(self.final_stores(), known)
 

@@ -6,7 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxwrap.loop_ir import OPERATIONS, Axis, Compute, Index, Kernel, Load, Reduce, Scan, Store, as_index, operands
+from fxwrap.loop_ir import (
+    OPERATIONS,
+    Axis,
+    Compute,
+    Gathered,
+    Index,
+    Kernel,
+    Load,
+    Reduce,
+    Scan,
+    Store,
+    as_index,
+    operands,
+)
 from fxwrap.symbolic import Size, product
 
 LANES = 64
@@ -20,6 +33,9 @@ FEW_ITERATIONS = 16
 
 PART = 16384
 """Elements of a part of a long reduction; what is longer is summed in parts, which also keeps float32 sums exact."""
+
+TILE = 32
+"""Rows and columns of a tile that is loaded transposed; `kernel.h` has the same."""
 
 COLUMN_BLOCK = 128
 """Columns that are reduced together, when the vectorised axis is kept."""
@@ -93,6 +109,23 @@ class Plan:
             return False
         return not isinstance(self.kernel.reduced_count, int) or self.kernel.reduced_count >= 2 * PART
 
+    @cached_property
+    def tiled(self) -> tuple[Axis | None, tuple[int, ...]]:
+        """The axis that some loads run along instead of the vectorised one, and these loads; for pointwise kernels."""
+        lane = self.lane
+        if lane is None or self.serial or not _long(lane):
+            return None, ()
+        found: dict[Axis, list[int]] = {}
+        for place, operation in enumerate(self.kernel.operations):
+            if isinstance(operation, Load) and operation.mask is None:
+                for axis in self.kernel.axes:
+                    if axis is not lane and _long(axis) and _transposed(operation.index, axis, lane):
+                        found.setdefault(axis, []).append(place)
+        if not found:
+            return None, ()
+        axis = max(found, key=lambda item: len(found[item]))
+        return axis, tuple(found[axis])
+
     def cost(self, position: int, known: Iterable[int]) -> int:
         """Returns about how many instructions computing a value again takes, from those that are known on."""
         stop, stack, total = set(known), [position], 0
@@ -114,7 +147,7 @@ def make_plan(kernel: Kernel) -> Plan:
         return Plan(kernel, None)
     varying = Plan(kernel, None).varying
     accesses = [
-        (item.index, 8 if varying[place] else 1)
+        (item.index, (8 if varying[place] else 1) * (3 if isinstance(item, Store) else 2))
         for place, item in enumerate(kernel.operations)
         if isinstance(item, Load | Store)
     ]
@@ -129,7 +162,19 @@ def _score(axis: Axis, accesses: list[tuple[Index, int]]) -> int:
         number = None if stride is None else stride.constant
         score += weight * (2 if number == 1 else 0 if number == 0 else -1)
     small = isinstance(axis.size, int) and axis.size < 8
-    return score - (32 * len(accesses) if small else 0)
+    return score - (64 * len(accesses) if small else 0)
+
+
+def _long(axis: Axis) -> bool:
+    return not isinstance(axis.size, int) or axis.size >= TILE
+
+
+def _transposed(index: Index, axis: Axis, lane: Axis) -> bool:
+    """Whether neighbours along `axis` lie side by side, and those along `lane` at a fixed distance."""
+    along, across = index.stride(axis), index.stride(lane)
+    if along is None or along.constant != 1 or across is None or across.constant in (0, 1) or across.axes():
+        return False
+    return not any(isinstance(atom, Gathered) for atom in index.atoms())
 
 
 def split_axis(axes: tuple[Axis, ...]) -> Axis:

@@ -34,7 +34,7 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origins: bool = True) -> Pr
     """Returns a kernel as C++ source. `name` is a comment; `origins` says whether statements carry theirs."""
     kernel = with_plain_reductions(_with_safe_names(kernel))
     writer = Writer()
-    _loops(make_plan(kernel), writer, origins).print()
+    _loops(make_plan(kernel), writer, origins).print_kernel()
     numbers = [(NUMBER_TYPES[symbol_kind(symbol.name)], symbol.name) for symbol in kernel.numbers]
     parameters = [
         *[f"const {CPP_TYPES[item.dtype]}* {item.name}" for item in kernel.inputs],

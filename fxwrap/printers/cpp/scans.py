@@ -60,6 +60,7 @@ class ScanPrinter(ReductionPrinter):
             known: Known = {}
             for reductions, stores in self.stage_sinks():
                 self.print_stage(reductions, stores, known)
+            self.print_requirements(known)
             if self.final_stores():
                 self.write_stores(self.final_stores(), known)
 

@@ -282,13 +282,13 @@ PyObject* call_boxed(PyObject* object, PyObject* list) {
   return get_outputs(self, execution.frame());
 }
 
-const fxwrap::Program* load_library(const char* path) {
+const fxwrap::Program* load_library(const char* path, const char* symbol) {
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     PyErr_Format(PyExc_ImportError, "cannot load the program '%s': %s", path, dlerror());
     return nullptr;
   }
-  auto* program = static_cast<const fxwrap::Program*>(dlsym(library, "fxwrap_program"));
+  auto* program = static_cast<const fxwrap::Program*>(dlsym(library, symbol));
   if (program == nullptr || program->abi != fxwrap::abi_version) {
     PyErr_Format(PyExc_ImportError, "'%s' is not a program of this version of fxwrap; compile it again", path);
     return nullptr;
@@ -313,11 +313,12 @@ bool check_constants(const fxwrap::Program& program, PyObject* constants) {
 }
 
 PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"path", "constants", nullptr};
+  static const char* names[] = {"path", "constants", "symbol", nullptr};
+  const char* symbol = "fxwrap_program";
   const char* path = nullptr;
   PyObject* given = nullptr;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "s|O", const_cast<char**>(names), &path, &given)) return nullptr;
-  const fxwrap::Program* program = load_library(path);
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "s|Os", const_cast<char**>(names), &path, &given, &symbol)) return nullptr;
+  const fxwrap::Program* program = load_library(path, symbol);
   if (program == nullptr) return nullptr;
   PyObject* constants = given == nullptr ? PyTuple_New(0) : PySequence_Tuple(given);
   if (constants == nullptr) return nullptr;

@@ -141,12 +141,12 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
     return _entry(cache_folder() / "programs" / key, build) / f"{stem}.so"
 
 
-def load_program(path: Path | str, constants: Sequence[torch.Tensor] = ()) -> Program:
-    """Load a compiled program, binding `constants` to its constant slots.
+def load_program(path: Path | str, constants: Sequence[torch.Tensor] = (), symbol: str = "fxwrap_program") -> Program:
+    """Load a compiled program, binding `constants` to its constant slots; a library may have several, by symbol.
 
     Raises ImportError when the file is not a program of this version, InputError for wrong constants.
     """
-    return cast(Program, _binding().Program(str(path), constants=tuple(constants)))
+    return cast(Program, _binding().Program(str(path), constants=tuple(constants), symbol=symbol))
 
 
 def build_bridge() -> BridgeBuild:
@@ -171,9 +171,7 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
     include = ["-isystem", str(torch_root / "include"), "-isystem", sysconfig.get_paths()["include"]]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     flags = [*_COMMON_FLAGS, *_BRIDGE_FLAGS, abi, *include]
-    sources = sorted(
-        (*_BRIDGE_SOURCES, _BINDING_SOURCE), key=lambda s: (_HERE / s).stat().st_size, reverse=True
-    )
+    sources = sorted((*_BRIDGE_SOURCES, _BINDING_SOURCE), key=lambda s: (_HERE / s).stat().st_size, reverse=True)
     _run_all(
         [[*compiler.command, *flags, "-c", str(_HERE / s), "-o", Path(s).stem + ".o"] for s in sources],
         folder,
@@ -262,9 +260,7 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     lines = text.splitlines()
-    return "\n".join(
-        next((s for s in lines if s.startswith(key)), "") for key in ("model name", "flags", "Features")
-    )
+    return "\n".join(next((s for s in lines if s.startswith(key)), "") for key in ("model name", "flags", "Features"))
 
 
 def _digest(*parts: str) -> str:
@@ -315,9 +311,7 @@ def _run_all(commands: list[list[str]], folder: Path) -> None:
 def _run(command: list[str], folder: Path) -> str:
     """Run a compiler command in `folder` and return its output."""
     try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, errors="replace", check=False
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
     except OSError as failure:
         raise NativeBuildError(
             f"cannot run the C++ compiler '{command[0]}': {failure.strerror}. Install it, or name another in the "

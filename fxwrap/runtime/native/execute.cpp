@@ -128,3 +128,5 @@ int fxwrap_run(const fxwrap::Program* program, const FxwrapValue* inputs, const 
   }
   return 1;
 }
+
+void fxwrap_index_error(const char* message) { throw c10::IndexError({__func__, __FILE__, uint32_t(__LINE__)}, message); }

@@ -36,6 +36,9 @@ float fmodf(float, float) noexcept;
 constexpr double infinity = __builtin_inf();
 constexpr double nan = __builtin_nan("");
 
+// Throws torch's IndexError; in the bridge that every kernel is linked to.
+extern "C" [[noreturn]] void fxwrap_index_error(const char* message);
+
 // --- types ------------------------------------------------------------------------------------------------------------
 
 enum class bfloat16 : uint16_t {};
@@ -454,3 +457,42 @@ template <class Combine> struct Lanewise {
     return a;
   }
 };
+
+// --- tiles ------------------------------------------------------------------------------------------------------------
+
+constexpr int TILE = 32;
+
+template <int size> struct Bits;
+template <> struct Bits<1> { using Type = uint8_t; };
+template <> struct Bits<2> { using Type = uint16_t; };
+template <> struct Bits<4> { using Type = uint32_t; };
+template <> struct Bits<8> { using Type = uint64_t; };
+
+// Transposes 16 x 16 elements: four rounds of interleaving row i with row i + 8.
+template <class T> inline void transpose_16(const T* source, int64_t stride, T* tile) {
+  using Element = typename Bits<sizeof(T)>::Type;
+  typedef Element Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
+  Row rows[16], zipped[16];
+  for (int i = 0; i < 16; ++i) rows[i] = *reinterpret_cast<const Row*>(source + i * stride);
+  for (int round = 0; round < 4; ++round) {
+    for (int i = 0; i < 8; ++i) {
+      const Row a = rows[i], b = rows[i + 8];
+      zipped[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      zipped[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    for (int i = 0; i < 16; ++i) rows[i] = zipped[i];
+  }
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(tile + i * TILE) = rows[i];
+}
+
+// tile[i][j] = source[j * stride + i], for i < height and j < width.
+template <class T>
+inline void load_transposed(const T* source, int64_t stride, int height, int width, T (&tile)[TILE][TILE]) {
+  if (height == TILE && width == TILE) {
+    for (int j = 0; j < TILE; j += 16)
+      for (int i = 0; i < TILE; i += 16) transpose_16(source + j * stride + i, stride, &tile[i][j]);
+    return;
+  }
+  for (int j = 0; j < width; ++j)
+    for (int i = 0; i < height; ++i) tile[i][j] = source[j * stride + i];
+}
