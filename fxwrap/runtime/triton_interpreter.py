@@ -1,7 +1,7 @@
 """What Triton's interpreter lacks for generated kernels, put in its place while one runs.
 
-It has no functions of libdevice: each becomes torch's function of the same meaning. It forgets that a compared scalar is
-a bool when it spreads it over a block. It combines elements one by one in Python, where whole slices do as well.
+It has no functions of libdevice: each becomes torch's function of the same meaning. It forgets that a compared scalar
+is a bool when it spreads it over a block. It combines elements one by one in Python, where whole slices do as well.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def interpreter_additions() -> tuple[tuple[Any, str, Any], ...]:
     return (
         *[(library, name, _interpreted(function)) for name, function in functions.items()],
         (interpreter.InterpreterBuilder, "create_splat", _splat),
+        (importlib.import_module("triton.language"), "device_assert", _require),
         (interpreter.ReduceOps, "generic_reduce", _reduce),
         (interpreter.ScanOps, "generic_scan", _scan),
     )
@@ -59,6 +60,15 @@ def _interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return call
 
 
+def _require(condition: Any, message: str = "", mask: Any = None) -> None:
+    """Raises IndexError with the message where the condition is false and the mask is true."""
+    failed = numpy.logical_not(condition.handle.data)
+    if mask is not None:
+        failed = failed & mask.handle.data
+    if failed.any():
+        raise IndexError(message)
+
+
 def _splat(builder: Any, result: Any, scalar: Any) -> Any:
     """Spreads a scalar over a block, with the dtype that its data has: that of a comparison is still its operands'."""
     handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
@@ -79,7 +89,8 @@ def _reduce(operations: Any, given: Any) -> Any:
         blocks = [block.reshape((1,) * rank) for block in blocks]
     elif not operations.keep_dims:
         blocks = [block.squeeze(axis) for block in blocks]
-    return [operations.to_tensor(block if block.ndim else block.item(), item.dtype) for block, item in zip(blocks, given, strict=True)]
+    results = [block if block.ndim else block.item() for block in blocks]
+    return [operations.to_tensor(block, item.dtype) for block, item in zip(results, given, strict=True)]
 
 
 def _scan(operations: Any, given: Any) -> Any:

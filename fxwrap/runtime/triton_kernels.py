@@ -23,7 +23,7 @@ from fxwrap.errors import FxwrapError
 from fxwrap.runtime.modules import load_module
 from fxwrap.runtime.triton_interpreter import interpreter_additions
 
-_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow")
 _LIBRARY = ("triton.language", "triton.language.standard", "triton.language.random", "triton.language.math")
 _CORE = "triton.language.core"
 
@@ -57,10 +57,24 @@ def load_triton_kernel(source: str, options: Sequence[tuple[str, Any]]) -> Calla
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
             kernel(False)[tuple(grid)](*arguments, **constants, **choices)
             return
-        with _interpreter():
+        with _interpreter(), _own_errors():
             kernel(True)[tuple(grid)](*arguments, **constants)
 
     return launch
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raises what an assertion of a kernel raised, which the interpreter wraps in errors of its own."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, IndexError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise IndexError(*cause.args) from None
 
 
 def _triton() -> ModuleType:

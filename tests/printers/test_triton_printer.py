@@ -16,13 +16,16 @@ from fxwrap.loop_ir import (
     Axis,
     Body,
     Buffer,
+    Index,
     Kernel,
     KernelError,
     OperationSpec,
+    Scalar,
     as_index,
     linear_index,
 )
 from fxwrap.printers.triton import Configuration, configurations, print_triton
+from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import make_symbol
 from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, random
 
@@ -77,7 +80,13 @@ def test_an_operation_is_torchs(spec: OperationSpec, dtype: torch.dtype) -> None
 
     result = torch.bool if spec.result == "bool" else dtype
     inputs = {name: (item.dtype, count) for name, item in given.items()}
-    check(build([axis], [], inputs, {"out": (result, count)}, write), inputs=given, tolerance=4e-6 if dtype is F32 else None)
+    kernel = build([axis], [], inputs, {"out": (result, count)}, write)
+    check(kernel, inputs=given, tolerance=4e-6 if dtype is F32 else None)
+
+
+def converted(body: Body, name: str, index: Index, source: torch.dtype, target: torch.dtype) -> Scalar:
+    """An element of `a` as another dtype."""
+    return body.compute(name, body.load("a", index, source), dtype=target)
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(sorted(KERNEL_DTYPES, key=str), 2)), ids=str)
@@ -91,7 +100,7 @@ def test_casts_are_torchs(source: torch.dtype, target: torch.dtype) -> None:
     axis = Axis("p0", count)
     kernel = build(
         [axis], [], {"a": (source, count)}, {"out": (target, count)},
-        lambda body: body.store("out", as_index(axis), body.compute("cast", body.load("a", as_index(axis), source), dtype=target)),
+        lambda body: body.store("out", as_index(axis), converted(body, "cast", as_index(axis), source, target)),
     )  # fmt: skip
     check(kernel, inputs={"a": given})
 
@@ -101,7 +110,7 @@ def test_bits_are_reinterpreted(source: torch.dtype, target: torch.dtype) -> Non
     axis = Axis("p0", 9)
     kernel = build(
         [axis], [], {"a": (source, 9)}, {"out": (target, 9)},
-        lambda body: body.store("out", as_index(axis), body.compute("bitcast", body.load("a", as_index(axis), source), dtype=target)),
+        lambda body: body.store("out", as_index(axis), converted(body, "bitcast", as_index(axis), source, target)),
     )  # fmt: skip
     check(kernel)
 
@@ -120,7 +129,7 @@ def test_numbers_keep_their_precision(dtype: torch.dtype) -> None:
             body.store("quotient", as_index(axis), body.compute("maximum", number, value))
 
     names = ["same", "chosen", *([] if dtype is torch.bool else ["product", "quotient"])]
-    check(build([axis], [], {"a": (dtype, 5), "b": (torch.bool, 5)}, {name: (dtype, 5) for name in names}, write))
+    check(build([axis], [], {"a": (dtype, 5), "b": (torch.bool, 5)}, dict.fromkeys(names, (dtype, 5)), write))
 
 
 # --- reductions and scans -------------------------------------------------------------------------------------------
@@ -211,7 +220,8 @@ def test_scans(kind: str, dtype: torch.dtype, special: bool) -> None:
         body.store(f"out{number}", position, value)
     outputs = [Buffer(f"out{number}", value.dtype, 60) for number, value in enumerate(results)]
     kernel = body.finish([p], [r], [Buffer("x", dtype, 60)], outputs)
-    given = torch.tensor(SPECIAL_ROWS).repeat(1, 3).flatten() if special else random(F32, 60, torch.Generator().manual_seed(3)) * 3
+    numbers = random(F32, 60, torch.Generator().manual_seed(3)) * 3
+    given = torch.tensor(SPECIAL_ROWS).repeat(1, 3).flatten() if special else numbers
     if special and not dtype.is_floating_point:
         given = given.nan_to_num(nan=5.0, posinf=9.0, neginf=-9.0)
     for configuration in tilings(kernel):
@@ -356,7 +366,9 @@ def test_gathered_rows(columns: int) -> None:
         check(kernel, configuration, inputs={"index": torch.tensor([0, 3, 1, 1, 2, 0])})
 
 
-@pytest.mark.parametrize(("mode", "dtype"), [("add", F32), ("add", torch.int64), ("max", torch.int64), ("min", torch.int32)])
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("add", F32), ("add", torch.int64), ("max", torch.int64), ("min", torch.int32)]
+)
 def test_atomic_stores_count_every_element(mode: str, dtype: torch.dtype) -> None:
     i, j = Axis("p0", 7), Axis("p1", 5)
 
@@ -455,12 +467,33 @@ def test_values_of_indices_are_64_bits() -> None:
 
 
 def test_one_element_and_none() -> None:
-    kernel = build([], [], {"x": (F32, 1)}, {"out": (F32, 1)}, lambda body: body.store("out", 0, body.load("x", 0, F32) + 1.0))
+    kernel = build(
+        [], [], {"x": (F32, 1)}, {"out": (F32, 1)}, lambda body: body.store("out", 0, body.load("x", 0, F32) + 1.0)
+    )
     check(kernel)
     axis = Axis("p0", 0)
-    empty = build([axis], [], {}, {"out": (F32, 0)}, lambda body: body.store("out", as_index(axis), body.constant(1.0, F32)))
+    empty = build(
+        [axis], [], {}, {"out": (F32, 0)}, lambda body: body.store("out", as_index(axis), body.constant(1.0, F32))
+    )
     check(empty)
     assert print_triton(empty).grid == (0, 1, 1)
+
+
+def test_requirements_raise_where_they_do_not_hold() -> None:
+    axis = Axis("p0", 5)
+
+    def write(body: Body) -> None:
+        index = body.load("index", as_index(axis), I64)
+        body.require(index < 3, "index out of range")
+        body.store("out", as_index(axis), index)
+
+    kernel = build([axis], [], {"index": (I64, 5)}, {"out": (I64, 5)}, write)
+    check(kernel, inputs={"index": torch.tensor([0, 1, 2, 1, 0])})
+    printed = print_triton(kernel)
+    assert ("debug", True) in printed.options, "Triton leaves assertions out otherwise"
+    launch = load_kernel("triton", printed.source, printed.signature, printed.options)
+    with pytest.raises(IndexError, match="index out of range"):
+        launch((1,), torch.tensor([0, 1, 3, 1, 0]), torch.zeros(5, dtype=I64))
 
 
 # --- the text -------------------------------------------------------------------------------------------------------
@@ -494,8 +527,12 @@ def test_names_do_not_clash() -> None:
     axis = Axis("program", 6)
 
     def write(body: Body) -> None:
-        value = body.load("tl", as_index(axis), F32) + body.load("x.1", as_index(axis), F32) + body.load("exp", as_index(axis), F32)
+        value = (
+            body.load("tl", as_index(axis), F32)
+            + body.load("x.1", as_index(axis), F32)
+            + body.load("exp", as_index(axis), F32)
+        )
         body.store("kernel", as_index(axis), body.compute("erf", value.exp().exp()))
 
-    inputs = {name: (F32, 6) for name in ("tl", "x.1", "exp")}
+    inputs = dict.fromkeys(("tl", "x.1", "exp"), (F32, 6))
     check(build([axis], [], inputs, {"kernel": (F32, 6)}, write))

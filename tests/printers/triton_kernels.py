@@ -1,4 +1,4 @@
-"""Kernels of the loop IR that the Triton printer's tests print, and how they run them: interpreted, beside the evaluator."""
+"""How the Triton printer's tests build kernels of the loop IR, and run them: interpreted, beside the evaluator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fxwrap.loop_ir import Axis, Body, Buffer, Index, Kernel, Scalar, as_index, evaluate_kernel, linear_index
+from fxwrap.loop_ir import Axis, Body, Buffer, Kernel, evaluate_kernel
 from fxwrap.printers.triton import Configuration, print_triton
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import evaluate
@@ -26,36 +26,6 @@ def build(
     write(body)
     buffers = [[Buffer(name, *item) for name, item in group.items()] for group in (inputs, outputs)]
     return body.finish(axes, reduced, *buffers)
-
-
-def rows(
-    count: int, size: int, formula: Callable[[Body, Index, Index], Mapping[str, Scalar]], dtype: torch.dtype = F32
-) -> Kernel:
-    """Returns a kernel over `count` rows of x and y; the formula gives outputs, each a value a row or an element."""
-    p, r = Axis("p0", count), Axis("r0", size)
-    body = Body()
-    results = formula(body, as_index(p), as_index(r))
-    varying = _varies(body, r)
-    outputs = []
-    for name, value in results.items():
-        whole = varying(value)
-        body.store(name, linear_index([p, r], [count, size]) if whole else as_index(p), value)
-        outputs.append(Buffer(name, value.dtype, count * size if whole else count))
-    inputs = [Buffer(name, dtype, count * size) for name in ("x", "y")]
-    return body.finish([p], [r], inputs, outputs)
-
-
-def _varies(body: Body, axis: Axis) -> Callable[[Scalar], bool]:
-    def varying(value: Scalar) -> bool:
-        kernel = Kernel((), (axis,), (), (), tuple(body.operations))
-        return kernel.varying[value.position]
-
-    return varying
-
-
-def element(body: Body, name: str, p: Index, r: Index, size: int, dtype: torch.dtype = F32) -> Scalar:
-    """Loads x[p, r] of a row-major matrix with rows of `size`."""
-    return body.load(name, p * size + r, dtype)
 
 
 def random(dtype: torch.dtype, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -101,7 +71,9 @@ def check(
     for name, want in expected.items():
         got = actual[name]
         atol = tolerance or {BF16: 2e-2, torch.float16: 2e-3, F32: 2e-5, F64: 1e-11}.get(want.dtype, 0)
-        torch.testing.assert_close(
-            got, want, rtol=atol, atol=atol, equal_nan=True, msg=lambda m: f"{name}: {m}\n{printed.source}"
-        )  # noqa: B023
+        torch.testing.assert_close(got, want, rtol=atol, atol=atol, equal_nan=True, msg=_told(name, printed.source))
     return printed.source
+
+
+def _told(name: str, source: str) -> Callable[[str], str]:
+    return lambda message: f"output {name}: {message}\n{source}"

@@ -16,8 +16,9 @@ from fxwrap.loop_ir import Reduce, Scan
 from fxwrap.printers.triton.operations import TRITON_DTYPES, number_text
 
 _EXTREMA = {"max": "maximum_or_nan", "min": "minimum_or_nan"}
-_POSITIONS = {"argmax": "first_largest", "argmin": "first_smallest", "cummax": "last_largest", "cummin": "last_smallest"}
-_LARGEST_POSITION = 2**31 - 1
+_POSITIONS = {
+    "argmax": "first_largest", "argmin": "first_smallest", "cummax": "last_largest", "cummin": "last_smallest",
+}  # fmt: skip
 
 RESULT_NAMES = {
     "sum": ("total",), "prod": ("product",), "max": ("largest",), "min": ("smallest",), "argmax": ("position",),
@@ -33,9 +34,9 @@ RESULT_NAMES = {
 class Row:
     """What combinations along a tile's reduced dimension need to know.
 
-    `axis` is its position of `rank`, `shape` the tile's shape, `mask` the name of the mask of its last block, `position`
-    the name of the position along it, `count` its whole length, `block` the constant with the length of a block; `new`
-    makes names, `use` notes a helper.
+    `axis` is its position of `rank`, `shape` the tile's shape, `mask` the name of the mask of its last block,
+    `position` the name of the position along it, `count` its whole length, `block` the constant with the length of a
+    block, `lanes` the positions in a block; `new` makes names, `use` notes a helper.
     """
 
     axis: int
@@ -79,7 +80,7 @@ def identity(kind: str, dtype: torch.dtype) -> str:
 
 
 def combined(kind: str, value: str, dtype: torch.dtype, row: Row) -> str:
-    """Returns the expression that combines a value's elements along the row, for kinds of one result and no position."""
+    """Returns the expression that combines elements along the row, for kinds of one result that is no position."""
     small = not dtype.is_floating_point and dtype is not torch.bool and dtype.itemsize < 4
     cast = f".to({TRITON_DTYPES[dtype]})" if small else ""
     if kind == "sum":
@@ -165,7 +166,7 @@ def _extreme(kind: str, left: str, right: str, dtype: torch.dtype) -> str:
 def _accumulate_position(kind: str, value: str, dtype: torch.dtype, first: str, row: Row) -> Accumulator:
     best, at, function = row.new("best"), row.new("best_position"), row.use(_POSITIONS[kind])
     start = identity(kind, dtype)
-    short = row.count.isdigit() and int(row.count) < _LARGEST_POSITION
+    short = row.count.isdigit() and int(row.count) < 2**31 - 1
     position, beyond = ("tl.int32", 2**31 - 1) if short else ("tl.int64", 2**63 - 1)
     found = row.new("found")
     return Accumulator(

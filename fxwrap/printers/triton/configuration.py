@@ -89,9 +89,7 @@ def _pointwise_block(kernel: Kernel, hint: Hint) -> tuple[int, int]:
     elements = min(16 // smallest, 8)
     cost = sum(OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute))
     gathers = any(isinstance(atom, Gathered) for access in moved for atom in access.index.atoms())
-    if cost >= 15 and (gathers or any(_cost(item) >= 12 for item in kernel.operations)):
-        elements *= 2
-    elif gathers:
+    if gathers or (cost >= 15 and any(_cost(item) >= 12 for item in kernel.operations)):
         elements *= 2
     block = 128 * elements
     total = hint(kernel.count)
@@ -188,7 +186,8 @@ def _warps(tile: int, elements: int) -> int:
 
 
 def _full_loads(kernel: Kernel) -> int:
-    return sum(isinstance(item, Load) and varies for item, varies in zip(kernel.operations, kernel.varying, strict=True))
+    pairs = zip(kernel.operations, kernel.varying, strict=True)
+    return sum(isinstance(operation, Load) and varies for operation, varies in pairs)
 
 
 def _itemsize(kernel: Kernel, access: Load | Store) -> int:

@@ -1,8 +1,8 @@
 """How each scalar operation of the loop IR is written in Triton.
 
 A row is a template over operands `{0}`, `{1}`, ...; `{bits}` is the width of the operands' dtype. Templates of float32
-and float64 differ where Triton's own functions round worse than torch's kernels for GPUs do: float32 division and square
-roots are asked for in their rounded forms, and library functions come from libdevice.
+and float64 differ where Triton's own functions round worse than torch's kernels for GPUs do: float32 division and
+square roots are asked for in their rounded forms, and library functions come from libdevice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _ANY: dict[str, str] = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
     "maximum": "tl.maximum({0}, {1})", "minimum": "tl.minimum({0}, {1})",
     "neg": "-{0}", "abs": "tl.abs({0})", "sign": "({0} > 0).to({dtype}) - ({0} < 0).to({dtype})",
-    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
+    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
+    "eq": "{0} == {1}", "ne": "{0} != {1}",
     "where": "tl.where({0}, {1}, {2})",
 }  # fmt: skip
 
@@ -50,7 +51,8 @@ _FLOAT: dict[str, str] = {
     **{name: f"libdevice.{name}({{0}}, {{1}})" for name in _TWO},
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "fmax": "tl.where(({0} > {1}) | ({1} != {1}), {0}, {1})", "fmin": "tl.where(({0} < {1}) | ({1} != {1}), {0}, {1})",
+    "fmax": "tl.where(({0} > {1}) | ({1} != {1}), {0}, {1})",
+    "fmin": "tl.where(({0} < {1}) | ({1} != {1}), {0}, {1})",
     "div": "{0} / {1}", "remainder": "float_remainder({0}, {1})",
     "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "round": "libdevice.rint({0})",
     "sqrt": "tl.sqrt({0})", "reciprocal": "1 / {0}", "sigmoid": "1 / (1 + libdevice.exp(-{0}))",
@@ -80,7 +82,8 @@ _INTEGER: dict[str, str] = {
 }  # fmt: skip
 
 _UNSIGNED: dict[str, str] = {
-    "neg": "0 - {0}", "abs": "{0}", "bitwise_not": "{0} ^ 255", "sign": "({0} > 0).to({dtype})", "floor_divide": "{0} // {1}",
+    "neg": "0 - {0}", "abs": "{0}", "bitwise_not": "{0} ^ 255",
+    "sign": "({0} > 0).to({dtype})", "floor_divide": "{0} // {1}",
     "integer_remainder": "{0} % {1}", "integer_pow": "unsigned_power({0}, {1}, {bits})",
     "bitwise_right_shift": "{0} >> tl.where({1} < {bits}, {1}, {bits} - 1) >> tl.where({1} < {bits}, 0, 1)",
 }  # fmt: skip

@@ -25,6 +25,7 @@ from fxwrap.loop_ir import (
     Operation,
     Part,
     Reduce,
+    Require,
     Scan,
     SizeValue,
     Store,
@@ -55,8 +56,8 @@ def print_triton(
 ) -> PrintedKernel:
     """Returns a kernel as Triton source with its launch.
 
-    `configuration` says how it is cut, the best guess of `configurations` without one; `limits` gives the largest values
-    of symbols, so that sizes made of them may be found to fit 32-bit indices. The grid has one dimension. Raises
+    `configuration` says how it is cut, the best guess of `configurations` without one; `limits` gives the largest
+    values of symbols, so that sizes made of them may be found to fit 32-bit indices. The grid has one dimension. Raises
     KernelError for what Triton has no form of: atomic stores of dtypes and modes that GPUs have no instruction for.
     """
     chosen = configuration or configurations(kernel)[0]
@@ -100,6 +101,8 @@ class _Printer:
             self._straight()
         options = {item.option: item.block for item in self.tile.dimensions}
         launch = {"num_warps": self.configuration.num_warps}
+        if any(isinstance(item, Require) for item in self.kernel.operations):
+            launch |= {"debug": True, "sanitize_overflow": False}  # Triton leaves assertions out otherwise
         if self.configuration.looped and self.kernel.reduced:
             options["LOOP_STAGES"] = self.configuration.num_stages
         pointers = [f"*{SIGNATURES[item.dtype]}" for item in (*self.kernel.inputs, *self.kernel.outputs)]
@@ -145,7 +148,8 @@ class _Printer:
         r = self.tile.reduced
         for position, operation in enumerate(self.kernel.operations):
             found = frozenset[int]().union(*[self.spans[used] for used in operands(operation)])
-            found |= {self.dimension_of[a] for index in indices(operation) for a in index.axes() if a in self.dimension_of}
+            for index in indices(operation):
+                found |= {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
             if isinstance(operation, Reduce):
                 found -= {r} if r is not None else set()
             elif isinstance(operation, Scan) and r is not None:
@@ -158,7 +162,7 @@ class _Printer:
             for symbol, name in self.numbers.items():
                 if symbol_kind(symbol.name) == "int":
                     self._line(f"{name} = tl.cast({name}, tl.int64)")
-        parts = [*self.tile.parallel, *reversed(self.tile.outer)]
+        parts: list[Dimension | Axis] = [*self.tile.parallel, *reversed(self.tile.outer)]
         rest = f"tl.program_id(0){'.to(tl.int64)' if self.wide else ''}"
         if len(parts) > 1:
             program = self.names.new("program")
@@ -291,7 +295,7 @@ class _Printer:
                 self.text[position] = number_text(operation.value, operation.dtype)
             case SizeValue():
                 dtype = TRITON_DTYPES[operation.dtype]
-                number = size_text(operation.expression)  # type: ignore[arg-type]
+                number = size_text(operation.expression)
                 self._assign(position, operation, "number", f"tl.full((), {number}, {dtype})")
             case IndexValue():
                 self._assign(position, operation, "index", self._index_value(operation))
@@ -303,6 +307,11 @@ class _Printer:
                 self.text[position] = self.results[operation.operation][operation.position]
             case Store():
                 self._store(position, operation, looped)
+            case Require():
+                mask = self._mask(self.spans[position], operation.mask)
+                masked = f", mask={mask}" if mask else ""
+                text = f"tl.device_assert({self._value(operation.condition)}, {operation.message!r}{masked})"
+                self._line(text, operation.origin)
             case _:
                 assert_never(operation)
 
@@ -341,7 +350,7 @@ class _Printer:
 
     def _dtype(self, position: int) -> torch.dtype:
         operation = self.kernel.operations[position]
-        assert not isinstance(operation, Store), "a store has no value"
+        assert not isinstance(operation, Store | Require), "neither has a value"
         return operation.dtype
 
     def _compute(self, position: int, operation: Compute) -> None:
@@ -399,11 +408,12 @@ class _Printer:
     def _index_value(self, operation: IndexValue) -> str:
         limits = operation.index.bounds()
         low, high = (None, None) if limits is None else (limits[0].constant, limits[1].constant)
-        if self.wide or (low is not None and high is not None and -_INT32 < low and high < _INT32):
+        if self.wide or (low is not None and high is not None and low > -_INT32 and high < _INT32):
             text = self.index_text(operation.index)
-            return f"tl.cast({text}, {TRITON_DTYPES[operation.dtype]})"
-        names = {axis: f"{name}.to(tl.int64)" for axis, name in self.axis_names.items()}
-        return f"tl.cast({IndexText(names, self._value, self.helpers)(operation.index)}, {TRITON_DTYPES[operation.dtype]})"
+        else:
+            names = {axis: f"{name}.to(tl.int64)" for axis, name in self.axis_names.items()}
+            text = IndexText(names, self._value, self.helpers)(operation.index)
+        return f"tl.cast({text}, {TRITON_DTYPES[operation.dtype]})"
 
     def _address(self, buffer: str, index: Index, span: frozenset[int], own: frozenset[int]) -> str:
         text = self.index_text(index)

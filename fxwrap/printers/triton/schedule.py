@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxwrap.loop_ir import Compute, Kernel, Load, Reduce, Store, operands
+from fxwrap.loop_ir import Compute, Kernel, Load, Reduce, Require, Store, operands
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def make_schedule(kernel: Kernel, looped: bool) -> Schedule:
     stages = []
     at_end: list[int] = []
     for number in range(count):
-        before = []
+        before: list[int] = []
         for position, operation in enumerate(kernel.operations):
             if kernel.stages[position] == number and not kernel.varying[position] and not isinstance(operation, Reduce):
                 (at_end if in_place and isinstance(operation, Store) else before).append(position)
@@ -66,7 +66,7 @@ def _loops(kernel: Kernel, in_place: bool) -> dict[int, tuple[int, ...]]:
     """Returns the operations of each stage's loop, in order: what its reductions and stores need that varies."""
     sinks: dict[int, list[int]] = {}
     for position, operation in enumerate(kernel.operations):
-        if isinstance(operation, Reduce) or (isinstance(operation, Store) and kernel.varying[position]):
+        if isinstance(operation, Reduce) or (isinstance(operation, Store | Require) and kernel.varying[position]):
             sinks.setdefault(kernel.stages[position], []).append(position)
     if in_place and sinks:
         last = max(sinks)
@@ -94,12 +94,11 @@ def _loaded(kernel: Kernel) -> set[str]:
 
 
 def _loads_shared(kernel: Kernel) -> bool:
-    """Whether several threads may load an element of a buffer that is written: it varies on fewer axes than the tile."""
+    """Whether several threads may load one element of a buffer that is written: it varies on fewer axes."""
     outputs = {item.name for item in kernel.outputs}
     axes = {*kernel.axes, *kernel.reduced}
-    return any(
-        isinstance(item, Load) and item.buffer in outputs and not axes <= item.index.axes() for item in kernel.operations
-    )
+    loads = [item for item in kernel.operations if isinstance(item, Load) and item.buffer in outputs]
+    return any(not axes <= load.index.axes() for load in loads)
 
 
 def _inlined(kernel: Kernel) -> frozenset[int]:
@@ -115,7 +114,7 @@ def _inlined(kernel: Kernel) -> frozenset[int]:
         operation, user = kernel.operations[position], kernel.operations[using[0]]
         between = kernel.operations[position + 1 : using[0]]
         if isinstance(operation, Load):
-            cast = isinstance(user, Compute) and user.name == "cast" and kernel.stages[position] == kernel.stages[using[0]]
+            cast = isinstance(user, Compute) and user.name == "cast"
             if cast and not any(isinstance(item, Store) for item in between):
                 found.add(position)
         elif isinstance(operation, Compute) and operation.name == "cast":

@@ -83,8 +83,7 @@ def make_tile(kernel: Kernel, configuration: Configuration) -> Tile:
     y = Dimension("y", chosen.y, chosen.y_block) if chosen.y and chosen.y_block > 1 else None
     x = Dimension("x", chosen.x, chosen.x_block) if chosen.x and (chosen.x_block > 1 or not kernel.reduced) else None
     r = Dimension("r", kernel.reduced, chosen.r_block) if kernel.reduced else None
-    dimensions = tuple([item for item in ((r, x) if x is not None and r is not None else (y, x, r)) if item is not None])
-    if x is not None and r is not None and y is not None:
-        dimensions = (y, r, x)
+    order = (y, r, x) if x is not None else (y, r)
+    dimensions = tuple([item for item in order if item is not None])
     inside = {axis for item in dimensions for axis in item.axes}
     return Tile(dimensions, tuple([axis for axis in kernel.axes if axis not in inside]))

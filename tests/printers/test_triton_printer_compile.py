@@ -1,0 +1,239 @@
+"""Triton kernels compiled for an H100 or H200 on a machine without one: no spills, whole vectors loaded and stored."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fxwrap.loop_ir import (
+    KERNEL_DTYPES,
+    OPERATIONS,
+    REDUCTIONS,
+    SCANS,
+    Axis,
+    Body,
+    Kernel,
+    as_index,
+    linear_index,
+)
+from fxwrap.printers.printed import PrintedKernel
+from fxwrap.printers.triton import Configuration, configurations, print_triton
+from fxwrap.runtime.modules import load_module
+from fxwrap.symbolic import make_symbol
+from tests.printers.test_triton_printer import layer_norm_kernel, softmax_kernel
+from tests.printers.triton_kernels import BF16, F32, F64, I64, build
+
+ROWS, COLUMNS = 8192, 4096
+SPILLED = re.compile(r"st\.local|ld\.local")
+
+
+def compiled(printed: PrintedKernel) -> Any:
+    """A kernel compiled for compute capability 9.0, its pointers and numbers divisible by 16."""
+    function = load_module(printed.source, "triton_kernel").kernel
+    names = {"f16": "fp16", "f32": "fp32", "f64": "fp64"}
+    types = [names.get(entry.removeprefix("*"), entry.removeprefix("*")) for entry in printed.signature]
+    kinds = [
+        ("*" if entry.startswith("*") else "") + name for entry, name in zip(printed.signature, types, strict=True)
+    ]
+    constants = {name: value for name, value in printed.options if name.isupper()}
+    options = {name: value for name, value in printed.options if not name.isupper()}
+    signature = dict(zip(function.arg_names, [*kinds, *["constexpr"] * len(constants)], strict=True))
+    divisible = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(kinds) if kind[:2] != "fp"}
+    source = ASTSource(function, signature, constants, divisible)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, **options})
+
+
+def instructions(kernel: Kernel, configuration: Configuration | None = None) -> str:
+    """The PTX of a kernel, which spills nothing."""
+    found = compiled(print_triton(kernel, configuration))
+    text: str = found.asm["ptx"]
+    assert not SPILLED.search(text), "the kernel keeps values in local memory"
+    return text
+
+
+def pointwise(inputs: dict[str, torch.dtype], formula: Any, dtype: torch.dtype = BF16) -> Kernel:
+    """A kernel over a whole matrix of 8192 x 4096 elements."""
+    axis = Axis("p0", ROWS * COLUMNS)
+
+    def write(body: Body) -> None:
+        loads = [body.load(name, as_index(axis), item).to(F32) for name, item in inputs.items()]
+        body.store("out", as_index(axis), formula(*loads).to(dtype))
+
+    count = ROWS * COLUMNS
+    return build([axis], [], {name: (item, count) for name, item in inputs.items()}, {"out": (dtype, count)}, write)
+
+
+def bias_gelu() -> Kernel:
+    """gelu(x + bias)."""
+    i, j = Axis("p0", ROWS), Axis("p1", COLUMNS)
+    position = linear_index([i, j], [ROWS, COLUMNS])
+
+    def write(body: Body) -> None:
+        x = body.load("x", position, BF16).to(F32) + body.load("bias", as_index(j), BF16).to(F32)
+        body.store("out", position, (x * 0.5 * ((x * 0.7071067811865476).erf() + 1.0)).to(BF16))
+
+    inputs = {"x": (BF16, ROWS * COLUMNS), "bias": (BF16, COLUMNS)}
+    return build([i, j], [], inputs, {"out": (BF16, ROWS * COLUMNS)}, write)
+
+
+def transposed_sum() -> Kernel:
+    """a + b.t()."""
+    i, j = Axis("p0", ROWS), Axis("p1", COLUMNS)
+
+    def write(body: Body) -> None:
+        left = body.load("a", linear_index([i, j], [ROWS, COLUMNS]), BF16).to(F32)
+        right = body.load("b", linear_index([j, i], [COLUMNS, ROWS]), BF16).to(F32)
+        body.store("out", linear_index([i, j], [ROWS, COLUMNS]), (left + right).to(BF16))
+
+    inputs = {"a": (BF16, ROWS * COLUMNS), "b": (BF16, ROWS * COLUMNS)}
+    return build([i, j], [], inputs, {"out": (BF16, ROWS * COLUMNS)}, write)
+
+
+def column_statistics() -> Kernel:
+    """Mean and sum of squared differences of each column, over a part of the rows."""
+    part, column, row = Axis("p0", 8), Axis("p1", COLUMNS), Axis("r0", ROWS // 8)
+    position = (as_index(part) * (ROWS // 8) + row) * COLUMNS + column
+
+    def write(body: Body) -> None:
+        mean, squares = body.reduce("welford", body.load("x", position, BF16).to(F32))
+        body.store("mean", linear_index([part, column], [8, COLUMNS]), mean)
+        body.store("squares", linear_index([part, column], [8, COLUMNS]), squares)
+
+    outputs = {"mean": (F32, 8 * COLUMNS), "squares": (F32, 8 * COLUMNS)}
+    return build([part, column], [row], {"x": (BF16, ROWS * COLUMNS)}, outputs, write)
+
+
+def cumulative_sum() -> Kernel:
+    """A running sum along rows."""
+    p, r = Axis("p0", ROWS), Axis("r0", COLUMNS)
+    position = linear_index([p, r], [ROWS, COLUMNS])
+
+    def write(body: Body) -> None:
+        body.store("out", position, body.scan("cumsum", body.load("x", position, BF16).to(F32))[0].to(BF16))
+
+    return build([p], [r], {"x": (BF16, ROWS * COLUMNS)}, {"out": (BF16, ROWS * COLUMNS)}, write)
+
+
+TYPICAL = {
+    "copy": lambda: pointwise({"x": BF16}, lambda x: x),
+    "swiglu": lambda: pointwise({"x": BF16, "y": BF16}, lambda x, y: x * x.sigmoid() * y),
+    "adam": lambda: pointwise(dict.fromkeys("pgmv", F32), lambda p, g, m, v: p - (m + g) / (v.sqrt() + 1e-8), F32),
+    "bias_gelu": bias_gelu,
+    "transposed_sum": transposed_sum,
+    "softmax": lambda: softmax_kernel(ROWS, COLUMNS),
+    "layer_norm": lambda: layer_norm_kernel(ROWS, COLUMNS),
+    "cumsum": cumulative_sum,
+    "long_softmax": lambda: softmax_kernel(256, 131072),
+    "long_layer_norm": lambda: layer_norm_kernel(256, 131072),
+}
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_typical_kernels_move_whole_vectors_and_spill_nothing(name: str) -> None:
+    text = instructions(TYPICAL[name]())
+    loads = re.findall(r"ld\.global\S*|cp\.async\S*.*", text)
+    assert any(".v4." in load or ".v8." in load or "cp.async.cg" in load for load in loads), loads
+    assert re.search(r"st\.global\S*\.v[48]\.", text)
+
+
+def test_column_reductions_move_whole_vectors_and_spill_nothing() -> None:
+    text = instructions(column_statistics())
+    assert re.search(r"ld\.global\S*\.v4\.|cp\.async\.cg", text)
+
+
+def test_symbolic_sizes_still_move_whole_vectors() -> None:
+    s0, s1 = make_symbol("s0"), make_symbol("s1")
+    i, j = Axis("p0", s0), Axis("p1", s1)
+
+    def write(body: Body) -> None:
+        x = body.load("x", linear_index([i, j], [s0, s1]), BF16).to(F32) + body.load("bias", as_index(j), BF16).to(F32)
+        body.store("out", linear_index([i, j], [s0, s1]), x.to(BF16))
+
+    inputs = {"x": (BF16, s0 * s1), "bias": (BF16, s1)}
+    text = instructions(build([i, j], [], inputs, {"out": (BF16, s0 * s1)}, write))
+    assert re.search(r"ld\.global\S*\.v[48]\.", text)
+
+
+@pytest.mark.parametrize("dtype", sorted(KERNEL_DTYPES, key=str), ids=str)
+def test_every_operation_compiles(dtype: torch.dtype) -> None:
+    axis = Axis("p0", 4096)
+    specs = [
+        spec for spec in OPERATIONS.values() if spec.domain.accepts(dtype) and spec.name not in ("cast", "bitcast")
+    ]
+    types = dict.fromkeys("xyz", dtype) | {"flag": torch.bool}
+
+    def write(body: Body) -> None:
+        x, y, _, flag = [body.load(name, as_index(axis), item) for name, item in types.items()]
+        for spec in specs:
+            used = [flag, x, y] if spec.name == "where" else [x, y][: spec.operands]
+            body.store(f"out_{spec.name}", as_index(axis), body.compute(spec.name, *used))
+        for target in sorted(KERNEL_DTYPES - {dtype}, key=str):
+            body.store(f"out_{target}", as_index(axis), body.compute("cast", x, dtype=target))
+
+    outputs = {f"out_{spec.name}": (torch.bool if spec.result == "bool" else dtype, 4096) for spec in specs}
+    outputs |= {f"out_{target}": (target, 4096) for target in KERNEL_DTYPES - {dtype}}
+    kernel = build([axis], [], {name: (item, 4096) for name, item in types.items()}, outputs, write)
+    assert compiled(print_triton(kernel)).asm["cubin"]
+
+
+def every_combination(dtype: torch.dtype) -> Kernel:
+    """A kernel with every reduction and scan of a dtype."""
+    p, r = Axis("p0", 64), Axis("r0", 1000)
+    position = linear_index([p, r], [64, 1000])
+    outputs = {}
+
+    def write(body: Body) -> None:
+        x = body.load("x", position, dtype)
+        for kind in [kind for kind, spec in REDUCTIONS.items() if spec.domain.accepts(dtype)]:
+            for number, value in enumerate(body.reduce(kind, x)):
+                outputs[f"{kind}{number}"] = (value.dtype, 64)
+                body.store(f"{kind}{number}", as_index(p), value)
+        for kind in [kind for kind, spec in SCANS.items() if spec.domain.accepts(dtype)]:
+            for number, value in enumerate(body.scan(kind, x)):
+                outputs[f"{kind}{number}"] = (value.dtype, 64000)
+                body.store(f"{kind}{number}", position, value)
+
+    return build([p], [r], {"x": (dtype, 64000)}, outputs, write)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.int64, torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize("looped", [False, True])
+def test_every_combination_compiles(dtype: torch.dtype, looped: bool) -> None:
+    kernel = every_combination(dtype)
+    block = 256 if looped else 1024
+    for rows in (1, 2):
+        cut = Configuration(y=kernel.axes, y_block=rows, r_block=block, looped=looped)
+        assert compiled(print_triton(kernel, cut)).asm["cubin"]
+
+
+def test_reductions_of_columns_compile() -> None:
+    kernel = every_combination(F32)
+    for looped in (False, True):
+        cut = Configuration(x=kernel.axes, x_block=4, r_block=256 if looped else 1024, looped=looped)
+        assert compiled(print_triton(kernel, cut)).asm["cubin"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("add", F32), ("add", BF16), ("add", torch.float16), ("add", F64), ("add", I64), ("max", I64)]
+)
+def test_atomic_stores_compile(mode: str, dtype: torch.dtype) -> None:
+    axis = Axis("p0", 4096)
+
+    def write(body: Body) -> None:
+        place = body.gathered(body.load("index", as_index(axis), I64), 100)
+        body.store("out", place, body.load("x", as_index(axis), dtype), mode=mode)
+
+    kernel = build([axis], [], {"x": (dtype, 4096), "index": (I64, 4096)}, {"out": (dtype, 100)}, write)
+    assert re.search(r"\b(atom|red)\.", instructions(kernel))
+
+
+def test_every_configuration_of_a_softmax_compiles() -> None:
+    for kernel in (softmax_kernel(ROWS, COLUMNS), softmax_kernel(64, 100_000)):
+        for configuration in configurations(kernel):
+            assert compiled(print_triton(kernel, configuration))
