@@ -141,7 +141,8 @@ def _rows(kernel: Kernel, hint: Hint) -> list[Configuration]:
         if rows > 1:
             found.append(replace(whole, y_block=rows // 2))
     loop = min(block, 8192)
-    shapes = ((loop, 16), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8))
+    warps = 16 if max(kernel.stages, default=0) else 8  # rows read twice want more loads in flight
+    shapes = ((loop, warps), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8))
     looped = [Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _warps(r, 8))) for r, w in shapes]
     return [*found, *looped] if not found or block > 2048 else found
 
