@@ -271,8 +271,9 @@ def test_floats_are_added_in_eagers_order_on_the_cpu() -> None:
 
 def test_reasons_of_the_rest() -> None:
     ones, mask = torch.ones(3), torch.tensor([True, False, True])
-    assert "masks" in run_rule("aten.index.Tensor", (ones, [mask]))
-    assert "masks" in run_rule("aten.index_put.default", (ones, [mask], torch.ones(1)))
+    assert "a mask selects" in run_rule("aten.index.Tensor", (ones, [mask]))
+    assert "not torch.int16" in run_rule("aten.one_hot.default", (at(1, dtype=torch.int16), 3), fake=torch.ones(1, 3))
+    assert "a mask selects" in run_rule("aten.index_put.default", (ones, [mask], torch.ones(1)))
     assert "number of classes" in run_rule("aten.one_hot.default", (at(1),))
     reduce = (ones, 0, at(1), torch.ones(1))
     assert "how many values meet" in run_rule("aten.scatter_reduce.two", (*reduce, "mean"), "cuda")

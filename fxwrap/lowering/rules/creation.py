@@ -10,8 +10,9 @@ import torch
 
 from fxwrap.loop_ir import INTEGERS, Number, Scalar, as_index
 from fxwrap.lowering.definitions import Indices, Pointwise, Reader, pointwise
-from fxwrap.lowering.rules.positions import choose, is_number, moving_rule, same
+from fxwrap.lowering.rules.positions import choose, same
 from fxwrap.lowering.rules.registry import Call
+from fxwrap.lowering.rules.rows import kernel_rule
 from fxwrap.symbolic import Size
 
 
@@ -36,19 +37,19 @@ _CONSTANTS = {
 """Operators that fill with a number that their name says."""
 
 
-@moving_rule(*_VALUE_ARGUMENT)
+@kernel_rule(*_VALUE_ARGUMENT)
 def _full(call: Call, *arguments: Any, **keywords: Any) -> Pointwise:
     position = _VALUE_ARGUMENT[call.name]
     value = arguments[position] if len(arguments) > position else keywords.get("fill_value", keywords.get("value"))
     return filled(call.sizes, call.dtype, call.device, value)
 
 
-@moving_rule(*_CONSTANTS)
+@kernel_rule(*_CONSTANTS)
 def _constant(call: Call, *_: Any, **__: Any) -> Pointwise:
     return filled(call.sizes, call.dtype, call.device, _CONSTANTS[call.name])
 
 
-@moving_rule("aten.eye.default", "aten.eye.m")
+@kernel_rule("aten.eye.default", "aten.eye.m")
 def _eye(call: Call, *_: Any, **__: Any) -> Pointwise:
     dtype = call.dtype
 
@@ -62,22 +63,22 @@ def _eye(call: Call, *_: Any, **__: Any) -> Pointwise:
 # --- rows of numbers -------------------------------------------------------------------------------------------------
 
 
-@moving_rule("aten.arange.default")
+@kernel_rule("aten.arange.default")
 def _arange(call: Call, end: Any, **_: Any) -> Any:
     return _progression(call, 0, 1)
 
 
-@moving_rule("aten.arange.start")
+@kernel_rule("aten.arange.start")
 def _arange_from(call: Call, start: Any, end: Any, **_: Any) -> Any:
     return _progression(call, start, 1)
 
 
-@moving_rule("aten.arange.start_step")
+@kernel_rule("aten.arange.start_step")
 def _arange_by(call: Call, start: Any, end: Any, step: Any = 1, **_: Any) -> Any:
     return _progression(call, start, step)
 
 
-@moving_rule("prims.iota.default")
+@kernel_rule("prims.iota.default")
 def _iota(call: Call, length: Any, *, start: Any, step: Any, **_: Any) -> Any:
     return _progression(call, start, step)
 
@@ -88,12 +89,12 @@ def _progression(call: Call, start: Any, step: Any) -> Pointwise | str:
     A float progression is computed in float64, as eager does on the CPU, so that it does not drift.
     """
     dtype = call.dtype
-    if dtype in INTEGERS and is_number(start) and is_number(step):
+    if dtype in INTEGERS and _is_number(start) and _is_number(step):
         start, step = int(start), int(step)
     if not _whole(step):
         return _float_progression(call, start, step)
     if not _whole(start):
-        return _float_progression(call, start, step) if is_number(start) else _from_symbolic(call, start, int(step))
+        return _float_progression(call, start, step) if _is_number(start) else _from_symbolic(call, start, int(step))
     first, each = int(start), int(step)
     return pointwise(
         call.sizes, dtype, call.device,
@@ -101,8 +102,13 @@ def _progression(call: Call, start: Any, step: Any) -> Pointwise | str:
     )  # fmt: skip
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that is known when the program is made."""
+    return isinstance(value, int | float)
+
+
 def _whole(number: Any) -> bool:
-    return is_number(number) and float(number).is_integer()
+    return _is_number(number) and float(number).is_integer()
 
 
 def _from_symbolic(call: Call, start: sympy.Expr, step: int) -> Pointwise | str:
@@ -119,7 +125,7 @@ def _from_symbolic(call: Call, start: sympy.Expr, step: int) -> Pointwise | str:
 def _float_progression(call: Call, start: Any, step: Any) -> Pointwise | str:
     computes = torch.float64 if call.device.type == "cpu" else torch.float32
     if call.dtype in INTEGERS or call.dtype is torch.bool:
-        if not (is_number(start) and is_number(step)):
+        if not (_is_number(start) and _is_number(step)):
             computes = torch.int64
     if call.dtype is torch.float64:
         computes = torch.float64
@@ -131,10 +137,10 @@ def _float_progression(call: Call, start: Any, step: Any) -> Pointwise | str:
     return pointwise(call.sizes, call.dtype, call.device, body)
 
 
-@moving_rule("aten.linspace.default")
+@kernel_rule("aten.linspace.default")
 def _linspace(call: Call, start: Any, end: Any, steps: Any, **_: Any) -> Any:
     """Counts from the nearer end, so that both ends are exact."""
-    if not (is_number(start) and is_number(end) and isinstance(steps, int)):
+    if not (_is_number(start) and _is_number(end) and isinstance(steps, int)):
         return "an end or the number of steps is symbolic"
     dtype = call.dtype
     if dtype in INTEGERS:

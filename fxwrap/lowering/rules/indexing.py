@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fxwrap.loop_ir import IndexLike, Scalar
 from fxwrap.lowering.definitions import Definition, Indices, Pointwise, Reader, broadcast_indices, pointwise
-from fxwrap.lowering.rules.positions import dimension, gathered_index, moving_rule, refused_positions, replaced
+from fxwrap.lowering.rules.positions import dimension, gathered_index, refused_positions, replaced
 from fxwrap.lowering.rules.registry import Call
+from fxwrap.lowering.rules.rows import kernel_rule
 from fxwrap.lowering.rules.views import reshaped
 from fxwrap.symbolic import Size, product
 
@@ -23,7 +26,7 @@ def position_along(
     return gathered_index(reader, reader.load(index, indices), size, wraps=wraps)
 
 
-@moving_rule("aten.gather.default")
+@kernel_rule("aten.gather.default")
 def _gather(call: Call, x: Definition, dim: int, index: Definition, **_: Any) -> Any:
     return refused_positions(index) or _gathered(call, x, dimension(dim, len(x.sizes)), index)
 
@@ -40,14 +43,14 @@ def _gathered(call: Call, x: Definition, dim: int, index: Definition) -> Pointwi
     return pointwise(call.sizes, call.dtype, call.device, body)
 
 
-@moving_rule("aten.take_along_dim.default")
+@kernel_rule("aten.take_along_dim.default")
 def _take_along_dim(call: Call, x: Definition, index: Definition, dim: int | None = None) -> Any:
     return refused_positions(index) or (
         _take(call, x, index) if dim is None else _gathered(call, x, dimension(dim, len(x.sizes)), index)
     )
 
 
-@moving_rule("aten.index_select.default")
+@kernel_rule("aten.index_select.default")
 def _index_select(call: Call, x: Definition, dim: int, index: Definition) -> Any:
     dim = dimension(dim, len(x.sizes))
 
@@ -59,7 +62,7 @@ def _index_select(call: Call, x: Definition, dim: int, index: Definition) -> Any
     return refused_positions(index) or pointwise(call.sizes, call.dtype, call.device, body)
 
 
-@moving_rule("aten.embedding.default")
+@kernel_rule("aten.embedding.default")
 def _embedding(call: Call, weight: Definition, index: Definition, *_: Any, **__: Any) -> Any:
     def body(reader: Reader, indices: Indices) -> Scalar:
         row = position_along(reader, index, indices[:-1], weight.sizes[0])
@@ -68,7 +71,7 @@ def _embedding(call: Call, weight: Definition, index: Definition, *_: Any, **__:
     return refused_positions(index) or pointwise(call.sizes, call.dtype, call.device, body)
 
 
-@moving_rule("aten.take.default")
+@kernel_rule("aten.take.default")
 def _take_rule(call: Call, x: Definition, index: Definition) -> Any:
     return refused_positions(index) or _take(call, x, index)
 
@@ -84,7 +87,7 @@ def _take(call: Call, x: Definition, index: Definition) -> Pointwise:
     return pointwise(call.sizes, call.dtype, call.device, body)
 
 
-@moving_rule("aten.one_hot.default")
+@kernel_rule("aten.one_hot.default")
 def _one_hot(call: Call, x: Definition, classes: int = -1) -> Any:
     if classes < 1:
         return "the number of classes is read from the tensor"
@@ -136,6 +139,8 @@ def indexing(sizes: Sequence[Size], indices: Sequence[Definition | None]) -> Ind
     first otherwise.
     """
     tensors = {dim: item for dim, item in enumerate(indices) if item is not None}
+    if any(item.dtype in (torch.bool, torch.uint8) for item in tensors.values()):
+        return "how many elements a mask selects is only known when it runs"
     reason = refused_positions(*tensors.values())
     if reason is not None:
         return reason
@@ -156,7 +161,7 @@ def broadcast_sizes(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:
     return tuple(found)
 
 
-@moving_rule(
+@kernel_rule(
     "aten.index.Tensor", "aten.index.Tensor_hacked_twin", "aten._unsafe_index.Tensor",
     "aten._unsafe_index.Tensor_hacked_twin",
 )  # fmt: skip

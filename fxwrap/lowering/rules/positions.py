@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any, TypeAlias
 
-import sympy
 import torch
 
 from fxwrap.loop_ir import (
@@ -20,37 +18,11 @@ from fxwrap.loop_ir import (
     as_index,
 )
 from fxwrap.lowering.definitions import Definition, Indices, Reader
-from fxwrap.lowering.rules.registry import Call, Result, rule
+from fxwrap.lowering.rules.registry import Call
 from fxwrap.symbolic import Size, maximum, total
-from fxwrap.torch_compat import operator_overload
 
 Condition: TypeAlias = "bool | Scalar"
 """What is known when the kernel is built, or computed in it, a bool."""
-
-
-def moving_rule(*names: str) -> Callable[[Callable[..., Result | str]], Callable[..., Result | str]]:
-    """Registers a rule as `rule` does; calls on tensors that kernels cannot hold are refused before it."""
-
-    def register(function: Callable[..., Result | str]) -> Callable[..., Result | str]:
-        @wraps(function)
-        def guarded(call: Call, *arguments: Any, **keywords: Any) -> Result | str:
-            return unsupported(call) or function(call, *_by_position(call.name, arguments, keywords), **keywords)
-
-        rule(*names)(guarded)
-        return function
-
-    return register
-
-
-def _by_position(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Any]:
-    """Returns the positional arguments, those given by name taken out of the keywords: rules name them differently."""
-    found = list(arguments)
-    if keywords:
-        positional = [item for item in operator_overload(name)._schema.arguments if not item.kwarg_only]
-        while any(item.name in keywords for item in positional[len(found) :]):
-            item = positional[len(found)]
-            found.append(keywords.pop(item.name, item.default_value))
-    return found
 
 
 def unsupported(call: Call) -> str | None:
@@ -177,7 +149,7 @@ def refused_positions(*tensors: Definition) -> str | None:
     """Returns why tensors cannot be the positions that a kernel reads or writes at, or None."""
     for tensor in tensors:
         if tensor.dtype not in (torch.int64, torch.int32):
-            return f"{tensor.dtype} tensors are masks, and how many elements one selects is only known when it runs"
+            return f"kernels take positions of int64 and int32, not {tensor.dtype}"
     return None
 
 
@@ -241,8 +213,3 @@ def _cast_index(value: Scalar, source: int) -> Index | None:
 def _fits(limits: tuple[Index, Index]) -> bool:
     low, high = limits[0].constant, limits[1].constant
     return low is not None and high is not None and low >= -(2**31) and high < 2**31
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number that is known when the program is made."""
-    return isinstance(value, int | float) and not isinstance(value, sympy.Basic)

@@ -21,13 +21,13 @@ from fxwrap.lowering.rules.positions import (
     choose,
     dimension,
     known_position,
-    moving_rule,
     replaced,
     same,
     slice_start,
     within,
 )
 from fxwrap.lowering.rules.registry import Call
+from fxwrap.lowering.rules.rows import kernel_rule
 from fxwrap.symbolic import Size, ceiling_divide, total
 
 MOST_JOINED = 16
@@ -37,7 +37,7 @@ MOST_JOINED = 16
 # --- joining ---------------------------------------------------------------------------------------------------------
 
 
-@moving_rule("aten.cat.default", "aten.concat.default")
+@kernel_rule("aten.cat.default", "aten.concat.default")
 def _cat(call: Call, tensors: Sequence[Definition], dim: int = 0) -> Any:
     sizes = call.sizes
     dim = dimension(dim, len(sizes))
@@ -55,7 +55,7 @@ def _cat(call: Call, tensors: Sequence[Definition], dim: int = 0) -> Any:
     return _joined(call, dim, ends, [load(number) for number in range(len(full))])
 
 
-@moving_rule("aten.stack.default")
+@kernel_rule("aten.stack.default")
 def _stack(call: Call, tensors: Sequence[Definition], dim: int = 0) -> Any:
     dim = dimension(dim, len(call.sizes))
 
@@ -99,7 +99,7 @@ def _masked(reader: Reader, condition: Condition, inside: Callable[[], Scalar]) 
 # --- padding ---------------------------------------------------------------------------------------------------------
 
 
-@moving_rule("aten.constant_pad_nd.default", "aten.pad.default")
+@kernel_rule("aten.constant_pad_nd.default", "aten.pad.default")
 def _constant_pad(call: Call, x: Definition, pad: Sequence[Any], *others: Any, **named: Any) -> Any:
     mode, value = "constant", others[-1] if others else named.get("value", 0)
     if call.name == "aten.pad.default":
@@ -126,7 +126,7 @@ def _left_pads(pad: Sequence[Any], rank: int) -> list[int] | str:
     return before if all(isinstance(item, int) for item in before) else "the sign of a symbolic width is not known"
 
 
-@moving_rule(
+@kernel_rule(
     "aten.reflection_pad1d.default", "aten.reflection_pad2d.default", "aten.reflection_pad3d.default",
     "aten.replication_pad1d.default", "aten.replication_pad2d.default", "aten.replication_pad3d.default",
 )  # fmt: skip
@@ -203,7 +203,7 @@ def _slice_place(dim: int, start: Size, step: int, length: Size) -> Any:
     return place
 
 
-@moving_rule("aten.slice_scatter.default")
+@kernel_rule("aten.slice_scatter.default")
 def _slice_scatter(
     call: Call, x: Definition, source: Definition, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
@@ -214,7 +214,7 @@ def _slice_scatter(
     return _placed(call, source, _over(x), _slice_place(dim, first, step, source.sizes[dim]))
 
 
-@moving_rule("aten.slice_backward.default")
+@kernel_rule("aten.slice_backward.default")
 def _slice_backward(call: Call, grad: Definition, sizes: Any, dim: int, start: Any, end: Any, step: Any) -> Any:
     dim = dimension(dim, len(call.sizes))
     first = slice_start(start, end, step, call.sizes[dim], grad.sizes[dim])
@@ -230,14 +230,14 @@ def _select_place(dim: int, position: Size) -> Any:
     return place
 
 
-@moving_rule("aten.select_scatter.default")
+@kernel_rule("aten.select_scatter.default")
 def _select_scatter(call: Call, x: Definition, source: Definition, dim: int, index: Any) -> Any:
     dim = dimension(dim, len(x.sizes))
     position = known_position(index, x.sizes[dim])
     return position if isinstance(position, str) else _placed(call, source, _over(x), _select_place(dim, position))
 
 
-@moving_rule("aten.select_backward.default")
+@kernel_rule("aten.select_backward.default")
 def _select_backward(call: Call, grad: Definition, sizes: Any, dim: int, index: Any) -> Any:
     dim = dimension(dim, len(call.sizes))
     position = known_position(index, call.sizes[dim])
@@ -257,19 +257,19 @@ def _diagonal_place(rank: int, offset: int, dim1: int, dim2: int) -> Any:
     return place
 
 
-@moving_rule("aten.diagonal_scatter.default")
+@kernel_rule("aten.diagonal_scatter.default")
 def _diagonal_scatter(
     call: Call, x: Definition, source: Definition, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Any:
     return _placed(call, source, _over(x), _diagonal_place(len(x.sizes), offset, dim1, dim2))
 
 
-@moving_rule("aten.diagonal_backward.default")
+@kernel_rule("aten.diagonal_backward.default")
 def _diagonal_backward(call: Call, grad: Definition, sizes: Any, offset: int, dim1: int, dim2: int) -> Any:
     return _placed(call, grad, _over_zero(grad.dtype), _diagonal_place(len(call.sizes), offset, dim1, dim2))
 
 
-@moving_rule("aten.diag_embed.default")
+@kernel_rule("aten.diag_embed.default")
 def _diag_embed(call: Call, x: Definition, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     return _placed(call, x, _over_zero(x.dtype), _diagonal_place(len(call.sizes), offset, dim1, dim2))
 
@@ -277,7 +277,7 @@ def _diag_embed(call: Call, x: Definition, offset: int = 0, dim1: int = -2, dim2
 # --- triangles -------------------------------------------------------------------------------------------------------
 
 
-@moving_rule("aten.tril.default", "aten.triu.default")
+@kernel_rule("aten.tril.default", "aten.triu.default")
 def _triangle(call: Call, x: Definition, diagonal: Any = 0) -> Pointwise:
     lower = call.name == "aten.tril.default"
 
@@ -299,7 +299,7 @@ def _triangle(call: Call, x: Definition, diagonal: Any = 0) -> Pointwise:
 # --- windows ---------------------------------------------------------------------------------------------------------
 
 
-@moving_rule("aten.unfold_backward.default")
+@kernel_rule("aten.unfold_backward.default")
 def _unfold_backward(call: Call, grad: Definition, _: Any, dim: int, size: int, step: int) -> Any:
     """An element is the sum over the windows that hold it: those that start at most `size` - 1 elements before it."""
     sizes = call.sizes
@@ -328,7 +328,7 @@ def _unfold_backward(call: Call, grad: Definition, _: Any, dim: int, size: int, 
     return found
 
 
-@moving_rule("aten.im2col.default")
+@kernel_rule("aten.im2col.default")
 def _im2col(call: Call, x: Definition, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Any:
     kernel, dilation, padding, stride = [_pair(item) for item in (kernel, dilation, padding, stride)]
     height, width = x.sizes[-2:]

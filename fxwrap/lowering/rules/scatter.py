@@ -11,8 +11,9 @@ from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Index, IndexLike, Scalar, as_
 from fxwrap.lowering.definitions import Definition, Indices, Reader, Scattered, broadcast_indices
 from fxwrap.lowering.rules.creation import filled
 from fxwrap.lowering.rules.indexing import indexing, position_along
-from fxwrap.lowering.rules.positions import dimension, moving_rule, refused_positions, replaced
+from fxwrap.lowering.rules.positions import dimension, refused_positions, replaced
 from fxwrap.lowering.rules.registry import Call, rule
+from fxwrap.lowering.rules.rows import kernel_rule
 from fxwrap.lowering.rules.views import reshaped
 from fxwrap.symbolic import Size, product
 
@@ -78,22 +79,22 @@ def _scatter(call: Call, x: Definition, dim: int, index: Definition, source: Any
     return scattered(call, x, index.sizes, mode, write)
 
 
-@moving_rule("aten.scatter.src", "aten.scatter.value")
+@kernel_rule("aten.scatter.src", "aten.scatter.value")
 def _scatter_set(call: Call, x: Definition, dim: int, index: Definition, source: Any) -> Any:
     return _scatter(call, x, dim, index, source, "set")
 
 
-@moving_rule("aten.scatter_add.default")
+@kernel_rule("aten.scatter_add.default")
 def _scatter_add(call: Call, x: Definition, dim: int, index: Definition, source: Definition) -> Any:
     return _scatter(call, x, dim, index, source, "add")
 
 
-@moving_rule("aten.scatter.reduce", "aten.scatter.value_reduce")
+@kernel_rule("aten.scatter.reduce", "aten.scatter.value_reduce")
 def _scatter_combine(call: Call, x: Definition, dim: int, index: Definition, source: Any, *, reduce: str) -> Any:
     return _scatter(call, x, dim, index, source, MODES[reduce])
 
 
-@moving_rule("aten.scatter_reduce.two")
+@kernel_rule("aten.scatter_reduce.two")
 def _scatter_reduce(
     call: Call, x: Definition, dim: int, index: Definition, source: Definition, reduce: str, *,
     include_self: bool = True,
@@ -128,7 +129,7 @@ def _source_space(x: Definition, dim: int, index: Definition) -> tuple[Size, ...
     return tuple(replaced(x.sizes, dim, count)) if x.sizes else (count,)
 
 
-@moving_rule("aten.index_add.default")
+@kernel_rule("aten.index_add.default")
 def _index_add(
     call: Call, x: Definition, dim: int, index: Definition, source: Definition, *, alpha: Any = 1
 ) -> Any:  # fmt: skip
@@ -143,7 +144,7 @@ def _index_add(
     return _along(call, x, dim, index, space, "add", value)
 
 
-@moving_rule("aten.index_copy.default")
+@kernel_rule("aten.index_copy.default")
 def _index_copy(call: Call, x: Definition, dim: int, index: Definition, source: Definition) -> Any:
     dim = dimension(dim, len(x.sizes))
     space = _source_space(x, dim, index)
@@ -153,7 +154,7 @@ def _index_copy(call: Call, x: Definition, dim: int, index: Definition, source: 
     )  # fmt: skip
 
 
-@moving_rule("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
+@kernel_rule("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
 def _index_fill(call: Call, x: Definition, dim: int, index: Definition, value: Any) -> Any:
     dim = dimension(dim, len(x.sizes))
     return _along(call, x, dim, index, _source_space(x, dim, index), "set", _value(call, value))
@@ -162,7 +163,7 @@ def _index_fill(call: Call, x: Definition, dim: int, index: Definition, value: A
 # --- tensors of positions --------------------------------------------------------------------------------------------
 
 
-@moving_rule(
+@kernel_rule(
     "aten.index_put.default", "aten.index_put.hacked_twin", "aten._unsafe_index_put.default",
     "aten._unsafe_index_put.hacked_twin",
 )  # fmt: skip
@@ -179,7 +180,7 @@ def _index_put(
     return scattered(call, x, how.result_sizes, "add" if accumulate else "set", write)
 
 
-@moving_rule("aten.put.default")
+@kernel_rule("aten.put.default")
 def _put(call: Call, x: Definition, index: Definition, source: Definition, accumulate: bool = False) -> Any:
     reason = refused_positions(index)
     if reason is not None:
@@ -194,7 +195,7 @@ def _put(call: Call, x: Definition, index: Definition, source: Definition, accum
     return scattered(call, x, index.sizes, "add" if accumulate else "set", write)
 
 
-@moving_rule("aten.embedding_dense_backward.default")
+@kernel_rule("aten.embedding_dense_backward.default")
 def _embedding_backward(
     call: Call, grad: Definition, index: Definition, rows: Any, padding: Any, scale_by_frequency: bool
 ) -> Any:

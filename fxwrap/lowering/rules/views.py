@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 from fxwrap.loop_ir import IndexLike, as_index, linear_index, unflattened
 from fxwrap.lowering.definitions import Definition, Indices, Viewed, broadcast_indices, view
-from fxwrap.lowering.rules.positions import dimension, known_position, moving_rule, replaced, slice_start
+from fxwrap.lowering.rules.positions import dimension, known_position, replaced, slice_start
 from fxwrap.lowering.rules.registry import Call, rule
+from fxwrap.lowering.rules.rows import kernel_rule
 from fxwrap.symbolic import Size, product, total
 
 IndexMap: TypeAlias = Callable[[Indices], Indices]
@@ -72,7 +73,7 @@ def _ends(sizes: Sequence[Size]) -> list[tuple[int, Size]]:
     return found
 
 
-@moving_rule(
+@kernel_rule(
     "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
     "aten._reshape_copy.default", "aten.view_as.default", "aten.reshape_as.default",
     "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default", "aten.unsqueeze_copy.default",
@@ -83,7 +84,7 @@ def _reshape(call: Call, base: Definition, *_: Any, **__: Any) -> Viewed:
     return view(base, call.sizes, reshaped(base.sizes, call.sizes))
 
 
-@moving_rule("aten.expand.default", "aten.expand_copy.default", "aten.expand_as.default")
+@kernel_rule("aten.expand.default", "aten.expand_copy.default", "aten.expand_as.default")
 def _expand(call: Call, base: Definition, *_: Any, **__: Any) -> Viewed:
     return view(base, call.sizes, lambda indices: broadcast_indices(base.sizes, indices))
 
@@ -97,12 +98,12 @@ def permuted(call: Call, base: Definition, order: Sequence[int]) -> Viewed:
     return view(base, call.sizes, lambda indices: [indices[place] for place in places])
 
 
-@moving_rule("aten.permute.default", "aten.permute_copy.default")
+@kernel_rule("aten.permute.default", "aten.permute_copy.default")
 def _permute(call: Call, base: Definition, dims: Any) -> Viewed:
     return permuted(call, base, [dimension(dim, len(dims)) for dim in dims])
 
 
-@moving_rule("aten.transpose.int", "aten.transpose_copy.int", "aten.swapaxes.default", "aten.swapdims.default")
+@kernel_rule("aten.transpose.int", "aten.transpose_copy.int", "aten.swapaxes.default", "aten.swapdims.default")
 def _transpose(call: Call, base: Definition, first: int, second: int) -> Viewed:
     rank = len(base.sizes)
     order = list(range(rank))
@@ -112,18 +113,18 @@ def _transpose(call: Call, base: Definition, first: int, second: int) -> Viewed:
     return permuted(call, base, order)
 
 
-@moving_rule("aten.t.default", "aten.t_copy.default", "aten.numpy_T.default")
+@kernel_rule("aten.t.default", "aten.t_copy.default", "aten.numpy_T.default")
 def _reversed(call: Call, base: Definition) -> Viewed:
     return permuted(call, base, list(range(len(base.sizes)))[::-1])
 
 
-@moving_rule("aten.mT.default")
+@kernel_rule("aten.mT.default")
 def _matrix_transpose(call: Call, base: Definition) -> Viewed:
     rank = len(base.sizes)
     return permuted(call, base, [*range(rank - 2), rank - 1, rank - 2])
 
 
-@moving_rule("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist")
+@kernel_rule("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist")
 def _move(call: Call, base: Definition, source: Any, destination: Any) -> Viewed:
     rank = len(base.sizes)
     sources = [dimension(dim, rank) for dim in (source if isinstance(source, list | tuple) else (source,))]
@@ -143,21 +144,21 @@ def _part(base: Definition, sizes: Sequence[Size], dim: int, start: Size, step: 
     return view(base, sizes, lambda indices: replaced(indices, dim, as_index(indices[dim]) * step + first))
 
 
-@moving_rule("aten.slice.Tensor", "aten.slice_copy.Tensor")
+@kernel_rule("aten.slice.Tensor", "aten.slice_copy.Tensor")
 def _slice(call: Call, base: Definition, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
     dim = dimension(dim, len(base.sizes))
     first = slice_start(start, end, step, base.sizes[dim], call.sizes[dim])
     return first if isinstance(first, str) else _part(base, call.sizes, dim, first, step)
 
 
-@moving_rule("aten.narrow.default", "aten.narrow_copy.default")
+@kernel_rule("aten.narrow.default", "aten.narrow_copy.default")
 def _narrow(call: Call, base: Definition, dim: int, start: Any, length: Any) -> Any:
     dim = dimension(dim, len(base.sizes))
     first = start if start == base.sizes[dim] else known_position(start, base.sizes[dim])
     return first if isinstance(first, str) else _part(base, call.sizes, dim, first)
 
 
-@moving_rule("aten.select.int", "aten.select_copy.int")
+@kernel_rule("aten.select.int", "aten.select_copy.int")
 def _select(call: Call, base: Definition, dim: int, index: Any) -> Any:
     dim = dimension(dim, len(base.sizes))
     position = known_position(index, base.sizes[dim])
@@ -169,7 +170,7 @@ def _selected(base: Definition, dim: int, position: Size) -> Viewed:
     return view(base, sizes, lambda indices: [*indices[:dim], position, *indices[dim:]])
 
 
-@moving_rule(
+@kernel_rule(
     "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default", "aten.chunk.default",
     "aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.default", "aten.unsafe_chunk.default",
     "aten.split_copy.Tensor", "aten.split_with_sizes_copy.default",
@@ -184,13 +185,13 @@ def _split(call: Call, base: Definition, _: Any, dim: int = 0) -> tuple[Viewed, 
     return tuple(parts)
 
 
-@moving_rule("aten.unbind.int", "aten.unbind_copy.int")
+@kernel_rule("aten.unbind.int", "aten.unbind_copy.int")
 def _unbind(call: Call, base: Definition, dim: int = 0) -> tuple[Viewed, ...]:
     dim = dimension(dim, len(base.sizes))
     return tuple([_selected(base, dim, number) for number in range(len(call.fake))])
 
 
-@moving_rule("aten.diagonal.default", "aten.diagonal_copy.default")
+@kernel_rule("aten.diagonal.default", "aten.diagonal_copy.default")
 def _diagonal(call: Call, base: Definition, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Viewed:
     rank = len(base.sizes)
     dim1, dim2 = dimension(dim1, rank), dimension(dim2, rank)
@@ -203,7 +204,7 @@ def _diagonal(call: Call, base: Definition, offset: int = 0, dim1: int = 0, dim2
     return view(base, call.sizes, index_map)
 
 
-@moving_rule("aten.unfold.default", "aten.unfold_copy.default")
+@kernel_rule("aten.unfold.default", "aten.unfold_copy.default")
 def _unfold(call: Call, base: Definition, dim: int, size: int, step: int) -> Viewed:
     rank = len(base.sizes)
     if not rank:
@@ -219,7 +220,7 @@ def _unfold(call: Call, base: Definition, dim: int, size: int, step: int) -> Vie
 # --- rearrangements that eager copies, each element from one place ----------------------------------------------------
 
 
-@moving_rule("aten.flip.default", "aten.fliplr.default", "aten.flipud.default")
+@kernel_rule("aten.flip.default", "aten.fliplr.default", "aten.flipud.default")
 def _flip(call: Call, base: Definition, dims: Any = None) -> Viewed:
     sizes = base.sizes
     dims = {"aten.fliplr.default": (1,), "aten.flipud.default": (0,)}.get(call.name, dims)
@@ -231,7 +232,7 @@ def _flipped(indices: Indices, sizes: Sequence[Size], dims: set[int]) -> list[In
     return [as_index(sizes[dim]) - 1 - index if dim in dims else index for dim, index in enumerate(indices)]
 
 
-@moving_rule("aten.roll.default")
+@kernel_rule("aten.roll.default")
 def _roll(call: Call, base: Definition, shifts: Any, dims: Any = ()) -> Any:
     shifts = shifts if isinstance(shifts, list | tuple) else (shifts,)
     dims = dims if isinstance(dims, list | tuple) else (dims,)
@@ -256,7 +257,7 @@ def _rolled(indices: Indices, sizes: Sequence[Size], moves: Sequence[tuple[int, 
     return found
 
 
-@moving_rule("aten.rot90.default")
+@kernel_rule("aten.rot90.default")
 def _rot90(call: Call, base: Definition, k: int = 1, dims: Any = (0, 1)) -> Viewed:
     rank, sizes = len(base.sizes), base.sizes
     first, second = dimension(dims[0], rank), dimension(dims[1], rank)
@@ -271,7 +272,7 @@ def _rot90(call: Call, base: Definition, k: int = 1, dims: Any = (0, 1)) -> View
     return view(base, call.sizes, index_map)
 
 
-@moving_rule("aten.repeat.default", "aten.tile.default")
+@kernel_rule("aten.repeat.default", "aten.tile.default")
 def _repeat(call: Call, base: Definition, _: Any) -> Viewed:
     sizes = base.sizes
 
@@ -282,7 +283,7 @@ def _repeat(call: Call, base: Definition, _: Any) -> Viewed:
     return view(base, call.sizes, index_map)
 
 
-@moving_rule("aten.repeat_interleave.self_int")
+@kernel_rule("aten.repeat_interleave.self_int")
 def _repeat_interleave(call: Call, base: Definition, repeats: Any, dim: int | None = None, **_: Any) -> Any:
     if not isinstance(repeats, int):
         return "the number of repetitions is symbolic"
@@ -295,7 +296,7 @@ def _repeat_interleave(call: Call, base: Definition, repeats: Any, dim: int | No
     )  # fmt: skip
 
 
-@moving_rule("aten.pixel_shuffle.default")
+@kernel_rule("aten.pixel_shuffle.default")
 def _pixel_shuffle(call: Call, base: Definition, factor: int) -> Viewed:
     def index_map(indices: Indices) -> Indices:
         channel, row, column = [as_index(index) for index in indices[-3:]]
@@ -305,7 +306,7 @@ def _pixel_shuffle(call: Call, base: Definition, factor: int) -> Viewed:
     return view(base, call.sizes, index_map)
 
 
-@moving_rule("aten.pixel_unshuffle.default")
+@kernel_rule("aten.pixel_unshuffle.default")
 def _pixel_unshuffle(call: Call, base: Definition, factor: int) -> Viewed:
     def index_map(indices: Indices) -> Indices:
         depth, row, column = [as_index(index) for index in indices[-3:]]
@@ -315,7 +316,7 @@ def _pixel_unshuffle(call: Call, base: Definition, factor: int) -> Viewed:
     return view(base, call.sizes, index_map)
 
 
-@moving_rule("aten.channel_shuffle.default", "aten.native_channel_shuffle.default")
+@kernel_rule("aten.channel_shuffle.default", "aten.native_channel_shuffle.default")
 def _channel_shuffle(call: Call, base: Definition, groups: Any) -> Any:
     channels = base.sizes[1]
     if not isinstance(groups, int) or not isinstance(channels, int):
