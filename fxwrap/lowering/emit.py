@@ -11,7 +11,8 @@ from torch.fx import Node
 from fxwrap.device_spec import DeviceSpec
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Launch, View
-from fxwrap.loop_ir import as_index
+from fxwrap.loop_ir import Kernel, as_index
+from fxwrap.loop_ir.split import split_reductions
 from fxwrap.lowering.builder import Builder, origin_of
 from fxwrap.lowering.define import Defining
 from fxwrap.lowering.definitions import Definition, Pointwise, Scattered, Written
@@ -197,17 +198,28 @@ class Emission:
         self._launch(plan, build_kernel(plan, (copy,), self._value_of, self.uses.inlined, self.hint))
 
     def _launch(self, plan: KernelPlan, built: BuiltKernel) -> None:
-        printed = self._printed(plan, built)
-        name = self._named(kernel_name(built.computed), printed)
-        arguments: tuple[Any, ...] = (*built.inputs, *built.kernel.numbers)
-        origin = self._origin(built.computed)
-        self.builder.emit(Launch(name, arguments, built.outputs, printed.grid, origin=origin))
+        """Emits the launch of a kernel; on a GPU, of the several that a long reduction is cut into."""
+        values = built.values()
+        split = split_reductions(built.kernel, self.hint) if plan.device_type == "cuda" else None
+        kernels = (built.kernel,) if split is None else split.kernels
+        for buffer in split.temporaries if split is not None else ():
+            device = plan.members[0].use.definition.device
+            type_ = TensorType(buffer.dtype, (buffer.extent,), (1,), device)
+            values[buffer.name] = self.builder.add_buffer(f"{built.outputs[0].name}_parts", type_)
+            self.builder.emit(Alloc(values[buffer.name], origin=self._origin(built.computed)))
+        for kernel in kernels:
+            printed = self._printed(plan, kernel, built)
+            name = self._named(kernel_name(built.computed), printed)
+            arguments: tuple[Any, ...] = (*[values[buffer.name] for buffer in kernel.inputs], *kernel.numbers)
+            outs = tuple([values[buffer.name] for buffer in kernel.outputs])
+            self.builder.emit(Launch(name, arguments, outs, printed.grid, origin=self._origin(built.computed)))
 
-    def _printed(self, plan: KernelPlan, built: BuiltKernel) -> PrintedKernel:
+    def _printed(self, plan: KernelPlan, kernel: Kernel, built: BuiltKernel) -> PrintedKernel:
         spec = self._specs[plan.device_type]
         language = self.options.cpu_kernels if plan.device_type == "cpu" else spec.kernel_language
+        limits = {name: info.upper for name, info in self.builder.infos.items() if isinstance(info.upper, int)}
         try:
-            return print_kernel(built.kernel, language, self.hint)
+            return print_kernel(kernel, language, self.hint, limits)
         except FxwrapError as error:
             raise KernelRefused(frozenset(self._origin(built.computed).nodes), str(error)) from error
 

@@ -40,6 +40,11 @@ class BuiltKernel:
     outputs: tuple[Value, ...]
     computed: tuple[Definition, ...]
 
+    def values(self) -> dict[str, Value]:
+        """Returns the values by the names of their buffers."""
+        buffers = (*self.kernel.inputs, *self.kernel.outputs)
+        return {buffer.name: value for buffer, value in zip(buffers, (*self.inputs, *self.outputs), strict=True)}
+
     def with_output(self, planned: Value, value: Value) -> BuiltKernel:
         """Returns the kernel with an output's value replaced."""
         return replace(self, outputs=tuple([value if item == planned else item for item in self.outputs]))
