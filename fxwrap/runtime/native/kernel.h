@@ -225,7 +225,7 @@ INLINE float tanh(float x) {
   small = __builtin_fmaf(small, s, 1.33314422036e-1f);
   small = __builtin_fmaf(small, s, -3.33332819422e-1f);
   small = __builtin_fmaf(small * s, x, x);
-  return t > 0.625f ? __builtin_copysignf(large, x) : small;
+  return __builtin_copysignf(t > 0.625f ? large : small, x);  // of -0.0 it is -0.0
 }
 
 template <class T> INLINE T sigmoid(T x) { return T(1) / (T(1) + exp(-x)); }
