@@ -252,7 +252,7 @@ _IMAGES = ((2, 3, 4, 5), (1, 2, 1, 1))
 SAMPLES: dict[str, tuple[DTypes, Callable[[torch.dtype], Iterator[Sample]]]] = {
     "aten.sum.default": (EVERY, _with_dtypes(_whole)),
     "aten.sum.dim_IntList": (EVERY, _with_dtypes(_maybe_dim_lists)),
-    "aten.nansum.default": (EVERY, _with_dtypes(_maybe_dim_lists)),
+    "aten.nansum.default": (EVERY, _with_dtypes(_dim_lists)),
     "aten.prod.default": (EVERY, _with_dtypes(_whole)),
     "aten.prod.dim_int": (EVERY, _with_dtypes(_one_dim)),
     "aten.mean.default": (FLOATS, _with_dtypes(_whole)),
@@ -323,6 +323,13 @@ def test_casts_before_it_sums() -> None:
     for name in ("aten.sum.default", "aten.prod.default"):
         check_all(name, [sample(halves, dtype=torch.int64), sample(halves, dtype=torch.bool)])
     check_all("aten.cumsum.default", [sample(halves, 1, dtype=torch.int64)])
+
+
+def test_nansum_over_an_empty_list_stays_a_call() -> None:
+    x = torch.randn(2, 3)
+    found = call_rule(aten.nansum.default, x, [])
+    assert found == "torch's shape rule and its kernel differ for an empty list of dimensions"
+    check_all("aten.nansum.default", [sample(x), sample(x, None, True), sample(torch.tensor(math.nan), [])])
 
 
 def test_first_of_equals_wins() -> None:

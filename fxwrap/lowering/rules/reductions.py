@@ -59,7 +59,6 @@ def _combined(call: Call, kind: str, element: Callable[[Scalar], Scalar], x: Def
 
 for _kind, _element, _names in (
     ("sum", _same, ("aten.sum.default", "aten.sum.dim_IntList")),
-    ("sum", _number, ("aten.nansum.default",)),
     ("sum", _count, ("aten.count_nonzero.default", "aten.count_nonzero.dim_IntList")),
     ("prod", _same, ("aten.prod.default", "aten.prod.dim_int")),
     ("max", _same, ("aten.amax.default", "aten.max.default")),
@@ -68,6 +67,13 @@ for _kind, _element, _names in (
     ("all", _truth, ("aten.all.default", "aten.all.dim")),
 ):
     _one_result(_kind, _element, *_names)
+
+
+@kernel_rule("aten.nansum.default")
+def _nansum(call: Call, x: Definition, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Result | str:
+    if dims is not None and not len(dims) and x.sizes:
+        return "torch's shape rule and its kernel differ for an empty list of dimensions"
+    return _combined(call, "sum", _number, x, rows_of(x, dims))
 
 
 @kernel_rule("aten.any.dims")
