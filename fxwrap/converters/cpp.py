@@ -51,7 +51,8 @@ from fxwrap.lines import (
     Workspace,
     Yield,
 )  # fmt: skip
-from fxwrap.runtime.kernels import cpp_declaration, cpp_kernel_source, cpp_symbol, options_text
+from fxwrap.runtime.cpp_kernels import KernelText, cpp_declaration, cpp_kernel_units, cpp_symbol
+from fxwrap.runtime.kernels import options_text
 from fxwrap.runtime.native import Program as NativeProgram
 from fxwrap.runtime.native import compile_cpp, load_program
 from fxwrap.symbolic import SymbolInfo, symbol_kind
@@ -413,7 +414,8 @@ def _input_text(unit: CppUnit, item: Input) -> str:
 
 def _load(source: str, program: Program, converter: CppConverter) -> NativeProgram:
     kernels = [
-        cpp_kernel_source(symbol, kernel.source, kernel.options) for symbol, kernel in converter.kernels.items()
+        KernelText(kernel.language, kernel.source, kernel.signature, kernel.options)
+        for kernel in converter.kernels.values()
     ]
-    path = compile_cpp(source, name=program.name, extra_sources=kernels)
+    path = compile_cpp(source, name=program.name, extra_sources=cpp_kernel_units(kernels))
     return load_program(path, [program.store.tensors[constant.value.name] for constant in program.constants])

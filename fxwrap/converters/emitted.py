@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled
+from fxwrap.wrapper_ir import Program
 
 Boxed = Callable[[list[Any]], Any]
 """Takes the flat inputs in a list, which it empties, and returns the tuple of outputs."""
@@ -63,3 +65,8 @@ def guarded(boxed: Boxed) -> Flat:
         return boxed([*inputs])
 
     return flat
+
+
+def kernel_texts(program: Program) -> tuple[KernelText, ...]:
+    """Returns a program's kernels as the runtime takes them."""
+    return tuple([KernelText(item.language, item.source, item.signature, item.options) for item in program.kernels])

@@ -12,6 +12,7 @@ import sympy
 import torch
 
 from fxwrap.converters.base import Converter, Handler
+from fxwrap.converters.emitted import kernel_texts
 from fxwrap.errors import FxwrapError, InputError
 from fxwrap.lines import (
     Alloc,
@@ -53,7 +54,7 @@ from fxwrap.lines import (
     Yield,
 )  # fmt: skip
 from fxwrap.runtime import checks, control, tensors
-from fxwrap.runtime.kernels import load_kernel
+from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.symbolic import evaluate
 from fxwrap.torch_compat import operator_overload, out_argument_names
 from fxwrap.wrapper_ir import Block, Program, TensorType, Value, map_leaves, type_symbols
@@ -95,6 +96,7 @@ class Interpreter(Converter):
         inputs.clear()
         for constant in self.program.constants:
             self._set(constant.value, self.program.store.tensors[constant.value.name])
+        prepare_kernels(kernel_texts(self.program))
         with torch.no_grad():
             self._lines(self.program.body)
         return self.given
@@ -345,8 +347,6 @@ class Interpreter(Converter):
     def wait_collective(self, line: WaitCollective) -> None:
         wait = operator_overload("_c10d_functional.wait_tensor.default")
         self._window(line.result, line.pending, wait(self.values[line.pending.name]))
-
-
 
 
 def run(program: Program, inputs: Sequence[Any]) -> tuple[Any, ...]:

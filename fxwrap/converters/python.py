@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn
 
 from fxwrap.converters.base import Converter, Handler
-from fxwrap.converters.emitted import Boxed, Emitted
+from fxwrap.converters.emitted import Boxed, Emitted, kernel_texts
 from fxwrap.converters.python_text import PythonModule, call_text, literal_text, tuple_text, unpack_text
 from fxwrap.converters.views import view_form
 from fxwrap.lines import (
@@ -48,6 +48,7 @@ from fxwrap.lines import (
     Workspace,
     Yield,
 )  # fmt: skip
+from fxwrap.runtime.kernels import prepare_kernels
 from fxwrap.runtime.modules import load_module
 from fxwrap.torch_compat import out_argument_names
 from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, leaves, program_arguments
@@ -398,6 +399,7 @@ def _constants_text(names: list[str], constants: list[Value]) -> str:
 
 
 def _build(source: str, program: Program, function: str) -> Boxed:
+    prepare_kernels(kernel_texts(program))
     module = load_module(source, program.name)
     if program.constants:
         module.load_constants(program.store.tensors)

@@ -6,28 +6,20 @@ tensor, "i64" or "f64" for a number), and options. Its parameters are tensors fi
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeAlias
 
 import torch
 
-from fxwrap.errors import FxwrapError
-from fxwrap.runtime.native import NativeSource, compile_cpp, load_program
+from fxwrap.errors import FxwrapError, NativeBuildError
+from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText, cpp_kernel_units, cpp_launchers
+from fxwrap.runtime.native import compile_cpp, compiled_kernels, load_program, record_kernels
 from fxwrap.runtime.triton_kernels import load_triton_kernel
 
 Launcher: TypeAlias = Callable[..., None]
 """`launcher(grid, *tensors, *outs, *numbers)`."""
-
-KernelOptions: TypeAlias = tuple[tuple[str, str | int | float | bool], ...]
-
-_NUMBERS = {
-    "i1": "bool", "bool": "bool", "i8": "int8_t", "i16": "int16_t", "i32": "int32_t", "i64": "int64_t", "u8": "uint8_t",
-    "u16": "uint16_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float", "f64": "double",
-}  # fmt: skip
 
 
 @cache
@@ -47,38 +39,29 @@ def load_kernel(language: str, source: str, signature: tuple[str, ...], options:
             raise FxwrapError(f"there is no launcher for kernels in '{language}', only for 'cpp' and 'triton'")
 
 
-def cpp_symbol(source: str, signature: tuple[str, ...], options: KernelOptions) -> str:
-    """Returns the symbol that a C++ kernel is linked under: equal kernels have equal symbols."""
-    return f"kernel_{hashlib.sha256(repr((signature, options, source)).encode()).hexdigest()[:24]}"
+@cache
+def prepare_kernels(kernels: tuple[KernelText, ...]) -> None:
+    """Compiles the C++ kernels among these that are not compiled yet, together, for `load_kernel` to find.
 
-
-def cpp_declaration(symbol: str, signature: Sequence[str]) -> str:
-    """Returns the declaration of a C++ kernel. Raises FxwrapError for an entry that C++ has no type for."""
-    for entry in signature:
-        if not entry.startswith("*") and entry not in _NUMBERS:
-            raise FxwrapError(f"C++ has no type for a kernel's parameter '{entry}', only for {', '.join(_NUMBERS)}")
-    parameters = ["void*" if entry.startswith("*") else _NUMBERS[entry] for entry in signature]
-    return f'extern "C" void {symbol}({", ".join(parameters)});'
-
-
-def cpp_kernel_source(symbol: str, source: str, options: KernelOptions) -> NativeSource:
-    """Returns a C++ kernel as a translation unit in which it is called `symbol`; the option `flags` replaces the flags.
-
-    Raises FxwrapError for another option.
+    One that does not compile raises NativeBuildError when it is loaded.
     """
-    given = dict(options)
-    flags = given.pop("flags", None)
-    if given:
-        raise FxwrapError(f"a C++ kernel has the option 'flags' and no option '{next(iter(given))}'")
-    unit = NativeSource(source)
-    chosen = unit.flags if flags is None else tuple(shlex.split(str(flags)))
-    return NativeSource(source, (*chosen, f"-Dkernel={symbol}"))
+    wanted = {kernel.symbol: kernel for kernel in kernels if kernel.language == "cpp"}
+    known = compiled_kernels(tuple(wanted))
+    missing = [kernel for symbol, kernel in wanted.items() if symbol not in known]
+    if missing:
+        try:
+            path = compile_cpp(cpp_launchers(missing), name="kernels", extra_sources=cpp_kernel_units(missing))
+        except NativeBuildError:
+            if len(missing) == 1:
+                raise
+            return
+        record_kernels([kernel.symbol for kernel in missing], path)
 
 
 def _load_cpp_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
-    symbol = cpp_symbol(source, signature, options)
-    kernel = cpp_kernel_source(symbol, source, options)
-    program = load_program(compile_cpp(_cpp_launcher(symbol, signature), name="kernel", extra_sources=[kernel]))
+    kernel = KernelText("cpp", source, signature, options)
+    prepare_kernels((kernel,))
+    program = load_program(compiled_kernels((kernel.symbol,))[kernel.symbol], symbol=f"program_{kernel.symbol}")
 
     def launch(grid: Sequence[int], *arguments: torch.Tensor | float) -> None:
         if any(size != 1 for size in grid):
@@ -86,36 +69,6 @@ def _load_cpp_kernel(source: str, signature: tuple[str, ...], options: KernelOpt
         program(*arguments)
 
     return launch
-
-
-def _cpp_launcher(symbol: str, signature: Sequence[str]) -> str:
-    """Returns a program of the bridge that only calls the kernel."""
-    slots, ints, floats, inputs, passed = 0, 0, 0, [], []
-    for entry in signature:
-        if entry.startswith("*"):
-            inputs.append(f"Slot{{{slots}}}")
-            passed.append(f"data_ptr(f, Slot{{{slots}}})")
-            slots += 1
-        elif entry in ("f32", "f64"):
-            inputs.append(f"FloatSymbol{{{floats}}}")
-            passed.append(f"f.floats[{floats}]")
-            floats += 1
-        else:
-            kind = "BoolSymbol" if entry in ("i1", "bool") else "IntSymbol"
-            inputs.append(f"{kind}{{{ints}}}")
-            passed.append(f"f.ints[{ints}]")
-            ints += 1
-    table = ", ".join([f'{{"argument {index}", {text}}}' for index, text in enumerate(inputs)])
-    declared = f"static constexpr Input inputs[] = {{{table}}};\n" if inputs else ""
-    field = ".inputs = program::inputs, " if inputs else ""
-    return (
-        '#include "bridge.h"\n'
-        f"{cpp_declaration(symbol, signature)}\n"
-        "namespace program {\nusing namespace fxwrap;\n"
-        f"static void run(Frame& f) {{ {symbol}({', '.join(passed)}); }}\n{declared}}}\n"
-        f'FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {{.name = "kernel", .slots = {slots}, .ints = {ints}, '
-        f".floats = {floats}, {field}.run = program::run}};\n"
-    )
 
 
 _LAUNCH = (

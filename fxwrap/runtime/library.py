@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from fxwrap.errors import FxwrapError
 from fxwrap.runtime import tensors
 from fxwrap.runtime.checks import check_alignment
 from fxwrap.runtime.checks import check_layout as check_tensor
-from fxwrap.runtime.kernels import load_kernel
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.kernels import Launcher, load_kernel, prepare_kernels
 from fxwrap.torch_compat import (
     below_functionalisation,
     declare_side_effect,
@@ -69,6 +71,14 @@ def _interleave(signature: tuple[str, ...], sizes: Sequence[int], numbers: Seque
     return [next(left_numbers) if kind.startswith("f") else next(left_sizes) for kind in kinds]
 
 
+@cache
+def _launcher(kernel_hash: str) -> Launcher:
+    found = registered_kernel(kernel_hash)
+    texts = [KernelText(item.language, item.source, item.signature, item.options) for item in _KERNELS.values()]
+    prepare_kernels(tuple(texts))  # those of one graph are registered together, and compile faster together
+    return load_kernel(found.language, found.source, found.signature, found.options)
+
+
 def _cpp_kernel(
     kernel: str,
     ins: Sequence[torch.Tensor],
@@ -77,8 +87,7 @@ def _cpp_kernel(
     numbers: Sequence[float],
     grid: Sequence[int],
 ) -> None:
-    found = registered_kernel(kernel)
-    launch = load_kernel(found.language, found.source, found.signature, found.options)
+    found, launch = registered_kernel(kernel), _launcher(kernel)
     launch(tuple(grid), *ins, *outs, *_interleave(found.signature, sizes, numbers))
 
 
@@ -109,9 +118,7 @@ def _cpp_kernel_functionalised(
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def _reuse(
-    memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
+def _reuse(memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return _pool_slice(memory, 0, sizes, strides, dtype)
 
 

@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 from fxwrap.errors import FxwrapError
-from fxwrap.runtime.kernels import KernelOptions, load_kernel
+from fxwrap.runtime.cpp_kernels import KernelOptions
+from fxwrap.runtime.kernels import load_kernel
 from fxwrap.runtime.modules import load_module
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import sympy
@@ -23,7 +23,8 @@ from fxwrap.loop_ir import (
     linear_index,
 )
 from fxwrap.printers.cpp import print_cpp_kernel
-from fxwrap.runtime.kernels import load_kernel
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.symbolic import evaluate, make_symbol
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -114,6 +115,25 @@ def kinds_and_dtypes() -> list[tuple[str, torch.dtype]]:
     return found
 
 
+def prepare(kernels: Iterable[Kernel]) -> None:
+    """Compiles kernels together, which takes a fraction of the time."""
+    printed = [print_cpp_kernel(kernel) for kernel in kernels]
+    prepare_kernels(tuple([KernelText(item.language, item.source, item.signature) for item in printed]))
+
+
+@pytest.fixture(scope="module")
+def compiled_reductions() -> None:
+    """Compiles all reductions."""
+    prepare(reduction(kind, dtype, *shape) for kind, dtype in kinds_and_dtypes() for shape in SHAPES.values())
+
+
+@pytest.fixture(scope="module")
+def compiled_scans() -> None:
+    """Compiles all scans."""
+    prepare(scan(kind, dtype, sizes, dim) for kind, dtype, dim, sizes in SCAN_CASES)
+
+
+@pytest.mark.usefixtures("compiled_reductions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "dtype"), kinds_and_dtypes(), ids=str)
 def test_reductions(kind: str, dtype: torch.dtype, shape: str) -> None:
@@ -180,13 +200,19 @@ def scan(kind: str, dtype: torch.dtype, sizes: tuple[int, int], dim: int) -> Ker
     return body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", dtype, sizes[0] * sizes[1])], outputs)
 
 
-@pytest.mark.parametrize("sizes", [(3, 100), (1, 1), (2, 5000)])
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("dtype", [F32, torch.float64, torch.int64, torch.uint8], ids=str)
-@pytest.mark.parametrize("kind", SCANS)
+SCAN_CASES = [
+    (kind, dtype, dim, sizes)
+    for kind, spec in SCANS.items()
+    for dtype in (F32, torch.float64, torch.int64, torch.uint8)
+    for dim in (0, 1)
+    for sizes in ((3, 100), (1, 1), (2, 5000))
+    if spec.domain.accepts(dtype)
+]
+
+
+@pytest.mark.usefixtures("compiled_scans")
+@pytest.mark.parametrize(("kind", "dtype", "dim", "sizes"), SCAN_CASES, ids=str)
 def test_scans(kind: str, dtype: torch.dtype, dim: int, sizes: tuple[int, int]) -> None:
-    if not SCANS[kind].domain.accepts(dtype):
-        return
     given = {"x": torch.ones(sizes[0] * sizes[1], dtype=dtype)} if kind == "cumprod" else None
     check(scan(kind, dtype, sizes, dim), given=given, rtol=1e-4)
 

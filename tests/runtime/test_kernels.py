@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import triton
 
 from fxwrap import parse, run, to_cpp, to_python
 from fxwrap.errors import FxwrapError, NativeBuildError
-from fxwrap.runtime.kernels import cpp_symbol, load_kernel
+from fxwrap.runtime.cpp_kernels import KernelText, cpp_symbol
+from fxwrap.runtime.kernels import load_kernel, prepare_kernels
+from fxwrap.runtime.native import build_bridge
 from fxwrap.wrapper_ir import KernelDefinition, Program, print_kernel
 
 NUMBERS = """#include <cstdint>
@@ -69,7 +72,7 @@ def test_a_cpp_kernel_has_no_grid() -> None:
         launch((2, 1, 1), torch.ones(1))
 
 
-SOFTMAX = '''import triton
+SOFTMAX = """import triton
 import triton.language as tl
 
 
@@ -86,7 +89,7 @@ def kernel(in0, out0, width, factor, BLOCK: tl.constexpr):
     loaded = scaled(tl.load(in0 + row * width + column, mask=inside, other=float("-inf")), factor)
     shifted = tl.exp(loaded - tl.max(loaded, axis=0))
     tl.store(out0 + row * width + column, shifted / shifted.sum(axis=0), mask=inside)
-'''
+"""
 SOFTMAX_OPTIONS = (("BLOCK", 16), ("enable_fp_fusion", False), ("num_warps", 4))
 
 
@@ -144,14 +147,17 @@ def test_without_triton_only_its_kernels_fail(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def softmax_program() -> Program:
     kernel = KernelDefinition("softmax", "triton", SOFTMAX, ("*f32", "*f32", "i64", "f64"), SOFTMAX_OPTIONS)
-    return parse("""program @softmax(%x: borrowed f32[s0, 8]@cpu, %seen: mutable f32[s0, 8]@cpu) {
+    return parse(
+        """program @softmax(%x: borrowed f32[s0, 8]@cpu, %seen: mutable f32[s0, 8]@cpu) {
   s0 = symbol.size(%x) dim=0
   %y = memory.alloc() : f32[s0, 8]@cpu
   kernel.launch @softmax(%x, 8, 0.5) outs=(%y) grid=(s0, 1, 1)
   kernel.launch @softmax(%x, 8, 2.0) outs=(%seen) grid=(s0)
   control.return(%y)
 }
-""" + print_kernel(kernel))
+"""
+        + print_kernel(kernel)
+    )
 
 
 @pytest.mark.parametrize("emit", [to_python, to_cpp], ids=["python", "cpp"])
@@ -168,12 +174,15 @@ def test_a_triton_kernel_runs_in_emitted_programs(softmax_program: Program, emit
 
 def test_a_cpp_kernel_that_writes_an_input_moves_its_version_on() -> None:
     kernel = KernelDefinition("one", "cpp", 'extern "C" void kernel(float* out) { out[0] = 1; }\n', ("*f32",))
-    program = parse("""program @write(%x: mutable f32[4]@cpu) {
+    program = parse(
+        """program @write(%x: mutable f32[4]@cpu) {
   %tail = memory.view(%x) : f32[2 | | 2]@cpu
   kernel.launch @one() outs=(%tail)
   control.return()
 }
-""" + print_kernel(kernel))
+"""
+        + print_kernel(kernel)
+    )
     x = torch.zeros(4)
     to_cpp(program)(x)
     assert x.tolist() == [0, 0, 1, 0] and x._version == 1
@@ -182,12 +191,49 @@ def test_a_cpp_kernel_that_writes_an_input_moves_its_version_on() -> None:
 def test_two_kernels_of_one_name_scheme_do_not_meet() -> None:
     source = 'static float helper() {{ return {0}; }}\nextern "C" void kernel(float* out) {{ out[0] = helper(); }}\n'
     kernels = [KernelDefinition(f"size{n}", "cpp", source.format(n), ("*f32",)) for n in (1, 2)]
-    program = parse("""program @two() {
+    program = parse(
+        """program @two() {
   %a = memory.alloc() : f32[1]@cpu
   kernel.launch @size1() outs=(%a)
   %b = memory.alloc() : f32[1]@cpu
   kernel.launch @size2() outs=(%b)
   control.return(%a, %b)
 }
-""" + "".join(map(print_kernel, kernels)))
+"""
+        + "".join(map(print_kernel, kernels))
+    )
     assert [tensor.item() for tensor in to_cpp(program)()] == [1.0, 2.0]
+
+
+def test_generated_kernels_are_compiled_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bridge = build_bridge().folder  # takes long to build, and is not what is tested
+    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
+    (tmp_path / bridge.name).symlink_to(bridge)
+    kernels = tuple([generated(number) for number in (1, 2, 3)])
+    prepare_kernels.__wrapped__(kernels)
+    assert len(list((tmp_path / "programs").iterdir())) == 1
+    for number, kernel in enumerate(kernels, 1):
+        out = torch.zeros(1)
+        _load(kernel)((1, 1, 1), out)
+        assert out.item() == number
+    assert len(list((tmp_path / "programs").iterdir())) == 1
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_others_alone() -> None:
+    good, bad = generated(7), KernelText("cpp", '#include "kernel.h"\nwrong\n', ("*f32",))
+    prepare_kernels((good, bad))
+    out = torch.zeros(1)
+    _load(good)((1, 1, 1), out)
+    assert out.item() == 7
+    with pytest.raises(NativeBuildError, match="wrong"):
+        _load(bad)
+
+
+def generated(number: int) -> KernelText:
+    """A kernel that begins as generated ones do."""
+    source = f'#include "kernel.h"\nextern "C" void kernel(float* out) {{ out[0] = {number}; }}\n'
+    return KernelText("cpp", source, ("*f32",))
+
+
+def _load(kernel: KernelText) -> Callable[..., None]:
+    return load_kernel.__wrapped__(kernel.language, kernel.source, kernel.signature, kernel.options)

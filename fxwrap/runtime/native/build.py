@@ -141,6 +141,33 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
     return _entry(cache_folder() / "programs" / key, build) / f"{stem}.so"
 
 
+def compiled_kernels(symbols: tuple[str, ...]) -> dict[str, Path]:
+    """Returns the libraries of those kernels that are compiled, by symbol; the cache keeps a note for each."""
+    found = {}
+    for symbol, note in zip(symbols, _kernel_notes(symbols), strict=True):
+        if note.is_file():
+            library = cache_folder() / note.read_text(encoding="utf-8")
+            if library.is_file():
+                found[symbol] = library
+    return found
+
+
+def record_kernels(symbols: Sequence[str], library: Path) -> None:
+    """Notes that kernels are in a library, which lies in the cache."""
+    text = str(library.relative_to(cache_folder()))
+    for note in _kernel_notes(symbols):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        temporary = note.with_name(f"{note.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, note)
+
+
+def _kernel_notes(symbols: Sequence[str]) -> list[Path]:
+    compiler = _compiler()
+    whole = _digest(_environment(compiler), _bridge_digest(), _kernel_header(), *KERNEL_FLAGS, _processor())
+    return [cache_folder() / "kernels" / _digest(whole, symbol) for symbol in symbols]
+
+
 def load_program(path: Path | str, constants: Sequence[torch.Tensor] = (), symbol: str = "fxwrap_program") -> Program:
     """Load a compiled program, binding `constants` to its constant slots; a library may have several, by symbol.
 
