@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,12 @@ def _clamp(x: Scalar, lower: Scalar | None, upper: Scalar | None) -> Scalar:
     return x if upper is None else x.minimum(upper)
 
 
+def _copysign(x: Scalar, y: Scalar) -> Scalar:
+    if y.constant is None:
+        return x.apply("copysign", y)
+    return -abs(x) if math.copysign(1.0, y.constant) < 0 else abs(x)
+
+
 row(("aten.mul.Tensor", "aten.mul.Scalar"), _mul, operands=2, numbers="exact")
 row(("aten.maximum.default", "aten.max.other"), _larger, operands=2)
 row(("aten.minimum.default", "aten.min.other"), _smaller, operands=2)
@@ -96,10 +103,7 @@ row("aten.fmax.default", _fmax, operands=2)
 row("aten.fmin.default", _fmin, operands=2)
 row("aten.hypot.default", lambda x, y: x.apply("hypot", y), operands=2, accepts="float")
 row("aten.atan2.default", lambda x, y: x.apply("atan2", y), "INT_TO_FLOAT", operands=2)
-row(
-    ("aten.copysign.Tensor", "aten.copysign.Scalar"),
-    lambda x, y: x.apply("copysign", y), "INT_TO_FLOAT", operands=2,
-)  # fmt: skip
+row(("aten.copysign.Tensor", "aten.copysign.Scalar"), _copysign, "INT_TO_FLOAT", operands=2)
 
 
 @bound("aten.nextafter.default")

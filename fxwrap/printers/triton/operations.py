@@ -49,6 +49,7 @@ _ANY: dict[str, str] = {
 _FLOAT: dict[str, str] = {
     **{name: f"libdevice.{name}({{0}})" for name in _LIBDEVICE},
     **{name: f"libdevice.{name}({{0}}, {{1}})" for name in _TWO},
+    "neg": "{0} * -1.0",  # Triton's own negation is 0 - x, which makes 0.0 of 0.0
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "fmax": "tl.where(({0} > {1}) | ({1} != {1}), {0}, {1})",
