@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, as_index, evaluate_index
+from fxwrap.loop_ir import Axis, Buffer, as_index, evaluate_index, evaluate_kernel
 from fxwrap.lowering.definitions import Stored, Viewed
 from fxwrap.lowering.rules import RULES, Call, creation, rearrange, views
+from fxwrap.lowering.tracing import BodyReader
 from fxwrap.symbolic import evaluate, make_symbol
 from tests.lowering.check_rules import (
     DTYPES,
@@ -276,6 +277,21 @@ def test_views_of_symbolic_sizes(name: str, sizes: Any, arguments: Any, result: 
 def test_a_split_of_a_symbolic_size() -> None:
     parts = symbolic_view("aten.split_with_sizes.default", (S0 + 3,), ([S0, 3],), [(S0,), (3,)])
     assert [str(as_index(part.index_map([Axis("p", part.sizes[0])])[0])) for part in parts] == ["p", "p + s0"]
+
+
+def test_a_progression_from_a_symbolic_number_has_no_known_bounds() -> None:
+    """`arange(s0, ...)` with a number that may be negative: no bound of an index may be concluded from it."""
+    for dtype, arguments in ((torch.int64, (S0, S0 + 4)), (torch.float32, (S0, 4 * S0, S1)), (torch.int32, (0, 4, S1))):
+        name = "aten.arange.start" if len(arguments) == 2 else "aten.arange.start_step"
+        fake = torch.empty(4, dtype=dtype)
+        result = RULES[name](Call(name, arguments, {}, fake, torch.device("cpu"), lambda fake: (4,)))
+        reader = BodyReader(lambda definition: True, lambda *_: pytest.fail("nothing is read"))
+        reader.body.store("out", Axis("p", 4), reader.load(result, (Axis("p", 4),)))
+        kernel = reader.body.finish([Axis("p", 4)], [], [], [Buffer("out", dtype, 4)])
+        out = torch.empty(4, dtype=dtype)
+        evaluate_kernel(kernel, {"out": out}, {"s0": -3, "s1": 2})
+        step = 1 if len(arguments) == 2 else 2
+        assert out.tolist() == [(-3 if arguments[0] == S0 else 0) + step * number for number in range(4)]
 
 
 def test_numbers_of_unknown_sign_are_refused() -> None:

@@ -122,13 +122,11 @@ def _from_symbolic(call: Call, start: sympy.Expr, step: int) -> Pointwise | str:
     return pointwise(call.sizes, call.dtype, call.device, body)
 
 
-def _float_progression(call: Call, start: Any, step: Any) -> Pointwise | str:
-    computes = torch.float64 if call.device.type == "cpu" else torch.float32
-    if call.dtype in INTEGERS or call.dtype is torch.bool:
-        if not (_is_number(start) and _is_number(step)):
-            computes = torch.int64
-    if call.dtype is torch.float64:
-        computes = torch.float64
+def _float_progression(call: Call, start: Any, step: Any) -> Pointwise:
+    if call.dtype in INTEGERS:
+        computes = torch.int64  # a number is symbolic: eager converts numbers to the dtype first
+    else:
+        computes = torch.float64 if call.device.type == "cpu" or call.dtype is torch.float64 else torch.float32
 
     def body(reader: Reader, indices: Indices) -> Scalar:
         position = reader.body.index(indices[0]).to(computes)

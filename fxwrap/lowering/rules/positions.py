@@ -74,7 +74,7 @@ def slice_start(start: Any, end: Any, step: Any, size: Size, length: Size) -> Si
         return min(max(start + size if start < 0 else start, 0), size)
     if isinstance(start, int) and start >= 0:
         return start  # past the end, nothing is read
-    if step == 1 and (end is None or end == size or (isinstance(end, int) and end >= 2**31)):
+    if step == 1 and (end is None or end == size or (isinstance(end, int) and end >= 2**62)):
         return total((size, -length))
     if isinstance(start, int):
         return maximum(0, total((size, start)))
