@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lowering.check_rules import run_rule
 from tests.lowering.evaluate_definitions import call_rule
-from tests.lowering.rule_checks import FLOATS, Sample, check_all, operand, rules_of, sample
+from tests.lowering.rule_checks import FLOATS, Sample, check_all, compare, operand, rules_of, sample
 
 aten = torch.ops.aten
 
@@ -107,7 +108,6 @@ def _adaptive_gradients(rank: int) -> Callable[[torch.dtype], Iterator[Sample]]:
 SAMPLES: dict[str, Callable[[torch.dtype], Iterator[Sample]]] = {
     "aten.max_pool2d_with_indices.default": _maxima(2),
     "aten.max_pool3d_with_indices.default": _maxima(3),
-    "aten.max_pool2d_with_indices_backward.default": _maximum_gradients,
     "aten.avg_pool2d.default": _averages(2),
     "aten.avg_pool3d.default": _averages(3),
     "aten.avg_pool2d_backward.default": _average_gradients(2),
@@ -117,6 +117,8 @@ SAMPLES: dict[str, Callable[[torch.dtype], Iterator[Sample]]] = {
     "aten._adaptive_avg_pool2d_backward.default": _adaptive_gradients(2),
     "aten._adaptive_avg_pool3d_backward.default": _adaptive_gradients(3),
 }
+_MAXIMUM_BACKWARD = "aten.max_pool2d_with_indices_backward.default"
+
 _ONLY_FULL = {"aten.avg_pool3d.default", "aten.avg_pool3d_backward.default"}
 """What eager has no half precision kernel for."""
 
@@ -129,8 +131,20 @@ def test_as_eager(name: str, dtype: torch.dtype) -> None:
     check_all(name, SAMPLES[name](dtype))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_maximum_backward(dtype: torch.dtype) -> None:
+    """As it is for a GPU: on CPUs it stays a call."""
+    for item in _maximum_gradients(dtype):
+        found = run_rule(_MAXIMUM_BACKWARD, item.arguments, "cuda")
+        exact = aten.max_pool2d_with_indices_backward(*[
+            argument.double() if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
+            for argument in item.arguments
+        ])  # fmt: skip
+        compare(found, aten.max_pool2d_with_indices_backward(*item.arguments), exact, str(item.arguments[2:7]))
+
+
 def test_every_rule_has_samples() -> None:
-    assert rules_of("pooling") == set(SAMPLES)
+    assert rules_of("pooling") == {*SAMPLES, _MAXIMUM_BACKWARD}
 
 
 def test_what_stays_a_call() -> None:
@@ -139,8 +153,8 @@ def test_what_stays_a_call() -> None:
     assert call_rule(aten._adaptive_avg_pool2d.default, x, [2, 2]) == "its windows have up to 36 elements"
     whole = torch.ones(1, 2, 4, 4, dtype=torch.int64)
     assert call_rule(aten.avg_pool2d.default, whole, [2, 2]) == "an average of integers is rounded"
-    values, positions = aten.max_pool2d_with_indices(x, [2, 2], [2, 2], 0, 2)
-    found = call_rule(
-        aten.max_pool2d_with_indices_backward.default, values, x, [2, 2], [2, 2], [0, 0], [2, 2], False, positions
-    )
-    assert found == "its windows have gaps"
+    for dilation, reason in ((2, "its windows have gaps"), (1, "a CPU is faster")):
+        values, positions = aten.max_pool2d_with_indices(x, [2, 2], [2, 2], 0, dilation)
+        backward = aten.max_pool2d_with_indices_backward.default
+        found = call_rule(backward, values, x, [2, 2], [2, 2], [0, 0], [dilation], False, positions)
+        assert found.startswith(reason)

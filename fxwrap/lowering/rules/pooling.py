@@ -45,6 +45,13 @@ class Windows:
         place = self.place(window, offset)
         return both(at_least(reader, place, 0), below(reader, place, self.size))
 
+    def first(self, reader: Reader, window: IndexLike) -> Scalar:
+        """Returns where in the input a window has its first element that is inside."""
+        start = reader.body.index(self.place(window, 0))
+        if at_least(reader, self.place(window, 0), 0) is True:
+            return start
+        return (start < 0).where(start.apply("integer_remainder", self.dilation), start)
+
     def within_padding(self, reader: Reader, window: IndexLike, offset: int) -> Condition:
         """Returns whether that is in the input or in the padding around it: windows begin there, but may end beyond."""
         return below(reader, self.place(window, offset), as_index(self.size) + self.padding)
@@ -126,41 +133,31 @@ def _max_pool(
 
 
 def _largest(reader: Reader, x: Definition, plane: Plane, indices: Indices) -> tuple[Scalar, Scalar]:
-    """Returns the largest element of a window and where it is in its plane: the first one, or the last NaN."""
+    """Returns the largest element of a window and where it is in its plane: the first one, or the last NaN.
+
+    Elements outside are the lowest number there is, which wins over nothing: a window of nothing else, in memory or
+    not, has its largest at its first element inside.
+    """
     outer, at = list(indices[: -len(plane)]), indices[-len(plane) :]
-    lowest = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-    best: Scalar | None = None
-    place: Scalar | None = None
-    seen: Condition = False
+    number = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    lowest = reader.number(number, x.dtype)
+    firsts = [windows.first(reader, window) for windows, window in zip(plane, at, strict=True)]
+    best, place = lowest, firsts[0]
+    for windows, first in zip(plane[1:], firsts[1:], strict=True):
+        place = place * reader.body.index(windows.size) + first
     for offset in _offsets(plane):
         valid = _inside(reader, plane, at, offset)
-        if valid is False:
-            continue
         spot = [windows.place(window, k) for windows, window, k in zip(plane, at, offset, strict=True)]
         value = choose(
-            reader, valid, lambda spot=spot: reader.load(x, [*outer, *spot]),  # type: ignore[misc]
-            lambda: reader.number(lowest, x.dtype),
+            reader, valid,
+            lambda spot=spot: reader.load(x, [*outer, *spot], number),  # type: ignore[misc]
+            lambda: lowest,
         )  # fmt: skip
-        here = reader.body.index(_flat(plane, spot))
-        if best is None or place is None:
-            best, place, seen = value, here, valid
-            continue
         wins = value > best
         if x.dtype.is_floating_point:
             wins = wins | value.apply("isnan")
-        if isinstance(seen, Scalar):  # what came before may have been outside
-            wins = wins | ~seen
-        if isinstance(valid, Scalar):
-            wins = wins & valid
-        best, place, seen = wins.where(value, best), wins.where(here, place), _either(seen, valid)
-    assert best is not None and place is not None, "a window has an element at least"
+        best, place = wins.where(value, best), wins.where(reader.body.index(_flat(plane, spot)), place)
     return best, place
-
-
-def _either(left: Condition, right: Condition) -> Condition:
-    if isinstance(left, Scalar) and isinstance(right, Scalar):
-        return left | right
-    return True
 
 
 def _inside(reader: Reader, plane: Plane, at: Indices, offset: tuple[int, ...]) -> Condition:
@@ -192,6 +189,8 @@ def _max_pool_backward(
         return plane
     if any(windows.dilation != 1 for windows in plane):
         return "its windows have gaps"
+    if call.device.type == "cpu":
+        return "a CPU is faster at adding each gradient to its place than at looking for it from each place"
 
     def value(reader: Reader, outer: Sequence[IndexLike], windows: Indices, place: Indices) -> Scalar:
         chosen = reader.load(positions, [*outer, *windows])
