@@ -105,8 +105,9 @@ def _cut(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> _Cut | N
     across = _reduces_across(kernel)
     busy = max(-(-count // _COLUMNS) if across else count, 1)
     wanted = min(-(-programs // busy), size // (_LEAST_COLUMN if across else _LEAST_ROW))
-    if count * size < _LEAST or busy * 2 > programs or wanted < 2:
-        return None
+    again = any(stage > 0 and varies for stage, varies in zip(kernel.stages, kernel.varying, strict=True))
+    if count * size < _LEAST or busy * (4 if again else 2) > programs or wanted < 2:
+        return None  # elements that wait for results would be read once more from memory, not from the cache
     outer, whole = kernel.reduced[0], kernel.reduced_count
     parts = _divisor(outer.size, wanted)
     if parts is not None:
@@ -133,8 +134,9 @@ def _divisor(size: Size, wanted: int) -> int | None:
 
 def _reduces_across(kernel: Kernel) -> bool:
     """Whether what is read lies contiguous along a parallel axis."""
-    loads = [item for item, varies in zip(kernel.operations, kernel.varying, strict=True) if varies]
-    indices = [item.index for item in loads if isinstance(item, Load)]
+    indices = [operation.index for operation in kernel.operations if isinstance(operation, Load)]
+    most = max([len(index.axes()) for index in indices], default=0)
+    indices = [index for index in indices if len(index.axes()) == most]
     along = sum(index.stride(axis) == ONE for index in indices for axis in kernel.reduced)
     beside = sum(index.stride(axis) == ONE for index in indices for axis in kernel.axes)
     return beside > along

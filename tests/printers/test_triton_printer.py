@@ -514,10 +514,11 @@ def kernel(x_ptr, out_ptr, R_BLOCK: tl.constexpr):
     # softmax of model.py:12
     x = tl.load(x_ptr + p0 * 4096 + r0).to(tl.float32)
     largest = tl.reduce(x, 0, maximum_or_nan)
-    exponentials = tl.sum(libdevice.exp(x - tl.where(largest == float("-inf"), 0.0, largest)), 0)
+    exponentials = tl.sum(tl.exp(x - largest), 0)
+    exponentials = tl.where(largest == float("-inf"), 0.0, exponentials)
     sub = x - largest
-    exp = libdevice.exp(sub)
-    div = tl.div_rn(exp, exponentials)
+    exp = tl.exp(sub)
+    div = exp / exponentials
     tl.store(out_ptr + p0 * 4096 + r0, div.to(tl.bfloat16))
 """
     )
@@ -536,3 +537,37 @@ def test_names_do_not_clash() -> None:
 
     inputs = dict.fromkeys(("tl", "x.1", "exp"), (F32, 6))
     check(build([axis], [], inputs, {"kernel": (F32, 6)}, write))
+
+
+def test_fast_forms_only_where_half_precision_hides_them() -> None:
+    half = print_triton(softmax_kernel(8, 64, BF16)).source
+    assert "tl.exp(" in half and "div_rn" not in half and "libdevice" not in half
+    single = print_triton(softmax_kernel(8, 64, F32)).source
+    assert "tl.exp(" not in single and "div_rn" in single
+    axis = Axis("p0", 64)
+
+    def write(body: Body) -> None:
+        x, y = [body.load(name, as_index(axis), BF16).to(F32) for name in "xy"]
+        body.store("product", as_index(axis), (x.exp() * y).to(BF16))
+        body.store("difference", as_index(axis), ((x + 1.0).exp() - y).to(BF16))
+        body.store("quotient", as_index(axis), (x / y).to(BF16))
+
+    outputs = dict.fromkeys(("product", "difference", "quotient"), (BF16, 64))
+    text = check(build([axis], [], dict.fromkeys("xy", (BF16, 64)), outputs, write))
+    assert text.count("tl.exp(") == 1, "a product keeps relative errors"
+    assert text.count("libdevice.exp(") == 1, "a difference does not"
+    assert "div_rn" in text, "fast division gives 0 for the largest divisors"
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_divisions_by_powers_of_two_are_products(dtype: torch.dtype) -> None:
+    axis = Axis("p0", 64)
+
+    def write(body: Body) -> None:
+        x = body.load("x", as_index(axis), dtype)
+        for name, number in (("exact", 4096.0), ("inexact", 3.0), ("huge", 2.0**126), ("zero", 0.0)):
+            body.store(name, as_index(axis), x / number)
+
+    outputs = dict.fromkeys(("exact", "inexact", "huge", "zero"), (dtype, 64))
+    text = check(build([axis], [], {"x": (dtype, 64)}, outputs, write))
+    assert text.count("quotient") == 2, "one is made, and one stored"

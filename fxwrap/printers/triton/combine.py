@@ -36,7 +36,7 @@ class Row:
 
     `axis` is its position of `rank`, `shape` the tile's shape, `mask` the name of the mask of its last block,
     `position` the name of the position along it, `count` its whole length, `block` the constant with the length of a
-    block, `lanes` the positions in a block; `new` makes names, `use` notes a helper.
+    block, `lanes` the positions in a block; `exp` is the exponential function; `new` makes names, `use` notes a helper.
     """
 
     axis: int
@@ -47,6 +47,7 @@ class Row:
     count: str
     block: str
     lanes: str
+    exp: str
     new: Callable[[str], str]
     use: Callable[[str], str]
 
@@ -113,10 +114,11 @@ def reduce_whole(operation: Reduce, value: str, dtype: torch.dtype, names: list[
             f"{names[1]} = tl.sum({difference} * {difference}, {row.axis}{row.keep})",
         ]
     if kind == "softmax":
-        power = f"libdevice.exp({inside} - {_shift(first)})"
+        power = row.inside(f"{row.exp}({value} - {first})", "0.0")  # the same text as in what comes after
         return [
             f"{first} = {combined('max', inside, dtype, row)}",
             f"{names[1]} = tl.sum({power}, {row.axis}{row.keep})",
+            f'{names[1]} = tl.where({first} == float("-inf"), 0.0, {names[1]})',
         ]
     return [f"{first} = {combined(kind, inside, dtype, row)}"]
 
@@ -224,7 +226,7 @@ def _accumulate_softmax(value: str, dtype: torch.dtype, names: list[str], row: R
             f"{inside} = {row.inside(value, identity('softmax', dtype))}",
             f"{higher} = {_extreme('max', largest, block, dtype)}",
             f"{shift} = {_shift(higher)}",
-            f"{sums} = {sums} * libdevice.exp({largest} - {shift}) + libdevice.exp({inside} - {shift})",
+            f"{sums} = {sums} * {row.exp}({largest} - {shift}) + {row.exp}({inside} - {shift})",
             f"{largest} = {higher}",
         ],
         [f"{total} = tl.sum({sums}, {row.axis}{row.keep})"],

@@ -91,11 +91,13 @@ def _pointwise_block(kernel: Kernel, hint: Hint) -> tuple[int, int]:
     gathers = any(isinstance(atom, Gathered) for access in moved for atom in access.index.atoms())
     if gathers or (cost >= 15 and any(_cost(item) >= 12 for item in kernel.operations)):
         elements *= 2
+    if gathers:
+        elements *= 2
     block = 128 * elements
     total = hint(kernel.count)
     while block > 128 and total < block * _WAVE:
         block //= 2
-    return min(block, power_of_two(total)), 4 if block >= 128 else 1
+    return min(block, power_of_two(total)), 8 if gathers and block >= 4096 else 4
 
 
 def _cost(operation: object) -> int:
@@ -141,7 +143,7 @@ def _rows(kernel: Kernel, hint: Hint) -> list[Configuration]:
         if rows > 1:
             found.append(replace(whole, y_block=rows // 2))
     loop = min(block, 8192)
-    warps = 16 if max(kernel.stages, default=0) else 8  # rows read twice want more loads in flight
+    warps = 16 if _reads_again(kernel) else 8  # rows read twice want more loads in flight
     shapes = ((loop, warps), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8))
     looped = [Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _warps(r, 8))) for r, w in shapes]
     return [*found, *looped] if not found or block > 2048 else found
@@ -159,11 +161,14 @@ def _columns(kernel: Kernel, hint: Hint) -> list[Configuration]:
         if height * width <= PERSISTENT:
             warps = _warps(height * width, 16)
             found.append(Configuration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
+    whole = list(found)
     for width, height, stages in ((64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)):
         block = min(width, widest)
         rows = min(height * (width // block), power_of_two(hint(size)))
         warps = min(_warps(block * rows, 16), 4)
         found.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
+    if whole and not _reads_again(kernel) and hint(size) > 128:
+        found = [*found[len(whole) :], *whole]
     return found
 
 
@@ -189,6 +194,11 @@ def _warps(tile: int, elements: int) -> int:
 def _full_loads(kernel: Kernel) -> int:
     pairs = zip(kernel.operations, kernel.varying, strict=True)
     return sum(isinstance(operation, Load) and varies for operation, varies in pairs)
+
+
+def _reads_again(kernel: Kernel) -> bool:
+    """Whether something that varies along the row waits for a reduction of it, so that a loop must walk twice."""
+    return any(stage > 0 and varies for stage, varies in zip(kernel.stages, kernel.varying, strict=True))
 
 
 def _itemsize(kernel: Kernel, access: Load | Store) -> int:

@@ -70,6 +70,11 @@ _FLOAT32: dict[str, str] = {
     "trunc_divide": "libdevice.trunc(tl.div_rn({0}, {1}))",
 }  # fmt: skip
 
+_COARSE: dict[str, str] = {
+    "div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "exp": "tl.exp({0})", "exp2": "tl.exp2({0})",
+    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
+}  # fmt: skip
+
 _HALF: dict[str, str] = {
     name: f"{{0}}.to(tl.float32) {sign} {{1}}.to(tl.float32)" for name, sign in (("eq", "=="), ("ne", "!="))
 }  # the interpreter would compare the bits of bfloat16
@@ -110,12 +115,16 @@ class Template:
         return tuple([name for name in HELPERS if re.search(rf"(?<![.\w]){name}\(", self.text)])
 
 
-def template(name: str, dtype: torch.dtype) -> Template:
-    """Returns how an operation on operands of a dtype is written. Raises KeyError where kernels have none."""
+def template(name: str, dtype: torch.dtype, coarse: bool = False) -> Template:
+    """Returns how an operation on operands of a dtype is written. Raises KeyError where kernels have none.
+
+    `coarse` asks for fast forms in float32 that are a few units in the last place off.
+    """
     if dtype is torch.bool:
         rows = _BOOL
     elif dtype in (torch.float32, torch.float64):
         rows = _FLOAT | (_FLOAT32 if dtype is torch.float32 else {})
+        rows |= _COARSE if coarse and dtype is torch.float32 else {}
     elif dtype in STORAGE_ONLY:
         rows = _HALF
     else:

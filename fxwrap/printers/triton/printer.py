@@ -7,6 +7,7 @@ what later stages need of a row is loaded and computed again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -38,6 +39,7 @@ from fxwrap.printers.triton.combine import RESULT_NAMES, Row, accumulate, reduce
 from fxwrap.printers.triton.configuration import Configuration, configurations
 from fxwrap.printers.triton.helpers import helper_texts
 from fxwrap.printers.triton.operations import SIGNATURES, TRITON_DTYPES, cast_text, number_text, template
+from fxwrap.printers.triton.precision import coarse_operations, coarse_softmax, is_sum_of_exponentials
 from fxwrap.printers.triton.schedule import Schedule, make_schedule
 from fxwrap.printers.triton.text import IndexText, Names, grouped, size_text
 from fxwrap.printers.triton.tile import Dimension, Tile, make_tile
@@ -70,6 +72,8 @@ class _Printer:
         self.configuration = configuration
         self.tile: Tile = make_tile(kernel, configuration)
         self.schedule: Schedule = make_schedule(kernel, configuration.looped)
+        self.coarse = coarse_operations(kernel)
+        self.coarse_softmax = coarse_softmax(kernel)
         self.wide = not all(_fits(size, limits) for size in _extents(kernel, self.tile))
         self.lines: list[str] = []
         self.depth = 1
@@ -218,7 +222,8 @@ class _Printer:
         dimension = self.tile.dimensions[r]
         return Row(
             r, len(self.tile.dimensions), self.tile.shape, self.masks.get(r), self.row_position,
-            grouped(size_text(dimension.size)), dimension.option, self.row_lanes, self.names.new, self._use,
+            grouped(size_text(dimension.size)), dimension.option, self.row_lanes,
+            "tl.exp" if self.coarse_softmax else "libdevice.exp", self.names.new, self._use,
         )  # fmt: skip
 
     def _use(self, helper: str) -> str:
@@ -365,13 +370,35 @@ class _Printer:
             text = f"{self._value(used[0])}.to({TRITON_DTYPES[operation.dtype]}, bitcast=True)"
             self._assign(position, operation, "bits", text)
             return
-        found = template(operation.name, self._dtype(used[-1]))
+        if operation.name == "div" and self._divides_plainly(position, used[1]):
+            return
+        coarse = position in self.coarse
+        if operation.name == "div":  # the fast form gives 0 for the largest divisors
+            coarse = coarse and is_sum_of_exponentials(self.kernel, used[1])
+        found = template(operation.name, self._dtype(used[-1]), coarse)
         self.helpers.update(found.helpers)
         numbers = used[1:] if operation.name == "where" else used
         constant = [isinstance(self.kernel.operations[item], Constant) for item in numbers]
         literal = found.literals and not all(constant)
         texts = [self.text[item] if literal and item in numbers else self._value(item) for item in used]
         self._assign(position, operation, operation.name, found.text.format(*texts))
+
+    def _divides_plainly(self, position: int, divisor: int) -> bool:
+        """Prints a division by a constant as a multiplication where that gives the same, or where nearly is enough."""
+        operation, constant = self.kernel.operations[position], self.kernel.operations[divisor]
+        if not isinstance(constant, Constant) or not isinstance(operation, Compute):
+            return False
+        mantissa = math.frexp(constant.value)[0] if math.isfinite(constant.value) else 0.0
+        exact = abs(mantissa) == 0.5 and 2.0**-60 < abs(constant.value) < 2.0**60
+        coarse = position in self.coarse and 2.0**-60 < abs(constant.value) < 2.0**60
+        dividend = self.kernel.operations[operation.operands[0]]
+        if isinstance(dividend, Constant) or not (exact or (coarse and operation.dtype is torch.float32)):
+            return False
+        factor = number_text(1.0 / constant.value, operation.dtype)
+        if operation.dtype is not torch.float32:
+            factor = f"tl.full((), {factor}, {TRITON_DTYPES[operation.dtype]})"
+        self._assign(position, operation, "quotient", f"{self.text[operation.operands[0]]} * {factor}")
+        return True
 
     def _base_name(self, position: int) -> str:
         operation = self.kernel.operations[position]
