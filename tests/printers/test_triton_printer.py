@@ -571,3 +571,24 @@ def test_divisions_by_powers_of_two_are_products(dtype: torch.dtype) -> None:
     outputs = dict.fromkeys(("exact", "inexact", "huge", "zero"), (dtype, 64))
     text = check(build([axis], [], {"x": (dtype, 64)}, outputs, write))
     assert text.count("quotient") == 2, "one is made, and one stored"
+
+
+def test_gelu_of_half_precision() -> None:
+    axis = Axis("p0", 512)
+
+    def write(body: Body) -> None:
+        x = body.load("x", as_index(axis), BF16).to(F32)
+        gelu = x * 0.5 * ((x * 0.7071067811865476).erf() + 1.0)
+        body.store("out", as_index(axis), gelu.to(BF16))
+
+    def exact(body: Body) -> None:
+        body.store("out", as_index(axis), body.load("x", as_index(axis), BF16).to(F32).erf().to(BF16))
+
+    given = torch.cat([torch.linspace(-6, 6, 507), torch.tensor([0.0, -0.0, float("inf"), -200.0, float("nan")])]).to(
+        BF16
+    )
+    kernel = build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, write)
+    text = check(kernel, inputs={"x": given}, tolerance=8e-3)
+    assert "erf_beside_one(" in text
+    alone = check(build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, exact), inputs={"x": given})
+    assert "erf_beside_one(" not in alone, "by itself it keeps its relative precision"

@@ -65,7 +65,7 @@ _FLOAT: dict[str, str] = {
 
 _FLOAT32: dict[str, str] = {
     "div": "tl.div_rn({0}, {1})", "sqrt": "tl.sqrt_rn({0})", "reciprocal": "tl.div_rn(1.0, {0})",
-    "sigmoid": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))", "erf": "erf({0})",
+    "sigmoid": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))", "erf": "erf({0})", "erf_beside_one": "erf_beside_one({0})",
     "floor_divide": "float_floor_divide({0}, {1}, tl.div_rn({0}, {1}))",
     "trunc_divide": "libdevice.trunc(tl.div_rn({0}, {1}))",
 }  # fmt: skip

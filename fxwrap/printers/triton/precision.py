@@ -7,7 +7,7 @@ of that is left; so is it where exponentials of such numbers are summed, which i
 
 from __future__ import annotations
 
-from fxwrap.loop_ir import STORAGE_ONLY, Compute, Kernel, Load, Operation, Part, Reduce, operands
+from fxwrap.loop_ir import STORAGE_ONLY, Compute, Constant, Kernel, Load, Operation, Part, Reduce, operands
 
 _KEEPING = frozenset({"mul", "div", "neg", "abs", "where", "reciprocal", "sqrt", "rsqrt"})
 """Operations whose relative error is about that of their operands."""
@@ -34,6 +34,23 @@ def _tolerates(user: Operation, coarse: bool, operation: Operation, half: bool) 
         return (user.name == "cast" and user.dtype in STORAGE_ONLY) or (coarse and user.name in _KEEPING)
     exponential = isinstance(operation, Compute) and operation.name == "exp"
     return isinstance(user, Reduce) and user.kind == "sum" and exponential and half
+
+
+def erfs_beside_one(kernel: Kernel, coarse: frozenset[int]) -> frozenset[int]:
+    """Returns the error functions that only sums with constants of about 1 use, as in gelu, where those are coarse.
+
+    An absolute error of 1e-7 is what such a sum has anyway.
+    """
+    erfs = {p for p, item in enumerate(kernel.operations) if isinstance(item, Compute) and item.name == "erf"}
+    if not erfs:
+        return frozenset()
+    for position, operation in enumerate(kernel.operations):
+        for used in erfs.intersection(operands(operation)):
+            beside = [kernel.operations[other] for other in operands(operation) if other != used]
+            constant = any(isinstance(item, Constant) and abs(item.value) >= 0.5 for item in beside)
+            if not (isinstance(operation, Compute) and operation.name == "add" and constant and position in coarse):
+                erfs.discard(used)
+    return frozenset(erfs)
 
 
 def is_sum_of_exponentials(kernel: Kernel, position: int) -> bool:

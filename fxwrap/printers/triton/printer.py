@@ -39,7 +39,12 @@ from fxwrap.printers.triton.combine import RESULT_NAMES, Row, accumulate, reduce
 from fxwrap.printers.triton.configuration import Configuration, configurations
 from fxwrap.printers.triton.helpers import helper_texts
 from fxwrap.printers.triton.operations import SIGNATURES, TRITON_DTYPES, cast_text, number_text, template
-from fxwrap.printers.triton.precision import coarse_operations, coarse_softmax, is_sum_of_exponentials
+from fxwrap.printers.triton.precision import (
+    coarse_operations,
+    coarse_softmax,
+    erfs_beside_one,
+    is_sum_of_exponentials,
+)
 from fxwrap.printers.triton.schedule import Schedule, make_schedule
 from fxwrap.printers.triton.text import IndexText, Names, grouped, size_text
 from fxwrap.printers.triton.tile import Dimension, Tile, make_tile
@@ -73,6 +78,7 @@ class _Printer:
         self.tile: Tile = make_tile(kernel, configuration)
         self.schedule: Schedule = make_schedule(kernel, configuration.looped)
         self.coarse = coarse_operations(kernel)
+        self.beside_one = erfs_beside_one(kernel, self.coarse)
         self.coarse_softmax = coarse_softmax(kernel)
         self.wide = not all(_fits(size, limits) for size in _extents(kernel, self.tile))
         self.lines: list[str] = []
@@ -375,7 +381,8 @@ class _Printer:
         coarse = position in self.coarse
         if operation.name == "div":  # the fast form gives 0 for the largest divisors
             coarse = coarse and is_sum_of_exponentials(self.kernel, used[1])
-        found = template(operation.name, self._dtype(used[-1]), coarse)
+        name = "erf_beside_one" if position in self.beside_one else operation.name
+        found = template(name, self._dtype(used[-1]), coarse)
         self.helpers.update(found.helpers)
         numbers = used[1:] if operation.name == "where" else used
         constant = [isinstance(self.kernel.operations[item], Constant) for item in numbers]
