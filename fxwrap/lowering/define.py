@@ -40,7 +40,7 @@ class Step:
     position: int
     reads: list[Definition]
     defines: list[Definition] = field(default_factory=list)
-    writes: list[Stored] = field(default_factory=list)
+    writes: list[Definition] = field(default_factory=list)
     symbols: set[sympy.Symbol] = field(default_factory=set)
     bound: set[sympy.Symbol] = field(default_factory=set)
     effectful: bool = False
@@ -69,8 +69,8 @@ class Defining:
         self.fake_of: dict[Definition, torch.Tensor] = {}
         self.node_of: dict[Definition, Node] = {}
         self.mutations: list[tuple[Definition, int]] = []
-        self._stored_on: dict[int, list[Stored]] = {}
-        self._storage_of: dict[Stored, int] = {}
+        self._on_storage: dict[int, list[Definition]] = {}
+        self._storage_of: dict[Definition, int] = {}
         self._strides: dict[Stored, tuple[Any, ...]] = {}
         self._bound: set[sympy.Symbol] = set()
         self._languages = {spec.device_type: spec for spec in options.devices}
@@ -79,11 +79,15 @@ class Defining:
         """Returns a definition for a tensor that is in memory."""
         found = Stored(tuple(self.builder.tensor_type(fake).sizes), fake.dtype, fake.device)
         found.name = name or node.name
-        storage = self._storage_of[found] = storage_identity(fake)
-        self._stored_on.setdefault(storage, []).append(found)
+        self._in_memory(found, fake)
         strides = zip(fake.shape, fake.stride(), strict=True)
         self._strides[found] = tuple([stride for size, stride in strides if size != 1])
         return found
+
+    def _in_memory(self, definition: Definition, fake: torch.Tensor) -> None:
+        """Records on which storage a definition is."""
+        storage = self._storage_of[definition] = storage_identity(fake)
+        self._on_storage.setdefault(storage, []).append(definition)
 
     def given(self, node: Node, value: Any) -> None:
         """Takes a placeholder or attribute: a tensor in memory, or a literal."""
@@ -148,6 +152,8 @@ class Defining:
             item.name, item.origin = name, facts.name
             self.position_of[item] = position
             self.fake_of[item] = fake
+            if not isinstance(item, Viewed):
+                self._in_memory(item, fake)
             self.node_of[item] = node
         return item
 
@@ -235,13 +241,14 @@ class Defining:
         self.mutations.extend((definition, position) for definition in aliases)
         return True
 
-    def on_memory_of(self, target: Stored) -> list[Stored]:
-        """Returns every definition whose memory is that of a stored tensor, itself included."""
-        return self._stored_on[self._storage_of[target]]
+    def on_memory_of(self, target: Definition) -> list[Definition]:
+        """Returns every definition that has its memory where a tensor of the graph has it, itself included."""
+        storage = self._storage_of.get(target)
+        return [target] if storage is None else self._on_storage[storage]
 
     def shares_memory(self, definition: Definition) -> bool:
         """Whether other definitions in memory show a definition's memory too."""
-        return isinstance(definition, Stored) and len(self.on_memory_of(definition)) > 1
+        return len(self.on_memory_of(definition)) > 1
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -260,16 +267,16 @@ class Defining:
         self._bound |= step.bound
         self.steps.append(step)
 
-    def _written(self, node: Node, facts: OperatorFacts) -> list[Stored]:
+    def _written(self, node: Node, facts: OperatorFacts) -> list[Definition]:
         """Returns every definition on the memory that a call writes."""
         keywords = dict(node.kwargs)
-        found: dict[Stored, None] = {}
+        found: dict[Definition, None] = {}
         for name in facts.written:
             position = facts.argument_names.index(name)
             operand = node.args[position] if position < len(node.args) else keywords.get(name)
             for item in operand if isinstance(operand, tuple | list) else (operand,):
                 if isinstance(item, Node):
-                    found |= dict.fromkeys(self._stored_on.get(storage_identity(self.builder.fakes[item]), ()))
+                    found |= dict.fromkeys(self._on_storage.get(storage_identity(self.builder.fakes[item]), ()))
         return list(found)
 
     def _results(self, node: Node, fake: Any, step: Step) -> Any:

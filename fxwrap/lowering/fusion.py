@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, as_index, linear_index, unflattened
-from fxwrap.lowering.definitions import Definition, Pointwise, Scanned, Scattered, Stored, Written
+from fxwrap.lowering.definitions import Definition, Pointwise, Scanned, Scattered, Written
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.tracing import Multi, Trace, element_of, shared_source, trace_with
 from fxwrap.symbolic import Size, product
@@ -102,7 +102,7 @@ class Fusion:
     """Takes calls and definitions in graph order; `items()` gives the program's steps in order."""
 
     def __init__(
-        self, uses: Uses, hint: Callable[[Size], int], on_memory_of: Callable[[Stored], Sequence[Definition]]
+        self, uses: Uses, hint: Callable[[Size], int], on_memory_of: Callable[[Definition], Sequence[Definition]]
     ) -> None:
         self.uses = uses
         self.hint = hint
@@ -336,13 +336,13 @@ def placements(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iter
     own_reduced = trace.axes[trace.kept :]
     if own_count == count:
         for at in _maps_into(kernel, trace):
-            if _keeps_kinds(kernel, trace, at):
+            if _one_to_one(at, trace.axes) and _keeps_kinds(kernel, trace, at):
                 yield Placement(kernel.axes, kernel.reduced, {axis: axis for axis in kernel.space}, at)
         if not kernel.reduced or own_reduced or not trace.axes:
             yield from _moves_to(kernel, trace, definition)
     elif kernel.reduced and not own_reduced and own_count == _count(kernel.axes):
         for at in _maps_into(kernel, trace):
-            if axes_of(at) <= set(kernel.axes):
+            if _one_to_one(at, trace.axes) and axes_of(at) <= set(kernel.axes):
                 yield Placement(kernel.axes, kernel.reduced, {axis: axis for axis in kernel.space}, at)
 
 
@@ -355,6 +355,8 @@ def _moves_to(kernel: KernelPlan, trace: Trace, definition: Definition) -> Itera
         parallel = axes_of(kernel_at[: len(kernel.axes)])
         over = axes_of(kernel_at[len(kernel.axes) :])
         if kernel.reduced and not (parallel <= set(kept) and over <= set(reduced)):
+            continue
+        if not _one_to_one(kernel_at, kernel.space):
             continue
         yield Placement(kept, reduced, mapping, own)
 
@@ -407,6 +409,8 @@ def _unified(at: Multi, known: Multi, axes: Sequence[Axis], spare: Sequence[Axis
                 return None
         elif found.setdefault(axis, theirs) != theirs:
             return None
+    if not all(_within(index, axis) for axis, index in found.items()):
+        return None  # two windows on one tensor, shifted against each other
     missing = [axis for axis in axes if axis not in found]
     if missing:
         if _count(missing) != _count(spare) or not axes_of(found.values()).isdisjoint(spare):
@@ -423,7 +427,37 @@ def _reshaped(definition: Definition, at: Multi, known: Multi, axes: Sequence[Ax
         return None
     if linear_index(at, definition.sizes) != linear_index(axes, sizes):
         return None
+    if not all(_within(index, Axis("", size)) for index, size in zip(known, definition.sizes, strict=True)):
+        return None
     return unflattened(linear_index(known, definition.sizes), sizes)
+
+
+def _within(index: Index, axis: Axis) -> bool:
+    """Whether an index is shown to be one that the axis takes."""
+    single = index.single_axis
+    if single is not None and single.size == axis.size:
+        return True
+    return index.never_negative() and (as_index(axis.size) - 1 - index).never_negative()
+
+
+def _one_to_one(at: Multi, axes: Sequence[Axis]) -> bool:
+    """Whether a point of axes is another one in each iteration of as many, as it is not on a diagonal.
+
+    That is so where the steps of the iterations' axes are 1, the size of the first, that times the size of the next...
+    Divisions are left by reshapes, which are one to one.
+    """
+    position = linear_index(at, [axis.size for axis in axes])
+    steps = {axis: position.stride(axis) for axis in axes_of(at) if axis.size != 1}
+    expected = as_index(1)
+    while steps:
+        if any(step is None for step in steps.values()):
+            return True
+        axis = next((axis for axis, step in steps.items() if step in (expected, -expected)), None)
+        if axis is None:
+            return False
+        del steps[axis]
+        expected = expected * axis.size
+    return expected == as_index(_count(axes))
 
 
 def _count(axes: Iterable[Axis]) -> Size:
