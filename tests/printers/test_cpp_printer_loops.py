@@ -18,6 +18,7 @@ from fxwrap.loop_ir import (
     Buffer,
     Index,
     Kernel,
+    Scalar,
     as_index,
     evaluate_kernel,
     linear_index,
@@ -321,6 +322,26 @@ def test_masks_and_indices_with_divisions() -> None:
         body.store("out", matrix(row, column), padded + split + shifted)
 
     check(pointwise(formula, 4, 30, Buffer("x", F32, 80), Buffer("y", F32, 60), Buffer("z", F32, 40)))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_conditions_on_the_vectorised_axis_cut_its_loop(dtype: torch.dtype) -> None:
+    body, row, column = Body(), Axis("row", 5), Axis("column", 30)
+
+    def part(name: str, start: int, size: int) -> Scalar:
+        return body.load(name, as_index(row) * size + column - start, dtype)
+
+    at = body.index(column)
+    last = body.where(at >= 20, lambda: part("c", 20, 10).to(F32), 0.0)
+    middle = body.where((at >= 10) & (at < 20), lambda: part("b", 10, 10).to(F32) * 2.0, 0.0)
+    with body.masked(at < 10):
+        first = part("a", 0, 10).to(F32)
+    body.store("out", matrix(row, column), (at < 10).where(first, (at < 20).where(middle, last)).to(dtype))
+    body.store("some", as_index(row) * 30 + column, (~(at.equals(7) | (at > 25))).where(last, 9.0), at >= 3)
+    inputs = [Buffer(name, dtype, 50) for name in "abc"]
+    kernel = body.finish([row, column], [], inputs, [Buffer("out", dtype, 150), Buffer("some", F32, 150)])
+    source = check(kernel)
+    assert "?" not in source, "no condition is left"
 
 
 def test_gathered_indices() -> None:

@@ -11,6 +11,7 @@ from fxwrap.loop_ir import Axis, Kernel, Load, Reduce, Require, Scan, Store, ope
 from fxwrap.printers.cpp.body import Known, Statements, Writer
 from fxwrap.printers.cpp.index_text import size_text
 from fxwrap.printers.cpp.plan import BUFFER_COST, BUFFER_ELEMENTS, LANES, PARALLEL_WORK, PART, TILE, Plan, split_axis
+from fxwrap.printers.cpp.segments import Segment, segments_of
 from fxwrap.printers.cpp.types import CPP_TYPES
 from fxwrap.symbolic import product
 
@@ -116,6 +117,14 @@ class PointwisePrinter(LoopPrinter):
         if self.plan.tiled[1]:
             self.print_tiles(stores)
             return
+        segments = segments_of(self.kernel, lane)
+        if segments and outer and not inner:
+            with self.nest([self.head(axis) for axis in outer], self.parallel()):
+                self.hoist(known)
+                self.write_requirements(checked, known)
+                for segment in segments:
+                    self.print_segment(segment, lane, dict(known))
+            return
         if not outer:
             with self.nest([self.head(lane)], self.parallel(" simd")):
                 self.write_requirements(checked, known)
@@ -127,6 +136,15 @@ class PointwisePrinter(LoopPrinter):
             with self.nest([self.head(lane)], self.simd()):
                 self.write_requirements(inner, known)
                 self.write_stores(stores, known)
+
+    def print_segment(self, segment: Segment, lane: Axis, known: Known) -> None:
+        """Writes the vectorised loop over a part of the axis's range."""
+        self.statements.kernel = segment.kernel
+        if segment.kernel.stores:
+            head = f"for (int64_t {lane.name} = {segment.start}; {lane.name} < {segment.end}; ++{lane.name})"
+            with self.nest([head], self.simd()):
+                self.write_stores(segment.kernel.stores, known)
+        self.statements.kernel = self.kernel
 
     def print_tiles(self, stores: list[Store]) -> None:
         """Writes loops over square tiles, so that loads along another axis than the stores read whole cache lines."""

@@ -35,6 +35,7 @@ class _Rewriting:
         self.new: dict[int, int] = {}
         self.parts: dict[tuple[int, int], int] = {}
         self.origin = ""
+        self.known: dict[tuple[Operation, str], int] = {}
 
     def run(self) -> Kernel:
         for position, operation in enumerate(self.kernel.operations):
@@ -51,6 +52,11 @@ class _Rewriting:
         return without_dead_operations(replace(self.kernel, operations=tuple(self.operations)))
 
     def add(self, operation: Operation) -> int:
+        """Adds an operation, or finds the equal one: what a softmax's sum was made of is what its elements are."""
+        key = (operation, str(operation.value)) if isinstance(operation, Constant) else (operation, "")
+        if isinstance(operation, Compute | Constant) and key in self.known:
+            return self.known[key]
+        self.known[key] = len(self.operations)
         self.operations.append(operation)
         return len(self.operations) - 1
 
@@ -76,10 +82,10 @@ class _Rewriting:
 
     def softmax(self, position: int, value: int, dtype: torch.dtype) -> None:
         largest = self.add(Reduce("max", (value,), dtype, self.origin))
+        power = self.compute("exp", self.compute("sub", value, largest, dtype=dtype), dtype=dtype)
+        total = self.add(Reduce("sum", (power,), dtype, self.origin))
         lowest = self.add(Constant(-float("inf"), dtype, self.origin))
         zero = self.add(Constant(0.0, dtype, self.origin))
         empty = self.compute("eq", largest, lowest, dtype=torch.bool)
-        shift = self.compute("where", empty, zero, largest, dtype=dtype)
-        power = self.compute("exp", self.compute("sub", value, shift, dtype=dtype), dtype=dtype)
         self.parts[position, 0] = largest
-        self.parts[position, 1] = self.add(Reduce("sum", (power,), dtype, self.origin))
+        self.parts[position, 1] = self.compute("where", empty, zero, total, dtype=dtype)
