@@ -16,7 +16,7 @@ from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.errors import VerifyError
-from fxwrap.lowering import lower
+from fxwrap.lowering import Outcome, lower_with_coverage
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
 from fxwrap.wrapper_ir import Ownership, Program, program_key, verify
@@ -34,7 +34,7 @@ class Compiled(Emitted):
     """A compiled graph. Call it with the flat inputs; it returns the tuple of flat outputs.
 
     `boxed` takes the inputs in a list and empties it. `program` is what runs, `stages` every program on the way to it,
-    `source` the text of the emitted form.
+    `source` the text of the emitted form, `coverage` what became of each call of the graph: fused, or called, and why.
     """
 
     def __init__(
@@ -43,11 +43,13 @@ class Compiled(Emitted):
         options: Options,
         emitted: Emitted,
         fake_inputs: Mapping[str, FakeTensor] | None = None,
+        coverage: Sequence[Outcome] = (),
     ) -> None:
         super().__init__(emitted.source, lambda: emitted.boxed, lambda: emitted.flat)
         self.stages = tuple(stages)
         self.options = options
         self.emitted = emitted
+        self.coverage = tuple(coverage)
         self._fake_inputs = fake_inputs
 
     @property
@@ -90,7 +92,8 @@ def compile_graph(
     Raises GraphError for a graph that cannot be compiled, VerifyError for a pass that broke the program.
     """
     options = options or Options()
-    program = lower(graph, example_inputs, options=options, ownership=ownership, name=name)
+    lowered = lower_with_coverage(graph, example_inputs, options=options, ownership=ownership, name=name)
+    program = lowered.program
     stages = [Stage("lower", verify(program))]
     for change in options.passes:
         program = change(program)
@@ -98,7 +101,7 @@ def compile_graph(
         if options.verify:
             _verify_after(stages[-1])
     fakes = _fake_inputs(graph)
-    return Compiled(stages, options, emit(program, options.emitter, fakes), fakes)
+    return Compiled(stages, options, emit(program, options.emitter, fakes), fakes, lowered.coverage)
 
 
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from fxwrap.cli.coverage import coverage_table
 from fxwrap.cli.target import Target, load_target
 from fxwrap.compare import CapturedGraph, capture, compare
 from fxwrap.compiler import emit
@@ -38,6 +39,7 @@ _EXAMPLES = """\
 examples:
   python -m fxwrap show model.py:make_model
   python -m fxwrap show model.pt2 --origins
+  python -m fxwrap show model.py:make_model --training --coverage
   python -m fxwrap show mypackage.layers:attention --inputs "f32[2, 8, 16], bool[2, 8]" --training
   python -m fxwrap emit model.py:make_model --emitter cpp -o model.cpp
   python -m fxwrap compare model.py:make_model --training
@@ -80,6 +82,7 @@ def _add_show(commands: _Commands) -> None:
     what = "print the program: the typed lines between the graph and the emitted code"
     command = _add_command(commands, "show", what, 'model.py:block --inputs "f32[4, 64]" --origins')
     command.add_argument("--origins", action="store_true", help="end each line with the operator and source it is from")
+    command.add_argument("--coverage", action="store_true", help="print which operators were fused or called, and why")
     command.add_argument("--stages", action="store_true", help="print the program after each step that changed it")
     command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
     command.set_defaults(run=_show)
@@ -140,6 +143,9 @@ def _target(chosen: argparse.Namespace) -> Target:
 
 def _show(chosen: argparse.Namespace) -> int:
     for graph in _graphs(chosen):
+        if chosen.coverage:
+            print(coverage_table(graph.name, graph.compiled.coverage))
+            continue
         stages = graph.compiled.stages if chosen.stages else graph.compiled.stages[-1:]
         for stage in stages:
             if chosen.stages:

@@ -1,6 +1,7 @@
 """From FX graphs to programs."""
 
 from fxwrap.lowering.decompositions import decomposition_table, default_decompositions
-from fxwrap.lowering.graph import lower
+from fxwrap.lowering.define import Outcome
+from fxwrap.lowering.graph import lower, lower_with_coverage
 
-__all__ = ["decomposition_table", "default_decompositions", "lower"]
+__all__ = ["Outcome", "decomposition_table", "default_decompositions", "lower", "lower_with_coverage"]

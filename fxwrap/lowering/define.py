@@ -27,6 +27,7 @@ from fxwrap.lowering.definitions import (
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import OperatorFacts, operator_facts
 from fxwrap.lowering.rules import RULES, Call
+from fxwrap.lowering.source import location_of
 from fxwrap.options import Options
 from fxwrap.torch_compat import OpOverload, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
@@ -48,11 +49,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a node: "fused", "view", "call" or "number", and for a call the reason."""
+    """What became of a node: "fused", "view", "call" or "number", and for a call the reason.
 
-    node: Node
+    `node` is its name in the graph, `operator` what it calls, `location` the place in the model's source.
+    """
+
+    node: str
+    operator: str
     kind: str
     reason: str = ""
+    location: str = ""
 
 
 class Defining:
@@ -110,10 +116,14 @@ class Defining:
             reason = refusal
         elif not isinstance(node.target, OpOverload) or self._is_known_number(fake):
             self.known[node] = self.builder.expression(fake)
-            self.outcomes.append(Outcome(node, "number"))
+            self._became(node, "number")
             return
         self._step(node, position, fake)
-        self.outcomes.append(Outcome(node, "call", reason))
+        self._became(node, "call", reason)
+
+    def _became(self, node: Node, kind: str, reason: str = "") -> None:
+        operator = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "")
+        self.outcomes.append(Outcome(node.name, operator, kind, reason, location_of(node)))
 
     # --- definitions ------------------------------------------------------------------------------------------------
 
@@ -138,7 +148,7 @@ class Defining:
         ])  # fmt: skip
         self.known[node] = found[0] if single else found
         views = all(isinstance(item, Viewed) or item is None for item in found)
-        self.outcomes.append(Outcome(node, "view" if views else "fused"))
+        self._became(node, "view" if views else "fused")
         return None
 
     def _placed(
@@ -218,7 +228,7 @@ class Defining:
         if not self.write_into(target, value, node, position):
             return False
         self.known[node] = target
-        self.outcomes.append(Outcome(node, "fused"))
+        self._became(node, "fused")
         return True
 
     def write_into(self, target: Stored, value: Definition, node: Node, position: int) -> bool:

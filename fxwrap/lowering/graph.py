@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,26 +67,37 @@ def lower(
 
     Raises GraphError for a graph that cannot be compiled: the node, its place in the model's source and a remedy.
     """
+    return lower_with_coverage(graph, example_inputs, options=options, ownership=ownership, name=name).program
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program, and what became of each call of the graph it is from."""
+
+    program: Program
+    coverage: tuple[Outcome, ...]
+
+
+def lower_with_coverage(
+    graph: GraphModule | ExportedProgram,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    options: Options | None = None,
+    ownership: Mapping[int, Ownership] | None = None,
+    name: str = "program",
+) -> Lowered:
+    """Lowers a graph as `lower` does, and says which of its calls were fused, and why the others were not."""
     options = options or Options()
     source = graph_source(graph, example_inputs, options, name)
     refused: frozenset[str] = frozenset()
     while True:
         try:
-            return _Lowering(source, example_inputs, options, ownership or {}, refused).program()
+            return _Lowering(source, example_inputs, options, ownership or {}, refused).lowered()
         except KernelRefused as error:
             if options.fallback == "error":
                 raise
-            warnings.warn(f"{error}; these operators are called instead", FusionWarning, stacklevel=2)
+            warnings.warn(f"{error}; these operators are called instead", FusionWarning, stacklevel=3)
             refused |= error.nodes
-
-
-def coverage(
-    graph: GraphModule | ExportedProgram, example_inputs: Sequence[Any] | None = None, *, options: Options | None = None
-) -> tuple[Outcome, ...]:
-    """Returns what lowering makes of each call of a graph: fused into kernels, a view, a number, or a call and why."""
-    options = options or Options()
-    lowering = _Lowering(graph_source(graph, example_inputs, options, "program"), example_inputs, options, {})
-    return tuple(lowering.defining().outcomes)
 
 
 class _Lowering:
@@ -108,8 +120,8 @@ class _Lowering:
         self.attributes: dict[str, Value] = {}
         self.read_only: set[str] = set()
 
-    def program(self) -> Program:
-        defining = self.defining()
+    def lowered(self) -> Lowered:
+        defining = self._define()
         hint = symbol_hints(self.builder)
         uses = self._uses(defining, hint)
         fusion = self._fused(defining, uses, hint)
@@ -124,9 +136,10 @@ class _Lowering:
         for node in self.source.output.all_input_nodes:
             emission.ensure(node)
         returned = self._outputs()
-        return self._assemble(returned, tuple(emission.kernels.values()))
+        program = self._assemble(returned, tuple(emission.kernels.values()))
+        return Lowered(program, tuple(defining.outcomes))
 
-    def defining(self) -> Defining:
+    def _define(self) -> Defining:
         """Walks the graph once: inputs and constants get values, calls definitions or steps."""
         builder, nodes = self.builder, list(self.source.graph_module.graph.nodes)
         for node in nodes:
