@@ -1,0 +1,29 @@
+"""Definitions that read shifted windows of one tensor share a kernel only where each computes all of its elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxwrap import compile_graph
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x[:, :4] * 2, x[:, 4:] * 3),
+        lambda x: (x[1:] * 2, x[:-1] + 1),
+        lambda x: (x * 2, x.flip(0) + 1),
+        lambda x: (x * 2, x.diagonal()[:, None] * torch.ones_like(x)),
+        lambda x: torch.ops.aten.max_pool2d_with_indices(x[None], [3], [1], 1),
+    ],
+)
+def test_as_eager(function: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.randn(8, 8)
+    compiled = compile_graph(make_fx(function, tracing_mode="fake")(x), [x])
+    for result, eager in zip(compiled(x), function(x), strict=True):
+        assert torch.equal(result, eager)
