@@ -334,6 +334,8 @@ def placements(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iter
     """
     own_count, count = _count(trace.axes), _count(kernel.space)
     own_reduced = trace.axes[trace.kept :]
+    if own_count == 0:
+        return  # no indices to compare, and nothing to save
     if own_count == count:
         for at in _maps_into(kernel, trace):
             if _one_to_one(at, trace.axes) and _keeps_kinds(kernel, trace, at):

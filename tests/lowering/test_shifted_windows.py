@@ -1,4 +1,4 @@
-"""Definitions that read shifted windows of one tensor share a kernel only where each computes all of its elements."""
+"""Definitions share a kernel only where each computes all of its elements; those without elements compute none."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def test_as_eager(function: Callable[[torch.Tensor], Any]) -> None:
     compiled = compile_graph(make_fx(function, tracing_mode="fake")(x), [x])
     for result, eager in zip(compiled(x), function(x), strict=True):
         assert torch.equal(result, eager)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.softmax(0), lambda x: x.sum(0), lambda x: x.softmax(1)])
+def test_tensors_without_elements(function: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.randn(3, 0)
+    compiled = compile_graph(make_fx(function, tracing_mode="fake")(x), [x])
+    assert torch.equal(compiled(x)[0], function(x))

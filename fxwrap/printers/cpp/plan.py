@@ -37,6 +37,9 @@ PART = 16384
 TILE = 32
 """Rows and columns of a tile that is loaded transposed; `kernel.h` has the same."""
 
+SCAN_BLOCK = 256
+"""Elements of a row that are scanned together; `kernel.h` has the same."""
+
 COLUMN_BLOCK = 128
 """Columns that are reduced together, when the vectorised axis is kept."""
 
@@ -103,6 +106,8 @@ class Plan:
         if self.serial or not self.kernel.reductions or not isinstance(self.kernel.count, int):
             return False
         count = self.kernel.count
+        if not count:
+            return False  # it runs no iteration
         if not self.lane_is_reduced and self.lane is not None and isinstance(self.lane.size, int):
             count = count // self.lane.size * -(-self.lane.size // COLUMN_BLOCK)
         if count >= FEW_ITERATIONS:
