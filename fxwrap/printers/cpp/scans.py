@@ -9,8 +9,10 @@ import torch
 
 from fxwrap.loop_ir import Scan, Store
 from fxwrap.printers.cpp.body import Known, Statements
+from fxwrap.printers.cpp.index_text import size_text
 from fxwrap.printers.cpp.loops import ReductionPrinter
-from fxwrap.printers.cpp.types import CPP_TYPES
+from fxwrap.printers.cpp.plan import SCAN_BLOCK
+from fxwrap.printers.cpp.types import CPP_TYPES, literal
 
 _COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}
 
@@ -55,14 +57,53 @@ class ScanPrinter(ReductionPrinter):
 
     def print(self) -> None:
         """Writes the loops."""
-        self.statements.scan = self.scan
         with self.nest([self.head(axis) for axis in self.kernel.axes], self.parallel()):
             known: Known = {}
+            if self.blocked():
+                self.print_blocks(known)
+                return
+            self.statements.scan = self.scan
             for reductions, stores in self.stage_sinks():
                 self.print_stage(reductions, stores, known)
             self.print_requirements(known)
             if self.final_stores():
                 self.write_stores(self.final_stores(), known)
+
+    def blocked(self) -> bool:
+        """Whether the kernel is one sum or product along its rows, which goes in blocks of vectors."""
+        kinds = [item.kind for item in self.kernel.operations if isinstance(item, Scan)]
+        alone = len(kinds) == 1 and kinds[0] in ("cumsum", "cumprod") and not self.kernel.reductions
+        return alone and not self.requirements and not self.plan.serial
+
+    def print_blocks(self, known: Known) -> None:
+        """Writes loops over blocks of a row: what is scanned, the scan, then what its results are used for."""
+        (place,), lane = self.kernel.scans, self.kernel.reduced[0]
+        operation = self.kernel.operations[place]
+        assert isinstance(operation, Scan)
+        value = operation.operands[0]
+        dtype, name = self.statements.dtype(value), self.statements.name(place)
+        kind, start = scan_start(operation, dtype)
+        stores = [store for position, store in self.placed_stores() if self.plan.varying[position]]
+        self.write_fixed([value, *self.targets([], stores)], known)
+        self.writer.line(f"{kind} {name}_running = {start};")
+        size, first = size_text(lane.size), f"{lane.name}_0"
+        with self.nest([f"for (int64_t {first} = 0; {first} < {size}; {first} += {SCAN_BLOCK})"]):
+            self.writer.line(f"const int64_t count = fxwrap::min<int64_t>({SCAN_BLOCK}, {size} - {first});")
+            self.writer.line(f"{CPP_TYPES[dtype]} {name}_block[{SCAN_BLOCK}];")
+            head = f"for (int64_t {lane.name} = {first}; {lane.name} < {first} + count; ++{lane.name})"
+            element = f"{name}_block[{lane.name} - {first}]"
+            with self.nest([head], self.simd()):
+                inner = dict(known)
+                self.statements.write([value], inner)
+                self.writer.line(f"{element} = {inner[value]};")
+            neutral = literal(int(operation.kind == "cumprod"), dtype)
+            combine = f"combine::{_COMBINE[operation.kind]}"
+            comment = self.statements.comment(operation)
+            self.writer.line(f"scan_block({name}_block, count, {name}_running, {neutral}, {combine});{comment}")
+            with self.nest([head], self.simd()):
+                self.write_stores(stores, {**known, place: element})
+        if self.final_stores():
+            self.write_stores(self.final_stores(), known)
 
     def print_stage(self, reductions: list[int], stores: list[Store], known: Known) -> None:
         """Writes one pass over the row."""

@@ -496,3 +496,30 @@ inline void load_transposed(const T* source, int64_t stride, int height, int wid
   for (int j = 0; j < width; ++j)
     for (int i = 0; i < height; ++i) tile[i][j] = source[j * stride + i];
 }
+
+// --- scans ------------------------------------------------------------------------------------------------------------
+
+constexpr int SCAN_BLOCK = 256;
+
+// Replaces values by what a running value becomes with each of them. Sixteen at a time: four steps combine each with the
+// one 1, 2, 4 and 8 places before it, then all with the running value.
+template <class T, class Running, class Combine>
+INLINE void scan_block(T* values, int64_t count, Running& running, T neutral, Combine combine) {
+  typedef T Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
+  int64_t start = 0;
+  for (; start + 16 <= count; start += 16) {
+    Row& place = *reinterpret_cast<Row*>(values + start);
+    const Row none = neutral - Row{};
+    Row row = place;
+    row = combine(row, __builtin_shufflevector(none, row, 0, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30));
+    row = combine(row, __builtin_shufflevector(none, row, 0, 1, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29));
+    row = combine(row, __builtin_shufflevector(none, row, 0, 1, 2, 3, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27));
+    row = combine(row, __builtin_shufflevector(none, row, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23));
+    place = combine(row, T(running) - Row{});
+    running = combine(running, Running(row[15]));
+  }
+  for (; start < count; ++start) {
+    running = combine(running, Running(values[start]));
+    values[start] = T(running);
+  }
+}
