@@ -1,7 +1,8 @@
 """What Triton's interpreter lacks for generated kernels, put in its place while one runs.
 
 It has no functions of libdevice: each becomes torch's function of the same meaning. It forgets that a compared scalar
-is a bool when it spreads it over a block. It combines elements one by one in Python, where whole slices do as well.
+is a bool when it spreads it over a block. In Triton 3.6 it makes loop bounds of arrays in a way that NumPy gave up. It
+combines elements one by one in Python, where whole slices do as well.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def interpreter_additions() -> tuple[tuple[Any, str, Any], ...]:
     return (
         *[(library, name, _interpreted(function)) for name, function in functions.items()],
         (interpreter.InterpreterBuilder, "create_splat", _splat),
+        (interpreter, "_patch_lang_tensor", _with_index(interpreter._patch_lang_tensor)),
         (importlib.import_module("triton.language"), "device_assert", _require),
         (interpreter.ReduceOps, "generic_reduce", _reduce),
         (interpreter.ScanOps, "generic_scan", _scan),
@@ -58,6 +60,16 @@ def _interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         return language.tensor(handle(result, scalar), found)
 
     return call
+
+
+def _with_index(patch: Callable[..., None]) -> Callable[..., None]:
+    """Returns the interpreter's own preparation of tensors, followed by a conversion to an index of our own."""
+
+    def prepare(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return prepare
 
 
 def _require(condition: Any, message: str = "", mask: Any = None) -> None:

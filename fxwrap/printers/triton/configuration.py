@@ -144,7 +144,9 @@ def _rows(kernel: Kernel, hint: Hint) -> list[Configuration]:
             found.append(replace(whole, y_block=rows // 2))
     loop = min(block, 8192)
     warps = 16 if _reads_again(kernel) else 8  # rows read twice want more loads in flight
-    shapes = ((loop, warps), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8))
+    shapes = [(loop, warps), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8)]
+    if count >= 2 * _WAVE:  # with several rows a multiprocessor, shorter blocks hide more
+        shapes[:2] = shapes[1::-1]
     looped = [Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _warps(r, 8))) for r, w in shapes]
     return [*found, *looped] if not found or block > 2048 else found
 
