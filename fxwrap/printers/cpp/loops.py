@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from fxwrap.loop_ir import Axis, Kernel, Load, Reduce, Require, Scan, Store, operands
 from fxwrap.printers.cpp.body import Known, Statements, Writer
 from fxwrap.printers.cpp.index_text import size_text
-from fxwrap.printers.cpp.plan import BUFFER_COST, BUFFER_ELEMENTS, LANES, PARALLEL_WORK, PART, TILE, Plan, split_axis
+from fxwrap.printers.cpp.plan import BUFFER_COST, BUFFER_ELEMENTS, LANES, PARALLEL_WORK, PART, Plan, split_axis
 from fxwrap.printers.cpp.segments import Segment, segments_of
 from fxwrap.printers.cpp.types import CPP_TYPES
 from fxwrap.symbolic import product
@@ -153,16 +153,18 @@ class PointwisePrinter(LoopPrinter):
         heads = [self.head(item) for item in self.kernel.axes if item is not lane and item is not axis]
         for item in (axis, lane):
             start = f"{item.name}_0"
-            heads.append(f"for (int64_t {start} = 0; {start} < {size_text(item.size)}; {start} += {TILE})")
+            heads.append(f"for (int64_t {start} = 0; {start} < {size_text(item.size)}; {start} += {self.plan.tile})")
         known: Known = {}
         with self.nest(heads, self.parallel()):
             ends = []
             for item, name in ((axis, "height"), (lane, "width")):
                 size = size_text(item.size)
-                whole = isinstance(item.size, int) and item.size % TILE == 0
-                ends.append(str(TILE) if whole else name)
+                whole = isinstance(item.size, int) and item.size % self.plan.tile == 0
+                ends.append(str(self.plan.tile) if whole else name)
                 if not whole:
-                    self.writer.line(f"const int {name} = int(fxwrap::min<int64_t>({TILE}, {size} - {item.name}_0));")
+                    self.writer.line(
+                        f"const int {name} = int(fxwrap::min<int64_t>({self.plan.tile}, {size} - {item.name}_0));"
+                    )
             for place in loads:
                 known[place] = self.load_tile(place, axis, lane, *ends)
             rows = f"for (int64_t {axis.name} = {axis.name}_0; {axis.name} < {axis.name}_0 + {ends[0]}; ++{axis.name})"
@@ -181,7 +183,7 @@ class PointwisePrinter(LoopPrinter):
         corner = load.index.substitute({item: Axis(f"{item.name}_0", item.size) for item in (axis, lane)})
         stride = load.index.stride(lane)
         assert stride is not None
-        self.writer.line(f"{CPP_TYPES[load.dtype]} {tile}[{TILE}][{TILE}];")
+        self.writer.line(f"{CPP_TYPES[load.dtype]} {tile}[{self.plan.tile}][{self.plan.tile}];")
         source = f"{load.buffer} + {index(corner)}, {index(stride)}"
         self.writer.line(f"load_transposed({source}, {height}, {width}, {tile});{self.statements.comment(load)}")
         return f"{tile}[{axis.name} - {axis.name}_0][{lane.name} - {lane.name}_0]"

@@ -34,8 +34,8 @@ FEW_ITERATIONS = 16
 PART = 16384
 """Elements of a part of a long reduction; what is longer is summed in parts, which also keeps float32 sums exact."""
 
-TILE = 32
-"""Rows and columns of a tile that is loaded transposed; `kernel.h` has the same."""
+TILE_BYTES = 64
+"""Bytes of a row of a tile that is loaded transposed, a cache line; it has as many rows, but no fewer than 16."""
 
 SCAN_BLOCK = 256
 """Elements of a row that are scanned together; `kernel.h` has the same."""
@@ -131,6 +131,12 @@ class Plan:
         axis = max(found, key=lambda item: len(found[item]))
         return axis, tuple(found[axis])
 
+    @property
+    def tile(self) -> int:
+        """Rows and columns of the tiles, a multiple of 16: as many elements of the widest as fit a cache line."""
+        loads = [item for item in self.kernel.operations if isinstance(item, Load)]
+        return max(16, TILE_BYTES // max([load.dtype.itemsize for load in loads], default=1))
+
     def cost(self, position: int, known: Iterable[int]) -> int:
         """Returns about how many instructions computing a value again takes, from those that are known on."""
         stop, stack, total = set(known), [position], 0
@@ -171,7 +177,7 @@ def _score(axis: Axis, accesses: list[tuple[Index, int]]) -> int:
 
 
 def _long(axis: Axis) -> bool:
-    return not isinstance(axis.size, int) or axis.size >= TILE
+    return not isinstance(axis.size, int) or axis.size >= 16
 
 
 def _transposed(index: Index, axis: Axis, lane: Axis) -> bool:

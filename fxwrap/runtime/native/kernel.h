@@ -460,8 +460,6 @@ template <class Combine> struct Lanewise {
 
 // --- tiles ------------------------------------------------------------------------------------------------------------
 
-constexpr int TILE = 32;
-
 template <int size> struct Bits;
 template <> struct Bits<1> { using Type = uint8_t; };
 template <> struct Bits<2> { using Type = uint16_t; };
@@ -469,7 +467,7 @@ template <> struct Bits<4> { using Type = uint32_t; };
 template <> struct Bits<8> { using Type = uint64_t; };
 
 // Transposes 16 x 16 elements: four rounds of interleaving row i with row i + 8.
-template <class T> inline void transpose_16(const T* source, int64_t stride, T* tile) {
+template <int size, class T> inline void transpose_16(const T* source, int64_t stride, T* tile) {
   using Element = typename Bits<sizeof(T)>::Type;
   typedef Element Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
   Row rows[16], zipped[16];
@@ -482,15 +480,15 @@ template <class T> inline void transpose_16(const T* source, int64_t stride, T* 
     }
     for (int i = 0; i < 16; ++i) rows[i] = zipped[i];
   }
-  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(tile + i * TILE) = rows[i];
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(tile + i * size) = rows[i];
 }
 
-// tile[i][j] = source[j * stride + i], for i < height and j < width.
-template <class T>
-inline void load_transposed(const T* source, int64_t stride, int height, int width, T (&tile)[TILE][TILE]) {
-  if (height == TILE && width == TILE) {
-    for (int j = 0; j < TILE; j += 16)
-      for (int i = 0; i < TILE; i += 16) transpose_16(source + j * stride + i, stride, &tile[i][j]);
+// tile[i][j] = source[j * stride + i], for i < height and j < width; the tile's size is a multiple of 16.
+template <int size, class T>
+inline void load_transposed(const T* source, int64_t stride, int height, int width, T (&tile)[size][size]) {
+  if (height == size && width == size) {
+    for (int j = 0; j < size; j += 16)
+      for (int i = 0; i < size; i += 16) transpose_16<size>(source + j * stride + i, stride, &tile[i][j]);
     return;
   }
   for (int j = 0; j < width; ++j)
