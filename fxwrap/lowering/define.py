@@ -86,7 +86,8 @@ class Defining:
         found = Stored(tuple(self.builder.tensor_type(fake).sizes), fake.dtype, fake.device)
         found.name = name or node.name
         self._in_memory(found, fake)
-        strides = zip(fake.shape, fake.stride(), strict=True)
+        type_ = self.builder.tensor_type(fake)
+        strides = zip(type_.sizes, type_.strides, strict=True)
         self._strides[found] = tuple([stride for size, stride in strides if size != 1])
         return found
 
@@ -114,7 +115,9 @@ class Defining:
             if refusal is None:
                 return
             reason = refusal
-        elif not isinstance(node.target, OpOverload) or self._is_known_number(fake):
+        elif not self._gives_tensors(fake) and (
+            not isinstance(node.target, OpOverload) or self._is_known_number(fake)
+        ):
             self.known[node] = self.builder.expression(fake)
             self._became(node, "number")
             return
