@@ -367,6 +367,20 @@ def test_stores_that_combine(mode: str, dtype: torch.dtype) -> None:
     check(body.finish([row, column], [], inputs, [Buffer("out", dtype, 72)]), rtol=1e-4)
 
 
+@pytest.mark.parametrize("columns", [16, 70, 1024])
+@pytest.mark.parametrize("dtype", [F32, torch.int64, BF16], ids=str)
+def test_rows_added_to_a_table_run_in_parallel_over_columns(columns: int, dtype: torch.dtype) -> None:
+    body, row, column = Body(), Axis("row", 600), Axis("column", columns)
+    chosen = body.gathered(body.load("index", as_index(row), torch.int64), 9)
+    value = body.load("x", matrix(row, column), dtype)
+    body.store("out", chosen * columns + column, value, body.index(row) < 550, "add")
+    inputs = [Buffer("index", torch.int64, 600), Buffer("x", dtype, 600 * columns)]
+    kernel = body.finish([row, column], [], inputs, [Buffer("out", dtype, 9 * columns)])
+    x = torch.randint(0, 2, (600 * columns,)).to(dtype)  # sums of whole numbers are exact in any order
+    source = check(kernel, given={"x": x, "out": torch.zeros(9 * columns, dtype=dtype)})
+    assert "parallel" in source or columns < 70
+
+
 @pytest.mark.parametrize("rows", [0, 1, 70])
 @pytest.mark.parametrize("columns", [1, 5, 3000])
 @pytest.mark.parametrize("dim", [0, 1])

@@ -10,7 +10,16 @@ from contextlib import ExitStack, contextmanager
 from fxwrap.loop_ir import Axis, Kernel, Load, Reduce, Require, Scan, Store, operands
 from fxwrap.printers.cpp.body import Known, Statements, Writer
 from fxwrap.printers.cpp.index_text import size_text
-from fxwrap.printers.cpp.plan import BUFFER_COST, BUFFER_ELEMENTS, LANES, PARALLEL_WORK, PART, Plan, split_axis
+from fxwrap.printers.cpp.plan import (
+    BUFFER_COST,
+    BUFFER_ELEMENTS,
+    LANES,
+    PARALLEL_WORK,
+    PART,
+    SCATTER_BLOCK,
+    Plan,
+    split_axis,
+)
 from fxwrap.printers.cpp.segments import Segment, segments_of
 from fxwrap.printers.cpp.types import CPP_TYPES
 from fxwrap.symbolic import product
@@ -114,6 +123,9 @@ class PointwisePrinter(LoopPrinter):
             self.write_stores(stores, known)
             return
         outer = [axis for axis in self.kernel.axes if axis is not lane]
+        if self.plan.serial and self.plan.scatters_apart:
+            self.print_scatter(lane, outer, stores)
+            return
         if self.plan.tiled[1]:
             self.print_tiles(stores)
             return
@@ -136,6 +148,28 @@ class PointwisePrinter(LoopPrinter):
             with self.nest([self.head(lane)], self.simd()):
                 self.write_requirements(inner, known)
                 self.write_stores(stores, known)
+
+    def print_scatter(self, lane: Axis, outer: Sequence[Axis], stores: Sequence[Store]) -> None:
+        """Writes loops in which each thread combines a block of columns of all rows, in order: no two meet."""
+        assert isinstance(lane.size, int)
+        block = SCATTER_BLOCK
+        while block < 256 and lane.size >= 16 * block:
+            block *= 2
+        first, work = f"{lane.name}_0", self.plan.work
+        busy = not isinstance(work, int) or work >= PARALLEL_WORK
+        pragma = f"#pragma omp parallel for schedule(static){self.clause}" if busy else ""
+        with self.nest([f"for (int64_t {first} = 0; {first} < {lane.size}; {first} += {block})"], pragma):
+            end = str(block) if lane.size % block == 0 else f"fxwrap::min<int64_t>({block}, {lane.size} - {first})"
+            self.writer.line(f"const int64_t end = {first} + {end};")
+            with self.nest([self.head(axis) for axis in outer]):
+                known: Known = {}
+                fixed = [place for place, _ in self.requirements if lane not in self.plan.depends[place]]
+                self.hoist(known)
+                self.write_requirements(fixed, known)
+                head = f"for (int64_t {lane.name} = {first}; {lane.name} < end; ++{lane.name})"
+                with self.nest([head], f"#pragma omp simd{self.clause}"):
+                    self.write_requirements([place for place, _ in self.requirements if place not in fixed], known)
+                    self.write_stores(stores, known)
 
     def print_segment(self, segment: Segment, lane: Axis, known: Known) -> None:
         """Writes the vectorised loop over a part of the axis's range."""

@@ -37,6 +37,9 @@ PART = 16384
 TILE_BYTES = 64
 """Bytes of a row of a tile that is loaded transposed, a cache line; it has as many rows, but no fewer than 16."""
 
+SCATTER_BLOCK = 16
+"""Columns of a table that one thread adds rows to."""
+
 SCAN_BLOCK = 256
 """Elements of a row that are scanned together; `kernel.h` has the same."""
 
@@ -132,6 +135,14 @@ class Plan:
         return axis, tuple(found[axis])
 
     @property
+    def scatters_apart(self) -> bool:
+        """Whether stores that combine never meet from different places along the vectorised axis: a row of a table."""
+        lane = self.lane
+        if lane is None or not isinstance(lane.size, int) or lane.size < SCATTER_BLOCK:
+            return False
+        return all(_apart(store.index, lane, lane.size) for store in self.kernel.stores)
+
+    @property
     def tile(self) -> int:
         """Rows and columns of the tiles, a multiple of 16: as many elements of the widest as fit a cache line."""
         loads = [item for item in self.kernel.operations if isinstance(item, Load)]
@@ -178,6 +189,16 @@ def _score(axis: Axis, accesses: list[tuple[Index, int]]) -> int:
 
 def _long(axis: Axis) -> bool:
     return not isinstance(axis.size, int) or axis.size >= 16
+
+
+def _apart(index: Index, axis: Axis, size: int) -> bool:
+    """Whether an index differs along an axis whatever else it depends on: all else moves by whole lengths of it."""
+    stride = index.stride(axis)
+    number = None if stride is None else stride.constant
+    if not number or number < 0:
+        return False
+    rest = [coefficient for atoms, coefficient in index.terms if atoms and atoms != (axis,)]
+    return all(coefficient % (number * size) == 0 for coefficient in rest)
 
 
 def _transposed(index: Index, axis: Axis, lane: Axis) -> bool:
