@@ -90,7 +90,7 @@ def resolved(definition: Definition, indices: Indices) -> tuple[Definition, Mult
 class BodyReader:
     """Runs bodies: computes what is inlined, once an element, and leaves the rest to `fetch`.
 
-    `ran` collects the definitions whose bodies ran.
+    `ran` collects the definitions whose bodies ran, each after those it inlines.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class BodyReader:
         known = self._known.get(key)
         if known is None:
             if isinstance(definition, Pointwise) and self._inlined(definition):
-                self.ran[definition] = None
                 with self.body.origins(definition.origin):
                     known = definition.body(self, at)
+                self.ran[definition] = None
             else:
                 known = self._fetch(definition, at, other)
             self._known[key] = known
@@ -134,20 +134,24 @@ class BodyReader:
 
     def run(self, definition: Definition, at: Sequence[IndexLike], kept: int) -> Scalar:
         """Runs a definition's body at an element of its space; for a reduction or scan, up to what it combines."""
-        self.ran[definition] = None
         with self.body.origins(definition.origin):
-            match definition:
-                case Pointwise():
-                    return definition.body(self, at)
-                case Reduced():
-                    return definition.source.body(self, at[:kept], at[kept:])
-                case Scanned():
-                    dim = definition.source.dim
-                    return definition.source.body(self, (*at[:dim], at[-1], *at[dim:-1]))
-                case Scattered():
-                    return definition.body(self, at)[1]
-                case _:
-                    raise AssertionError(f"{definition} has no body")
+            value = self._body_value(definition, at, kept)
+        self.ran[definition] = None
+        return value
+
+    def _body_value(self, definition: Definition, at: Sequence[IndexLike], kept: int) -> Scalar:
+        match definition:
+            case Pointwise():
+                return definition.body(self, at)
+            case Reduced():
+                return definition.source.body(self, at[:kept], at[kept:])
+            case Scanned():
+                dim = definition.source.dim
+                return definition.source.body(self, (*at[:dim], at[-1], *at[dim:-1]))
+            case Scattered():
+                return definition.body(self, at)[1]
+            case _:
+                raise AssertionError(f"{definition} has no body")
 
     def scattered(self, definition: Scattered, at: Indices) -> tuple[Sequence[Index], Scalar]:
         """Returns where a scatter writes at an element of its space, and what."""
