@@ -90,6 +90,10 @@ class NativeBuildError(FxwrapError):
     """The C++ compiler is missing or failed. The message holds the command and the compiler's own output."""
 
 
+class KernelBuildError(FxwrapError):
+    """A kernel that the compiler of its language refuses, or that asks for more than its device has."""
+
+
 class ExpressionError(FxwrapError):
     """A symbolic size or condition that the IR has no form for: an unknown symbol, function or kind of operand."""
 

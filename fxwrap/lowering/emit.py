@@ -22,7 +22,7 @@ from fxwrap.lowering.nodes import lower_call
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.tracing import trace_with
 from fxwrap.options import Options
-from fxwrap.printers import PrintedKernel, print_kernel
+from fxwrap.printers import KernelPrinter, KernelRequest, PrintedKernel
 from fxwrap.symbolic import Size, maximum, product
 from fxwrap.wrapper_ir import KernelDefinition, Origin, TensorType, Value
 
@@ -46,6 +46,7 @@ class Emission:
         options: Options,
         hint: Callable[[Size], int],
         last_reader: Mapping[Definition, Item],
+        print_kernel: KernelPrinter,
     ) -> None:
         self.builder = builder
         self.defining = defining
@@ -53,6 +54,7 @@ class Emission:
         self.options = options
         self.hint = hint
         self.last_reader = last_reader
+        self.print_kernel = print_kernel
         self.values: dict[Definition, Value] = {}
         self.kernels: dict[str, KernelDefinition] = {}
         self._names: dict[str, int] = {}
@@ -219,7 +221,8 @@ class Emission:
         language = self.options.cpu_kernels if plan.device_type == "cpu" else spec.kernel_language
         limits = {name: info.upper for name, info in self.builder.infos.items() if isinstance(info.upper, int)}
         try:
-            return print_kernel(kernel, language, self.hint, limits)
+            device = plan.members[0].use.definition.device
+            return self.print_kernel(KernelRequest(kernel, language, device, self.hint, limits))
         except FxwrapError as error:
             raise KernelRefused(frozenset(self._origin(built.computed).nodes), str(error)) from error
 

@@ -27,6 +27,7 @@ from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.source import GraphSource, graph_source, location_of
 from fxwrap.lowering.symbols import bind_sizes, symbol_info
 from fxwrap.options import Options
+from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.symbolic import Size
 from fxwrap.torch_compat import OpOverload
 from fxwrap.wrapper_ir import (
@@ -85,14 +86,19 @@ def lower_with_coverage(
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,
     name: str = "program",
+    refused: frozenset[str] = frozenset(),
+    print_kernel: KernelPrinter = print_kernel,
 ) -> Lowered:
-    """Lowers a graph as `lower` does, and says which of its calls were fused, and why the others were not."""
+    """Lowers a graph as `lower` does, and says which of its calls were fused, and why the others were not.
+
+    `refused` are nodes that are called although there are rules to fuse them; `print_kernel` chooses how kernels are
+    printed.
+    """
     options = options or Options()
     source = graph_source(graph, example_inputs, options, name)
-    refused: frozenset[str] = frozenset()
     while True:
         try:
-            return _Lowering(source, example_inputs, options, ownership or {}, refused).lowered()
+            return _Lowering(source, example_inputs, options, ownership or {}, refused, print_kernel).lowered()
         except KernelRefused as error:
             if options.fallback == "error":
                 raise
@@ -108,8 +114,10 @@ class _Lowering:
         options: Options,
         ownership: Mapping[int, Ownership],
         refused: frozenset[str] = frozenset(),
+        print_kernel: KernelPrinter = print_kernel,
     ) -> None:
         self.source = source
+        self.print_kernel = print_kernel
         self.refused = refused
         self.options = options
         self.ownership = ownership
@@ -126,7 +134,8 @@ class _Lowering:
         uses = self._uses(defining, hint)
         fusion = self._fused(defining, uses, hint)
         items = fusion.items()
-        emission = Emission(self.builder, defining, uses, self.options, hint, self._dying(fusion, defining))
+        dying = self._dying(fusion, defining)
+        emission = Emission(self.builder, defining, uses, self.options, hint, dying, self.print_kernel)
         for node, value in self.builder.env.items():
             emission.record(defining.known.get(node), value)
         wanted = {definition for item in items if item.kernel is not None for definition in item.kernel.reads}

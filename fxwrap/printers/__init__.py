@@ -1,4 +1,7 @@
 """Printers of the loop IR: one package for each kernel language."""
 
+from fxwrap.printers.languages import KernelPrinter as KernelPrinter
+from fxwrap.printers.languages import KernelRequest as KernelRequest
+from fxwrap.printers.languages import candidate_kernels as candidate_kernels
 from fxwrap.printers.languages import print_kernel as print_kernel
 from fxwrap.printers.printed import PrintedKernel as PrintedKernel

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import torch
 
 from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir import Kernel
@@ -12,16 +17,42 @@ from fxwrap.printers.triton import configurations, print_triton
 from fxwrap.symbolic import Size
 
 
-def print_kernel(
-    kernel: Kernel, language: str, hint: Callable[[Size], int], limits: Mapping[str, int]
-) -> PrintedKernel:
-    """Returns a kernel as text in a kernel language.
+@dataclass(frozen=True)
+class KernelRequest:
+    """A kernel that is to be printed, and what is known of its launch.
 
-    `hint` gives a typical value of a symbolic size, `limits` the largest values that symbols can have, by name. Raises
-    FxwrapError for a language that has no printer, or a kernel that the language cannot say.
+    Fields: `language` of the printer; `device` it will run on; `hint` gives a typical value of a symbolic size;
+    `limits` the largest values that symbols can have, by name.
     """
-    if language == "cpp":
-        return print_cpp_kernel(kernel)
-    if language == "triton":
-        return print_triton(kernel, configurations(kernel, hint)[0], limits)
-    raise FxwrapError(f"there is no printer for the kernel language '{language}'")
+
+    kernel: Kernel
+    language: str
+    device: torch.device
+    hint: Callable[[Size], int]
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
+KernelPrinter: TypeAlias = Callable[[KernelRequest], PrintedKernel]
+"""Prints what is requested in the way it chooses."""
+
+
+def print_kernel(request: KernelRequest) -> PrintedKernel:
+    """Returns a kernel as text in its language, cut by the best guess.
+
+    Raises FxwrapError for a language that has no printer, or a kernel that the language cannot say.
+    """
+    return candidate_kernels(request)[0]()
+
+
+def candidate_kernels(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
+    """Returns what prints a kernel in each way that is worth a try, the best guess first; all are correct.
+
+    Raises FxwrapError for a language that has no printer, as printing does for a kernel that it cannot say.
+    """
+    kernel = request.kernel
+    if request.language == "cpp":
+        return (partial(print_cpp_kernel, kernel),)
+    if request.language == "triton":
+        ways = configurations(kernel, request.hint)
+        return tuple([partial(print_triton, kernel, way, request.limits) for way in ways])
+    raise FxwrapError(f"there is no printer for the kernel language '{request.language}'")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TypeAlias
 
 import torch
@@ -16,6 +16,8 @@ import torch
 from fxwrap.errors import FxwrapError, NativeBuildError
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText, cpp_kernel_units, cpp_launchers
 from fxwrap.runtime.native import compile_cpp, compiled_kernels, load_program, record_kernels
+from fxwrap.runtime.triton_compile import KernelUse, compile_triton_kernels
+from fxwrap.runtime.triton_compile import triton as triton_package
 from fxwrap.runtime.triton_kernels import load_triton_kernel
 
 Launcher: TypeAlias = Callable[..., None]
@@ -34,7 +36,7 @@ def load_kernel(language: str, source: str, signature: tuple[str, ...], options:
         case "cpp":
             return _load_cpp_kernel(source, signature, options)
         case "triton":
-            return load_triton_kernel(source, options)
+            return load_triton_kernel(source, signature, options)
         case _:
             raise FxwrapError(f"there is no launcher for kernels in '{language}', only for 'cpp' and 'triton'")
 
@@ -56,6 +58,48 @@ def prepare_kernels(kernels: tuple[KernelText, ...]) -> None:
                 raise
             return
         record_kernels([kernel.symbol for kernel in missing], path)
+
+
+def compile_kernels(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:
+    """Compiles kernels ahead of their first launch; returns for each what went wrong, or None.
+
+    C++ kernels are compiled for this machine, Triton kernels for their GPU where this machine has one. Kernels in other
+    languages are left alone.
+    """
+    found: list[FxwrapError | None] = [None] * len(uses)
+    cpp = [position for position, use in enumerate(uses) if use.kernel.language == "cpp"]
+    triton = [position for position, use in enumerate(uses) if use.kernel.language == "triton"]
+    on_gpu = [position for position in triton if uses[position].device.type == "cuda" and torch.cuda.is_available()]
+    for position, error in zip(cpp, _compile_cpp_kernels([uses[position].kernel for position in cpp]), strict=True):
+        found[position] = error
+    for position, error in zip(on_gpu, compile_triton_kernels([uses[position] for position in on_gpu]), strict=True):
+        found[position] = error
+    for position in triton:
+        if position not in on_gpu:
+            found[position] = _failure(triton_package)
+    return found
+
+
+def _compile_cpp_kernels(kernels: Sequence[KernelText]) -> list[FxwrapError | None]:
+    """Compiles C++ kernels together, and where that fails one by one."""
+    if not kernels:
+        return []
+    together = _failure(lambda: prepare_kernels(tuple(kernels)))
+    if together is not None and len(kernels) == 1:
+        return [together]
+    try:
+        known = compiled_kernels(tuple([kernel.symbol for kernel in kernels]))
+    except NativeBuildError as error:  # no compiler
+        return [error] * len(kernels)
+    return [None if kernel.symbol in known else _failure(partial(prepare_kernels, (kernel,))) for kernel in kernels]
+
+
+def _failure(compile_them: Callable[[], object]) -> FxwrapError | None:
+    try:
+        compile_them()
+    except FxwrapError as error:
+        return error
+    return None
 
 
 def _load_cpp_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:

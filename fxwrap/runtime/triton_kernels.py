@@ -10,55 +10,46 @@ replaced by interpreted ones. Everything is put back at the scope's end, so one 
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from fxwrap.errors import FxwrapError
-from fxwrap.runtime.modules import load_module
+from fxwrap.runtime.cpp_kernels import KernelOptions
+from fxwrap.runtime.triton_compile import gpu_function, kernel_of, launch_keywords, one_at_a_time, triton
 from fxwrap.runtime.triton_interpreter import interpreter_additions
 
-_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow")
 _LIBRARY = ("triton.language", "triton.language.standard", "triton.language.random", "triton.language.math")
 _CORE = "triton.language.core"
 
-_one_at_a_time = threading.RLock()  # Triton's interpreter keeps its state in the process
 
-
-def load_triton_kernel(source: str, options: Sequence[tuple[str, Any]]) -> Callable[..., None]:
+def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Callable[..., None]:
     """Returns `launcher(grid, *tensors, *numbers)` of a text that defines a `@triton.jit` function called `kernel`.
 
     Options in capitals are its constant parameters; the others (num_warps, num_stages, num_ctas, maxnreg,
-    enable_fp_fusion) say how it is compiled. Floating-point fusion is off unless an option asks for it: Triton's own
-    default differs between versions. Raises FxwrapError where Triton is missing, for a text without `kernel`, and for
-    an unknown option.
+    enable_fp_fusion) say how it is compiled. Raises FxwrapError where Triton is missing, for a text without `kernel`,
+    and for an unknown option.
     """
-    constants = {name: option for name, option in options if name.isupper()}
-    choices = {"enable_fp_fusion": False} | {name: option for name, option in options if not name.isupper()}
-    for name in choices:
-        if name not in _LAUNCH_OPTIONS:
-            raise FxwrapError(f"a Triton kernel has no option '{name}', only {', '.join(_LAUNCH_OPTIONS)}")
-    _triton()
+    constants, choices = launch_keywords(options)
+    triton()
 
     @cache
-    def kernel(interpreted: bool) -> Any:
-        with _interpreter() if interpreted else _one_at_a_time:
-            found = getattr(load_module(source, "triton_kernel"), "kernel", None)
-        if found is None:
-            raise FxwrapError("the text of a Triton kernel defines a function called 'kernel' with @triton.jit")
-        return found
+    def on_gpu() -> Any:
+        return gpu_function(source, signature, options)
+
+    @cache
+    def interpreted() -> Any:
+        with _interpreter():
+            return kernel_of(source)
 
     def launch(grid: Sequence[int], *arguments: torch.Tensor | float) -> None:
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
-            kernel(False)[tuple(grid)](*arguments, **constants, **choices)
+            on_gpu()[tuple(grid)](*arguments, **constants, **choices)
             return
         with _interpreter(), _own_errors():
-            kernel(True)[tuple(grid)](*arguments, **constants)
+            interpreted()[tuple(grid)](*arguments, **constants)
 
     return launch
 
@@ -77,20 +68,11 @@ def _own_errors() -> Iterator[None]:
         raise IndexError(*cause.args) from None
 
 
-def _triton() -> ModuleType:
-    try:
-        return importlib.import_module("triton")
-    except ImportError as missing:
-        raise FxwrapError(
-            f"this program has a Triton kernel, and Triton cannot be imported ({missing}): install the package 'triton'"
-        ) from missing
-
-
 @contextmanager
 def _interpreter() -> Iterator[None]:
     """Makes Triton interpret what is decorated and called, until the end."""
-    runtime = _triton().knobs.runtime
-    with _one_at_a_time, runtime.scope():
+    runtime = triton().knobs.runtime
+    with one_at_a_time, runtime.scope():
         runtime.interpret = True
         before = [(owner, dict(vars(owner))) for owner in _patched_owners()]
         for owner, name, function in _interpreted_library():
@@ -119,7 +101,7 @@ def _put_back(owner: Any, contents: dict[str, Any]) -> None:
 @cache
 def _interpreted_library() -> tuple[tuple[Any, str, Any], ...]:
     """Returns Triton's library functions that were decorated for GPUs: owner, name and interpreted form of each."""
-    compiled = _triton().JITFunction
+    compiled = triton().JITFunction
     interpreted = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
     modules = [importlib.import_module(name) for name in _LIBRARY]
     found: list[tuple[Any, str, Any]] = []

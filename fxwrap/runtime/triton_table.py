@@ -10,7 +10,7 @@ from typing import Any
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime.cpp_kernels import KernelOptions
 from fxwrap.runtime.kernels import load_kernel
-from fxwrap.runtime.modules import load_module
+from fxwrap.runtime.triton_compile import gpu_function, launch_keywords
 
 
 class CpuTritonKernel:
@@ -40,11 +40,12 @@ def triton_function(
     source: str, signature: tuple[str, ...], options: KernelOptions, kernel_hash: str, on_cpu: bool
 ) -> Any:
     """Returns the object that launches a kernel; its `fxwrap_hash` says which kernel of a program it is."""
-    made = CpuTritonKernel(source, signature, options) if on_cpu else load_module(source, "triton_kernel").kernel
+    made = CpuTritonKernel(source, signature, options) if on_cpu else gpu_function(source, signature, options)
     made.fxwrap_hash = kernel_hash
     return made
 
 
 def triton_constants(options: KernelOptions) -> KernelOptions:
-    """Returns the constant arguments of a launch: the kernel's options, floating-point fusion off unless asked for."""
-    return options if "enable_fp_fusion" in dict(options) else (*options, ("enable_fp_fusion", False))
+    """Returns the constant arguments of a launch, in the order of a launcher's: Triton tells them apart by it."""
+    constants, choices = launch_keywords(options)
+    return (*constants.items(), *choices.items())
