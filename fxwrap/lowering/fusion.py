@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, as_index, linear_index, unflattened
-from fxwrap.lowering.definitions import Definition, Pointwise, Scanned, Scattered, Written
+from fxwrap.loop_ir import POSITION_RESULTS, Atom, Axis, Index, IndexLike, as_index, linear_index, unflattened
+from fxwrap.lowering.definitions import Definition, Pointwise, Reduced, Scanned, Scattered, Written
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.tracing import Multi, Trace, element_of, shared_source, trace_with
 from fxwrap.symbolic import Size, product
@@ -148,6 +148,7 @@ class Fusion:
             key = self._new_key(item, needed)
             assert key is not None
             item.key = key
+            self._numbering = max(self._numbering, key)
             assert item.kernel is not None
             _rebase(item.kernel, placement)
             self._join(item, use, trace, placement.at, needed)
@@ -338,7 +339,9 @@ def placements(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iter
         return  # no indices to compare, and nothing to save
     if own_count == count:
         for at in _maps_into(kernel, trace):
-            if _one_to_one(at, trace.axes) and _keeps_kinds(kernel, trace, at):
+            if not _one_to_one(at, trace.axes) or not _keeps_kinds(kernel, trace, at):
+                continue
+            if not _combines_in_order(definition) or _walks_alike(at[trace.kept :], own_reduced, kernel.reduced):
                 yield Placement(kernel.axes, kernel.reduced, {axis: axis for axis in kernel.space}, at)
         if not kernel.reduced or own_reduced or not trace.axes:
             yield from _moves_to(kernel, trace, definition)
@@ -360,6 +363,10 @@ def _moves_to(kernel: KernelPlan, trace: Trace, definition: Definition) -> Itera
             continue
         if not _one_to_one(kernel_at, kernel.space):
             continue
+        if any(_combines_in_order(member.use.definition) for member in kernel.members) and not _walks_alike(
+            kernel_at[len(kernel.axes) :], kernel.reduced, reduced
+        ):
+            continue
         yield Placement(kept, reduced, mapping, own)
 
 
@@ -368,6 +375,18 @@ def _keeps_kinds(kernel: KernelPlan, trace: Trace, at: Multi) -> bool:
     if trace.kept == len(trace.axes):
         return True
     return axes_of(at[: trace.kept]) <= set(kernel.axes) and axes_of(at[trace.kept :]) <= set(kernel.reduced)
+
+
+def _combines_in_order(definition: Definition) -> bool:
+    """Whether the order in which reduced axes are walked shows in what a definition gives."""
+    if isinstance(definition, Scanned):
+        return True
+    return isinstance(definition, Reduced) and (definition.source.kind, 0) in POSITION_RESULTS
+
+
+def _walks_alike(at: Multi, axes: Sequence[Axis], others: Sequence[Axis]) -> bool:
+    """Whether row-major order over axes is that over others, over which `at` gives their point."""
+    return linear_index(at, [axis.size for axis in axes]) == linear_index(others, [axis.size for axis in others])
 
 
 def _maps_into(kernel: KernelPlan, trace: Trace) -> Iterator[Multi]:
