@@ -38,11 +38,13 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None)
 def _with_views_on_their_bases(nodes: Sequence[Node]) -> dict[Node, Any]:
     """Returns the nodes' metadata, with views made anew whose metadata is on another storage than their base's.
 
+    What a call writes and gives back is the operand itself.
+
     make_fx over real tensors records unrelated tensors, without offsets; merged nodes leave views of their twins.
     """
     values: dict[Node, Any] = {}
     for node in nodes:
-        value = node.meta.get("val")
+        value = _given_back(node, values, node.meta.get("val"))
         base = _viewed(node, values)
         if base is not None:
             first = value[0] if isinstance(value, tuple | list) and value else value
@@ -52,6 +54,17 @@ def _with_views_on_their_bases(nodes: Sequence[Node]) -> dict[Node, Any]:
                     value = node.target(*arguments, **keywords)  # type: ignore[operator]
         values[node] = value
     return values
+
+
+def _given_back(node: Node, values: Mapping[Node, Any], value: Any) -> Any:
+    """Returns the operand that a node writes and gives back, where it is as the node's own value is; else that value."""
+    if not isinstance(node.target, OpOverload) or not isinstance(value, FakeTensor):
+        return value
+    operands = operator_facts(node.target).returned_operands(node.args, tuple(node.kwargs.items()))
+    operand = operands[0] if operands else None
+    found = values.get(operand) if isinstance(operand, Node) else None
+    same = isinstance(found, FakeTensor) and found.shape == value.shape and found.stride() == value.stride()
+    return found if same else value
 
 
 def _viewed(node: Node, values: Mapping[Node, Any]) -> FakeTensor | None:

@@ -14,6 +14,8 @@ _CHEAP = 8
 _CHEAP_BROADCAST = 16
 _MOST_INLINED = 400
 _MOST_READS = 24
+_DEEPEST = 40
+"""Definitions in a row that are inlined one into the next: bodies call one another."""
 
 
 @dataclass(eq=False)
@@ -26,6 +28,7 @@ class Use:
     external: bool = False
     realised: bool = False
     cost: int = 0
+    depth: int = 0
     reads: set[Definition] = field(default_factory=set)
     mutated_reads: dict[Definition, int] = field(default_factory=dict)
 
@@ -83,6 +86,7 @@ class Uses:
                 use.reads.add(other)
             else:
                 use.cost += producer.cost
+                use.depth = max(use.depth, producer.depth + 1)
                 use.reads |= producer.reads
         stale = any(
             use.position <= position < use.last_consumer
@@ -93,6 +97,8 @@ class Uses:
             use.realised = use.external or stale or not self._worth_inlining(use)
 
     def _worth_inlining(self, use: Use) -> bool:
+        if use.depth > _DEEPEST:
+            return False
         if not use.reads and use.cost <= _MOST_INLINED // 4:
             return True
         if use.cost > _MOST_INLINED or len(use.reads) > _MOST_READS:

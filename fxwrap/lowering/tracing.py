@@ -197,8 +197,8 @@ def trace_with(definition: Definition, inlined: Callable[[Definition], bool]) ->
 
     reader = BodyReader(inlined, fetch)
     reader.run(definition, axes, kept)
-    if isinstance(definition, Scattered):
-        reads[definition.initial, tuple([as_index(0) for _ in definition.initial.sizes])] = None
+    if isinstance(definition, Scattered):  # its memory is filled first, from whatever its initial elements are
+        reader.load(definition.initial, [Axis(f"i{number}", size) for number, size in enumerate(definition.sizes)])
     operations = reader.body.operations
     cost = sum(OPERATIONS[item.name].cost for item in operations if isinstance(item, Compute))
     numbers = [item.expression for item in operations if isinstance(item, SizeValue)]

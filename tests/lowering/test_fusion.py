@@ -27,3 +27,29 @@ ORDERED: dict[str, Callable[[Tensor], Any]] = {
 def test_what_depends_on_the_order_of_reduced_axes_keeps_it(case: str) -> None:
     x = torch.randperm(35, generator=torch.Generator().manual_seed(3)).reshape(5, 7).float()
     check(ORDERED[case], x)
+
+
+def test_long_chains_are_one_kernel() -> None:
+    def function(x: Tensor) -> Tensor:
+        for _ in range(300):
+            x = (x + 1.5).t().clone(memory_format=torch.contiguous_format)
+        return x
+
+    assert len(check(function, torch.randn(3, 3)).launches) == 1
+
+
+def test_what_a_call_writes_and_gives_back_is_the_operand() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.copy_(x.flip(0) + 1) * 2
+
+    planned = check(function, torch.randn(4, 5))
+    assert planned.calls == ["aten.copy_.default"]
+
+
+def test_a_scatter_waits_for_what_its_start_is_computed_from() -> None:
+    def function(x: Tensor, index: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        product = x @ x
+        start = product + 1
+        return start.index_put((index,), values) * 2, product.relu(), values * product.sum(0)
+
+    check(function, torch.randn(4, 4), torch.tensor([1, 2]), torch.randn(2, 4))
