@@ -28,11 +28,15 @@ from fxwrap.wrapper_ir import KernelDefinition, Origin, TensorType, Value
 
 
 class KernelRefused(FxwrapError):
-    """A kernel could not be printed; `nodes` are the graph's nodes it computes."""
+    """A kernel could not be printed; `nodes` are the graph's nodes it computes.
 
-    def __init__(self, nodes: frozenset[str], reason: str) -> None:
+    `planned` says that nothing is amiss: one kernel cannot do it, and operator calls are the way.
+    """
+
+    def __init__(self, nodes: frozenset[str], reason: str, planned: bool = False) -> None:
         super().__init__(f"the kernel for {', '.join(sorted(nodes))} cannot be generated: {reason}")
         self.nodes = nodes
+        self.planned = planned
 
 
 class Emission:
@@ -155,7 +159,7 @@ class Emission:
             return built
         merged = built.overwriting(value, value)
         if merged is None:
-            raise KernelRefused(frozenset([definition.name]), "it reads an element after it is overwritten")
+            raise KernelRefused(frozenset([definition.name]), "it reads elements that it has overwritten", True)
         return merged
 
     def _in_place(self, definition: Definition, planned: Value, built: BuiltKernel, item: Item) -> BuiltKernel | None:

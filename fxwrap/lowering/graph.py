@@ -23,6 +23,7 @@ from fxwrap.lowering.frees import insert_frees
 from fxwrap.lowering.fusion import Fusion, Item
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import operator_facts
+from fxwrap.lowering.peak import peak_note
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.source import GraphSource, graph_source, location_of
 from fxwrap.lowering.symbols import bind_sizes, symbol_info
@@ -100,9 +101,10 @@ def lower_with_coverage(
         try:
             return _Lowering(source, example_inputs, options, ownership or {}, refused, print_kernel).lowered()
         except KernelRefused as error:
-            if options.fallback == "error":
+            if options.fallback == "error" and not error.planned:
                 raise
-            warnings.warn(f"{error}; these operators are called instead", FusionWarning, stacklevel=3)
+            if not error.planned:
+                warnings.warn(f"{error}; these operators are called instead", FusionWarning, stacklevel=3)
             refused |= error.nodes
 
 
@@ -146,6 +148,9 @@ class _Lowering:
             emission.ensure(node)
         returned = self._outputs()
         program = self._assemble(returned, tuple(emission.kernels.values()))
+        if program.kernels:
+            note = peak_note(program, self.builder, list(self.source.graph_module.graph.nodes), hint)
+            program = program.replace(header=tuple(sorted([*program.header, *([("peak", note)] if note else [])])))
         return Lowered(program, tuple(defining.outcomes))
 
     def _define(self) -> Defining:
