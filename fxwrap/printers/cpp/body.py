@@ -11,6 +11,7 @@ import torch
 from typing_extensions import assert_never
 
 from fxwrap.loop_ir import (
+    STORAGE_ONLY,
     Compute,
     Constant,
     IndexValue,
@@ -103,7 +104,9 @@ class Statements:
                 continue
             text = self.expression(position, known)
             inlined = isinstance(operation, Constant) or (
-                uses[position] == 1 and self._cheap(operation) and len(text) <= _INLINE_WIDTH
+                uses[position] == 1
+                and self._cheap(operation)
+                and (len(text) <= _INLINE_WIDTH or self.dtype(position) in STORAGE_ONLY)
             )
             known[position] = text if inlined else self.declare(position, text)
 

@@ -34,7 +34,7 @@ def expression(operation: Compute, operands: Sequence[str], dtype: torch.dtype) 
     name = operation.name
     match name:
         case "cast":
-            return operands[0] if operation.dtype is dtype else f"to<{CPP_TYPES[operation.dtype]}>({operands[0]})"
+            return _cast(operation.dtype, operands[0], dtype)
         case "bitcast":
             return f"bitcast<{CPP_TYPES[operation.dtype]}>({operands[0]})"
         case "where":
@@ -43,6 +43,15 @@ def expression(operation: Compute, operands: Sequence[str], dtype: torch.dtype) 
             return f"!{grouped(operands[0])}" if dtype is torch.bool else _narrowed(f"~{grouped(operands[0])}", dtype)
         case _:
             return _by_table(name, operation.dtype, operands, dtype)
+
+
+def _cast(result: torch.dtype, operand: str, dtype: torch.dtype) -> str:
+    if result is dtype:
+        return operand
+    narrow = f"to<{CPP_TYPES[dtype]}>("
+    if dtype in STORAGE_ONLY and result is torch.float32 and operand.startswith(narrow) and grouped(operand) == operand:
+        return f"rounded<{CPP_TYPES[dtype]}>({operand.removeprefix(narrow)}"  # narrowed and widened again
+    return f"to<{CPP_TYPES[result]}>({operand})"
 
 
 def _by_table(name: str, result: torch.dtype, operands: Sequence[str], dtype: torch.dtype) -> str:

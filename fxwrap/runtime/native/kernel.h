@@ -103,6 +103,14 @@ template <> struct Cast<bool, float16> { static INLINE bool of(float16 value) { 
 // A number as another type, as torch converts it.
 template <class T, class U> INLINE T to(U value) { return Cast<T, U>::of(value); }
 
+// A number rounded to what half precision can hold, and left as wide as it was.
+template <class T> INLINE float rounded(float value) { return to<float>(to<T>(value)); }
+template <> INLINE float rounded<bfloat16>(float value) {
+  const uint32_t bits = bitcast<uint32_t>(value);
+  const float nearest = bitcast<float>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
+  return value != value ? value : nearest;
+}
+
 // --- integer sizes and indices --------------------------------------------------------------------------------------
 
 namespace fxwrap {
