@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy
 import torch
 
 _MODULE = "triton.language.extra.libdevice"
@@ -62,6 +61,11 @@ def _interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return call
 
 
+def _numpy() -> Any:
+    """NumPy, which the interpreter needs and nothing else does."""
+    return importlib.import_module("numpy")
+
+
 def _with_index(patch: Callable[..., None]) -> Callable[..., None]:
     """Returns the interpreter's own preparation of tensors, followed by a conversion to an index of our own."""
 
@@ -74,7 +78,7 @@ def _with_index(patch: Callable[..., None]) -> Callable[..., None]:
 
 def _require(condition: Any, message: str = "", mask: Any = None) -> None:
     """Raises IndexError with the message where the condition is false and the mask is true."""
-    failed = numpy.logical_not(condition.handle.data)
+    failed = _numpy().logical_not(condition.handle.data)
     if mask is not None:
         failed = failed & mask.handle.data
     if failed.any():
@@ -84,7 +88,7 @@ def _require(condition: Any, message: str = "", mask: Any = None) -> None:
 def _splat(builder: Any, result: Any, scalar: Any) -> Any:
     """Spreads a scalar over a block, with the dtype that its data has: that of a comparison is still its operands'."""
     handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
-    return handle(numpy.full(result.shape, scalar.data.reshape(-1)[0], dtype=scalar.data.dtype), scalar.dtype.scalar)
+    return handle(_numpy().full(result.shape, scalar.data.reshape(-1)[0], dtype=scalar.data.dtype), scalar.dtype.scalar)
 
 
 def _reduce(operations: Any, given: Any) -> Any:
@@ -110,7 +114,7 @@ def _scan(operations: Any, given: Any) -> Any:
     blocks = [item.handle.data for item in given]
     size, step = blocks[0].shape[operations.axis], 1
     while step < size:
-        earlier = [numpy.roll(block, step, operations.axis) for block in blocks]
+        earlier = [_numpy().roll(block, step, operations.axis) for block in blocks]
         found = _combine(operations, given, earlier, blocks)
         blocks = [block.copy() for block in blocks]
         for block, part in zip(blocks, found, strict=True):
@@ -126,7 +130,7 @@ def _slice(block: Any, axis: int, start: int, step: int) -> Any:
 def _combine(operations: Any, given: Any, left: list[Any], right: list[Any]) -> list[Any]:
     """Applies the combining function of a reduction or scan to blocks of its left and right operands."""
     tensors = [
-        operations.to_tensor(numpy.ascontiguousarray(block), item.dtype)
+        operations.to_tensor(_numpy().ascontiguousarray(block), item.dtype)
         for blocks in (left, right)
         for block, item in zip(blocks, given, strict=True)
     ]
