@@ -1,7 +1,7 @@
 """Rewrite an emitted graph with ordinary torch.fx tools, and run the result.
 
 A model is compiled to an FX graph in which the exact GELU is then replaced by its faster tanh form, in two ways: by
-changing nodes, and by a pattern.
+changing nodes, and by a pattern. The option `keep` makes GELU stay a call of its own; else it would be inside a kernel.
 
     python examples/rewrite_output_graph.py
 """

@@ -33,7 +33,7 @@ class Options:
             Dynamo's guards have checked them already.
         verify: whether the program is verified after each pass.
         decompositions: operator overload -> function; None means fxwrap's own table.
-        keep: overloads ("aten.gelu.default") that are never decomposed.
+        keep: overloads ("aten.gelu.default") that stay calls of their own: never decomposed, never fused.
         partitioner: splits the joint graph of training; None means torch's min-cut partitioner.
         lowerings: overload name -> lowering function, before fxwrap's own.
         passes: passes over the program, run in order before emission.

@@ -188,7 +188,7 @@ def _swap(target: str, replacement: str) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def broken(function: Callable[..., Any], *inputs: Tensor, change: Callable[[Any], tuple[Any, ...]]) -> Report:
-    options = Options(passes=(Replace(change),), verify=False)
+    options = Options(passes=(Replace(change),), verify=False, fuse=False)
     return compare(graph_of(function, *inputs), inputs, options=options, emitters=ONE, repeats=0)
 
 
@@ -203,6 +203,21 @@ def test_wrong_numbers_are_found() -> None:
     assert kinds(report) == {"values"}
     assert report.reasons[0].startswith("interpreter: values of output 0: relative error ")
     assert "DIFFER" in str(report) and "the emitters do not agree with eager:" in str(report)
+
+
+def test_a_wrong_kernel_is_found() -> None:
+    def change(program: Program) -> Program:
+        (kernel,) = program.kernels
+        assert " + " in kernel.source
+        wrong = dataclasses.replace(kernel, source=kernel.source.replace(" + ", " - "))
+        return program.replace(kernels=(wrong,))
+
+    inputs = torch.randn(4), torch.randn(4)
+    report = compare(
+        graph_of(torch.add, *inputs), inputs, options=Options(passes=(change,)), emitters=("python", "fx"), repeats=0
+    )
+    for emitter in ("python", "fx"):
+        assert {item.kind for item in report[emitter].disagreements} == {"values"}
 
 
 def test_a_lost_mutation_is_found() -> None:
@@ -263,7 +278,7 @@ def test_a_wrong_gradient_is_found() -> None:
     def change(line: Any) -> tuple[Any, ...]:
         return _swap("aten.cos.default", "aten.sin.default")(line)
 
-    options = Options(passes=(Replace(change),), verify=False)
+    options = Options(passes=(Replace(change),), verify=False, fuse=False)
     with pytest.raises(AssertionError, match=r"gradients of input\[0\]: relative error"):
         assert_emitters_agree(torch.sin, (torch.randn(4, requires_grad=True),), training=True, options=options)
 

@@ -25,9 +25,10 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 }
 """The relative error, by norm, up to which results of a dtype count as equal. Other dtypes are compared exactly."""
 
-SMALL_SHARE = 1e-3
+SMALL_SHARE = 2e-2
 """A gradient whose norm is below this share of all gradients' norm is measured against that share instead: it may be
-zero in exact arithmetic (the bias of attention keys is one such), and then all of it is rounding."""
+zero in exact arithmetic (the bias of attention keys, and one before a batch norm, are such), and then all of it is
+rounding of the numbers it is summed from. With float32's tolerance a few units in their last place remain."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import stat
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxwrap
 from benchmarks.recorded_calls import Recorder, replay
 from fxwrap import parse, run, to_cpp, to_python
+from fxwrap.compare import SMALL_SHARE
 from fxwrap.converters.cpp_text import RESERVED, comment_text, sanitized, string_text
 from fxwrap.errors import InputError, NativeBuildError, Unsupported
 from fxwrap.runtime import native
@@ -38,9 +40,10 @@ def assert_same(got: Any, wanted: Any) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-30) -> float:
+    """The norm of the difference over that of what is wanted, which counts as `floor` at least."""
     difference = (got.double() - wanted.double()).norm()
-    return float(difference / wanted.double().norm().clamp_min(1e-30))
+    return float(difference / wanted.double().norm().clamp_min(floor))
 
 
 # --- meaning ---------------------------------------------------------------------------------------------------------
@@ -85,8 +88,10 @@ def test_a_model_infers_and_trains_as_in_eager(name: str) -> None:
     compiled = torch.compile(trained, backend="fxwrap", options=options)
     own = train_step(trained, compiled, case.inputs(seed=2, training=True), seed=3)
     assert relative_error(own.loss, step.loss) < 1e-6
+    # The bias of attention keys has no gradient in exact arithmetic: what it has is rounding.
+    floor = SMALL_SHARE * math.hypot(*[float(gradient.norm()) for gradient in step.gradients.values()])
     for key, gradient in step.gradients.items():
-        assert relative_error(own.gradients[key], gradient) < 1e-4, key
+        assert relative_error(own.gradients[key], gradient, floor) < 1e-5, key
     for key, buffer in step.buffers.items():
         assert relative_error(own.buffers[key], buffer) < 1e-6, key
 
@@ -273,10 +278,11 @@ FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_origins_are_comments() -> None:
     graph = capture_graphs(MODELS["bert"], training=False)[0]
-    source = fxwrap.compile_graph(
-        graph.graph_module, graph.example_inputs, options=fxwrap.Options(emitter="cpp")
-    ).source
-    assert re.search(r"  // \w+: aten\.native_layer_norm  \S*\.py:\d+\n  CALL\(f, aten_native_layer_norm,", source)
+    options = fxwrap.Options(emitter="cpp")
+    source = fxwrap.compile_graph(graph.graph_module, graph.example_inputs, options=options).source
+    assert re.search(r"  // \w+: aten\.addmm  \S*\.py:\d+\n  CALL\(f, aten_addmm,", source)
+    launch = r"  // [^:]+: aten\.add\.Tensor, aten\.native_layer_norm  \S*\.py:\d+\n  add_layer_norm_\d+\("
+    assert re.search(launch, source)
 
 
 def test_names_that_cpp_or_the_bridge_has_are_changed() -> None:

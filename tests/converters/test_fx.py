@@ -151,12 +151,17 @@ def test_symbols_are_those_of_the_input_graph() -> None:
 
 
 def test_nodes_say_where_they_come_from() -> None:
-    graph = make_fx(lambda x: x.sin() + 1, tracing_mode="fake")(torch.randn(3))
-    module = fxwrap.to_fx(fxwrap.lower(graph)).graph_module
-    nodes = module.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
-    origins = [node.meta["fxwrap_origin"] for node in nodes]
-    assert [origin.operator.startswith("aten.sin") for origin in origins] == [True]
-    assert origins[0].nodes == ("sin",)
+    graph = make_fx(lambda x: x.mm(x).sin() + 1, tracing_mode="fake")(torch.randn(3, 3))
+    for node in graph.graph.nodes:
+        node.meta["stack_trace"] = f'  File "/models/mine.py", line {len(node.name)}, in forward\n    x'
+    calls = fxwrap.to_fx(fxwrap.lower(graph, options=fxwrap.Options(fuse=False))).graph_module
+    (called,) = calls.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    assert called.meta["fxwrap_origin"].operator == "aten.sin" and called.meta["fxwrap_origin"].nodes == ("sin",)
+    fused = fxwrap.to_fx(fxwrap.lower(graph)).graph_module
+    (launched,) = fused.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.cpp_kernel.default)
+    assert launched.meta["fxwrap_origin"].nodes == ("sin", "add")
+    assert launched.meta["fxwrap_origin"].operator == "aten.sin, aten.add.Tensor"
+    assert launched.meta["stack_trace"].startswith('  File "mine.py", line 3, in')
 
 
 def test_comments_are_on_the_next_node() -> None:

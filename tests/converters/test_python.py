@@ -65,7 +65,8 @@ def test_intermediates_die_at_their_free() -> None:
             alive.append(sum(reference() is not None for reference in made))
             return result
 
-    program = fxwrap.lower(make_fx(lambda x: x.exp().sin().cos().tan().neg())(torch.randn(3)), [torch.randn(3)])
+    graph, calls = make_fx(lambda x: x.exp().sin().cos().tan().neg())(torch.randn(3)), fxwrap.Options(fuse=False)
+    program = fxwrap.lower(graph, [torch.randn(3)], options=calls)
     boxed = fxwrap.to_python(program).boxed
     inputs = [torch.randn(3)]
     with Watch():

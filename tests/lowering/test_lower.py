@@ -14,10 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.errors import GraphError
-from fxwrap.lines import Bind, Call, CheckLayout, Free, Item, Mutate, View
+from fxwrap.lines import Alloc, Bind, Call, CheckLayout, Free, Item, Launch, Mutate, View
 from fxwrap.wrapper_ir import Ownership
 
 aten = torch.ops.aten
+
+CALLS = Options(fuse=False)
+"""Every operator is a call: for what is said of calls, views and frees."""
 
 
 def lines_of(program: fxwrap.Program, *classes: type) -> list:
@@ -34,7 +37,8 @@ def test_views_are_lines_and_operators_are_calls() -> None:
     def function(x):
         return x.t().relu().view(-1)
 
-    program = fxwrap.lower(make_fx(function)(torch.randn(3, 4).t().contiguous().t()), [torch.randn(4, 3).t()])
+    graph_module, inputs = make_fx(function)(torch.randn(3, 4).t().contiguous().t()), [torch.randn(4, 3).t()]
+    program = fxwrap.lower(graph_module, inputs, options=CALLS)
     assert [type(line) for line in program.body.lines] == [CheckLayout, View, Call, View, type(program.body.lines[-1])]
 
 
@@ -45,15 +49,17 @@ def test_views_of_real_tensors_and_of_merged_nodes_keep_their_offset() -> None:
         return x[1:].t()[:, 1:], (x + 1)[2]
 
     x = torch.randn(4, 3)
-    program = fxwrap.lower(make_fx(function)(x), [x])
+    program = fxwrap.lower(make_fx(function)(x), [x], options=CALLS)
     assert [line.result.type.storage_offset for line in lines_of(program, View)] == [3, 3, 6, 6]
     torch.testing.assert_close(fxwrap.run(program, [x]), function(x))
 
 
 def test_a_graph_without_metadata_is_propagated_and_left_alone() -> None:
     graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
-    program = fxwrap.lower(graph_module, [torch.randn(2)])
+    program = fxwrap.lower(graph_module, [torch.randn(2)], options=CALLS)
     assert str(program.body.lines[1].results[0].type.sizes) == "(2,)"
+    fused = fxwrap.lower(graph_module, [torch.randn(2)])
+    assert str(lines_of(fused, Alloc)[0].result.type.sizes) == "(2,)"
     assert all(not node.meta for node in graph_module.graph.nodes)
 
 
@@ -73,12 +79,16 @@ def test_dead_pure_calls_are_left_out_but_random_ones_stay() -> None:
         graph.call_function(aten.rand_like.default, (x,))
         return graph.call_function(aten.neg.default, (x,))
 
-    program = fxwrap.lower(hand_written(build, "x"), [torch.randn(2)])
+    program = fxwrap.lower(hand_written(build, "x"), [torch.randn(2)], options=CALLS)
     assert [line.target for line in lines_of(program, Call)] == ["aten.rand_like.default", "aten.neg.default"]
+    fused = fxwrap.lower(hand_written(build, "x"), [torch.randn(2)])
+    assert [line.target for line in lines_of(fused, Call)] == ["aten.rand_like.default"]
+    assert [line.kernel for line in lines_of(fused, Launch)] == ["neg_0"]
 
 
 def test_frees_follow_the_last_use() -> None:
-    program = fxwrap.lower(make_fx(lambda x: (x + 1).relu() * 2)(torch.randn(2)), [torch.randn(2)])
+    graph_module = make_fx(lambda x: (x + 1).relu() * 2)(torch.randn(2))
+    program = fxwrap.lower(graph_module, [torch.randn(2)], options=CALLS)
     kinds = [type(line) for line in program.body.lines[1:]]
     assert kinds[:5] == [Call, Call, Free, Call, Free]
 
@@ -86,7 +96,11 @@ def test_frees_follow_the_last_use() -> None:
 def test_owned_and_shared_inputs_are_freed() -> None:
     graph_module = make_fx(lambda x, y: x + y)(torch.randn(2), torch.randn(2))
     inputs = [torch.randn(2), torch.randn(2)]
-    program = fxwrap.lower(graph_module, inputs, ownership={0: Ownership.OWNED, 1: Ownership.SHARED})
+    ownership = {0: Ownership.OWNED, 1: Ownership.SHARED}
+    fused = fxwrap.lower(graph_module, inputs, ownership=ownership)
+    assert [line.outs[0].name for line in lines_of(fused, Launch)] == [fused.inputs[0].name]  # it is overwritten
+    assert [line.root.name for line in lines_of(fused, Free)] == [fused.inputs[1].name]
+    program = fxwrap.lower(graph_module, inputs, ownership=ownership, options=CALLS)
     assert {line.root.name for line in lines_of(program, Free)} == {item.name for item in program.inputs}
     fxwrap.verify(program)
 
@@ -203,9 +217,11 @@ def test_in_place_and_out_variants() -> None:
     x, y = torch.randn(3), torch.randn(3)
     program = fxwrap.lower(graph_module, [x, y])
     assert program.inputs[0].ownership is Ownership.MUTABLE
-    assert [type(line) for line in lines_of(program, Call, Mutate)] == [Call, Call, Mutate]
+    calls = fxwrap.lower(graph_module, [x, y], options=CALLS)
+    assert [type(line) for line in lines_of(calls, Call, Mutate)] == [Call, Call, Mutate]
     wanted = (x * y, x + x * y)
-    torch.testing.assert_close(fxwrap.run(program, [x, y]), wanted)
+    for lowered in (program, calls):
+        torch.testing.assert_close(fxwrap.run(lowered, [x.clone(), y]), wanted)
 
 
 def test_ordinary_builtins_and_prims_work(fresh_dynamo: None) -> None:
@@ -231,14 +247,18 @@ def test_lowerings_of_the_users_own_come_first() -> None:
         builder.env[node] = builder.env[node.args[0]]
 
     graph_module = make_fx(lambda x: x.relu() + 1)(torch.randn(2))
-    program = fxwrap.lower(graph_module, [torch.randn(2)], options=Options(lowerings={"aten.relu.default": lower_relu}))
+    own = CALLS.replace(lowerings={"aten.relu.default": lower_relu})
+    program = fxwrap.lower(graph_module, [torch.randn(2)], options=own)
     assert [line.target for line in lines_of(program, Call)] == ["aten.add.Tensor"]
+    fused = fxwrap.lower(graph_module, [torch.randn(2)], options=own.replace(fuse=True))
+    assert [line.kernel for line in lines_of(fused, Launch)] == ["add_0"]
+    torch.testing.assert_close(fxwrap.run(fused, [torch.tensor([-2.0, 1.0])]), (torch.tensor([-1.0, 2.0]),))
 
 
 def test_decompositions_of_the_users_own_are_applied_to_hand_written_graphs() -> None:
     table = {aten.relu.default: lambda x: torch.clamp(x, min=0)}
     graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
-    program = fxwrap.lower(graph_module, [torch.randn(2)], options=Options(decompositions=table))
+    program = fxwrap.lower(graph_module, [torch.randn(2)], options=CALLS.replace(decompositions=table))
     assert [line.target for line in lines_of(program, Call)] == ["aten.clamp.default"]
     kept = Options(decompositions=table, keep=frozenset({"aten.relu.default"}))
     assert [line.target for line in lines_of(fxwrap.lower(graph_module, [torch.randn(2)], options=kept), Call)] == [

@@ -37,6 +37,7 @@ VIEWS: dict[str, list[Sample]] = {
         lambda t: (t(2, 3, 5, 7), [2, 15, 7, 1]), lambda t: (t(0, 3), [3, 0]), lambda t: (t(1), []),
         lambda t: (t(), [1, 1]), lambda t: (t(12), [-1, 3]), lambda t: (t(4, 1, 9), [6, 6]),
     ),
+    **_alike("alias.default detach.default", lambda t: (t(2, 3),)),
     **_alike("view_as.default reshape_as.default", lambda t: (t(2, 6), t(4, 3))),
     **_alike("flatten.using_ints", lambda t: (t(2, 3, 4), 1), lambda t: (t(),), lambda t: (t(2, 3, 4), 0, -2)),
     **_alike("unflatten.int", lambda t: (t(2, 12), -1, [3, -1])),

@@ -78,7 +78,7 @@ def _ends(sizes: Sequence[Size]) -> list[tuple[int, Size]]:
     "aten._reshape_copy.default", "aten.view_as.default", "aten.reshape_as.default",
     "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default", "aten.unsqueeze_copy.default",
     "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze_copy.default",
-    "aten.squeeze_copy.dim", "aten.squeeze_copy.dims",
+    "aten.squeeze_copy.dim", "aten.squeeze_copy.dims", "aten.alias.default", "aten.detach.default",
 )  # fmt: skip
 def _reshape(call: Call, base: Definition, *_: Any, **__: Any) -> Viewed:
     return view(base, call.sizes, reshaped(base.sizes, call.sizes))
