@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch.export import ExportedProgram
@@ -16,9 +16,12 @@ from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.errors import VerifyError
-from fxwrap.lowering import Outcome, lower_with_coverage
+from fxwrap.lowering import Lowered, Outcome, lower_with_coverage
 from fxwrap.options import Options
+from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
+from fxwrap.printers import print_kernel
 from fxwrap.torch_compat import FakeTensor
+from fxwrap.tuning import gpu_tuner
 from fxwrap.wrapper_ir import Ownership, Program, program_key, verify
 
 
@@ -89,19 +92,70 @@ def compile_graph(
         ownership: what the program may do with each input, by position; see `Ownership`.
         name: the program's name, also of files in the cache.
 
-    Raises GraphError for a graph that cannot be compiled, VerifyError for a pass that broke the program.
+    Its kernels are compiled here. The operators of one that cannot be are called instead, with a FusionWarning that
+    names them, unless the option `fallback` is "error".
+
+    Raises GraphError for a graph that cannot be compiled, VerifyError for a pass that broke the program, and what a
+    kernel failed with where no operator can take its place.
     """
-    options = options or Options()
-    lowered = lower_with_coverage(graph, example_inputs, options=options, ownership=ownership, name=name)
-    program = lowered.program
-    stages = [Stage("lower", verify(program))]
-    for change in options.passes:
-        program = change(program)
-        stages.append(Stage(getattr(change, "__qualname__", type(change).__name__), program))
-        if options.verify:
-            _verify_after(stages[-1])
-    fakes = _fake_inputs(graph)
-    return Compiled(stages, options, emit(program, options.emitter, fakes), fakes, lowered.coverage)
+    pipeline = _Pipeline(graph, example_inputs, options or Options(), ownership, name)
+    compiled, failures = pipeline.run(frozenset())
+    failed = list(failures)
+    while failures:
+        unexplained = [failure for failure in failures if failure.nodes <= pipeline.refused]
+        if unexplained or pipeline.options.fallback == "error":
+            raise (unexplained or failures)[0].error
+        compiled, failures = pipeline.run(frozenset().union(*[failure.nodes for failure in failures]))
+        failed += failures
+    if failed:
+        warn_of(failed)
+    return compiled
+
+
+class _Pipeline:
+    """The steps of one compile, which are run again where kernels fail: then operators are called in their place."""
+
+    def __init__(
+        self,
+        graph: GraphModule | ExportedProgram,
+        example_inputs: Sequence[Any] | None,
+        options: Options,
+        ownership: Mapping[int, Ownership] | None,
+        name: str,
+    ) -> None:
+        self.options = options
+        self.refused: frozenset[str] = frozenset()
+        self._fakes = _fake_inputs(graph)
+        self._tuner = gpu_tuner() if options.autotune else None
+        self._lower_with = partial(
+            lower_with_coverage, graph, example_inputs, options=options, ownership=ownership, name=name
+        )
+
+    def run(self, refused: frozenset[str]) -> tuple[Compiled, list[KernelFailure]]:
+        """Compiles with these nodes, and those before, not fused; returns with it the kernels that fail."""
+        self.refused |= refused
+        options, lowered = self.options, self._lowered()
+        program = lowered.program
+        stages = [Stage("lower", verify(program))]
+        for change in options.passes:
+            program = change(program)
+            stages.append(Stage(getattr(change, "__qualname__", type(change).__name__), program))
+            if options.verify:
+                _verify_after(stages[-1])
+        emitted = emit(program, options.emitter, self._fakes)
+        failures = compile_program_kernels(program, emitted, options.emitter)
+        return Compiled(stages, options, emitted, self._fakes, lowered.coverage), failures
+
+    def _lowered(self) -> Lowered:
+        """Lowers the graph; again where timing its kernels has found faster ones."""
+        printer = print_kernel if self._tuner is None else self._tuner.print_kernel
+        lowered = self._lower_with(refused=self.refused, print_kernel=printer)
+        if self._tuner is not None and self._tuner.tune():
+            lowered = self._lower_with(refused=lowered.refused, print_kernel=printer)
+        self.refused = lowered.refused
+        if self._tuner is None:
+            return lowered
+        return replace(lowered, program=self._tuner.named(lowered.program))
 
 
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:

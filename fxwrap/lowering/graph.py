@@ -74,10 +74,11 @@ def lower(
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, and what became of each call of the graph it is from."""
+    """A program, what became of each call of the graph it is from, and the nodes that were refused a kernel."""
 
     program: Program
     coverage: tuple[Outcome, ...]
+    refused: frozenset[str]
 
 
 def lower_with_coverage(
@@ -151,7 +152,7 @@ class _Lowering:
         if program.kernels:
             note = peak_note(program, self.builder, list(self.source.graph_module.graph.nodes), hint)
             program = program.replace(header=tuple(sorted([*program.header, *([("peak", note)] if note else [])])))
-        return Lowered(program, tuple(defining.outcomes))
+        return Lowered(program, tuple(defining.outcomes), self.refused)
 
     def _define(self) -> Defining:
         """Walks the graph once: inputs and constants get values, calls definitions or steps."""

@@ -48,6 +48,8 @@ def prepare_kernels(kernels: tuple[KernelText, ...]) -> None:
     One that does not compile raises NativeBuildError when it is loaded.
     """
     wanted = {kernel.symbol: kernel for kernel in kernels if kernel.language == "cpp"}
+    if not wanted:
+        return
     known = compiled_kernels(tuple(wanted))
     missing = [kernel for symbol, kernel in wanted.items() if symbol not in known]
     if missing:

@@ -88,11 +88,13 @@ def compile_triton_kernels(uses: Sequence[KernelUse]) -> list[FxwrapError | None
 
     Triton's passes and the programs it starts (ptxas, the C compiler) leave Python to other threads.
     """
+    if not uses:
+        return []
     try:
         triton().runtime.driver.active.get_current_target()  # before there are threads
     except FxwrapError as missing:
         return [missing] * len(uses)
-    with ThreadPoolExecutor(max(min(len(uses), os.cpu_count() or 1), 1)) as pool:
+    with ThreadPoolExecutor(min(len(uses), os.cpu_count() or 1)) as pool:
         futures = [pool.submit(_compile, use) for use in uses]
     return [_build_error(future.exception()) for future in futures]
 

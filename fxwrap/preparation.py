@@ -1,0 +1,106 @@
+"""Kernels of a program, compiled before it runs: what fails is known while operators can still take its place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fxwrap.converters.emitted import Emitted
+from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
+from fxwrap.lines import Launch
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.kernels import compile_kernels
+from fxwrap.runtime.native import build_bridge
+from fxwrap.runtime.triton_compile import KernelUse
+from fxwrap.symbolic import Scalar, evaluate, symbol_kind
+from fxwrap.wrapper_ir import Program, Value, symbol_infos
+
+
+@dataclass(frozen=True)
+class KernelFailure:
+    """A kernel of a program that cannot be compiled: its name, what was raised, and the launches' graph nodes.
+
+    `nodes` is empty where a launch does not say which nodes it is for, so that nothing can take the kernel's place.
+    `operators` are the operators it computes, as its launches name them.
+    """
+
+    kernel: str
+    error: FxwrapError
+    nodes: frozenset[str]
+    operators: tuple[str, ...]
+
+
+def compile_program_kernels(program: Program, emitted: Emitted, emitter: str) -> list[KernelFailure]:
+    """Compiles all kernels of a program for the emitter that will run it; returns those that fail.
+
+    Emitted C++ has its C++ kernels linked in, so there the whole is built. Raises NativeBuildError where that fails and
+    no kernel is the reason.
+    """
+    launches: dict[str, list[Launch]] = {}
+    for line in program.lines():
+        if isinstance(line, Launch):
+            launches.setdefault(line.kernel, []).append(line)
+    values = _typical_values(program)
+    uses = {name: _use(program, lines[0], values) for name, lines in launches.items()}
+    linked = [name for name, use in uses.items() if emitter == "cpp" and use.kernel.language == "cpp"]
+    if linked and _builds(emitted):
+        uses = {name: use for name, use in uses.items() if name not in linked}
+    errors = zip(uses, compile_kernels(tuple(uses.values())), strict=True)
+    failures = [_failure(name, error, launches[name]) for name, error in errors if error is not None]
+    if linked and linked[0] in uses and not failures:
+        _ = emitted.boxed  # fails again, for another reason than a kernel
+    return failures
+
+
+def _builds(emitted: Emitted) -> bool:
+    try:
+        _ = emitted.boxed
+    except NativeBuildError:
+        build_bridge()  # fails where there is no compiler, which emitted C++ cannot do without
+        return False
+    return True
+
+
+def _use(program: Program, launch: Launch, values: Mapping[str, Scalar]) -> KernelUse:
+    """Returns a kernel with numbers such as a launch will have."""
+    kernel = program.kernel(launch.kernel)
+    numbers = [evaluate(item, values) for item in launch.arguments if not isinstance(item, Value)]
+    text = KernelText(kernel.language, kernel.source, kernel.signature, kernel.options)
+    return KernelUse(text, launch.outs[0].tensor_type.device, tuple(numbers))
+
+
+def _typical_values(program: Program) -> dict[str, Scalar]:
+    """Returns the hints of a program's symbols, and numbers like any other for those without."""
+    like_any: dict[str, Scalar] = {"int": 8192, "float": 0.5, "bool": True}
+    return {
+        name: like_any[symbol_kind(name)] if info.hint is None else info.hint
+        for name, info in symbol_infos(program).items()
+    }
+
+
+def _failure(kernel: str, error: FxwrapError, launches: Sequence[Launch]) -> KernelFailure:
+    origins = [line.origin for line in launches if line.origin is not None]
+    nodes = frozenset([node for origin in origins for node in origin.nodes])
+    known = len(origins) == len(launches) and all(origin.nodes for origin in origins)
+    operators = dict.fromkeys([name for origin in origins for name in origin.operator.split(", ") if name])
+    return KernelFailure(kernel, error, nodes if known else frozenset(), tuple(operators))
+
+
+def warn_of(failures: Sequence[KernelFailure]) -> None:
+    """Warns once of kernels that could not be compiled: which, of which operators, and why."""
+    kernels = _listed([f"@{failure.kernel}" for failure in failures])
+    operators = _listed([name for failure in failures for name in failure.operators])
+    reasons = _listed([str(failure.error).strip() for failure in failures], "\n", 2)
+    warnings.warn(
+        f"the kernels {kernels} cannot be compiled, and their operators ({operators}) are called instead: {reasons}",
+        FusionWarning,
+        stacklevel=3,
+    )
+
+
+def _listed(items: Sequence[str], between: str = ", ", most: int = 8) -> str:
+    """Returns different items in one text, and how many were left out."""
+    found = list(dict.fromkeys(items))
+    left_out = [f"and {len(found) - most} more"] if len(found) > most else []
+    return between.join([*found[:most], *left_out])
