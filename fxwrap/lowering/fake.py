@@ -57,7 +57,7 @@ def _with_views_on_their_bases(nodes: Sequence[Node]) -> dict[Node, Any]:
 
 
 def _given_back(node: Node, values: Mapping[Node, Any], value: Any) -> Any:
-    """Returns the operand that a node writes and gives back, where it is as the node's own value is; else that value."""
+    """Returns the operand that a node writes and gives back, where its layout is that of the node, else `value`."""
     if not isinstance(node.target, OpOverload) or not isinstance(value, FakeTensor):
         return value
     operands = operator_facts(node.target).returned_operands(node.args, tuple(node.kwargs.items()))
