@@ -110,7 +110,7 @@ class _Evaluation:
     def _load(self, operation: Load) -> torch.Tensor:
         buffer, index = self.buffers[operation.buffer], self._index(operation.index)
         if operation.mask is None:
-            return buffer[index]
+            return buffer[index].clone()  # one element would be a view, which a store changes
         index, mask = torch.broadcast_tensors(index, self.values[operation.mask])  # type: ignore[no-untyped-call]
         loaded = torch.full(index.shape, operation.other, dtype=buffer.dtype)
         loaded[mask] = buffer[index[mask]]
