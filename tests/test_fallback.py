@@ -1,0 +1,143 @@
+"""Kernels that cannot be compiled: their operators are called, with one warning, or an error where it is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.errors import FusionWarning, FxwrapError, KernelBuildError, NativeBuildError
+from fxwrap.options import EMITTERS
+from fxwrap.printers import PrintedKernel, languages
+from fxwrap.wrapper_ir import KernelDefinition, Program
+
+NEED_NO_COMPILER = [emitter for emitter in EMITTERS if emitter != "cpp"]
+
+
+def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Two kernels, around a call that nothing is fused with."""
+    return (x.tanh() * 2) @ w + x.exp()
+
+
+def inputs(device: str = "cpu") -> list[torch.Tensor]:
+    return [torch.randn(17, 17, device=device) for _ in range(2)]
+
+
+def compiled_with_warnings(given: list[torch.Tensor], **options: Any) -> tuple[fxwrap.Compiled, list[str]]:
+    """The compiled function, and the texts of the warnings about its kernels."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = fxwrap.compile_graph(make_fx(function)(*given), given, options=fxwrap.Options(**options))
+    return compiled, [str(item.message) for item in caught if item.category is FusionWarning]
+
+
+def breaking(printer: Callable[..., PrintedKernel], operator: str, source: str) -> Callable[..., PrintedKernel]:
+    """A printer whose kernels with an operator in them do not compile."""
+
+    def printed(*arguments: Any) -> PrintedKernel:
+        found = printer(*arguments)
+        return dataclasses.replace(found, source=found.source + source) if operator in found.source else found
+
+    return printed
+
+
+@pytest.fixture
+def broken_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ kernels with a tanh in them do not compile."""
+    broken = breaking(languages.print_cpp_kernel, "tanh", "\n#error no tanh today\n")
+    monkeypatch.setattr(languages, "print_cpp_kernel", broken)
+
+
+@pytest.mark.parametrize("emitter", NEED_NO_COMPILER)
+def test_without_a_compiler_operators_are_called(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    given = inputs()
+    compiled, messages = compiled_with_warnings(given, emitter=emitter)
+    (message,) = messages
+    for part in ("aten.tanh", "aten.exp", "are called instead", "cannot run the C++ compiler '/nonexistent/compiler'"):
+        assert part in message
+    assert compiled.program.kernels == ()
+    torch.testing.assert_close(compiled(*given)[0], function(*given), rtol=0, atol=0)
+
+
+def test_without_a_compiler_emitted_cpp_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    given = inputs()
+    with pytest.raises(NativeBuildError, match="cannot run the C\\+\\+ compiler '/nonexistent/compiler'"):
+        fxwrap.compile_graph(make_fx(function)(*given), given, options=fxwrap.Options(emitter="cpp"))
+
+
+@pytest.mark.parametrize("emitter", NEED_NO_COMPILER)
+def test_without_a_compiler_a_program_without_kernels_runs(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    given = inputs()
+    compiled, messages = compiled_with_warnings(given, emitter=emitter, fuse=False)
+    assert messages == []
+    torch.testing.assert_close(compiled(*given)[0], function(*given), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_only_the_kernel_that_fails_is_given_up(emitter: str, broken_tanh: None) -> None:
+    given = inputs()
+    compiled, messages = compiled_with_warnings(given, emitter=emitter)
+    (message,) = messages
+    assert "aten.tanh" in message and "aten.exp" not in message and "no tanh today" in message
+    assert len(compiled.program.kernels) == 1
+    called = {outcome.node for outcome in compiled.coverage if outcome.kind == "call"}
+    assert {name.rstrip("_0123456789") for name in called} == {"tanh", "mul", "mm"}
+    torch.testing.assert_close(compiled(*given)[0], function(*given))
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_an_error_where_it_is_asked_for(emitter: str, broken_tanh: None) -> None:
+    given = inputs()
+    with pytest.raises(NativeBuildError, match="no tanh today"):
+        compiled_with_warnings(given, emitter=emitter, fallback="error")
+
+
+def test_without_triton_operators_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    given = inputs()
+    compiled, messages = compiled_with_warnings(given, cpu_kernels="triton")
+    (message,) = messages
+    assert "Triton cannot be imported" in message and "aten.tanh" in message
+    torch.testing.assert_close(compiled(*given)[0], function(*given), rtol=0, atol=0)
+    with pytest.raises(FxwrapError, match="Triton cannot be imported"):
+        compiled_with_warnings(given, cpu_kernels="triton", fallback="error")
+
+
+def test_a_pass_s_kernel_has_no_operators_to_fall_back_to() -> None:
+    """A pass that puts a broken kernel in place of another, and forgets where it came from."""
+
+    def break_kernels(program: Program) -> Program:
+        lines = [dataclasses.replace(line, origin=None) for line in program.body.lines]
+        kernels = [
+            KernelDefinition(kernel.name, kernel.language, "#error broken by a pass\n", kernel.signature)
+            for kernel in program.kernels
+        ]
+        return program.replace(kernels=tuple(kernels), body=dataclasses.replace(program.body, lines=tuple(lines)))
+
+    with pytest.raises(NativeBuildError, match="broken by a pass"):
+        compiled_with_warnings(inputs(), passes=(break_kernels,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_triton_kernel_that_fails_is_given_up(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = breaking(languages.print_triton, "tanh", "    tl.there_is_no_such_function()\n")
+    monkeypatch.setattr(languages, "print_triton", broken)
+    given = inputs("cuda")
+    compiled, messages = compiled_with_warnings(given, emitter=emitter)
+    (message,) = messages
+    assert "aten.tanh" in message and "aten.exp" not in message and "there_is_no_such_function" in message
+    assert len(compiled.program.kernels) == 1
+    torch.testing.assert_close(compiled(*given)[0], function(*given))
+    with pytest.raises(KernelBuildError, match="there_is_no_such_function"):
+        compiled_with_warnings(given, emitter=emitter, fallback="error")

@@ -1,0 +1,303 @@
+"""Autotuning: what is timed and chosen, and the records of choices. A fake timer on the CPU, a real one on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.lowering import lower_with_coverage
+from fxwrap.options import EMITTERS
+from fxwrap.printers import KernelRequest, candidate_kernels
+from fxwrap.runtime.native import cache_folder
+from fxwrap.tuning import Choice, Tuner, TuningRecords, TuningWork, fastest, fingerprint
+
+OPTIONS = fxwrap.Options(cpu_kernels="triton", autotune=True)
+SLOW, FAST = [1.0, 1.01, 0.99], [0.5, 0.51, 0.49]
+
+
+def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x + y.t()).relu()
+
+
+INPUTS = [torch.randn(128, 64), torch.randn(64, 128)]
+
+
+def graph() -> GraphModule:
+    return make_fx(function)(*INPUTS)
+
+
+class FakeTimer:
+    """Says that one way is fast and all others slow, and keeps what it was asked to time."""
+
+    def __init__(self, fast: int) -> None:
+        self.fast = fast
+        self.works: list[TuningWork] = []
+
+    def __call__(self, works: Sequence[TuningWork]) -> list[list[list[float]]]:
+        self.works += works
+        return [
+            [FAST if position == min(self.fast, len(work.ways) - 1) else SLOW for position in range(len(work.ways))]
+            for work in works
+        ]
+
+
+def refuse(works: Sequence[TuningWork]) -> list[list[list[float]]]:
+    raise AssertionError(f"{len(works)} kernels are timed again")
+
+
+def tuner(timer: Callable[..., Any], folder: Path, name: str = "fake device") -> Tuner:
+    return Tuner(timer, lambda _: name, TuningRecords(folder))
+
+
+def tuned(timer: Callable[..., Any], folder: Path, name: str = "fake device") -> fxwrap.Program:
+    """The program after tuning, lowered as `compile_graph` does it."""
+    chosen = tuner(timer, folder, name)
+    program = lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=chosen.print_kernel).program
+    if chosen.tune():
+        program = lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=chosen.print_kernel).program
+    return chosen.named(program)
+
+
+def test_the_fastest_way_becomes_the_kernel_and_its_grid(tmp_path: Path) -> None:
+    untuned = fxwrap.lower(graph(), INPUTS, options=OPTIONS)
+    timer = FakeTimer(fast=2)
+    program = tuned(timer, tmp_path)
+    (work,) = timer.works
+    (kernel,) = program.kernels
+    assert len(work.ways) >= 3
+    assert (kernel.source, kernel.options) == (work.ways[2].source, work.ways[2].options)
+    assert kernel.options != untuned.kernels[0].options
+    (launch,) = [line for line in program.body.lines if line.opcode == "kernel.launch"]
+    assert launch.grid == work.ways[2].grid
+    torch.testing.assert_close(fxwrap.run(program, INPUTS)[0], function(*INPUTS))
+
+
+def test_what_is_timed_has_the_sizes_of_the_graph(tmp_path: Path) -> None:
+    timer = FakeTimer(fast=0)
+    tuned(timer, tmp_path)
+    (work,) = timer.works
+    assert [(item.dtype, item.count) for item in work.buffers] == [(torch.float32, 8192)] * 3
+    assert work.bytes == 3 * 4 * 8192
+    assert work.grids[0] == work.ways[0].grid
+
+
+def test_positions_stay_inside_of_what_is_gathered_from(tmp_path: Path) -> None:
+    table, positions = torch.randn(1000, 8), torch.randint(0, 1000, (30,))
+    traced = make_fx(lambda table, positions: table[positions] * 2)(table, positions)
+    timer = FakeTimer(fast=0)
+    chosen = tuner(timer, tmp_path)
+    lower_with_coverage(traced, [table, positions], options=OPTIONS, print_kernel=chosen.print_kernel)
+    chosen.tune()
+    (work,) = timer.works
+    assert {item.below for item in work.buffers if item.dtype is torch.int64} == {1000}
+
+
+def test_a_symbolic_size_is_timed_at_its_hint(tmp_path: Path) -> None:
+    batch = torch.export.Dim("batch", min=2, max=4096)
+    module = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+    exported = torch.export.export(module, (torch.randn(600, 32),), dynamic_shapes=({0: batch},))
+    timer = FakeTimer(fast=1)
+    chosen = tuner(timer, tmp_path)
+    lower_with_coverage(exported, options=OPTIONS, print_kernel=chosen.print_kernel)
+    assert chosen.tune()
+    (work,) = timer.works
+    assert [item.count for item in work.buffers] == [600 * 32] * 2
+    assert all(isinstance(size, int) for grid in work.grids for size in grid)
+
+
+@pytest.mark.parametrize(
+    ("samples", "chosen"),
+    [
+        ([SLOW, FAST, SLOW], 1),
+        ([FAST, SLOW, SLOW], 0),
+        ([[1.0, 1.0, 1.0], [0.99, 0.99, 0.99]], 0),  # faster, by too little
+        ([[1.0, 1.0, 1.0], [0.97, 0.97, 0.97]], 1),
+        ([[0.7, 1.0, 1.3], [0.6, 0.9, 1.2]], 0),  # faster, by less than the samples vary
+        ([[], SLOW, FAST], 2),  # the best guess cannot be launched
+        ([SLOW, [], FAST], 2),
+        ([[], []], 0),
+        ([[1.0], [0.5]], 1),
+    ],
+)
+def test_a_way_must_be_faster_than_noise(samples: list[list[float]], chosen: int) -> None:
+    assert fastest(samples) == chosen
+
+
+def test_a_record_is_found_again(tmp_path: Path) -> None:
+    first = tuned(FakeTimer(fast=2), tmp_path)
+    assert str(tuned(refuse, tmp_path)) == str(first)
+    guess = tuned(FakeTimer(fast=0), tmp_path / "other")
+    assert str(tuned(refuse, tmp_path / "other")) == str(guess)
+
+
+def test_another_device_has_records_of_its_own(tmp_path: Path) -> None:
+    tuned(FakeTimer(fast=2), tmp_path)
+    timer = FakeTimer(fast=0)
+    tuned(timer, tmp_path, name="another device")
+    assert timer.works
+
+
+def test_the_header_names_the_record(tmp_path: Path) -> None:
+    programs = [tuned(FakeTimer(fast), tmp_path / str(number)) for number, fast in enumerate((0, 2, 2))]
+    names = [dict(program.header)["tuning"] for program in programs]
+    assert names[1] == names[2] != names[0]
+    assert str(programs[1]) == str(programs[2])
+    assert "tuning" not in dict(fxwrap.lower(graph(), INPUTS, options=OPTIONS).header)
+    assert f'tuning="{names[1]}"' in str(programs[1]).splitlines()[0]
+    assert fxwrap.parse(str(programs[1])) == programs[1]
+
+
+def damage_nothing_left(path: Path) -> None:
+    path.write_text("")
+
+
+def damage_cut_off(path: Path) -> None:
+    path.write_text(path.read_text()[:-5])
+
+
+def damage_other_content(path: Path) -> None:
+    path.write_text("[1, 2]")
+
+
+def damage_wrong_class(path: Path) -> None:
+    path.write_text(json.dumps({"way": 3, "seconds": 1.0, "guess_seconds": 1.0}))
+
+
+def damage_unknown_bytes(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00")
+
+
+def damage_stale(path: Path) -> None:
+    path.write_text(json.dumps({"way": "of another version", "seconds": 1.0, "guess_seconds": 1.0}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_nothing_left, damage_cut_off, damage_other_content, damage_wrong_class, damage_unknown_bytes, damage_stale],
+)
+def test_a_damaged_record_is_made_again(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    first = tuned(FakeTimer(fast=2), tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_text()
+    damage(path)
+    timer = FakeTimer(fast=2)
+    assert str(tuned(timer, tmp_path)) == str(first)
+    assert timer.works
+    assert path.read_text() == whole
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_many_writers_agree_on_one_record(tmp_path: Path) -> None:
+    records = TuningRecords(tmp_path)
+    choices = [Choice(f"way {number}", 1.0, 2.0) for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        settled = list(pool.map(lambda choice: records.settle("key", choice), choices))
+    assert len(set(settled)) == 1
+    assert records.read("key") == settled[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["key.json"]
+
+
+def test_another_process_s_choice_counts(tmp_path: Path) -> None:
+    """Two compiles that time the same kernel at once give the same program, whatever each has measured."""
+    chosen = tuner(FakeTimer(fast=2), tmp_path)
+    lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=chosen.print_kernel)
+    other = tuned(FakeTimer(fast=1), tmp_path)
+    assert chosen.tune()
+    program = lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=chosen.print_kernel).program
+    assert str(chosen.named(program)) == str(other)
+
+
+def test_without_a_folder_to_write_the_choice_still_counts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    program = tuned(FakeTimer(fast=2), tmp_path / "file" / "folder")
+    assert program.kernels[0].options != fxwrap.lower(graph(), INPUTS, options=OPTIONS).kernels[0].options
+
+
+def test_what_cannot_be_timed_leaves_no_record(tmp_path: Path) -> None:
+    untuned = fxwrap.lower(graph(), INPUTS, options=OPTIONS)
+    program = tuned(lambda works: [[[] for _ in work.ways] for work in works], tmp_path)
+    assert program.kernels == untuned.kernels
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_every_emitter_runs_the_choice(emitter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = FakeTimer(fast=2)
+    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: tuner(timer, tmp_path))
+    compiled = fxwrap.compile_graph(graph(), INPUTS, options=OPTIONS.replace(emitter=emitter))
+    (work,) = timer.works
+    assert compiled.program.kernels[0].options == work.ways[2].options
+    torch.testing.assert_close(compiled(*INPUTS)[0], function(*INPUTS))
+
+
+def test_kernels_on_the_cpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxwrap.tuning.tuner.time_on_gpu", refuse)
+    for language in ("cpp", "triton"):
+        plain = fxwrap.Options(cpu_kernels=language)
+        compiled = fxwrap.compile_graph(graph(), INPUTS, options=plain.replace(autotune=True))
+        assert compiled.program.kernels == fxwrap.lower(graph(), INPUTS, options=plain).kernels
+        assert "tuning" not in dict(compiled.program.header)
+
+
+def test_a_fingerprint_tells_ways_apart(tmp_path: Path) -> None:
+    requests: list[KernelRequest] = []
+    chosen = tuner(FakeTimer(fast=0), tmp_path)
+
+    def keep(request: KernelRequest) -> Any:
+        requests.append(request)
+        return chosen.print_kernel(request)
+
+    lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=keep)
+    ways = [way() for way in candidate_kernels(requests[0])]
+    assert len({fingerprint(way) for way in ways}) == len(set(ways))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def gpu_functions() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
+    x, y = torch.randn(2048, 1024, device="cuda"), torch.randn(2048, 1024, device="cuda")
+    positions = torch.randint(0, 2048, (512,), device="cuda")
+    return {
+        "pointwise": (lambda x, y: (x * y).relu(), [x, y]),
+        "softmax": (lambda x: torch.softmax(x, -1), [x]),
+        "columns": (lambda x: x.sum(0), [x]),
+        "transposed": (lambda x, y: x + y.t(), [x, y.view(1024, 2048)]),
+        "gather": (lambda x, positions: x[positions] + 1, [x, positions]),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["pointwise", "softmax", "columns", "transposed", "gather"])
+def test_kernels_are_timed_on_a_gpu_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
+    called, inputs = gpu_functions()[name]
+    traced, options = make_fx(called)(*inputs), fxwrap.Options(autotune=True)
+    compiled = fxwrap.compile_graph(traced, inputs, options=options)
+    torch.testing.assert_close(compiled(*inputs)[0], called(*inputs), rtol=1e-4, atol=1e-4)
+    found = [json.loads(path.read_text()) for path in (cache_folder() / "tuning").iterdir()]
+    assert found and all(0 < record["seconds"] <= record["guess_seconds"] < 1e-3 for record in found)
+    monkeypatch.setattr("fxwrap.tuning.tuner.time_on_gpu", refuse)
+    assert str(fxwrap.compile_graph(traced, inputs, options=options).program) == str(compiled.program)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_compiled_kernel_is_found_by_its_first_launch(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(64, 1001 + EMITTERS.index(emitter), device="cuda")  # a kernel of its own for each emitter
+    compiled = fxwrap.compile_graph(
+        make_fx(lambda x: torch.softmax(x, -1))(rows), [rows], options=fxwrap.Options(emitter=emitter)
+    )
+    assert compiled.program.kernels
+    monkeypatch.setattr(triton.JITFunction, "_do_compile", lambda *_: pytest.fail("it is compiled again"))
+    torch.testing.assert_close(compiled(rows)[0], torch.softmax(rows, -1))
