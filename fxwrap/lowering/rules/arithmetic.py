@@ -130,6 +130,11 @@ def _addcmul(call: Call, x: Definition, left: Definition, right: Definition, val
     return elementwise(call, (x, left, right), "DEFAULT", formula, accepts="number", parameters=(value,))
 
 
+@bound("prims.fma.default")  # what Dynamo makes of the in-place forms of addcmul and addcdiv, since torch 2.13
+def _fma(call: Call, left: Definition, right: Any, x: Definition) -> Result | str:
+    return elementwise(call, (left, right, x), "DEFAULT", lambda left, right, x: left * right + x, accepts="float")
+
+
 @bound("aten.addcdiv.default")
 def _addcdiv(call: Call, x: Definition, left: Definition, right: Definition, value: Any) -> Result | str:
     def formula(x: Scalar, left: Scalar, right: Scalar, value: Any) -> Scalar:
