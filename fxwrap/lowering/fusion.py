@@ -374,6 +374,8 @@ def _keeps_kinds(kernel: KernelPlan, trace: Trace, at: Multi) -> bool:
     """Whether what a reduction keeps are parallel axes of the kernel, and what it reduces are reduced ones."""
     if trace.kept == len(trace.axes):
         return True
+    if not kernel.reduced:  # all axes of size 1 are over none
+        return False
     return axes_of(at[: trace.kept]) <= set(kernel.axes) and axes_of(at[trace.kept :]) <= set(kernel.reduced)
 
 

@@ -53,3 +53,11 @@ def test_a_scatter_waits_for_what_its_start_is_computed_from() -> None:
         return start.index_put((index,), values) * 2, product.relu(), values * product.sum(0)
 
     check(function, torch.randn(4, 4), torch.tensor([1, 2]), torch.randn(2, 4))
+
+
+def test_a_reduction_over_one_element_has_an_axis_to_run_over() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        one = x[:1].tanh()
+        return one, one.sum(0)
+
+    check(function, torch.randn(3))
