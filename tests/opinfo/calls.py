@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.common_methods_invocations import op_db
@@ -121,9 +122,10 @@ class Call:
 def traced(call: Call, mode: FakeTensorMode) -> GraphModule:
     """Returns a call's graph of ATen operators, functional but for what it writes of its arguments, on fake tensors."""
     fakes = [mode.from_tensor(item, static_shapes=True) for item in call.tensors]
-    function = torch.func.functionalize(lambda *tensors: call.run(tensors))
-    with mode:
-        found: GraphModule = make_fx(function)(*fakes)
+    with mode, enable_python_dispatcher():
+        # Operators that are made of others are taken apart first: what these write has to be made functional too.
+        taken_apart = make_fx(lambda *tensors: call.run(tensors))(*fakes)
+        found: GraphModule = make_fx(torch.func.functionalize(Interpreter(taken_apart).run))(*fakes)
     found.graph.eliminate_dead_code()
     return found
 
