@@ -38,7 +38,7 @@ class ColumnPrinter(ReductionPrinter):
                 self.print_stage(reductions, stores, known)
             if self.requirements:
                 with self.columns():
-                    self.print_requirements(known)
+                    self.print_requirements(dict(known))
             if self.final_stores():
                 with self.columns():
                     self.write_stores(self.final_stores(), dict(known))

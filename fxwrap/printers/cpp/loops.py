@@ -278,13 +278,13 @@ class ReductionPrinter(LoopPrinter):
         self.statements.write(sorted(frontier), known, keep=sorted(frontier))
 
     def print_requirements(self, known: Known) -> None:
-        """Writes the checks of requirements: in a pass of their own where they vary."""
+        """Writes the checks of requirements: in a pass of their own where they vary. Adds to `known` what did not."""
         places = [place for place, _ in self.requirements]
         varying = [place for place in places if self.plan.varying[place]]
         if varying:
             with self.nest([self.head(axis) for axis in self.kernel.reduced]):
                 self.write_requirements(varying, dict(known))
-        self.write_requirements([place for place in places if place not in varying], dict(known))
+        self.write_requirements([place for place in places if place not in varying], known)
 
     def result_type(self, place: int) -> str:
         """Returns the C++ type of a reduction's accumulator when it is complete."""
