@@ -292,6 +292,23 @@ def test_kernels_are_timed_on_a_gpu_once(name: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.gpu
+def test_torch_compile_tunes_and_leaves_random_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    x = torch.randn(512, 999, device="cuda", requires_grad=True)
+    before = torch.cuda.get_rng_state(), torch.get_rng_state()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(torch.softmax(x * 3, -1)).sum(0).square().sum()
+
+    compiled = torch.compile(loss, backend="fxwrap", mode="max-autotune-no-cudagraphs", fullgraph=True)
+    (gradient,) = torch.autograd.grad(compiled(x), x)
+    assert all(torch.equal(*pair) for pair in zip(before, (torch.cuda.get_rng_state(), torch.get_rng_state())))
+    assert list((cache_folder() / "tuning").iterdir())
+    torch.testing.assert_close(gradient, torch.autograd.grad(loss(x), x)[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_a_compiled_kernel_is_found_by_its_first_launch(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(64, 1001 + EMITTERS.index(emitter), device="cuda")  # a kernel of its own for each emitter

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -30,6 +30,8 @@ _DTYPES = {
     "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
 }  # fmt: skip
 
+Scalar: TypeAlias = int | float | bool
+
 one_at_a_time = threading.RLock()
 """Held while Triton's interpreter runs, which changes Triton itself, and while a function is decorated."""
 
@@ -40,7 +42,7 @@ class KernelUse:
 
     kernel: KernelText
     device: torch.device
-    numbers: tuple[int | float | bool, ...] = ()
+    numbers: tuple[Scalar, ...] = ()
 
 
 def triton() -> ModuleType:
@@ -95,7 +97,7 @@ def compile_triton_kernels(uses: Sequence[KernelUse]) -> list[FxwrapError | None
     except FxwrapError as missing:
         return [missing] * len(uses)
     with ThreadPoolExecutor(min(len(uses), os.cpu_count() or 1)) as pool:
-        futures = [pool.submit(_compile, use) for use in uses]
+        futures = [pool.submit(_compile, use.kernel, _index(use.device), use.numbers) for use in uses]
     return [_build_error(future.exception()) for future in futures]
 
 
@@ -109,19 +111,23 @@ def _build_error(raised: BaseException | None) -> FxwrapError | None:
     return error
 
 
-def _compile(use: KernelUse) -> None:
-    kernel = use.kernel
+def _index(device: torch.device) -> int:
+    """Returns a device's number; the current device is another in another thread."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _compile(kernel: KernelText, device: int, typical: Sequence[Scalar]) -> None:
     function = gpu_function(kernel.source, kernel.signature, kernel.options)
     if not isinstance(function, triton().JITFunction):
         return  # TRITON_INTERPRET is set, and nothing is compiled
     if not kernel.signature:
         return  # nothing says what its arguments are
     constants, choices = launch_keywords(kernel.options)
-    numbers = iter(use.numbers)
+    numbers = iter(typical)
     arguments = [
         _DTYPES[entry.removeprefix("*")] if entry.startswith("*") else next(numbers) for entry in kernel.signature
     ]
-    with torch.cuda.device(use.device):
+    with torch.cuda.device(device):
         compiled = function.warmup(*arguments, grid=(1,), **constants, **choices)
         if compiled is not None:
             _ = compiled.run  # loads it, which fails where it asks for more than the GPU has

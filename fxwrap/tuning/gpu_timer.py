@@ -56,13 +56,13 @@ def _time(work: TuningWork, texts: Sequence[KernelText | None]) -> list[list[flo
     samples: list[list[float]] = [[] for _ in texts]
     if any(0 in grid for grid in work.grids):
         return samples
+    try:
+        sets = _argument_sets(work)
+    except torch.OutOfMemoryError:
+        return samples
     stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        try:
-            sets = _argument_sets(work)
-        except torch.OutOfMemoryError:
-            return samples
         count = min(_MOST_LAUNCHES, int(_GRAPH_SECONDS / (work.bytes / _BYTES_A_SECOND + _LAUNCH_SECONDS)))
         count = max(count, len(sets), 1)
         graphs = {
