@@ -44,7 +44,7 @@ class Options:
         fallback: what happens where a kernel cannot be generated or compiled: "warn" calls the operators instead and
             warns once, "error" raises.
         cuda_graphs: record and replay CUDA graphs where a program allows it.
-        autotune: time several configurations of each kernel.
+        autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices.
         devices: what is known of each device type.
     """
 

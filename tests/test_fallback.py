@@ -67,6 +67,15 @@ def test_without_a_compiler_operators_are_called(emitter: str, monkeypatch: pyte
     torch.testing.assert_close(compiled(*given)[0], function(*given), rtol=0, atol=0)
 
 
+def test_torch_compile_without_a_compiler(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    given = [item.requires_grad_() for item in inputs()]
+    with pytest.warns(FusionWarning, match=r"aten\.tanh.*are called instead"):
+        result = torch.compile(function, backend="fxwrap", fullgraph=True)(*given)
+        gradients = torch.autograd.grad(result.sum(), given)
+    torch.testing.assert_close(gradients, torch.autograd.grad(function(*given).sum(), given))
+
+
 def test_without_a_compiler_emitted_cpp_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
     given = inputs()

@@ -113,7 +113,8 @@ def _build_error(raised: BaseException | None) -> FxwrapError | None:
 
 def _index(device: torch.device) -> int:
     """Returns a device's number; the current device is another in another thread."""
-    return torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(device):
+        return torch.cuda.current_device()
 
 
 def _compile(kernel: KernelText, device: int, typical: Sequence[Scalar]) -> None:
