@@ -57,9 +57,11 @@ def _is_number_already_known(builder: Builder, node: Node, fake: Any) -> bool:
 
 def _lower_item(builder: Builder, node: Node, fake: Any) -> None:
     expression = builder.expression(fake)
-    if not isinstance(expression, sympy.Symbol):
+    is_truth = isinstance(expression, sympy.Eq) and expression.rhs == 1  # what a ShapeEnv writes for a bool
+    symbol = expression.lhs if is_truth else expression
+    if not isinstance(symbol, sympy.Symbol):
         raise _error(node, f"the number read from a tensor is {expression}, not a symbol", "Read it with .item()")
-    info = symbol_info(builder, fake)
+    info = SymbolInfo(symbol.name, 0, 1) if is_truth else symbol_info(builder, fake)
     builder.known_symbols.add(info.name)
     builder.emit(Item(info, builder.env[node.args[0]], origin=origin_of(node)))  # type: ignore[index]
     builder.env[node] = expression

@@ -83,6 +83,8 @@ class _Rebuilder:
             return self._symbol(node)
         if not node.args:
             return _leaf(node)
+        if isinstance(node, sympy.Piecewise) and node.args[-1].args[1] == sympy.true:
+            return self._choice(node)
         operands = [self.rebuild(argument) for argument in node.args]
         node_class = type(node)
         relation = RELATION_BY_CLASS.get(node_class)
@@ -95,6 +97,14 @@ class _Rebuilder:
         if rule is None:
             raise ExpressionError(f"the expression language has no {node_class.__name__} (in {node})")
         return rule(operands)
+
+    def _choice(self, node: sympy.Piecewise) -> sympy.Basic:
+        """Returns nested choices for what torch.sym_ite gives; the last case is the one that always holds."""
+        *cases, (last, _) = [pair.args for pair in node.args]
+        chosen = self.rebuild(last)
+        for value, condition in reversed(cases):
+            chosen = apply(BY_NAME["where"], (self.rebuild(condition), self.rebuild(value), chosen))
+        return chosen
 
     def _symbol(self, symbol: sympy.Symbol) -> sympy.Basic:
         renamed = self._rename.get(symbol)

@@ -58,6 +58,7 @@ ZF3 = sympy.Symbol("zf3", real=True)
         (sympy.Symbol("zuf1", real=True) + ZF3, "f3 + uf1"),
         (sympy.And(S77 < 4, U0 >= 2), "and(u0 >= 2, s77 < 4)"),
         (sympy.Eq(U0, 1), "u0 == 1"),
+        (sympy.Piecewise((1, sympy.Eq(U0, -2)), (S77, U0 < 0), (0, True)), "where(u0 == -2, 1, where(u0 < 0, s77, 0))"),
         (sympy.Float("0.1", 40), "0.1"),
         (sympy.pi, "3.141592653589793"),
         (2.5, "2.5"),
