@@ -136,10 +136,11 @@ class Emission:
         if isinstance(definition, Written):
             return self._value_of(definition.target)
         fake = self.defining.fake_of.get(definition)
+        name = f"?{len(self.values)}"  # definitions may have equal names
         if fake is not None:
-            return Value(f"?{definition.name}", self.builder.tensor_type(fake))
+            return Value(name, self.builder.tensor_type(fake))
         strides = contiguous_strides(definition.sizes)
-        return Value(f"?{definition.name}", TensorType(definition.dtype, definition.sizes, strides, definition.device))
+        return Value(name, TensorType(definition.dtype, definition.sizes, strides, definition.device))
 
     def _allocated(self, definition: Definition, planned: Value, built: BuiltKernel) -> BuiltKernel:
         """Emits the allocation of an output."""
@@ -175,6 +176,7 @@ class Emission:
             if source.type != planned.type:
                 value = self.builder.add_retyped(definition.name, fake, source)
                 self.builder.emit(View(value, source, origin=self._origin((definition,))))
+            self.builder.fake_of[value.name] = fake
             self.builder.share_root(fake, root)
             self.builder.mutated.add(root.name)
             self.values[definition] = value

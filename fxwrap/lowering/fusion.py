@@ -244,6 +244,8 @@ class Fusion:
         if not isinstance(use.definition, Written):
             return True
         for definition in self.on_memory_of(use.definition.target):
+            if definition in kernel.overwritten:
+                return False
             for at in kernel.reads.get(definition, ()):
                 same_tensor = definition is use.definition.target
                 if not same_tensor or tuple([index.substitute(placement.kernel_axes) for index in at]) != placement.at:

@@ -207,7 +207,7 @@ class _Lowering:
 
     def _dying(self, fusion: Fusion, defining: Defining) -> dict[Definition, Item]:
         """Returns the last reader of each definition whose memory the program may overwrite after that."""
-        kept: set[Definition] = set()
+        kept: set[Definition] = {definition for definition, _ in defining.mutations}
         for node in self.source.output.all_input_nodes:
             kept |= {viewed_base(definition) for definition in definitions_in(defining.known[node])}
         for position, (node, _) in enumerate(self.inputs):
@@ -240,6 +240,8 @@ class _Lowering:
             builder.env[node] = builder.expression(fake)
             builder.known_symbols.add(info.name)
             self.inputs.append((node, info))
+        elif isinstance(fake, tuple | list | dict):
+            raise GraphError(node.name, "it stands for several values", "Give each a placeholder of its own")
         else:
             self.inputs.append((node, Value(builder.unique(node.name), builder.type_of(fake))))
             builder.env[node] = fake

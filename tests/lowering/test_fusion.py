@@ -61,3 +61,28 @@ def test_a_reduction_over_one_element_has_an_axis_to_run_over() -> None:
         return one, one.sum(0)
 
     check(function, torch.randn(3))
+
+
+def test_a_result_of_a_rule_inside_is_written_over_and_viewed() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.tanh().mean(0).tanh().view(3, 1)
+
+    check(function, torch.randn(4, 3))
+
+
+def test_memory_that_is_overwritten_later_is_not_taken() -> None:
+    def function(x: Tensor, other: Tensor) -> Tensor:
+        product = x @ x
+        result = product + 1
+        product.copy_(other + 1)
+        return result
+
+    check(function, torch.randn(4, 4), torch.randn(4, 4))
+
+
+def test_two_writes_to_one_tensor_keep_their_order() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.copy_(y - y.sum(1, keepdim=True))
+        return x.copy_(y + 1)
+
+    check(function, torch.randn(4, 4), torch.randn(4, 4))
