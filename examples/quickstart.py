@@ -1,4 +1,5 @@
-"""A small transformer, compiled: its program, the three forms that emitters give it, and how they compare with eager.
+"""A small transformer, compiled: its program with fused kernels, the three forms that emitters give it, and how they
+compare with eager.
 
 Run it with `python examples/quickstart.py`, or `make demo`. It takes a quarter of a minute on two cores.
 """
@@ -55,9 +56,10 @@ def show(title: str, text: str, start: str, lines: int = 24) -> None:
     """Prints, under a title, the first lines of a text and then some from the first that holds `start`."""
     every = text.strip("\n").splitlines()
     first = next((number for number, line in enumerate(every) if start in line), 0)
-    shown = [*every[: min(6, first)], *(["..."] if first > 6 else []), *every[max(first, min(6, first)) :][:lines]]
+    end = ["..."] if first + lines < len(every) else []
+    shown = [*every[: min(6, first)], *(["..."] if first > 6 else []), *every[first : first + lines], *end]
     print(f"\n=== {title} ({len(every)} lines)\n")
-    print("\n".join(line if len(line) <= 140 else line[:137] + "..." for line in [*shown, "..."]))
+    print("\n".join(line if len(line) <= 140 else line[:137] + "..." for line in shown))
 
 
 def main() -> None:
@@ -75,10 +77,17 @@ def main() -> None:
     show("the program", str(compiled.program), start="program", lines=40)
     assert fxwrap.parse(str(compiled.program)) == compiled.program
 
+    # What is fused is generated: on a CPU as C++, on a GPU as Triton. Equal layers share their kernels.
+    kernels = compiled.program.kernels
+    fused = sum(outcome.kind == "fused" for outcome in compiled.coverage)
+    print(f"\n{fused} operators are fused into {len(kernels)} kernels: {', '.join(kernel.name for kernel in kernels)}")
+    kernel = next(kernel for kernel in kernels if kernel.name.startswith("gelu"))
+    show(f"the kernel {kernel.name}", kernel.source, start="#include")
+
     # Three emitters give it three forms; each is called with the flat inputs and returns the flat outputs.
-    show("as an FX graph", fxwrap.to_fx(compiled.program).source, start="embedding = ")
+    show("as an FX graph", fxwrap.to_fx(compiled.program).source, start="addmm = ")
     show("as Python", fxwrap.to_python(compiled.program).source, start="def transformer")
-    show("as C++", fxwrap.to_cpp(compiled.program).source, start="void ")
+    show("as C++", fxwrap.to_cpp(compiled.program).source, start="static void run")
 
     # The same inputs through eager PyTorch, float64, the interpreter and the three forms, forward and backward.
     report = fxwrap.compare(model.train(), (tokens,), training=True)

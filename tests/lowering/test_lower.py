@@ -351,6 +351,15 @@ def test_the_wrong_number_of_examples_is_refused() -> None:
         fxwrap.lower(graph_module, [torch.randn(2), torch.randn(2)])
 
 
+def test_a_placeholder_of_several_tensors_is_refused() -> None:
+    import operator
+
+    graph_module = hand_written(lambda graph, x: graph.call_function(operator.getitem, (x, 0)), "x")
+    graph_module.graph.find_nodes(op="placeholder")[0].meta["val"] = (torch.randn(2, device="meta"),)
+    with pytest.raises(GraphError, match="node 'x': it stands for several values"):
+        fxwrap.lower(graph_module, [(torch.randn(2),)])
+
+
 def test_a_tensor_subclass_is_refused() -> None:
     class Own(torch.Tensor):
         pass
