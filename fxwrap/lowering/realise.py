@@ -104,12 +104,25 @@ class Uses:
         if use.cost > _MOST_INLINED or len(use.reads) > _MOST_READS:
             return False
         own = self._count(use.definition.sizes)
+        if self._ends_rows(use, own):
+            return False
         widest = max([self._count(space_of(consumer.definition)[0]) for consumer in use.consumers], default=own)
         if widest > 2 * own:
             return use.cost <= _CHEAP_BROADCAST
         if len(use.consumers) <= 1:
             return True
         return use.cost <= _CHEAP and self._bytes(use.reads) <= self._bytes([use.definition]) * 1.25
+
+    def _ends_rows(self, use: Use, own: int) -> bool:
+        """Whether a definition computes on the results of a reduction, one for one, what another reduction combines.
+
+        The first reduction's kernel has it at hand, in parallel; it is no more to write than these results are.
+        """
+        after = any(isinstance(other, Reduced) and self._count(other.sizes) == own for other in use.reads)
+        return after and all(
+            isinstance(consumer.definition, Reduced) and self._count(space_of(consumer.definition)[0]) == own
+            for consumer in use.consumers
+        )
 
     def _bytes(self, definitions: Iterable[Definition]) -> float:
         return sum(self._count(item.sizes) * item.dtype.itemsize for item in definitions)
