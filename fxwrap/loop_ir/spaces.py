@@ -145,7 +145,7 @@ def _merged(kernel: Kernel) -> Kernel:
         joined = [*kernel.axes, *kernel.reduced]
         outer, inner = joined[position], joined[position + 1]
         same_kind = (position + 1 < len(kernel.axes)) or position >= len(kernel.axes)
-        if not same_kind or not all(
+        if not same_kind or inner.size == 0 or not all(
             _walks_as_one(index, outer, inner) for operation in kernel.operations for index in indices(operation)
         ):
             position += 1

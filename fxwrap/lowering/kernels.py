@@ -152,6 +152,8 @@ class _Building:
         if definition in self.values and self.plan.computed[definition] == at:
             return self.values[definition]
         value = self.value_of(definition)
+        if extent_of(value.tensor_type) == 0:  # nothing is ever read, so nothing may be hoisted out of an empty loop
+            return self.reader.body.constant(0, definition.compute_dtype)
         name = self.names.get(value.name)
         if name is None:
             name = self.names[value.name] = f"in{len(self.inputs)}"

@@ -86,3 +86,17 @@ def test_two_writes_to_one_tensor_keep_their_order() -> None:
         return x.copy_(y + 1)
 
     check(function, torch.randn(4, 4), torch.randn(4, 4))
+
+
+EMPTY: dict[str, Callable[[Tensor], Any]] = {
+    "a sum of a reshaped view": lambda x: x.unsqueeze(0).tanh().sum(),
+    "a sum over two axes": lambda x: (x.tanh().expand(2, 0) * 2).sum(),
+    "rows and their sums": lambda x: (x.new_ones(3, 0) + x, (x.new_ones(3, 0) + x).sum(1)),
+    "a scan": lambda x: x.cumsum(0) + x,
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_nothing_is_read_of_tensors_without_elements(case: str) -> None:
+    planned = check(EMPTY[case], torch.randn(0))
+    assert not any(buffer.extent == 0 for kernel in planned.kernels.values() for buffer in kernel.inputs)
