@@ -6,10 +6,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function, make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.graph_drawer import FxGraphDrawer
@@ -19,7 +23,7 @@ from torch.fx.passes.split_module import split_module
 import fxwrap
 from fxwrap.errors import GraphModuleError
 from fxwrap.wrapper_ir import Ownership
-from tests.capture import capture_graphs
+from tests.capture import CapturedGraph, capture_graphs
 from tests.models import MODELS
 from tests.samples import SAMPLES
 
@@ -132,11 +136,18 @@ def test_a_tool_keeps_the_outputs(name: str, tool: str) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+@cache
+def _captured(name: str) -> tuple[CapturedGraph, ...]:
+    """A model's forward and backward graph, captured once for all tools."""
+    with torch.enable_grad():
+        return tuple(capture_graphs(replace(MODELS[name], layers=1), training=True))
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 @torch.no_grad()
 def test_a_tool_keeps_the_outputs_of_a_model(name: str, tool: str, fresh_dynamo: None) -> None:
-    for captured in capture_graphs(MODELS[name], training=True):
+    for captured in _captured(name):
         program = fxwrap.lower(captured.graph_module, captured.example_inputs)
         generator = torch.Generator().manual_seed(3)
         ours = [_random(fake, generator) for fake in captured.example_inputs]
@@ -189,3 +200,91 @@ def test_an_emitted_graph_compiles_again(fresh_dynamo: None) -> None:
         torch.compiler.reset()
         given = torch.compile(module, backend=backend, fullgraph=True)(*sample.inputs(2))
         torch.testing.assert_close(given, wanted, rtol=0, atol=0)
+
+
+# --- fused graphs ---------------------------------------------------------------------------------------------------
+
+
+def _fused(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = (x.tanh() * 2) @ w
+    return torch.softmax(hidden, -1), hidden.sum(0)
+
+
+LANGUAGES = {"cpp": fxwrap.Options(emitter="fx"), "triton": fxwrap.Options(emitter="fx", cpu_kernels="triton")}
+LAUNCHES = frozenset(
+    {
+        torch.ops.fxwrap.cpp_kernel.default, torch.ops.fxwrap.cpp_kernel_functional.default,
+        torch.ops.higher_order.triton_kernel_wrapper_mutation, torch.ops.higher_order.triton_kernel_wrapper_functional,
+    }
+)  # fmt: skip
+
+
+def _fused_graph(language: str) -> tuple[GraphModule, list[torch.Tensor]]:
+    inputs = [torch.randn(5, 6), torch.randn(6, 7)]
+    graph = make_fx(_fused, tracing_mode="fake")(*inputs)
+    return fxwrap.compile_graph(graph, inputs, options=LANGUAGES[language]).graph_module, inputs
+
+
+def _launches(module: GraphModule) -> int:
+    """How many kernels a graph launches, its submodules' included."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+    return sum(node.target in LAUNCHES for graph in graphs for node in graph.nodes)
+
+
+def _made_by_split(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
+    order = {node: position for position, node in enumerate(module.graph.nodes)}
+    return split_module(module, module, lambda node: 2 * order[node] // len(order))  # type: ignore[arg-type]
+
+
+def _made_by_elimination(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+MAKERS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
+    "eliminate_dead_code": _made_by_elimination,
+    "deepcopy": lambda module, _inputs: copy.deepcopy(module),
+    "make_fx": lambda module, inputs: make_fx(module, tracing_mode="fake")(*inputs),
+    "make_fx_symbolic": lambda module, inputs: make_fx(module, tracing_mode="symbolic")(*inputs),
+    "functionalize": lambda module, inputs: make_fx(torch.func.functionalize(module), tracing_mode="fake")(*inputs),
+    "split_module": _made_by_split,
+    "twice": lambda module, inputs: _made_by_elimination(MAKERS["make_fx"](copy.deepcopy(module), inputs), inputs),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("language", LANGUAGES)
+@torch.no_grad()
+def test_a_tool_keeps_all_launches_of_a_fused_graph(language: str, maker: str) -> None:
+    module, inputs = _fused_graph(language)
+    before = _launches(module)
+    assert before >= 2
+    made = MAKERS[maker](module, inputs)
+    assert _launches(made) == before
+    torch.testing.assert_close(tuple(made(*inputs)), _fused(*inputs))
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_fused_graph_runs_under_fake_mode(language: str) -> None:
+    module, inputs = _fused_graph(language)
+    with FakeTensorMode() as mode:
+        given = module(*[mode.from_tensor(item) for item in inputs])
+    for fake, wanted in zip(given, _fused(*inputs), strict=True):
+        assert isinstance(fake, FakeTensor) and (fake.shape, fake.stride()) == (wanted.shape, wanted.stride())
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@torch.no_grad()
+def test_aot_autograd_keeps_all_launches_of_a_fused_graph(language: str) -> None:
+    """It makes them functional on the way."""
+    module, inputs = _fused_graph(language)
+    graphs: list[GraphModule] = []
+
+    def keep(graph: GraphModule, _inputs: Sequence[Any]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    given = aot_function(module, fw_compiler=keep)(*inputs)
+    torch.testing.assert_close(tuple(given), _fused(*inputs))
+    assert [_launches(graph) for graph in graphs] == [_launches(module)]
