@@ -6,6 +6,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
+import torch
+
 from fxwrap.converters.emitted import Emitted
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
 from fxwrap.lines import Launch
@@ -65,9 +68,13 @@ def _builds(emitted: Emitted) -> bool:
 def _use(program: Program, launch: Launch, values: Mapping[str, Scalar]) -> KernelUse:
     """Returns a kernel with numbers such as a launch will have."""
     kernel = program.kernel(launch.kernel)
-    numbers = [evaluate(item, values) for item in launch.arguments if not isinstance(item, Value)]
-    text = KernelText(kernel.language, kernel.source, kernel.signature, kernel.options)
-    return KernelUse(text, launch.outs[0].tensor_type.device, tuple(numbers))
+    numbers = [item for item in launch.arguments if not isinstance(item, Value)]
+    tensors = [item for item in (*launch.outs, *launch.arguments) if isinstance(item, Value)]
+    return KernelUse(
+        KernelText(kernel.language, kernel.source, kernel.signature, kernel.options),
+        tensors[0].tensor_type.device if tensors else torch.device("cpu"),
+        tuple([evaluate(item, values) if isinstance(item, sympy.Basic) else item for item in numbers]),
+    )
 
 
 def _typical_values(program: Program) -> dict[str, Scalar]:

@@ -16,6 +16,7 @@ import fxwrap
 from fxwrap.errors import FusionWarning, FxwrapError, KernelBuildError, NativeBuildError
 from fxwrap.options import EMITTERS
 from fxwrap.printers import PrintedKernel, languages
+from fxwrap.torch_compat import FakeTensorMode
 from fxwrap.wrapper_ir import KernelDefinition, Program
 
 NEED_NO_COMPILER = [emitter for emitter in EMITTERS if emitter != "cpp"]
@@ -120,6 +121,17 @@ def test_without_triton_operators_are_called(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(compiled(*given)[0], function(*given), rtol=0, atol=0)
     with pytest.raises(FxwrapError, match="Triton cannot be imported"):
         compiled_with_warnings(given, cpu_kernels="triton", fallback="error")
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_program_for_a_gpu_is_compiled_where_there_is_none(emitter: str) -> None:
+    with FakeTensorMode():
+        given = inputs("cuda:0")
+        traced = make_fx(function)(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusionWarning)
+        compiled = fxwrap.compile_graph(traced, given, options=fxwrap.Options(emitter=emitter))
+    assert {kernel.language for kernel in compiled.program.kernels} == {"triton"}
 
 
 def test_a_pass_s_kernel_has_no_operators_to_fall_back_to() -> None:
