@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from torch.fx import Node
 
@@ -26,6 +27,8 @@ _MOST_COST = 4000
 _LONGEST_ROW = 32768
 _NEIGHBOURS = 4
 """How many of the latest kernels that read a tensor a new reader of it may join."""
+_SMALL = 65536
+"""Points of a space up to which a launch costs more than its memory traffic."""
 
 
 @dataclass(eq=False)
@@ -195,7 +198,13 @@ class Fusion:
             for item in self._readers.get(definition, [])[-_NEIGHBOURS:]:
                 if item.kernel is not None:
                     found.setdefault(id(item), item)
+        if self._is_small(trace.axes):
+            kernels = (item for item in reversed(self._items) if item.kernel is not None)
+            found |= {id(item): item for item in islice(kernels, _NEIGHBOURS)}
         return list(found.values())
+
+    def _is_small(self, axes: Iterable[Axis]) -> bool:
+        return self.hint(_count(axes)) <= _SMALL
 
     def _new_key(self, item: Item, needed: Iterable[Item]) -> float | None:
         """Returns the key an item gets when it also depends on others, or None where a user of it comes too early."""
@@ -237,6 +246,8 @@ class Fusion:
             shared_source(member.use.definition) is shared_source(use.definition) for member in kernel.members
         ):
             saved += 1.0
+        if not saved and self._is_small(kernel.space) and len(kernel.space) == len(trace.axes) > 0:
+            saved = 0.5  # a launch
         return saved if saved > 0 and self._stays_fast(kernel, placement, use) else None
 
     def _may_write(self, kernel: KernelPlan, placement: Placement, use: Use) -> bool:

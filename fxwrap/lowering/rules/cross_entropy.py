@@ -82,7 +82,8 @@ def _forward(
     if reduction == _NONE and rows.sizes:
         nothing = pointwise((), weight_fake.dtype, call.device, lambda reader, _: reader.number(0.0, computes))
         return pointwise(call.sizes_of(loss_fake), loss_fake.dtype, call.device, loss), nothing
-    (total,) = combine(call, "sum", rows, computes, lambda reader, _, row: loss(reader, rows.joined((), row)))
+    losses = pointwise(rows.sizes, computes, call.device, loss)
+    (total,) = combine(call, "sum", rows, computes, lambda reader, _, row: reader.load(losses, rows.joined((), row)))
     (counted,) = combine(
         call, "sum", rows, computes,
         lambda reader, _, row: operands.at_class(reader, rows.joined((), row), weight, computes),
