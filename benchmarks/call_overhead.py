@@ -54,7 +54,7 @@ def row(name: str, function: Callable[..., Any], inputs: Sequence[torch.Tensor],
     graph = make_fx(function)(*inputs)
     contenders: dict[str, Callable[..., Any]] = {"eager": function}
     for emitter in EMITTERS:
-        options = fxwrap.Options(emitter=emitter, check_inputs=False)
+        options = fxwrap.Options(emitter=emitter, check_inputs=False, fuse=False)
         contenders[emitter] = fxwrap.compile_graph(graph, inputs, options=options).flat
     wanted = function(*inputs)
     errors = [float((contenders[emitter](*inputs)[0] - wanted).norm()) for emitter in EMITTERS]
