@@ -440,6 +440,8 @@ REDUCTIONS: tuple[Step, ...] = (
 INDEXING: tuple[Step, ...] = (_index_select, _index, _gather, _scatter_add, _slice_scatter)
 CALLS: tuple[Step, ...] = (_product,)
 
+NORMS: tuple[Step, ...] = (_sum, _mean, _variance, _softmax, _layer_norm, _unary, _binary, _binary, _with_number)
+
 FAMILIES: tuple[tuple[Step, ...], ...] = (POINTWISE, POINTWISE, POINTWISE, VIEWS, VIEWS, REDUCTIONS, INDEXING, CALLS)
 
 
@@ -448,11 +450,11 @@ def graphs(
     draw: Any,
     families: Sequence[Sequence[Step]] = FAMILIES,
     steps: int = 18,
-    writes: bool = True,
+    writes: int = 10,
     sizes: Sequence[int] = SIZES,
     dtypes: Sequence[torch.dtype] = INPUT_DTYPES,
 ) -> RandomGraph:
-    """Draws a graph of at most `steps` steps from these families; with `writes`, it may overwrite tensors."""
+    """Draws a graph of at most `steps` steps from these families; one in `writes` overwrites a tensor."""
     b = Building(draw)
     shape = [b.choice(sizes) for _ in range(b.integer(1, 3))]
     for number in range(b.integer(1, 4)):
@@ -460,7 +462,7 @@ def graphs(
         value = b.random(own, b.choice(dtypes))
         b.placeholder(value.t().contiguous().t() if value.dim() == 2 and number and b.flag() else value)
     for _ in range(b.integer(steps // 3, steps)):
-        step = _write if writes and b.integer(0, 9) == 9 else b.choice(b.choice(families))
+        step = _write if writes and b.integer(1, writes) == writes else b.choice(b.choice(families))
         with suppress(NothingFits):
             step(b)
     if writes and b.flag():

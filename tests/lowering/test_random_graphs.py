@@ -1,0 +1,93 @@
+"""Random graphs: planned kernels give what eager gives, and each printer what the loop IR's evaluator gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from fxwrap.loop_ir import Kernel, evaluate_kernel
+from fxwrap.printers import KernelRequest, PrintedKernel, print_kernel
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.kernels import load_kernel, prepare_kernels
+from fxwrap.symbolic import evaluate
+from tests.lowering.loop_order import evaluate_in_loop_order
+from tests.lowering.planned import Planned, check_graph, close, plan
+from tests.strategies.graphs import NORMS, RandomGraph, graphs
+
+QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+FLOAT_NORMS = graphs((NORMS,), steps=12, writes=3, sizes=(3, 4), dtypes=(torch.float32,))
+MIXED = st.one_of(graphs(), FLOAT_NORMS)
+
+
+@given(MIXED)
+@settings(max_examples=200, suppress_health_check=QUIET)
+def test_planned_kernels_are_eager(graph: RandomGraph) -> None:
+    check_graph(graph.module, graph.inputs)
+
+
+@given(FLOAT_NORMS)
+@settings(max_examples=60, suppress_health_check=QUIET)
+def test_kernels_mean_the_same_in_loop_order(graph: RandomGraph) -> None:
+    """Each iteration by itself, what varies loaded again in each stage: what is written over must not be needed."""
+    planned = plan(graph.module, list(graph.inputs))
+    planned.run([item.clone() for item in graph.inputs], _compared(lambda kernel: evaluate_in_loop_order))
+
+
+def test_cpp_kernels_are_what_the_evaluator_says() -> None:
+    drawn = _drawn(24)
+    printed = {str(kernel): _printed(kernel, "cpp") for _, planned in drawn for kernel in planned.kernels.values()}
+    prepare_kernels(tuple([KernelText("cpp", item.source, item.signature, item.options) for item in printed.values()]))
+    for graph, planned in drawn:
+        inputs = [item.clone() for item in graph.inputs]
+        planned.run(inputs, _compared(lambda kernel: _launcher(kernel, printed[str(kernel)])))
+
+
+def test_triton_kernels_are_what_the_evaluator_says() -> None:
+    for graph, planned in _drawn(40):
+        inputs = [item.clone() for item in graph.inputs]
+        planned.run(inputs, _compared(lambda kernel: _launcher(kernel, _printed(kernel, "triton"))))
+
+
+def _drawn(count: int) -> list[tuple[RandomGraph, Planned]]:
+    """Draws graphs and plans them, outside of a property: what is expensive happens for all of them at once."""
+    found: list[tuple[RandomGraph, Planned]] = []
+
+    @given(MIXED)
+    @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=QUIET)
+    def draw(graph: RandomGraph) -> None:
+        found.append((graph, plan(graph.module, list(graph.inputs))))
+
+    draw()
+    return found
+
+
+def _compared(other: Callable[[Kernel], Callable[..., None]]) -> Callable[..., None]:
+    """Returns what runs a kernel both ways on equal memory, compares all of it, and leaves the evaluator's."""
+
+    def run(kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        memory = {name: tensor.clone() for name, tensor in buffers.items()}
+        evaluate_kernel(kernel, buffers, numbers)
+        other(kernel)(kernel, memory, numbers)
+        for name, tensor in buffers.items():
+            assert close(memory[name], tensor), f"{name} is {memory[name]}, not {tensor}\n{kernel}"
+
+    return run
+
+
+def _printed(kernel: Kernel, language: str) -> PrintedKernel:
+    return print_kernel(KernelRequest(kernel, language, torch.device("cpu"), int))
+
+
+def _launcher(kernel: Kernel, printed: PrintedKernel) -> Callable[..., None]:
+    def run(kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        launch = load_kernel(printed.language, printed.source, printed.signature, printed.options)
+        grid = tuple([int(evaluate(size, numbers)) for size in printed.grid])
+        order: Sequence[Any] = [buffers[buffer.name] for buffer in (*kernel.inputs, *kernel.outputs)]
+        launch(grid, *order, *[numbers[symbol.name] for symbol in kernel.numbers])
+
+    return run
