@@ -44,6 +44,11 @@ class Case:
         """The operator's name and its variant's, as torch's own tests write them."""
         return str(self.operator.formatted_name)
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name without its module."""
+        return str(self.dtype).removeprefix("torch.")
+
     def calls(self) -> Iterator[Call]:
         """Yields a call for each of the database's samples, the same ones in every run."""
         torch.manual_seed(SEED)

@@ -3,7 +3,7 @@
     python -m tests.opinfo.sweep --table docs/opinfo.md
 
 Each operator and dtype runs in a process of its own, so that a crash is one row of the table. The records of a sweep
-are one JSON object a line; `--table` writes them as Markdown.
+are one JSON object a line; `--table` writes them as Markdown. `--resume` adds the rows that a sweep did not come to.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case for form in chosen.form.split(",") for case in cases(dtypes, form) if re.fullmatch(chosen.only, case.name)
     ]
     options = Options(fallback="error", cpu_kernels=chosen.kernels, emitter=chosen.emitter)
-    records: list[Record] = []
-    with Path(chosen.records).open("w") as file:
+    records = _read(Path(chosen.records)) if chosen.resume else []
+    known = {record.key for record in records}
+    wanted = [case for case in wanted if (case.name, case.dtype_name, case.form) not in known]
+    with Path(chosen.records).open("a" if chosen.resume else "w") as file:
         for record in _swept(wanted, options, chosen.most, chosen.jobs, chosen.timeout):
             records.append(record)
             file.write(json.dumps(asdict(record)) + "\n")
             file.flush()
-            _report(record, len(records), len(wanted))
+            _report(record, len(records), len(known) + len(wanted))
     if chosen.table:
         Path(chosen.table).write_text(table(records))
     failed = [record for record in records if record.unexplained]
@@ -71,8 +73,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for an operator and dtype")
     parser.add_argument("--records", default=os.devnull, help="where to write what was found, one JSON object a line")
+    parser.add_argument("--resume", action="store_true", help="keep the rows in the records, add the others")
     parser.add_argument("--table", help="where to write the table")
     return parser
+
+
+def _read(path: Path) -> list[Record]:
+    """Returns the records of earlier sweeps; of two for one row the later."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [Record(**json.loads(line)) for line in lines]
+    return list({record.key: record for record in records}.values())
 
 
 def record_of(case: Case, options: Options, most: int) -> Record:
@@ -90,14 +100,13 @@ def record_of(case: Case, options: Options, most: int) -> Record:
         if verdict.seen and len(examples.setdefault(verdict.word, [])) < _EXAMPLES:
             examples[verdict.word].append(f"({verdict.call})  {verdict.seen}")
     return Record(
-        case.name, str(case.dtype).removeprefix("torch."), case.form, len(chosen), dict(words), examples,
+        case.name, case.dtype_name, case.form, len(chosen), dict(words), examples,
         dict(found.kinds), found.called, time.perf_counter() - started,
     )  # fmt: skip
 
 
 def _broken(case: Case, reason: str) -> Record:
-    dtype = str(case.dtype).removeprefix("torch.")
-    return Record(case.name, dtype, case.form, 0, {FAILED: 1}, {FAILED: [reason]}, {}, {}, 0.0)
+    return Record(case.name, case.dtype_name, case.form, 0, {FAILED: 1}, {FAILED: [reason]}, {}, {}, 0.0)
 
 
 @dataclass
