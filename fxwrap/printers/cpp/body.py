@@ -123,6 +123,8 @@ class Statements:
         match operation:
             case Load():
                 text = f"{operation.buffer}[{self.index(known)(operation.index)}]"
+                if operation.dtype is torch.bool:
+                    text = f"is_true({text})"
                 if operation.mask is None:
                     return text
                 return f"{grouped(known[operation.mask])} ? {text} : {literal(operation.other, operation.dtype)}"

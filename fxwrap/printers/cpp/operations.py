@@ -38,7 +38,7 @@ def expression(operation: Compute, operands: Sequence[str], dtype: torch.dtype) 
         case "bitcast":
             return f"bitcast<{CPP_TYPES[operation.dtype]}>({operands[0]})"
         case "where":
-            return f"{grouped(operands[0])} ? {grouped(operands[1])} : {grouped(operands[2])}"
+            return f"op::where({', '.join(operands)})"
         case "bitwise_not":
             return f"!{grouped(operands[0])}" if dtype is torch.bool else _narrowed(f"~{grouped(operands[0])}", dtype)
         case _:

@@ -47,6 +47,9 @@ class _Rewriting:
                     self.softmax(position, self.new[value], dtype)
                 case Part(source, part) if (source, part) in self.parts:
                     self.new[position] = self.parts[source, part]
+                case Compute("div", (value, divisor), torch.float32) if self.is_softmax_sum(divisor):
+                    inverse = self.compute("reciprocal", self.new[divisor], dtype=torch.float32)
+                    self.new[position] = self.compute("mul", self.new[value], inverse, dtype=torch.float32)
                 case _:
                     self.new[position] = self.add(map_operation(operation, self.new.__getitem__, self.index))
         return without_dead_operations(replace(self.kernel, operations=tuple(self.operations)))
@@ -66,6 +69,14 @@ class _Rewriting:
     def index(self, old: Index) -> Index:
         found = [atom for atom in old.atoms() if isinstance(atom, Gathered)]
         return old.substitute({atom: Gathered(self.new[atom.operation], atom.size) for atom in found})
+
+    def is_softmax_sum(self, position: int) -> bool:
+        """Whether a value is the sum of a softmax: 0 or at least 1, so that its reciprocal is as good to multiply by."""
+        part = self.kernel.operations[position]
+        if not isinstance(part, Part) or part.position != 1:
+            return False
+        source = self.kernel.operations[part.operation]
+        return isinstance(source, Reduce) and source.kind == "softmax"
 
     def welford(self, position: int, value: int, dtype: torch.dtype) -> None:
         count = self.kernel.reduced_count

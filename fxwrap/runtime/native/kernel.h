@@ -100,6 +100,9 @@ template <> struct Cast<float, float16> { static INLINE float of(float16 value) 
 template <> struct Cast<float16, float> { static INLINE float16 of(float value) { return float16(value); } };
 template <> struct Cast<bool, float16> { static INLINE bool of(float16 value) { return value != 0; } };
 
+// A bool in memory. Compilers vectorise the comparison of its byte, but no condition that is a byte itself.
+INLINE bool is_true(const bool& element) { return reinterpret_cast<const uint8_t&>(element) != 0; }
+
 // A number as another type, as torch converts it.
 template <class T, class U> INLINE T to(U value) { return Cast<T, U>::of(value); }
 
@@ -145,10 +148,25 @@ INLINE bool isinf(double x) { return __builtin_fabs(x) == infinity; }
 INLINE bool signbit(float x) { return bitcast<int32_t>(x) < 0; }
 INLINE bool signbit(double x) { return bitcast<int64_t>(x) < 0; }
 
-template <class T> INLINE T maximum(T a, T b) { return (a > b) | (a != a) ? a : b; }
-template <class T> INLINE T minimum(T a, T b) { return (a < b) | (a != a) ? a : b; }
-template <class T> INLINE T fmax(T a, T b) { return (b > a) | (a != a) ? b : a; }
-template <class T> INLINE T fmin(T a, T b) { return (b < a) | (a != a) ? b : a; }
+// Both values are computed, so that a loop around it is vectorised; ?: computes one.
+template <class T> INLINE T where(bool condition, T a, T b) { return condition ? a : b; }
+
+template <class T> INLINE T maximum(T a, T b) {
+  const T larger = a > b ? a : b;  // b where one is NaN, as the processor's instruction is
+  return a != a ? a : larger;
+}
+template <class T> INLINE T minimum(T a, T b) {
+  const T smaller = a < b ? a : b;
+  return a != a ? a : smaller;
+}
+template <class T> INLINE T fmax(T a, T b) {
+  const T larger = b > a ? b : a;
+  return a != a ? b : larger;
+}
+template <class T> INLINE T fmin(T a, T b) {
+  const T smaller = b < a ? b : a;
+  return a != a ? b : smaller;
+}
 template <class T> INLINE T abs(T x) { return x < 0 ? -x : x; }
 template <> INLINE float abs(float x) { return __builtin_fabsf(x); }
 template <> INLINE double abs(double x) { return __builtin_fabs(x); }
@@ -185,23 +203,40 @@ INLINE double exp(double x) { return ::exp(x); }
 INLINE double erf(double x) { return ::erf(x); }
 INLINE double tanh(double x) { return ::tanh(x); }
 
-// 2^k * exp(r) with |r| <= log(2) / 2; the power of two is multiplied in two halves, for results that are denormal.
+// 4^k * exp(r) with |r| <= log(2). The power of two is 2^k twice, whose bits are those of x / log(4) rounded by the
+// addition of a large number; so results may be denormal or infinite.
 INLINE float exp(float x) {
-  const float low = x < -104.0f ? -104.0f : x;
-  const float shifted = __builtin_fmaf(low, 1.44269504f, 12582912.0f);  // 1.5 * 2^23: rounds to an integer
-  const int32_t bits = bitcast<int32_t>(shifted);
-  const int32_t limited = bits > 0x4B400080 ? 0x4B400080 : bits;  // k <= 128
-  const float k = bitcast<float>(limited) - 12582912.0f;
-  const float r = __builtin_fmaf(k, -1.42860677e-6f, __builtin_fmaf(k, -0.693145752f, low));
-  float p = 1.37805939e-3f;
-  p = __builtin_fmaf(p, r, 8.37312452e-3f);
-  p = __builtin_fmaf(p, r, 4.16695364e-2f);
-  p = __builtin_fmaf(p, r, 1.66664720e-1f);
-  p = __builtin_fmaf(p, r, 4.99999851e-1f);
+  constexpr float rounding = 12582912.0f + 127.0f;  // 1.5 * 2^23, and the bias of exponents
+  const float limited = x < -104.0f ? -104.0f : x;
+  const int32_t bits = bitcast<int32_t>(__builtin_fmaf(limited, 0.72134752f, rounding));
+  const int32_t shifted = bits > 0x4B4000BF ? 0x4B4000BF : bits;  // k <= 64
+  const float k = bitcast<float>(shifted) - rounding, power = bitcast<float>(shifted << 23);
+  const float r = __builtin_fmaf(k, -2.85721354e-6f, __builtin_fmaf(k, -1.386291504f, limited));
+  float p = 1.96113455e-4f;
+  p = __builtin_fmaf(p, r, 1.41046802e-3f);
+  p = __builtin_fmaf(p, r, 8.33610911e-3f);
+  p = __builtin_fmaf(p, r, 4.16612588e-2f);
+  p = __builtin_fmaf(p, r, 1.66666135e-1f);
+  p = __builtin_fmaf(p, r, 5.00000358e-1f);
   p = __builtin_fmaf(p, r, 1.0f);
   p = __builtin_fmaf(p, r, 1.0f);
-  const int32_t power = limited - 0x4B400000, half = power >> 1;
-  return p * bitcast<float>((half + 127) << 23) * bitcast<float>((power - half + 127) << 23);
+  return p * power * power;
+}
+
+// exp of a number that is not positive, where an absolute error of 2e-7 does not matter: 2^k * exp(r).
+INLINE float exp_of_negative(float x) {
+  constexpr float rounding = 12582912.0f + 127.0f;
+  const float limited = x < -87.0f ? -87.0f : x;
+  const float shifted = __builtin_fmaf(limited, 1.44269504f, rounding);
+  const float k = shifted - rounding, power = bitcast<float>(bitcast<uint32_t>(shifted) << 23);
+  const float r = __builtin_fmaf(k, -0.693147182f, limited);
+  float p = 8.31248052e-3f;
+  p = __builtin_fmaf(p, r, 4.18905467e-2f);
+  p = __builtin_fmaf(p, r, 1.66671157e-1f);
+  p = __builtin_fmaf(p, r, 4.99992281e-1f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  return p * power;
 }
 
 // Two polynomials, after N. Juffa: 1 - exp(polynomial) for large x, x * polynomial(x * x) for small.
@@ -212,7 +247,7 @@ INLINE float erf(float x) {
   large = __builtin_fmaf(large, t, -1.06777877e-1f);
   large = __builtin_fmaf(large, t, -6.34846687e-1f);
   large = __builtin_fmaf(large, t, -1.28717512e-1f);
-  large = 1.0f - exp(__builtin_fmaf(large, t, -t));
+  large = 1.0f - exp_of_negative(__builtin_fmaf(large, t, -t));
   float small = -5.96761703e-4f;
   small = __builtin_fmaf(small, s, 4.99119423e-3f);
   small = __builtin_fmaf(small, s, -2.67681349e-2f);
@@ -223,10 +258,10 @@ INLINE float erf(float x) {
   return t > 0.927734375f ? __builtin_copysignf(large, x) : small;
 }
 
-// 1 - 2 / (exp(2x) + 1) for large x, a polynomial (Cephes) for small.
+// 1 - 2 y / (1 + y) with y = exp(-2x) for large x, a polynomial (Cephes) for small.
 INLINE float tanh(float x) {
   const float t = __builtin_fabsf(x), s = x * x;
-  const float large = 1.0f - 2.0f / (exp(2.0f * t) + 1.0f);
+  const float y = exp_of_negative(-2.0f * t), large = 1.0f - 2.0f * y / (1.0f + y);
   float small = -5.70498872745e-3f;
   small = __builtin_fmaf(small, s, 2.06390887954e-2f);
   small = __builtin_fmaf(small, s, -5.37397155531e-2f);
