@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -282,19 +283,23 @@ def _tensor(value: Value, generator: torch.Generator) -> Tensor:
     return made.copy_(torch.randint(0, 2, sizes, generator=generator))
 
 
-@pytest.mark.parametrize("emitter", ["python", "cpp"])
+@cache
+def _deep_programs(training: bool) -> dict[str, Program]:
+    """The programs of a model with some layers, by kind, captured once for all emitters."""
+    case = MODELS["gpt2"]
+    model = case.build(seed=0, dropout=True, layers=3).train(training)
+    graphs = capture(model, case.inputs(seed=1, training=training), training=training)
+    return {graph.name: graph.compiled.program for graph in graphs}
+
+
 @pytest.mark.parametrize("kind", ["inference", "forward", "backward"])
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_live_bytes_are_the_programs_own_bound(kind: str, emitter: str) -> None:
     """Emitted code holds what the program says, and a backward lets go of its activations.
 
     The inputs of a backward are made while memory is counted and belong to the boxed entry alone.
     """
-    case = MODELS["gpt2"]
-    training = kind != "inference"
-    model = case.build(seed=0, dropout=True, layers=4).train(training)
-    graphs = capture(model, case.inputs(seed=1, training=training), training=training)
-    program = next(graph.compiled.program for graph in graphs if graph.name == kind)
-    owns_inputs = kind == "backward"
+    program, owns_inputs = _deep_programs(kind != "inference")[kind], kind == "backward"
     bound = live_bytes(program, include_inputs=owns_inputs, include_constants=False).peak
     generator = torch.Generator().manual_seed(0)
     given = [_tensor(item.value, generator) for item in program.inputs if isinstance(item.value, Value)]

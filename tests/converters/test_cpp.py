@@ -71,9 +71,10 @@ def test_a_sample_means_what_the_interpreter_says(name: str) -> None:
             assert_same(mine, reference)  # mutated alike
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "resnet"])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_model_infers_and_trains_as_in_eager(name: str) -> None:
+    """Through the backend itself, guards and all; `tests/test_models.py` runs all models by every emitter."""
     case = MODELS[name]
     options = {"emitter": "cpp"}
     model, inputs = case.build(seed=0), case.inputs(seed=1)
@@ -115,8 +116,8 @@ def _run_recorded(graph: CapturedGraph, recorder: Recorder) -> None:
 def test_every_operator_call_of_the_models_gives_eagers_result() -> None:
     recorder = Recorder()
     for case in MODELS.values():
-        for training in (False, True):
-            shallow = replace(case, layers=1)
+        shallow = replace(case, layers=1)
+        for training in (False, True) if case.name in ("gpt2", "resnet") else (True,):  # inference adds few calls
             for graph in capture_graphs(shallow, training, dropout=training and case.has_dropout):
                 _run_recorded(graph, recorder)
     calls = list(recorder.calls.values())

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.fx.passes.split_module import split_module
 
 import fxwrap
 from fxwrap.errors import GraphModuleError
-from fxwrap.wrapper_ir import Ownership
+from fxwrap.wrapper_ir import Ownership, Program
 from tests.capture import CapturedGraph, capture_graphs
 from tests.models import MODELS
 from tests.samples import SAMPLES
@@ -136,27 +136,42 @@ def test_a_tool_keeps_the_outputs(name: str, tool: str) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A program with inputs, and what the interpreter gives for them and leaves in them."""
+
+    program: Program
+    inputs: list[torch.Tensor]
+    outputs: list[Any]
+    left: list[torch.Tensor]
+
+
 @cache
-def _captured(name: str) -> tuple[CapturedGraph, ...]:
-    """A model's forward and backward graph, captured once for all tools."""
+def _prepared(name: str) -> list[Prepared]:
+    """A model's forward and backward program, made once for all tools."""
     with torch.enable_grad():
-        return tuple(capture_graphs(replace(MODELS[name], layers=1), training=True))
+        graphs = capture_graphs(replace(MODELS[name], layers=1), training=True)
+    return [_prepare(graph) for graph in graphs]
+
+
+def _prepare(captured: CapturedGraph) -> Prepared:
+    program = fxwrap.lower(captured.graph_module, captured.example_inputs)
+    generator = torch.Generator().manual_seed(3)
+    inputs = [_random(fake, generator) for fake in captured.example_inputs]
+    left = copy.deepcopy(inputs)
+    return Prepared(program, inputs, list(fxwrap.run(program, left)), left)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 @torch.no_grad()
 def test_a_tool_keeps_the_outputs_of_a_model(name: str, tool: str, fresh_dynamo: None) -> None:
-    for captured in _captured(name):
-        program = fxwrap.lower(captured.graph_module, captured.example_inputs)
-        generator = torch.Generator().manual_seed(3)
-        ours = [_random(fake, generator) for fake in captured.example_inputs]
-        theirs = copy.deepcopy(ours)
-        module = fxwrap.to_fx(program).graph_module
-        given = _flat(TOOLS[tool](module, ours))
-        wanted = fxwrap.run(program, theirs)
-        torch.testing.assert_close(given, list(wanted), rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    for made in _prepared(name):
+        assert made.program.kernels
+        inputs = copy.deepcopy(made.inputs)
+        given = _flat(TOOLS[tool](fxwrap.to_fx(made.program).graph_module, inputs))
+        torch.testing.assert_close(given, made.outputs, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(inputs, made.left, rtol=0, atol=0, equal_nan=True)
 
 
 def _random(fake: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
