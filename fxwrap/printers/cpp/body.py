@@ -69,6 +69,8 @@ class Statements:
     origins: bool
     scan: Callable[[int, Known], str] | None = None
     """Writes a scan's step, and returns the text of its result; for loops that go along the scanned axis."""
+    gathered: frozenset[int] = frozenset()
+    """Loads of half-precision elements whose places differ from lane to lane."""
 
     def operands_of(self, position: int) -> tuple[int, ...]:
         """Returns the positions that an operation uses."""
@@ -122,7 +124,9 @@ class Statements:
         operation = self.kernel.operations[position]
         match operation:
             case Load():
-                text = f"{operation.buffer}[{self.index(known)(operation.index)}]"
+                place = self.index(known)(operation.index)
+                gathered = position in self.gathered
+                text = f"gathered({operation.buffer}, {place})" if gathered else f"{operation.buffer}[{place}]"
                 if operation.dtype is torch.bool:
                     text = f"is_true({text})"
                 if operation.mask is None:

@@ -34,7 +34,7 @@ class LoopPrinter(ABC):
         self.plan = plan
         self.kernel: Kernel = plan.kernel
         self.writer = writer
-        self.statements = Statements(self.kernel, writer, origins)
+        self.statements = Statements(self.kernel, writer, origins, gathered=plan.gathered)
         self.requirements = [
             (place, item) for place, item in enumerate(self.kernel.operations) if isinstance(item, Require)
         ]

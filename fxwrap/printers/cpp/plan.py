@@ -8,6 +8,7 @@ from functools import cached_property
 
 from fxwrap.loop_ir import (
     OPERATIONS,
+    STORAGE_ONLY,
     Axis,
     Compute,
     Gathered,
@@ -34,8 +35,8 @@ FEW_ITERATIONS = 16
 PART = 16384
 """Elements of a part of a long reduction; what is longer is summed in parts, which also keeps float32 sums exact."""
 
-TILE_BYTES = 64
-"""Bytes of a row of a tile that is loaded transposed, a cache line; it has as many rows, but no fewer than 16."""
+TILES_BYTES = 16384
+"""Bytes of the tiles that are loaded transposed: a part of the nearest cache."""
 
 SCATTER_BLOCK = 16
 """Columns of a table that one thread adds rows to."""
@@ -144,9 +145,23 @@ class Plan:
 
     @property
     def tile(self) -> int:
-        """Rows and columns of the tiles, a multiple of 16: as many elements of the widest as fit a cache line."""
-        loads = [item for item in self.kernel.operations if isinstance(item, Load)]
-        return max(16, TILE_BYTES // max([load.dtype.itemsize for load in loads], default=1))
+        """Rows and columns of the tiles, a multiple of 16: whole cache lines, as many as fit the nearest cache."""
+        loads = [self.kernel.operations[place] for place in self.tiled[1]]
+        width = sum(load.dtype.itemsize for load in loads if isinstance(load, Load))
+        return next((size for size in (64, 32) if size * size * width <= TILES_BYTES), 16)
+
+    @cached_property
+    def gathered(self) -> frozenset[int]:
+        """The loads of half-precision elements whose places differ from lane to lane and follow no stride."""
+        return frozenset(
+            place
+            for place, item in enumerate(self.kernel.operations)
+            if isinstance(item, Load) and item.dtype in STORAGE_ONLY and self._is_gathered(item.index)
+        )
+
+    def _is_gathered(self, index: Index) -> bool:
+        found = [atom for atom in index.atoms() if isinstance(atom, Gathered)]
+        return any(self.lane in self.depends[atom.operation] for atom in found)
 
     def cost(self, position: int, known: Iterable[int]) -> int:
         """Returns about how many instructions computing a value again takes, from those that are known on."""

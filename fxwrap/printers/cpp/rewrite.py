@@ -71,7 +71,7 @@ class _Rewriting:
         return old.substitute({atom: Gathered(self.new[atom.operation], atom.size) for atom in found})
 
     def is_softmax_sum(self, position: int) -> bool:
-        """Whether a value is the sum of a softmax: 0 or at least 1, so that its reciprocal is as good to multiply by."""
+        """Whether a value is the sum of a softmax: 0 or at least 1, so multiplying by its reciprocal is as good."""
         part = self.kernel.operations[position]
         if not isinstance(part, Part) or part.position != 1:
             return False

@@ -204,13 +204,15 @@ INLINE double erf(double x) { return ::erf(x); }
 INLINE double tanh(double x) { return ::tanh(x); }
 
 // 4^k * exp(r) with |r| <= log(2). The power of two is 2^k twice, whose bits are those of x / log(4) rounded by the
-// addition of a large number; so results may be denormal or infinite.
+// addition of a large number; so results may be denormal or infinite. Where the result is 0 the power is, because some
+// processors take a hundred times as long for products that vanish.
 INLINE float exp(float x) {
   constexpr float rounding = 12582912.0f + 127.0f;  // 1.5 * 2^23, and the bias of exponents
-  const float limited = x < -104.0f ? -104.0f : x;
+  const bool vanishes = x < -104.0f;
+  const float limited = vanishes ? -104.0f : x;
   const int32_t bits = bitcast<int32_t>(__builtin_fmaf(limited, 0.72134752f, rounding));
   const int32_t shifted = bits > 0x4B4000BF ? 0x4B4000BF : bits;  // k <= 64
-  const float k = bitcast<float>(shifted) - rounding, power = bitcast<float>(shifted << 23);
+  const float k = bitcast<float>(shifted) - rounding, power = vanishes ? 0.0f : bitcast<float>(shifted << 23);
   const float r = __builtin_fmaf(k, -2.85721354e-6f, __builtin_fmaf(k, -1.386291504f, limited));
   float p = 1.96113455e-4f;
   p = __builtin_fmaf(p, r, 1.41046802e-3f);
@@ -395,6 +397,21 @@ template <class T, class Combine> INLINE void update(T& element, T value, Combin
   element = to<T>(combine(to<Type>(element), to<Type>(value)));
 }
 
+// An element of a table, at a place of each lane's own. Processors gather words of 32 bits and none of 16, so a half is
+// taken of the aligned word that the element lies in.
+template <class T> INLINE T gathered(const T* table, int64_t place) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(T) == 2) {
+    typedef uint32_t Word __attribute__((may_alias));
+    const uint64_t address = reinterpret_cast<uint64_t>(table);
+    const Word* words = reinterpret_cast<const Word*>(address & ~uint64_t(3));
+    const int64_t half = place + int64_t((address >> 1) & 1);
+    return bitcast<T>(uint16_t(words[half >> 1] >> (int32_t(half & 1) * 16)));
+  }
+#endif
+  return table[place];
+}
+
 // --- lanes ------------------------------------------------------------------------------------------------------------
 
 // Runs body(element, lane) for 0 <= element < count, `lanes` elements at a time: what loops over a reduced axis are.
@@ -407,6 +424,15 @@ template <int lanes, class Body> INLINE void for_lanes(int64_t count, Body body)
   for (int lane = 0; lane < int(count - start); ++lane) body(start + lane, lane);
 }
 
+// Combines each of the first `width` elements with the one `width` places behind it, then half as many, down to one.
+template <int width, class T, class Combine> INLINE void fold(T* at, Combine combine) {
+  if constexpr (width > 0) {
+#pragma omp simd
+    for (int lane = 0; lane < width; ++lane) at[lane] = combine(at[lane], at[lane + width]);
+    fold<width / 2>(at, combine);
+  }
+}
+
 // One accumulator a lane; together they are one reduction.
 template <class T, int lanes> struct Lanes {
   T at[lanes];
@@ -415,8 +441,7 @@ template <class T, int lanes> struct Lanes {
   }
   INLINE T& operator[](int lane) { return at[lane]; }
   template <class Combine> INLINE T combined(Combine combine) {
-    for (int width = lanes / 2; width > 0; width /= 2)
-      for (int lane = 0; lane < width; ++lane) at[lane] = combine(at[lane], at[lane + width]);
+    fold<lanes / 2>(at, combine);
     return at[0];
   }
 };
@@ -526,16 +551,22 @@ template <int size, class T> inline void transpose_16(const T* source, int64_t s
   for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(tile + i * size) = rows[i];
 }
 
-// tile[i][j] = source[j * stride + i], for i < height and j < width; the tile's size is a multiple of 16.
+// tile[i][j] = source[j * stride + i], for i < height and j < width; the tile's size is a multiple of 16. What the next
+// tile, `size` rows on, will load is fetched meanwhile: no processor guesses so many strides.
 template <int size, class T>
 inline void load_transposed(const T* source, int64_t stride, int height, int width, T (&tile)[size][size]) {
-  if (height == size && width == size) {
-    for (int j = 0; j < size; j += 16)
-      for (int i = 0; i < size; i += 16) transpose_16<size>(source + j * stride + i, stride, &tile[i][j]);
-    return;
-  }
-  for (int j = 0; j < width; ++j)
-    for (int i = 0; i < height; ++i) tile[i][j] = source[j * stride + i];
+  for (int j = 0; j < width; j += 16)
+    for (int i = 0; i < height; i += 16) {
+      const T* corner = source + j * stride + i;
+      for (int row = 0; row < 16; ++row) __builtin_prefetch(corner + (row + size) * stride);
+      if (i + 16 <= height && j + 16 <= width) {
+        transpose_16<size>(corner, stride, &tile[i][j]);
+        continue;
+      }
+      for (int row = j; row < fxwrap::min(width, j + 16); ++row)
+        for (int column = i; column < fxwrap::min(height, i + 16); ++column)
+          tile[column][row] = source[row * stride + column];
+    }
 }
 
 // --- scans ------------------------------------------------------------------------------------------------------------
