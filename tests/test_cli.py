@@ -12,8 +12,10 @@ import torch
 
 import fxwrap
 from fxwrap.cli import main
+from fxwrap.cli.coverage import coverage_table
 from fxwrap.cli.target import random_inputs
 from fxwrap.errors import CommandError
+from fxwrap.lowering import Outcome
 
 MODEL = """
 import torch
@@ -95,6 +97,29 @@ def test_show_prints_origins_and_stages(model: str, capsys: pytest.CaptureFixtur
     assert code == 0
     assert out.startswith("--- after lower\n")
     assert "  # _softmax, index: aten._softmax, aten.index.Tensor" in out
+
+
+def test_coverage_says_what_was_fused_and_why_the_rest_was_not(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", f"{model}:make_model", "--training", "--coverage")
+    forward, backward = out.rstrip().split("\n\n")
+    assert code == 0
+    assert forward.splitlines() == [
+        "forward: 5 operators: 1 fused, 3 view, 1 call",
+        "  fused     1 x aten.relu.default",
+        "  view      2 x aten.detach.default",
+        "  view      1 x aten.t.default",
+        "  call      1 x aten.addmm.default   it has no lowering rule: addmm",
+    ]
+    assert backward.startswith("backward: ") and "  fused     1 x aten.threshold_backward.default" in backward
+
+
+def test_a_row_of_the_coverage_names_three_nodes_and_their_places() -> None:
+    called = [Outcome(f"sort_{number}", "aten.sort.default", "call", "no rule", "m.py:7") for number in range(4)]
+    numbers = [Outcome("size", "aten.sym_size.int", "number")]
+    assert coverage_table("inference", [*called, *numbers]) == (
+        "inference: 4 operators: 0 fused, 0 view, 4 call\n"
+        "  call      4 x aten.sort.default  no rule: sort_0 (m.py:7), sort_1 (m.py:7), sort_2 (m.py:7), ...\n"
+    )
 
 
 def test_training_shows_forward_and_backward_and_one_can_be_chosen(
