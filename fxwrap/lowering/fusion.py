@@ -251,11 +251,14 @@ class Fusion:
         return saved if saved > 0 and self._stays_fast(kernel, placement, use) else None
 
     def _may_write(self, kernel: KernelPlan, placement: Placement, use: Use) -> bool:
-        """Whether a kernel reads the memory that a definition overwrites only at the elements it overwrites."""
+        """Whether a kernel reads the memory that a definition overwrites only at the elements it overwrites.
+
+        One with a scan reads its elements in an order of its own.
+        """
         if not isinstance(use.definition, Written):
             return True
         for definition in self.on_memory_of(use.definition.target):
-            if definition in kernel.overwritten:
+            if definition in kernel.overwritten or (kernel.scans() and definition in kernel.reads):
                 return False
             for at in kernel.reads.get(definition, ()):
                 same_tensor = definition is use.definition.target
