@@ -63,6 +63,7 @@ class ScanPrinter(ReductionPrinter):
                 self.print_blocks(known)
                 return
             self.statements.scan = self.scan
+            self.begun: set[int] = set()
             for reductions, stores in self.stage_sinks():
                 self.print_stage(reductions, stores, known)
             self.print_requirements(known)
@@ -115,7 +116,9 @@ class ScanPrinter(ReductionPrinter):
             operation = self.kernel.operations[place]
             if isinstance(operation, Scan):
                 kind, start = scan_start(operation, self.statements.dtype(operation.operands[0]))
-                self.writer.line(f"{kind} {self.statements.name(place)}_running = {start};")
+                declared = f"{kind} " * (place not in self.begun)  # a later pass begins it again
+                self.writer.line(f"{declared}{self.statements.name(place)}_running = {start};")
+                self.begun.add(place)
         for place in reductions:
             kind, name = self.result_type(place), self.statements.name(place)
             self.writer.line(f"{kind} {name}_running = {self.start_of(place)};")
