@@ -1,0 +1,67 @@
+"""Which outputs may be written over which inputs, and what the kernel is then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxwrap.loop_ir import Axis, Body, Buffer, Index, Kernel, as_index, evaluate_kernel, may_overwrite, overwriting
+
+F32 = torch.float32
+P, R = Axis("p0", 3), Axis("r0", 4)
+ELEMENT, FLIPPED = as_index(P) * 4 + R, as_index(P) * -4 + R + 8
+
+
+def pointwise(load_at: Index, mode: str = "set", masked: bool = False, dtype: torch.dtype = F32) -> Kernel:
+    """out[p, r] = y[p, r] + x at an index."""
+    body = Body()
+    value = body.load("x", load_at, F32) + body.load("y", ELEMENT, F32)
+    mask = body.index(as_index(R)) < 2 if masked else None
+    body.store("out", ELEMENT, value.to(dtype), mask, mode)
+    return body.finish([P, R], [], [Buffer("x", F32, 12), Buffer("y", F32, 12)], [Buffer("out", dtype, 12)])
+
+
+def rows(stored: str) -> Kernel:
+    """Rows divided by their sums; `early` is stored besides, from the first stage."""
+    body = Body()
+    x = body.load("x", ELEMENT, F32)
+    (total,) = body.reduce("sum", x)
+    outputs = [Buffer("out", F32, 12)]
+    if stored == "early":
+        body.store("early", ELEMENT, x + 1)
+        outputs.append(Buffer("early", F32, 12))
+    body.store("out", ELEMENT, x / total)
+    return body.finish([P], [R], [Buffer("x", F32, 12)], outputs)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "output", "expected"),
+    [
+        (pointwise(ELEMENT), "out", ("x", "y")),
+        (pointwise(FLIPPED), "out", ("y",)),
+        (pointwise(ELEMENT, mode="add"), "out", ()),
+        (pointwise(ELEMENT, masked=True), "out", ()),
+        (pointwise(ELEMENT, dtype=torch.float64), "out", ()),
+        (rows("out"), "out", ("x",)),
+        (rows("early"), "early", ()),
+        (rows("early"), "out", ("x",)),
+    ],
+)
+def test_which_inputs_may_be_written_over(kernel: Kernel, output: str, expected: tuple[str, ...]) -> None:
+    assert may_overwrite(kernel, output) == expected
+
+
+def test_a_scan_writes_over_nothing() -> None:
+    body = Body()
+    body.store("out", ELEMENT, body.scan("cumsum", body.load("x", ELEMENT, F32))[0])
+    kernel = body.finish([P], [R], [Buffer("x", F32, 12)], [Buffer("out", F32, 12)])
+    assert may_overwrite(kernel, "out") == ()
+
+
+def test_an_input_written_over_is_read_through_the_output() -> None:
+    kernel, x = rows("out"), torch.rand(12) + 1
+    merged = overwriting(kernel, "x", "out")
+    assert merged.inputs == () and [item.name for item in merged.outputs] == ["out"]
+    out = x.clone()
+    evaluate_kernel(merged, {"out": out})
+    torch.testing.assert_close(out.reshape(3, 4), x.reshape(3, 4) / x.reshape(3, 4).sum(1, keepdim=True))
