@@ -155,8 +155,8 @@ def test_a_tensor_on_the_wrong_device_is_refused(emitter: str) -> None:
 @pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_peak_memory_is_what_the_live_ranges_say(emitter: str) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(6):
-            x = (x * 2).exp().sin()
+        for _ in range(4):
+            x = (x * 2).exp().sin() @ x.cos()  # two tensors of a kernel, and a product
         return x
 
     x = torch.rand(1024, 1024, device=DEVICE)
