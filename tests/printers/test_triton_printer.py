@@ -27,7 +27,7 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton import Configuration, configurations, print_triton
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import make_symbol
-from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, random
+from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, random, softmax_kernel
 
 # NumPy, which the interpreter computes with, warns of what these tests are about: overflow, NaN, division by zero.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -238,19 +238,6 @@ def test_a_reduction_of_what_does_not_vary_counts_every_element() -> None:
     kernel = build([p], [r], {"x": (F32, 3)}, {"out": (F32, 3), "ones": (F32, 3)}, write)
     for configuration in tilings(kernel):
         check(kernel, configuration)
-
-
-def softmax_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel:
-    """A softmax over rows, in one kernel of two stages."""
-    p, r = Axis("p0", rows), Axis("r0", size)
-    position = linear_index([p, r], [rows, size])
-    body = Body()
-    with body.origins("softmax of model.py:12"):
-        x = body.load("x", position, dtype).to(F32)
-        largest, total = body.reduce("softmax", x)
-        body.store("out", position, ((x - largest).exp() / total).to(dtype))
-    buffers = [Buffer("x", dtype, rows * size)], [Buffer("out", dtype, rows * size)]
-    return body.finish([p], [r], *buffers)
 
 
 def layer_norm_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel:
@@ -494,101 +481,3 @@ def test_requirements_raise_where_they_do_not_hold() -> None:
     launch = load_kernel("triton", printed.source, printed.signature, printed.options)
     with pytest.raises(IndexError, match="index out of range"):
         launch((1,), torch.tensor([0, 1, 3, 1, 0]), torch.zeros(5, dtype=I64))
-
-
-# --- the text -------------------------------------------------------------------------------------------------------
-
-
-def test_masks_only_where_a_block_reaches_beyond_the_end() -> None:
-    assert "mask" not in print_triton(softmax_kernel(8, 4096)).source
-    assert "mask" in print_triton(softmax_kernel(8, 4095)).source
-
-
-def test_the_text_is_readable() -> None:
-    text = print_triton(softmax_kernel(8192, 4096)).source
-    assert text.endswith(
-        """@triton.jit
-def kernel(x_ptr, out_ptr, R_BLOCK: tl.constexpr):
-    p0 = tl.program_id(0)
-    r0 = tl.arange(0, R_BLOCK)
-    # softmax of model.py:12
-    x = tl.load(x_ptr + p0 * 4096 + r0).to(tl.float32)
-    largest = tl.reduce(x, 0, maximum_or_nan)
-    exponentials = tl.sum(tl.exp(x - largest), 0)
-    exponentials = tl.where(largest == float("-inf"), 0.0, exponentials)
-    sub = x - largest
-    exp = tl.exp(sub)
-    div = exp / exponentials
-    tl.store(out_ptr + p0 * 4096 + r0, div.to(tl.bfloat16))
-"""
-    )
-
-
-def test_names_do_not_clash() -> None:
-    axis = Axis("program", 6)
-
-    def write(body: Body) -> None:
-        value = (
-            body.load("tl", as_index(axis), F32)
-            + body.load("x.1", as_index(axis), F32)
-            + body.load("exp", as_index(axis), F32)
-        )
-        body.store("kernel", as_index(axis), body.compute("erf", value.exp().exp()))
-
-    inputs = dict.fromkeys(("tl", "x.1", "exp"), (F32, 6))
-    check(build([axis], [], inputs, {"kernel": (F32, 6)}, write))
-
-
-def test_fast_forms_only_where_half_precision_hides_them() -> None:
-    half = print_triton(softmax_kernel(8, 64, BF16)).source
-    assert "tl.exp(" in half and "div_rn" not in half and "libdevice" not in half
-    single = print_triton(softmax_kernel(8, 64, F32)).source
-    assert "tl.exp(" not in single and "div_rn" in single
-    axis = Axis("p0", 64)
-
-    def write(body: Body) -> None:
-        x, y = [body.load(name, as_index(axis), BF16).to(F32) for name in "xy"]
-        body.store("product", as_index(axis), (x.exp() * y).to(BF16))
-        body.store("difference", as_index(axis), ((x + 1.0).exp() - y).to(BF16))
-        body.store("quotient", as_index(axis), (x / y).to(BF16))
-
-    outputs = dict.fromkeys(("product", "difference", "quotient"), (BF16, 64))
-    text = check(build([axis], [], dict.fromkeys("xy", (BF16, 64)), outputs, write))
-    assert text.count("tl.exp(") == 1, "a product keeps relative errors"
-    assert text.count("libdevice.exp(") == 1, "a difference does not"
-    assert "div_rn" in text, "fast division gives 0 for the largest divisors"
-
-
-@pytest.mark.parametrize("dtype", [F32, F64])
-def test_divisions_by_powers_of_two_are_products(dtype: torch.dtype) -> None:
-    axis = Axis("p0", 64)
-
-    def write(body: Body) -> None:
-        x = body.load("x", as_index(axis), dtype)
-        for name, number in (("exact", 4096.0), ("inexact", 3.0), ("huge", 2.0**126), ("zero", 0.0)):
-            body.store(name, as_index(axis), x / number)
-
-    outputs = dict.fromkeys(("exact", "inexact", "huge", "zero"), (dtype, 64))
-    text = check(build([axis], [], {"x": (dtype, 64)}, outputs, write))
-    assert text.count("quotient") == 2, "one is made, and one stored"
-
-
-def test_gelu_of_half_precision() -> None:
-    axis = Axis("p0", 512)
-
-    def write(body: Body) -> None:
-        x = body.load("x", as_index(axis), BF16).to(F32)
-        gelu = x * 0.5 * ((x * 0.7071067811865476).erf() + 1.0)
-        body.store("out", as_index(axis), gelu.to(BF16))
-
-    def exact(body: Body) -> None:
-        body.store("out", as_index(axis), body.load("x", as_index(axis), BF16).to(F32).erf().to(BF16))
-
-    given = torch.cat([torch.linspace(-6, 6, 507), torch.tensor([0.0, -0.0, float("inf"), -200.0, float("nan")])]).to(
-        BF16
-    )
-    kernel = build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, write)
-    text = check(kernel, inputs={"x": given}, tolerance=8e-3)
-    assert "erf_beside_one(" in text
-    alone = check(build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, exact), inputs={"x": given})
-    assert "erf_beside_one(" not in alone, "by itself it keeps its relative precision"

@@ -26,8 +26,8 @@ from fxwrap.printers.printed import PrintedKernel
 from fxwrap.printers.triton import Configuration, configurations, print_triton
 from fxwrap.runtime.modules import load_module
 from fxwrap.symbolic import make_symbol
-from tests.printers.test_triton_printer import layer_norm_kernel, softmax_kernel
-from tests.printers.triton_kernels import BF16, F32, F64, I64, build
+from tests.printers.test_triton_printer import layer_norm_kernel
+from tests.printers.triton_kernels import BF16, F32, F64, I64, build, softmax_kernel
 
 ROWS, COLUMNS = 8192, 4096
 SPILLED = re.compile(r"st\.local|ld\.local")

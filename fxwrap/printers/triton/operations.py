@@ -7,6 +7,7 @@ square roots are asked for in their rounded forms, and library functions come fr
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import dataclass
@@ -159,6 +160,9 @@ def number_text(value: float | int | bool, dtype: torch.dtype) -> str:
     if not dtype.is_floating_point:
         return str(int(value))
     value = float(value)
+    if value == 0 and math.copysign(1.0, value) < 0:  # Triton makes 0.0 of the literal
+        whole, bits = ("tl.int64", 63) if dtype is torch.float64 else ("tl.int32", 31)
+        return f"tl.full((), {-(2**bits)}, {whole}).to(tl.float{bits + 1}, bitcast=True)"
     if value != value or value in (float("inf"), float("-inf")):
         return f'float("{value}")'
     if dtype is torch.float64:

@@ -7,7 +7,6 @@ what later stages need of a row is loaded and computed again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -35,16 +34,12 @@ from fxwrap.loop_ir import (
     operands,
 )
 from fxwrap.printers.printed import PrintedKernel
+from fxwrap.printers.triton.arithmetic import Arithmetic, flags_cast_once
 from fxwrap.printers.triton.combine import RESULT_NAMES, Row, accumulate, reduce_whole, scan_block
 from fxwrap.printers.triton.configuration import Configuration, configurations
 from fxwrap.printers.triton.helpers import helper_texts
-from fxwrap.printers.triton.operations import SIGNATURES, TRITON_DTYPES, cast_text, number_text, template
-from fxwrap.printers.triton.precision import (
-    coarse_operations,
-    coarse_softmax,
-    erfs_beside_one,
-    is_sum_of_exponentials,
-)
+from fxwrap.printers.triton.operations import SIGNATURES, TRITON_DTYPES, number_text
+from fxwrap.printers.triton.precision import coarse_softmax
 from fxwrap.printers.triton.schedule import Schedule, make_schedule
 from fxwrap.printers.triton.text import IndexText, Names, grouped, size_text
 from fxwrap.printers.triton.tile import Dimension, Tile, make_tile
@@ -68,7 +63,7 @@ def print_triton(
     KernelError for what Triton has no form of: atomic stores of dtypes and modes that GPUs have no instruction for.
     """
     chosen = configuration or configurations(kernel)[0]
-    return _Printer(kernel, chosen, limits or {}).run()
+    return _Printer(flags_cast_once(kernel), chosen, limits or {}).run()
 
 
 class _Printer:
@@ -77,8 +72,7 @@ class _Printer:
         self.configuration = configuration
         self.tile: Tile = make_tile(kernel, configuration)
         self.schedule: Schedule = make_schedule(kernel, configuration.looped)
-        self.coarse = coarse_operations(kernel)
-        self.beside_one = erfs_beside_one(kernel, self.coarse)
+        self.arithmetic = Arithmetic(kernel)
         self.coarse_softmax = coarse_softmax(kernel)
         self.wide = not all(_fits(size, limits) for size in _extents(kernel, self.tile))
         self.lines: list[str] = []
@@ -240,8 +234,8 @@ class _Printer:
 
     def _straight(self) -> None:
         barrier = self.schedule.barrier
-        for position, operation in enumerate(self.kernel.operations):
-            if barrier and isinstance(operation, Store):
+        for position in self.schedule.straight:
+            if barrier and isinstance(self.kernel.operations[position], Store):
                 self._line("tl.debug_barrier()  # every thread has read what is now written")
                 barrier = False
             self._operation(position, looped=False)
@@ -365,53 +359,9 @@ class _Printer:
         return operation.dtype
 
     def _compute(self, position: int, operation: Compute) -> None:
-        used = operation.operands
-        if operation.name == "cast":
-            source = self._dtype(used[0])
-            text = cast_text(self._value(used[0]), source, operation.dtype)
-            base = "flag" if operation.dtype is torch.bool else self._base_name(used[0])
-            self._assign(position, operation, base, text)
-            return
-        if operation.name == "bitcast":
-            text = f"{self._value(used[0])}.to({TRITON_DTYPES[operation.dtype]}, bitcast=True)"
-            self._assign(position, operation, "bits", text)
-            return
-        if operation.name == "div" and self._divides_plainly(position, used[1]):
-            return
-        coarse = position in self.coarse
-        if operation.name == "div":  # the fast form gives 0 for the largest divisors
-            coarse = coarse and is_sum_of_exponentials(self.kernel, used[1])
-        name = "erf_beside_one" if position in self.beside_one else operation.name
-        found = template(name, self._dtype(used[-1]), coarse)
+        found = self.arithmetic(position, operation, self._value, self.text.__getitem__)
         self.helpers.update(found.helpers)
-        numbers = used[1:] if operation.name == "where" else used
-        constant = [isinstance(self.kernel.operations[item], Constant) for item in numbers]
-        literal = found.literals and not all(constant)
-        texts = [self.text[item] if literal and item in numbers else self._value(item) for item in used]
-        self._assign(position, operation, operation.name, found.text.format(*texts))
-
-    def _divides_plainly(self, position: int, divisor: int) -> bool:
-        """Prints a division by a constant as a multiplication where that gives the same, or where nearly is enough."""
-        operation, constant = self.kernel.operations[position], self.kernel.operations[divisor]
-        if not isinstance(constant, Constant) or not isinstance(operation, Compute):
-            return False
-        mantissa = math.frexp(constant.value)[0] if math.isfinite(constant.value) else 0.0
-        exact = abs(mantissa) == 0.5 and 2.0**-60 < abs(constant.value) < 2.0**60
-        coarse = position in self.coarse and 2.0**-60 < abs(constant.value) < 2.0**60
-        dividend = self.kernel.operations[operation.operands[0]]
-        if isinstance(dividend, Constant) or not (exact or (coarse and operation.dtype is torch.float32)):
-            return False
-        factor = number_text(1.0 / constant.value, operation.dtype)
-        if operation.dtype is not torch.float32:
-            factor = f"tl.full((), {factor}, {TRITON_DTYPES[operation.dtype]})"
-        self._assign(position, operation, "quotient", f"{self.text[operation.operands[0]]} * {factor}")
-        return True
-
-    def _base_name(self, position: int) -> str:
-        operation = self.kernel.operations[position]
-        if isinstance(operation, Load):
-            return operation.buffer
-        return operation.name if isinstance(operation, Compute) else "cast"
+        self._assign(position, operation, found.name, found.text)
 
     def _combine(self, position: int, operation: Reduce | Scan) -> None:
         value, dtype = self._row_value(operation)

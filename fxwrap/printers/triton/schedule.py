@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fxwrap.loop_ir import Compute, Kernel, Load, Reduce, Require, Store, operands
+from fxwrap.loop_ir import Compute, Kernel, Load, Reduce, Require, Scan, Store, operands
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,12 @@ class Stage:
 class Schedule:
     """An order of printing.
 
-    Fields: `stages` for a looped kernel; `at_end` what is stored after all loops; `reloaded` the loads that several
-    loops have; `inlined` the operations printed inside the one that uses them; `barrier` whether threads must wait for
-    each other before the first store.
+    Fields: `straight` all operations, for a kernel without loops; `stages` for a looped one; `at_end` what is stored
+    after all loops; `reloaded` the loads that several loops have; `inlined` the operations printed inside the one that
+    uses them; `barrier` whether threads must wait for each other before the first store.
     """
 
+    straight: tuple[int, ...]
     stages: tuple[Stage, ...]
     at_end: tuple[int, ...]
     reloaded: frozenset[int]
@@ -41,7 +43,8 @@ def make_schedule(kernel: Kernel, looped: bool) -> Schedule:
     in_place = not {item.name for item in kernel.outputs}.isdisjoint(_loaded(kernel))
     barrier = in_place and _loads_shared(kernel)
     if not looped or not kernel.reduced:
-        return Schedule((), (), frozenset(), _inlined(kernel), barrier)
+        inlined = _inlined(kernel)
+        return Schedule(_loads_first(kernel, inlined), (), (), frozenset(), inlined, barrier)
     loops = _loops(kernel, in_place)
     count = max([*kernel.stages, *loops], default=0) + 1
     uses: dict[int, list[int]] = {}
@@ -59,7 +62,34 @@ def make_schedule(kernel: Kernel, looped: bool) -> Schedule:
                 (at_end if in_place and isinstance(operation, Store) else before).append(position)
         last = frozenset([position for position, numbers in uses.items() if numbers[-1] == number])
         stages.append(Stage(tuple(before), loops.get(number, ()), last))
-    return Schedule(tuple(stages), tuple(at_end), reloaded, _inlined(kernel), barrier)
+    return Schedule((), tuple(stages), tuple(at_end), reloaded, _inlined(kernel), barrier)
+
+
+def _loads_first(kernel: Kernel, inlined: frozenset[int]) -> tuple[int, ...]:
+    """Returns all operations with the loads that wait for no reduction or scan before the first of these.
+
+    Threads meet in each, and no load is moved across that by a compiler: one behind it would begin when all is idle.
+    Requirements move along, so that what is loaded at positions that they are about still comes after them.
+    """
+    operations = kernel.operations
+    combinations = [position for position, item in enumerate(operations) if isinstance(item, Reduce | Scan)]
+    first = combinations[0] if combinations else len(operations)
+    waiting: set[int] = set()
+    written: set[str] = set()
+    early: set[int] = set()
+    for position, operation in enumerate(operations):
+        if position in combinations or not waiting.isdisjoint(operands(operation)):
+            waiting.add(position)
+        elif isinstance(operation, Load | Require) and position > first:
+            if isinstance(operation, Require) or operation.buffer not in written:
+                early.add(position)
+        elif not inlined.isdisjoint(operands(operation)) and not early.isdisjoint(operands(operation)):
+            early.add(position)  # a load is printed inside the cast that uses it
+        if isinstance(operation, Store):
+            written.add(operation.buffer)
+    early = {position for position in _with_operands(kernel, early) if position > first}
+    rest = [position for position in range(first, len(operations)) if position not in early]
+    return (*range(first), *sorted(early), *rest)
 
 
 def _loops(kernel: Kernel, in_place: bool) -> dict[int, tuple[int, ...]]:
@@ -79,14 +109,19 @@ def _loops(kernel: Kernel, in_place: bool) -> dict[int, tuple[int, ...]]:
 
 
 def _needed(kernel: Kernel, sinks: list[int]) -> tuple[int, ...]:
+    return tuple(sorted(_with_operands(kernel, sinks, kernel.varying)))
+
+
+def _with_operands(kernel: Kernel, sinks: Iterable[int], within: Sequence[bool] | None = None) -> set[int]:
+    """Returns operations and what they need; `within` says of each whether it counts."""
     found = set(sinks)
-    pending = list(sinks)
+    pending = list(found)
     while pending:
         for used in operands(kernel.operations[pending.pop()]):
-            if kernel.varying[used] and used not in found:
+            if used not in found and (within is None or within[used]):
                 found.add(used)
                 pending.append(used)
-    return tuple(sorted(found))
+    return found
 
 
 def _loaded(kernel: Kernel) -> set[str]:
