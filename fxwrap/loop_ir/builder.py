@@ -33,7 +33,15 @@ from fxwrap.loop_ir.kernel import (
     map_operation,
     operands,
 )
-from fxwrap.loop_ir.operations import OPERATIONS, POSITION_RESULTS, REDUCTIONS, SCANS, STORAGE_ONLY, CombineSpec
+from fxwrap.loop_ir.operations import (
+    INTEGERS,
+    OPERATIONS,
+    POSITION_RESULTS,
+    REDUCTIONS,
+    SCANS,
+    STORAGE_ONLY,
+    CombineSpec,
+)
 from fxwrap.symbolic import Size
 
 Number: TypeAlias = "float | int | bool"
@@ -57,7 +65,8 @@ class Body:
 
     def constant(self, value: Number, dtype: torch.dtype) -> Scalar:
         """Returns a number of a dtype, converted to it as torch does. Half precision gives float32, rounded."""
-        if type(value) is not _PYTHON_KINDS[_kind(dtype)] or dtype in STORAGE_ONLY or dtype is torch.float32:
+        fits = dtype in _WIDEST or (dtype in INTEGERS and 0 <= value < 128)
+        if not fits or type(value) is not _PYTHON_KINDS[_kind(dtype)]:
             value = torch.tensor(value).to(dtype).item()
         return self._add(Constant(value, torch.float32 if dtype in STORAGE_ONLY else dtype))
 
@@ -296,6 +305,9 @@ class Scalar:
         """Returns the error function."""
         return self.apply("erf")
 
+
+_WIDEST = frozenset({torch.float64, torch.int64, torch.bool})
+"""Dtypes that hold every number of their kind that a graph has."""
 
 _PYTHON_KINDS = {"float": float, "int": int, "bool": bool}
 
