@@ -54,8 +54,9 @@ _HEAD = """# Operators of torch's database, compared
 
 Each operator of `torch.testing._internal.common_methods_invocations.op_db` on a CPU, with samples of the database:
 traced, compiled by fxwrap with fused C++ kernels, run, and compared with eager. Dtypes, sizes, strides, integers, bools
-and the places of NaN and infinities are equal; floats are as near to the operator in float64 as eager's are, by relative
-norm. What operands hold afterwards is compared too. Written by `python -m tests.opinfo.sweep --table docs/opinfo.md`.
+and the places of NaN and infinities are equal; floats are as near to the operator in float64 as eager's are, by
+relative norm. What operands hold afterwards is compared too. `python -m tests.opinfo.sweep --table docs/opinfo.md`
+writes it.
 
 "Fused" counts the operators of the traced graphs that became part of kernels, "views" index arithmetic alone, "called"
 operator calls, for which the last column names the operators. Results other than "passed":

@@ -12,7 +12,7 @@ import torch
 
 from fxwrap import Options
 from fxwrap.lowering import rules
-from tests.opinfo.batch import FAILED, PASSED, Verdicts, judged
+from tests.opinfo.batch import FAILED, PASSED, REFUSED, Verdicts, judged
 from tests.opinfo.calls import Call, cases
 from tests.opinfo.judge import difference
 
@@ -47,6 +47,8 @@ GRADIENTS = {
     "moved": "cat gather index_select nn_functional_embedding nn_functional_pad_constant tril unfold",
     "pointwise": "nn_functional_gelu nn_functional_silu atan2 clamp nn_functional_glu nn_functional_avg_pool2d",
 }
+
+IN_PLACE = "add cumsum index_copy masked_fill sigmoid tril"
 
 CALLED = {
     "arithmetic": "div.Tensor_mode fmod.Tensor remainder.Tensor",  # of integers: they raise where the divisor is 0
@@ -91,6 +93,14 @@ def test_operators(module: str) -> None:
 def test_gradients(kind: str) -> None:
     found = judged(calls_of(GRADIENTS[kind], "gradient"), Options(fallback="error"))
     assert_agrees(found, CALLED.get(f"gradients of {kind}", ""))
+
+
+def test_methods_that_write_their_operand() -> None:
+    calls = calls_of(IN_PLACE, "inplace")
+    found = judged(calls, Options(fallback="error"))
+    found.calls = [verdict for verdict in found.calls if verdict.word != REFUSED]  # operands too small for the result
+    assert len(found.calls) > len(calls) // 2
+    assert_agrees(found, "")
 
 
 def test_every_module_of_rules_has_operators() -> None:
