@@ -9,7 +9,13 @@ from fxwrap.loop_ir import Reduce, Scan, Store
 from fxwrap.printers.cpp.body import Known
 from fxwrap.printers.cpp.index_text import size_text
 from fxwrap.printers.cpp.loops import ReductionPrinter
-from fxwrap.printers.cpp.plan import COLUMN_BLOCK, COLUMN_PART, split_axis
+from fxwrap.printers.cpp.plan import (
+    COLUMN_BLOCK,
+    COLUMN_PART,
+    LONG_COLUMN_PART,
+    MOST_COLUMN_PARTS,
+    split_axis,
+)
 from fxwrap.printers.cpp.scans import scan_start, scan_step
 from fxwrap.printers.cpp.types import CPP_TYPES
 from fxwrap.symbolic import product
@@ -183,7 +189,10 @@ class ColumnPrinter(ReductionPrinter):
         """Writes a pass over long columns in parts of fixed size, whose results are combined in a fixed order."""
         axis = split_axis(self.kernel.reduced)
         others = product([item.size for item in self.kernel.reduced if item is not axis])
-        length = max(1, COLUMN_PART // others) if isinstance(others, int) else 1
+        count = self.kernel.reduced_count
+        few = isinstance(count, int) and count <= COLUMN_PART * MOST_COLUMN_PARTS
+        rows = COLUMN_PART if few else LONG_COLUMN_PART
+        length = max(1, rows // others) if isinstance(others, int) else 1
         size, stage = size_text(axis.size), f"{self.kernel.stages[reductions[0]]}" if reductions else "last"
         self.writer.line(f"const int64_t parts_{stage} = ({size} + {length - 1}) / {length};")
         for place in reductions:

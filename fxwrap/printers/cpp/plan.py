@@ -47,8 +47,11 @@ SCAN_BLOCK = 256
 COLUMN_BLOCK = 128
 """Columns that are reduced together, when the vectorised axis is kept."""
 
-COLUMN_PART = 256
-"""Rows of a part of a long reduction of columns."""
+COLUMN_PART, LONG_COLUMN_PART = 64, 256
+"""Rows of a part of a reduction of columns, few so that float32 sums stay exact; more where there are many parts."""
+
+MOST_COLUMN_PARTS = 512
+"""Short parts of columns at most: each keeps its results until all are combined."""
 
 
 BUFFER_COST = 3

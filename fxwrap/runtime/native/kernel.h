@@ -558,7 +558,8 @@ inline void load_transposed(const T* source, int64_t stride, int height, int wid
   for (int j = 0; j < width; j += 16)
     for (int i = 0; i < height; i += 16) {
       const T* corner = source + j * stride + i;
-      for (int row = 0; row < 16; ++row) __builtin_prefetch(corner + (row + size) * stride);
+      if (i * sizeof(T) % 64 == 0)
+        for (int row = 0; row < 16; ++row) __builtin_prefetch(corner + (row + size) * stride);
       if (i + 16 <= height && j + 16 <= width) {
         transpose_16<size>(corner, stride, &tile[i][j]);
         continue;
