@@ -162,7 +162,8 @@ def stacked(layers: int) -> list[fxwrap.Program]:
 
 
 def test_equal_layers_share_their_kernels() -> None:
-    for program, larger in zip(stacked(3), stacked(12), strict=True):
+    """More layers need no other kernels; it takes a few to see all, as sums of one may be in the kernel of the next."""
+    for program, larger in zip(stacked(6), stacked(12), strict=True):
         assert {kernel.hash for kernel in larger.kernels} == {kernel.hash for kernel in program.kernels}
         assert len(launches(larger)) >= 3 * len(larger.kernels)
 
