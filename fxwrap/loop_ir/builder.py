@@ -61,24 +61,26 @@ class Body:
     def load(self, buffer: str, index: IndexLike, dtype: torch.dtype, other: Number = 0) -> Scalar:
         """Loads an element, `index` elements from the buffer's start, where the current mask allows it."""
         mask = None if self.mask is None else self.mask.position
-        return self._add(Load(buffer, as_index(index), dtype, mask, other if mask is not None else 0))
+        return self._add(Load(buffer, as_index(index), dtype, mask, other if mask is not None else 0, self.origin))
 
     def constant(self, value: Number, dtype: torch.dtype) -> Scalar:
         """Returns a number of a dtype, converted to it as torch does. Half precision gives float32, rounded."""
         fits = dtype in _WIDEST or (dtype in INTEGERS and 0 <= value < 128)
         if not fits or type(value) is not _PYTHON_KINDS[_kind(dtype)]:
             value = torch.tensor(value).to(dtype).item()
-        return self._add(Constant(value, torch.float32 if dtype in STORAGE_ONLY else dtype))
+        return self._add(Constant(value, torch.float32 if dtype in STORAGE_ONLY else dtype, self.origin))
 
     def number(self, expression: sympy.Basic, dtype: torch.dtype) -> Scalar:
         """Returns a scalar of the program: an expression over its symbols."""
-        return self._add(SizeValue(expression, dtype))
+        return self._add(SizeValue(expression, dtype, self.origin))
 
     def index(self, index: IndexLike) -> Scalar:
         """Returns the value of an index expression, int64."""
         index = as_index(index)
         number = index.constant
-        return self._add(IndexValue(index)) if number is None else self.constant(number, torch.int64)
+        if number is not None:
+            return self.constant(number, torch.int64)
+        return self._add(IndexValue(index, origin=self.origin))
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -88,15 +90,17 @@ class Body:
         result = {"bool": torch.bool, "same": values[-1].dtype}.get(spec.result, dtype)
         assert result is not None, f"{name} needs a dtype"
         positions = tuple([value.position for value in values])
-        return self._add(Compute(name, positions, result))
+        return self._add(Compute(name, positions, result, self.origin))
 
     def reduce(self, kind: str, value: Scalar) -> tuple[Scalar, ...]:
         """Reduces over the kernel's reduced axes; returns the kind's results."""
-        return self._combine(Reduce(kind, (value.position,), self._combined(kind, value)), REDUCTIONS[kind])
+        dtype = self._combined(kind, value)
+        return self._combine(Reduce(kind, (value.position,), dtype, self.origin), REDUCTIONS[kind])
 
     def scan(self, kind: str, value: Scalar) -> tuple[Scalar, ...]:
         """Scans along the kernel's reduced axis; returns the kind's results."""
-        return self._combine(Scan(kind, (value.position,), self._combined(kind, value)), SCANS[kind])
+        dtype = self._combined(kind, value)
+        return self._combine(Scan(kind, (value.position,), dtype, self.origin), SCANS[kind])
 
     def gathered(self, position: Scalar, size: Size) -> Index:
         """Returns a computed int64 position, known to be within 0 to size - 1, as an index."""
@@ -112,10 +116,10 @@ class Body:
     def require(self, condition: Scalar, message: str) -> None:
         """Makes the launch fail with a message where the condition is false and the current mask is true."""
         mask = None if self.mask is None else self.mask.position
-        operation = Require(condition.position, message, mask)
+        operation = Require(condition.position, message, mask, self.origin)
         if operation not in self._known:
             self._known[operation] = len(self.operations)
-            self.operations.append(replace(operation, origin=self.origin))
+            self.operations.append(operation)
 
     @contextmanager
     def masked(self, condition: Scalar) -> Iterator[None]:
@@ -159,13 +163,13 @@ class Body:
         if spec.results == 1:
             return (whole,)
         types = [torch.int64 if (spec.name, part) in POSITION_RESULTS else whole.dtype for part in range(spec.results)]
-        return tuple([self._add(Part(whole.position, part, dtype)) for part, dtype in enumerate(types)])
+        return tuple([self._add(Part(whole.position, part, dtype, self.origin)) for part, dtype in enumerate(types)])
 
     def _add(self, operation: Any) -> Scalar:
         known = self._known.get(operation)
         if known is None:
             known = self._known[operation] = len(self.operations)
-            self.operations.append(replace(operation, origin=self.origin))
+            self.operations.append(operation)
         return Scalar(self, known, operation.dtype)
 
 
