@@ -46,7 +46,6 @@ from fxwrap.symbolic import Size, ceiling_divide, product
 
 _LEAST = 1 << 20  # elements; a smaller reduction is over before a second launch would begin
 _LEAST_ROW = 2048  # elements of a part, where the row is contiguous
-_FULL_ROW = 8192  # elements of a part from which on more parts than run at a time even out when they end
 _LEAST_COLUMN = 64
 _COLUMNS = 64  # columns a program takes, in a reduction across rows
 _WITH_IDENTITY = ("sum", "prod", "any", "all", "max", "min")
@@ -88,16 +87,13 @@ def _split(kernel: Kernel, hint: Callable[[Size], int], programs: int, taken: fr
 
 @dataclass(frozen=True)
 class _Cut:
-    """How the reduced axes are cut: into parts of `size` elements, which `reduced` walks over.
+    """How the reduced axes are cut: into `parts` of `size` elements, which `reduced` walks over.
 
-    `number` counts the parts along the row; `mapping` gives the old axes by the new ones; `inside` is the position that
-    must be below the number of elements where the parts are not equal, else None. The axis `part` begins with the last
-    part: what ran before has just touched the end of its memory, and what runs after begins at the start, so that
-    both find a good deal of it in the cache.
+    `mapping` gives the old axes by the new ones; `inside` is the position that must be below the number of elements
+    where the parts are not equal, else None.
     """
 
     part: Axis
-    number: Index
     reduced: tuple[Axis, ...]
     mapping: dict[Atom, IndexLike]
     size: Size
@@ -109,8 +105,6 @@ def _cut(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> _Cut | N
     across = _reduces_across(kernel)
     busy = max(-(-count // _COLUMNS) if across else count, 1)
     wanted = min(-(-programs // busy), size // (_LEAST_COLUMN if across else _LEAST_ROW))
-    if not across:
-        wanted = max(wanted, min(4 * programs // busy, size // _FULL_ROW))
     again = any(stage > 0 and varies for stage, varies in zip(kernel.stages, kernel.varying, strict=True))
     if count * size < _LEAST or busy * (4 if again else 2) > programs or wanted < 2:
         return None  # elements that wait for results would be read once more from memory, not from the cache
@@ -118,18 +112,16 @@ def _cut(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> _Cut | N
     parts = _divisor(outer.size, wanted)
     if parts is not None:
         part, rest = Axis("part", parts), Axis("inner", int(outer.size) // parts)
-        number = parts - 1 - as_index(part)
+        position = as_index(part) * rest.size + rest
         reduced = (rest, *kernel.reduced[1:])
-        each = product(axis.size for axis in reduced)
-        return _Cut(part, number, reduced, {outer: number * rest.size + rest}, each, None)
+        return _Cut(part, reduced, {outer: position}, product(axis.size for axis in reduced), None)
     equal = _divisor(whole, wanted)
-    part = Axis("part", parts := wanted if equal is None else equal)
-    number = parts - 1 - as_index(part)
-    inner = Axis("inner", ceiling_divide(whole, parts))
-    position = number * inner.size + inner
+    part = Axis("part", wanted if equal is None else equal)
+    each = Axis("inner", ceiling_divide(whole, part.size))
+    position = as_index(part) * each.size + each
     old = unflattened(position, [axis.size for axis in kernel.reduced])
     mapping: dict[Atom, IndexLike] = dict(zip(kernel.reduced, old, strict=True))
-    return _Cut(part, number, (inner,), mapping, inner.size, position if equal is None else None)
+    return _Cut(part, (each,), mapping, each.size, position if equal is None else None)
 
 
 def _divisor(size: Size, wanted: int) -> int | None:
@@ -300,11 +292,11 @@ class _Splitting:
         extent = product([self.cut.part.size, self.kernel.count])
         self.partials[position] = [self._temporary(_dtype(body.operations[item]), extent, "partial") for item in found]
         for buffer, item in zip(self.partials[position], found, strict=True):
-            body.store(buffer, self.cut.number * self.kernel.count + self.row, item)
+            body.store(buffer, self.element, item)
 
     def _position(self, body: _Body, operation: Reduce, value: int) -> int:
         """Returns the position in the whole row of what a part finds."""
-        start = body.add(IndexValue(self.cut.number * self.cut.size))
+        start = body.add(IndexValue(as_index(self.cut.part) * self.cut.size))
         return body.compute("add", body.reduce(operation.kind, value, torch.int64), start, dtype=torch.int64)
 
     # --- their combination ------------------------------------------------------------------------------------------

@@ -196,3 +196,35 @@ def test_a_bool_becomes_a_number_in_one_step() -> None:
     outputs = {"out": (F32, 8), "count": (I64, 8), "truth": (torch.bool, 8)}
     text = check(build([axis], [], {"x": (F32, 8)}, outputs, write))
     assert ".to(tl.bfloat16)" not in text and text.count(".to(tl.int64)") == 1
+
+
+def test_positions_in_a_row_are_compared_in_32_bits() -> None:
+    p, r = Axis("p0", 6), Axis("r0", 16)
+
+    def write(body: Body) -> None:
+        label, position = body.load("label", as_index(p), I64), body.index(as_index(r))
+        for name, flag in (("same", position.equals(label)), ("other", label.differs(position))):
+            (total,) = body.reduce("sum", flag.to(F32) * body.load("x", as_index(p) * 16 + r, F32))
+            body.store(name, as_index(p), total)
+
+    outputs = dict.fromkeys(("same", "other"), (F32, 6))
+    kernel = build([p], [r], {"x": (F32, 96), "label": (I64, 6)}, outputs, write)
+    given = {"label": torch.tensor([0, 15, 16, -1, 2**32 + 3, -(2**63)])}
+    for configuration in (Configuration(y=(p,), r_block=16), Configuration(y=(p,), y_block=4, r_block=8, looped=True)):
+        assert check(kernel, configuration, inputs=given).count("narrowed(label)") == 2
+
+
+def test_sums_of_exponentials_leave_out_the_smallest() -> None:
+    p, r = Axis("p0", 4), Axis("r0", 16)
+
+    def write(body: Body) -> None:
+        largest, total = body.reduce("softmax", body.load("x", as_index(p) * 16 + r, BF16).to(F32))
+        body.store("out", as_index(p), largest + total.log())
+
+    kernel = build([p], [r], {"x": (BF16, 64)}, {"out": (F32, 4)}, write)
+    given = torch.linspace(-300, 300, 64).to(BF16)
+    given[:16] = -float("inf")
+    given[16:18] = torch.tensor([float("nan"), float("inf")])
+    for configuration in (Configuration(y=(p,), r_block=16), Configuration(y=(p,), r_block=8, looped=True)):
+        assert "exp_or_zero(" in check(kernel, configuration, inputs={"x": given})
+    assert "exp_or_zero(" not in print_triton(softmax_kernel(8, 64)).source, "what is stored keeps small numbers"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxwrap.loop_ir import Compute, Constant, Kernel, Load, Operation, Require, Store
+from fxwrap.loop_ir import Compute, Constant, Index, IndexValue, Kernel, Load, Operation, Require, Store
 from fxwrap.loop_ir.builder import without_dead_operations
 from fxwrap.printers.triton.operations import TRITON_DTYPES, cast_text, number_text, template
 from fxwrap.printers.triton.precision import coarse_operations, erfs_beside_one, is_sum_of_exponentials
@@ -67,6 +67,9 @@ class Arithmetic:
         factor = self._factor(position, operation) if operation.name == "div" else None
         if factor is not None:
             return Expression("quotient", f"{text(used[0])} * {factor}")
+        narrow = self._narrow(operation, value)
+        if narrow is not None:
+            return narrow
         coarse = position in self.coarse
         if operation.name == "div":  # the fast form gives 0 for the largest divisors
             coarse = coarse and is_sum_of_exponentials(self.kernel, used[1])
@@ -95,6 +98,21 @@ class Arithmetic:
             factor = f"tl.full((), {factor}, {TRITON_DTYPES[operation.dtype]})"
         return factor
 
+    def _narrow(self, operation: Compute, value: Callable[[int], str]) -> Expression | None:
+        """Returns the comparison of positions in a row with one number of the row in 32 bits, as in a one-hot.
+
+        None for what is no such comparison. A GPU compares 64 bits in two instructions for every element.
+        """
+        sign = {"eq": "==", "ne": "!="}.get(operation.name)
+        if sign is None:
+            return None
+        for index, other in (operation.operands, operation.operands[::-1]):
+            position, varying = self.kernel.operations[index], self.kernel.varying
+            if isinstance(position, IndexValue) and varying[index] and not varying[other] and _fits(position.index):
+                text = f"narrowed({value(other)}) {sign} {value(index)}.to(tl.int32)"
+                return Expression(operation.name, text, ("narrowed",))
+        return None
+
     def _base_name(self, position: int) -> str:
         operation = self.kernel.operations[position]
         if isinstance(operation, Load):
@@ -105,3 +123,12 @@ class Arithmetic:
         operation = self.kernel.operations[position]
         assert not isinstance(operation, Store | Require), "neither has a value"
         return operation.dtype
+
+
+def _fits(index: Index) -> bool:
+    """Whether an index is shown to be a 32-bit integer that is not negative."""
+    limits = index.bounds()
+    if limits is None:
+        return False
+    low, high = limits[0].constant, limits[1].constant
+    return low is not None and high is not None and low >= 0 and high < 2**31

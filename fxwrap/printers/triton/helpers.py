@@ -23,6 +23,16 @@ def floor_modulo(a, b):
     return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
 
 
+def narrowed(a):
+    """A 64-bit integer in 32 bits, -1 where it is negative or does not fit."""
+    return tl.where((a >= 0) & (a <= 2147483647), a, -1).to(tl.int32)
+
+
+def exp_or_zero(x):
+    """exp, or 0 below the smallest normal number, which is two instructions where tl.exp is five."""
+    return libdevice.exp2(x * 1.4426950408889634)
+
+
 def float_remainder(a, b):
     """The remainder that has the sign of b."""
     remainder = libdevice.fmod(a, b)

@@ -223,8 +223,18 @@ class _Printer:
         return Row(
             r, len(self.tile.dimensions), self.tile.shape, self.masks.get(r), self.row_position,
             grouped(size_text(dimension.size)), dimension.option, self.row_lanes,
-            "tl.exp" if self.coarse_softmax else "libdevice.exp", self.names.new, self._use,
+            self._exp_in_softmax(), self.names.new, self._use,
         )  # fmt: skip
+
+    def _exp_in_softmax(self) -> str:
+        """Returns the exponential function of softmax reductions, the same as of what comes after, where there is any.
+
+        Their sums are at least 1, so that where nothing else uses the exponentials, the smallest may count as 0.
+        """
+        if not self.coarse_softmax:
+            return "libdevice.exp"
+        again = any(isinstance(item, Compute) and item.name == "exp" for item in self.kernel.operations)
+        return "tl.exp" if again else self._use("exp_or_zero")
 
     def _use(self, helper: str) -> str:
         self.helpers.add(helper)
@@ -442,6 +452,8 @@ class _Printer:
             return "evict_last"
         if looped and position in self.schedule.reloaded and r in self.spans[position]:
             return "evict_first" if last_use else "evict_last"
+        if operation.mask is not None and not self.kernel.reduced:
+            return "evict_last"  # parts of a whole, as of a cat: 95.6 us instead of 97.1
         return ""
 
     def _store(self, position: int, operation: Store, looped: bool) -> None:
