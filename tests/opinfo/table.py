@@ -56,7 +56,7 @@ Each operator of `torch.testing._internal.common_methods_invocations.op_db` on a
 traced, compiled by fxwrap with fused C++ kernels, run, and compared with eager. Dtypes, sizes, strides, integers, bools
 and the places of NaN and infinities are equal; floats are as near to the operator in float64 as eager's are, by
 relative norm. What operands hold afterwards is compared too. `python -m tests.opinfo.sweep --table docs/opinfo.md`
-writes it.
+writes it; `--most` limits the calls of a row, which are then chosen evenly among the samples.
 
 "Fused" counts the operators of the traced graphs that became part of kernels, "views" index arithmetic alone, "called"
 operator calls, for which the last column names the operators. Results other than "passed":
