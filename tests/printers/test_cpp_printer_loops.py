@@ -2,100 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 import pytest
 import sympy
 import torch
 
 from fxwrap.loop_ir import (
-    INTEGERS,
     REDUCTIONS,
     SCANS,
     ZERO,
     Axis,
     Body,
     Buffer,
-    Index,
     Kernel,
     Scalar,
     as_index,
-    evaluate_kernel,
     linear_index,
 )
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
-from fxwrap.symbolic import evaluate, make_symbol
+from fxwrap.symbolic import make_symbol
+from tests.printers.cpp_kernels import BF16, F32, check, matrix, pointwise, reduction
 
-F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (F32, torch.float64, torch.int64, torch.int32, torch.uint8)
-
-
-def random_tensor(buffer: Buffer, size: int, seed: int) -> torch.Tensor:
-    """Random elements of a buffer's dtype; integers small enough to repeat."""
-    generator = torch.Generator().manual_seed(seed)
-    if buffer.dtype is torch.bool:
-        return torch.rand(size, generator=generator) < 0.5
-    if buffer.dtype in INTEGERS:
-        return torch.randint(0, 9, (size,), generator=generator).to(buffer.dtype)
-    return torch.randn(size, generator=generator).to(buffer.dtype)
-
-
-def check(
-    kernel: Kernel,
-    numbers: Mapping[str, int] | None = None,
-    given: Mapping[str, torch.Tensor] | None = None,
-    rtol: float = 1e-5,
-) -> str:
-    """Runs a kernel in C++ and by the evaluator in float64 where it can; returns its source."""
-    values = dict(numbers or {})
-    printed = print_cpp_kernel(kernel)
-
-    def size(buffer: Buffer) -> int:
-        extent = buffer.extent
-        return extent if isinstance(extent, int) else int(evaluate(extent, values))
-
-    buffers = {item.name: random_tensor(item, size(item), place) for place, item in enumerate(kernel.inputs)}
-    buffers |= {item.name: random_tensor(item, size(item), 99 + place) for place, item in enumerate(kernel.outputs)}
-    buffers |= given or {}
-    wanted = {name: tensor.clone() for name, tensor in buffers.items()}
-    evaluate_kernel(kernel, wanted, values)
-    launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
-    launch((1, 1, 1), *buffers.values(), *[values[symbol.name] for symbol in kernel.numbers])
-    for item in kernel.outputs:
-        tolerance = 1e-2 if item.dtype in (BF16, torch.float16) else rtol if item.dtype.is_floating_point else 0
-        torch.testing.assert_close(
-            buffers[item.name],
-            wanted[item.name],
-            rtol=tolerance,
-            atol=tolerance,
-            equal_nan=True,
-            msg=lambda text: f"{text}\n{printed.source}",
-        )
-    return printed.source
-
-
-def reduction(
-    kind: str, dtype: torch.dtype, sizes: tuple[int, ...], reduced: tuple[int, ...], loaded: torch.dtype | None = None
-) -> Kernel:
-    """A reduction over some dimensions of a contiguous tensor, storing all its results."""
-    body = Body()
-    axes = [Axis(f"i{place}", size) for place, size in enumerate(sizes)]
-    kept = [axis for place, axis in enumerate(axes) if place not in reduced]
-    value = body.load("x", linear_index(axes, sizes), loaded or dtype).to(dtype)
-    at = linear_index(kept, [axis.size for axis in kept]) if kept else ZERO
-    count = 1
-    for axis in kept:
-        count *= int(axis.size)
-    outputs = []
-    total = 1
-    for size in sizes:
-        total *= size
-    for place, result in enumerate(body.reduce(kind, value)):
-        body.store(f"out{place}", at, result)
-        outputs.append(Buffer(f"out{place}", result.dtype, count))
-    return body.finish(kept, [axes[place] for place in reduced], [Buffer("x", loaded or dtype, total)], outputs)
 
 
 SHAPES = {
@@ -289,18 +220,6 @@ def test_two_stores_of_one_element_read_it_first() -> None:
     check(body.finish([axis], [], [], [Buffer("x", F32, 50), Buffer("y", F32, 50)]))
 
 
-def pointwise(formula: Callable[[Body, Axis, Axis], None], rows: int, columns: int, *inputs: Buffer) -> Kernel:
-    """A kernel over a matrix whose formula stores to `out`."""
-    body, row, column = Body(), Axis("row", rows), Axis("column", columns)
-    formula(body, row, column)
-    return body.finish([row, column], [], inputs, [Buffer("out", F32, rows * columns)])
-
-
-def matrix(row: Axis, column: Axis) -> Index:
-    """The offset in a contiguous matrix."""
-    return linear_index((row, column), (row.size, column.size))
-
-
 @pytest.mark.parametrize("sizes", [(1, 1), (7, 33), (64, 64), (65, 130), (100, 144), (3, 1000)])
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float64], ids=str)
 def test_transposed_loads(sizes: tuple[int, int], dtype: torch.dtype) -> None:
@@ -354,46 +273,6 @@ def test_gathered_indices() -> None:
 
     inputs = [Buffer("index", torch.int64, 4), Buffer("small", torch.int32, 30), Buffer("table", F32, 270)]
     check(pointwise(formula, 4, 30, *inputs))
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32], ids=str)
-@pytest.mark.parametrize("first", [0, 1])
-def test_elements_gathered_one_by_one(dtype: torch.dtype, first: int) -> None:
-    def formula(body: Body, row: Axis, column: Axis) -> None:
-        at = body.load("index", matrix(row, column), torch.int64)
-        chosen = body.load("table", body.gathered(at, 101), dtype)
-        even = at.to(F32) >= 50.0
-        masked = body.where(even, lambda: body.load("table", body.gathered(at, 101), dtype).to(F32), -1.0)
-        body.store("out", matrix(row, column), chosen.to(F32) * 2.0 + masked)
-
-    generator = torch.Generator().manual_seed(5)
-    table = torch.randn(101 + first, generator=generator).to(dtype)[first:]  # one that begins within a word, too
-    index = torch.randint(0, 101, (5 * 75,), generator=generator)
-    source = check(
-        pointwise(formula, 5, 75, Buffer("index", torch.int64, 375), Buffer("table", dtype, 101)),
-        given={"table": table, "index": index},
-    )
-    assert ("gathered(" in source) == (dtype is not F32)
-
-
-def test_bools_choose() -> None:
-    def formula(body: Body, row: Axis, column: Axis) -> None:
-        hidden = body.load("hidden", matrix(row, column), torch.bool)
-        value = body.load("x", matrix(row, column), F32)
-        body.store("out", matrix(row, column), hidden.where(-float("inf"), value / 3.0))
-
-    source = check(pointwise(formula, 5, 75, Buffer("hidden", torch.bool, 375), Buffer("x", F32, 375)))
-    assert "op::where(is_true(hidden[75 * row + column])" in source, "what compilers vectorise"
-
-
-@pytest.mark.parametrize("sizes", [(1024, 96), (40000, 3)])
-def test_float32_sums_of_columns_keep_their_digits(sizes: tuple[int, int]) -> None:
-    x = torch.rand(sizes, generator=torch.Generator().manual_seed(3))
-    printed = print_cpp_kernel(reduction("sum", F32, sizes, (0,)))
-    out = torch.empty(sizes[1])
-    load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), x, out)
-    wanted = x.double().sum(0)
-    assert float((out - wanted).norm() / wanted.norm()) < 1.2e-7
 
 
 @pytest.mark.parametrize("mode", ["add", "max", "min", "prod"])

@@ -551,15 +551,12 @@ template <int size, class T> inline void transpose_16(const T* source, int64_t s
   for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(tile + i * size) = rows[i];
 }
 
-// tile[i][j] = source[j * stride + i], for i < height and j < width; the tile's size is a multiple of 16. What the next
-// tile, `size` rows on, will load is fetched meanwhile: no processor guesses so many strides.
+// tile[i][j] = source[j * stride + i], for i < height and j < width; the tile's size is a multiple of 16.
 template <int size, class T>
 inline void load_transposed(const T* source, int64_t stride, int height, int width, T (&tile)[size][size]) {
   for (int j = 0; j < width; j += 16)
     for (int i = 0; i < height; i += 16) {
       const T* corner = source + j * stride + i;
-      if (i * sizeof(T) % 64 == 0)
-        for (int row = 0; row < 16; ++row) __builtin_prefetch(corner + (row + size) * stride);
       if (i + 16 <= height && j + 16 <= width) {
         transpose_16<size>(corner, stride, &tile[i][j]);
         continue;
