@@ -16,9 +16,10 @@ from fxwrap.loop_ir.split import split_reductions
 from fxwrap.lowering.builder import Builder, origin_of
 from fxwrap.lowering.define import Defining
 from fxwrap.lowering.definitions import Definition, Pointwise, Scattered, Written
-from fxwrap.lowering.fusion import Item, KernelPlan, Member
+from fxwrap.lowering.fusion import Item
 from fxwrap.lowering.kernels import BuiltKernel, build_kernel, extent_of, kernel_name
 from fxwrap.lowering.nodes import lower_call
+from fxwrap.lowering.placement import KernelPlan, Member
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.tracing import trace_with
 from fxwrap.options import Options

@@ -10,16 +10,26 @@ definitions belong together when the maps make one read exactly what the other c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from torch.fx import Node
 
-from fxwrap.loop_ir import POSITION_RESULTS, Atom, Axis, Index, IndexLike, as_index, linear_index, unflattened
-from fxwrap.lowering.definitions import Definition, Pointwise, Reduced, Scanned, Scattered, Written
+from fxwrap.loop_ir import Atom, Axis, IndexLike, as_index
+from fxwrap.lowering.definitions import Definition, Pointwise, Scattered, Written
+from fxwrap.lowering.placement import (
+    KernelPlan,
+    Member,
+    Placement,
+    axes_of,
+    count_points,
+    kernel_of,
+    placements,
+    rebase,
+)
 from fxwrap.lowering.realise import Use, Uses
-from fxwrap.lowering.tracing import Multi, Trace, element_of, shared_source, trace_with
+from fxwrap.lowering.tracing import Multi, Trace, shared_source, trace_with
 from fxwrap.symbolic import Size, product
 
 _MOST_BUFFERS = 40
@@ -39,66 +49,6 @@ class Item:
     first_user: float = float("inf")
     node: Node | None = None
     kernel: KernelPlan | None = None
-
-
-@dataclass(eq=False)
-class Member:
-    """A definition in a kernel, and the index of its space's point (kept, then reduced) by the kernel's axes."""
-
-    use: Use
-    trace: Trace
-    at: Multi
-
-    @property
-    def element(self) -> Multi:
-        """The indices of the element that is computed."""
-        return element_of(self.use.definition, self.at)
-
-
-@dataclass(eq=False)
-class KernelPlan:
-    """A kernel in the making: its space, its members in order, and where it reads and computes what.
-
-    `overwritten` are definitions in whose memory it writes something else.
-    """
-
-    axes: tuple[Axis, ...]
-    reduced: tuple[Axis, ...]
-    members: list[Member] = field(default_factory=list)
-    computed: dict[Definition, Multi] = field(default_factory=dict)
-    reads: dict[Definition, list[Multi]] = field(default_factory=dict)
-    overwritten: set[Definition] = field(default_factory=set)
-    cost: int = 0
-
-    @property
-    def space(self) -> tuple[Axis, ...]:
-        """All axes, parallel ones first."""
-        return (*self.axes, *self.reduced)
-
-    @property
-    def device_type(self) -> str:
-        """The device its tensors are on."""
-        return self.members[0].use.definition.device.type
-
-    def scans(self) -> bool:
-        """Whether it has a scan."""
-        return any(isinstance(member.use.definition, Scanned) for member in self.members)
-
-    def known(self, definition: Definition) -> Iterator[Multi]:
-        """Yields the indices at which it computes or reads a definition."""
-        if definition in self.computed:
-            yield self.computed[definition]
-        yield from self.reads.get(definition, ())
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A way for a definition to join a kernel: their common space, the kernel's axes in it, the definition's point."""
-
-    axes: tuple[Axis, ...]
-    reduced: tuple[Axis, ...]
-    kernel_axes: Mapping[Atom, IndexLike]
-    at: Multi
 
 
 class Fusion:
@@ -144,7 +94,7 @@ class Fusion:
                     best = (saved, item, placement)
                     break
         if best is None:
-            item = self._new(Item(self._next(), kernel=_kernel_of(trace)))
+            item = self._new(Item(self._next(), kernel=kernel_of(trace)))
             self._join(item, use, trace, trace.axes, needed)
         else:
             _, item, placement = best
@@ -153,7 +103,7 @@ class Fusion:
             item.key = key
             self._numbering = max(self._numbering, key)
             assert item.kernel is not None
-            _rebase(item.kernel, placement)
+            rebase(item.kernel, placement)
             self._join(item, use, trace, placement.at, needed)
 
     def _before(self, use: Use) -> list[object]:
@@ -204,7 +154,7 @@ class Fusion:
         return list(found.values())
 
     def _is_small(self, axes: Iterable[Axis]) -> bool:
-        return self.hint(_count(axes)) <= _SMALL
+        return self.hint(count_points(axes)) <= _SMALL
 
     def _new_key(self, item: Item, needed: Iterable[Item]) -> float | None:
         """Returns the key an item gets when it also depends on others, or None where a user of it comes too early."""
@@ -281,7 +231,7 @@ class Fusion:
         whole = [at for at in written if not reduced.isdisjoint(axes_of(at))]
         if not whole:
             return True
-        fits = self.hint(_count(placement.reduced)) <= _LONGEST_ROW
+        fits = self.hint(count_points(placement.reduced)) <= _LONGEST_ROW
         return fits and all(not reduced.isdisjoint(at[-1].axes()) for at in whole)
 
     def _join(self, item: Item, use: Use, trace: Trace, at: Multi | tuple[Axis, ...], needed: Iterable[Item]) -> None:
@@ -311,194 +261,3 @@ class Fusion:
             self._made_by |= dict.fromkeys(overwritten, item)
         self._made_by[use.definition] = item
         self._made_by.setdefault(shared_source(use.definition), item)
-
-
-def axes_of(at: Iterable[Index]) -> set[Axis]:
-    """Returns the axes that any of these indices depends on."""
-    found: set[Axis] = set()
-    for index in at:
-        found |= index.axes()
-    return found
-
-
-def _kernel_of(trace: Trace) -> KernelPlan:
-    return KernelPlan(trace.axes[: trace.kept], trace.axes[trace.kept :])
-
-
-def _rebase(kernel: KernelPlan, placement: Placement) -> None:
-    """Moves a kernel to another space, in which its axes are index expressions."""
-    kernel.axes, kernel.reduced = placement.axes, placement.reduced
-    mapping = placement.kernel_axes
-    if all(mapping.get(axis, axis) == as_index(axis) for axis in mapping):
-        return
-
-    def moved(at: Multi) -> Multi:
-        return tuple([index.substitute(mapping) for index in at])
-
-    for member in kernel.members:
-        member.at = moved(member.at)
-    kernel.computed = {definition: moved(at) for definition, at in kernel.computed.items()}
-    kernel.reads = {definition: [moved(at) for at in known] for definition, known in kernel.reads.items()}
-
-
-# --- placing a definition in a kernel's space -----------------------------------------------------------------------
-
-
-def placements(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iterator[Placement]:
-    """Yields ways in which a definition's space and a kernel's are one, the likeliest first.
-
-    None of them is checked for what the two read of one another.
-    """
-    own_count, count = _count(trace.axes), _count(kernel.space)
-    own_reduced = trace.axes[trace.kept :]
-    if own_count == 0:
-        return  # no indices to compare, and nothing to save
-    if own_count == count:
-        for at in _maps_into(kernel, trace):
-            if not _one_to_one(at, trace.axes) or not _keeps_kinds(kernel, trace, at):
-                continue
-            if not _combines_in_order(definition) or _walks_alike(at[trace.kept :], own_reduced, kernel.reduced):
-                yield Placement(kernel.axes, kernel.reduced, {axis: axis for axis in kernel.space}, at)
-        if not kernel.reduced or own_reduced or not trace.axes:
-            yield from _moves_to(kernel, trace, definition)
-    elif kernel.reduced and not own_reduced and own_count == _count(kernel.axes):
-        for at in _maps_into(kernel, trace):
-            if _one_to_one(at, trace.axes) and axes_of(at) <= set(kernel.axes):
-                yield Placement(kernel.axes, kernel.reduced, {axis: axis for axis in kernel.space}, at)
-
-
-def _moves_to(kernel: KernelPlan, trace: Trace, definition: Definition) -> Iterator[Placement]:
-    """Yields placements in the definition's own space: the kernel's axes become expressions over its axes."""
-    kept, reduced = trace.axes[: trace.kept], trace.axes[trace.kept :]
-    own = tuple([as_index(axis) for axis in trace.axes])
-    for kernel_at in _maps_from(kernel, trace):
-        mapping: dict[Atom, IndexLike] = dict(zip(kernel.space, kernel_at, strict=True))
-        parallel = axes_of(kernel_at[: len(kernel.axes)])
-        over = axes_of(kernel_at[len(kernel.axes) :])
-        if kernel.reduced and not (parallel <= set(kept) and over <= set(reduced)):
-            continue
-        if not _one_to_one(kernel_at, kernel.space):
-            continue
-        if any(_combines_in_order(member.use.definition) for member in kernel.members) and not _walks_alike(
-            kernel_at[len(kernel.axes) :], kernel.reduced, reduced
-        ):
-            continue
-        yield Placement(kept, reduced, mapping, own)
-
-
-def _keeps_kinds(kernel: KernelPlan, trace: Trace, at: Multi) -> bool:
-    """Whether what a reduction keeps are parallel axes of the kernel, and what it reduces are reduced ones."""
-    if trace.kept == len(trace.axes):
-        return True
-    if not kernel.reduced:  # all axes of size 1 are over none
-        return False
-    return axes_of(at[: trace.kept]) <= set(kernel.axes) and axes_of(at[trace.kept :]) <= set(kernel.reduced)
-
-
-def _combines_in_order(definition: Definition) -> bool:
-    """Whether the order in which reduced axes are walked shows in what a definition gives."""
-    if isinstance(definition, Scanned):
-        return True
-    return isinstance(definition, Reduced) and (definition.source.kind, 0) in POSITION_RESULTS
-
-
-def _walks_alike(at: Multi, axes: Sequence[Axis], others: Sequence[Axis]) -> bool:
-    """Whether row-major order over axes is that over others, over which `at` gives their point."""
-    return linear_index(at, [axis.size for axis in axes]) == linear_index(others, [axis.size for axis in others])
-
-
-def _maps_into(kernel: KernelPlan, trace: Trace) -> Iterator[Multi]:
-    """Yields the points of a definition's space as expressions over a kernel's axes."""
-    sizes = tuple([axis.size for axis in trace.axes])
-    tried: set[Multi] = set()
-    for definition, at in trace.reads:
-        for known in kernel.known(definition):
-            for found in (
-                _unified(at, known, trace.axes, kernel.reduced),
-                _reshaped(definition, at, known, trace.axes),
-            ):
-                if found is not None and found not in tried:
-                    tried.add(found)
-                    yield found
-    for member in kernel.members:
-        if member.at not in tried and tuple([axis.size for axis in member.trace.axes]) == sizes:
-            tried.add(member.at)
-            yield member.at
-
-
-def _maps_from(kernel: KernelPlan, trace: Trace) -> Iterator[Multi]:
-    """Yields a kernel's axes as expressions over a definition's."""
-    for definition, at in trace.reads:
-        for known in kernel.known(definition):
-            for found in (_unified(known, at, kernel.space, ()), _reshaped(definition, known, at, kernel.space)):
-                if found is not None:
-                    yield found
-
-
-def _unified(at: Multi, known: Multi, axes: Sequence[Axis], spare: Sequence[Axis]) -> Multi | None:
-    """Solves at(axes) = known for the axes, where each index of `at` is one axis or a constant.
-
-    Axes that `at` does not have are matched, in order, with `spare` ones, when these make as many points.
-    """
-    found: dict[Axis, Index] = {axis: as_index(0) for axis in axes if axis.size == 1}
-    for mine, theirs in zip(at, known, strict=True):
-        axis = mine.single_axis
-        if axis is None:
-            if mine != theirs:
-                return None
-        elif found.setdefault(axis, theirs) != theirs:
-            return None
-    if not all(_within(index, axis) for axis, index in found.items()):
-        return None  # two windows on one tensor, shifted against each other
-    missing = [axis for axis in axes if axis not in found]
-    if missing:
-        if _count(missing) != _count(spare) or not axes_of(found.values()).isdisjoint(spare):
-            return None
-        position = linear_index(spare, [axis.size for axis in spare])
-        found |= dict(zip(missing, unflattened(position, [axis.size for axis in missing]), strict=True))
-    return tuple([found[axis] for axis in axes])
-
-
-def _reshaped(definition: Definition, at: Multi, known: Multi, axes: Sequence[Axis]) -> Multi | None:
-    """Solves at(axes) = known where both walk the tensor in its own order, cut into other dimensions."""
-    sizes = [axis.size for axis in axes]
-    if _count(axes) != product(definition.sizes):
-        return None
-    if linear_index(at, definition.sizes) != linear_index(axes, sizes):
-        return None
-    if not all(_within(index, Axis("", size)) for index, size in zip(known, definition.sizes, strict=True)):
-        return None
-    return unflattened(linear_index(known, definition.sizes), sizes)
-
-
-def _within(index: Index, axis: Axis) -> bool:
-    """Whether an index is shown to be one that the axis takes."""
-    single = index.single_axis
-    if single is not None and single.size == axis.size:
-        return True
-    return index.never_negative() and (as_index(axis.size) - 1 - index).never_negative()
-
-
-def _one_to_one(at: Multi, axes: Sequence[Axis]) -> bool:
-    """Whether a point of axes is another one in each iteration of as many, as it is not on a diagonal.
-
-    That is so where the steps of the iterations' axes are 1, the size of the first, that times the size of the next...
-    Divisions are left by reshapes, which are one to one.
-    """
-    position = linear_index(at, [axis.size for axis in axes])
-    steps = {axis: position.stride(axis) for axis in axes_of(at) if axis.size != 1}
-    expected = as_index(1)
-    while steps:
-        if any(step is None for step in steps.values()):
-            return True
-        axis = next((axis for axis, step in steps.items() if step in (expected, -expected)), None)
-        if axis is None:
-            return False
-        del steps[axis]
-        expected = expected * axis.size
-    return expected == as_index(_count(axes))
-
-
-def _count(axes: Iterable[Axis]) -> Size:
-    return product(axis.size for axis in axes)
-

@@ -20,7 +20,7 @@ from fxwrap.loop_ir import (
     strided_index,
 )
 from fxwrap.lowering.definitions import Definition, Reduced, Scanned, Scattered
-from fxwrap.lowering.fusion import KernelPlan, Member
+from fxwrap.lowering.placement import KernelPlan, Member
 from fxwrap.lowering.tracing import BodyReader, Multi
 from fxwrap.symbolic import Size, product, total
 from fxwrap.wrapper_ir import TensorType, Value
