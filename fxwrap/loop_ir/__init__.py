@@ -58,3 +58,5 @@ from fxwrap.loop_ir.operations import compute_dtype as compute_dtype
 from fxwrap.loop_ir.spaces import accesses as accesses
 from fxwrap.loop_ir.spaces import normal_space as normal_space
 from fxwrap.loop_ir.spaces import with_axes as with_axes
+from fxwrap.loop_ir.split import SplitKernel as SplitKernel
+from fxwrap.loop_ir.split import split_reductions as split_reductions

@@ -83,10 +83,10 @@ class Defining:
 
     def stored(self, node: Node, fake: torch.Tensor, name: str = "") -> Stored:
         """Returns a definition for a tensor that is in memory."""
-        found = Stored(tuple(self.builder.tensor_type(fake).sizes), fake.dtype, fake.device)
+        type_ = self.builder.tensor_type(fake)
+        found = Stored(type_.sizes, fake.dtype, fake.device)
         found.name = name or node.name
         self._in_memory(found, fake)
-        type_ = self.builder.tensor_type(fake)
         strides = zip(type_.sizes, type_.strides, strict=True)
         self._strides[found] = tuple([stride for size, stride in strides if size != 1])
         return found
@@ -160,7 +160,7 @@ class Defining:
         """Returns a rule's definition under the node's name; a view that eager copies becomes a copy."""
         is_view = facts.aliased is not None and not facts.may_alias
         if isinstance(item, Viewed) and not is_view and not self._shares_memory(node, fake):
-            item = _copy_of(item, fake.dtype)
+            item = copy_of(item)
         if item not in self.position_of:
             item.name, item.origin = name, facts.name
             self.position_of[item] = position
@@ -191,13 +191,14 @@ class Defining:
         if facts.name not in RULES:
             return "it has no lowering rule"
         results = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
-        devices = {item.device for item in [*results, *definitions_in(given)]}
+        tensors = [*results, *definitions_in(given)]
+        devices = {item.device for item in tensors}
         if len(devices) != 1:
             return "its tensors are on several devices"
         spec = self._languages.get(next(iter(devices)).type)
         if spec is None or facts.name in spec.prefer_extern:
             return "the device has no kernels for it"
-        for item in [*results, *definitions_in(given)]:
+        for item in tensors:
             if item.dtype not in KERNEL_DTYPES:
                 return f"kernels have no {item.dtype}"
         return None
@@ -316,13 +317,11 @@ class Defining:
         return all(symbol.name in known or symbol in self._bound for symbol in _symbols(self.builder.expression(fake)))
 
 
-def _copy_of(viewed: Viewed, dtype: torch.dtype) -> Pointwise:
-    """Returns a tensor of its own with a view's elements."""
-
-    def body(reader: Reader, indices: Indices) -> Any:
-        return reader.load(viewed, indices)
-
-    return Pointwise(viewed.sizes, dtype, viewed.device, body)
+def copy_of(source: Definition) -> Pointwise:
+    """Returns a tensor of its own with another's elements."""
+    return Pointwise(
+        source.sizes, source.dtype, source.device, lambda reader, indices: reader.load(source, indices)
+    )  # fmt: skip
 
 
 def definitions_in(tree: Any) -> Iterator[Definition]:

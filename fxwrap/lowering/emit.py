@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -11,11 +12,10 @@ from torch.fx import Node
 from fxwrap.device_spec import DeviceSpec
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Launch, View
-from fxwrap.loop_ir import Kernel, as_index
-from fxwrap.loop_ir.split import split_reductions
+from fxwrap.loop_ir import Kernel, as_index, split_reductions
 from fxwrap.lowering.builder import Builder, origin_of
-from fxwrap.lowering.define import Defining
-from fxwrap.lowering.definitions import Definition, Pointwise, Scattered, Written
+from fxwrap.lowering.define import Defining, copy_of
+from fxwrap.lowering.definitions import Definition, Scattered, Written
 from fxwrap.lowering.fusion import Item
 from fxwrap.lowering.kernels import BuiltKernel, build_kernel, extent_of, kernel_name
 from fxwrap.lowering.nodes import lower_call
@@ -195,10 +195,7 @@ class Emission:
 
     def _copy_initial(self, definition: Scattered) -> None:
         """Launches what fills a scatter's result before it is scattered into."""
-        copy = Pointwise(
-            definition.sizes, definition.dtype, definition.device,
-            lambda reader, indices: reader.load(definition.initial, indices),
-        )  # fmt: skip
+        copy = copy_of(definition.initial)
         copy.origin, copy.name = definition.origin, definition.name
         trace = trace_with(copy, self.uses.inlined)
         plan = KernelPlan(trace.axes, ())
@@ -242,13 +239,11 @@ class Emission:
         number = self._names.get(wish, 0)
         self._names[wish] = number + 1
         name = f"{wish}_{number}"
-        self.kernels[definition.hash] = KernelDefinition(
-            name, printed.language, printed.source, printed.signature, printed.options
-        )
+        self.kernels[definition.hash] = replace(definition, name=name)
         return name
 
     def _origin(self, definitions: tuple[Definition, ...]) -> Origin:
-        """Returns where a kernel's definitions came from: all their nodes, and the place of the first."""
+        """Returns where a kernel's definitions came from: all their nodes, and the place of the last."""
         nodes = [node for definition in definitions if (node := self.defining.node_of.get(definition)) is not None]
         nodes = list(dict.fromkeys(nodes))
         if not nodes:

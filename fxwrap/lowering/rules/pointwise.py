@@ -136,11 +136,6 @@ def promoted_dtype(operands: Sequence[Any], promotion: str) -> torch.dtype:
     return _promoted(tuple([_example(operand) for operand in operands]), kind, torch.get_default_dtype())
 
 
-def computation_dtype(operands: Sequence[Any], promotion: str) -> torch.dtype:
-    """Returns the dtype that torch computes in: the compute dtype of the promoted one."""
-    return compute_dtype(promoted_dtype(operands, promotion))
-
-
 @lru_cache(maxsize=4096)
 def _promoted(examples: tuple[Any, ...], kind: str, _default: torch.dtype) -> torch.dtype:
     made = [

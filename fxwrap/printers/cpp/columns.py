@@ -162,22 +162,9 @@ class ColumnPrinter(ReductionPrinter):
             values = [store.value for store in stores]
             self.statements.write(self.targets(reductions, stores), inner, keep=values if len(values) > 1 else ())
             for place in reductions:
-                self.accumulate(place, inner, suffix)
+                self.fold_lane(place, inner, f"{self.statements.name(place)}{suffix}")
             for store in stores:
                 self.statements.store(store, inner)
-
-    def accumulate(self, place: int, known: Known, suffix: str) -> None:
-        """Writes the step of a column's reduction."""
-        operation = self.kernel.operations[place]
-        assert isinstance(operation, Reduce)
-        name, value = f"{self.statements.name(place)}{suffix}", known[operation.operands[0]]
-        comment = self.statements.comment(operation)
-        if operation.kind.startswith("arg"):
-            self.writer.line(f"{name}.see(lane, {value}, {self.position_text()});{comment}")
-        elif operation.kind == "sum":
-            self.writer.line(f"{name}[lane] += {value};{comment}")
-        else:
-            self.writer.line(f"{name}[lane] = {self.combine(place)}({name}[lane], {value});{comment}")
 
     def scan(self, place: int, known: Known) -> str:
         """Writes a step of a scan down the columns."""

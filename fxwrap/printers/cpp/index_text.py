@@ -67,15 +67,6 @@ class IndexText:
 
     def _divided(self, sign: str, function: str, atom: FloorDivide | Modulo) -> str:
         base, divisor = self(atom.base), self(atom.divisor)
-        if never_negative(atom.base):
+        if atom.base.never_negative():
             return f"({grouped(base)} {sign} {grouped(divisor)})"
         return f"{function}({base}, {divisor})"
-
-
-def never_negative(index: Index) -> bool:
-    """Whether an index is shown to be at least 0, where every size is at least 1."""
-    limits = index.bounds()
-    if limits is None:
-        return False
-    lowest = limits[0].terms
-    return all(number > 0 for atoms, number in lowest if atoms) and sum(number for _, number in lowest) >= 0

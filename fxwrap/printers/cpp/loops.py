@@ -319,6 +319,19 @@ class ReductionPrinter(LoopPrinter):
             text = f"({text}) * {size_text(axis.size)} + {axis.name}" if text else axis.name
         return text
 
+    def fold_lane(self, place: int, known: Known, lanes: str) -> None:
+        """Writes the step of a reduction in the array of `lanes`: a row's, or a column's each."""
+        operation = self.kernel.operations[place]
+        assert isinstance(operation, Reduce)
+        value = known[operation.operands[0]]
+        comment = self.statements.comment(operation)
+        if operation.kind.startswith("arg"):
+            self.writer.line(f"{lanes}.see(lane, {value}, {self.position_text()});{comment}")
+        elif operation.kind == "sum":
+            self.writer.line(f"{lanes}[lane] += {value};{comment}")
+        else:
+            self.writer.line(f"{lanes}[lane] = {self.combine(place)}({lanes}[lane], {value});{comment}")
+
 
 class RowPrinter(ReductionPrinter):
     """A kernel that reduces along the vectorised axis: each parallel iteration is a row, each stage a pass over it."""
@@ -442,22 +455,9 @@ class RowPrinter(ReductionPrinter):
         for place in new:
             self.writer.line(f"{self.statements.name(place)}_row[{row}] = {known[place]};")
         for place in reductions:
-            self.accumulate(place, known)
+            self.fold_lane(place, known, f"{self.statements.name(place)}_lanes")
         for store in stores:
             self.statements.store(store, known)
-
-    def accumulate(self, place: int, known: Known) -> None:
-        """Writes the step of a reduction's lane."""
-        operation = self.kernel.operations[place]
-        assert isinstance(operation, Reduce)
-        lanes, value = f"{self.statements.name(place)}_lanes", known[operation.operands[0]]
-        comment = self.statements.comment(operation)
-        if operation.kind.startswith("arg"):
-            self.writer.line(f"{lanes}.see(lane, {value}, {self.position_text()});{comment}")
-        elif operation.kind == "sum":
-            self.writer.line(f"{lanes}[lane] += {value};{comment}")
-        else:
-            self.writer.line(f"{lanes}[lane] = {self.combine(place)}({lanes}[lane], {value});{comment}")
 
     def print_parts(self, reductions: list[int], stores: list[Store], known: Known) -> None:
         """Writes a pass over a long row in parts of fixed size, whose results are combined in a fixed order."""

@@ -84,7 +84,7 @@ class IndexText:
 
     def _divided(self, sign: str, helper: str, atom: FloorDivide | Modulo) -> str:
         base, divisor = self(atom.base), self(atom.divisor)
-        if never_negative(atom.base) or not _varies(atom.base):
+        if atom.base.never_negative() or not _varies(atom.base):
             return f"({grouped(base)} {sign} {grouped(divisor)})"
         self.helpers.add(helper)
         return f"{helper}({base}, {divisor})"
@@ -92,12 +92,3 @@ class IndexText:
 
 def _varies(index: Index) -> bool:
     return any(isinstance(atom, Axis | Gathered) for atom in index.atoms())
-
-
-def never_negative(index: Index) -> bool:
-    """Whether an index is shown to be at least 0, where every size is at least 1."""
-    limits = index.bounds()
-    if limits is None:
-        return False
-    lowest = limits[0].terms
-    return all(number > 0 for atoms, number in lowest if atoms) and sum(number for _, number in lowest) >= 0
