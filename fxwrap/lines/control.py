@@ -74,7 +74,7 @@ class Cond(LineBase):
 
     results: tuple[Any, ...] = define(Form.RESULTS)
     predicate: Any = read()
-    operands: tuple[Value, ...] = read(Form.VALUES)
+    operands: tuple[Any, ...] = read(Form.ARGUMENTS)
     then: Block = block()
     else_: Block = block()
 
@@ -111,10 +111,10 @@ class While(LineBase):
     """
 
     results: tuple[Any, ...] = define(Form.RESULTS)
-    carried: tuple[Value, ...] = read(Form.VALUES)
+    carried: tuple[Any, ...] = read(Form.ARGUMENTS)
     cond: Block = block()
     body: Block = block()
-    extra: tuple[Value, ...] = read(Form.SEQUENCE, default=())
+    extra: tuple[Any, ...] = read(Form.SEQUENCE, default=())
     stacked: bool = attribute(default=False)
 
     def verify_self(self) -> str | None:
@@ -154,10 +154,10 @@ class Scan(LineBase):
     """
 
     results: tuple[Any, ...] = define(Form.RESULTS)
-    carried: tuple[Value, ...] = read(Form.VALUES)
+    carried: tuple[Any, ...] = read(Form.ARGUMENTS)
     over: tuple[Value, ...] = read(Form.SEQUENCE)
     body: Block = block()
-    extra: tuple[Value, ...] = read(Form.SEQUENCE, default=())
+    extra: tuple[Any, ...] = read(Form.SEQUENCE, default=())
     reverse: bool = attribute(default=False)
 
     def verify_self(self) -> str | None:
@@ -189,7 +189,7 @@ class Map(LineBase):
     results: tuple[Any, ...] = define(Form.RESULTS)
     over: tuple[Value, ...] = read(Form.VALUES)
     body: Block = block()
-    extra: tuple[Value, ...] = read(Form.SEQUENCE, default=())
+    extra: tuple[Any, ...] = read(Form.SEQUENCE, default=())
 
     def verify_self(self) -> str | None:
         operands = [*slice_types(self.over), *types_of(self.extra)]
@@ -209,7 +209,7 @@ class CallFunction(LineBase):
 
     results: tuple[Any, ...] = define(Form.RESULTS)
     function: str = target("function")
-    operands: tuple[Value, ...] = read(Form.VALUES)
+    operands: tuple[Any, ...] = read(Form.ARGUMENTS)
 
     def verify_target(self, target: Any) -> str | None:
         return mismatch("arguments", types_of(target.arguments), types_of(self.operands)) or mismatch(

@@ -62,7 +62,9 @@ def bind_symbols(builder: Builder, node: Node, value: Value) -> None:
 
 def _bind(builder: Builder, node: Node, symbol: sympy.Symbol, value: Value, path: tuple[Tag, ...]) -> None:
     builder.known_symbols.add(symbol.name)
-    builder.emit(Bind(builder.infos.get(symbol.name, SymbolInfo(symbol.name)), value, path, origin=builder.origin(node)))
+    builder.emit(
+        Bind(builder.infos.get(symbol.name, SymbolInfo(symbol.name)), value, path, origin=builder.origin(node))
+    )
 
 
 def _error(node: Node, reason: str, remedy: str) -> GraphError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -13,40 +14,127 @@ from fxwrap.errors import GraphError
 from fxwrap.lowering.source import check_desugared, location_of
 from fxwrap.symbolic import SymbolInfo, canonical, floor_divide, make_symbol, product, total
 from fxwrap.torch_compat import storage_identity
-from fxwrap.wrapper_ir import LineBase, OpaqueType, Origin, ScalarType, Size, TensorType, Type, Value
+from fxwrap.wrapper_ir import (
+    Block,
+    KernelDefinition,
+    LineBase,
+    OpaqueType,
+    Origin,
+    ScalarType,
+    Size,
+    TensorType,
+    Type,
+    Value,
+)
+
+
+@dataclass
+class ProgramState:
+    """What the graphs of one program, its own and those of its blocks, make together.
+
+    `names` are those of values and `symbol_names` those of symbols that are taken; `infos` says what is known of
+    symbols, `constants` holds payloads by name, `kernels` are definitions by hash, `functions` blocks that several
+    lines share, by name, and `shared` what is known of them by the graph they are from; `outcomes` says what became of
+    each call.
+    """
+
+    symbol_ranges: Mapping[str, tuple[int, int]]
+    names: set[str] = field(default_factory=set)
+    symbol_names: set[str] = field(default_factory=set)
+    infos: dict[str, SymbolInfo] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    kernels: dict[str, KernelDefinition] = field(default_factory=dict)
+    functions: dict[str, Block] = field(default_factory=dict)
+    shared: dict[int, Any] = field(default_factory=dict)
+    outcomes: list[Any] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def fresh_symbol(self, prefix: str) -> str:
+        """Returns a symbol's name with this prefix that none has yet, and takes it."""
+        number = self.counts.get(f"symbol {prefix}", 0)
+        while f"{prefix}{number}" in self.symbol_names:
+            number += 1
+        self.counts[f"symbol {prefix}"] = number + 1
+        self.symbol_names.add(f"{prefix}{number}")
+        return f"{prefix}{number}"
+
+    def fresh_function(self, wish: str) -> str:
+        """Returns a name that no function has yet, as near to the wish as can be."""
+        name = "".join([letter if letter.isalnum() else "_" for letter in wish])
+        found, number = name, 0
+        while found in self.functions:
+            found, number = f"{name}_{number}", number + 1
+        return found
+
+    def add_kernel(self, definition: KernelDefinition) -> str:
+        """Keeps a kernel unless an equal one is known; returns the name that the program has for it."""
+        known = self.kernels.get(definition.hash)
+        if known is not None:
+            return known.name
+        number = self.counts.get(f"kernel {definition.name}", 0)
+        self.counts[f"kernel {definition.name}"] = number + 1
+        named = replace(definition, name=f"{definition.name}_{number}")
+        self.kernels[definition.hash] = named
+        return named.name
 
 
 class Builder:
-    """Collects the lines of a program while its graph is walked, node by node."""
+    """Collects the lines of a graph, a program's or a block's, while it is walked node by node.
 
-    def __init__(self, fakes: dict[Node, Any], symbol_ranges: Mapping[str, tuple[int, int]]) -> None:
+    `scope` stands before the names of a nested graph's nodes where they are told apart from others.
+    """
+
+    def __init__(self, fakes: dict[Node, Any], state: ProgramState, scope: str = "") -> None:
         self.fakes = fakes
-        self.symbol_ranges = symbol_ranges
+        self.state = state
+        self.scope = scope
         self.lines: list[LineBase] = []
         self.env: dict[Node, Any] = {}
         self.root_of: dict[str, Value] = {}
         self.fake_of: dict[str, torch.Tensor] = {}
         self.root_by_storage: dict[int, Value] = {}
         self.mutated: set[str] = set()
-        self.constants: dict[str, torch.Tensor] = {}
         self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
         self.known_symbols: set[str] = set()
-        self.infos: dict[str, SymbolInfo] = {}
         self.numbers: dict[str, Any] = {}  # scalar results by name, as the expressions they stand for
-        self._names: set[str] = set()
-        self._counts: dict[str, int] = {}
+
+    def nested(self, fakes: dict[Node, Any], scope: str) -> Builder:
+        """Returns the builder of a block, which knows the symbols that are known here and now."""
+        inner = Builder(fakes, self.state, f"{self.scope}{scope}.")
+        inner.symbols, inner.known_symbols = dict(self.symbols), set(self.known_symbols)
+        return inner
+
+    @property
+    def infos(self) -> dict[str, SymbolInfo]:
+        """What is known of the program's symbols, by name."""
+        return self.state.infos
+
+    @property
+    def symbol_ranges(self) -> Mapping[str, tuple[int, int]]:
+        """The bounds that the caller gave for symbols, by name."""
+        return self.state.symbol_ranges
 
     # --- names and types --------------------------------------------------------------------------------------------
 
     def unique(self, name: str) -> str:
         """Returns a name that no value has yet, as near to the wish as can be."""
         name = name if name.isidentifier() else "v_" + "".join(c if c.isalnum() else "_" for c in name)
-        found = name
-        while found in self._names:
-            self._counts[name] = self._counts.get(name, 0) + 1
-            found = f"{name}_{self._counts[name]}"
-        self._names.add(found)
+        found, names, counts = name, self.state.names, self.state.counts
+        while found in names:
+            counts[name] = counts.get(name, 0) + 1
+            found = f"{name}_{counts[name]}"
+        names.add(found)
         return found
+
+    def qualified(self, node: Node) -> str:
+        """Returns the name of a node that no node of another of the program's graphs has."""
+        return self.scope + node.name
+
+    def origin(self, node: Node) -> Origin:
+        """Returns where a node came from, for the lines it becomes."""
+        stack = node.meta.get("nn_module_stack") or {}
+        module = str(next(reversed(stack.values()))[0]) if stack else ""
+        return Origin((self.qualified(node),), str(node.target).removesuffix(".default"), location_of(node), module)
 
     def size(self, number: Any) -> Size:
         """Returns an int or symbolic int of torch's as a size of ours."""
@@ -60,8 +148,19 @@ class Builder:
         expression = node.expr
         for symbol in expression.free_symbols:
             if symbol not in self.symbols:
-                self.symbols[symbol] = symbol_for(symbol)
+                self.symbols[symbol] = self._symbol_for(symbol)
         return canonical(expression, self.symbols)
+
+    def _symbol_for(self, symbol: sympy.Symbol) -> sympy.Symbol:
+        """Returns the program's symbol for one of a ShapeEnv's: zf0 becomes f0, zuf0 uf0, the others keep their name.
+
+        Graphs of several blocks may each define the same symbol; the program's are all different.
+        """
+        wish = make_symbol(symbol.name.removeprefix("z"))
+        if wish.name in self.state.symbol_names:
+            return make_symbol(self.state.fresh_symbol(wish.name.rstrip("0123456789")))
+        self.state.symbol_names.add(wish.name)
+        return wish
 
     def tensor_type(self, fake: torch.Tensor, offset: Size = 0) -> TensorType:
         """Returns the type of a fake tensor whose first element is `offset` elements into its root."""
@@ -140,15 +239,3 @@ class Builder:
     def emit(self, line: LineBase) -> None:
         """Adds a line."""
         self.lines.append(line)
-
-
-def origin_of(node: Node) -> Origin:
-    """Returns where a node came from, for the lines it becomes."""
-    stack = node.meta.get("nn_module_stack") or {}
-    module = str(next(reversed(stack.values()))[0]) if stack else ""
-    return Origin((node.name,), str(node.target).removesuffix(".default"), location_of(node), module)
-
-
-def symbol_for(symbol: sympy.Symbol) -> sympy.Symbol:
-    """Returns the program's symbol for one of a ShapeEnv's: zf0 becomes f0, zuf0 uf0, the others keep their name."""
-    return make_symbol(symbol.name.removeprefix("z"))

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxwrap.lowering.effects import submodules
 from fxwrap.options import Options
 from fxwrap.torch_compat import OpOverload, composite_decompositions, get_decompositions
 
@@ -47,8 +48,16 @@ def exported_table(options: Options) -> dict[OpOverload, Callable[..., Any]]:
 def decompose(graph: GraphModule, example_inputs: Sequence[Any] | None, options: Options) -> GraphModule:
     """Returns the graph with the operators of the options' table taken apart; itself when it has none of them."""
     table = decomposition_table(options)
-    if not any(node.target in table for node in graph.graph.nodes):
+    if not _holds_any(graph, table):
         return graph
     if example_inputs is None:
         example_inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     return make_fx(Interpreter(graph).run, decomposition_table=dict(table), tracing_mode="symbolic")(*example_inputs)
+
+
+def _holds_any(graph: GraphModule, targets: Mapping[OpOverload, Any]) -> bool:
+    """Whether a graph, or one that its nodes hold, calls any of the operators."""
+    return any(
+        node.target in targets or any(_holds_any(nested, targets) for nested in submodules(node))
+        for node in graph.graph.nodes
+    )

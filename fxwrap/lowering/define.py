@@ -24,12 +24,13 @@ from fxwrap.lowering.definitions import (
     broadcast_indices,
     viewed_base,
 )
+from fxwrap.lowering.effects import is_effectful
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import OperatorFacts, operator_facts
 from fxwrap.lowering.rules import RULES, Call
 from fxwrap.lowering.source import location_of
 from fxwrap.options import Options
-from fxwrap.torch_compat import OpOverload, storage_identity
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
 
 
@@ -107,6 +108,10 @@ class Defining:
         if node.target is operator.getitem and isinstance(self.known.get(node.args[0]), tuple):  # type: ignore[arg-type]
             self.known[node] = self.known[node.args[0]][node.args[1]]  # type: ignore[index]
             return
+        if isinstance(node.target, HigherOrderOperator):
+            self._step(node, position, fake)
+            self._became(node, "call", "it runs graphs of its own, or an operator in its place")
+            return
         if self._define_copy(node, position):
             return
         reason = "it gives a number"
@@ -115,9 +120,7 @@ class Defining:
             if refusal is None:
                 return
             reason = refusal
-        elif not self._gives_tensors(fake) and (
-            not isinstance(node.target, OpOverload) or self._is_known_number(fake)
-        ):
+        elif not self._gives_tensors(fake) and (not isinstance(node.target, OpOverload) or self._is_known_number(fake)):
             self.known[node] = self.builder.expression(fake)
             self._became(node, "number")
             return
@@ -125,8 +128,9 @@ class Defining:
         self._became(node, "call", reason)
 
     def _became(self, node: Node, kind: str, reason: str = "") -> None:
-        operator = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "")
-        self.outcomes.append(Outcome(node.name, operator, kind, reason, location_of(node)))
+        named = isinstance(node.target, OpOverload | HigherOrderOperator)
+        operator = str(node.target) if named else getattr(node.target, "__name__", "")
+        self.outcomes.append(Outcome(self.builder.qualified(node), operator, kind, reason, location_of(node)))
 
     # --- definitions ------------------------------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class Defining:
     def _refusal(self, node: Node, facts: OperatorFacts, fake: Any, given: Any) -> str | None:
         if not self.options.fuse:
             return "the options ask for no fusion"
-        if node.name in self.refused:
+        if self.builder.qualified(node) in self.refused:
             return "its kernel could not be generated"
         if str(node.target) in self.options.lowerings:
             return "a lowering of the options' takes it"
@@ -224,7 +228,9 @@ class Defining:
 
     def _define_copy(self, node: Node, position: int) -> bool:
         """Defines a `copy_` of something computed into a tensor in memory: the kernel that computes it writes there."""
-        if node.target is not torch.ops.aten.copy_.default or not self.options.fuse or node.name in self.refused:
+        if node.target is not torch.ops.aten.copy_.default or not self.options.fuse:
+            return False
+        if self.builder.qualified(node) in self.refused:
             return False
         target, value = [self.known.get(argument) for argument in node.args[:2]]  # type: ignore[arg-type]
         if not isinstance(target, Stored) or not isinstance(value, Definition):
@@ -269,9 +275,9 @@ class Defining:
     def _step(self, node: Node, position: int, fake: Any) -> None:
         arguments = [self._literal(argument, node) for argument in (*node.args, *node.kwargs.values())]
         step = Step(node, position, list(definitions_in(arguments)), symbols=_symbols(arguments))
+        step.effectful = is_effectful(node)
         if isinstance(node.target, OpOverload):
             facts = operator_facts(node.target)
-            step.effectful = facts.is_random or bool(facts.fixed_effects)
             if facts.written:
                 step.writes = self._written(node, facts)
                 self.mutations.extend((definition, position) for definition in step.writes)
@@ -340,5 +346,3 @@ def _symbols(tree: Any) -> set[sympy.Symbol]:
     if isinstance(tree, tuple | list):
         return {symbol for item in tree for symbol in _symbols(item)}
     return set(tree.free_symbols) if isinstance(tree, sympy.Basic) else set()
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -13,7 +12,7 @@ from fxwrap.device_spec import DeviceSpec
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Launch, View
 from fxwrap.loop_ir import Kernel, as_index, split_reductions
-from fxwrap.lowering.builder import Builder, origin_of
+from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.define import Defining, copy_of
 from fxwrap.lowering.definitions import Definition, Scattered, Written
 from fxwrap.lowering.fusion import Item
@@ -25,6 +24,7 @@ from fxwrap.lowering.tracing import trace_with
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter, KernelRequest, PrintedKernel
 from fxwrap.symbolic import Size, maximum, product
+from fxwrap.torch_compat import HigherOrderOperator
 from fxwrap.wrapper_ir import KernelDefinition, Origin, TensorType, Value
 
 
@@ -52,6 +52,7 @@ class Emission:
         hint: Callable[[Size], int],
         last_reader: Mapping[Definition, Item],
         print_kernel: KernelPrinter,
+        lower_higher_order: Callable[[Node], None],
     ) -> None:
         self.builder = builder
         self.defining = defining
@@ -60,9 +61,8 @@ class Emission:
         self.hint = hint
         self.last_reader = last_reader
         self.print_kernel = print_kernel
+        self.lower_higher_order = lower_higher_order
         self.values: dict[Definition, Value] = {}
-        self.kernels: dict[str, KernelDefinition] = {}
-        self._names: dict[str, int] = {}
         self._specs: dict[str, DeviceSpec] = {spec.device_type: spec for spec in options.devices}
 
     def emit(self, item: Item, wanted: set[Definition]) -> None:
@@ -97,6 +97,8 @@ class Emission:
         custom = self.options.lowerings.get(str(node.target))
         if custom is not None:
             custom(self.builder, node)
+        elif isinstance(node.target, HigherOrderOperator):
+            self.lower_higher_order(node)
         else:
             lower_call(self.builder, node)
         self.record(self.defining.known[node], self.builder.env[node])
@@ -161,7 +163,9 @@ class Emission:
             return built
         merged = built.overwriting(value, value)
         if merged is None:
-            raise KernelRefused(frozenset([definition.name]), "it reads elements that it has overwritten", True)
+            raise KernelRefused(
+                frozenset(self._origin((definition,)).nodes), "it reads elements that it has overwritten", True
+            )
         return merged
 
     def _in_place(self, definition: Definition, planned: Value, built: BuiltKernel, item: Item) -> BuiltKernel | None:
@@ -215,7 +219,9 @@ class Emission:
             self.builder.emit(Alloc(values[buffer.name], origin=self._origin(built.computed)))
         for kernel in kernels:
             printed = self._printed(plan, kernel, built)
-            name = self._named(kernel_name(built.computed), printed)
+            wish = kernel_name(built.computed)
+            definition = KernelDefinition(wish, printed.language, printed.source, printed.signature, printed.options)
+            name = self.builder.state.add_kernel(definition)
             arguments: tuple[Any, ...] = (*[values[buffer.name] for buffer in kernel.inputs], *kernel.numbers)
             outs = tuple([values[buffer.name] for buffer in kernel.outputs])
             self.builder.emit(Launch(name, arguments, outs, printed.grid, origin=self._origin(built.computed)))
@@ -230,18 +236,6 @@ class Emission:
         except FxwrapError as error:
             raise KernelRefused(frozenset(self._origin(built.computed).nodes), str(error)) from error
 
-    def _named(self, wish: str, printed: PrintedKernel) -> str:
-        """Returns the program's name for a kernel: the known one of an equal kernel, else a new one."""
-        definition = KernelDefinition(wish, printed.language, printed.source, printed.signature, printed.options)
-        known = self.kernels.get(definition.hash)
-        if known is not None:
-            return known.name
-        number = self._names.get(wish, 0)
-        self._names[wish] = number + 1
-        name = f"{wish}_{number}"
-        self.kernels[definition.hash] = replace(definition, name=name)
-        return name
-
     def _origin(self, definitions: tuple[Definition, ...]) -> Origin:
         """Returns where a kernel's definitions came from: all their nodes, and the place of the last."""
         nodes = [node for definition in definitions if (node := self.defining.node_of.get(definition)) is not None]
@@ -249,8 +243,9 @@ class Emission:
         if not nodes:
             return Origin((), next((definition.origin for definition in definitions), ""))
         operators = dict.fromkeys(definition.origin.removesuffix(".default") for definition in definitions)
-        last = origin_of(nodes[-1])
-        return Origin(tuple([node.name for node in nodes]), ", ".join(operators), last.location, last.module)
+        last = self.builder.origin(nodes[-1])
+        names = tuple([self.builder.qualified(node) for node in nodes])
+        return Origin(names, ", ".join(operators), last.location, last.module)
 
 
 def contiguous_strides(sizes: Sequence[Size]) -> tuple[Size, ...]:

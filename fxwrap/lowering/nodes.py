@@ -11,14 +11,13 @@ import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import Assert, Bind, Call, Item, Mutate, View
-from fxwrap.lowering.builder import Builder, origin_of
+from fxwrap.lines import Call, Mutate, View
+from fxwrap.lowering.binding import bind_symbols, lower_assert, lower_item
+from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.operators import OperatorFacts, operator_facts
 from fxwrap.lowering.source import location_of
-from fxwrap.lowering.symbols import symbol_info
-from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
-from fxwrap.wrapper_ir import Effect, Tag, TensorType, Value, leaves, map_leaves
+from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves, map_leaves
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -38,9 +37,9 @@ def lower_call(builder: Builder, node: Node) -> None:
     elif not isinstance(node.target, OpOverload) or _is_number_already_known(builder, node, fake):
         builder.env[node] = builder.expression(fake)
     elif node.target is torch.ops.aten._local_scalar_dense.default:
-        _lower_item(builder, node, fake)
+        lower_item(builder, node, fake)
     elif node.target is torch.ops.aten._assert_scalar.default:
-        _lower_assert(builder, node)
+        lower_assert(builder, node, literal(builder, node.args[0], node), str(node.args[1]))
     else:
         _lower_operator(builder, node, node.target, fake)
 
@@ -53,26 +52,6 @@ def _is_number_already_known(builder: Builder, node: Node, fake: Any) -> bool:
     return not isinstance(expression, sympy.Basic) or all(
         symbol.name in builder.known_symbols for symbol in expression.free_symbols
     )
-
-
-def _lower_item(builder: Builder, node: Node, fake: Any) -> None:
-    expression = builder.expression(fake)
-    is_truth = isinstance(expression, sympy.Eq) and expression.rhs == 1  # what a ShapeEnv writes for a bool
-    symbol = expression.lhs if is_truth else expression
-    if not isinstance(symbol, sympy.Symbol):
-        raise _error(node, f"the number read from a tensor is {expression}, not a symbol", "Read it with .item()")
-    info = SymbolInfo(symbol.name, 0, 1) if is_truth else symbol_info(builder, fake)
-    builder.known_symbols.add(info.name)
-    builder.emit(Item(info, builder.env[node.args[0]], origin=origin_of(node)))  # type: ignore[index]
-    builder.env[node] = expression
-
-
-def _lower_assert(builder: Builder, node: Node) -> None:
-    """A condition over symbols is a line of its own; one that always holds is none."""
-    condition, message = literal(builder, node.args[0], node), str(node.args[1])
-    builder.env[node] = None
-    if condition is not True:
-        builder.emit(Assert(condition, message, origin=origin_of(node)))
 
 
 def literal(builder: Builder, argument: Any, node: Node) -> Any:
@@ -108,7 +87,15 @@ def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any)
         effects = facts.effects(_devices(arguments, keywords, fake))
         results, aliases = _results(builder, node, facts, fake, arguments, keywords)
         builder.emit(
-            Call(results, facts.name, arguments, keywords, aliases=aliases, effect_set=effects, origin=origin_of(node))
+            Call(
+                results,
+                facts.name,
+                arguments,
+                keywords,
+                aliases=aliases,
+                effect_set=effects,
+                origin=builder.origin(node),
+            )
         )
         _finish(builder, node, facts, results)
 
@@ -139,7 +126,7 @@ def _view(builder: Builder, name: str, node: Node, base: Value, fake: torch.Tens
     if builder.tensor_type(fake, builder.offset_in_root(base, fake)) == base.type:
         return base
     value = builder.add_window(name, fake, base)
-    builder.emit(View(value, base, origin=origin_of(node)))
+    builder.emit(View(value, base, origin=builder.origin(node)))
     return value
 
 
@@ -154,9 +141,7 @@ def _used_items(node: Node) -> set[int] | None:
     return used  # type: ignore[return-value]
 
 
-def _base_of(
-    builder: Builder, facts: OperatorFacts, arguments: Any, keywords: Any, fake: torch.Tensor
-) -> Value | None:
+def _base_of(builder: Builder, facts: OperatorFacts, arguments: Any, keywords: Any, fake: torch.Tensor) -> Value | None:
     """Returns the operand that a result is a window on: by the schema, or else because they share a storage."""
     if facts.aliased is not None and not facts.may_alias:
         declared = arguments[facts.aliased]
@@ -203,38 +188,9 @@ def _finish(builder: Builder, node: Node, facts: OperatorFacts, results: tuple[A
     """Records what a node stands for, and binds the symbols that its results bring."""
     for leaf in leaves(results):
         if isinstance(leaf, Value):
-            _bind_symbols(builder, node, leaf)
+            bind_symbols(builder, node, leaf)
     whole = None if not results else results[0] if facts.return_count == 1 else results
     builder.env[node] = map_leaves(whole, lambda leaf: builder.numbers.get(leaf.name, leaf) if leaf else leaf)
-
-
-def _bind_symbols(builder: Builder, node: Node, value: Value) -> None:
-    """Binds each unbacked symbol that stands alone in a result's sizes, strides or offset, or is the result itself."""
-    if not isinstance(value.type, TensorType):
-        fake = builder.fakes[node]
-        expression = builder.expression(fake)
-        builder.numbers[value.name] = expression
-        if isinstance(expression, sympy.Symbol) and expression.name not in builder.known_symbols:
-            _bind(builder, node, expression, value, ())
-        return
-    type_ = value.type
-    if all(type(number) is int for number in (*type_.sizes, *type_.strides)):
-        return
-    places = [("size", dim, size) for dim, size in enumerate(type_.sizes)]
-    places += [("stride", dim, stride) for dim, stride in enumerate(type_.strides)]
-    for step, dim, number in places:
-        if isinstance(number, sympy.Symbol) and number.name not in builder.known_symbols:
-            _bind(builder, node, number, value, (Tag(step, (dim,)),))
-    missing = [symbol.name for _, _, number in places if isinstance(number, sympy.Basic)
-               for symbol in number.free_symbols if symbol.name not in builder.known_symbols]  # fmt: skip
-    if missing:
-        reason = f"the symbol {missing[0]} in the result's type {type_} cannot be read off the result"
-        raise _error(node, reason, "Return the size itself from the operator")
-
-
-def _bind(builder: Builder, node: Node, symbol: sympy.Symbol, value: Value, path: tuple[Tag, ...]) -> None:
-    builder.known_symbols.add(symbol.name)
-    builder.emit(Bind(builder.infos.get(symbol.name, SymbolInfo(symbol.name)), value, path, origin=origin_of(node)))
 
 
 def _operands(arguments: Any, keywords: Any) -> list[Value]:
@@ -259,17 +215,21 @@ def _lower_mutation(
     effects: tuple[Effect, ...] = facts.effects(_devices(arguments, keywords, fake))
     if facts.is_out:
         inputs = tuple([item for item in keywords if item[0] not in facts.written])
-        builder.emit(Call((), facts.name, arguments, inputs, written, effect_set=effects, origin=origin_of(node)))
+        builder.emit(Call((), facts.name, arguments, inputs, written, effect_set=effects, origin=builder.origin(node)))
         builder.env[node] = written[0] if facts.return_count == 1 else written
         return
     same = facts.returned_operands(arguments, keywords)
     if same is not None:  # every return is an operand itself, or there is none
         results: tuple[Any, ...] = ()
         builder.env[node] = None if not same else same[0] if len(same) == 1 else same
-        builder.emit(Mutate(results, facts.name, arguments, written, keywords, (), effects, origin=origin_of(node)))
+        builder.emit(
+            Mutate(results, facts.name, arguments, written, keywords, (), effects, origin=builder.origin(node))
+        )
         return
     results, aliases = _results(builder, node, facts, fake, arguments, keywords)
-    builder.emit(Mutate(results, facts.name, arguments, written, keywords, aliases, effects, origin=origin_of(node)))
+    builder.emit(
+        Mutate(results, facts.name, arguments, written, keywords, aliases, effects, origin=builder.origin(node))
+    )
     _finish(builder, node, facts, results)
 
 

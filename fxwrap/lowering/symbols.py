@@ -66,7 +66,7 @@ def _solve(builder: Builder, number: Size, value: Value, dim: int, of: str) -> N
     if len(unknown) > 1 or factor == 0 or sympy.expand(factor * symbol + rest - number) != 0:
         reason = f"the {of} {dim} of input '{value.name}' is {number}, which does not give the symbol {symbol}"
         raise GraphError(value.name, reason, "Pass the size as an input, or mark another dimension dynamic")
-    whole = make_symbol(f"n{len(builder.known_symbols)}")
+    whole = make_symbol(builder.state.fresh_symbol("n"))
     builder.known_symbols.add(whole.name)
     builder.emit(SizeOf(SymbolInfo(whole.name), value, dim, of))
     builder.known_symbols.add(symbol.name)

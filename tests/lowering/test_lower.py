@@ -15,6 +15,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.errors import GraphError
 from fxwrap.lines import Alloc, Bind, Call, CheckLayout, Free, Item, Launch, Mutate, View
+from fxwrap.torch_compat import FakeTensorMode
 from fxwrap.wrapper_ir import Ownership
 
 aten = torch.ops.aten
@@ -292,11 +293,13 @@ def test_a_function_without_a_schema_is_refused() -> None:
         fxwrap.lower(graph_module, [torch.randn(2)])
 
 
-def test_a_higher_order_operator_is_refused() -> None:
-    wrap = torch.ops.higher_order.invoke_subgraph
-    graph_module = hand_written(lambda graph, x: graph.call_function(wrap, (None, "a", x)), "x")
-    with pytest.raises(GraphError, match="the higher-order operator 'invoke_subgraph' has no operator schema"):
-        fxwrap.lower(graph_module, [torch.randn(2)])
+def test_an_unknown_higher_order_operator_is_refused() -> None:
+    strict = torch.ops.higher_order.strict_mode
+    graph_module = hand_written(lambda graph, x: graph.call_function(strict, (None, (x,))), "x")
+    for node in graph_module.graph.nodes:
+        node.meta["val"] = FakeTensorMode().from_tensor(torch.randn(2))
+    with pytest.raises(GraphError, match="the higher-order operator 'strict_mode' has no operator schema"):
+        fxwrap.lower(graph_module)
 
 
 def test_a_node_after_output_is_refused() -> None:

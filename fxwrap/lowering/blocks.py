@@ -1,0 +1,248 @@
+"""Lowering the graphs that nodes of a graph hold, to blocks of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from fxwrap.errors import GraphError
+from fxwrap.lines import Alloc, Bind, Mutate, Yield
+from fxwrap.lowering.body import Body, Request
+from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.effects import attribute_of
+from fxwrap.lowering.emit import contiguous_strides
+from fxwrap.lowering.fake import fake_values
+from fxwrap.lowering.frees import insert_frees
+from fxwrap.lowering.nodes import literal
+from fxwrap.lowering.source import location_of
+from fxwrap.lowering.symbols import bind_sizes, symbol_info
+from fxwrap.wrapper_ir import Block, TensorType, Value, defined, print_type, types_agree
+
+
+class Scope(Protocol):
+    """Where a graph finds the tensors that hang on modules."""
+
+    def constant(self, payload: torch.Tensor, name: str) -> Value:
+        """Returns the value of a tensor of the program's own, as this graph sees it."""
+        ...
+
+
+@dataclass(eq=False)
+class LoweredBlock:
+    """A graph's lines and what they need: its arguments by operand, and constants of the program, by address.
+
+    `arguments` holds None for an operand that the block takes as no argument: a number over symbols that it knows.
+    """
+
+    builder: Builder
+    outer: Scope
+    arguments: list[Value | None] = field(default_factory=list)
+    yielded: tuple[Any, ...] = ()
+    captured: dict[int, tuple[torch.Tensor, Value]] = field(default_factory=dict)
+
+    def constant(self, payload: torch.Tensor, name: str) -> Value:
+        """Returns the argument by which the block gets a tensor of the program's own."""
+        known = self.captured.get(id(payload))
+        if known is None:
+            outer = self.outer.constant(payload, name)
+            builder = self.builder
+            inner = Value(builder.unique(name), outer.type)
+            builder.root_of[inner.name] = inner
+            builder.fake_of[inner.name] = payload
+            known = self.captured[id(payload)] = (payload, inner)
+        return known[1]
+
+    def taken(self, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns those of the operands that the block takes as arguments."""
+        return tuple([item for item, argument in zip(operands, self.arguments, strict=True) if argument is not None])
+
+    def block(self, captured: Sequence[tuple[torch.Tensor, str]] = ()) -> Block:
+        """Returns the block, which takes its arguments, then these constants of the program."""
+        last = [self.constant(payload, name) for payload, name in captured]
+        arguments = (*[value for value in self.arguments if value is not None], *last)
+        return Block(arguments, insert_frees([*self.builder.lines, Yield(self.yielded)], arguments, ()))
+
+
+@dataclass(frozen=True, eq=False)
+class SharedFunction:
+    """A block of the program that several lines run, and the constants that each of them must pass to it."""
+
+    name: str
+    module: GraphModule
+    lowered: LoweredBlock
+    constants: tuple[tuple[torch.Tensor, str], ...]
+
+    def outer(self, scope: Scope) -> tuple[Value, ...]:
+        """Returns the constants, as a caller sees them."""
+        return tuple([scope.constant(payload, name) for payload, name in self.constants])
+
+
+class BlockLowering:
+    """Lowers the graphs that one graph's nodes hold."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        scope: Scope,
+        request: Request,
+        lower_higher_order: Callable[[BlockLowering, Node], None],
+    ) -> None:
+        self.builder = builder
+        self.scope = scope
+        self.request = request
+        self.lower_higher_order = lower_higher_order
+
+    def lower(
+        self,
+        node: Node,
+        graph: Node,
+        operands: Sequence[Any],
+        examples: Sequence[Any],
+        *,
+        carried: int = 0,
+        wanted: Sequence[Any] | None = None,
+    ) -> LoweredBlock:
+        """Lowers the graph that an operand of a node is.
+
+        Args:
+            node: the call that holds the graph.
+            graph: the `get_attr` node of the graph.
+            operands: what its placeholders stand for: values and numbers.
+            examples: fake tensors and numbers for the placeholders, used where the graph has no fake values.
+            carried: so many of the operands change from round to round: they are arguments also where they are numbers.
+            wanted: the types that the block must yield, where they are fixed; sizes and strides of None are free.
+
+        Raises GraphError for a graph that does not fit.
+        """
+        module = attribute_of(graph)
+        if not isinstance(module, GraphModule):
+            raise _error(node, f"'{graph.target}' is no graph", "Pass a GraphModule of ATen operators")
+        fakes = fake_values(module, examples)
+        builder = self.builder.nested(fakes, str(graph.target))
+        lowered = LoweredBlock(builder, self.scope)
+        placeholders = module.graph.find_nodes(op="placeholder")
+        if len(placeholders) != len(operands):
+            reason = f"'{graph.target}' takes {len(placeholders)} operands, but {len(operands)} are given"
+            raise _error(node, reason, "Give it one operand a placeholder")
+        for position, (placeholder, operand) in enumerate(zip(placeholders, operands, strict=True)):
+            lowered.arguments.append(_argument(builder, placeholder, operand, position < carried))
+        bind_sizes(builder, [value for value in lowered.arguments if value is not None])
+
+        def attribute(inner: Node) -> None:
+            payload = attribute_of(inner)
+            is_tensor = isinstance(payload, torch.Tensor)
+            name = str(inner.target).replace(".", "_")
+            builder.env[inner] = lowered.constant(payload, name) if is_tensor else payload
+
+        nested = BlockLowering(builder, lowered, self.request, self.lower_higher_order)
+        body = Body(module, builder, self.request, attribute, lambda inner: self.lower_higher_order(nested, inner))
+        body.lower(keeps=lambda value: True)
+        if builder.mutated & {value.name for value in lowered.arguments if value is not None}:
+            raise _error(node, f"'{graph.target}' writes what it is given", "Write a copy, and return it")
+        lowered.yielded = _yields(builder, body.output, wanted)
+        return lowered
+
+    def shared_function(
+        self, node: Node, graph: Node, name: str, operands: Sequence[Any], examples: Sequence[Any]
+    ) -> SharedFunction:
+        """Returns the function for a graph that several nodes call, which is lowered for the first of them."""
+        state, module = self.builder.state, attribute_of(graph)
+        known = state.shared.get(id(module))
+        if known is None:
+            lowered = self.lower(node, graph, operands, examples)
+            constants = tuple([(payload, inner.name) for payload, inner in lowered.captured.values()])
+            label = state.fresh_function(name)
+            state.functions[label] = lowered.block(constants)
+            known = state.shared[id(module)] = SharedFunction(label, module, lowered, constants)
+        return known
+
+
+def _argument(builder: Builder, placeholder: Node, operand: Any, carried: bool) -> Value | None:
+    """Takes an operand as an argument of the block, where it must be one; records what its placeholder stands for."""
+    fake = builder.fakes[placeholder]
+    if isinstance(fake, torch.Tensor):
+        value = builder.env[placeholder] = builder.add_root(placeholder.name, fake)
+        return value
+    if operand is None or isinstance(operand, str):
+        builder.env[placeholder] = operand
+        return None
+    expression = builder.env[placeholder] = builder.expression(fake)
+    known = not isinstance(expression, sympy.Basic) or all(
+        symbol.name in builder.known_symbols for symbol in expression.free_symbols
+    )
+    if known and not carried:
+        return None
+    value = Value(builder.unique(placeholder.name), builder.type_of(fake))
+    if not known:
+        info = symbol_info(builder, fake)
+        builder.known_symbols.add(info.name)
+        builder.emit(Bind(info, value, ()))
+    return value
+
+
+def _yields(builder: Builder, output: Node, wanted: Sequence[Any] | None) -> tuple[Any, ...]:
+    """Returns what a block yields: values that it owns, each of its own root and of the type that is wanted."""
+    tree = output.args[0]
+    items = tree if isinstance(tree, tuple | list) else (tree,)
+    given: set[str] = set()
+    found: list[Any] = []
+    own = {value.name for line in builder.lines for value in defined(line)}
+    for position, item in enumerate(items):
+        value = literal(builder, item, output)
+        if isinstance(value, Value) and isinstance(value.type, TensorType):
+            type_ = wanted[position] if wanted is not None and position < len(wanted) else None
+            is_own = builder.root_of[value.name] is value and value.name in own and value.name not in given
+            if not is_own or (isinstance(type_, TensorType) and not types_agree(value.type, type_)):
+                value = copied(builder, value, type_ if isinstance(type_, TensorType) else None)
+            given.add(value.name)
+        found.append(value)
+    return tuple(found)
+
+
+def copied(builder: Builder, value: Value, wanted: TensorType | None = None) -> Value:
+    """Emits a copy of a tensor, without gaps or with the sizes and strides that are wanted; returns it."""
+    old = value.tensor_type
+    if wanted is None:
+        strides: tuple[Any, ...] = contiguous_strides(old.sizes)
+        wanted = TensorType(old.dtype, old.sizes, strides, old.device)
+    else:
+        wanted = TensorType(old.dtype, old.sizes, wanted.strides, old.device)
+    copy = builder.add_buffer(value.name, wanted)
+    builder.emit(Alloc(copy))
+    builder.emit(Mutate((), "aten.copy_.default", (copy, value), (copy,)))
+    return copy
+
+
+def check_fits(node: Node, what: str, given: Sequence[Any], expected: str, wanted: Sequence[Any]) -> None:
+    """Raises GraphError, which shows both, where values of two lists differ in number, dtype, device or sizes."""
+    shown = tuple(", ".join(_shown(item) for item in items) for items in (given, wanted))
+    remedy = f"Make {what} give what {expected} has"
+    if len(given) != len(wanted):
+        raise _error(node, f"{what} gives {len(given)} ({shown[0]}), {expected} has {len(wanted)} ({shown[1]})", remedy)
+    for have, want in zip(given, wanted, strict=True):
+        if not _fits(have, want):
+            raise _error(node, f"{what} gives {_shown(have)}, {expected} has {_shown(want)}", remedy)
+
+
+def _fits(have: Any, want: Any) -> bool:
+    first, second = (item.type if isinstance(item, Value) else item for item in (have, want))
+    if isinstance(first, TensorType) and isinstance(second, TensorType):
+        return types_agree(first, second, compare_strides=False)
+    return (
+        not isinstance(first, TensorType) and not isinstance(second, TensorType) and (first is None) == (second is None)
+    )
+
+
+def _shown(item: Any) -> str:
+    if isinstance(item, Value):
+        return str(print_type(item.type))
+    return str(print_type(item)) if isinstance(item, TensorType) else str(item)
+
+
+def _error(node: Node, reason: str, remedy: str) -> GraphError:
+    return GraphError(node.name, reason, remedy, location_of(node))

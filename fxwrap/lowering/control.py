@@ -1,0 +1,242 @@
+"""Calls of higher-order operators: control flow over blocks, operators on copies, effects, states of generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxwrap.errors import GraphError
+from fxwrap.lines import Bind, CallFunction, Cond, Map, Scan, While
+from fxwrap.lowering.binding import bind_symbols
+from fxwrap.lowering.blocks import BlockLowering, LoweredBlock, check_fits, copied
+from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.effects import operator_label
+from fxwrap.lowering.nodes import literal
+from fxwrap.lowering.source import location_of
+from fxwrap.lowering.symbols import symbol_info
+from fxwrap.symbolic import expression_kind
+from fxwrap.wrapper_ir import TensorType, Value, types_agree
+
+
+def lower_higher_order(blocks: BlockLowering, node: Node) -> None:
+    """Lowers a call of a higher-order operator. Raises GraphError for one that has no lowering."""
+    name = operator_label(node.target)  # type: ignore[arg-type]
+    rule = _RULES.get(name)
+    if rule is None:
+        reason = f"the higher-order operator '{name}' has no operator schema and no lowering"
+        raise _error(node, reason, "Keep it out of the graph, or run this part with the eager backend")
+    rule(blocks, node)
+
+
+# --- what the lines have in common ------------------------------------------------------------------------------------
+
+
+def _arguments(node: Node, count: int) -> tuple[Any, ...]:
+    """Returns so many arguments of a call; operands that are left out are none."""
+    return (*node.args, ())[:count]
+
+
+def _operands(builder: Builder, node: Node, items: Any) -> tuple[Any, ...]:
+    return tuple([literal(builder, item, node) for item in items])
+
+
+def _examples(builder: Builder, operands: Sequence[Any]) -> list[Any]:
+    """Returns fake values for the placeholders of a block that takes these operands."""
+    return [builder.fake_of[item.name] if isinstance(item, Value) and item.name in builder.fake_of else item
+            for item in operands]  # fmt: skip
+
+
+def _captures(builder: Builder, *lowered: LoweredBlock) -> tuple[list[tuple[torch.Tensor, str]], tuple[Value, ...]]:
+    """Returns the constants that blocks need, and their values outside, in an order of their own."""
+    needed: dict[int, tuple[torch.Tensor, str]] = {}
+    for block in lowered:
+        needed |= {key: (payload, inner.name) for key, (payload, inner) in block.captured.items()}
+    return list(needed.values()), tuple([lowered[0].outer.constant(payload, name) for payload, name in needed.values()])
+
+
+def _results(builder: Builder, node: Node, fakes: Any) -> tuple[Any, ...]:
+    """Makes the values that a line gives for a node's results, in one flat tuple."""
+    made: list[Value | None] = []
+    for position, fake in enumerate(fakes):
+        name = f"{node.name}_{position}"
+        if fake is None:
+            made.append(None)
+        elif isinstance(fake, torch.Tensor):
+            made.append(builder.add_root(name, fake))
+        else:
+            made.append(Value(builder.unique(name), builder.type_of(fake)))
+    return tuple(made)
+
+
+def _finish(builder: Builder, node: Node, fakes: Any, results: tuple[Any, ...]) -> None:
+    """Binds the symbols that results bring, and records what the node stands for."""
+    found: list[Any] = []
+    for fake, value in zip(fakes, results, strict=True):
+        if value is None or isinstance(value.type, TensorType):
+            found.append(value)
+            if value is not None:
+                bind_symbols(builder, node, value)
+            continue
+        expression = builder.expression(fake)
+        if isinstance(expression, sympy.Symbol) and expression.name not in builder.known_symbols:
+            info = symbol_info(builder, fake)
+            builder.known_symbols.add(info.name)
+            builder.emit(Bind(info, value, (), origin=builder.origin(node)))
+        found.append(expression)
+    builder.env[node] = tuple(found)
+
+
+def _types(values: Sequence[Any]) -> list[Any]:
+    return [item.type if isinstance(item, Value) else item for item in values]
+
+
+def _laid_out(builder: Builder, operands: Sequence[Any], block: LoweredBlock) -> tuple[Any, ...]:
+    """Returns the operands, those copied whose strides are not what the block was traced with."""
+    found = []
+    for operand, argument in zip(operands, block.arguments, strict=True):
+        if argument is not None and isinstance(operand, Value) and isinstance(operand.type, TensorType):
+            if not types_agree(operand.type, argument.type):
+                operand = copied(builder, operand, argument.tensor_type)
+        found.append(operand)
+    return tuple(found)
+
+
+# --- control flow -----------------------------------------------------------------------------------------------------
+
+
+def _cond(blocks: BlockLowering, node: Node) -> None:
+    builder = blocks.builder
+    predicate, then_graph, else_graph, items = _arguments(node, 4)
+    operands, examples = _operands(builder, node, items), None
+    examples = _examples(builder, operands)
+    test = _predicate(builder, node, literal(builder, predicate, node))
+    fakes = builder.fakes[node]
+    results = _results(builder, node, fakes)
+    then = blocks.lower(node, then_graph, operands, examples, wanted=_types(results))
+    else_ = blocks.lower(node, else_graph, operands, examples, wanted=_types(results))
+    check_fits(node, "the true branch", then.yielded, "the false branch", else_.yielded)
+    check_fits(node, "the true branch", then.yielded, "the call", results)
+    constants, outer = _captures(builder, then, else_)
+    taken = (*then.taken(_laid_out(builder, operands, then)), *outer)
+    line = Cond(results, test, taken, then.block(constants), else_.block(constants), origin=builder.origin(node))
+    builder.emit(line)
+    _finish(builder, node, fakes, results)
+
+
+def _predicate(builder: Builder, node: Node, test: Any) -> Any:
+    """Returns a condition as a line takes it. Raises GraphError for what is no truth value."""
+    if isinstance(test, bool):
+        return test
+    if isinstance(test, Value) and isinstance(test.type, TensorType):
+        sizes = [size for size in test.type.sizes if isinstance(size, int)]
+        if test.type.dtype == torch.bool and all(size == 1 for size in sizes):
+            return test
+        shown = f"a {test.type.dtype} tensor of sizes {list(test.type.sizes)}"
+    elif isinstance(test, sympy.Basic) and expression_kind(test) == "bool":
+        return test
+    else:
+        shown = str(test)
+    raise _error(node, f"the predicate is {shown}", "Pass a bool, or a boolean tensor of one element")
+
+
+def _while_loop(blocks: BlockLowering, node: Node, stacked: bool = False) -> None:
+    builder = blocks.builder
+    cond_graph, body_graph, carried_items, extra_items = _arguments(node, 4)
+    carried, extra = _operands(builder, node, carried_items), _operands(builder, node, extra_items)
+    operands, count = (*carried, *extra), len(carried)
+    examples = _examples(builder, operands)
+    fakes = builder.fakes[node]
+    results = _results(builder, node, fakes)
+    cond = blocks.lower(node, cond_graph, operands, examples, carried=count)
+    start = [argument.type for argument in cond.arguments[:count] if argument is not None]
+    body = blocks.lower(node, body_graph, operands, examples, carried=count, wanted=start)
+    if len(cond.yielded) != 1:
+        raise _error(node, f"the condition gives {len(cond.yielded)} values", "Return one truth value")
+    _predicate(builder, node, cond.yielded[0])
+    check_fits(node, "the body", body.yielded, "what is carried", carried)
+    operands = _laid_out(builder, operands, body)
+    constants, outer = _captures(builder, cond, body)
+    taken = body.taken(operands)
+    line = While(
+        results, taken[:count], cond.block(constants), body.block(constants), (*taken[count:], *outer), stacked,
+        origin=builder.origin(node),
+    )  # fmt: skip
+    builder.emit(line)
+    _finish(builder, node, fakes, results)
+
+
+def _scan(blocks: BlockLowering, node: Node) -> None:
+    builder = blocks.builder
+    graph, init, over_items, extra_items = _arguments(node, 4)
+    carried, over = _operands(builder, node, init), _operands(builder, node, over_items)
+    extra = _operands(builder, node, extra_items)
+    count, fakes = len(carried), builder.fakes[node]
+    slices = [_slice_example(builder, value) for value in over]
+    examples = [*_examples(builder, carried), *slices, *_examples(builder, extra)]
+    results = _results(builder, node, fakes)
+    operands = (*carried, *over, *extra)
+    body = blocks.lower(node, graph, operands, examples, carried=count, wanted=_types(carried))
+    check_fits(node, "the body", body.yielded[:count], "what is carried", carried)
+    taken, (constants, outer) = body.taken(operands), _captures(builder, body)
+    end = count + len(over)
+    line = Scan(
+        results, taken[:count], taken[count:end], body.block(constants), (*taken[end:], *outer),
+        origin=builder.origin(node),
+    )  # fmt: skip
+    builder.emit(line)
+    _finish(builder, node, fakes, results)
+
+
+def _map(blocks: BlockLowering, node: Node) -> None:
+    builder = blocks.builder
+    graph, over_items, extra_items = _arguments(node, 3)
+    over, extra = _operands(builder, node, over_items), _operands(builder, node, extra_items)
+    examples = [*[_slice_example(builder, value) for value in over], *_examples(builder, extra)]
+    fakes = builder.fakes[node]
+    results = _results(builder, node, fakes)
+    body = blocks.lower(node, graph, (*over, *extra), examples)
+    taken, (constants, outer) = body.taken((*over, *extra)), _captures(builder, body)
+    line = Map(
+        results, taken[: len(over)], body.block(constants), (*taken[len(over) :], *outer), origin=builder.origin(node)
+    )
+    builder.emit(line)
+    _finish(builder, node, fakes, results)
+
+
+def _slice_example(builder: Builder, value: Any) -> Any:
+    fake = builder.fake_of[value.name]
+    with fake.fake_mode:  # type: ignore[attr-defined]
+        return fake[0]
+
+
+def _invoke_subgraph(blocks: BlockLowering, node: Node) -> None:
+    """A block that several calls share: it is lowered for the first one, and again where types differ."""
+    builder = blocks.builder
+    graph, identifier, *items = _arguments(node, len(node.args))
+    operands = _operands(builder, node, items)
+    fakes = builder.fakes[node]
+    results = _results(builder, node, fakes)
+    shared = blocks.shared_function(node, graph, str(identifier), operands, _examples(builder, operands))
+    arguments = _laid_out(builder, operands, shared.lowered)
+    taken = (*shared.lowered.taken(arguments), *shared.outer(blocks.scope))
+    builder.emit(CallFunction(results, shared.name, taken, origin=builder.origin(node)))
+    _finish(builder, node, fakes, results)
+
+
+def _error(node: Node, reason: str, remedy: str) -> GraphError:
+    return GraphError(node.name, reason, remedy, location_of(node))
+
+
+_RULES: Mapping[str, Callable[[BlockLowering, Node], None]] = {
+    "cond": _cond,
+    "while_loop": _while_loop,
+    "while_loop_stack_output": lambda blocks, node: _while_loop(blocks, node, stacked=True),
+    "scan": _scan,
+    "map_impl": _map,
+    "invoke_subgraph": _invoke_subgraph,
+}
+"""The lowering of each higher-order operator, by its name."""

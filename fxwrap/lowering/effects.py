@@ -1,0 +1,67 @@
+"""What calls of a graph do besides giving results, those that hold graphs of their own included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from fxwrap.lowering.operators import operator_facts
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload
+
+FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
+"""Higher-order operators that call an operator which writes its operands on copies of them."""
+
+_ORDERED = frozenset({"with_effects", "run_and_save_rng_state", "run_with_rng_state"})
+"""Higher-order operators that are there for the order of what an operator does."""
+
+
+def operator_label(operator: HigherOrderOperator) -> str:
+    """Returns the name of a higher-order operator in `torch.ops.higher_order`."""
+    return str(operator.name())  # type: ignore[no-untyped-call]
+
+
+def has_effect(node: Node) -> bool:
+    """Returns whether a node must run although nothing uses what it gives, and in its turn."""
+    if isinstance(node.target, OpOverload):
+        return not operator_facts(node.target).is_pure
+    if not isinstance(node.target, HigherOrderOperator):
+        return False
+    name = operator_label(node.target)
+    if name in _ORDERED:
+        return True
+    if name in FUNCTIONALIZED:
+        return is_effectful(node)
+    return any(has_effect(inner) for module in submodules(node) for inner in module.graph.nodes)
+
+
+def is_effectful(node: Node) -> bool:
+    """Returns whether a node has an effect besides what it writes: such nodes keep their order among each other."""
+    if isinstance(node.target, OpOverload):
+        return _is_effectful(node.target)
+    if isinstance(node.target, HigherOrderOperator) and operator_label(node.target) in FUNCTIONALIZED:
+        return isinstance(node.args[0], OpOverload) and _is_effectful(node.args[0])
+    return has_effect(node)
+
+
+def _is_effectful(overload: OpOverload) -> bool:
+    facts = operator_facts(overload)
+    return facts.is_random or bool(facts.fixed_effects)
+
+
+def submodules(node: Node) -> Iterator[GraphModule]:
+    """Yields the graphs among a node's operands, those of `get_attr` nodes."""
+    for operand in node.all_input_nodes:
+        if operand.op == "get_attr":
+            found = attribute_of(operand)
+            if isinstance(found, GraphModule):
+                yield found
+
+
+def attribute_of(node: Node) -> Any:
+    """Returns what a `get_attr` node stands for. Raises AttributeError where its module has no such attribute."""
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    return found
