@@ -248,6 +248,9 @@ program @scatter_and_index_put(%x: borrowed f32[4, 8]@cpu, %index: borrowed i64[
   extern.scatter(%index, %x) target=%a dim=0
   extern.scatter(%index, 2.5) target=%a dim=0
   extern.scatter(%index, %new) target=%a dim=0 reduce="amax" include_self=false
+  extern.scatter(%index, 0.5) target=%a dim=0 reduce="sum"
+  extern.scatter(%index, %x) target=%a dim=0 reduce="add"
+  extern.scatter(%index, -2) target=%a dim=0 reduce="multiply"
   %b = extern.call @aten.clone.default(%x) : f32[4, 8]@cpu
   extern.index_put([%rows], %new) target=%b accumulate=true
   %one = extern.call @aten.full.default([], 1.0) : f32[]@cpu

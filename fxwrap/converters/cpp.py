@@ -13,6 +13,7 @@ from fxwrap.converters.cpp_writer import CppWriter
 from fxwrap.converters.emitted import Emitted
 from fxwrap.errors import Unsupported
 from fxwrap.lines import (
+    SCATTER_OPERATORS,
     Alloc,
     Assert,
     Bind,
@@ -206,17 +207,17 @@ class CppConverter(Converter):
         writer = self.writer
         (source,) = writer.argument(line, line.source)
         arguments = [writer.name_of(line.target), str(line.dim), writer.name_of(line.index)]
-        if not line.reduce:
-            form = "src" if _is_tensor(line.source) else "value"
-            writer.call(f"aten.scatter_.{form}", [*arguments, source])
-            return
+        with_tensor, with_number = SCATTER_OPERATORS[line.reduce]
+        form = with_tensor if _is_tensor(line.source) else with_number
         filled = []
-        if not _is_tensor(line.source):
+        if not form:
             filled = [self.unit.fresh_slot("filled")]
             dtype = writer.dtype(line, line.target.tensor_type.dtype)
             writer.call("aten.full_like.default", [arguments[-1], source, 'named("dtype")', dtype], filled)
-        options = [string_text(line.reduce), 'named("include_self")', "true" if line.include_self else "false"]
-        writer.call("aten.scatter_reduce_.two", [*arguments, *(filled or [source]), *options])
+        options = [] if not line.reduce else ['named("reduce")', string_text(line.reduce)]
+        if with_tensor.endswith(".two"):
+            options += ['named("include_self")', "true" if line.include_self else "false"]
+        writer.call(form or with_tensor, [*arguments, *(filled or [source]), *options])
         writer.drop(filled)
 
     def index_put(self, line: IndexPut) -> None:

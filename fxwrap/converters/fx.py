@@ -17,6 +17,7 @@ from fxwrap.converters.fx_nodes import GraphWriter
 from fxwrap.converters.fx_values import FakeValues
 from fxwrap.converters.views import view_form
 from fxwrap.lines import (
+    SCATTER_OPERATORS,
     Alloc,
     Assert,
     Bind,
@@ -273,18 +274,19 @@ class FxConverter(Converter):
     def scatter(self, line: Scatter) -> None:
         target, index = self.writer.argument(line.target), self.writer.argument(line.index)
         source = self.writer.argument(line.source)
-        is_tensor = isinstance(line.source, Value)
-        if not line.reduce:
-            form = _ATEN.scatter_.src if is_tensor else _ATEN.scatter_.value
-            self.writer.call(form, [target, line.dim, index, source], val=target.meta["val"])
-            return
-        if not is_tensor:
+        with_tensor, with_number = SCATTER_OPERATORS[line.reduce]
+        form = with_tensor if isinstance(line.source, Value) else with_number
+        if not form:
             dtype, index_type = line.target.tensor_type.dtype, line.index.tensor_type
             val = self.fakes.root(Value("", TensorType.contiguous(dtype, index_type.sizes, index_type.device)))
             source = self.writer.call(_ATEN.full_like.default, [index, source], {"dtype": dtype}, val=val)
-        arguments = [target, line.dim, index, source, line.reduce]
-        keywords = {"include_self": line.include_self}
-        self.writer.call(_ATEN.scatter_reduce_.two, arguments, keywords, val=target.meta["val"])
+        arguments: list[Any] = [target, line.dim, index, source]
+        keywords: dict[str, Any] = {}
+        if with_tensor.endswith(".two"):
+            arguments, keywords = [*arguments, line.reduce], {"include_self": line.include_self}
+        elif line.reduce:
+            keywords = {"reduce": line.reduce}
+        self.writer.call(operator_overload(form or with_tensor), arguments, keywords, val=target.meta["val"])
 
     def index_put(self, line: IndexPut) -> None:
         arguments = [self.writer.argument(item) for item in (line.target, line.indices, line.values)]

@@ -10,6 +10,7 @@ from fxwrap.converters.emitted import Boxed, Emitted, kernel_texts
 from fxwrap.converters.python_text import PythonModule, call_text, literal_text, tuple_text, unpack_text
 from fxwrap.converters.views import view_form
 from fxwrap.lines import (
+    SCATTER_OPERATORS,
     Alloc,
     Assert,
     Bind,
@@ -214,11 +215,17 @@ class PythonConverter(Converter):
 
     def scatter(self, line: Scatter) -> None:
         arguments = [self._text(item) for item in (line.target, line.dim, line.index, line.source)]
-        if line.reduce:
+        form = SCATTER_OPERATORS[line.reduce][not isinstance(line.source, Value)]
+        if not form:
             arguments += [self._text(line.reduce), self._text(line.include_self)]
             self._say(f"{self._runtime('tensors', 'scatter')}({', '.join(arguments)})")
-        else:
-            self._say(f"{arguments[0]}.scatter_({', '.join(arguments[1:])})")
+            return
+        if form.endswith(".two"):
+            arguments += [self._text(line.reduce), f"include_self={self._text(line.include_self)}"]
+        elif line.reduce:
+            arguments.append(f"reduce={self._text(line.reduce)}")
+        method = form.split(".")[1]
+        self._say(f"{arguments[0]}.{method}({', '.join(arguments[1:])})")
 
     def index_put(self, line: IndexPut) -> None:
         function = self.module.operator("aten.index_put_.default")  # the method takes no None among the indices

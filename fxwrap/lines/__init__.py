@@ -7,7 +7,7 @@ from fxwrap.lines.collective import StartCollective, WaitCollective
 from fxwrap.lines.control import CallFunction, Cond, Map, Return, Scan, While, Yield
 from fxwrap.lines.device import EnterDevice, ExitDevice, RecordEvent, WaitEvent
 from fxwrap.lines.extension import ExtensionLine
-from fxwrap.lines.extern import Call, IndexPut, Mutate, Scatter
+from fxwrap.lines.extern import SCATTER_OPERATORS, Call, IndexPut, Mutate, Scatter
 from fxwrap.lines.kernel import Launch
 from fxwrap.lines.memory import Alloc, Free, Pool, PoolSlice, Reuse, View, Workspace
 from fxwrap.lines.note import Comment, EnterRange, ExitRange
@@ -46,6 +46,7 @@ Line: TypeAlias = (
 
 __all__ = [
     "CORE_LINES",
+    "SCATTER_OPERATORS",
     "Alloc",
     "Assert",
     "Bind",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fxwrap.lines.results import aliased_operand, wrong_aliases, wrong_writes
@@ -71,12 +72,23 @@ class Mutate(LineBase):
         return wrong_writes(operands, self.writes) or wrong_aliases(self.results, operands, self.aliases)
 
 
+SCATTER_OPERATORS: Mapping[str, tuple[str, str]] = {
+    "": ("aten.scatter_.src", "aten.scatter_.value"),
+    "add": ("aten.scatter_.reduce", "aten.scatter_.value_reduce"),
+    "multiply": ("aten.scatter_.reduce", "aten.scatter_.value_reduce"),
+    **dict.fromkeys(("sum", "prod", "mean", "amax", "amin"), ("aten.scatter_reduce_.two", "")),
+}
+"""What an `extern.scatter` calls, by its reduction: with a tensor as source, and with a number ("" for no operator)."""
+
+
 @line_class("extern.scatter")
 class Scatter(LineBase):
     """Writes `source`, a tensor or a number, into `target` at `index` along `dim`, in place.
 
-    `reduce` is "" (overwrite), "sum", "prod", "mean", "amax" or "amin"; `include_self` says whether the old content
-    takes part in the reduction. Source: `aten.scatter_` and `aten.scatter_reduce_`.
+    `reduce` is "" (overwrite), "sum", "prod", "mean", "amax" or "amin", and `include_self` says whether the old content
+    takes part in the reduction; or it is "add" or "multiply", which always include it and are an older operator, with
+    dtypes and warnings of its own. A tensor has the target's dtype; a number is cast to it. Errors are those of
+    `aten.scatter_` and `aten.scatter_reduce_`, which this line stands for.
 
     Example: `extern.scatter(%index, %source) target=%buf0 dim=0 reduce="sum"`
     """
@@ -89,8 +101,11 @@ class Scatter(LineBase):
     include_self: bool = attribute(default=True)
 
     def verify_self(self) -> str | None:
-        known = ("", "sum", "prod", "mean", "amax", "amin")
-        return None if self.reduce in known else f"reduce is one of {known}, not {self.reduce!r}"
+        if self.reduce not in SCATTER_OPERATORS:
+            return f"reduce is one of {tuple(SCATTER_OPERATORS)}, not {self.reduce!r}"
+        if not self.include_self and self.reduce in ("", "add", "multiply"):
+            return f"include_self=false needs another reduction than {self.reduce!r}"
+        return None
 
 
 @line_class("extern.index_put")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -13,10 +13,10 @@ from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Launch, View
 from fxwrap.loop_ir import Kernel, as_index, split_reductions
 from fxwrap.lowering.builder import Builder
-from fxwrap.lowering.define import Defining, copy_of
-from fxwrap.lowering.definitions import Definition, Scattered, Written
+from fxwrap.lowering.define import Defining, copy_of, definitions_in
+from fxwrap.lowering.definitions import Definition, Scattered, Written, viewed_base
 from fxwrap.lowering.fusion import Item
-from fxwrap.lowering.kernels import BuiltKernel, build_kernel, extent_of, kernel_name
+from fxwrap.lowering.kernels import BuiltKernel, build_kernel, kernel_name, same_memory
 from fxwrap.lowering.nodes import lower_call
 from fxwrap.lowering.placement import KernelPlan, Member
 from fxwrap.lowering.realise import Use, Uses
@@ -68,7 +68,7 @@ class Emission:
     def emit(self, item: Item, wanted: set[Definition]) -> None:
         """Emits an item; `wanted` are the definitions that something outside their kernel reads."""
         if item.node is not None:
-            self._call(item.node)
+            self._call(item, item.node)
         elif item.kernel is not None:
             self._kernel(item, item.kernel, wanted)
 
@@ -91,7 +91,7 @@ class Emission:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def _call(self, node: Node) -> None:
+    def _call(self, item: Item, node: Node) -> None:
         for operand in node.all_input_nodes:
             self.ensure(operand)
         custom = self.options.lowerings.get(str(node.target))
@@ -100,7 +100,9 @@ class Emission:
         elif isinstance(node.target, HigherOrderOperator):
             self.lower_higher_order(node)
         else:
-            lower_call(self.builder, node)
+            read = definitions_in([self.defining.known[operand] for operand in node.all_input_nodes])
+            dying = self._dying_at(item, map(viewed_base, read))
+            lower_call(self.builder, node, frozenset([value.name for value in dying]))
         self.record(self.defining.known[node], self.builder.env[node])
 
     def record(self, known: Any, found: Any) -> None:
@@ -173,8 +175,10 @@ class Emission:
         fake = self.defining.fake_of.get(definition)
         if fake is None or isinstance(definition, Scattered):
             return None
+        assert item.kernel is not None
+        dying = self._dying_at(item, item.kernel.reads)
         for source in built.overwritable(planned):
-            if source not in self._dying_at(item) or not _same_memory(source.tensor_type, planned.tensor_type):
+            if source not in dying or not same_memory(source.tensor_type, planned.tensor_type):
                 continue
             root = self.builder.root_of[source.name]
             value = source
@@ -188,11 +192,10 @@ class Emission:
             return built.overwriting(source, planned, value)
         return None
 
-    def _dying_at(self, item: Item) -> list[Value]:
-        """Returns the values that are roots, and that a kernel is the last to read."""
-        assert item.kernel is not None
+    def _dying_at(self, item: Item, read: Iterable[Definition]) -> list[Value]:
+        """Returns the values that are roots, among what an item reads, and that it is the last to read."""
         values = [
-            self.values[definition] for definition in item.kernel.reads
+            self.values[definition] for definition in read
             if self.last_reader.get(definition) is item and definition in self.values
         ]  # fmt: skip
         return [value for value in values if self.builder.root_of[value.name] == value]
@@ -251,12 +254,6 @@ class Emission:
 def contiguous_strides(sizes: Sequence[Size]) -> tuple[Size, ...]:
     """Returns row-major strides, as torch gives them: a dimension of no element counts as one of one."""
     return tuple([product(maximum(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes))])
-
-
-def _same_memory(old: TensorType, new: TensorType) -> bool:
-    """Whether two types are of tensors without gaps that fill the same memory."""
-    counts = {product(old.sizes), product(new.sizes), extent_of(old), extent_of(new)}
-    return len(counts) == 1 and old.device == new.device and old.dtype is new.dtype
 
 
 def symbol_hints(builder: Builder) -> Callable[[Size], int]:

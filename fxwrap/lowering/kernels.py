@@ -174,6 +174,12 @@ def extent_of(type_: TensorType) -> Size:
     return total((*reach, 1))
 
 
+def same_memory(old: TensorType, new: TensorType) -> bool:
+    """Returns whether two types are of tensors without gaps that fill the same memory."""
+    counts = {product(old.sizes), product(new.sizes), extent_of(old), extent_of(new)}
+    return len(counts) == 1 and old.device == new.device and old.dtype is new.dtype
+
+
 def kernel_name(computed: Iterable[Definition]) -> str:
     """Returns a readable name for what a kernel computes: its operators, in order, without repetition."""
     names: dict[str, None] = {}

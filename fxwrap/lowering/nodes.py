@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import sympy
@@ -14,6 +15,7 @@ from fxwrap.errors import GraphError
 from fxwrap.lines import Call, Mutate, View
 from fxwrap.lowering.binding import bind_symbols, lower_assert, lower_item
 from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.fallbacks import lower_placing, placing_of
 from fxwrap.lowering.operators import OperatorFacts, operator_facts
 from fxwrap.lowering.source import location_of
 from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
@@ -22,8 +24,11 @@ from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves, map_leaves
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def lower_call(builder: Builder, node: Node) -> None:
-    """Lowers a call_function node and records what it stands for."""
+def lower_call(builder: Builder, node: Node, dying: Collection[str] = frozenset()) -> None:
+    """Lowers a call_function node and records what it stands for.
+
+    `dying` are the roots, by name, that the program owns and that nothing touches after this call.
+    """
     fake = builder.fakes[node]
     if node.target is operator.getitem and isinstance(builder.env.get(node.args[0]), tuple):  # type: ignore[arg-type]
         builder.env[node] = builder.env[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -41,7 +46,7 @@ def lower_call(builder: Builder, node: Node) -> None:
     elif node.target is torch.ops.aten._assert_scalar.default:
         lower_assert(builder, node, literal(builder, node.args[0], node), str(node.args[1]))
     else:
-        _lower_operator(builder, node, node.target, fake)
+        _lower_operator(builder, node, node.target, fake, dying)
 
 
 def _is_number_already_known(builder: Builder, node: Node, fake: Any) -> bool:
@@ -72,13 +77,16 @@ def literal(builder: Builder, argument: Any, node: Node) -> Any:
     raise _error(node, f"an argument is a {kind.__name__}", "Pass tensors, numbers, strings, dtypes or devices")
 
 
-def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any) -> None:
+def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any, dying: Collection[str]) -> None:
     facts = operator_facts(target)
     arguments = tuple([literal(builder, argument, node) for argument in node.args])
     keywords = tuple([(name, literal(builder, argument, node)) for name, argument in node.kwargs.items()])
     if facts.replacement is not None:
         target, arguments, keywords = facts.replacement(target, arguments, keywords)
         facts = operator_facts(target)
+    placing = placing_of(facts, arguments, keywords)
+    if placing is not None and lower_placing(builder, node, placing, fake, dying):
+        return
     if facts.written:
         _lower_mutation(builder, node, facts, arguments, keywords, fake)
     elif facts.aliased is not None and (base := _view_base(builder, facts, arguments, fake)) is not None:

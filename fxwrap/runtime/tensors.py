@@ -28,14 +28,19 @@ def copy(item: Any) -> Any:
 def scatter(
     target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor | float, reduce: str, include_self: bool
 ) -> None:
-    """Writes `source` into `target` at `index` along `dim`, with the meaning of `aten.scatter_` or, when `reduce` is
-    given, of `aten.scatter_reduce_`."""
+    """Writes `source` into `target` at `index` along `dim`.
+
+    It is `aten.scatter_` when `reduce` is "", "add" or "multiply", else `aten.scatter_reduce_`, for which a number as
+    `source` is cast to the target's dtype.
+    """
     if not reduce:
         target.scatter_(dim, index, source)
-        return
-    if not isinstance(source, torch.Tensor):
-        source = torch.full_like(index, source, dtype=target.dtype)
-    target.scatter_reduce_(dim, index, source, reduce, include_self=include_self)
+    elif reduce in ("add", "multiply"):
+        target.scatter_(dim, index, source, reduce=reduce)
+    else:
+        if not isinstance(source, torch.Tensor):
+            source = torch.full_like(index, source, dtype=target.dtype)
+        target.scatter_reduce_(dim, index, source, reduce, include_self=include_self)
 
 
 def follow(found: Any, step: str, argument: Any = 0) -> Any:

@@ -1,0 +1,141 @@
+"""Writing at computed places, where no kernel does it: scatter and index_put as lines of their own.
+
+The lines write in place, so that a functional call becomes a copy of its base, and then the line. No copy is made of a
+base that the program owns and that nothing reads later: its memory is what the result is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap.lines import SCATTER_OPERATORS, Alloc, IndexPut, Mutate, Scatter
+from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.kernels import same_memory
+from fxwrap.lowering.operators import OperatorFacts
+from fxwrap.torch_compat import is_plain_view
+from fxwrap.wrapper_ir import LineBase, Origin, Value, leaves
+
+_SCATTERS = ("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two")
+_INDEX_PUTS = ("index_put.default", "index_put.hacked_twin")
+_UNSAFE_INDEX_PUTS = ("_unsafe_index_put.default", "_unsafe_index_put.hacked_twin")
+_OTHERS = (
+    "scatter_add.default", "index_add.default", "index_copy.default", "index_fill.int_Scalar",
+    "index_fill.int_Tensor", "index_reduce.default", "masked_scatter.default", "put.default",
+    "_index_put_impl.default",
+)  # fmt: skip
+
+
+def _in_place(name: str) -> str:
+    """The name of an operator's form that writes its first argument."""
+    operator, overload = name.split(".")
+    return f"aten.{operator}_.{overload}"
+
+
+_IN_PLACE_FORMS = {f"aten.{name}": _in_place(name) for name in (*_SCATTERS, *_INDEX_PUTS, *_OTHERS)} | {
+    f"aten.{name}": _in_place(name.removeprefix("_unsafe_")) for name in _UNSAFE_INDEX_PUTS
+}
+"""Functional operators that write into a copy of their first argument, each with the one that writes it in place."""
+
+_SCATTER_LINES = frozenset(_in_place(name) for name in _SCATTERS)
+_INDEX_PUT_LINES = frozenset(_in_place(name) for name in _INDEX_PUTS)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """A call that writes its first argument, or a copy of it, at computed places.
+
+    Fields:
+        facts: what its schema says; arguments, keywords: what it is given.
+        form: the name of the operator that writes in place.
+        base: what is written, or copied first.
+        is_functional: whether the base stays as it is.
+    """
+
+    facts: OperatorFacts
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    form: str
+    base: Value
+    is_functional: bool
+
+    def given(self, name: str, default: Any = None) -> Any:
+        """Returns an argument by its name in the schema, the default where it was left out or there is none."""
+        if name not in self.facts.argument_names:
+            return default
+        found = self.facts.operand(name, self.arguments, self.keywords)
+        return default if found is None else found
+
+    def operands(self) -> list[Value]:
+        """Returns the tensors that it is given besides its base."""
+        return [leaf for leaf in leaves((self.arguments[1:], self.keywords)) if isinstance(leaf, Value)]
+
+    def own_line(self, target: Value, origin: Origin) -> LineBase | None:
+        """Returns the line that does it in the target's memory, or None where the IR has no line of its own."""
+        if self.form in _INDEX_PUT_LINES:
+            accumulate = self.given("accumulate", False)
+            return IndexPut(target, self.given("indices"), self.given("values"), accumulate, origin=origin)
+        reduce = self.given("reduce", "")
+        if self.form not in _SCATTER_LINES or reduce not in SCATTER_OPERATORS:
+            return None
+        source = self.given("src" if "src" in self.facts.argument_names else "value")
+        dim, index, include_self = self.given("dim"), self.given("index"), self.given("include_self", True)
+        return Scatter(target, index, source, dim, reduce, include_self, origin=origin)
+
+    def mutation(self, target: Value, origin: Origin) -> Mutate:
+        """Returns the call that does it in the target's memory."""
+        arguments = (target, *self.arguments[1:])
+        return Mutate((), self.form, arguments, (target,), self.keywords, origin=origin)
+
+
+def placing_of(
+    facts: OperatorFacts, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]
+) -> Placing | None:
+    """Returns a call as one that writes at computed places, or None where it is another."""
+    in_place = _IN_PLACE_FORMS.get(facts.name)
+    form = in_place or (facts.name if facts.name in _SCATTER_LINES | _INDEX_PUT_LINES else None)
+    if form is None or not arguments or not isinstance(arguments[0], Value):
+        return None
+    return Placing(facts, arguments, keywords, form, arguments[0], in_place is not None)
+
+
+def lower_placing(builder: Builder, node: Node, placing: Placing, fake: torch.Tensor, dying: Collection[str]) -> bool:
+    """Emits a call that writes at computed places and records what its node stands for; says whether it did.
+
+    `dying` are the roots, by name, that the program owns and that nothing touches after this call. A call without a
+    line of its own is left to the caller, unless it can write into a base that dies.
+    """
+    origin = builder.origin(node)
+    target: Value | None = placing.base
+    if placing.is_functional:
+        target = _taken(builder, placing, fake, dying)
+    has_line = placing.own_line(placing.base, origin) is not None
+    if not has_line and (target is None or not placing.is_functional):
+        return False
+    if target is None:
+        target = builder.add_root(node.name, fake)
+        builder.emit(Alloc(target, origin=origin))
+        builder.emit(Mutate((), "aten.copy_.default", (target, placing.base), (target,), origin=origin))
+    builder.mutated.add(builder.root_of[target.name].name)
+    builder.emit(placing.own_line(target, origin) or placing.mutation(target, origin))
+    builder.env[node] = target
+    return True
+
+
+def _taken(builder: Builder, placing: Placing, fake: torch.Tensor, dying: Collection[str]) -> Value | None:
+    """Returns a base whose memory the result can be in, now a value for the result, or None."""
+    base = placing.base
+    root = builder.root_of[base.name]
+    if root.name not in dying or any(builder.root_of[operand.name] is root for operand in placing.operands()):
+        return None
+    if base.type != builder.tensor_type(fake) or not same_memory(root.tensor_type, base.tensor_type):
+        return None
+    if not is_plain_view(builder.fake_of[base.name], builder.fake_of[root.name]):
+        return None
+    builder.fake_of[base.name] = fake
+    builder.share_root(fake, root)
+    return base
