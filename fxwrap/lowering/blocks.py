@@ -37,12 +37,14 @@ class LoweredBlock:
     """A graph's lines and what they need: its arguments by operand, and constants of the program, by address.
 
     `arguments` holds None for an operand that the block takes as no argument: a number over symbols that it knows.
+    `results` says of each of the graph's results which of the yielded values it is, or which window on an argument.
     """
 
     builder: Builder
     outer: Scope
     arguments: list[Value | None] = field(default_factory=list)
     yielded: tuple[Any, ...] = ()
+    results: tuple[int | Value, ...] = ()
     captured: dict[int, tuple[torch.Tensor, Value]] = field(default_factory=dict)
 
     def constant(self, payload: torch.Tensor, name: str) -> Value:
@@ -75,6 +77,7 @@ class SharedFunction:
     name: str
     module: GraphModule
     lowered: LoweredBlock
+    arguments: tuple[Value, ...]
     constants: tuple[tuple[torch.Tensor, str], ...]
 
     def outer(self, scope: Scope) -> tuple[Value, ...]:
@@ -106,6 +109,7 @@ class BlockLowering:
         *,
         carried: int = 0,
         wanted: Sequence[Any] | None = None,
+        windows: bool = False,
     ) -> LoweredBlock:
         """Lowers the graph that an operand of a node is.
 
@@ -115,7 +119,8 @@ class BlockLowering:
             operands: what its placeholders stand for: values and numbers.
             examples: fake tensors and numbers for the placeholders, used where the graph has no fake values.
             carried: so many of the operands change from round to round: they are arguments also where they are numbers.
-            wanted: the types that the block must yield, where they are fixed; sizes and strides of None are free.
+            wanted: the types that the block must yield, where they are fixed.
+            windows: whether results that show arguments, or one another, are left to the caller, and not yielded.
 
         Raises GraphError for a graph that does not fit.
         """
@@ -144,7 +149,7 @@ class BlockLowering:
         body.lower(keeps=lambda value: True)
         if builder.mutated & {value.name for value in lowered.arguments if value is not None}:
             raise _error(node, f"'{graph.target}' writes what it is given", "Write a copy, and return it")
-        lowered.yielded = _yields(builder, body.output, wanted)
+        _take_results(lowered, body.output, wanted, windows)
         return lowered
 
     def shared_function(
@@ -154,11 +159,12 @@ class BlockLowering:
         state, module = self.builder.state, attribute_of(graph)
         known = state.shared.get(id(module))
         if known is None:
-            lowered = self.lower(node, graph, operands, examples)
+            wanted = [self.builder.type_of(fake) for fake in self.builder.fakes[node]]
+            lowered = self.lower(node, graph, operands, examples, wanted=wanted, windows=True)
             constants = tuple([(payload, inner.name) for payload, inner in lowered.captured.values()])
             label = state.fresh_function(name)
-            state.functions[label] = lowered.block(constants)
-            known = state.shared[id(module)] = SharedFunction(label, module, lowered, constants)
+            block = state.functions[label] = lowered.block(constants)
+            known = state.shared[id(module)] = SharedFunction(label, module, lowered, block.arguments, constants)
         return known
 
 
@@ -185,23 +191,32 @@ def _argument(builder: Builder, placeholder: Node, operand: Any, carried: bool) 
     return value
 
 
-def _yields(builder: Builder, output: Node, wanted: Sequence[Any] | None) -> tuple[Any, ...]:
-    """Returns what a block yields: values that it owns, each of its own root and of the type that is wanted."""
+def _take_results(lowered: LoweredBlock, output: Node, wanted: Sequence[Any] | None, windows: bool) -> None:
+    """Records what a block yields: values that it owns, each of its own root and of the type that is wanted."""
+    builder = lowered.builder
     tree = output.args[0]
-    items = tree if isinstance(tree, tuple | list) else (tree,)
-    given: set[str] = set()
-    found: list[Any] = []
     own = {value.name for line in builder.lines for value in defined(line)}
-    for position, item in enumerate(items):
+    yielded: list[Any] = []
+    places: dict[str, int] = {}
+    results: list[int | Value] = []
+    for position, item in enumerate(tree if isinstance(tree, tuple | list) else (tree,)):
         value = literal(builder, item, output)
         if isinstance(value, Value) and isinstance(value.type, TensorType):
+            root = builder.root_of[value.name]
+            if windows and value.name in places:
+                results.append(places[value.name])
+                continue
+            if windows and root.name not in own and root.tensor_type.dtype == value.type.dtype:
+                results.append(value)
+                continue
             type_ = wanted[position] if wanted is not None and position < len(wanted) else None
-            is_own = builder.root_of[value.name] is value and value.name in own and value.name not in given
+            is_own = root is value and value.name in own and value.name not in places
             if not is_own or (isinstance(type_, TensorType) and not types_agree(value.type, type_)):
                 value = copied(builder, value, type_ if isinstance(type_, TensorType) else None)
-            given.add(value.name)
-        found.append(value)
-    return tuple(found)
+            places[value.name] = len(yielded)
+        results.append(len(yielded))
+        yielded.append(value)
+    lowered.yielded, lowered.results = tuple(yielded), tuple(results)
 
 
 def copied(builder: Builder, value: Value, wanted: TensorType | None = None) -> Value:
@@ -216,6 +231,24 @@ def copied(builder: Builder, value: Value, wanted: TensorType | None = None) -> 
     builder.emit(Alloc(copy))
     builder.emit(Mutate((), "aten.copy_.default", (copy, value), (copy,)))
     return copy
+
+
+def check_branches(node: Node, then: Sequence[Any], else_: Sequence[Any], results: Sequence[Any]) -> None:
+    """Raises GraphError, which shows both, where two branches do not give what a call of them gives."""
+    fits = len(then) == len(else_) == len(results) and all(
+        _fits(first, third) and _fits(second, third) and _fits(_without_sizes(first), _without_sizes(second))
+        for first, second, third in zip(then, else_, results, strict=True)
+    )
+    if not fits:
+        shown = [", ".join(_shown(item) for item in items) or "nothing" for items in (then, else_)]
+        reason = f"its branches disagree: the true one gives {shown[0]}, the false one {shown[1]}"
+        raise _error(node, reason, "Make both give the same number of tensors, of equal dtypes, devices and dimensions")
+
+
+def _without_sizes(item: Any) -> Any:
+    if not isinstance(item, Value) or not isinstance(item.type, TensorType):
+        return item
+    return TensorType.contiguous(item.type.dtype, (0,) * len(item.type.sizes), item.type.device)
 
 
 def check_fits(node: Node, what: str, given: Sequence[Any], expected: str, wanted: Sequence[Any]) -> None:

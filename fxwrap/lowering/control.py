@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -10,15 +11,15 @@ import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import Bind, CallFunction, Cond, Map, Scan, While
+from fxwrap.lines import Bind, CallFunction, Cond, Map, Scan, View, While
 from fxwrap.lowering.binding import bind_symbols
-from fxwrap.lowering.blocks import BlockLowering, LoweredBlock, check_fits, copied
+from fxwrap.lowering.blocks import BlockLowering, LoweredBlock, check_branches, check_fits, copied
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.effects import operator_label
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.symbols import symbol_info
-from fxwrap.symbolic import expression_kind
+from fxwrap.symbolic import expression_kind, total
 from fxwrap.wrapper_ir import TensorType, Value, types_agree
 
 
@@ -118,8 +119,7 @@ def _cond(blocks: BlockLowering, node: Node) -> None:
     results = _results(builder, node, fakes)
     then = blocks.lower(node, then_graph, operands, examples, wanted=_types(results))
     else_ = blocks.lower(node, else_graph, operands, examples, wanted=_types(results))
-    check_fits(node, "the true branch", then.yielded, "the false branch", else_.yielded)
-    check_fits(node, "the true branch", then.yielded, "the call", results)
+    check_branches(node, then.yielded, else_.yielded, results)
     constants, outer = _captures(builder, then, else_)
     taken = (*then.taken(_laid_out(builder, operands, then)), *outer)
     line = Cond(results, test, taken, then.block(constants), else_.block(constants), origin=builder.origin(node))
@@ -214,17 +214,43 @@ def _slice_example(builder: Builder, value: Any) -> Any:
 
 
 def _invoke_subgraph(blocks: BlockLowering, node: Node) -> None:
-    """A block that several calls share: it is lowered for the first one, and again where types differ."""
+    """A block that several calls share: it is lowered for the first one. What it shows of operands is viewed here."""
     builder = blocks.builder
     graph, identifier, *items = _arguments(node, len(node.args))
     operands = _operands(builder, node, items)
     fakes = builder.fakes[node]
-    results = _results(builder, node, fakes)
     shared = blocks.shared_function(node, graph, str(identifier), operands, _examples(builder, operands))
-    arguments = _laid_out(builder, operands, shared.lowered)
-    taken = (*shared.lowered.taken(arguments), *shared.outer(blocks.scope))
+    lowered = shared.lowered
+    operands = _laid_out(builder, operands, lowered)
+    outer = shared.outer(blocks.scope)
+    first = {index: position for position, index in reversed([*enumerate(lowered.results)]) if isinstance(index, int)}
+    given = [fakes[first[index]] for index in range(len(lowered.yielded))]
+    results = _results(builder, node, given)
+    taken = (*lowered.taken(operands), *outer)
     builder.emit(CallFunction(results, shared.name, taken, origin=builder.origin(node)))
-    _finish(builder, node, fakes, results)
+    _finish(builder, node, given, results)
+    own = builder.env[node]
+    arguments = dict(zip([argument.name for argument in shared.arguments], taken, strict=True))
+    builder.env[node] = tuple([
+        own[place] if isinstance(place, int) else _shown(builder, node, position, lowered, place, arguments)
+        for position, place in enumerate(lowered.results)
+    ])  # fmt: skip
+
+
+def _shown(
+    builder: Builder, node: Node, position: int, lowered: LoweredBlock, window: Value, arguments: Mapping[str, Value]
+) -> Value:
+    """Returns a result of a function that is a window on one of its arguments, as a window on the operand."""
+    base = arguments[lowered.builder.root_of[window.name].name]
+    type_ = window.tensor_type
+    if type_ == lowered.builder.root_of[window.name].type:
+        return base
+    offset = total((base.tensor_type.storage_offset, type_.storage_offset))
+    value = Value(builder.unique(f"{node.name}_{position}"), replace(type_, storage_offset=offset))
+    builder.root_of[value.name] = builder.root_of[base.name]
+    builder.fake_of[value.name] = builder.fakes[node][position]
+    builder.emit(View(value, base, origin=builder.origin(node)))
+    return value
 
 
 def _error(node: Node, reason: str, remedy: str) -> GraphError:

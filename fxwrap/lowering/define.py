@@ -24,7 +24,7 @@ from fxwrap.lowering.definitions import (
     broadcast_indices,
     viewed_base,
 )
-from fxwrap.lowering.effects import is_effectful
+from fxwrap.lowering.effects import is_effectful, shown_operands
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import OperatorFacts, operator_facts
 from fxwrap.lowering.rules import RULES, Call
@@ -309,7 +309,10 @@ class Defining:
                 return tuple([make(part, f"{name}_{number}") for number, part in enumerate(item)])
             return None if item is None else self.builder.expression(item)
 
-        return make(fake, node.name)
+        found = make(fake, node.name)
+        for position, operand in shown_operands(node).items():
+            self._in_memory(found[position], self.builder.fakes[operand])
+        return found
 
     def _gives_tensors(self, fake: Any) -> bool:
         items = fake if isinstance(fake, tuple | list) else (fake,)

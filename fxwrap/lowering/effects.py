@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.lowering.operators import operator_facts
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
 
 FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
 """Higher-order operators that call an operator which writes its operands on copies of them."""
@@ -65,3 +66,25 @@ def attribute_of(node: Node) -> Any:
     for part in str(node.target).split("."):
         found = getattr(found, part)
     return found
+
+
+def shown_operands(node: Node) -> dict[int, Node]:
+    """Returns which operand's memory a call of a shared subgraph shows in which result, by the result's position."""
+    if not isinstance(node.target, HigherOrderOperator) or operator_label(node.target) != "invoke_subgraph":
+        return {}
+    module = next(submodules(node), None)
+    if module is None:
+        return {}
+    placeholders = module.graph.find_nodes(op="placeholder")
+    operands = list(node.args[2:])
+    by_storage = {
+        storage_identity(placeholder.meta["val"]): operand
+        for placeholder, operand in zip(placeholders, operands, strict=False)
+        if isinstance(placeholder.meta.get("val"), torch.Tensor) and isinstance(operand, Node)
+    }
+    (output,) = module.graph.find_nodes(op="output")
+    results = [item.meta.get("val") if isinstance(item, Node) else None for item in output.args[0]]
+    return {
+        position: by_storage[storage_identity(fake)] for position, fake in enumerate(results)
+        if isinstance(fake, torch.Tensor) and storage_identity(fake) in by_storage
+    }  # fmt: skip

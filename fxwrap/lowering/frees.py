@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from fxwrap.lines import Bind, Free
-from fxwrap.wrapper_ir import LineBase, Value, consumed, defined, last_uses, reads, roots
+from fxwrap.wrapper_ir import LineBase, Value, consumed, defined, holds_memory, last_uses, reads, roots
 
 
 def insert_frees(
@@ -20,7 +20,8 @@ def insert_frees(
     given = list(arguments)
     root_of = roots(lines, given)
     owned = {value.name: value for value in releasable}
-    owned |= {value.name: value for line in lines for value in defined(line) if root_of[value.name] == value.name}
+    owned |= {value.name: value for line in lines for value in defined(line)
+              if root_of[value.name] == value.name and holds_memory(value)}  # fmt: skip
     gone = {value.name for line in lines for value in consumed(line)}
     gone.update(root_of[value.name] for value in reads(lines[-1]))
     frees: dict[int, list[Value]] = {}

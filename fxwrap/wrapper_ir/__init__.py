@@ -80,6 +80,7 @@ from fxwrap.wrapper_ir.types import (
     Type,
     Value,
     contiguous_strides,
+    holds_memory,
     types_agree,
 )
 from fxwrap.wrapper_ir.verifier import verify
@@ -127,6 +128,7 @@ __all__ = [
     "defined",
     "defined_symbol",
     "effects_conflict",
+    "holds_memory",
     "is_release",
     "last_uses",
     "leaves",

@@ -162,6 +162,11 @@ class Value:
         return self.type
 
 
+def holds_memory(value: Value) -> bool:
+    """Returns whether a value has memory that someone must give back: all have but numbers."""
+    return not isinstance(value.type, ScalarType)
+
+
 def types_agree(first: Type | None, second: Type | None, *, compare_strides: bool = True) -> bool:
     """Returns whether a value of one type may stand where the other is declared.
 

@@ -40,7 +40,7 @@ from fxwrap.wrapper_ir.line import (
 from fxwrap.wrapper_ir.printer import print_line
 from fxwrap.wrapper_ir.program import Ownership, Program
 from fxwrap.wrapper_ir.roles import Role
-from fxwrap.wrapper_ir.types import TensorType, Value
+from fxwrap.wrapper_ir.types import TensorType, Value, holds_memory
 
 _CONSTANT = "constant"
 _BORROWED, _MUTABLE = Ownership.BORROWED.value, Ownership.MUTABLE.value
@@ -303,8 +303,10 @@ class _BlockVerifier:
             self._fail("bracket", f"a {self.brackets[-1].bracket[0]} is never closed")
         if self.pending:
             self._fail("flight", f"nothing waits for %{next(iter(self.pending))}")
-        roots = Counter([self.root_of[value.name] for value in reads(line)])
+        roots = Counter([self.root_of[value.name] for value in reads(line) if holds_memory(value)])
         for name, ownership in self.ownership.items():
+            if not holds_memory(self.values[name]):
+                continue
             if ownership in (_OWNED, _SHARED) and name not in self.dead and name not in roots:
                 self._fail("leak", f"%{name} is neither freed nor given back")
         for name, count in roots.items() if terminator == "block" else ():
