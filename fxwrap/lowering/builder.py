@@ -94,7 +94,9 @@ class Builder:
         self.fake_of: dict[str, torch.Tensor] = {}
         self.root_by_storage: dict[int, Value] = {}
         self.mutated: set[str] = set()
-        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        self.symbols: dict[sympy.Symbol, Any] = {}  # a ShapeEnv's as symbols or expressions of the program
+        self.replaced: dict[sympy.Basic, sympy.Symbol] = {}  # expressions of the ShapeEnv that are symbols here
+        self.given_numbers: list[Any] = []  # inputs that are numbers of which symbols are to be solved
         self.known_symbols: set[str] = set()
         self.numbers: dict[str, Any] = {}  # scalar results by name, as the expressions they stand for
 
@@ -102,6 +104,7 @@ class Builder:
         """Returns the builder of a block, which knows the symbols that are known here and now."""
         inner = Builder(fakes, self.state, f"{self.scope}{scope}.")
         inner.symbols, inner.known_symbols = dict(self.symbols), set(self.known_symbols)
+        inner.replaced = self.replaced
         return inner
 
     @property
@@ -145,7 +148,12 @@ class Builder:
         node = getattr(number, "node", None)
         if node is None:
             return number
-        expression = node.expr
+        return self.ours(node.expr)
+
+    def ours(self, expression: Any) -> Any:
+        """Returns a ShapeEnv's expression as one over the program's symbols."""
+        if self.replaced and not isinstance(expression, sympy.Symbol):
+            expression = expression.subs(self.replaced)
         for symbol in expression.free_symbols:
             if symbol not in self.symbols:
                 self.symbols[symbol] = self._symbol_for(symbol)

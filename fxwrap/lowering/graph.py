@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from fxwrap.lowering.body import Body, Request
 from fxwrap.lowering.builder import Builder, ProgramState
 from fxwrap.lowering.control import lower_higher_order
 from fxwrap.lowering.define import Outcome
-from fxwrap.lowering.effects import attribute_of
+from fxwrap.lowering.effects import attribute_of, is_token
 from fxwrap.lowering.emit import KernelRefused
 from fxwrap.lowering.fake import fake_values
 from fxwrap.lowering.frees import insert_frees
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.peak import peak_note
 from fxwrap.lowering.source import GraphSource, graph_source
-from fxwrap.lowering.symbols import bind_sizes, symbol_info
+from fxwrap.lowering.symbols import bind_sizes, input_symbol, replace_unsolvable
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.wrapper_ir import (
@@ -34,6 +35,7 @@ from fxwrap.wrapper_ir import (
     Constant,
     ConstantStore,
     Input,
+    OpaqueType,
     Ownership,
     Program,
     TensorType,
@@ -121,7 +123,7 @@ class _Lowering:
         self.builder = Builder(fake_values(source.graph_module, example_inputs), self.state)
         blocks = BlockLowering(self.builder, self, request, lower_higher_order)
         self.body = Body(
-            source.graph_module, self.builder, request, self._get_attr, lambda node: lower_higher_order(blocks, node)
+            source.graph_module, self.builder, request, self._get_attr, partial(lower_higher_order, blocks)
         )
         self.inputs: list[tuple[Node, Any]] = []
         self.constants: dict[str, Value] = {}
@@ -129,7 +131,9 @@ class _Lowering:
 
     def lowered(self) -> Lowered:
         builder = self.builder
-        for node in self.source.graph_module.graph.find_nodes(op="placeholder"):
+        placeholders = self.source.graph_module.graph.find_nodes(op="placeholder")
+        replace_unsolvable(builder, [builder.fakes[node] for node in placeholders])
+        for node in placeholders:
             self._placeholder(node)
         values = [value for _, value in self.inputs if isinstance(value, Value)]
         bind_sizes(builder, [*values, *self.constants.values()])
@@ -148,14 +152,15 @@ class _Lowering:
         builder, fake = self.builder, self.builder.fakes[node]
         if node.name in self.source.constants:
             builder.env[node] = self._constant(node.name, fake, self.source.constants[node.name])
+        elif is_token(node):
+            self.inputs.append((node, Value(builder.unique(node.name), OpaqueType("NoneType"))))
+            builder.env[node] = None
         elif isinstance(fake, torch.Tensor):
             builder.env[node] = builder.add_root(node.name, fake)
             self.inputs.append((node, builder.env[node]))
         elif isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
-            info = symbol_info(builder, fake)
             builder.env[node] = builder.expression(fake)
-            builder.known_symbols.add(info.name)
-            self.inputs.append((node, info))
+            self.inputs.append((node, input_symbol(builder, fake)))
         elif isinstance(fake, tuple | list | dict):
             raise GraphError(node.name, "it stands for several values", "Give each a placeholder of its own")
         else:

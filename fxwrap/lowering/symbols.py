@@ -1,17 +1,28 @@
-"""Binding the symbols of a graph: by sizes and strides of its inputs, or as inputs of their own."""
+"""Binding the symbols of a graph: by sizes and strides of its inputs, or as inputs of their own.
+
+An input may be any number over symbols, and so may a size: `2*s0`, `s0 + 448`, `s0*s1`. Plain symbols are bound first,
+then whatever has one unknown symbol is solved for it. A number that gives none of its symbols away (`s0*s1` or `s0//2`
+where neither `s0` nor `s1` is known) becomes a symbol of its own, wherever the graph has it: a graph that computed with
+the symbols themselves would have been given them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 
 from fxwrap.errors import GraphError
 from fxwrap.lines import Let, SizeOf
 from fxwrap.lowering.builder import Builder
-from fxwrap.symbolic import SymbolInfo, make_symbol
-from fxwrap.torch_compat import FloorDiv, symbol_bounds, symbol_hint
+from fxwrap.symbolic import SymbolInfo, canonical, expression_kind, floor_divide, make_symbol, maximum, product, total
+from fxwrap.torch_compat import CleanDiv, symbol_bounds, symbol_hint, symbolic_number
 from fxwrap.wrapper_ir import Size, TensorType, Value
+
+_PREFIXES = {"int": "n", "float": "f", "bool": "b"}
 
 
 def symbol_info(builder: Builder, number: Any) -> SymbolInfo:
@@ -19,56 +30,198 @@ def symbol_info(builder: Builder, number: Any) -> SymbolInfo:
     symbol = builder.expression(number)
     if not isinstance(symbol, sympy.Symbol):
         raise GraphError("", f"{symbol} is no symbol", "Pass sizes as plain symbols")
+    return _info(builder, number, symbol.name)
+
+
+def _info(builder: Builder, number: Any, name: str) -> SymbolInfo:
     lower, upper = symbol_bounds(number)
-    chosen = builder.symbol_ranges.get(symbol.name)
+    hint = symbol_hint(number)
+    chosen = builder.symbol_ranges.get(name)
     if chosen is not None:
         lower, upper = chosen
-    info = SymbolInfo(symbol.name, lower, upper, symbol_hint(number))
-    builder.infos[symbol.name] = info
+    info = builder.infos[name] = SymbolInfo(name, lower, upper, hint)
     return info
 
 
-def bind_sizes(builder: Builder, values: list[Value]) -> None:
-    """Emits the lines that bind every symbol in the types of these inputs, plain ones first, then solved ones."""
-    pending: list[tuple[Size, Value, int, str]] = []
+def known_info(builder: Builder, symbol: sympy.Symbol, number: Any) -> SymbolInfo:
+    """Returns what is known of a symbol of the program, of which `number` is any expression of the same ShapeEnv."""
+    found = builder.infos.get(symbol.name)
+    if found is not None:
+        return found
+    original = next((torchs for torchs, ours in builder.symbols.items() if ours == symbol), None)
+    shape_env = getattr(getattr(number, "node", None), "shape_env", None)
+    if original is None or shape_env is None:
+        return SymbolInfo(symbol.name)
+    return _info(builder, symbolic_number(shape_env, original, expression_kind(symbol)), symbol.name)
+
+
+# --- numbers that give none of their symbols away ---------------------------------------------------------------------
+
+
+def replace_unsolvable(builder: Builder, fakes: Iterable[Any]) -> None:
+    """Gives a symbol of its own to each number of a program's inputs from which no symbol can be solved.
+
+    `fakes` are the inputs' fake tensors and numbers. To be called before the builder makes any type.
+    """
+    found = {number.node.expr: None for fake in fakes for number in _numbers(fake) if hasattr(number, "node")}
+    known = {expression for expression in found if isinstance(expression, sympy.Symbol)}
+    pending = [expression for expression in found if expression not in known and expression.free_symbols]
+    while pending:
+        pending = _solve_all(pending, known)
+        if not pending:
+            return
+        smallest = min(pending, key=lambda expression: (expression.count_ops(), str(expression)))
+        symbol = make_symbol(builder.state.fresh_symbol(_PREFIXES[expression_kind(builder.ours(smallest))]))
+        builder.symbols[symbol] = symbol
+        builder.replaced[smallest] = symbol
+        known.add(symbol)
+        pending = [expression.subs(smallest, symbol) for expression in pending if expression is not smallest]
+
+
+def _solve_all(pending: list[sympy.Basic], known: set[sympy.Symbol]) -> list[sympy.Basic]:
+    """Adds to the known symbols those that can be solved for; returns the expressions with symbols left unknown."""
+    while True:
+        rest = []
+        for expression in pending:
+            unknown = expression.free_symbols - known
+            if len(unknown) == 1 and _parts(expression, next(iter(unknown))) is not None:
+                known |= unknown
+            elif unknown:
+                rest.append(expression)
+        if len(rest) == len(pending):
+            return rest
+        pending = rest
+
+
+def _numbers(fake: Any) -> Iterator[Any]:
+    if isinstance(fake, torch.Tensor):
+        yield from fake.shape
+        yield from fake.stride() if fake.layout is torch.strided else ()
+    else:
+        yield fake
+
+
+def _parts(expression: Any, symbol: sympy.Symbol) -> tuple[Any, Any] | None:
+    """Returns factor and rest of `factor*symbol + rest`, free of the symbol; None for what has another form."""
+    if isinstance(expression, CleanDiv):  # exact by definition
+        inner = _parts(expression.args[0], symbol)
+        return None if inner is None or inner[1] != 0 else (inner[0] / expression.args[1], sympy.S.Zero)
+    if not isinstance(expression, sympy.Add | sympy.Mul):
+        return None
+    factor, rest = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
+    linear = factor != 0 and symbol not in factor.free_symbols and symbol not in rest.free_symbols
+    return (factor, rest) if linear and sympy.expand(factor * symbol + rest - expression) == 0 else None
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def input_symbol(builder: Builder, number: Any) -> SymbolInfo:
+    """Returns the symbol that an input is: the number's own, or a new one where the number is none or is known before.
+
+    `bind_sizes` solves what the new one says.
+    """
+    expression = builder.expression(number)
+    if isinstance(expression, sympy.Symbol) and expression.name not in builder.known_symbols:
+        info = symbol_info(builder, number)
+    else:
+        info = _info(builder, number, builder.state.fresh_symbol(_PREFIXES[_kind(number)]))
+        builder.given_numbers.append(_Equation(expression, number, make_symbol(info.name)))
+    builder.known_symbols.add(info.name)
+    return info
+
+
+def _kind(number: Any) -> str:
+    return {torch.SymFloat: "float", torch.SymBool: "bool"}.get(type(number), "int")
+
+
+@dataclass(frozen=True)
+class _Equation:
+    """A number whose value is at hand when a program starts, and the expression that it is known to be.
+
+    It is the symbol of an input, or a size (or stride) of a tensor, of which a line must make a symbol first.
+    """
+
+    expression: Any
+    number: Any
+    symbol: sympy.Symbol | None = None
+    value: Value | None = None
+    dim: int = 0
+    of: str = "size"
+
+    def __str__(self) -> str:
+        where = f"input '{self.symbol}'" if self.value is None else f"{self.of} {self.dim} of input '{self.value.name}'"
+        return f"the {where} is {self.expression}"
+
+
+def bind_sizes(builder: Builder, values: Sequence[Value]) -> None:
+    """Emits the lines that bind every symbol in the types of these inputs, plain ones first, then solved ones.
+
+    Raises GraphError, which names an input, for a size that gives no symbol.
+    """
+    pending = {equation.expression: equation for equation in builder.given_numbers}
     for value in values:
         if not isinstance(value.type, TensorType) or _is_static(value.type):
             continue
         fake = builder.fake_of[value.name]
-        for of, numbers, torch_numbers in (
+        for of, sizes, numbers in (
             ("size", value.type.sizes, tuple(fake.shape)),
             ("stride", value.type.strides, fake.stride()),
         ):
-            for dim, number in enumerate(numbers):
-                if not isinstance(number, sympy.Symbol):
-                    pending.append((number, value, dim, of))
-                elif number.name not in builder.known_symbols:
-                    info = symbol_info(builder, torch_numbers[dim])
-                    builder.known_symbols.add(info.name)
-                    builder.emit(SizeOf(info, value, dim, of))
-    for number, value, dim, of in pending:
-        _solve(builder, number, value, dim, of)
+            for dim, size in enumerate(sizes):
+                if not isinstance(size, sympy.Symbol):
+                    pending.setdefault(size, _Equation(size, numbers[dim], None, value, dim, of))
+                elif size.name not in builder.known_symbols:
+                    _take(builder, symbol_info(builder, numbers[dim]), value, dim, of)
+    builder.given_numbers.clear()
+    left = [equation for equation in pending.values() if isinstance(equation.expression, sympy.Basic)]
+    while left:
+        rest = [equation for equation in left if not _solve(builder, equation)]
+        if len(rest) == len(left):
+            unknown = ", ".join(sorted(symbol.name for symbol in _unknown(builder, left[0])))
+            reason = f"{left[0]}, which does not give the symbol {unknown}"
+            raise GraphError("", reason, "Pass the size as an input, or mark another dimension dynamic")
+        left = rest
 
 
 def _is_static(type_: TensorType) -> bool:
     return all(type(number) is int for number in (*type_.sizes, *type_.strides))
 
 
-def _solve(builder: Builder, number: Size, value: Value, dim: int, of: str) -> None:
-    """Binds the one unknown symbol of a linear expression that a size is known to have."""
-    if not isinstance(number, sympy.Basic):
-        return
-    unknown = [symbol for symbol in number.free_symbols if symbol.name not in builder.known_symbols]
+def _take(builder: Builder, info: SymbolInfo, value: Value, dim: int, of: str) -> None:
+    builder.known_symbols.add(info.name)
+    builder.emit(SizeOf(info, value, dim, of))
+
+
+def _unknown(builder: Builder, equation: _Equation) -> set[sympy.Symbol]:
+    return {symbol for symbol in equation.expression.free_symbols if symbol.name not in builder.known_symbols}
+
+
+def _solve(builder: Builder, equation: _Equation) -> bool:
+    """Emits the line that gives the one unknown symbol of an equation, if it has one; returns whether none is left."""
+    unknown = _unknown(builder, equation)
     if not unknown:
-        return
-    symbol = unknown[0]
-    factor, rest = number.coeff(symbol, 1), number.coeff(symbol, 0)
-    if len(unknown) > 1 or factor == 0 or sympy.expand(factor * symbol + rest - number) != 0:
-        reason = f"the {of} {dim} of input '{value.name}' is {number}, which does not give the symbol {symbol}"
-        raise GraphError(value.name, reason, "Pass the size as an input, or mark another dimension dynamic")
-    whole = make_symbol(builder.state.fresh_symbol("n"))
-    builder.known_symbols.add(whole.name)
-    builder.emit(SizeOf(SymbolInfo(whole.name), value, dim, of))
+        return True
+    symbol = next(iter(unknown))
+    parts = _parts(equation.expression, symbol) if len(unknown) == 1 else None
+    if parts is None:
+        return False
+    whole = equation.symbol
+    if whole is None:
+        assert equation.value is not None
+        whole = make_symbol(builder.state.fresh_symbol("n"))
+        _take(builder, _info(builder, equation.number, whole.name), equation.value, equation.dim, equation.of)
+    info = known_info(builder, symbol, equation.number)
     builder.known_symbols.add(symbol.name)
-    solved = whole - rest if factor == 1 else FloorDiv(whole - rest, factor)
-    builder.emit(Let(builder.infos.get(symbol.name, SymbolInfo(symbol.name)), solved))
+    builder.emit(Let(info, _solution(whole, *parts)))
+    return True
+
+
+def _solution(whole: sympy.Symbol, factor: sympy.Expr, rest: sympy.Expr) -> Size:
+    """Returns `(whole - rest) / factor`, which is exact. A factor that is no number may be 0, and then all is 0."""
+    numerator, denominator = sympy.fraction(factor)
+    multiple = product((total((whole, canonical(-rest))), canonical(denominator)))
+    divisor = canonical(numerator)
+    if divisor == 1:
+        return multiple
+    return floor_divide(multiple, divisor if isinstance(divisor, int) else maximum(divisor, 1))
