@@ -6,7 +6,7 @@ Each item says why the public API does not do and on which versions it was check
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +20,7 @@ from torch._C import FunctionSchema as FunctionSchema
 from torch._decomp import get_decompositions as get_decompositions
 from torch._guards import TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._higher_order_ops.auto_functionalize import NotView, get_mutable_args, read_view_information_from_args
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 # Why: torch's operator for Triton kernels takes indices into a table without a public name; the operator of a while
@@ -431,3 +432,29 @@ while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
 
 PROMOTION_KINDS = {kind.name: kind for kind in ELEMENTWISE_TYPE_PROMOTION_KIND}
 """torch's promotion rules by name: DEFAULT, NO_OPMATH, INT_TO_FLOAT, ALWAYS_BOOL, COMPLEX_TO_FLOAT, BOOL_TO_LONG."""
+
+
+def functionalized_views(operator: OpOverload, given: Mapping[str, Any], bases: list[Any]) -> dict[str, Any]:
+    """Returns what a functionalized operator gets for each argument that it writes, by name.
+
+    That is (index of the base, the view of it, None for the base itself), a list of such, or None. `given` are the
+    keyword arguments of `auto_functionalized_v2`, `bases` what they are views of.
+
+    Why: how that operator writes views into its arguments has no public description. Checked on 2.11, 2.13.
+    """
+    names, types = get_mutable_args(operator)
+    remaining = {name: item for name, item in given.items() if name != "_all_bases"}
+    found = read_view_information_from_args(names, types, remaining, bases)
+
+    def regenerated(info: Any) -> Any:
+        if info is None:
+            return None
+        if isinstance(info, list):
+            return [regenerated(item) for item in info]
+        if isinstance(info, NotView):
+            return info.base_index, None
+        base = bases[info.base_index]
+        with base.fake_mode:
+            return info.base_index, info.regenerate_view(bases)
+
+    return {name: regenerated(info) for name, info in found.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import sympy
@@ -93,7 +94,7 @@ class BlockLowering:
         builder: Builder,
         scope: Scope,
         request: Request,
-        lower_higher_order: Callable[[BlockLowering, Node], None],
+        lower_higher_order: Callable[[BlockLowering, Node, Collection[str]], None],
     ) -> None:
         self.builder = builder
         self.scope = scope
@@ -145,7 +146,8 @@ class BlockLowering:
             builder.env[inner] = lowered.constant(payload, name) if is_tensor else payload
 
         nested = BlockLowering(builder, lowered, self.request, self.lower_higher_order)
-        body = Body(module, builder, self.request, attribute, lambda inner: self.lower_higher_order(nested, inner))
+        call = partial(self.lower_higher_order, nested)
+        body = Body(module, builder, self.request, attribute, call)
         body.lower(keeps=lambda value: True)
         if builder.mutated & {value.name for value in lowered.arguments if value is not None}:
             raise _error(node, f"'{graph.target}' writes what it is given", "Write a copy, and return it")

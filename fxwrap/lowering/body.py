@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -53,7 +53,7 @@ class Body:
         builder: Builder,
         request: Request,
         attribute: Callable[[Node], None],
-        lower_higher_order: Callable[[Node], None],
+        lower_higher_order: Callable[[Node, Collection[str]], None],
     ) -> None:
         self.nodes: list[Node] = list(module.graph.nodes)
         self.builder = builder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,22 +15,36 @@ from fxwrap.lines import Bind, CallFunction, Cond, Map, Scan, View, While
 from fxwrap.lowering.binding import bind_symbols
 from fxwrap.lowering.blocks import BlockLowering, LoweredBlock, check_branches, check_fits, copied
 from fxwrap.lowering.builder import Builder
-from fxwrap.lowering.effects import operator_label
+from fxwrap.lowering.effects import FUNCTIONALIZED, operator_label
 from fxwrap.lowering.nodes import literal
+from fxwrap.lowering.side_effects import (
+    lower_functionalized,
+    lower_run_and_save,
+    lower_run_with,
+    lower_with_effects,
+)
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.symbols import symbol_info
 from fxwrap.symbolic import expression_kind, total
 from fxwrap.wrapper_ir import TensorType, Value, types_agree
 
 
-def lower_higher_order(blocks: BlockLowering, node: Node) -> None:
-    """Lowers a call of a higher-order operator. Raises GraphError for one that has no lowering."""
+def lower_higher_order(blocks: BlockLowering, node: Node, dying: Collection[str]) -> None:
+    """Lowers a call of a higher-order operator. Raises GraphError for one that has no lowering.
+
+    `dying` are the roots, by name, that the program owns and that nothing touches after this call.
+    """
     name = operator_label(node.target)  # type: ignore[arg-type]
     rule = _RULES.get(name)
-    if rule is None:
+    if name in FUNCTIONALIZED:
+        lower_functionalized(blocks.builder, node, dying)
+    elif name in _AROUND_ONE:
+        _AROUND_ONE[name](blocks.builder, node)
+    elif rule is None:
         reason = f"the higher-order operator '{name}' has no operator schema and no lowering"
         raise _error(node, reason, "Keep it out of the graph, or run this part with the eager backend")
-    rule(blocks, node)
+    else:
+        rule(blocks, node)
 
 
 # --- what the lines have in common ------------------------------------------------------------------------------------
@@ -265,4 +279,11 @@ _RULES: Mapping[str, Callable[[BlockLowering, Node], None]] = {
     "map_impl": _map,
     "invoke_subgraph": _invoke_subgraph,
 }
-"""The lowering of each higher-order operator, by its name."""
+"""The lowering of higher-order operators that run graphs, by name."""
+
+_AROUND_ONE: Mapping[str, Callable[[Builder, Node], None]] = {
+    "with_effects": lower_with_effects,
+    "run_and_save_rng_state": lower_run_and_save,
+    "run_with_rng_state": lower_run_with,
+}
+"""The lowering of higher-order operators that call one operator."""

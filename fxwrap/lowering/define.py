@@ -273,7 +273,10 @@ class Defining:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _step(self, node: Node, position: int, fake: Any) -> None:
-        arguments = [self._literal(argument, node) for argument in (*node.args, *node.kwargs.values())]
+        if isinstance(node.target, HigherOrderOperator):  # which takes graphs and operators too
+            arguments = [self.known[operand] for operand in node.all_input_nodes]
+        else:
+            arguments = [self._literal(argument, node) for argument in (*node.args, *node.kwargs.values())]
         step = Step(node, position, list(definitions_in(arguments)), symbols=_symbols(arguments))
         step.effectful = is_effectful(node)
         if isinstance(node.target, OpOverload):

@@ -51,6 +51,16 @@ def _is_effectful(overload: OpOverload) -> bool:
     return facts.is_random or bool(facts.fixed_effects)
 
 
+def is_token(node: Node) -> bool:
+    """Returns whether a placeholder only orders effects: what is passed for it, which may be None, says nothing."""
+    return any(
+        isinstance(user.target, HigherOrderOperator)
+        and operator_label(user.target) == "with_effects"
+        and user.args[0] is node
+        for user in node.users
+    )
+
+
 def submodules(node: Node) -> Iterator[GraphModule]:
     """Yields the graphs among a node's operands, those of `get_attr` nodes."""
     for operand in node.all_input_nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -52,7 +52,7 @@ class Emission:
         hint: Callable[[Size], int],
         last_reader: Mapping[Definition, Item],
         print_kernel: KernelPrinter,
-        lower_higher_order: Callable[[Node], None],
+        lower_higher_order: Callable[[Node, Collection[str]], None],
     ) -> None:
         self.builder = builder
         self.defining = defining
@@ -97,12 +97,13 @@ class Emission:
         custom = self.options.lowerings.get(str(node.target))
         if custom is not None:
             custom(self.builder, node)
-        elif isinstance(node.target, HigherOrderOperator):
-            self.lower_higher_order(node)
         else:
             read = definitions_in([self.defining.known[operand] for operand in node.all_input_nodes])
-            dying = self._dying_at(item, map(viewed_base, read))
-            lower_call(self.builder, node, frozenset([value.name for value in dying]))
+            dying = frozenset([value.name for value in self._dying_at(item, map(viewed_base, read))])
+            if isinstance(node.target, HigherOrderOperator):
+                self.lower_higher_order(node, dying)
+            else:
+                lower_call(self.builder, node, dying)
         self.record(self.defining.known[node], self.builder.env[node])
 
     def record(self, known: Any, found: Any) -> None:

@@ -1,0 +1,250 @@
+"""Higher-order operators around one operator: on copies of what it writes, in order, or with a generator's state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from fxwrap.errors import GraphError
+from fxwrap.lines import Alloc, Call, Mutate, RestoreState, SaveState, View
+from fxwrap.lowering.binding import bind_symbols
+from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.nodes import literal
+from fxwrap.lowering.operators import operator_facts
+from fxwrap.lowering.source import location_of
+from fxwrap.torch_compat import OpOverload, functionalized_views
+from fxwrap.wrapper_ir import UNKNOWN, Effect, TensorType, Value, leaves, map_leaves
+
+
+def lower_functionalized(builder: Builder, node: Node, dying: Collection[str]) -> None:
+    """An operator that writes some of its operands: it is called on copies of them, which are results.
+
+    No copy is made of a base that the program owns and nothing reads later: the result is in its memory.
+    """
+    overload = _overload(node, 0)
+    facts = operator_facts(overload)
+    count = max(facts.return_count, 1)
+    fakes = builder.fakes[node]
+    if facts.is_out:
+        outs = tuple([builder.add_root(f"{node.name}_{number}", fake) for number, fake in enumerate(_flat(fakes))])
+        for out in outs:
+            builder.emit(Alloc(out, origin=builder.origin(node)))
+        given = {name: literal(builder, item, node) for name, item in node.kwargs.items() if not name.startswith("_")}
+        arguments, keywords = _by_schema(overload, given, skip=facts.written)
+        builder.emit(Call((), facts.name, arguments, keywords, outs, origin=builder.origin(node)))
+        builder.env[node] = outs if len(outs) > 1 or isinstance(fakes, tuple | list) else outs[0]
+        return
+    given, written, bases = _Copies(builder, node, dying, fakes[count:], overload).operands()
+    arguments, keywords = _by_schema(overload, given)
+    results = _results(builder, node, fakes[: facts.return_count])
+    effects = facts.effects(_devices(given))
+    line = Mutate(results, facts.name, arguments, written, keywords, (), effects, origin=builder.origin(node))
+    builder.emit(line)
+    _bind(builder, node, results)
+    builder.env[node] = (*(results or (None,)), *bases)
+
+
+class _Copies:
+    """The operands of an operator that gets copies of what it writes."""
+
+    def __init__(
+        self, builder: Builder, node: Node, dying: Collection[str], fakes: Sequence[Any], overload: OpOverload
+    ) -> None:
+        self.builder = builder
+        self.node = node
+        self.dying = dying
+        self.fakes = fakes
+        self.overload = overload
+        self.facts = operator_facts(overload)
+
+    def operands(self) -> tuple[dict[str, Any], tuple[Value, ...], tuple[Any, ...]]:
+        """Returns the operator's arguments by name, the values it writes, and those that are results."""
+        builder, node = self.builder, self.node
+        kept = {name: literal(builder, item, node) for name, item in node.kwargs.items()
+                if name != "_all_bases" and name not in self.facts.written}  # fmt: skip
+        others = {builder.root_of[leaf.name].name for leaf in leaves(tuple(kept.values())) if isinstance(leaf, Value)}
+        if "_all_bases" not in node.kwargs:
+            copies = {name: self._copied(literal(builder, node.kwargs[name], node), fake, others)
+                      for name, fake in zip(self.facts.written, self.fakes, strict=True)}  # fmt: skip
+            return kept | copies, _values(copies.values()), tuple(copies.values())
+        old = [literal(builder, item, node) for item in node.kwargs["_all_bases"]]  # type: ignore[union-attr]
+        bases = tuple([self._copied(item, fake, others) for item, fake in zip(old, self.fakes, strict=True)])
+        given = map_arg(dict(node.kwargs), lambda operand: builder.fakes[operand])
+        views = functionalized_views(self.overload, given, list(self.fakes))
+        shown = {name: self._shown(name, view, bases) for name, view in views.items()}
+        plain = {name: item for name, item in kept.items() if name in self.facts.argument_names}
+        return plain | shown, _values(shown.values()), bases
+
+    def _copied(self, value: Any, fake: Any, others: set[str]) -> Any:
+        """Returns a copy of a tensor, or itself where nothing else needs it."""
+        builder = self.builder
+        if isinstance(value, tuple):
+            return tuple([self._copied(item, inner, others) for item, inner in zip(value, fake, strict=True)])
+        if value is None:
+            return None
+        if value.name in self.dying and value.name not in others and value.type == builder.tensor_type(fake):
+            builder.fake_of[value.name] = fake
+            builder.share_root(fake, value)
+            builder.mutated.add(value.name)
+            return value
+        copy = builder.add_root(f"{value.name}_copy", fake)
+        origin = builder.origin(self.node)
+        builder.emit(Alloc(copy, origin=origin))
+        builder.emit(Mutate((), "aten.copy_.default", (copy, value), (copy,), origin=origin))
+        return copy
+
+    def _shown(self, name: str, view: Any, bases: Sequence[Any]) -> Any:
+        """Returns what the operator gets for an argument: a base, a window on one, a tuple of them, or None."""
+        if view is None:
+            return None
+        if isinstance(view, list):
+            return tuple([self._shown(f"{name}_{number}", item, bases) for number, item in enumerate(view)])
+        index, fake = view
+        base: Value = bases[index]
+        if fake is None or self.builder.tensor_type(fake, self.builder.offset_in_root(base, fake)) == base.type:
+            return base
+        window = self.builder.add_window(name, fake, base)
+        self.builder.emit(View(window, base, origin=self.builder.origin(self.node)))
+        return window
+
+
+def lower_with_effects(builder: Builder, node: Node) -> None:
+    """An operator whose calls keep their order, which its effect says; the tokens between them stand for nothing."""
+    overload = _overload(node, 1)
+    fakes = tuple(_flat(builder.fakes[node]))[1:]
+    arguments, keywords = _literals(builder, node, 2)
+    found = _call(builder, node, overload, arguments, keywords, fakes, (UNKNOWN,))
+    builder.env[node] = (None, *(found or (None,)))
+
+
+def lower_run_and_save(builder: Builder, node: Node) -> None:
+    """An operator that draws random numbers, and the state of its generator before."""
+    overload = _overload(node, 0)
+    state_fake, fake = builder.fakes[node]
+    arguments, keywords = _literals(builder, node, 1)
+    state = _saved_state(builder, node, "state", _device(builder, arguments, keywords))
+    builder.fake_of[state.name] = state_fake
+    found = _call(builder, node, overload, arguments, keywords, tuple(_flat(fake)))
+    builder.env[node] = (state, found if isinstance(fake, tuple | list) else found[0])
+
+
+def lower_run_with(builder: Builder, node: Node) -> None:
+    """An operator that draws the random numbers that follow a saved state; the generator's own state stays."""
+    overload = _overload(node, 1)
+    fake = builder.fakes[node]
+    state = literal(builder, node.args[0], node)
+    arguments, keywords = _literals(builder, node, 2)
+    device, origin = _device(builder, arguments, keywords), builder.origin(node)
+    current = _saved_state(builder, node, "current", device)
+    builder.emit(RestoreState(state, device, origin=origin))
+    found = _call(builder, node, overload, arguments, keywords, tuple(_flat(fake)))
+    builder.emit(RestoreState(current, device, origin=origin))
+    builder.env[node] = found if isinstance(fake, tuple | list) else found[0]
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _call(
+    builder: Builder,
+    node: Node,
+    overload: OpOverload,
+    arguments: tuple[Any, ...],
+    keywords: tuple[tuple[str, Any], ...],
+    fakes: tuple[Any, ...],
+    effects: tuple[Effect, ...] = (),
+) -> tuple[Any, ...]:
+    facts = operator_facts(overload)
+    if facts.written:
+        raise _error(node, f"{facts.name} writes its operands", "Trace the graph with functionalization")
+    results = _results(builder, node, fakes[: facts.return_count])
+    effects = (*facts.effects(_devices((arguments, keywords))), *effects)
+    builder.emit(Call(results, facts.name, arguments, keywords, effect_set=effects, origin=builder.origin(node)))
+    _bind(builder, node, results)
+    return results
+
+
+def _results(builder: Builder, node: Node, fakes: Sequence[Any]) -> tuple[Any, ...]:
+    """Makes the values of an operator's results."""
+
+    def make(fake: Any, name: str) -> Any:
+        if isinstance(fake, tuple | list):
+            return tuple([make(item, f"{name}_{number}") for number, item in enumerate(fake)])
+        if isinstance(fake, torch.Tensor):
+            return builder.add_root(name, fake)
+        return None if fake is None else Value(builder.unique(name), builder.type_of(fake))
+
+    return tuple([make(fake, f"{node.name}_{number}") for number, fake in enumerate(fakes)])
+
+
+def _bind(builder: Builder, node: Node, results: tuple[Any, ...]) -> None:
+    map_leaves(results, lambda leaf: None if leaf is None else bind_symbols(builder, node, leaf))
+
+
+def _saved_state(builder: Builder, node: Node, name: str, device: str) -> Value:
+    count = _CUDA_STATE_BYTES if torch.device(device).type == "cuda" else torch.get_rng_state().numel()
+    type_ = TensorType.contiguous(torch.uint8, (count,), torch.device("cpu"))
+    state = builder.add_buffer(f"{node.name}_{name}", type_)
+    builder.emit(SaveState(state, device, origin=builder.origin(node)))
+    return state
+
+
+_CUDA_STATE_BYTES = 16
+"""A CUDA generator's state: its seed and its offset."""
+
+
+def _device(builder: Builder, arguments: Any, keywords: Any) -> str:
+    found = _devices((arguments, keywords))
+    named = [leaf for leaf in leaves((arguments, keywords)) if isinstance(leaf, torch.device)]
+    return str([*named, *found, torch.device("cpu")][0])
+
+
+def _devices(tree: Any) -> list[torch.device]:
+    found = leaves(tuple(tree.values()) if isinstance(tree, dict) else tree)
+    return [leaf.tensor_type.device for leaf in found if isinstance(leaf, Value) and isinstance(leaf.type, TensorType)]
+
+
+def _literals(builder: Builder, node: Node, start: int) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    arguments = tuple([literal(builder, item, node) for item in node.args[start:]])
+    return arguments, tuple([(name, literal(builder, item, node)) for name, item in node.kwargs.items()])
+
+
+def _by_schema(
+    overload: OpOverload, given: dict[str, Any], skip: Collection[str] = ()
+) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """Returns arguments by name as positional ones, as far as the schema has them, and named ones."""
+    arguments: list[Any] = []
+    keywords: list[tuple[str, Any]] = []
+    for item in overload._schema.arguments:
+        if item.name in skip:
+            continue
+        if item.kwarg_only or item.name not in given or keywords:
+            keywords += [(item.name, given[item.name])] if item.name in given else []
+            continue
+        arguments.append(given[item.name])
+    return tuple(arguments), tuple(keywords)
+
+
+def _values(items: Any) -> tuple[Value, ...]:
+    return tuple([leaf for leaf in leaves(tuple(items)) if isinstance(leaf, Value)])
+
+
+def _flat(fakes: Any) -> Sequence[Any]:
+    return fakes if isinstance(fakes, tuple | list) else (fakes,)
+
+
+def _overload(node: Node, position: int) -> OpOverload:
+    found = node.args[position]
+    if not isinstance(found, OpOverload):
+        name = getattr(found, "__name__", found)
+        reason = f"it calls '{name}', which is no operator overload with a schema"
+        raise _error(node, reason, "Keep it out of the graph, or run this part with the eager backend")
+    return found
+
+
+def _error(node: Node, reason: str, remedy: str) -> GraphError:
+    return GraphError(node.name, reason, remedy, location_of(node))
