@@ -159,7 +159,8 @@ def _rows(kernel: Kernel, hint: Hint) -> list[Configuration]:
             found.append(replace(whole, y_block=rows // 2))
     loop = min(block, 8192)
     warps = 16 if _reads_again(kernel) else 8  # rows read twice want more loads in flight
-    shapes = [(loop, warps), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8)]
+    longest = (16384, 16) if _held(kernel) <= 2 and not _reads_again(kernel) and block > 8192 else (loop, warps)
+    shapes = [longest, (max(loop // 2, 1), 8), (max(loop // 4, 1), 8)]
     if count >= 2 * _WAVE:  # with several rows a multiprocessor, shorter blocks hide more
         shapes[:2] = shapes[1::-1]
     looped = [Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _warps(r, 8))) for r, w in shapes]
@@ -178,7 +179,7 @@ def _elements_a_thread(kernel: Kernel, count: int) -> int:
     20.2 us instead of 21.3; a single row wants many threads.
     """
     vectors = _full_loads(kernel) - _tile_loads(kernel)
-    held = sum(item.dtype.itemsize for item in kernel.operations if isinstance(item, Load) and _whole(kernel, item))
+    held = _held(kernel)
     if _full_loads(kernel) > 1 and (vectors or held > 4):
         return 16
     return 64 if held <= 2 and not _reads_again(kernel) and count >= _WAVE else 32
@@ -240,6 +241,11 @@ def _full_loads(kernel: Kernel) -> int:
 def _whole(kernel: Kernel, load: Load) -> bool:
     """Whether a load varies along the rows and along every parallel axis."""
     return {*kernel.axes, *kernel.reduced} <= load.index.axes()
+
+
+def _held(kernel: Kernel) -> int:
+    """Returns the bytes that are loaded for each element of the whole space."""
+    return sum(item.dtype.itemsize for item in kernel.operations if isinstance(item, Load) and _whole(kernel, item))
 
 
 def _tile_loads(kernel: Kernel) -> int:
