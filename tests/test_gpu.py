@@ -136,6 +136,44 @@ def test_fused_rows_and_columns(dtype: torch.dtype, emitter: str) -> None:
         assert relative_error(one, truth) <= 2 * relative_error(other, truth) + 2 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("mode", ["amax", "amin"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scattered_extrema_keep_nan(mode: str, dtype: torch.dtype) -> None:
+    """Many values meet in an element, by atomic operations on the bits of floats; NaN of either sign stays NaN."""
+
+    def function(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return x.scatter_reduce(0, index, source, mode)
+
+    nan = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0], dtype=dtype)
+    nan = torch.cat([nan.abs(), nan, -nan.abs()])
+    x = torch.randn(1000, dtype=dtype).index_copy(0, torch.arange(18), nan).to(DEVICE)
+    source = torch.randn(20_000, dtype=dtype).index_copy(0, torch.arange(0, 180, 10), nan).to(DEVICE)
+    index = torch.randint(1000, (20_000,), device=DEVICE)
+    options = fxwrap.Options(fallback="error")
+    compiled = fxwrap.compile_graph(make_fx(function)(x, index, source), [x, index, source], options=options)
+    assert len(compiled.program.kernels) == 2
+    (result,) = compiled(x, index, source)
+    torch.testing.assert_close(result, function(x, index, source), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [0.5, -math.inf, math.inf, math.nan])
+def test_a_one_hot_loss_with_odd_elements(value: float) -> None:
+    """Where a row has only numbers, one element is picked; else 0 times infinity counts as in eager."""
+
+    def function(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        target = torch.nn.functional.one_hot(labels, x.shape[-1]).to(x.dtype)
+        return -(target * torch.log_softmax(x, -1)).sum(-1)
+
+    x = torch.randn(301, 1000, device=DEVICE, dtype=torch.bfloat16)
+    labels = torch.randint(1000, (301,), device=DEVICE)
+    x[3, 7] = x[4, 8] = x[5, 9] = value
+    labels[4] = 8
+    compiled = fxwrap.compile_graph(make_fx(function)(x, labels), [x, labels], options=fxwrap.Options(fallback="error"))
+    assert any("total - total" in kernel.source for kernel in compiled.program.kernels)
+    (result,) = compiled(x, labels)
+    torch.testing.assert_close(result, function(x, labels), rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_triton_kernel(emitter: str) -> None:
     program = fxwrap.parse(SAMPLES["triton_kernel"].full_text().replace("@cpu", "@cuda:0"))

@@ -18,7 +18,6 @@ from fxwrap.loop_ir import (
     Buffer,
     Index,
     Kernel,
-    KernelError,
     OperationSpec,
     Scalar,
     as_index,
@@ -351,36 +350,6 @@ def test_gathered_rows(columns: int) -> None:
     kernel = build([i, j], [], inputs, {"out": (F32, 6 * columns)}, write)
     for configuration in (*configurations(kernel), Configuration(x=(j,), y=(i,), x_block=4, y_block=2)):
         check(kernel, configuration, inputs={"index": torch.tensor([0, 3, 1, 1, 2, 0])})
-
-
-@pytest.mark.parametrize(
-    ("mode", "dtype"), [("add", F32), ("add", torch.int64), ("max", torch.int64), ("min", torch.int32)]
-)
-def test_atomic_stores_count_every_element(mode: str, dtype: torch.dtype) -> None:
-    i, j = Axis("p0", 7), Axis("p1", 5)
-
-    def write(body: Body) -> None:
-        place = body.gathered(body.load("index", as_index(i), I64), 3)
-        value = body.load("x", linear_index([i, j], [7, 5]), dtype)
-        body.store("out", place, value, mask=body.load("use", as_index(j), torch.bool), mode=mode)
-
-    inputs = {"index": (I64, 7), "x": (dtype, 35), "use": (torch.bool, 5)}
-    kernel = build([i, j], [], inputs, {"out": (dtype, 3)}, write)
-    start = torch.tensor([1, -2, 3], dtype=dtype)
-    for configuration in (*configurations(kernel), Configuration(x=(i,), y=(j,), x_block=4, y_block=2)):
-        index = torch.tensor([0, 2, 2, 1, 0, 0, 2])
-        check(kernel, configuration, inputs={"index": index}, in_place={"out": start})
-
-
-@pytest.mark.parametrize(("mode", "dtype"), [("prod", F32), ("max", F32), ("add", torch.int8)])
-def test_atomic_stores_that_no_gpu_has_are_refused(mode: str, dtype: torch.dtype) -> None:
-    axis = Axis("p0", 3)
-    kernel = build(
-        [axis], [], {"x": (dtype, 3)}, {"out": (dtype, 3)},
-        lambda body: body.store("out", 0, body.load("x", as_index(axis), dtype), mode=mode),
-    )  # fmt: skip
-    with pytest.raises(KernelError, match=f"no atomic {mode}"):
-        print_triton(kernel)
 
 
 def test_outputs_may_be_read() -> None:

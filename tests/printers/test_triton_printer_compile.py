@@ -220,7 +220,9 @@ def test_reductions_of_columns_compile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("add", F32), ("add", BF16), ("add", torch.float16), ("add", F64), ("add", I64), ("max", I64)]
+    ("mode", "dtype"),
+    [("add", F32), ("add", BF16), ("add", torch.float16), ("add", F64), ("add", I64), ("max", I64)]
+    + [("max", F32), ("min", F32), ("max", F64), ("min", F64)],
 )
 def test_atomic_stores_compile(mode: str, dtype: torch.dtype) -> None:
     axis = Axis("p0", 4096)

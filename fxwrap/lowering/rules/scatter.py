@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Index, IndexLike, Scalar, as_index, compute_dtype
-from fxwrap.lowering.definitions import Definition, Indices, Reader, Scattered, broadcast_indices
+from fxwrap.lowering.definitions import Definition, Indices, Reader, Scattered, broadcast_indices, pointwise
 from fxwrap.lowering.rules.creation import filled
 from fxwrap.lowering.rules.indexing import indexing, position_along
 from fxwrap.lowering.rules.positions import dimension, refused_positions, replaced
@@ -22,6 +22,12 @@ Write = Callable[[Reader, Indices], tuple[Sequence[IndexLike], Scalar]]
 
 MODES = {"sum": "add", "add": "add", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
 """A store's mode by the name that scatter operators have for it."""
+
+_NAN = {
+    ("max", torch.float32): (torch.int32, 0x7FC00000), ("max", torch.float64): (torch.int64, 0x7FF8000000000000),
+    ("min", torch.float32): (torch.int32, -0x400000), ("min", torch.float64): (torch.int64, -0x8000000000000),
+}  # fmt: skip
+"""The bits of the NaN that is beyond all numbers where a GPU compares the bits of floats in memory as integers."""
 
 
 def refused_mode(dtype: torch.dtype, device: torch.device, mode: str) -> str | None:
@@ -53,7 +59,20 @@ def scattered(call: Call, initial: Definition, space: Sequence[Size], mode: str,
         places, value = write(reader, indices)
         return [as_index(place) for place in places], value.to(computes)
 
-    return Scattered(call.sizes, call.dtype, call.device, initial, tuple(space), mode, body)
+    first = _with_one_nan(initial, mode) if (mode, call.dtype) in _NAN else initial
+    return Scattered(call.sizes, call.dtype, call.device, first, tuple(space), mode, body)
+
+
+def _with_one_nan(initial: Definition, mode: str) -> Definition:
+    """Returns a tensor whose NaNs have the bits that no number combined with them displaces."""
+    bits_dtype, bits = _NAN[mode, initial.dtype]
+
+    def body(reader: Reader, indices: Indices) -> Scalar:
+        x = reader.load(initial, indices)
+        nan = x.body.compute("bitcast", reader.number(bits, bits_dtype), dtype=initial.dtype)
+        return x.apply("isnan").where(nan, x)
+
+    return pointwise(initial.sizes, initial.dtype, initial.device, body)
 
 
 def _value(call: Call, source: Any) -> Callable[[Reader, Indices], Scalar]:

@@ -123,6 +123,20 @@ def reduce_whole(operation: Reduce, value: str, dtype: torch.dtype, names: list[
     return [f"{first} = {combined(kind, inside, dtype, row)}"]
 
 
+def reduce_one_hot(
+    operation: Reduce, value: str, row_value: str, element: str, dtype: torch.dtype, names: list[str], row: Row
+) -> list[str]:
+    """Returns the statements of a sum of products with a one-hot: `element`, where the sum of the row is finite."""
+    first = names[0]
+    return [
+        *reduce_whole(operation, row_value, dtype, names, row),
+        f"if {first} - {first} == 0.0:  # finite, and so is the row: all products but one are 0",
+        f"    {first} = {element} + 0.0",
+        "else:",
+        *[f"    {line}" for line in reduce_whole(operation, value, dtype, names, row)],
+    ]
+
+
 def _shift(largest: str) -> str:
     return f'tl.where({largest} == float("-inf"), 0.0, {largest})'
 

@@ -194,6 +194,30 @@ def last_smallest(a, a_position, b, b_position):
     return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
 
 
+def atomic_max_of_floats(pointer, value, mask, INTEGER: tl.constexpr, UNSIGNED: tl.constexpr, NAN: tl.constexpr):
+    """The larger of a float in memory and another: as integers they are in order, but those below zero in reverse.
+
+    NaN is larger than infinity, as long as its sign is as here, in memory too.
+    """
+    bits = tl.where(value != value, NAN, value.to(INTEGER, bitcast=True))
+    integers = pointer.to(tl.pointer_type(INTEGER), bitcast=True)
+    tl.atomic_max(integers, bits, mask=mask & (bits >= 0), sem="relaxed")
+    naturals = pointer.to(tl.pointer_type(UNSIGNED), bitcast=True)
+    tl.atomic_min(naturals, bits.to(UNSIGNED, bitcast=True), mask=mask & (bits < 0), sem="relaxed")
+
+
+def atomic_min_of_floats(pointer, value, mask, INTEGER: tl.constexpr, UNSIGNED: tl.constexpr, NAN: tl.constexpr):
+    """The smaller of a float in memory and another: as integers they are in order, but those below zero in reverse.
+
+    NaN is smaller than minus infinity, as long as its sign is as here, in memory too.
+    """
+    bits = tl.where(value != value, NAN, value.to(INTEGER, bitcast=True))
+    integers = pointer.to(tl.pointer_type(INTEGER), bitcast=True)
+    tl.atomic_min(integers, bits, mask=mask & (bits >= 0), sem="relaxed")
+    naturals = pointer.to(tl.pointer_type(UNSIGNED), bitcast=True)
+    tl.atomic_max(naturals, bits.to(UNSIGNED, bitcast=True), mask=mask & (bits < 0), sem="relaxed")
+
+
 def log_add_exp(a, b):
     """log(exp(a) + exp(b)) without overflow."""
     largest = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -35,9 +35,11 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.printed import PrintedKernel
 from fxwrap.printers.triton.arithmetic import Arithmetic, flags_cast_once
-from fxwrap.printers.triton.combine import RESULT_NAMES, Row, accumulate, reduce_whole, scan_block
+from fxwrap.printers.triton.combine import RESULT_NAMES, Row, accumulate, reduce_one_hot, reduce_whole, scan_block
 from fxwrap.printers.triton.configuration import Configuration, configurations
 from fxwrap.printers.triton.helpers import helper_texts
+from fxwrap.printers.triton.memory import ATOMIC, atomic_text, eviction
+from fxwrap.printers.triton.one_hot import PickedElement, with_picked_elements
 from fxwrap.printers.triton.operations import SIGNATURES, TRITON_DTYPES, number_text
 from fxwrap.printers.triton.precision import coarse_softmax
 from fxwrap.printers.triton.schedule import Schedule, make_schedule
@@ -46,11 +48,6 @@ from fxwrap.printers.triton.tile import Dimension, Tile, make_tile
 from fxwrap.symbolic import Size, evaluate, symbol_kind
 
 _INT32 = 2**31 - 1
-_ATOMIC = {
-    "add": (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    "max": (torch.int32, torch.int64),
-    "min": (torch.int32, torch.int64),
-}
 
 
 def print_triton(
@@ -63,15 +60,22 @@ def print_triton(
     KernelError for what Triton has no form of: atomic stores of dtypes and modes that GPUs have no instruction for.
     """
     chosen = configuration or configurations(kernel)[0]
-    return _Printer(flags_cast_once(kernel), chosen, limits or {}).run()
+    kernel = flags_cast_once(kernel)
+    picked: Mapping[int, PickedElement] = {}
+    if not chosen.looped and len(make_tile(kernel, chosen).dimensions) == 1:  # a program has one row
+        kernel, picked = with_picked_elements(kernel)
+    return _Printer(kernel, chosen, limits or {}, picked).run()
 
 
 class _Printer:
-    def __init__(self, kernel: Kernel, configuration: Configuration, limits: Mapping[str, int]) -> None:
+    def __init__(
+        self, kernel: Kernel, cut: Configuration, limits: Mapping[str, int], picked: Mapping[int, PickedElement]
+    ) -> None:
         self.kernel = kernel
-        self.configuration = configuration
-        self.tile: Tile = make_tile(kernel, configuration)
-        self.schedule: Schedule = make_schedule(kernel, configuration.looped)
+        self.picked = picked
+        self.configuration = cut
+        self.tile: Tile = make_tile(kernel, cut)
+        self.schedule: Schedule = make_schedule(kernel, cut.looped)
         self.arithmetic = Arithmetic(kernel)
         self.coarse_softmax = coarse_softmax(kernel)
         self.wide = not all(_fits(size, limits) for size in _extents(kernel, self.tile))
@@ -142,7 +146,7 @@ class _Printer:
     def _check_stores(self) -> None:
         types = {buffer.name: buffer.dtype for buffer in self.kernel.outputs}
         for store in self.kernel.stores:
-            if store.mode != "set" and types[store.buffer] not in _ATOMIC.get(store.mode, ()):
+            if store.mode != "set" and types[store.buffer] not in ATOMIC.get(store.mode, ()):
                 raise KernelError(f"Triton has no atomic {store.mode} on {types[store.buffer]} (output {store.buffer})")
 
     # --- the tile ---------------------------------------------------------------------------------------------------
@@ -305,7 +309,7 @@ class _Printer:
         operation = self.kernel.operations[position]
         match operation:
             case Load():
-                self._load(position, operation, self._eviction(position, operation, looped, last_use))
+                self._load(position, operation, looped, last_use)
             case Constant():
                 self.text[position] = number_text(operation.value, operation.dtype)
             case SizeValue():
@@ -376,7 +380,11 @@ class _Printer:
     def _combine(self, position: int, operation: Reduce | Scan) -> None:
         value, dtype = self._row_value(operation)
         names = self._result_names(position)
-        if isinstance(operation, Reduce):
+        picked = self.picked.get(position)
+        if isinstance(operation, Reduce) and picked is not None:
+            row, element = self.text[picked.row], self.text[picked.element]
+            lines = reduce_one_hot(operation, value, row, element, dtype, names, self._row())
+        elif isinstance(operation, Reduce):
             lines = reduce_whole(operation, value, dtype, names, self._row())
         else:
             lines = scan_block(operation, value, dtype, names, self._row(), carried=False)[1]
@@ -430,31 +438,18 @@ class _Printer:
             parts.append(self._value(mask) if not parts else grouped(self._value(mask)))
         return " & ".join(parts)
 
-    def _load(self, position: int, operation: Load, eviction: str) -> None:
+    def _load(self, position: int, operation: Load, looped: bool, last_use: bool) -> None:
         span = self.spans[position]
         address = self._address(operation.buffer, operation.index, span, self._own_span(operation.index))
         mask = self._mask(span, operation.mask)
         arguments = [address, *([f"mask={mask}"] if mask else [])]
         if operation.mask is not None:
             arguments.append(f"other={_literal(operation.other, operation.dtype)}")
-        if eviction:
-            arguments.append(f'eviction_policy="{eviction}"')
+        again = looped and position in self.schedule.reloaded and self.tile.reduced in span
+        hint = eviction(self.kernel, operation, again, last_use) if span else ""
+        if hint:
+            arguments.append(f'eviction_policy="{hint}"')
         self._assign(position, operation, operation.buffer, f"tl.load({', '.join(arguments)})")
-
-    def _eviction(self, position: int, operation: Load, looped: bool, last_use: bool) -> str:
-        """What later loops read again stays in the cache, what nobody reads again goes first, weights stay."""
-        r = self.tile.reduced
-        gathered = any(isinstance(atom, Gathered) for atom in operation.index.atoms())
-        if gathered or not self.spans[position]:
-            return ""
-        shared = not set(self.kernel.axes) <= operation.index.axes()
-        if shared and self.kernel.axes:
-            return "evict_last"
-        if looped and position in self.schedule.reloaded and r in self.spans[position]:
-            return "evict_first" if last_use else "evict_last"
-        if operation.mask is not None and not self.kernel.reduced:
-            return "evict_last"  # parts of a whole, as of a cat: 95.6 us instead of 97.1
-        return ""
 
     def _store(self, position: int, operation: Store, looped: bool) -> None:
         own = self._own_span(operation.index)
@@ -467,8 +462,8 @@ class _Printer:
         value = self._value(operation.value)
         arguments = [address, value, *([f"mask={mask}"] if mask else [])]
         if operation.mode != "set":
-            arguments.append('sem="relaxed"')
-            self._line(f"tl.atomic_{operation.mode}({', '.join(arguments)})", operation.origin)
+            dtype = self._dtype(operation.value)
+            self._line(atomic_text(operation.mode, dtype, address, value, mask, self._use), operation.origin)
             return
         r = self.tile.reduced
         if looped and self.schedule.reloaded and r in span:
