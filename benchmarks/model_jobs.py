@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +44,10 @@ class Job:
         task: "first_call" (seconds of the first call through one backend) or "run" (times and errors of several).
         model: a name in the test-suite's MODELS; `layers` is its number of layers, None for the suite's own.
         training: a step of SGD in train mode; else a forward in eval mode without gradients.
-        backends: names for torch.compile, "fxwrap", or "eager".
+        backends: names for torch.compile, "fxwrap", "fxwrap:cpp" (its C++ emitter), or "eager".
         cold_process: whether the first call is the first of the process, without a small function before it.
         options: fxwrap's.
+        lock: a file; among processes that name the same, one at a time takes run times.
     """
 
     task: str
@@ -57,6 +60,7 @@ class Job:
     rounds: int = 25
     cold_process: bool = False
     options: Mapping[str, Any] | None = None
+    lock: str | None = None
 
     @property
     def case(self) -> ModelCase:
@@ -134,7 +138,9 @@ def run(job: Job) -> dict[str, Any]:
     contenders, errors, failures = {}, {}, {}
     for backend in job.backends:
         model = job.build()
-        function = measuring.compile_with(backend, model, job.options or {})
+        name, _, emitter = backend.partition(":")
+        options = {**(job.options or {}), "emitter": emitter} if emitter else job.options or {}
+        function = measuring.compile_with(name, model, options)
         try:
             call(job, function, job.inputs(0))
             model.load_state_dict(job.build().state_dict())
@@ -142,8 +148,20 @@ def run(job: Job) -> dict[str, Any]:
             contenders[backend] = _contender(job, model, function, measuring.Contender)
         except Exception as error:  # noqa: BLE001 - one backend's failure is a cell of the table
             failures[backend] = measuring.first_line(error)
-    times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device))
+    with _alone(job.lock):
+        times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device))
     return {"times": {name: timed.median for name, timed in times.items()}, "errors": errors, "failures": failures}
+
+
+@contextmanager
+def _alone(lock: str | None) -> Iterator[None]:
+    """Waits until no other process holds the lock, and holds it."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _observed(job: Job, model: nn.Module, in_float64: Any, wide: Any) -> list[Tensor]:

@@ -7,7 +7,9 @@ Run time is the host's time of a call, with the device's work, of eager, Inducto
 one process. Errors are norm(difference) / norm(reference) against the same model in float64, of the worst of: outputs;
 or loss, all gradients, all parameters after the step, all buffers. Run:
 
-    python benchmarks/models.py [--models gpt2,vit] [--forward-only] [--gpt2-layers 12] [--device cuda] [--json FILE]
+"fxwrap:cpp" among the backends is fxwrap with its C++ emitter.
+
+    python benchmarks/models.py [--models gpt2,vit] [--steps forward] [--gpt2-layers 12] [--device cuda] [--json FILE]
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ SIX = ("gpt2", "bert", "llama", "t5", "vit", "resnet")
 SCRIPT = Path(__file__).parent / "model_jobs.py"
 CACHE_VARIABLES = ("FXWRAP_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 FIRST_CALLS = (BASELINE, "inductor", "fxwrap")
+OWN_CACHES = {"inductor": ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), "fxwrap": ("FXWRAP_CACHE_DIR",)}
+"""Which caches a backend fills; a run on a GPU would have both fill Triton's, with files named by content."""
+CONTENDERS = (*BACKENDS, "fxwrap:cpp")
 NAME = 28
 
 
@@ -79,37 +84,60 @@ def _median(samples: Sequence[float] | None) -> float:
     return statistics.median(samples) if samples else math.nan
 
 
-def in_own_process(job: Job, link_bridge: bool) -> dict[str, Any]:
-    """Does a job in a new process with empty caches; what went wrong is `{"failure": text}`."""
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {name: Path(folder) / name for name in CACHE_VARIABLES}
+@dataclass(frozen=True)
+class Processes:
+    """How processes of jobs are started: the folder for their caches, whether the bridge is there, how long they have.
+
+    `known` are the caches of earlier processes by variable.
+    """
+
+    folder: Path
+    link_bridge: bool
+    time_limit: float | None
+    known: dict[str, Path] = field(default_factory=dict)
+
+    def do(self, job: Job, warm: bool) -> dict[str, Any]:
+        """Does a job in a new process, with the known caches or with empty ones; a failure is `{"failure": text}`."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        caches = {name: folder / name for name in CACHE_VARIABLES} | (self.known if warm else {})
         for path in caches.values():
-            path.mkdir()
-        if link_bridge:
+            path.mkdir(exist_ok=True)
+        if self.link_bridge:
             bridge = build_bridge().folder
-            (caches["FXWRAP_CACHE_DIR"] / bridge.name).symlink_to(bridge)
-        finished = subprocess.run(
-            [sys.executable, str(SCRIPT), json.dumps(dataclasses.asdict(job))],
-            env=os.environ | {name: str(path) for name, path in caches.items()},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if finished.returncode:
-        errors = [line for line in finished.stderr.splitlines() if line.strip() and not line.startswith(" ")]
-        raised = [line for line in errors if "Error" in line or "Exception" in line]
-        return {"failure": ((raised or errors)[-1:] or [f"exit code {finished.returncode}"])[0]}
-    return dict(json.loads(finished.stdout.splitlines()[-1]))
+            if not (linked := caches["FXWRAP_CACHE_DIR"] / bridge.name).exists():
+                linked.symlink_to(bridge)
+        try:
+            finished = subprocess.run(
+                [sys.executable, str(SCRIPT), json.dumps(dataclasses.asdict(job))],
+                env=os.environ | {name: str(path) for name, path in caches.items()},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=self.time_limit,
+            )
+        except subprocess.TimeoutExpired:
+            return {"failure": f"cut off after {self.time_limit} s"}
+        if job.backends[0] in OWN_CACHES:
+            self.known.update({name: caches[name] for name in OWN_CACHES[job.backends[0]]})
+        return _result(finished)
 
 
-def measure_compile(row: Row, job: Job, repeats: int, link_bridge: bool) -> None:
+def _result(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What a process found out."""
+    if finished.returncode == 0:
+        return dict(json.loads(finished.stdout.splitlines()[-1]))
+    errors = [line for line in finished.stderr.splitlines() if line.strip() and not line.startswith(" ")]
+    raised = [line for line in errors if "Error" in line or "Exception" in line]
+    return {"failure": ((raised or errors)[-1:] or [f"exit code {finished.returncode}"])[0]}
+
+
+def measure_compile(row: Row, job: Job, repeats: int, processes: Processes) -> None:
     """Adds the first calls to a row, the backends in turn."""
     for _ in range(repeats):
-        for backend in (BASELINE, *[name for name in job.backends if name != "eager"]):
+        for backend in (BASELINE, *[name for name in job.backends if name in FIRST_CALLS]):
             if backend in row.failures:
                 continue
-            alone = dataclasses.replace(job, task="first_call", backends=(backend,))
-            result = in_own_process(alone, link_bridge and backend == "fxwrap")
+            result = processes.do(dataclasses.replace(job, task="first_call", backends=(backend,)), warm=False)
             if "failure" in result:
                 row.failures[backend] = result["failure"]
                 continue
@@ -117,9 +145,9 @@ def measure_compile(row: Row, job: Job, repeats: int, link_bridge: bool) -> None
             row.setups.setdefault(backend, []).append(result["setup"])
 
 
-def measure_run(row: Row, job: Job, link_bridge: bool) -> None:
-    """Adds run times and errors to a row."""
-    result = in_own_process(dataclasses.replace(job, task="run"), link_bridge)
+def measure_run(row: Row, job: Job, processes: Processes) -> None:
+    """Adds run times and errors to a row; what its compile times left in caches is used."""
+    result = processes.do(dataclasses.replace(job, task="run"), warm=True)
     if "failure" in result:
         row.failures["run"] = result["failure"]
         return
@@ -185,12 +213,12 @@ def measured_rows(chosen: argparse.Namespace) -> list[tuple[Row, Job]]:
     for model in chosen.models:
         layers = chosen.gpt2_layers if model.startswith("gpt2") else None
         title = f"{model}, {layers} layers" if layers else model
-        for training in (False,) if chosen.forward_only else (False, True):
+        for steps in chosen.steps:
             job = Job(
-                "run", model, training, tuple(chosen.backends), chosen.device, layers, chosen.threads, chosen.rounds,
-                chosen.cold_process, chosen.options,
+                "run", model, steps == "training", tuple(chosen.backends), chosen.device, layers, chosen.threads,
+                chosen.rounds, chosen.cold_process, chosen.options, chosen.lock,
             )  # fmt: skip
-            rows.append((Row(f"{title} {'training' if training else 'forward'}"), job))
+            rows.append((Row(f"{title} {steps}"), job))
     return rows
 
 
@@ -199,10 +227,10 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SIX), help=f"some of {', '.join(MODELS)}, with commas")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--forward-only", action="store_true", help="no training")
+    parser.add_argument("--steps", default="forward,training", help="one of them or both, with a comma")
     parser.add_argument("--measure", choices=("compile", "run", "both"), default="both")
     parser.add_argument("--gpt2-layers", type=int, help="layers of GPT-2 (the suite's has 2)")
-    parser.add_argument("--backends", default=",".join(BACKENDS), help=f"some of {', '.join(BACKENDS)}, with commas")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help=f"some of {', '.join(CONTENDERS)}, with commas")
     parser.add_argument("--repeats", type=int, default=3, help="processes for each compile time")
     parser.add_argument("--rounds", type=int, default=25, help="interleaved rounds of run times")
     parser.add_argument("--threads", type=int, default=2, help="of torch on the CPU")
@@ -214,10 +242,13 @@ def parsed_arguments() -> argparse.Namespace:
         "--link-bridge", action="store_true",
         help="give fxwrap's empty cache the C++ bridge, built once for each torch (implied by the C++ emitter)",
     )  # fmt: skip
+    parser.add_argument("--time-limit", type=float, help="seconds that a process may take")
+    parser.add_argument("--lock", help="a file that scripts beside this one name too: one of them times at a time")
     parser.add_argument("--options", type=json.loads, default={}, help="fxwrap's options, as JSON")
     parser.add_argument("--json", type=Path, help="file for the results as data; times in seconds")
     chosen = parser.parse_args()
-    for name, names in {"models": list(MODELS), "backends": BACKENDS}.items():
+    known = {"models": list(MODELS), "backends": CONTENDERS, "steps": ("forward", "training")}
+    for name, names in known.items():
         given = getattr(chosen, name).split(",")
         if unknown := set(given) - set(names):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is not among {', '.join(names)}")
@@ -238,13 +269,18 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     facts = environment(torch.device(chosen.device), chosen.options)
     print(describe(facts))
-    link_bridge = chosen.link_bridge or facts["emitter"] == "cpp"
-    pairs = measured_rows(chosen)
-    rows = [row for row, _ in pairs]
+    with tempfile.TemporaryDirectory() as folder:
+        _measure(chosen, facts, Path(folder))
+
+
+def _measure(chosen: argparse.Namespace, facts: Mapping[str, Any], folder: Path) -> None:
+    link_bridge = chosen.link_bridge or facts["emitter"] == "cpp" or "fxwrap:cpp" in chosen.backends
+    pairs = [(row, job, Processes(folder, link_bridge, chosen.time_limit)) for row, job in measured_rows(chosen)]
+    rows = [row for row, _, _ in pairs]
     if chosen.measure != "run":
         print(f"\nfirst calls in processes with empty caches, medians of {chosen.repeats}\n{compile_heading()}")
-        for row, job in pairs:
-            measure_compile(row, job, chosen.repeats, link_bridge)
+        for row, job, processes in pairs:
+            measure_compile(row, job, chosen.repeats, processes)
             print(compile_text(row), flush=True)
             write_json(chosen.json, facts, rows)
         print(compile_summary(rows))
@@ -252,12 +288,14 @@ def main() -> None:
         print(f"\nmicroseconds of a call, medians of {chosen.rounds} interleaved rounds")
         heads = "".join(f"{name:>12}{'error':>9}" for name in chosen.backends)
         print(f"{'':<{NAME}}{heads}{'fx/ind':>8}{'fx/eag':>8}")
-        for row, job in pairs:
-            measure_run(row, job, link_bridge)
+        for row, job, processes in pairs:
+            measure_run(row, job, processes)
             print(run_text(row, chosen.backends), flush=True)
             write_json(chosen.json, facts, rows)
         for below in ("inductor", "eager"):
-            print(run_summary(f"fxwrap/{below}, run time", {row.name: row.run_ratio("fxwrap", below) for row in rows}))
+            for above in [name for name in chosen.backends if name.startswith("fxwrap")]:
+                ratios = {row.name: row.run_ratio(above, below) for row in rows}
+                print(run_summary(f"{above}/{below}, run time", ratios))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -67,7 +68,7 @@ class Body:
         """Returns a number of a dtype, converted to it as torch does. Half precision gives float32, rounded."""
         fits = dtype in _WIDEST or (dtype in INTEGERS and 0 <= value < 128)
         if not fits or type(value) is not _PYTHON_KINDS[_kind(dtype)]:
-            value = torch.tensor(value).to(dtype).item()
+            value = _converted(repr(value), value, dtype)
         return self._add(Constant(value, torch.float32 if dtype in STORAGE_ONLY else dtype, self.origin))
 
     def number(self, expression: sympy.Basic, dtype: torch.dtype) -> Scalar:
@@ -314,6 +315,12 @@ _WIDEST = frozenset({torch.float64, torch.int64, torch.bool})
 """Dtypes that hold every number of their kind that a graph has."""
 
 _PYTHON_KINDS = {"float": float, "int": int, "bool": bool}
+
+
+@lru_cache(maxsize=4096)
+def _converted(text: str, value: Number, dtype: torch.dtype) -> Number:
+    """Returns a number converted as torch does. Its text tells apart what compares equal: 1 and True, 0.0 and -0.0."""
+    return torch.tensor(value).to(dtype).item()
 
 
 def _kind(dtype: torch.dtype) -> str:

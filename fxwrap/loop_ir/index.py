@@ -31,6 +31,9 @@ class Axis:
         """The name it sorts under."""
         return self.name
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __str__(self) -> str:
         return self.name
 
@@ -111,16 +114,22 @@ class Index:
 
     __slots__ = ("_hash", "terms")
     terms: tuple[tuple[Monomial, int], ...]
+    _hash: int | None
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
         self.terms = terms
-        self._hash = hash(terms)
+        self._hash = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Index) and self._hash == other._hash and self.terms == other.terms
+        if self is other:
+            return True
+        return isinstance(other, Index) and hash(self) == hash(other) and self.terms == other.terms
 
     def __hash__(self) -> int:
-        return self._hash
+        found = self._hash
+        if found is None:
+            found = self._hash = hash(self.terms)
+        return found
 
     def __repr__(self) -> str:
         return f"Index({self})"
@@ -168,7 +177,7 @@ class Index:
         return self._scaled(-1)
 
     def _scaled(self, factor: int) -> Index:
-        if factor == 1:
+        if factor == 1 or not self.terms:
             return self
         return Index(tuple([(monomial, number * factor) for monomial, number in self.terms])) if factor else ZERO
 
@@ -228,6 +237,8 @@ class Index:
         """Returns this with atoms replaced, and simplified anew."""
         if not mapping:
             return self
+        if len(self.terms) == 1 and self.terms[0][1] == 1 and len(self.terms[0][0]) == 1:
+            return _substituted(self.terms[0][0][0], mapping)
         result = ZERO
         for monomial, coefficient in self.terms:
             product = index_constant(coefficient)
@@ -266,7 +277,11 @@ def _key(atom: Atom) -> str:
 
 
 def _monomial_key(term: tuple[Monomial, int]) -> tuple[bool, tuple[str, ...]]:
-    monomial = term[0]
+    return _order(term[0])
+
+
+@lru_cache(maxsize=65536)
+def _order(monomial: Monomial) -> tuple[bool, tuple[str, ...]]:
     return not monomial, tuple([atom.key for atom in monomial])
 
 
@@ -434,9 +449,10 @@ ZERO = Index(())
 ONE = Index((((), 1),))
 
 
+@lru_cache(maxsize=4096)
 def index_constant(number: int) -> Index:
     """Returns a constant index."""
-    return Index((((), number),)) if number else ZERO
+    return Index((((), int(number)),)) if number else ZERO
 
 
 def as_index(value: IndexLike) -> Index:
@@ -446,8 +462,13 @@ def as_index(value: IndexLike) -> Index:
     if isinstance(value, int):
         return index_constant(value)
     if isinstance(value, Axis | Gathered):
-        return Index((((value,), 1),))
+        return _from_atom(value)
     return _from_size(value)
+
+
+@lru_cache(maxsize=4096)
+def _from_atom(atom: Axis | Gathered) -> Index:
+    return Index((((atom,), 1),))
 
 
 @lru_cache(maxsize=4096)

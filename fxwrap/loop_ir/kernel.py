@@ -221,6 +221,12 @@ class Kernel:
                 found |= set(operation.expression.free_symbols)
         return tuple(sorted(found, key=lambda symbol: str(symbol.name)))
 
+    @cached_property
+    def details(self) -> tuple[str, ...]:
+        """What kernels that compare equal may differ in: origins, and how numbers outside of masks are written."""
+        others = [repr(operation.other) for operation in self.operations if isinstance(operation, Load)]
+        return (*[operation.origin for operation in self.operations], *others)
+
     @property
     def count(self) -> Size:
         """How many elements the parallel axes have."""

@@ -29,7 +29,7 @@ from fxwrap.lowering.placement import (
     rebase,
 )
 from fxwrap.lowering.realise import Use, Uses
-from fxwrap.lowering.tracing import Multi, Trace, shared_source, trace_with
+from fxwrap.lowering.tracing import Multi, Trace, shared_source
 from fxwrap.symbolic import Size, product
 
 _MOST_BUFFERS = 40
@@ -81,7 +81,7 @@ class Fusion:
 
     def define(self, use: Use) -> None:
         """Adds a definition that gets memory: to the kernel where it saves most, or to one of its own."""
-        trace = trace_with(use.definition, self.uses.inlined)
+        trace = self.uses.tracer.trace_inlining(use.definition, self.uses.inlined)
         needed = self._makers([*(definition for definition, _ in trace.reads), *trace.symbols, *self._before(use)])
         best: tuple[float, Item, Placement] | None = None
         for item in self._candidates(use, trace, needed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from fxwrap.loop_ir import (
@@ -113,7 +114,7 @@ class _Building:
         body = self.reader.body
         inputs, outputs = [buffer for buffer, _ in self.inputs], [buffer for buffer, _ in self.outputs]
         kernel = body.finish(self.plan.axes, self.plan.reduced, inputs, outputs)
-        kernel = normal_space(kernel, hint)
+        kernel = normal_space(kernel, hint) if kernel.numbers else _normal_space_once(kernel, kernel.details)
         used = {item.buffer for item in kernel.operations if isinstance(item, Load | Store)}
         kept = [(buffer, value) for buffer, value in self.inputs if buffer.name in used]
         kernel = replace(kernel, inputs=tuple([buffer for buffer, _ in kept]))
@@ -160,6 +161,12 @@ class _Building:
             self.inputs.append((_buffer(name, value), value))
         index = strided_index(at, value.tensor_type.strides)
         return self.reader.body.load(name, index, definition.dtype, other).to(definition.compute_dtype)
+
+
+@lru_cache(maxsize=1024)
+def _normal_space_once(kernel: Kernel, details: tuple[str, ...]) -> Kernel:
+    """Returns a kernel of fixed sizes in normal space, found once for all equal layers of a model."""
+    return normal_space(kernel, int)
 
 
 def _buffer(name: str, value: Value) -> Buffer:

@@ -64,7 +64,10 @@ class KernelPlan:
 
 @dataclass(frozen=True)
 class Placement:
-    """A way for a definition to join a kernel: their common space, the kernel's axes in it, the definition's point."""
+    """A way for a definition to join a kernel: their common space, the kernel's axes in it, the definition's point.
+
+    Axes that `kernel_axes` leaves out stay as they are.
+    """
 
     axes: tuple[Axis, ...]
     reduced: tuple[Axis, ...]
@@ -115,13 +118,13 @@ def placements(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iter
             if not _one_to_one(at, trace.axes) or not _keeps_kinds(kernel, trace, at):
                 continue
             if not _combines_in_order(definition) or _walks_alike(at[trace.kept :], own_reduced, kernel.reduced):
-                yield Placement(kernel.axes, kernel.reduced, {axis: axis for axis in kernel.space}, at)
+                yield Placement(kernel.axes, kernel.reduced, {}, at)
         if not kernel.reduced or own_reduced or not trace.axes:
             yield from _moves_to(kernel, trace, definition)
     elif kernel.reduced and not own_reduced and own_count == count_points(kernel.axes):
         for at in _maps_into(kernel, trace):
             if _one_to_one(at, trace.axes) and axes_of(at) <= set(kernel.axes):
-                yield Placement(kernel.axes, kernel.reduced, {axis: axis for axis in kernel.space}, at)
+                yield Placement(kernel.axes, kernel.reduced, {}, at)
 
 
 def _moves_to(kernel: KernelPlan, trace: Trace, definition: Definition) -> Iterator[Placement]:

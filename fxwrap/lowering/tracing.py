@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -173,16 +174,26 @@ class Tracer:
             known = self._traces[key] = trace_with(definition, lambda _: False)
         return known
 
+    def trace_inlining(self, definition: Definition, inlined: Callable[[Definition], bool]) -> Trace:
+        """Returns a definition's trace with some of what it reads inlined; the known one where it reads none such."""
+        known = self.trace(definition)
+        return trace_with(definition, inlined) if any(inlined(other) for other, _ in known.reads) else known
+
 
 def shared_source(definition: Definition) -> Definition | ReductionSource | ScanSource:
     """Returns what the parts of one reduction or scan have in common; else the definition itself."""
     return definition.source if isinstance(definition, Reduced | Scanned) else definition
 
 
+@lru_cache(maxsize=4096)
+def _axes(sizes: tuple[Size, ...]) -> tuple[Axis, ...]:
+    return tuple([Axis(f"u{number}", size) for number, size in enumerate(sizes)])
+
+
 def trace_with(definition: Definition, inlined: Callable[[Definition], bool]) -> Trace:
     """Returns a definition's trace with some of what it reads inlined."""
     sizes, kept = space_of(definition)
-    axes = tuple([Axis(f"u{number}", size) for number, size in enumerate(sizes)])
+    axes = _axes(sizes)
     reads: dict[tuple[Definition, Multi], None] = {}
     if isinstance(definition, Stored):
         return Trace(axes, kept, (), 0)

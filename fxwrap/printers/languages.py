@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 import torch
@@ -41,7 +41,18 @@ def print_kernel(request: KernelRequest) -> PrintedKernel:
 
     Raises FxwrapError for a language that has no printer, or a kernel that the language cannot say.
     """
-    return candidate_kernels(request)[0]()
+    kernel = request.kernel
+    if kernel.numbers:
+        return candidate_kernels(request)[0]()
+    return _printed_once(kernel, kernel.details, request.language, request.device)
+
+
+@lru_cache(maxsize=1024)
+def _printed_once(
+    kernel: Kernel, details: tuple[str, ...], language: str, device: torch.device
+) -> PrintedKernel:
+    """Prints a kernel of fixed sizes, once for all equal layers of a model."""
+    return candidate_kernels(KernelRequest(kernel, language, device, int))[0]()
 
 
 def candidate_kernels(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
