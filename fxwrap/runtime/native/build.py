@@ -50,6 +50,9 @@ KERNEL_FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv"),
     *_WIDEST_VECTORS,
 )
+# clang++ has no attribute for functions that glibc has vector versions of; it knows them by the name of their library.
+_CLANG_KERNEL_FLAGS = ("-fveclib=libmvec",)
+_VECTOR_MATH = "libmvec.so.1"
 _KERNEL_HEADER = "kernel.h"
 
 
@@ -129,7 +132,8 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
             path = folder / (f"{stem}.cpp" if index == 0 else f"{stem}_kernels_{index}.cpp")
             path.write_text(source.text, encoding="utf-8")
             objects.append(path.with_suffix(".o").name)
-            flags = (*_COMMON_FLAGS, *source.flags, "-I", str(_HERE))
+            own = compiler.kernel_flags if source.flags == KERNEL_FLAGS else ()
+            flags = (*_COMMON_FLAGS, *source.flags, *own, "-I", str(_HERE))
             commands.append([*compiler.command, *flags, "-c", path.name, "-o", objects[-1]])
         _run_all(commands, folder)
         bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
@@ -224,15 +228,16 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Compiler:
-    """A C++ compiler: its command, its version, and the shared C++ runtime to link where it has one.
+    """A C++ compiler: its command, its version, the shared runtimes to link, and flags of its own for kernels.
 
-    The runtime is named by its file, because some installations have no libstdc++.so for `-lstdc++` to find and then
-    link the static library: its streams crash beside the shared one that torch has loaded.
+    The C++ runtime is named by its file, because some installations have no libstdc++.so for `-lstdc++` to find and
+    then link the static library: its streams crash beside the shared one that torch has loaded.
     """
 
     command: tuple[str, ...]
     version: str
     runtime: tuple[str, ...]
+    kernel_flags: tuple[str, ...] = ()
 
 
 def _compiler() -> _Compiler:
@@ -251,9 +256,18 @@ def _compiler() -> _Compiler:
 @cache
 def _probe(command: tuple[str, ...]) -> _Compiler:
     version = _run([*command, "--version"], Path.cwd())
-    asked = subprocess.run([*command, "-print-file-name=libstdc++.so.6"], capture_output=True, text=True, check=False)
-    runtime = asked.stdout.strip()
-    return _Compiler(command, version, (runtime,) if os.path.isabs(runtime) else ())
+    runtime = _library_file(command, "libstdc++.so.6")
+    if "clang" not in version or platform.machine() not in ("x86_64", "AMD64"):
+        return _Compiler(command, version, runtime)
+    vector_math = _library_file(command, _VECTOR_MATH)
+    return _Compiler(command, version, (*runtime, *vector_math), _CLANG_KERNEL_FLAGS if vector_math else ())
+
+
+def _library_file(command: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """The file of a shared library where the compiler finds one, else nothing."""
+    asked = subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+    found = asked.stdout.strip()
+    return (found,) if os.path.isabs(found) else ()
 
 
 def _environment(compiler: _Compiler) -> str:
@@ -263,6 +277,7 @@ def _environment(compiler: _Compiler) -> str:
             shutil.which(compiler.command[0]) or "",
             compiler.version,
             *compiler.runtime,
+            *compiler.kernel_flags,
             torch.__version__,
             str(torch.__file__),
             str(sysconfig.get_config_var("SOABI")),

@@ -8,7 +8,8 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-// glibc has vector versions (libmvec) of these functions, accurate to 4 ULP; GCC calls them from vectorised loops.
+// glibc has vector versions (libmvec) of these functions, accurate to 4 ULP; GCC calls them from vectorised loops, and
+// Clang does so by a flag (build.py).
 #if defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__) && defined(__x86_64__)
 #if __GLIBC__ > 2 || __GLIBC_MINOR__ >= 35
 #define VECTOR_MATH __attribute__((simd("notinbranch"), const))
@@ -277,7 +278,7 @@ template <class T> INLINE T sigmoid(T x) { return T(1) / (T(1) + exp(-x)); }
 
 template <class T> INLINE T remainder(T a, T b) {
   const T rest = fmod(a, b);
-  return (rest != 0) & ((b < 0) != (rest < 0)) ? rest + b : rest;
+  return ((rest != 0) & ((b < 0) != (rest < 0))) ? rest + b : rest;
 }
 template <class T> INLINE T floor_divide(T a, T b) {
   if (b == 0) return a / b;
