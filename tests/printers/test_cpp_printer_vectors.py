@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Body, Buffer
+from fxwrap.loop_ir import Axis, Body, Buffer, Index, Scalar, as_index
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.kernels import load_kernel
 from tests.printers.cpp_kernels import BF16, F32, check, matrix, pointwise, reduction
@@ -49,3 +49,26 @@ def test_float32_sums_of_columns_keep_their_digits(sizes: tuple[int, int]) -> No
     load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), x, out)
     wanted = x.double().sum(0)
     assert float((out - wanted).norm() / wanted.norm()) < 1.2e-7
+
+
+def test_masks_are_gone_from_most_of_a_strided_window() -> None:
+    """A pool with padding: the parts of both axes that need no mask have a loop of their own."""
+
+    def formula(body: Body, row: Axis, column: Axis) -> None:
+        total = body.constant(0.0, F32)
+        for down in range(3):
+            for right in range(3):
+                high, wide = as_index(row) * 2 + (down - 1), as_index(column) * 2 + (right - 1)
+                inside = (body.index(high) >= 0) & (body.index(wide) >= 0) & (body.index(wide) < 39)
+
+                def load(high: Index = high, wide: Index = wide) -> Scalar:
+                    return body.load("x", high * 39 + wide, F32)
+
+                total = total + body.where(inside, load, 0.5)
+        body.store("out", matrix(row, column), total)
+
+    source = check(pointwise(formula, 12, 20, Buffer("x", F32, 25 * 39)))
+    inner = source.split("if (1 <= row && row < 12) {")[1].split("else {")[0]
+    loops = inner.split("for (int64_t column = ")[1:]
+    assert [loop.split(";")[0] for loop in loops] == ["0", "1", "19"]
+    assert "?" not in inner and "?" in source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from fxwrap.loop_ir import Axis, Kernel, Load, Reduce, Require, Scan, Store, operands
 from fxwrap.printers.cpp.body import Known, Statements, Writer
@@ -20,7 +20,7 @@ from fxwrap.printers.cpp.plan import (
     Plan,
     split_axis,
 )
-from fxwrap.printers.cpp.segments import Segment, segments_of
+from fxwrap.printers.cpp.segments import Segment, interior_of, segments_of
 from fxwrap.printers.cpp.types import CPP_TYPES
 from fxwrap.symbolic import product
 
@@ -129,13 +129,11 @@ class PointwisePrinter(LoopPrinter):
         if self.plan.tiled[1]:
             self.print_tiles(stores)
             return
-        segments = segments_of(self.kernel, lane)
-        if segments and outer and not inner:
+        if outer and not inner and segments_of(self.kernel, lane):
             with self.nest([self.head(axis) for axis in outer], self.parallel()):
                 self.hoist(known)
                 self.write_requirements(checked, known)
-                for segment in segments:
-                    self.print_segment(segment, lane, dict(known))
+                self.print_segments(outer, lane, known)
             return
         if not outer:
             with self.nest([self.head(lane)], self.parallel(" simd")):
@@ -170,6 +168,19 @@ class PointwisePrinter(LoopPrinter):
                 with self.nest([head], f"#pragma omp simd{self.clause}"):
                     self.write_requirements([place for place, _ in self.requirements if place not in fixed], known)
                     self.write_stores(stores, known)
+
+    def print_segments(self, outer: Sequence[Axis], lane: Axis, known: Known) -> None:
+        """Writes the vectorised loop in parts; twice where most iterations of another axis need no masks either."""
+        cases = [("", self.kernel)]
+        if interior := interior_of(self.kernel, outer, lane):
+            axis, inside = interior
+            condition = f"{inside.start} <= {axis.name} && {axis.name} < {inside.end}"
+            cases = [(f"if ({condition})", inside.kernel), ("else", self.kernel)]
+        for head, kernel in cases:
+            with self.writer.block(head) if head else nullcontext():
+                assert isinstance(lane.size, int)
+                for segment in segments_of(kernel, lane) or [Segment(0, lane.size, kernel)]:
+                    self.print_segment(segment, lane, dict(known))
 
     def print_segment(self, segment: Segment, lane: Axis, known: Known) -> None:
         """Writes the vectorised loop over a part of the axis's range."""

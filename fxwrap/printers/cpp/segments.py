@@ -6,6 +6,7 @@ This is what makes cat and pad plain copies: each part of the range loads from o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +24,7 @@ from fxwrap.loop_ir import (
     Operation,
     Require,
     Store,
+    as_index,
     map_operation,
 )
 
@@ -46,33 +48,70 @@ def segments_of(kernel: Kernel, axis: Axis) -> list[Segment]:
     for operation in kernel.operations:
         found = _comparison(kernel, operation, axis)
         if found is not None:
-            cuts |= {cut for cut in _cuts(*found) if 0 < cut < axis.size}
+            cuts |= {cut for cut in found.cuts if 0 < cut < axis.size}
     if not cuts or len(cuts) >= MOST_SEGMENTS:
         return []
     places = [0, *sorted(cuts), axis.size]
     return [Segment(start, end, _specialised(kernel, axis, start)) for start, end in itertools.pairwise(places)]
 
 
-def _comparison(kernel: Kernel, operation: Operation, axis: Axis) -> tuple[str, int] | None:
-    """Returns a comparison of the axis with a number, as its name and the number; None for other operations."""
+def interior_of(kernel: Kernel, axes: Sequence[Axis], lane: Axis) -> tuple[Axis, Segment] | None:
+    """Returns the part of one of the axes, most of its range, within which masks on strided loads are gone.
+
+    Compilers vectorise masked loads of neighbours, and of nothing else. `lane` is the vectorised axis.
+    """
+    if not any(isinstance(item, Load) and item.mask is not None and _strided(item, lane) for item in kernel.operations):
+        return None
+    for axis in reversed(axes):
+        if segments := segments_of(kernel, axis):
+            longest = max(segments, key=lambda item: item.end - item.start)
+            return (axis, longest) if 2 * (longest.end - longest.start) > segments[-1].end else None
+    return None
+
+
+def _strided(load: Load, lane: Axis) -> bool:
+    stride = load.index.stride(lane)
+    return stride is None or stride.constant not in (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Whether `scale` times an axis is less than, equal to ... a number. `scale` is positive."""
+
+    name: str
+    scale: int
+    number: int
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The places along the axis from which on it may be another truth than before."""
+        first_not_less, first_larger = -(-self.number // self.scale), self.number // self.scale + 1
+        return {"lt": (first_not_less,), "ge": (first_not_less,), "le": (first_larger,), "gt": (first_larger,)}.get(
+            self.name, (first_not_less, first_larger)
+        )
+
+    def holds(self, place: int) -> bool:
+        """Whether it is true at a place along the axis."""
+        left, right = self.scale * place, self.number
+        return {
+            "lt": left < right, "le": left <= right, "gt": left > right, "ge": left >= right, "eq": left == right,
+            "ne": left != right,
+        }[self.name]  # fmt: skip
+
+
+def _comparison(kernel: Kernel, operation: Operation, axis: Axis) -> _Comparison | None:
+    """Returns a comparison of the axis with a number; None for other operations."""
     if not isinstance(operation, Compute) or operation.name not in ("lt", "le", "gt", "ge", "eq", "ne"):
         return None
     left, right = [kernel.operations[place] for place in operation.operands]
     if not isinstance(left, IndexValue) or not isinstance(right, Constant):
         return None
-    offset = (left.index - axis).constant
-    return None if offset is None else (operation.name, int(right.value) - offset)
-
-
-def _cuts(name: str, number: int) -> tuple[int, ...]:
-    return {"lt": (number,), "ge": (number,), "le": (number + 1,), "gt": (number + 1,)}.get(name, (number, number + 1))
-
-
-def _holds(name: str, left: int, right: int) -> bool:
-    return {
-        "lt": left < right, "le": left <= right, "gt": left > right, "ge": left >= right, "eq": left == right,
-        "ne": left != right,
-    }[name]  # fmt: skip
+    stride = left.index.stride(axis)
+    scale = None if stride is None else stride.constant
+    if scale is None or scale <= 0:
+        return None
+    offset = (left.index - as_index(axis) * scale).constant
+    return None if offset is None else _Comparison(operation.name, scale, int(right.value) - offset)
 
 
 def _specialised(kernel: Kernel, axis: Axis, start: int) -> Kernel:
@@ -89,7 +128,7 @@ def _specialised(kernel: Kernel, axis: Axis, start: int) -> Kernel:
         operation = map_operation(old, same.__getitem__, index)
         found = _comparison(kernel, old, axis)
         if found is not None:
-            truth[place] = _holds(found[0], start, found[1])
+            truth[place] = found.holds(start)
         elif isinstance(operation, Compute):
             _fold(operation, place, same, truth)
             _fold_cast(operation, place, same, new)
