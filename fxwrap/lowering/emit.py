@@ -127,7 +127,7 @@ class Emission:
                 built = self._overwriting(definition, value, built)
             else:
                 built = self._in_place(definition, value, built, item) or self._allocated(definition, value, built)
-            if isinstance(definition, Scattered):
+            if isinstance(definition, Scattered) and self.values[definition] != self.values.get(definition.initial):
                 self._copy_initial(definition)
         self._launch(plan, built)
 
@@ -172,13 +172,20 @@ class Emission:
         return merged
 
     def _in_place(self, definition: Definition, planned: Value, built: BuiltKernel, item: Item) -> BuiltKernel | None:
-        """Returns the kernel with an output in the memory of an input that nothing else needs, if there is one."""
+        """Returns the kernel with an output in memory that nothing else needs, if there is some.
+
+        It is an input's, or what a scatter begins with, which then need not be copied.
+        """
         fake = self.defining.fake_of.get(definition)
-        if fake is None or isinstance(definition, Scattered):
+        if fake is None:
             return None
         assert item.kernel is not None
         dying = self._dying_at(item, item.kernel.reads)
-        for source in built.overwritable(planned):
+        if isinstance(definition, Scattered):
+            sources = [] if (initial := self._initial(definition, planned, built)) is None else [initial]
+        else:
+            sources = built.overwritable(planned)
+        for source in sources:
             if source not in dying or not same_memory(source.tensor_type, planned.tensor_type):
                 continue
             root = self.builder.root_of[source.name]
@@ -190,8 +197,18 @@ class Emission:
             self.builder.share_root(fake, root)
             self.builder.mutated.add(root.name)
             self.values[definition] = value
+            if isinstance(definition, Scattered):
+                return built.with_output(planned, value)
             return built.overwriting(source, planned, value)
         return None
+
+    def _initial(self, definition: Scattered, planned: Value, built: BuiltKernel) -> Value | None:
+        """Returns what a scatter begins with, where that is a tensor like its result that the kernel does not read."""
+        found = self.values.get(definition.initial)
+        if found is None or found.type != planned.type:
+            return None
+        root = self.builder.root_of[found.name]
+        return None if any(self.builder.root_of[value.name] is root for value in built.inputs) else found
 
     def _dying_at(self, item: Item, read: Iterable[Definition]) -> list[Value]:
         """Returns the values that are roots, among what an item reads, and that it is the last to read."""

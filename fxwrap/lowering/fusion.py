@@ -114,8 +114,11 @@ class Fusion:
         return [*found, *(item for definition in found for item in self._readers.get(definition, ()))]  # type: ignore[call-overload]
 
     def last_readers(self) -> dict[Definition, Item]:
-        """Returns the last item that reads each definition."""
-        return {definition: max(items, key=lambda item: item.key) for definition, items in self._readers.items()}
+        """Returns the last item that reads each definition, in the order of `items`."""
+        place = {id(item): number for number, item in enumerate(self.items())}
+        return {
+            definition: max(items, key=lambda item: place[id(item)]) for definition, items in self._readers.items()
+        }  # fmt: skip
 
     def items(self) -> list[Item]:
         """Returns calls and kernels in an order in which each comes after what it depends on."""

@@ -157,7 +157,9 @@ class BodyReader:
     def scattered(self, definition: Scattered, at: Indices) -> tuple[Sequence[Index], Scalar]:
         """Returns where a scatter writes at an element of its space, and what."""
         with self.body.origins(definition.origin):
-            return definition.body(self, at)
+            found = definition.body(self, at)
+        self.ran[definition] = None
+        return found
 
 
 class Tracer:
