@@ -47,6 +47,16 @@ def test_long_chains_are_one_kernel() -> None:
     assert len(check(function, torch.randn(3, 3)).launches) == 1
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_kernel_computes_is_read_at_computed_positions_by_another(size: int) -> None:
+    def function(x: Tensor, index: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        z = x.exp()
+        return z.index_copy(0, index, y), y * z.index_select(0, index)
+
+    launches = check(function, torch.randn(size), torch.arange(size).flip(0), torch.randn(size)).launches
+    assert len(launches) == 3 + (size > 1)  # the only element of a tensor is at a known position
+
+
 def test_what_a_call_writes_and_gives_back_is_the_operand() -> None:
     def function(x: Tensor) -> Tensor:
         return x.copy_(x.flip(0) + 1) * 2
