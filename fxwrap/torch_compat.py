@@ -39,12 +39,19 @@ from torch._prims_common import elementwise_dtypes as elementwise_dtypes
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    CallMethodKey,
+    ConvertIntKey,
+    DimDynamic,
+    DivideByKey,
+    ShapeEnv,
+)
 from torch.fx.node import has_side_effect
 
 # Why: nested inputs and outputs are flattened as torch.compile does it; torch.utils.pytree is not public yet.
 # Checked on 2.11, 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import SequenceKey
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
@@ -172,6 +179,53 @@ def symbol_hint(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | 
     """Give the size a symbolic number had when the graph was traced, or None for an unbacked one."""
     hint = number.node.hint if number.node.has_hint() else None
     return hint if isinstance(hint, int | float) else None
+
+
+def shape_env_in(tree: Any) -> ShapeEnv | None:
+    """Give the ShapeEnv of the first fake value in nested results that has one."""
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, FakeTensor) and leaf.fake_mode.shape_env is not None:
+            found: ShapeEnv = leaf.fake_mode.shape_env
+            return found
+        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            known: ShapeEnv | None = leaf.node.shape_env
+            return known
+    return None
+
+
+# Why: where a node's unbacked symbols are found in its result is metadata without a public reader; it may speak of
+# symbols that were renamed or solved since. Checked on 2.11, 2.13.
+
+
+def unbacked_bindings(node: torch.fx.Node, fakes: Any) -> list[tuple[sympy.Basic, tuple[tuple[str, int], ...]]]:
+    """Give what is found at each key path of a node's result, as the ShapeEnv knows it by now, and the path.
+
+    Steps are ("at", index), ("size", 0), ("stride", 0), ("storage_offset", 0), ("divide", constant) and ("truth", 0).
+    """
+    bindings, shape_env = node.meta.get("unbacked_bindings"), shape_env_in(fakes)
+    if not bindings or shape_env is None:
+        return []
+    found = []
+    for symbol, path in bindings.items():
+        steps = [_path_step(key) for key in path]
+        if all(step is not None for step in steps):
+            renamed = shape_env.unbacked_renamings.get(symbol, symbol)
+            found.append((shape_env.replace(renamed), tuple([step for step in steps if step is not None])))
+    return found
+
+
+def _path_step(key: Any) -> tuple[str, int] | None:
+    match key:
+        case SequenceKey():
+            return "at", key.idx
+        case CallMethodKey():
+            return key.name, 0
+        case DivideByKey():
+            return "divide", int(key.divisor)
+        case ConvertIntKey():
+            return "truth", 0
+        case _:
+            return None
 
 
 @cache

@@ -1,70 +1,222 @@
-"""Numbers that exist only when a program runs: read from tensors, found in results of operators, and asserted."""
+"""Numbers that exist only when a program runs: read from tensors, found in results of operators, and asserted.
+
+Where a graph says by what key path of a node's result its symbols are found (`meta["unbacked_bindings"]`), that is
+followed. Where it does not, a symbol is looked for in the sizes and strides of the result.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
+import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import Assert, Bind, Item
+from fxwrap.lines import Assert, Bind, Item, Let
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.source import location_of
-from fxwrap.lowering.symbols import symbol_info
-from fxwrap.symbolic import SymbolInfo
+from fxwrap.lowering.symbols import known_info, linear_parts, solution
+from fxwrap.symbolic import (
+    Size,
+    SymbolInfo,
+    canonical,
+    ceiling_divide,
+    make_symbol,
+    maximum,
+    minimum,
+    product,
+    total,
+)
+from fxwrap.torch_compat import Where, unbacked_bindings
 from fxwrap.wrapper_ir import Tag, TensorType, Value
+
+_SELECT, _SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
+_END = 2**62
+
+
+# --- numbers read from tensors, and conditions ------------------------------------------------------------------------
 
 
 def lower_item(builder: Builder, node: Node, fake: Any) -> None:
     """Reads the number that an element of a tensor is, as a symbol."""
     expression = builder.expression(fake)
-    is_truth = isinstance(expression, sympy.Eq) and expression.rhs == 1  # what a ShapeEnv writes for a bool
-    symbol = expression.lhs if is_truth else expression
-    if not isinstance(symbol, sympy.Symbol):
+    symbol = _truth_symbol(expression) or expression
+    if isinstance(symbol, sympy.Symbol) and symbol.name not in builder.known_symbols:
+        info = SymbolInfo(symbol.name, 0, 1) if symbol is not expression else known_info(builder, symbol, fake)
+    elif isinstance(symbol, sympy.Basic) and _unknown(builder, symbol):
         raise _error(node, f"the number read from a tensor is {expression}, not a symbol", "Read it with .item()")
-    info = SymbolInfo(symbol.name, 0, 1) if is_truth else symbol_info(builder, fake)
+    else:  # the graph knows what the number is; reading it is an effect that stays
+        info = SymbolInfo(builder.state.fresh_symbol("f" if isinstance(fake, torch.SymFloat | float) else "u"))
     builder.known_symbols.add(info.name)
     builder.emit(Item(info, builder.env[node.args[0]], origin=builder.origin(node)))  # type: ignore[index]
     builder.env[node] = expression
 
 
+def _truth_symbol(expression: Any) -> sympy.Symbol | None:
+    """Returns the symbol u of `u == 1`, which is what a ShapeEnv writes for a bool."""
+    is_truth = isinstance(expression, sympy.Eq) and expression.rhs == 1 and isinstance(expression.lhs, sympy.Symbol)
+    return expression.lhs if is_truth else None
+
+
 def lower_assert(builder: Builder, node: Node, condition: Any, message: str) -> None:
     """A condition over symbols is a line of its own; one that always holds is none."""
     builder.env[node] = None
-    if condition is not True:
+    if condition is not True and condition is not sympy.true:
         builder.emit(Assert(condition, message, origin=builder.origin(node)))
 
 
+# --- symbols of results -----------------------------------------------------------------------------------------------
+
+
+def bind_results(builder: Builder, node: Node, fakes: Sequence[Any], results: Sequence[Any]) -> None:
+    """Binds each unbacked symbol that the results of a node bring: one tree of values a return of its operator.
+
+    Raises GraphError for a symbol that no result gives.
+    """
+    for value, fake in _paired(results, fakes):
+        if not isinstance(value.type, TensorType):
+            builder.numbers[value.name] = builder.expression(fake)
+    single = len(results) == 1
+    for expression, path in unbacked_bindings(node, fakes):
+        found = _followed(results[0] if single else tuple(results), path)
+        if found is not None:
+            _bind(builder, node, builder.ours(expression), *found)
+    for value, fake in _paired(results, fakes):
+        if isinstance(value.type, TensorType):
+            bind_symbols(builder, node, value)
+        else:
+            _bind(builder, node, builder.expression(fake), value, ())
+
+
+def _paired(results: Any, fakes: Any) -> list[tuple[Value, Any]]:
+    """Returns the values of nested results, each with its fake."""
+    if isinstance(results, Value):
+        return [(results, fakes)]
+    if not isinstance(results, tuple | list):
+        return []
+    return [pair for result, fake in zip(results, fakes, strict=True) for pair in _paired(result, fake)]
+
+
+def _followed(tree: Any, path: Sequence[tuple[str, int]]) -> tuple[Value, tuple[Tag, ...]] | None:
+    """Returns the value that a key path leads to, and the steps from there; None where nothing keeps that result."""
+    steps = list(path)
+    while isinstance(tree, tuple) and steps and steps[0][0] == "at":
+        tree = tree[steps.pop(0)[1]]
+    if not isinstance(tree, Value):
+        return None
+    tags: list[Tag] = []
+    while steps:
+        name, argument = steps.pop(0)
+        match name:
+            case "size" | "stride":
+                tags.append(Tag(name, (steps.pop(0)[1],)))
+            case "storage_offset" | "truth":
+                tags.append(Tag(name, ()))
+            case _:
+                tags.append(Tag({"at": "element"}.get(name, name), (argument,)))
+    return tree, tuple(tags)
+
+
 def bind_symbols(builder: Builder, node: Node, value: Value) -> None:
-    """Binds each unbacked symbol that stands alone in a result's sizes, strides or offset, or is the result itself."""
-    if not isinstance(value.type, TensorType):
-        fake = builder.fakes[node]
-        expression = builder.expression(fake)
-        builder.numbers[value.name] = expression
-        if isinstance(expression, sympy.Symbol) and expression.name not in builder.known_symbols:
-            _bind(builder, node, expression, value, ())
-        return
-    type_ = value.type
+    """Binds each symbol of a result's type that is not known yet and that a size or a stride gives."""
+    type_ = value.tensor_type
     if all(type(number) is int for number in (*type_.sizes, *type_.strides)):
         return
-    places = [("size", dim, size) for dim, size in enumerate(type_.sizes)]
-    places += [("stride", dim, stride) for dim, stride in enumerate(type_.strides)]
-    for step, dim, number in places:
-        if isinstance(number, sympy.Symbol) and number.name not in builder.known_symbols:
+    for step, numbers in (("size", type_.sizes), ("stride", type_.strides)):
+        for dim, number in enumerate(numbers):
             _bind(builder, node, number, value, (Tag(step, (dim,)),))
-    missing = [symbol.name for _, _, number in places if isinstance(number, sympy.Basic)
-               for symbol in number.free_symbols if symbol.name not in builder.known_symbols]  # fmt: skip
+    missing = {symbol for number in (*type_.sizes, *type_.strides) for symbol in _unknown(builder, number)}
     if missing:
-        reason = f"the symbol {missing[0]} in the result's type {type_} cannot be read off the result"
+        names = ", ".join(sorted(symbol.name for symbol in missing))
+        reason = f"the symbol {names} in the result's type {type_} cannot be read off the result"
         raise _error(node, reason, "Return the size itself from the operator")
 
 
-def _bind(builder: Builder, node: Node, symbol: sympy.Symbol, value: Value, path: tuple[Tag, ...]) -> None:
+def _unknown(builder: Builder, number: Any) -> set[sympy.Symbol]:
+    if not isinstance(number, sympy.Basic):
+        return set()
+    return {symbol for symbol in number.free_symbols if symbol.name not in builder.known_symbols}
+
+
+def _bind(builder: Builder, node: Node, expression: Any, value: Value, path: tuple[Tag, ...]) -> None:
+    """Binds the one unknown symbol of what a key path leads to, where it can be solved for."""
+    unknown = _unknown(builder, expression)
+    if len(unknown) != 1:
+        return
+    symbol, origin = next(iter(unknown)), builder.origin(node)
+    info = known_info(builder, symbol, builder.fakes[node])
+    if expression == symbol:
+        builder.emit(Bind(info, value, path, origin=origin))
+    elif _truth_symbol(expression) is not None:
+        builder.emit(Bind(info, value, (*path, Tag("truth", ())), origin=origin))
+    else:
+        parts = linear_parts(expression, symbol)
+        if parts is None:
+            return
+        factor, rest = (canonical(part) for part in parts)
+        if isinstance(factor, int) and factor > 0 and rest == 0:
+            builder.emit(Bind(info, value, (*path, Tag("divide", (factor,))), origin=origin))
+        else:
+            whole = make_symbol(builder.state.fresh_symbol("n"))
+            builder.known_symbols.add(whole.name)
+            builder.emit(Bind(SymbolInfo(whole.name), value, path, origin=origin))
+            builder.emit(Let(info, solution(whole, *parts), origin=origin))
     builder.known_symbols.add(symbol.name)
-    builder.emit(
-        Bind(builder.infos.get(symbol.name, SymbolInfo(symbol.name)), value, path, origin=builder.origin(node))
-    )
+
+
+# --- views at numbers that are read from tensors ----------------------------------------------------------------------
+
+
+def derive_symbols(builder: Builder, node: Node) -> None:
+    """Gives the symbols that a view at unbacked positions brings what they are: expressions of symbols known before.
+
+    A graph has a new symbol for the size and the offset of `x[a:b]` and for the offset of `x[a]`.
+    """
+    if node.target not in (_SELECT, _SLICE) or "unbacked_bindings" not in node.meta:
+        return
+    fake, base = builder.fakes[node], builder.fakes[node.args[0]]  # type: ignore[index]
+    dim = _argument(builder, node, 1, 0) % max(base.dim(), 1)
+    size, stride = builder.size(base.shape[dim]), builder.size(base.stride(dim))
+    if node.target is _SELECT:
+        start, count = _wrapped(_argument(builder, node, 2, 0), size), None
+    else:
+        step = _argument(builder, node, 4, 1)
+        start = minimum(maximum(_wrapped(_argument(builder, node, 2, None) or 0, size), 0), size)
+        end = _argument(builder, node, 3, None)
+        end = size if end is None or (isinstance(end, int) and end >= _END) else _wrapped(end, size)
+        count = ceiling_divide(maximum(total((minimum(end, size), _negated(start))), 0), step)
+    offset = total((builder.size(base.storage_offset()), product((start, stride))))
+    for expression, path in unbacked_bindings(node, (fake,)):
+        meaning = offset if path[0][0] == "storage_offset" else count
+        if isinstance(expression, sympy.Symbol) and meaning is not None:
+            builder.symbols[expression] = sympy.sympify(meaning)
+
+
+def fails_at_run_time(node: Node) -> bool:
+    """Whether a view is of an element at an unbacked position: eager checks it, so the operator itself is called."""
+    return node.target is _SELECT and "unbacked_bindings" in node.meta
+
+
+def _argument(builder: Builder, node: Node, position: int, default: Any) -> Any:
+    if position >= len(node.args):
+        return default
+    given = node.args[position]
+    return builder.expression(builder.fakes[given] if isinstance(given, Node) else given)
+
+
+def _wrapped(position: Size, size: Size) -> Size:
+    """Returns a position counted from the front: negative ones are counted from the end."""
+    if isinstance(position, int):
+        return position if position >= 0 else total((size, position))
+    wrapped = sympy.sympify(total((size, position)))
+    found: Size = canonical(Where(sympy.Lt(position, 0, evaluate=False), wrapped, position, evaluate=False))
+    return found
+
+
+def _negated(size: Size) -> Size:
+    return product((size, -1))
 
 
 def _error(node: Node, reason: str, remedy: str) -> GraphError:

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.loop_ir import KERNEL_DTYPES
+from fxwrap.lowering.binding import derive_symbols
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.definitions import (
     Definition,
@@ -104,6 +105,7 @@ class Defining:
 
     def call(self, node: Node, position: int) -> None:
         """Takes a call_function node."""
+        derive_symbols(self.builder, node)
         fake = self.builder.fakes[node]
         if node.target is operator.getitem and isinstance(self.known.get(node.args[0]), tuple):  # type: ignore[arg-type]
             self.known[node] = self.known[node.args[0]][node.args[1]]  # type: ignore[index]

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from fxwrap.errors import GraphError
 from fxwrap.lines import Call, Mutate, View
-from fxwrap.lowering.binding import bind_symbols, lower_assert, lower_item
+from fxwrap.lowering.binding import bind_results, fails_at_run_time, lower_assert, lower_item
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.fallbacks import lower_placing, placing_of
 from fxwrap.lowering.operators import OperatorFacts, operator_facts
@@ -89,7 +89,7 @@ def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any,
         return
     if facts.written:
         _lower_mutation(builder, node, facts, arguments, keywords, fake)
-    elif facts.aliased is not None and (base := _view_base(builder, facts, arguments, fake)) is not None:
+    elif facts.aliased is not None and (base := _view_base(builder, node, facts, arguments, fake)) is not None:
         builder.env[node] = _views(builder, node, base, fake)
     else:
         effects = facts.effects(_devices(arguments, keywords, fake))
@@ -108,10 +108,12 @@ def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any,
         _finish(builder, node, facts, results)
 
 
-def _view_base(builder: Builder, facts: OperatorFacts, arguments: tuple[Any, ...], fake: Any) -> Value | None:
+def _view_base(
+    builder: Builder, node: Node, facts: OperatorFacts, arguments: tuple[Any, ...], fake: Any
+) -> Value | None:
     """Returns the value that all results are plain strided windows on, or None."""
     base = arguments[facts.aliased] if facts.aliased is not None and facts.aliased < len(arguments) else None
-    if not isinstance(base, Value):
+    if not isinstance(base, Value) or fails_at_run_time(node):
         return None
     base_fake = builder.fake_of[base.name]
     results = fake if isinstance(fake, tuple | list) else (fake,)
@@ -194,9 +196,8 @@ def _results(
 
 def _finish(builder: Builder, node: Node, facts: OperatorFacts, results: tuple[Any, ...]) -> None:
     """Records what a node stands for, and binds the symbols that its results bring."""
-    for leaf in leaves(results):
-        if isinstance(leaf, Value):
-            bind_symbols(builder, node, leaf)
+    fake = builder.fakes[node]
+    bind_results(builder, node, () if not results else (fake,) if facts.return_count == 1 else fake, results)
     whole = None if not results else results[0] if facts.return_count == 1 else results
     builder.env[node] = map_leaves(whole, lambda leaf: builder.numbers.get(leaf.name, leaf) if leaf else leaf)
 

@@ -19,7 +19,7 @@ from fxwrap.errors import GraphError
 from fxwrap.lines import Let, SizeOf
 from fxwrap.lowering.builder import Builder
 from fxwrap.symbolic import SymbolInfo, canonical, expression_kind, floor_divide, make_symbol, maximum, product, total
-from fxwrap.torch_compat import CleanDiv, symbol_bounds, symbol_hint, symbolic_number
+from fxwrap.torch_compat import CleanDiv, shape_env_in, symbol_bounds, symbol_hint, symbolic_number
 from fxwrap.wrapper_ir import Size, TensorType, Value
 
 _PREFIXES = {"int": "n", "float": "f", "bool": "b"}
@@ -44,12 +44,12 @@ def _info(builder: Builder, number: Any, name: str) -> SymbolInfo:
 
 
 def known_info(builder: Builder, symbol: sympy.Symbol, number: Any) -> SymbolInfo:
-    """Returns what is known of a symbol of the program, of which `number` is any expression of the same ShapeEnv."""
+    """Returns what is known of a symbol of the program; `number` is any fake value that has the same ShapeEnv."""
     found = builder.infos.get(symbol.name)
     if found is not None:
         return found
     original = next((torchs for torchs, ours in builder.symbols.items() if ours == symbol), None)
-    shape_env = getattr(getattr(number, "node", None), "shape_env", None)
+    shape_env = shape_env_in(number)
     if original is None or shape_env is None:
         return SymbolInfo(symbol.name)
     return _info(builder, symbolic_number(shape_env, original, expression_kind(symbol)), symbol.name)
@@ -84,7 +84,7 @@ def _solve_all(pending: list[sympy.Basic], known: set[sympy.Symbol]) -> list[sym
         rest = []
         for expression in pending:
             unknown = expression.free_symbols - known
-            if len(unknown) == 1 and _parts(expression, next(iter(unknown))) is not None:
+            if len(unknown) == 1 and linear_parts(expression, next(iter(unknown))) is not None:
                 known |= unknown
             elif unknown:
                 rest.append(expression)
@@ -101,10 +101,10 @@ def _numbers(fake: Any) -> Iterator[Any]:
         yield fake
 
 
-def _parts(expression: Any, symbol: sympy.Symbol) -> tuple[Any, Any] | None:
+def linear_parts(expression: Any, symbol: sympy.Symbol) -> tuple[Any, Any] | None:
     """Returns factor and rest of `factor*symbol + rest`, free of the symbol; None for what has another form."""
     if isinstance(expression, CleanDiv):  # exact by definition
-        inner = _parts(expression.args[0], symbol)
+        inner = linear_parts(expression.args[0], symbol)
         return None if inner is None or inner[1] != 0 else (inner[0] / expression.args[1], sympy.S.Zero)
     if not isinstance(expression, sympy.Add | sympy.Mul):
         return None
@@ -203,7 +203,7 @@ def _solve(builder: Builder, equation: _Equation) -> bool:
     if not unknown:
         return True
     symbol = next(iter(unknown))
-    parts = _parts(equation.expression, symbol) if len(unknown) == 1 else None
+    parts = linear_parts(equation.expression, symbol) if len(unknown) == 1 else None
     if parts is None:
         return False
     whole = equation.symbol
@@ -213,11 +213,11 @@ def _solve(builder: Builder, equation: _Equation) -> bool:
         _take(builder, _info(builder, equation.number, whole.name), equation.value, equation.dim, equation.of)
     info = known_info(builder, symbol, equation.number)
     builder.known_symbols.add(symbol.name)
-    builder.emit(Let(info, _solution(whole, *parts)))
+    builder.emit(Let(info, solution(whole, *parts)))
     return True
 
 
-def _solution(whole: sympy.Symbol, factor: sympy.Expr, rest: sympy.Expr) -> Size:
+def solution(whole: sympy.Symbol, factor: sympy.Expr, rest: sympy.Expr) -> Size:
     """Returns `(whole - rest) / factor`, which is exact. A factor that is no number may be 0, and then all is 0."""
     numerator, denominator = sympy.fraction(factor)
     multiple = product((total((whole, canonical(-rest))), canonical(denominator)))
