@@ -104,8 +104,11 @@ class Body:
         return self._combine(Scan(kind, (value.position,), dtype, self.origin), SCANS[kind])
 
     def gathered(self, position: Scalar, size: Size) -> Index:
-        """Returns a computed int64 position, known to be within 0 to size - 1, as an index."""
-        return as_index(Gathered(position.position, size))
+        """Returns a computed int64 position, known to be within 0 to size - 1, as an index.
+
+        Where there is one position it is 0: so a kernel's own element is known for what it is.
+        """
+        return as_index(0 if size == 1 else Gathered(position.position, size))
 
     def store(
         self, buffer: str, index: IndexLike, value: Scalar, mask: Scalar | None = None, mode: str = "set"
