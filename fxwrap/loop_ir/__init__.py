@@ -44,6 +44,7 @@ from fxwrap.loop_ir.kernel import map_operation as map_operation
 from fxwrap.loop_ir.kernel import operands as operands
 from fxwrap.loop_ir.kernel import print_kernel as print_kernel
 from fxwrap.loop_ir.kernel import print_operation as print_operation
+from fxwrap.loop_ir.numbers import with_named_numbers as with_named_numbers
 from fxwrap.loop_ir.operations import INTEGERS as INTEGERS
 from fxwrap.loop_ir.operations import KERNEL_DTYPES as KERNEL_DTYPES
 from fxwrap.loop_ir.operations import OPERATIONS as OPERATIONS

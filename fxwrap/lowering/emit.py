@@ -11,7 +11,7 @@ from torch.fx import Node
 from fxwrap.device_spec import DeviceSpec
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Launch, View
-from fxwrap.loop_ir import Kernel, as_index, split_reductions
+from fxwrap.loop_ir import Kernel, as_index, split_reductions, with_named_numbers
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.define import Defining, copy_of, definitions_in
 from fxwrap.lowering.definitions import Definition, Scattered, Written, viewed_base
@@ -23,7 +23,7 @@ from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.tracing import trace_with
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter, KernelRequest, PrintedKernel
-from fxwrap.symbolic import Size, maximum, product
+from fxwrap.symbolic import Size, bounds, canonical, evaluate, maximum, product
 from fxwrap.torch_compat import HigherOrderOperator
 from fxwrap.wrapper_ir import KernelDefinition, Origin, TensorType, Value
 
@@ -238,22 +238,35 @@ class Emission:
             type_ = TensorType(buffer.dtype, (buffer.extent,), (1,), device)
             values[buffer.name] = self.builder.add_buffer(f"{built.outputs[0].name}_parts", type_)
             self.builder.emit(Alloc(values[buffer.name], origin=self._origin(built.computed)))
-        for kernel in kernels:
-            printed = self._printed(plan, kernel, built)
+        for unnamed in kernels:
+            kernel, formulas = with_named_numbers(unnamed)
+            printed = self._printed(plan, kernel, built, formulas)
             wish = kernel_name(built.computed)
             definition = KernelDefinition(wish, printed.language, printed.source, printed.signature, printed.options)
             name = self.builder.state.add_kernel(definition)
-            arguments: tuple[Any, ...] = (*[values[buffer.name] for buffer in kernel.inputs], *kernel.numbers)
+            numbers = [formulas.get(symbol, symbol) for symbol in kernel.numbers]
+            arguments: tuple[Any, ...] = (*[values[buffer.name] for buffer in kernel.inputs], *numbers)
             outs = tuple([values[buffer.name] for buffer in kernel.outputs])
-            self.builder.emit(Launch(name, arguments, outs, printed.grid, origin=self._origin(built.computed)))
+            grid = tuple([_in_terms_of(size, formulas) for size in printed.grid])
+            self.builder.emit(Launch(name, arguments, outs, grid, origin=self._origin(built.computed)))
 
-    def _printed(self, plan: KernelPlan, kernel: Kernel, built: BuiltKernel) -> PrintedKernel:
+    def _printed(
+        self, plan: KernelPlan, kernel: Kernel, built: BuiltKernel, formulas: Mapping[sympy.Symbol, sympy.Basic]
+    ) -> PrintedKernel:
         spec = self._specs[plan.device_type]
         language = self.options.cpu_kernels if plan.device_type == "cpu" else spec.kernel_language
         limits = {name: info.upper for name, info in self.builder.infos.items() if isinstance(info.upper, int)}
+        for symbol, formula in formulas.items():
+            limits.pop(symbol.name, None)  # names within the kernel are its own
+            upper = bounds(formula, self.builder.infos)[1]
+            limits |= {symbol.name: upper} if isinstance(upper, int) else {}
+
+        def hint(size: Size) -> int:
+            return self.hint(_in_terms_of(size, formulas))
+
         try:
             device = plan.members[0].use.definition.device
-            return self.print_kernel(KernelRequest(kernel, language, device, self.hint, limits))
+            return self.print_kernel(KernelRequest(kernel, language, device, hint, limits))
         except FxwrapError as error:
             raise KernelRefused(frozenset(self._origin(built.computed).nodes), str(error)) from error
 
@@ -269,6 +282,14 @@ class Emission:
         return Origin(names, ", ".join(operators), last.location, last.module)
 
 
+def _in_terms_of(size: Size, formulas: Mapping[sympy.Symbol, sympy.Basic]) -> Size:
+    """Returns a size with the names of numbers within a kernel replaced by what the launch computes them as."""
+    if not formulas or isinstance(size, int):
+        return size
+    found: Size = canonical(size.xreplace(dict(formulas)))
+    return found
+
+
 def contiguous_strides(sizes: Sequence[Size]) -> tuple[Size, ...]:
     """Returns row-major strides, as torch gives them: a dimension of no element counts as one of one."""
     return tuple([product(maximum(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes))])
@@ -280,8 +301,8 @@ def symbol_hints(builder: Builder) -> Callable[[Size], int]:
     def hint(size: Size) -> int:
         if isinstance(size, int):
             return size
-        values = {symbol: _symbol_hint(builder, symbol) for symbol in size.free_symbols}
-        return max(int(size.subs(values)), 0)
+        values = {symbol.name: _symbol_hint(builder, symbol) for symbol in size.free_symbols}
+        return max(int(evaluate(size, values)), 0)
 
     return hint
 
