@@ -10,9 +10,9 @@ from torch.fx import Node
 
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.kernels import extent_of
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, make_symbol
 from fxwrap.torch_compat import storage_identity
-from fxwrap.wrapper_ir import Program, live_bytes
+from fxwrap.wrapper_ir import Program, live_bytes, symbol_infos
 
 
 def peak_note(program: Program, builder: Builder, nodes: list[Node], hint: Callable[[Size], int]) -> str:
@@ -23,6 +23,8 @@ def peak_note(program: Program, builder: Builder, nodes: list[Node], hint: Calla
     values = {str(name): info.hint for name, info in builder.infos.items() if info.hint is not None}
     unknown = {symbol: hint(builder.symbols[symbol]) for symbol in builder.symbols}
     hints = {str(builder.symbols[symbol]): number for symbol, number in unknown.items()} | values
+    inner = {name: hint(make_symbol(name)) for name in symbol_infos(program) if name not in hints}  # those of blocks
+    hints |= inner
     fused = live_bytes(program, hints, include_inputs=False, include_constants=False).peak
     called = _called_peak(builder, nodes, hint)
     return f"{fused} bytes, {called} without fusion" if fused > called else ""
