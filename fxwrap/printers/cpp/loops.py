@@ -17,6 +17,8 @@ from fxwrap.printers.cpp.plan import (
     PARALLEL_WORK,
     PART,
     SCATTER_BLOCK,
+    STREAMED_LANES,
+    STREAMED_PART,
     Plan,
     split_axis,
 )
@@ -198,18 +200,18 @@ class PointwisePrinter(LoopPrinter):
         heads = [self.head(item) for item in self.kernel.axes if item is not lane and item is not axis]
         for item in (axis, lane):
             start = f"{item.name}_0"
-            heads.append(f"for (int64_t {start} = 0; {start} < {size_text(item.size)}; {start} += {self.plan.tile})")
+            heads.append(f"for (int64_t {start} = 0; {start} < {size_text(item.size)}; {start} += tile)")
+        width = max(self.statements.dtype(place).itemsize for place in loads)
+        self.writer.line(f"constexpr int tile = tile_size({self.plan.tile}, {width});")
         known: Known = {}
         with self.nest(heads, self.parallel()):
             ends = []
             for item, name in ((axis, "height"), (lane, "width")):
                 size = size_text(item.size)
                 whole = isinstance(item.size, int) and item.size % self.plan.tile == 0
-                ends.append(str(self.plan.tile) if whole else name)
+                ends.append("tile" if whole else name)
                 if not whole:
-                    self.writer.line(
-                        f"const int {name} = int(fxwrap::min<int64_t>({self.plan.tile}, {size} - {item.name}_0));"
-                    )
+                    self.writer.line(f"const int {name} = int(fxwrap::min<int64_t>(tile, {size} - {item.name}_0));")
             for place in loads:
                 known[place] = self.load_tile(place, axis, lane, *ends)
             rows = f"for (int64_t {axis.name} = {axis.name}_0; {axis.name} < {axis.name}_0 + {ends[0]}; ++{axis.name})"
@@ -228,7 +230,7 @@ class PointwisePrinter(LoopPrinter):
         corner = load.index.substitute({item: Axis(f"{item.name}_0", item.size) for item in (axis, lane)})
         stride = load.index.stride(lane)
         assert stride is not None
-        self.writer.line(f"{CPP_TYPES[load.dtype]} {tile}[{self.plan.tile}][{self.plan.tile}];")
+        self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {tile}[tile][tile];")
         source = f"{load.buffer} + {index(corner)}, {index(stride)}"
         self.writer.line(f"load_transposed({source}, {height}, {width}, {tile});{self.statements.comment(load)}")
         return f"{tile}[{axis.name} - {axis.name}_0][{lane.name} - {lane.name}_0]"
@@ -413,7 +415,7 @@ class RowPrinter(ReductionPrinter):
         """Returns the number of accumulators: no more than the row has elements."""
         assert self.plan.lane is not None
         size = self.plan.lane.size
-        lanes = LANES
+        lanes = STREAMED_LANES if self.plan.splits else LANES
         while isinstance(size, int) and lanes > max(size, 1):
             lanes //= 2
         return lanes
@@ -476,7 +478,8 @@ class RowPrinter(ReductionPrinter):
         assert lane is not None
         axis = split_axis(reduced)
         others = product([item.size for item in reduced if item is not axis])
-        length = max(1, PART // others) if isinstance(others, int) else 1 if axis is not lane else PART
+        part = STREAMED_PART if self.plan.splits else PART
+        length = max(1, part // others) if isinstance(others, int) else 1 if axis is not lane else part
         size, stage = size_text(axis.size), f"{self.kernel.stages[reductions[0]]}" if reductions else "last"
         self.writer.line(f"const int64_t parts_{stage} = ({size} + {length - 1}) / {length};")
         for place in reductions:

@@ -35,6 +35,10 @@ FEW_ITERATIONS = 16
 PART = 16384
 """Elements of a part of a long reduction; what is longer is summed in parts, which also keeps float32 sums exact."""
 
+STREAMED_LANES, STREAMED_PART = 16, 4096
+"""The same where few long rows come from memory, which is slower than additions: some processors fetch ahead better for
+fewer loads in flight. Parts are shorter, so that each lane adds as many elements."""
+
 TILES_BYTES = 16384
 """Bytes of the tiles that are loaded transposed: a part of the nearest cache."""
 
@@ -148,7 +152,7 @@ class Plan:
 
     @property
     def tile(self) -> int:
-        """Rows and columns of the tiles, a multiple of 16: whole cache lines, as many as fit the nearest cache."""
+        """Rows and columns of the tiles at most: whole cache lines, as many as fit the nearest cache."""
         loads = [self.kernel.operations[place] for place in self.tiled[1]]
         width = sum(load.dtype.itemsize for load in loads if isinstance(load, Load))
         return next((size for size in (64, 32) if size * size * width <= TILES_BYTES), 16)

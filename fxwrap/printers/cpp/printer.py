@@ -20,7 +20,7 @@ INCLUDE = '#include "kernel.h"\n'
 """How every generated kernel begins."""
 
 _RESERVED_WORDS = """
-kernel lane lanes part start end count offset op combine fxwrap to update bitcast literal infinity nan for_lanes
+kernel lane lanes tile part start end count offset op combine fxwrap to update bitcast literal infinity nan for_lanes
 alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
 explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not operator or
 private protected public register return short signed sizeof static struct switch template this throw true try typedef
