@@ -132,7 +132,8 @@ def test_a_rule_computes_what_eager_does(name: str) -> None:
         ran = 0
         for dtype in DTYPES:
             for transposed in (False, True):
-                ran += check_sample(name, sample, maker(dtype, number, transposed), "cuda", exact=name in READS)
+                t = maker(dtype, number, transposed)
+                ran += sum(check_sample(name, sample, t, device, name in READS) for device in ("cuda", "cpu"))
         assert ran, f"no dtype of sample {number} ran"
 
 
@@ -267,6 +268,12 @@ def test_floats_are_added_in_eagers_order_on_the_cpu() -> None:
     for small in (torch.bfloat16, torch.int8, torch.bool):
         sample = (torch.zeros(3, dtype=small), 0, at(1), torch.zeros(1, dtype=small))
         assert "no atomic" in run_rule("aten.scatter_add.default", sample, "cuda")
+
+
+def test_gpus_multiply_nothing_in_memory() -> None:
+    for dtype in (torch.float32, torch.int64):
+        for name in ("aten.scatter.reduce", "aten.scatter.value_reduce", "aten.scatter_reduce.two"):
+            assert "no atomic multiplication" in run_rule(name, WRITES[name][1](maker(dtype)), "cuda")
 
 
 def test_reasons_of_the_rest() -> None:

@@ -41,6 +41,8 @@ def refused_mode(dtype: torch.dtype, device: torch.device, mode: str) -> str | N
         return None
     if dtype is torch.bool or dtype in STORAGE_ONLY:
         return f"{dtype} has no atomic operations"
+    if mode == "prod" and device.type != "cpu":
+        return f"there is no atomic multiplication on {device.type}"
     if dtype in INTEGERS and dtype.itemsize < 4 and device.type != "cpu":
         return f"{dtype} has no atomic operations on {device.type}"
     if dtype not in INTEGERS and mode in ("add", "prod") and device.type == "cpu":
