@@ -43,6 +43,9 @@ class Options:
         cpu_kernels: the language of kernels for the CPU: "cpp", or "triton" (in Triton's interpreter, slowly).
         fallback: what happens where a kernel cannot be generated or compiled: "warn" calls the operators instead and
             warns once, "error" raises.
+        runtime_asserts: whether the conditions that a graph asserts (`torch._check`, `torch._assert_async`, those of
+            torch.export) are checked when it runs. Without, they are trusted: a program may read outside of a tensor
+            when one does not hold.
         cuda_graphs: record and replay CUDA graphs where a program allows it.
         autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices.
         devices: what is known of each device type.
@@ -61,6 +64,7 @@ class Options:
     fuse: bool = True
     cpu_kernels: str = "cpp"
     fallback: str = "warn"
+    runtime_asserts: bool = True
     cuda_graphs: bool = False
     autotune: bool = False
     devices: tuple[DeviceSpec, ...] = DEVICE_SPECS
@@ -112,6 +116,7 @@ class Options:
 _KINDS: Mapping[str, type] = {
     "check_inputs": bool,
     "verify": bool,
+    "runtime_asserts": bool,
     "lowerings": Mapping,
     "symbol_ranges": Mapping,
     "fuse": bool,

@@ -258,7 +258,12 @@ class CppConverter(Converter):
         self._assign(line.symbol, text)
 
     def assertion(self, line: Assert) -> None:
-        self.writer.say(f"if (!({self.unit.number(line.condition)})) fail_assert({string_text(line.message)});")
+        arguments = [string_text(line.text)]
+        if line.error != "RuntimeError" or line.shown is not None:
+            arguments.append(string_text(line.error))
+        if line.shown is not None:
+            arguments.append(self.unit.number(line.shown))
+        self.writer.say(f"if (!({self.unit.number(line.condition)})) fail_assert({', '.join(arguments)});")
 
     # --- control ----------------------------------------------------------------------------------------------------
 

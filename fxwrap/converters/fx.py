@@ -329,8 +329,12 @@ class FxConverter(Converter):
         node.meta["val"] = self.fakes.symbol(line.symbol)
 
     def assertion(self, line: Assert) -> None:
-        message = line.message or f"the condition {line.condition} does not hold"
-        self.writer.call(_ATEN._assert_scalar.default, [self.writer.number(line.condition), message])
+        condition = self.writer.number(line.condition)
+        if line.error == "RuntimeError" and line.shown is None:
+            self.writer.call(_ATEN._assert_scalar.default, [condition, line.text])
+            return
+        shown = None if line.shown is None else self.writer.number(line.shown)
+        self.ours(line, _OURS.require.default, [condition, line.text, line.error, shown])
 
     # --- control ----------------------------------------------------------------------------------------------------
 

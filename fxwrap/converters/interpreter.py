@@ -6,6 +6,7 @@ Every result is checked against its type, so that metadata that lies is found he
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import sympy
@@ -157,9 +158,11 @@ class Interpreter(Converter):
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def alloc(self, line: Alloc) -> None:
-        type_ = line.result.tensor_type
+        self._set(line.result, self._empty(line.result.tensor_type))
+
+    def _empty(self, type_: TensorType) -> torch.Tensor:
         sizes, strides = self._numbers(type_.sizes), self._numbers(type_.strides)
-        self._set(line.result, torch.empty_strided(sizes, strides, dtype=type_.dtype, device=type_.device))
+        return torch.empty_strided(sizes, strides, dtype=type_.dtype, device=type_.device)
 
     def free(self, line: Free) -> None:
         for name in [name for name, root in self.root_of.items() if root == line.root.name]:
@@ -264,7 +267,7 @@ class Interpreter(Converter):
 
     def assertion(self, line: Assert) -> None:
         if not self._number(line.condition):
-            raise RuntimeError(line.message)
+            checks.fail(line.error, line.text, None if line.shown is None else self._number(line.shown))
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -273,24 +276,21 @@ class Interpreter(Converter):
         self._results(line.results, self._block(chosen, self._literal(line.operands)))
 
     def while_(self, line: While) -> None:
-        given = control.while_loop(
-            lambda *arguments: self._block(line.cond, list(arguments)),
-            lambda *arguments: self._block(line.body, list(arguments)),
-            self._literal(line.carried), self._literal(line.extra), line.stacked,
-        )  # fmt: skip
-        self._results(line.results, given)
+        cond, body = partial(self._block, line.cond), partial(self._block, line.body)
+        carried, extra = self._literal(line.carried), self._literal(line.extra)
+        self._results(line.results, control.while_loop(cond, body, carried, extra, line.stacked))
 
     def scan(self, line: Scan) -> None:
-        carried, over, extra = (self._literal(item) for item in (line.carried, line.over, line.extra))
-        given = control.scan(
-            lambda *arguments: self._block(line.body, list(arguments)), carried, over, extra, line.reverse
-        )
-        self._results(line.results, given)
+        self._over_slices(line, line.carried, line.reverse)
 
     def map(self, line: Map) -> None:
-        over, extra = self._literal(line.over), self._literal(line.extra)
-        given = control.map_over(lambda *arguments: self._block(line.body, list(arguments)), over, extra)
-        self._results(line.results, given)
+        self._over_slices(line, (), False)
+
+    def _over_slices(self, line: Scan | Map, carried: tuple[Any, ...], reverse: bool) -> None:
+        stacked = [self._empty(value.tensor_type) for value in line.results[len(carried) :]]
+        lists = (self._literal(carried), self._literal(line.over), self._literal(line.extra))
+        last = control.scan(partial(self._block, line.body), *lists, stacked, reverse)
+        self._results(line.results, (*last, *stacked))
 
     def call_function(self, line: CallFunction) -> None:
         self._results(line.results, self._block(self.functions[line.function], self._literal(line.operands)))

@@ -262,7 +262,11 @@ class PythonConverter(Converter):
 
     def assertion(self, line: Assert) -> None:
         self._say(f"if not ({self._text(line.condition)}):")
-        self._say(f"    raise RuntimeError({line.message!r})")
+        if line.error == "RuntimeError" and line.shown is None:
+            self._say(f"    raise RuntimeError({line.text!r})")
+            return
+        shown = "" if line.shown is None else f", {self._text(line.shown)}"
+        self._say(f"    {self._runtime('checks', 'fail')}({line.error!r}, {line.text!r}{shown})")
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -290,25 +294,34 @@ class PythonConverter(Converter):
     def _arguments(self, values: tuple[Any, ...]) -> str:
         return ", ".join([self._text(value) for value in values])
 
+    def _runnable(self, label: str, block: Block) -> str:
+        """Returns a nested block as a function of its boxed arguments alone."""
+        name, symbols = self._function(label, block), self.module.captured(block)
+        return f"lambda arguments: {name}(arguments{symbols})" if symbols else name
+
+    def _lists(self, *items: tuple[Any, ...]) -> str:
+        return ", ".join([f"[{self._arguments(item)}]" for item in items])
+
     def while_(self, line: While) -> None:
-        cond, body = self._function("cond", line.cond), self._function("body", line.body)
-        names = ", ".join([f"lambda *carried: {cond}([*carried]{self.module.captured(line.cond)})",
-                           f"lambda *carried: {body}([*carried]{self.module.captured(line.body)})"])  # fmt: skip
-        loop = self._runtime("control", "while_loop")
-        carried, extra = self._arguments(line.carried), self._arguments(line.extra)
-        self._bind_results(line.results, f"{loop}({names}, [{carried}], [{extra}], {line.stacked})")
+        blocks = f"{self._runnable('cond', line.cond)}, {self._runnable('body', line.body)}"
+        lists = self._lists(line.carried, line.extra)
+        stacked = ", stacked=True" if line.stacked else ""
+        self._bind_results(line.results, f"{self._runtime('control', 'while_loop')}({blocks}, {lists}{stacked})")
 
     def scan(self, line: Scan) -> None:
-        body = self._function("body", line.body)
-        run = f"lambda *arguments: {body}([*arguments]{self.module.captured(line.body)})"
-        lists = ", ".join([f"[{self._arguments(item)}]" for item in (line.carried, line.over, line.extra)])
-        self._bind_results(line.results, f"{self._runtime('control', 'scan')}({run}, {lists}, {line.reverse})")
+        self._over_slices(line, line.carried, line.reverse)
 
     def map(self, line: Map) -> None:
-        body = self._function("body", line.body)
-        run = f"lambda *arguments: {body}([*arguments]{self.module.captured(line.body)})"
-        lists = ", ".join([f"[{self._arguments(item)}]" for item in (line.over, line.extra)])
-        self._bind_results(line.results, f"{self._runtime('control', 'map_over')}({run}, {lists})")
+        self._over_slices(line, (), False)
+
+    def _over_slices(self, line: Scan | Map, carried: tuple[Any, ...], reverse: bool) -> None:
+        """Says a loop over slices, which writes into stacked results that are allocated before."""
+        stacked = line.results[len(carried) :]
+        for value in stacked:
+            self._assign(value, self._empty(value.tensor_type))
+        body, lists = self._runnable("body", line.body), self._lists(carried, line.over, line.extra, stacked)
+        call = f"{self._runtime('control', 'scan')}({body}, {lists}{', reverse=True' if reverse else ''})"
+        self._bind_results(line.results[: len(carried)], call)
 
     def call_function(self, line: CallFunction) -> None:
         block = dict(self.program.functions)[line.function]

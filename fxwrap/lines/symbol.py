@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxwrap.symbolic import SymbolInfo, symbol_kind
+from fxwrap.symbolic import SymbolInfo, print_expr, symbol_kind
 from fxwrap.wrapper_ir import (
     ASSERT,
     Effect,
@@ -16,6 +16,9 @@ from fxwrap.wrapper_ir import (
     line_class,
     read,
 )
+
+ASSERT_ERRORS = ("RuntimeError", "IndexError", "ValueError", "InputError")
+"""The classes of errors that an assertion may raise."""
 
 
 @line_class("symbol.size")
@@ -91,13 +94,28 @@ class Bind(LineBase):
 
 @line_class("symbol.assert")
 class Assert(LineBase):
-    """Raises RuntimeError with `message` when a condition over symbols is false.
+    """Raises an error with `message` when a condition over symbols is false.
+
+    `error` is the class: "RuntimeError", "IndexError", "ValueError", or fxwrap's "InputError". With `shown`, an
+    integer, the message ends in ", got " and its value.
 
     Example: `symbol.assert() condition=u0 <= 64 message="too many"`
     """
 
     condition: Size | bool = attribute()
     message: str = attribute(default="")
+    error: str = attribute(default="RuntimeError")
+    shown: Size | None = attribute(default=None)
+
+    @property
+    def text(self) -> str:
+        """The message, or what stands for one."""
+        return self.message or f"the condition {print_expr(self.condition)} does not hold"
+
+    def verify_self(self) -> str | None:
+        if self.error not in ASSERT_ERRORS:
+            return f"error is one of {ASSERT_ERRORS}, not {self.error!r}"
+        return None
 
     def effects(self) -> tuple[Effect, ...]:
         return (ASSERT,)

@@ -96,7 +96,8 @@ class Builder:
         self.mutated: set[str] = set()
         self.symbols: dict[sympy.Symbol, Any] = {}  # a ShapeEnv's as symbols or expressions of the program
         self.replaced: dict[sympy.Basic, sympy.Symbol] = {}  # expressions of the ShapeEnv that are symbols here
-        self.given_numbers: list[Any] = []  # inputs that are numbers of which symbols are to be solved
+        self.given: list[SymbolInfo] = []  # inputs that are numbers
+        self.given_numbers: list[Any] = []  # what those of them are that are no symbols of the graph
         self.known_symbols: set[str] = set()
         self.numbers: dict[str, Any] = {}  # scalar results by name, as the expressions they stand for
 

@@ -25,9 +25,9 @@ from fxwrap.lowering.definitions import (
     broadcast_indices,
     viewed_base,
 )
-from fxwrap.lowering.effects import is_effectful, shown_operands
+from fxwrap.lowering.effects import is_effectful, launches_kernel, shown_operands, written_operands
 from fxwrap.lowering.nodes import literal
-from fxwrap.lowering.operators import OperatorFacts, operator_facts
+from fxwrap.lowering.operators import OperatorFacts, is_assertion, operator_facts
 from fxwrap.lowering.rules import RULES, Call
 from fxwrap.lowering.source import location_of
 from fxwrap.options import Options
@@ -105,14 +105,18 @@ class Defining:
 
     def call(self, node: Node, position: int) -> None:
         """Takes a call_function node."""
+        if not self.options.runtime_asserts and is_assertion(node.target):
+            self.known[node] = None
+            return
         derive_symbols(self.builder, node)
         fake = self.builder.fakes[node]
-        if node.target is operator.getitem and isinstance(self.known.get(node.args[0]), tuple):  # type: ignore[arg-type]
+        if node.target is operator.getitem and isinstance(self.known.get(node.args[0]), tuple | dict):  # type: ignore[arg-type]
             self.known[node] = self.known[node.args[0]][node.args[1]]  # type: ignore[index]
             return
         if isinstance(node.target, HigherOrderOperator):
             self._step(node, position, fake)
-            self._became(node, "call", "it runs graphs of its own, or an operator in its place")
+            own = "it is a kernel of the user's"
+            self._became(node, "call", own if launches_kernel(node) else "it runs graphs or an operator of its own")
             return
         if self._define_copy(node, position):
             return
@@ -281,27 +285,21 @@ class Defining:
             arguments = [self._literal(argument, node) for argument in (*node.args, *node.kwargs.values())]
         step = Step(node, position, list(definitions_in(arguments)), symbols=_symbols(arguments))
         step.effectful = is_effectful(node)
-        if isinstance(node.target, OpOverload):
-            facts = operator_facts(node.target)
-            if facts.written:
-                step.writes = self._written(node, facts)
-                self.mutations.extend((definition, position) for definition in step.writes)
+        step.writes = self._written(node)
+        self.mutations.extend((definition, position) for definition in step.writes)
         self.known[node] = self._results(node, fake, step)
         step.bound = {symbol for symbol in _symbols(self.known[node]) if symbol.name not in self.builder.known_symbols}
         step.bound -= self._bound
         self._bound |= step.bound
+        if is_assertion(node.target):
+            step.bound |= step.symbols  # what has to do with these numbers comes after the check
         self.steps.append(step)
 
-    def _written(self, node: Node, facts: OperatorFacts) -> list[Definition]:
+    def _written(self, node: Node) -> list[Definition]:
         """Returns every definition on the memory that a call writes."""
-        keywords = dict(node.kwargs)
         found: dict[Definition, None] = {}
-        for name in facts.written:
-            position = facts.argument_names.index(name)
-            operand = node.args[position] if position < len(node.args) else keywords.get(name)
-            for item in operand if isinstance(operand, tuple | list) else (operand,):
-                if isinstance(item, Node):
-                    found |= dict.fromkeys(self._on_storage.get(storage_identity(self.builder.fakes[item]), ()))
+        for item in written_operands(node, self.builder.fakes):
+            found |= dict.fromkeys(self._on_storage.get(storage_identity(self.builder.fakes[item]), ()))
         return list(found)
 
     def _results(self, node: Node, fake: Any, step: Step) -> Any:
@@ -312,6 +310,8 @@ class Defining:
                 return found
             if isinstance(item, tuple | list):
                 return tuple([make(part, f"{name}_{number}") for number, part in enumerate(item)])
+            if isinstance(item, dict):  # what a user's kernel writes, by the names of its parameters
+                return {key: make(part, f"{name}_{key}") for key, part in item.items()}
             return None if item is None else self.builder.expression(item)
 
         found = make(fake, node.name)
@@ -339,11 +339,11 @@ def copy_of(source: Definition) -> Pointwise:
 
 
 def definitions_in(tree: Any) -> Iterator[Definition]:
-    """Yields the definitions among the leaves of nested sequences."""
+    """Yields the definitions among the leaves of nested sequences and mappings."""
     if isinstance(tree, Definition):
         yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
+    elif isinstance(tree, tuple | list | dict):
+        for item in tree.values() if isinstance(tree, dict) else tree:
             yield from definitions_in(item)
 
 
@@ -351,6 +351,7 @@ def _symbols(tree: Any) -> set[sympy.Symbol]:
     """Returns the symbols in sizes of definitions and in numbers, of nested sequences."""
     if isinstance(tree, Definition):
         return _symbols(tree.sizes)
-    if isinstance(tree, tuple | list):
-        return {symbol for item in tree for symbol in _symbols(item)}
+    if isinstance(tree, tuple | list | dict):
+        items = tree.values() if isinstance(tree, dict) else tree
+        return {symbol for item in items for symbol in _symbols(item)}
     return set(tree.free_symbols) if isinstance(tree, sympy.Basic) else set()

@@ -12,7 +12,10 @@ import torch
 from fxwrap.torch_compat import OpOverload, is_composite
 from fxwrap.wrapper_ir import ASSERT, OUTPUT, UNKNOWN, Effect, Value, communication_effect, leaves, random_effect
 
-_ASSERTING = frozenset({"aten._assert_async.default", "aten._assert_async.msg", "aten._assert_tensor_metadata.default"})
+_ASSERTING = frozenset({
+    "aten._assert_scalar.default", "aten._assert_async.default", "aten._assert_async.msg",
+    "aten._assert_tensor_metadata.default",
+})  # fmt: skip
 _PRINTING = frozenset({"aten._print.default"})
 
 _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}
@@ -96,6 +99,11 @@ def operator_facts(overload: OpOverload) -> OperatorFacts:
         _fixed_effects(overload, name, bool(written)),
         _REPLACEMENTS.get(name),
     )
+
+
+def is_assertion(target: Any) -> bool:
+    """Whether an operator does nothing but fail where a condition does not hold."""
+    return isinstance(target, OpOverload) and operator_name(target) in _ASSERTING
 
 
 def operator_name(overload: OpOverload) -> str:

@@ -16,9 +16,20 @@ import sympy
 import torch
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import Let, SizeOf
+from fxwrap.lines import Assert, Let, SizeOf
 from fxwrap.lowering.builder import Builder
-from fxwrap.symbolic import SymbolInfo, canonical, expression_kind, floor_divide, make_symbol, maximum, product, total
+from fxwrap.symbolic import (
+    SymbolInfo,
+    canonical,
+    expression_kind,
+    floor_divide,
+    make_symbol,
+    maximum,
+    print_expr,
+    product,
+    symbol_kind,
+    total,
+)
 from fxwrap.torch_compat import CleanDiv, shape_env_in, symbol_bounds, symbol_hint, symbolic_number
 from fxwrap.wrapper_ir import Size, TensorType, Value
 
@@ -127,6 +138,7 @@ def input_symbol(builder: Builder, number: Any) -> SymbolInfo:
     else:
         info = _info(builder, number, builder.state.fresh_symbol(_PREFIXES[_kind(number)]))
         builder.given_numbers.append(_Equation(expression, number, make_symbol(info.name)))
+    builder.given.append(info)
     builder.known_symbols.add(info.name)
     return info
 
@@ -173,7 +185,6 @@ def bind_sizes(builder: Builder, values: Sequence[Value]) -> None:
                     pending.setdefault(size, _Equation(size, numbers[dim], None, value, dim, of))
                 elif size.name not in builder.known_symbols:
                     _take(builder, symbol_info(builder, numbers[dim]), value, dim, of)
-    builder.given_numbers.clear()
     left = [equation for equation in pending.values() if isinstance(equation.expression, sympy.Basic)]
     while left:
         rest = [equation for equation in left if not _solve(builder, equation)]
@@ -225,3 +236,41 @@ def solution(whole: sympy.Symbol, factor: sympy.Expr, rest: sympy.Expr) -> Size:
     if divisor == 1:
         return multiple
     return floor_divide(multiple, divisor if isinstance(divisor, int) else maximum(divisor, 1))
+
+
+# --- what inputs must be ----------------------------------------------------------------------------------------------
+
+
+def check_ranges(builder: Builder) -> None:
+    """Emits the checks that inputs have the sizes, and are the numbers, that the graph was traced for.
+
+    One outside its range raises InputError, which names the input, the dimension and the range.
+    """
+    for line in list(builder.lines):
+        if isinstance(line, SizeOf):
+            _check_range(builder, line.symbol, f"input '{line.tensor.name}': {line.of} {line.dim}")
+    for info in builder.given:
+        _check_range(builder, info, f"input '{info.name}'")
+    for equation in builder.given_numbers:
+        if isinstance(equation.expression, sympy.Basic):
+            condition = sympy.Eq(equation.symbol, equation.expression, evaluate=False)
+            message = f"input '{equation.symbol}' must be {print_expr(equation.expression)}"
+            builder.emit(Assert(canonical(condition), message, "InputError", equation.symbol))
+
+
+def _check_range(builder: Builder, info: SymbolInfo, what: str) -> None:
+    symbol, lower, upper = make_symbol(info.name), info.lower, info.upper
+    if symbol_kind(info.name) != "int":
+        return
+    at_least = sympy.Ge(symbol, lower, evaluate=False) if lower is not None and lower > 0 else sympy.true
+    at_most = sympy.Le(symbol, upper, evaluate=False) if upper is not None else sympy.true
+    if at_least == at_most:
+        return
+    if lower == upper:
+        wanted = f"{lower}"
+    elif sympy.true in (at_least, at_most):
+        wanted = f"at least {lower}" if at_most == sympy.true else f"at most {upper}"
+    else:
+        wanted = f"from {lower} to {upper}"
+    condition = canonical(sympy.And(at_least, at_most, evaluate=False))
+    builder.emit(Assert(condition, f"{what} must be {wanted}", "InputError", symbol))

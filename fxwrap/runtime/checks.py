@@ -6,6 +6,7 @@ Emitted C++ does the same checks in `native/checks.cpp` and `native/binding.cpp`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -77,6 +78,19 @@ def check_alignment(tensor: torch.Tensor, name: str, alignment: int) -> None:
     """Raise InputError unless the address of the first element is a multiple of `alignment` bytes."""
     if tensor.data_ptr() % alignment:
         raise InputError(f"input '{name}': its address {tensor.data_ptr():#x} is no multiple of {alignment} bytes")
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    "RuntimeError": RuntimeError,
+    "IndexError": IndexError,
+    "ValueError": ValueError,
+    "InputError": InputError,
+}
+
+
+def fail(error: str, message: str, shown: int | None = None) -> NoReturn:
+    """Raise the error of this name; `shown` is the number that a condition did not like."""
+    raise _ERRORS[error](message if shown is None else f"{message}, got {shown}")
 
 
 def check_count(name: str, expected: int, got: int) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime import tensors
-from fxwrap.runtime.checks import check_alignment
+from fxwrap.runtime.checks import check_alignment, fail
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import Launcher, load_kernel, prepare_kernels
@@ -168,6 +168,11 @@ def _check_layout(
         check_alignment(tensor, name, alignment)
 
 
+def _require(condition: float, message: str, error: str, shown: int | None) -> None:
+    if not condition:
+        fail(error, message, shown)
+
+
 def _random_state(device: torch.device) -> torch.Tensor:
     return tensors.random_state(str(device))
 
@@ -245,6 +250,7 @@ _OPERATORS = (
         "int alignment) -> ()",
         _check_layout, has_effect=True,
     ),
+    _Operator("require(Scalar condition, str message, str error, SymInt? shown) -> ()", _require, has_effect=True),
     _Operator("random_state(Device device) -> Tensor", _random_state, _random_state_fake, has_effect=True),
     _Operator("set_random_state(Tensor state, Device device) -> ()", _set_random_state, has_effect=True),
     _Operator("enter_device(Device device) -> ()", _enter_device, has_effect=True),

@@ -10,8 +10,11 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <mutex>
+#include <string>
+#include <string_view>
 
 #include "calls.h"
+#include "frame.h"
 #include "checks.h"
 
 namespace fxwrap {
@@ -169,6 +172,16 @@ void restore_random_state(Frame& f, Slot state, Device& device) {
   generator.set_state(tensor_at(f, state));
 }
 
-void fail_assert(const char* message) { TORCH_CHECK(false, message); }
+void fail_assert(const char* message, const char* error) {
+  const std::string_view name(error);
+  if (name == "InputError") throw InputError(message);
+  TORCH_CHECK_INDEX(name != "IndexError", message);
+  TORCH_CHECK_VALUE(name != "ValueError", message);
+  TORCH_CHECK(false, message);
+}
+
+void fail_assert(const char* message, const char* error, int64_t shown) {
+  fail_assert((std::string(message) + ", got " + std::to_string(shown)).c_str(), error);
+}
 
 }  // namespace fxwrap

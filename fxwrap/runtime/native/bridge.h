@@ -188,7 +188,9 @@ FXWRAP_API void restore_random_state(Frame& f, Slot state, Device& device);
 FXWRAP_API void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype,
                              Device& device);
 FXWRAP_API void check_alignment(Frame& f, Slot slot, const char* name, int64_t alignment);  // of the address, bytes
-[[noreturn]] FXWRAP_API void fail_assert(const char* message);
+// Throws what becomes a RuntimeError in Python, or the named error; `shown` is the number that a condition did not like.
+[[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error = "RuntimeError");
+[[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error, int64_t shown);
 
 // An input by the name that error messages give it: a Slot, owned(Slot) or a symbol.
 // A borrowed input's slot must never be dropped, moved, reused or written as a result.
