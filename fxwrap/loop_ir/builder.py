@@ -117,10 +117,13 @@ class Body:
         position = None if mask is None else mask.position
         self.operations.append(Store(buffer, as_index(index), value.position, position, mode, self.origin))
 
-    def require(self, condition: Scalar, message: str) -> None:
-        """Makes the launch fail with a message where the condition is false and the current mask is true."""
+    def require(self, condition: Scalar, message: str, error: str = "index") -> None:
+        """Makes the launch fail with a message where the condition is false and the current mask is true.
+
+        `error` is a key of REQUIREMENT_ERRORS.
+        """
         mask = None if self.mask is None else self.mask.position
-        operation = Require(condition.position, message, mask, self.origin)
+        operation = Require(condition.position, message, mask, self.origin, error)
         if operation not in self._known:
             self._known[operation] = len(self.operations)
             self.operations.append(operation)

@@ -10,6 +10,7 @@ from typing_extensions import assert_never
 
 from fxwrap.loop_ir.index import Atom, Axis, Gathered, Index, SizeAtom, evaluate_index
 from fxwrap.loop_ir.kernel import (
+    REQUIREMENT_ERRORS,
     Compute,
     Constant,
     IndexValue,
@@ -88,7 +89,7 @@ class _Evaluation:
         if operation.mask is not None:
             failed = failed & self.values[operation.mask]
         if failed.any():
-            raise IndexError(operation.message)
+            raise REQUIREMENT_ERRORS[operation.error](operation.message)
 
     def _index(self, index: Index) -> torch.Tensor:
         return torch.as_tensor(evaluate_index(index, self._atom), dtype=torch.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -127,15 +127,19 @@ class Store:
 class Require:
     """Makes the launch fail with a message where a bool operation is false, and `mask`, if there is one, is true.
 
-    The kernel runs on to its end. On a CPU the launch raises IndexError; on a GPU it is a device-side assertion, as it
-    is for eager's kernels.
+    The kernel runs on to its end. On a CPU the launch raises the class that REQUIREMENT_ERRORS has for `error` (Triton's
+    interpreter always IndexError); on a GPU it is a device-side assertion, as it is for eager's kernels.
     """
 
     condition: int
     message: str
     mask: int | None = None
     origin: str = field(default="", compare=False)
+    error: str = "index"
 
+
+REQUIREMENT_ERRORS: Mapping[str, type[Exception]] = {"index": IndexError, "runtime": RuntimeError}
+"""What is raised where a requirement does not hold: eager raises the one or the other, by operator."""
 
 Operation: TypeAlias = Load | Constant | SizeValue | IndexValue | Compute | Reduce | Scan | Part | Store | Require
 
@@ -304,7 +308,7 @@ def map_operation(
             return Store(operation.buffer, index(operation.index), value, mask, operation.mode, kept)
         case Require():
             mask = None if operation.mask is None else position(operation.mask)
-            return Require(position(operation.condition), operation.message, mask, kept)
+            return Require(position(operation.condition), operation.message, mask, kept, operation.error)
         case _:
             assert_never(operation)
 
@@ -359,6 +363,8 @@ def _misuse(
                 return "there is no output of this name and dtype"
             return None if operation.mode in STORE_MODES else f"there is no mode {operation.mode}"
         case Require():
+            if operation.error not in REQUIREMENT_ERRORS:
+                return f"there is no error {operation.error}"
             return None if types[0] is torch.bool else f"its condition is {types[0]}"
         case _:
             assert_never(operation)
@@ -430,7 +436,8 @@ def print_operation(operation: Operation) -> str:
             mode = "" if operation.mode == "set" else f" {operation.mode}"
             return f"store{mode} {operation.buffer}[{operation.index}] %{operation.value}{masked}"
         case Require():
-            return f"require %{operation.condition} {operation.message!r}{masked}"
+            error = "" if operation.error == "index" else f" {operation.error}"
+            return f"require{error} %{operation.condition} {operation.message!r}{masked}"
         case _:
             assert_never(operation)
 

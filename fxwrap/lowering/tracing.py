@@ -129,9 +129,9 @@ class BodyReader:
         kind = torch.bool if number.is_Boolean else torch.int64 if number.is_integer else torch.float64
         return self.body.number(number, kind).to(computes)
 
-    def require(self, condition: Scalar, message: str) -> None:
+    def require(self, condition: Scalar, message: str, error: str = "index") -> None:
         """Makes the launch fail with a message where the condition is false and the body's mask is true."""
-        self.body.require(condition, message)
+        self.body.require(condition, message, error)
 
     def run(self, definition: Definition, at: Sequence[IndexLike], kept: int) -> Scalar:
         """Runs a definition's body at an element of its space; for a reduction or scan, up to what it combines."""

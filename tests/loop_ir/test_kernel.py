@@ -60,6 +60,7 @@ BROKEN: dict[str, tuple[Kernel, str]] = {
     "a store of another dtype": (kernel(Constant(1, I64), Store("out", as_index(P), 0)), "no output"),
     "no such mode": (kernel(LOAD, Store("out", as_index(P), 0, mode="swap")), "no mode swap"),
     "a requirement of a number": (kernel(LOAD, Require(0, "must hold")), "its condition is torch.float32"),
+    "no such error": (kernel(LOAD, Require(0, "must hold", error="type")), "no error type"),
 }  # fmt: skip
 
 

@@ -20,10 +20,10 @@ from fxwrap.symbolic import Size, product
 
 
 def position_along(
-    reader: Reader, index: Definition, indices: Indices, size: Size, *, wraps: bool = False
+    reader: Reader, index: Definition, indices: Indices, size: Size, *, wraps: bool = False, error: str = "index"
 ) -> IndexLike:
     """Returns the position that an element of an index tensor is, for a dimension of this size."""
-    return gathered_index(reader, reader.load(index, indices), size, wraps=wraps)
+    return gathered_index(reader, reader.load(index, indices), size, wraps=wraps, error=error)
 
 
 @kernel_rule("aten.gather.default")
@@ -36,7 +36,7 @@ def _gathered(call: Call, x: Definition, dim: int, index: Definition) -> Pointwi
 
     def body(reader: Reader, indices: Indices) -> Scalar:
         where = broadcast_indices(index.sizes, indices)
-        place = position_along(reader, index, where, x.sizes[dim] if x.sizes else 1)
+        place = position_along(reader, index, where, x.sizes[dim] if x.sizes else 1, error="runtime")
         others = [0 if size == 1 else item for size, item in zip(x.sizes, indices, strict=False)]
         return reader.load(x, replaced(others, dim, place) if x.sizes else ())
 
@@ -93,7 +93,7 @@ def _one_hot(call: Call, x: Definition, classes: int = -1) -> Any:
         return "the number of classes is read from the tensor"
 
     def body(reader: Reader, indices: Indices) -> Scalar:
-        place = position_along(reader, x, indices[:-1], classes)
+        place = position_along(reader, x, indices[:-1], classes, error="runtime")
         return reader.body.index(place).equals(reader.body.index(indices[-1]))
 
     return refused_positions(x) or pointwise(call.sizes, call.dtype, call.device, body)

@@ -153,11 +153,13 @@ def refused_positions(*tensors: Definition) -> str | None:
     return None
 
 
-def gathered_index(reader: Reader, position: Scalar, size: Size, *, wraps: bool = False) -> Index:
+def gathered_index(
+    reader: Reader, position: Scalar, size: Size, *, wraps: bool = False, error: str = "index"
+) -> Index:
     """Returns a position read from a tensor as an index from 0 to `size` - 1; with `wraps`, -1 is the last element.
 
-    This is the one place with fxwrap's rule for positions out of bounds: the launch fails as eager does, and the
-    kernel, which runs on, takes element 0 instead, so that it never touches memory outside of a tensor. Where the
+    This is the one place with fxwrap's rule for positions out of bounds: the launch fails as eager does, with the class
+    of error that `error` names ("index" or "runtime"), and the kernel, which runs on, takes element 0 instead, so that it never touches memory outside of a tensor. Where the
     position is known to be in bounds (an `arange`, say) nothing is checked, and it stays an affine index.
     """
     known = affine_index(position)
@@ -169,7 +171,7 @@ def gathered_index(reader: Reader, position: Scalar, size: Size, *, wraps: bool 
     if wraps:
         position = (position < 0).where(position + limit, position)
     inside = (position >= 0) & (position < limit)
-    reader.body.require(inside, f"an index is out of bounds for a dimension of size {size}")
+    reader.body.require(inside, f"an index is out of bounds for a dimension of size {size}", error)
     return reader.body.gathered(inside.where(position, 0), size)
 
 

@@ -94,7 +94,7 @@ def _scatter(call: Call, x: Definition, dim: int, index: Definition, source: Any
     dim, value = dimension(dim, len(x.sizes)), _value(call, source)
 
     def write(reader: Reader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
-        place = position_along(reader, index, indices, x.sizes[dim] if x.sizes else 1)
+        place = position_along(reader, index, indices, x.sizes[dim] if x.sizes else 1, error="runtime")
         return replaced(indices, dim, place) if x.sizes else (), value(reader, indices)
 
     return scattered(call, x, index.sizes, mode, write)

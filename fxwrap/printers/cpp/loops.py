@@ -48,7 +48,8 @@ class LoopPrinter(ABC):
             self.writer.line("int64_t failed = 0;")
         self.print()
         for bit, (_, requirement) in enumerate(self.requirements):
-            self.writer.line(f"if (failed & {1 << bit}) fxwrap_index_error({json.dumps(requirement.message)});")
+            raised = f"fxwrap_{requirement.error}_error({json.dumps(requirement.message)})"
+            self.writer.line(f"if (failed & {1 << bit}) {raised};")
 
     def write_requirements(self, places: Sequence[int], known: Known) -> None:
         """Writes the checks of requirements."""

@@ -235,5 +235,6 @@ union FxwrapValue {
 FXWRAP_EXPORT int fxwrap_run(const fxwrap::Program* program, const FxwrapValue* inputs, const FxwrapValue* constants,
                              FxwrapValue* outputs, char* error, size_t error_size);
 
-// Throws torch's IndexError: what a kernel calls when it was given a position out of bounds.
+// Throw torch's IndexError and its general error: what kernels call when they were given a position out of bounds.
 FXWRAP_EXPORT [[noreturn]] void fxwrap_index_error(const char* message);
+FXWRAP_EXPORT [[noreturn]] void fxwrap_runtime_error(const char* message);

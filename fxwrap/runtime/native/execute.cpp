@@ -130,3 +130,4 @@ int fxwrap_run(const fxwrap::Program* program, const FxwrapValue* inputs, const 
 }
 
 void fxwrap_index_error(const char* message) { throw c10::IndexError({__func__, __FILE__, uint32_t(__LINE__)}, message); }
+void fxwrap_runtime_error(const char* message) { throw c10::Error({__func__, __FILE__, uint32_t(__LINE__)}, message); }

@@ -37,8 +37,9 @@ float fmodf(float, float) noexcept;
 constexpr double infinity = __builtin_inf();
 constexpr double nan = __builtin_nan("");
 
-// Throws torch's IndexError; in the bridge that every kernel is linked to.
+// Throw what becomes an IndexError and a RuntimeError; in the bridge that every kernel is linked to.
 extern "C" [[noreturn]] void fxwrap_index_error(const char* message);
+extern "C" [[noreturn]] void fxwrap_runtime_error(const char* message);
 
 // --- types ------------------------------------------------------------------------------------------------------------
 
