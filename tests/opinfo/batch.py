@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 
 from fxwrap import Options, compile_graph
 from fxwrap.compare import copied
@@ -25,7 +25,9 @@ FAILED = "failed"
 REFUSED = "eager refuses it"
 UNTRACED = "torch traces no graph of it"
 MISDESCRIBED = "torch's fake tensors say other strides or dtypes than eager gives"
+MISTRACED = "torch's graph computes something else than eager"
 UNSTABLE = "eager differs from itself"
+NOT_RUN = "not run"
 
 
 @dataclass
@@ -96,7 +98,7 @@ def _ready(verdict: Verdict, mode: FakeTensorMode) -> _Ready | None:
     try:
         eager = _seeded(call, given)
     except Exception as error:  # noqa: BLE001 - operators raise what they please
-        verdict.word, verdict.seen = REFUSED, _text(error)
+        verdict.word, verdict.seen = REFUSED, text_of(error)
         return None
     eager = [item.clone() if isinstance(item, Tensor) and _is_among(item, given) else item for item in eager]
     unstable = difference(_seeded(call, copied(call.tensors)), eager, None, call.defined)
@@ -106,9 +108,10 @@ def _ready(verdict: Verdict, mode: FakeTensorMode) -> _Ready | None:
     try:
         graph = traced(call, mode)
     except Exception as error:  # noqa: BLE001 - so does tracing
-        verdict.word, verdict.seen = UNTRACED, _text(error)
+        verdict.word, verdict.seen = UNTRACED, text_of(error)
         return None
-    return _Ready(verdict, graph, eager, _exact(call), given)
+    found = _Ready(verdict, graph, eager, None, given)
+    return found if found.is_random else replace(found, exact=_exact(call))  # wider random numbers are other ones
 
 
 def _seeded(call: Call, tensors: Sequence[Tensor], wide: bool = False) -> list[Any]:
@@ -121,10 +124,13 @@ def _is_among(item: Tensor, given: Sequence[Tensor]) -> bool:
 
 
 def _exact(call: Call) -> list[Any] | None:
+    torch.set_default_dtype(torch.float64)  # what integers become
     try:
         return _seeded(call, copied(call.tensors, wide=True), wide=True)
     except Exception:  # noqa: BLE001 - then eager is what counts
         return None
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _judge(ready: Sequence[_Ready], options: Options, found: Verdicts) -> None:
@@ -137,7 +143,7 @@ def _judge(ready: Sequence[_Ready], options: Options, found: Verdicts) -> None:
         results, written = _run(compiled, ready)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the sweep is there to find
         if len(ready) == 1:
-            ready[0].verdict.word, ready[0].verdict.seen = FAILED, _text(error)
+            ready[0].verdict.word, ready[0].verdict.seen = FAILED, text_of(error)
             return
         middle = len(ready) // 2
         _judge(ready[:middle], options, found)
@@ -150,17 +156,30 @@ def _judge(ready: Sequence[_Ready], options: Options, found: Verdicts) -> None:
         after = [written.pop(0) for _ in item.tensors]
         seen = difference(mine, item.eager, item.exact, item.verdict.call.defined) or difference(after, item.written)
         if seen is not None:
-            item.verdict.word, item.verdict.seen = _word(item), seen
+            item.verdict.word, item.verdict.seen = _word(item, mine), seen
 
 
-def _word(item: _Ready) -> str:
-    """Returns whether it is fxwrap's fault that results differ: torch may have described them wrongly."""
+def _word(item: _Ready, mine: Sequence[Any]) -> str:
+    """Returns whether it is fxwrap's fault that results differ: torch may have described or traced them wrongly."""
     output = item.graph.graph.find_nodes(op="output")[0].args[0]
     fakes = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in output]
     for fake, real in zip(fakes, item.eager, strict=True):
         if isinstance(real, Tensor) and _described(fake) and metadata(fake) != metadata(real):
             return MISDESCRIBED
-    return FAILED
+    return MISTRACED if _is_mistraced(item, mine) else FAILED
+
+
+def _is_mistraced(item: _Ready, mine: Sequence[Any]) -> bool:
+    """Whether the graph, run by eager, differs from the call in eager and agrees with what was compiled."""
+    torch.manual_seed(SEED)
+    try:
+        wanted = list(Interpreter(item.graph).run(*copied(item.tensors)))
+    except Exception:  # noqa: BLE001 - then it is not known
+        return False
+    defined = item.verdict.call.defined
+    if difference(wanted, item.eager, item.exact, defined) is None:
+        return False
+    return difference(mine, wanted, item.exact, defined) is None
 
 
 def _described(fake: Any) -> bool:
@@ -174,6 +193,7 @@ def _run(compiled: Compiled, ready: Sequence[_Ready]) -> tuple[list[Any], list[T
     return list(compiled(*given)), given
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Returns an error's class and first line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"

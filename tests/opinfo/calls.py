@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class Case:
     operator: OpInfo
     dtype: torch.dtype
     form: str = "function"
+    device: str = "cpu"
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What `case_of` finds it by."""
+        return (self.name, self.dtype_name, self.form, self.device)
 
     @property
     def name(self) -> str:
@@ -51,25 +58,45 @@ class Case:
 
     def calls(self) -> Iterator[Call]:
         """Yields a call for each of the database's samples, the same ones in every run."""
+        yield from map(self.call_of, self.samples())
+
+    def samples(self) -> list[Call]:
+        """Returns the calls of the function itself, one for each of the database's samples."""
         torch.manual_seed(SEED)
         function = self.operator.inplace_variant if self.form == "inplace" else self.operator.op
-        for sample in self.operator.sample_inputs("cpu", self.dtype, requires_grad=False):
+        found = []
+        for sample in self.operator.sample_inputs(self.device, self.dtype, requires_grad=False):
             flat, structure = tree_flatten(((sample.input, *sample.args), sample.kwargs))
-            call = Call(function, structure, tuple(flat), self.name not in UNINITIALISED)
-            yield call.of_gradients() if self.form == "gradient" else call
+            found.append(Call(function, structure, tuple(flat), self.name not in UNINITIALISED))
+        return found
+
+    def call_of(self, sample: Call) -> Call:
+        """Returns the call that a sample is for: itself, or of the gradients of its results."""
+        return sample.of_gradients() if self.form == "gradient" else sample
 
 
-def cases(dtypes: Sequence[torch.dtype] = DTYPES, form: str = "function") -> list[Case]:
-    """Returns every operator of the database with each of the dtypes that it takes on CPUs, in this form."""
+def cases(dtypes: Sequence[torch.dtype] = DTYPES, form: str = "function", device: str = "cpu") -> list[Case]:
+    """Returns every operator of the database with each of the dtypes that it takes on a device, in this form."""
     found = []
     for operator in op_db:
         for dtype in dtypes:
-            known = operator.supported_dtypes("cpu")
+            known = operator.supported_dtypes(device)
             if form == "gradient":
-                known = operator.supported_backward_dtypes("cpu") if operator.supports_autograd else ()
+                known = operator.supported_backward_dtypes(device) if operator.supports_autograd else ()
             if dtype in known and (form != "inplace" or operator.inplace_variant is not None):
-                found.append(Case(operator, dtype, form))
+                found.append(Case(operator, dtype, form, device))
     return found
+
+
+def case_of(key: tuple[str, str, str, str]) -> Case:
+    """Returns the case with a key."""
+    name, dtype, form, device = key
+    return Case(_operators()[name], getattr(torch, dtype), form, device)
+
+
+@cache
+def _operators() -> dict[str, OpInfo]:
+    return {str(operator.formatted_name): operator for operator in op_db}
 
 
 @dataclass(frozen=True)
@@ -104,7 +131,7 @@ class Call:
         """Returns the call that gives the gradients of the results, each multiplied with a random cotangent."""
         position = [index for index, item in enumerate(self.tensors) if item.dtype.is_floating_point]
         results = [item for item in self.run(self.tensors) if _is_floating(item)]
-        cotangents = [torch.randn(item.shape, dtype=item.dtype) for item in results]
+        cotangents = [torch.randn(item.shape, dtype=item.dtype, device=item.device) for item in results]
 
         def gradients(operands: list[Tensor], given: list[Tensor]) -> Any:
             def forward(*floating: Tensor) -> list[Tensor]:

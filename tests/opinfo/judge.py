@@ -36,10 +36,10 @@ def difference(
 
 
 def metadata(item: Any) -> str:
-    """Returns a result's dtype, sizes, and strides where they matter."""
+    """Returns a result's dtype, sizes, device, and strides where they matter."""
     if not isinstance(item, Tensor):
         return type(item).__name__
-    text = f"{item.dtype} {list(item.shape)}"
+    text = f"{item.dtype} {list(item.shape)}" + ("" if item.device.type == "cpu" else f" on {item.device}")
     if item.layout is not torch.strided:
         return f"{text} {item.layout}"
     dense = 0 in item.shape

@@ -6,12 +6,17 @@ The calls of a module are one program, so that the C++ compiler is started once 
 from __future__ import annotations
 
 import pkgutil
+from itertools import islice
 
 import pytest
 import torch
 
 from fxwrap import Options
 from fxwrap.lowering import rules
+from tests.conftest import NO_EXPECTTEST
+
+pytest.importorskip("expecttest", reason=NO_EXPECTTEST)  # before what follows imports it
+
 from tests.opinfo.batch import FAILED, PASSED, REFUSED, Verdicts, judged
 from tests.opinfo.calls import Call, cases
 from tests.opinfo.judge import difference
@@ -72,7 +77,7 @@ def calls_of(names: str, form: str = "function") -> list[Call]:
     found: list[Call] = []
     for case in cases(tuple(CALLS) if form == "function" else (torch.float32,), form):
         if case.name in names.split():
-            found += list(case.calls())[: CALLS[case.dtype]]
+            found += islice(case.calls(), CALLS[case.dtype])
     return found
 
 
