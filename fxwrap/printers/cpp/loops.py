@@ -64,9 +64,9 @@ class LoopPrinter(ABC):
 
     # --- loops ------------------------------------------------------------------------------------------------------
 
-    def head(self, axis: Axis) -> str:
-        """Returns the head of the loop over an axis."""
-        return f"for (int64_t {axis.name} = 0; {axis.name} < {size_text(axis.size)}; ++{axis.name})"
+    def head(self, axis: Axis, start: str = "0", end: str = "") -> str:
+        """Returns the head of the loop over an axis, or over a part of it."""
+        return f"for (int64_t {axis.name} = {start}; {axis.name} < {end or size_text(axis.size)}; ++{axis.name})"
 
     @contextmanager
     def nest(self, heads: Sequence[str], pragma: str = "") -> Iterator[None]:
@@ -167,8 +167,7 @@ class PointwisePrinter(LoopPrinter):
                 fixed = [place for place, _ in self.requirements if lane not in self.plan.depends[place]]
                 self.hoist(known)
                 self.write_requirements(fixed, known)
-                head = f"for (int64_t {lane.name} = {first}; {lane.name} < end; ++{lane.name})"
-                with self.nest([head], f"#pragma omp simd{self.clause}"):
+                with self.nest([self.head(lane, first, "end")], f"#pragma omp simd{self.clause}"):
                     self.write_requirements([place for place, _ in self.requirements if place not in fixed], known)
                     self.write_stores(stores, known)
 
@@ -183,15 +182,10 @@ class PointwisePrinter(LoopPrinter):
             with self.writer.block(head) if head else nullcontext():
                 assert isinstance(lane.size, int)
                 for segment in segments_of(kernel, lane) or [Segment(0, lane.size, kernel)]:
-                    self.print_segment(segment, lane, dict(known))
-
-    def print_segment(self, segment: Segment, lane: Axis, known: Known) -> None:
-        """Writes the vectorised loop over a part of the axis's range."""
-        self.statements.kernel = segment.kernel
-        if segment.kernel.stores:
-            head = f"for (int64_t {lane.name} = {segment.start}; {lane.name} < {segment.end}; ++{lane.name})"
-            with self.nest([head], self.simd()):
-                self.write_stores(segment.kernel.stores, known)
+                    self.statements.kernel = segment.kernel
+                    if segment.kernel.stores:
+                        with self.nest([self.head(lane, str(segment.start), str(segment.end))], self.simd()):
+                            self.write_stores(segment.kernel.stores, dict(known))
         self.statements.kernel = self.kernel
 
     def print_tiles(self, stores: list[Store]) -> None:
@@ -215,10 +209,8 @@ class PointwisePrinter(LoopPrinter):
                     self.writer.line(f"const int {name} = int(fxwrap::min<int64_t>(tile, {size} - {item.name}_0));")
             for place in loads:
                 known[place] = self.load_tile(place, axis, lane, *ends)
-            rows = f"for (int64_t {axis.name} = {axis.name}_0; {axis.name} < {axis.name}_0 + {ends[0]}; ++{axis.name})"
-            columns = (
-                f"for (int64_t {lane.name} = {lane.name}_0; {lane.name} < {lane.name}_0 + {ends[1]}; ++{lane.name})"
-            )
+            rows = self.head(axis, f"{axis.name}_0", f"{axis.name}_0 + {ends[0]}")
+            columns = self.head(lane, f"{lane.name}_0", f"{lane.name}_0 + {ends[1]}")
             with self.nest([rows]), self.nest([columns], self.simd()):
                 self.write_requirements([place for place, _ in self.requirements], known)
                 self.write_stores(stores, known)
@@ -447,8 +439,7 @@ class RowPrinter(ReductionPrinter):
         assert lane is not None
         if not reductions:
             limit = count if start == "0" else f"{start} + {count}"
-            head = f"for (int64_t {lane.name} = {start}; {lane.name} < {limit}; ++{lane.name})"
-            with self.nest([head], self.simd()):
+            with self.nest([self.head(lane, start, limit)], self.simd()):
                 self.lane_body(reductions, stores, known)
             return
         element = lane.name if start == "0" else "offset"
