@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # row. Rows that share a level of the design are that level's own order.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "torch_compat"),  # level 0
-    ("symbolic", "device_spec"),
+    ("symbolic", "device_spec", "live_kernels"),
     ("options",),
     ("wrapper_ir",),  # level 1
     ("lines", "loop_ir"),  # level 2
@@ -40,7 +40,7 @@ RANKS: Mapping[str, int] = {name: rank for rank, row in enumerate(ROWS) for name
 
 # What emitted code needs while it runs stands aside: it knows level 0 only, and few may import it.
 RUNTIME = "runtime"
-RUNTIME_IMPORTS = frozenset({"errors", "torch_compat", "device_spec"})
+RUNTIME_IMPORTS = frozenset({"errors", "torch_compat", "device_spec", "live_kernels"})
 RUNTIME_USERS_BELOW_COMPILER = ("fxwrap.converters",)
 
 # The one file that may name torch's private parts.

@@ -13,8 +13,9 @@ from fxwrap.errors import Unsupported
 from fxwrap.lines import Launch
 from fxwrap.runtime import library
 from fxwrap.runtime.triton_table import triton_constants, triton_function, triton_parameters
+from fxwrap.runtime.user_triton import load_user_kernel, user_table_kernel
 from fxwrap.symbolic import expression_kind
-from fxwrap.torch_compat import triton_constants_index, triton_kernel_index, triton_launch
+from fxwrap.torch_compat import new_triton_constants, triton_constants_index, triton_kernel_index, triton_launch
 from fxwrap.wrapper_ir import KernelDefinition, LineBase, Value
 
 
@@ -40,6 +41,9 @@ def launch(converter: KernelConverter, line: Launch) -> None:
     numbers = [item for item in line.arguments if not isinstance(item, Value)]
     if kernel.language == "triton":
         _launch_triton(converter, line, kernel, [*tensors, *line.outs, *numbers])
+        return
+    if kernel.language == "user_triton":
+        _launch_users(converter, line, kernel, [*tensors, *line.outs, *numbers])
         return
     argument = converter.writer.argument
     floats = _are_floats(kernel, numbers)
@@ -72,6 +76,25 @@ def _launch_triton(
         "grid": [tuple([argument(size) for size in line.grid])],
         "tma_descriptor_metadata": {},
         "kwargs": {name: argument(item) for name, item in zip(names, operands, strict=True)},
+    }
+    node = converter.writer.call(triton_launch, [], keywords, name=kernel.name)
+    node.meta["fxwrap_kernel"] = kernel.hash
+
+
+def _launch_users(converter: KernelConverter, line: Launch, kernel: KernelDefinition, operands: Sequence[Any]) -> None:
+    """Writes the launch of a kernel of the user's, whose object in torch's table is as the user wrote it."""
+    text = (kernel.source, kernel.signature, kernel.options)
+    loaded = load_user_kernel(*text)
+    on_cpu = all(item.tensor_type.device.type == "cpu" for item in operands if isinstance(item, Value))
+    argument = converter.writer.argument
+    count = len(loaded.names)
+    grids = [line.grid, *[operands[start : start + 3] for start in range(count, len(operands), 3)]]
+    keywords = {
+        "kernel_idx": triton_kernel_index(user_table_kernel(*text, kernel.hash, on_cpu)),
+        "constant_args_idx": new_triton_constants(loaded.constants),
+        "grid": [tuple([argument(size) for size in grid]) for grid in grids],
+        "tma_descriptor_metadata": {name: ("stable", (list(shape),)) for name, shape in loaded.descriptors.items()},
+        "kwargs": {name: argument(item) for name, item in zip(loaded.names, operands, strict=False)},
     }
     node = converter.writer.call(triton_launch, [], keywords, name=kernel.name)
     node.meta["fxwrap_kernel"] = kernel.hash

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.lowering.operators import operator_facts
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity, triton_written_arguments
 
 FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
 """Higher-order operators that call an operator which writes its operands on copies of them."""
 
 _ORDERED = frozenset({"with_effects", "run_and_save_rng_state", "run_with_rng_state"})
 """Higher-order operators that are there for the order of what an operator does."""
+
+
+USER_KERNELS = frozenset({"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation"})
+"""Higher-order operators that launch a Triton kernel of the user's: on copies of what it writes, or as it is."""
 
 
 def operator_label(operator: HigherOrderOperator) -> str:
@@ -34,6 +38,8 @@ def has_effect(node: Node) -> bool:
         return True
     if name in FUNCTIONALIZED:
         return is_effectful(node)
+    if name in USER_KERNELS:
+        return name == "triton_kernel_wrapper_mutation"
     return any(has_effect(inner) for module in submodules(node) for inner in module.graph.nodes)
 
 
@@ -43,7 +49,31 @@ def is_effectful(node: Node) -> bool:
         return _is_effectful(node.target)
     if isinstance(node.target, HigherOrderOperator) and operator_label(node.target) in FUNCTIONALIZED:
         return isinstance(node.args[0], OpOverload) and _is_effectful(node.args[0])
-    return has_effect(node)
+    return has_effect(node) and not launches_kernel(node)
+
+
+def launches_kernel(node: Node) -> bool:
+    """Returns whether a node launches a Triton kernel of the user's."""
+    return isinstance(node.target, HigherOrderOperator) and operator_label(node.target) in USER_KERNELS
+
+
+def written_operands(node: Node, fakes: Mapping[Node, Any]) -> list[Node]:
+    """Returns the operands that a call writes, not copies of them; `fakes` are the fake values of the graph's nodes."""
+    given: dict[str, Any] = dict(node.kwargs)
+    if isinstance(node.target, OpOverload):
+        facts = operator_facts(node.target)
+        given |= dict(zip(facts.argument_names, node.args, strict=False))
+        names: Sequence[str] = facts.written
+    elif launches_kernel(node) and "tensors_to_clone" not in given:
+        kernel, constants = given["kernel_idx"], given["constant_args_idx"]
+        descriptors, given = given["tma_descriptor_metadata"], given["kwargs"]
+        known = {name: fakes[item] if isinstance(item, Node) else item for name, item in given.items()}
+        names = triton_written_arguments(kernel, constants, known, descriptors)
+    else:
+        return []
+    found = [given.get(name) for name in names]
+    flat = [part for item in found for part in (item if isinstance(item, tuple | list) else (item,))]
+    return [item for item in flat if isinstance(item, Node)]
 
 
 def _is_effectful(overload: OpOverload) -> bool:

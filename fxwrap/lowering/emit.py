@@ -114,6 +114,9 @@ class Emission:
         elif isinstance(known, tuple) and isinstance(found, tuple | list):
             for inner, value in zip(known, found, strict=True):
                 self.record(inner, value)
+        elif isinstance(known, dict):
+            for key, inner in known.items():
+                self.record(inner, found[key])
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 

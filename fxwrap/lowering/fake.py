@@ -83,7 +83,7 @@ def _has_fake(node: Node) -> bool:
     value = node.meta.get("val", _MISSING)
     if value is _MISSING:
         return False
-    items = value if isinstance(value, tuple | list) else (value,)
+    items = value if isinstance(value, tuple | list) else value.values() if isinstance(value, dict) else (value,)
     return all(isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor) for item in items)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from fxwrap.errors import GraphError
 from fxwrap.lines import Alloc, Call, Mutate, RestoreState, SaveState, View
 from fxwrap.lowering.binding import bind_symbols
 from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.kernels import extent_of
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.source import location_of
+from fxwrap.symbolic import product
 from fxwrap.torch_compat import OpOverload, functionalized_views
 from fxwrap.wrapper_ir import UNKNOWN, Effect, TensorType, Value, leaves, map_leaves
 
@@ -84,18 +87,7 @@ class _Copies:
         builder = self.builder
         if isinstance(value, tuple):
             return tuple([self._copied(item, inner, others) for item, inner in zip(value, fake, strict=True)])
-        if value is None:
-            return None
-        if value.name in self.dying and value.name not in others and value.type == builder.tensor_type(fake):
-            builder.fake_of[value.name] = fake
-            builder.share_root(fake, value)
-            builder.mutated.add(value.name)
-            return value
-        copy = builder.add_root(f"{value.name}_copy", fake)
-        origin = builder.origin(self.node)
-        builder.emit(Alloc(copy, origin=origin))
-        builder.emit(Mutate((), "aten.copy_.default", (copy, value), (copy,), origin=origin))
-        return copy
+        return None if value is None else writable(builder, self.node, value, fake, self.dying, others)
 
     def _shown(self, name: str, view: Any, bases: Sequence[Any]) -> Any:
         """Returns what the operator gets for an argument: a base, a window on one, a tuple of them, or None."""
@@ -110,6 +102,61 @@ class _Copies:
         window = self.builder.add_window(name, fake, base)
         self.builder.emit(View(window, base, origin=self.builder.origin(self.node)))
         return window
+
+
+def writable(
+    builder: Builder,
+    node: Node,
+    value: Value,
+    fake: torch.Tensor,
+    dying: Collection[str],
+    others: Collection[str],
+    *,
+    is_read: bool = True,
+) -> Value:
+    """Returns a tensor for a call to write: a copy of its operand, or the operand itself where nothing else needs it.
+
+    Args:
+        builder: where the lines of a copy go.
+        node: the call.
+        value: the operand.
+        fake: the call's result that the copy is.
+        dying: the roots, by name, that nothing touches after the call.
+        others: the roots of the call's other operands, which keep what they hold.
+        is_read: whether the operand holds anything; else the copy is fresh memory.
+    """
+    type_ = builder.tensor_type(fake)
+    if value.name in dying and value.name not in others and value.type == type_:
+        builder.fake_of[value.name] = fake
+        builder.share_root(fake, value)
+        builder.mutated.add(value.name)
+        return value
+    origin = builder.origin(node)
+    if extent_of(type_) == product(type_.sizes) or not is_read:
+        copy = builder.add_root(f"{value.name}_copy", fake)
+        builder.emit(Alloc(copy, origin=origin))
+        if is_read:
+            builder.emit(Mutate((), "aten.copy_.default", (copy, value), (copy,), origin=origin))
+        return copy
+    return _spread_copy(builder, node, value, fake, type_)
+
+
+def _spread_copy(builder: Builder, node: Node, value: Value, fake: torch.Tensor, type_: TensorType) -> Value:
+    """Copies a tensor whose elements overlap or have gaps between them, gaps included: a kernel may step over them."""
+    origin, old = builder.origin(node), value.tensor_type
+    flat = TensorType(type_.dtype, (extent_of(type_),), (1,), type_.device)
+    memory = builder.add_buffer(f"{value.name}_memory", flat)
+    builder.emit(Alloc(memory, origin=origin))
+    source = Value(builder.unique(f"{value.name}_flat"), replace(flat, storage_offset=old.storage_offset))
+    builder.root_of[source.name] = builder.root_of[value.name]
+    builder.emit(View(source, value, origin=origin))
+    builder.emit(Mutate((), "aten.copy_.default", (memory, source), (memory,), origin=origin))
+    copy = Value(builder.unique(f"{value.name}_copy"), type_)
+    builder.root_of[copy.name] = memory
+    builder.fake_of[copy.name] = fake
+    builder.share_root(fake, memory)
+    builder.emit(View(copy, memory, origin=origin))
+    return copy
 
 
 def lower_with_effects(builder: Builder, node: Node) -> None:

@@ -19,6 +19,7 @@ from fxwrap.runtime.native import compile_cpp, compiled_kernels, load_program, r
 from fxwrap.runtime.triton_compile import KernelUse, compile_triton_kernels
 from fxwrap.runtime.triton_compile import triton as triton_package
 from fxwrap.runtime.triton_kernels import load_triton_kernel
+from fxwrap.runtime.user_triton import load_user_kernel
 
 Launcher: TypeAlias = Callable[..., None]
 """`launcher(grid, *tensors, *outs, *numbers)`."""
@@ -31,7 +32,8 @@ def load_kernel(language: str, source: str, signature: tuple[str, ...], options:
     """Returns the launcher of a kernel, compiled or found in the cache.
 
     "cpp" is compiled by the C++ compiler and called once a launch, so its grid is all ones; "triton" runs on its
-    tensors' GPU, and through Triton's interpreter where the tensors are on the CPU. Raises FxwrapError for another
+    tensors' GPU, and through Triton's interpreter where the tensors are on the CPU; "user_triton" is a kernel of the
+    user's, which runs as "triton" does. Raises FxwrapError for another
     language or a signature or option that the language does not have, NativeBuildError where C++ does not compile.
     """
     match language:
@@ -39,8 +41,11 @@ def load_kernel(language: str, source: str, signature: tuple[str, ...], options:
             return _load_cpp_kernel(source, signature, options)
         case "triton":
             return load_triton_kernel(source, signature, options)
+        case "user_triton":
+            return load_user_kernel(source, signature, options)
         case _:
-            raise FxwrapError(f"there is no launcher for kernels in '{language}', only for 'cpp' and 'triton'")
+            known = "'cpp', 'triton' and 'user_triton'"
+            raise FxwrapError(f"there is no launcher for kernels in '{language}', only for {known}")
 
 
 @cache

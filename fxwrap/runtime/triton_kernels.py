@@ -41,21 +41,21 @@ def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelO
 
     @cache
     def interpreted() -> Any:
-        with _interpreter():
+        with interpreting():
             return kernel_of(source)
 
     def launch(grid: Sequence[int], *arguments: torch.Tensor | float) -> None:
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
             on_gpu()[tuple(grid)](*arguments, **constants, **choices)
             return
-        with _interpreter(), _own_errors():
+        with interpreting(), own_errors():
             interpreted()[tuple(grid)](*arguments, **constants)
 
     return launch
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
+def own_errors() -> Iterator[None]:
     """Raises what an assertion of a kernel raised, which the interpreter wraps in errors of its own."""
     try:
         yield
@@ -69,7 +69,7 @@ def _own_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _interpreter() -> Iterator[None]:
+def interpreting() -> Iterator[None]:
     """Makes Triton interpret what is decorated and called, until the end."""
     runtime = triton().knobs.runtime
     with one_at_a_time, runtime.scope():
