@@ -18,9 +18,8 @@ operator in float64 as eager's are, by relative norm. What operands hold afterwa
 `python -m tests.opinfo.sweep --help` says how this page is made.
 
 "Calls" are samples that were run; where the database has more, they were chosen evenly, and the column says of how
-many.
-"Fused" counts the operators of the traced graphs that became part of kernels, "views" index arithmetic alone, "called"
-operator calls, for which the last column names the operators. Results other than "passed":
+many. "Fused" counts the operators of the traced graphs that became part of kernels, "views" index arithmetic alone,
+"called" operator calls, for which the last column names the operators. Results other than "passed":
 
 - *eager refuses it*: eager raises for the sample.
 - *torch traces no graph of it*: tracing raises, mostly because Python looks at an element of a tensor.
@@ -34,8 +33,8 @@ operator calls, for which the last column names the operators. Results other tha
 """
 
 _PARTS = (
-    "| part | operators | rows | calls | results | versions and machine |",
-    "|---|---:|---:|---:|---|---|",
+    "| part | operators | dtypes | rows | calls | results | versions and machine |",
+    "|---|---:|---|---:|---:|---|---|",
 )
 _COLUMNS = (
     "| operator | dtype | calls | fused | views | called | result | called operators |",
@@ -51,10 +50,22 @@ def table(records: Sequence[Record]) -> str:
     parts: dict[tuple[str, str], list[Record]] = {}
     for record in rows:
         parts.setdefault((record.form, record.device), []).append(record)
-    lines = [_HEAD, *_PARTS, *[_summary(part, rows) for part, rows in parts.items()], ""]
+    lines = [_HEAD, *_PARTS, *[_summary(part, rows) for part, rows in parts.items()], "", _left_out(records), ""]
     for part, rows in parts.items():
         lines += [f"## {_title(part)}", "", *_COLUMNS, *[_row(record) for record in rows], ""]
     return "\n".join(lines)
+
+
+def _left_out(records: Sequence[Record]) -> str:
+    """Returns a sentence on what the records lack."""
+    ran = {(record.form, record.device) for record in records}
+    parts = [(form, device) for device in _DEVICES for form in FORMS if (form, device) not in ran]
+    fewer = [record for record in records if record.calls < record.samples]
+    late = sum(NOT_RUN in record.words for record in records)
+    left = [_title(part).replace(", ", " ").lower().replace("cpu", "CPU").replace("gpu", "GPU") for part in parts]
+    left += [f"samples of {len(fewer)} rows that have more of them than were chosen"] if fewer else []
+    left += [f"{late} rows for which there was no time"] if late else []
+    return f"Not run: {'; '.join([*left, 'other dtypes'])}."
 
 
 def _title(part: tuple[str, str]) -> str:
@@ -73,7 +84,8 @@ def _summary(part: tuple[str, str], records: Sequence[Record]) -> str:
     calls = f"{sum(record.calls for record in records)} of {sum(record.samples for record in records)}"
     places = Counter(record.where for record in records).most_common()
     ran = "; ".join(f"{place} ({count} rows)" if len(places) > 1 else place for place, count in places)
-    return f"| {_title(part)} | {names} | {len(records)} | {calls} | {words} | {ran} |"
+    dtypes = ", ".join(sorted({record.dtype for record in records}))
+    return f"| {_title(part)} | {names} | {dtypes} | {len(records)} | {calls} | {words} | {ran} |"
 
 
 def _row(record: Record) -> str:
