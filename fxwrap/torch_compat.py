@@ -419,6 +419,27 @@ def _constants_index(constants: tuple[tuple[str, Any], ...], types: tuple[type, 
 triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
 
 
+def triton_constants_at(index: int) -> dict[str, Any]:
+    """Give the constant arguments at an index of torch's table."""
+    return dict(kernel_side_table.get_constant_args(index))
+
+
+def new_triton_constants(constants: Mapping[str, Any]) -> int:
+    """Add constant arguments of any type to torch's table; give their index."""
+    return kernel_side_table.add_constant_args(dict(constants))
+
+
+def triton_written_arguments(kernel: int, constants: int, given: Mapping[str, Any], descriptors: Any) -> list[str]:
+    """Give the names of the tensors that a Triton kernel writes, found by compiling it; of all where that fails.
+
+    `kernel` and `constants` are indices of torch's table, `given` the arguments by name, `descriptors` the operator's
+    metadata of tensor descriptors. Imported when first used, because it needs Triton.
+    """
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
+
+    return list(get_mutated_tensors(kernel, constants, dict(given), descriptors))
+
+
 # --- running and measuring ------------------------------------------------------------------------------------------
 
 def allocation_record(profile: torch.profiler.profile) -> list[int]:

@@ -30,7 +30,7 @@ def lower_call(builder: Builder, node: Node, dying: Collection[str] = frozenset(
     `dying` are the roots, by name, that the program owns and that nothing touches after this call.
     """
     fake = builder.fakes[node]
-    if node.target is operator.getitem and isinstance(builder.env.get(node.args[0]), tuple):  # type: ignore[arg-type]
+    if node.target is operator.getitem and isinstance(builder.env.get(node.args[0]), tuple | dict):  # type: ignore[arg-type]
         builder.env[node] = builder.env[node.args[0]][node.args[1]]  # type: ignore[index]
     elif not isinstance(node.target, OpOverload) and isinstance(fake, torch.Tensor):
         name = getattr(node.target, "__name__", node.target)
