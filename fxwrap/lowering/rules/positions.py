@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import sympy
 import torch
 
 from fxwrap.loop_ir import (
     KERNEL_DTYPES,
+    Atom,
     Compute,
     Constant,
     Index,
     IndexLike,
     IndexValue,
     Scalar,
+    SizeAtom,
     as_index,
 )
 from fxwrap.lowering.definitions import Definition, Indices, Reader
@@ -87,11 +90,29 @@ def slice_start(start: Any, end: Any, step: Any, size: Size, length: Size) -> Si
 def below(reader: Reader, index: IndexLike, limit: IndexLike) -> Condition:
     """Returns whether an index is less than a limit; a Python bool where the ranges of both tell."""
     index, limit = as_index(index), as_index(limit)
-    if (limit - index - 1).never_negative():
+    if surely_not_negative(limit - index - 1):
         return True
-    if (index - limit).never_negative():
+    if surely_not_negative(index - limit):
         return False
     return reader.body.index(index) < reader.body.index(limit)
+
+
+def surely_not_negative(index: Index) -> bool:
+    """Whether an index is at least 0 in every iteration, also where sizes that it names are 0.
+
+    Sizes of axes may count as at least 1, for without one there is no iteration; other sizes may be 0, and numbers
+    that were read from a tensor anything.
+    """
+    limits = index.bounds()
+    return limits is not None and all(
+        number > 0 and all(_is_size(atom) for atom in monomial)
+        for monomial, number in limits[0].terms
+    )
+
+
+def _is_size(atom: Atom) -> bool:
+    symbolic = isinstance(atom, SizeAtom) and isinstance(atom.expression, sympy.Symbol)
+    return symbolic and str(atom.expression).startswith("s")
 
 
 def at_least(reader: Reader, index: IndexLike, limit: IndexLike) -> Condition:
@@ -165,7 +186,7 @@ def gathered_index(
     known = affine_index(position)
     if known is not None:
         for candidate in (known, known + size) if wraps else (known,):
-            if candidate.never_negative() and (as_index(size) - 1 - candidate).never_negative():
+            if surely_not_negative(candidate) and surely_not_negative(as_index(size) - 1 - candidate):
                 return candidate
     position, limit = position.to(torch.int64), reader.body.index(size)
     if wraps:
