@@ -127,8 +127,8 @@ class Store:
 class Require:
     """Makes the launch fail with a message where a bool operation is false, and `mask`, if there is one, is true.
 
-    The kernel runs on to its end. On a CPU the launch raises the class that REQUIREMENT_ERRORS has for `error` (Triton's
-    interpreter always IndexError); on a GPU it is a device-side assertion, as it is for eager's kernels.
+    The kernel runs on to its end. On a CPU the launch raises the class that REQUIREMENT_ERRORS has for `error`
+    (Triton's interpreter always IndexError); on a GPU it is a device-side assertion, as it is for eager's kernels.
     """
 
     condition: int

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from fxwrap.errors import FxwrapError, GraphError
 from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.source import check_desugared, location_of
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, detect_fake_mode, storage_identity
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, detect_fake_mode, is_composite, storage_identity
 
 
 def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None) -> dict[Node, Any]:
@@ -72,7 +72,7 @@ def _viewed(node: Node, values: Mapping[Node, Any]) -> FakeTensor | None:
     if not isinstance(node.target, OpOverload):
         return None
     facts = operator_facts(node.target)
-    if facts.aliased is None or facts.may_alias or facts.written or facts.aliased >= len(node.args):
+    if facts.aliased is None or is_composite(node.target) or facts.written or facts.aliased >= len(node.args):
         return None
     base = node.args[facts.aliased]
     found = values.get(base) if isinstance(base, Node) else None

@@ -117,9 +117,13 @@ def _view_base(
         return None
     base_fake = builder.fake_of[base.name]
     results = fake if isinstance(fake, tuple | list) else (fake,)
-    if facts.may_alias and any(storage_identity(item) != storage_identity(base_fake) for item in results):
+    if facts.may_alias and not all(_on_storage_of(base_fake, item) for item in results):
         return None
     return base if all(is_plain_view(item, base_fake) for item in results) else None
+
+
+def _on_storage_of(base: torch.Tensor, item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and storage_identity(item) == storage_identity(base)
 
 
 def _views(builder: Builder, node: Node, base: Value, fake: Any) -> Any:

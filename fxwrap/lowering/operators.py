@@ -21,6 +21,9 @@ _PRINTING = frozenset({"aten._print.default"})
 _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}
 """Operators whose results are windows on an argument although their schema does not say so."""
 
+_EXACT_NAMESPACES = ("aten", "prims")
+"""Whose operators always give a view where their schema says so; others' fake rules say what they do."""
+
 Replacement = Callable[[OpOverload, Any, Any], tuple[OpOverload, Any, Any]]
 
 
@@ -29,8 +32,8 @@ class OperatorFacts:
     """What lowering needs of an overload's schema.
 
     `name` is "namespace.name.overload"; `written` the names of the arguments it writes; `aliased` the position of the
-    only argument that results are windows on, or may be if `may_alias` (`reshape`, `contiguous`); `returns_written`
-    says for each return which written argument it is, if it is one.
+    only argument that results are windows on, or may be if `may_alias` (`reshape`, `contiguous`, operators of others);
+    `returns_written` says for each return which written argument it is, if it is one.
     """
 
     name: str
@@ -93,7 +96,7 @@ def operator_facts(overload: OpOverload) -> OperatorFacts:
         written,
         bool(written) and all(item.is_out for item in arguments if item.name in written),
         _UNDECLARED_VIEWS.get(name, readers[0] if len(readers) == 1 else None),
-        is_composite(overload),
+        is_composite(overload) or overload.namespace not in _EXACT_NAMESPACES,
         tuple(_written_twin(arguments, returned) for returned in schema.returns),
         torch.Tag.nondeterministic_seeded in overload.tags,
         _fixed_effects(overload, name, bool(written)),

@@ -417,5 +417,5 @@ def test_a_requirement_in_a_reduction(dim: int) -> None:
     positions[777] = 11
     printed = print_cpp_kernel(kernel)
     launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
-    with pytest.raises(RuntimeError, match="^out of bounds"):
+    with pytest.raises(RuntimeError, match=r"^out of bounds"):
         launch((1, 1, 1), positions, torch.randn(9), torch.empty(50))

@@ -180,8 +180,9 @@ def gathered_index(
     """Returns a position read from a tensor as an index from 0 to `size` - 1; with `wraps`, -1 is the last element.
 
     This is the one place with fxwrap's rule for positions out of bounds: the launch fails as eager does, with the class
-    of error that `error` names ("index" or "runtime"), and the kernel, which runs on, takes element 0 instead, so that it never touches memory outside of a tensor. Where the
-    position is known to be in bounds (an `arange`, say) nothing is checked, and it stays an affine index.
+    of error that `error` names ("index" or "runtime"), and the kernel, which runs on, takes element 0 instead, so that
+    it never touches memory outside of a tensor. Where the position is known to be in bounds (an `arange`, say) nothing
+    is checked, and it stays an affine index.
     """
     known = affine_index(position)
     if known is not None:
