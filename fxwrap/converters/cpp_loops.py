@@ -12,33 +12,95 @@ from fxwrap.wrapper_ir import Block, TensorType, Value
 
 
 def write_while(writer: CppWriter, line: While) -> None:
-    """Writes `control.while`; stacked results grow by one row a round."""
+    """Writes `control.while`."""
     rounds, go_on = (writer.unit.fresh_symbol(*wish) for wish in (("rounds", "int"), ("go_on", "bool")))
     arguments = line.body.arguments
     count = len(line.carried)
     writer.lend(arguments, (*line.carried, *line.extra))
-    if line.stacked:
-        for result, operand in zip(line.results, line.carried):
-            _empty_stack(writer, line, result, operand)
+    stacks = _Stacks(writer, line, f"f.ints[{rounds}]") if line.stacked else None
 
     def judge(given: tuple[Any, ...]) -> None:
         writer.say(f"f.ints[{go_on}] = {writer.truth(given[0])};")
         _drop_tensors(writer, given)
 
     def advance(given: tuple[Any, ...]) -> None:
-        if line.stacked:
-            for result, item in zip(line.results, given):
-                _append_row(writer, result, item)
+        if stacks is not None:
+            stacks.append(given)
         writer.hand_over(arguments[:count], given)
 
     condition = writer.block(line.cond, judge, begin=lambda: writer.lend(line.cond.arguments, arguments))
     body = writer.block(line.body, advance, keep=arguments)
     head = f"for (f.ints[{rounds}] = 0;; ++f.ints[{rounds}])"
     writer.say(f"{head} {{\n{indented([*condition, f'if (!f.ints[{go_on}]) break;', *body])}\n}}")
-    if not line.stacked:
+    if stacks is None:
         _last_values(writer, line.results, arguments[:count], f"f.ints[{rounds}] == 0")
+    else:
+        stacks.finish()
     _drop_tensors(writer, arguments)
     writer.own_results(line.results)
+
+
+class _Stacks:
+    """The stacked results of a loop whose rounds nobody has counted before.
+
+    Memory for them has room for more rounds than there are so far, and grows to twice its size when it is full, so that
+    each row is copied a few times at most. Its end is given back when the number of rounds is known.
+    """
+
+    def __init__(self, writer: CppWriter, line: While, rounds: str) -> None:
+        self.writer = writer
+        self.line = line
+        self.rounds = rounds
+        self.room = f"f.ints[{writer.unit.fresh_symbol('room', 'int')}]"
+        self.rows = [value.tensor_type for value in line.carried]
+        self.slots = [writer.unit.slot(result.name) for result in line.results]
+        writer.say(f"{self.room} = 0;")
+        for slot, row in zip(self.slots, self.rows):
+            writer.empty(line, slot, TensorType.contiguous(row.dtype, (0, *row.sizes), row.device))
+
+    def append(self, given: tuple[Any, ...]) -> None:
+        """Says that what a round yields is copied into its rows."""
+        writer = self.writer
+        grow = [f"{self.room} = 2 * {self.room} + {_FIRST_ROOM};"]
+        for slot, row in zip(self.slots, self.rows):
+            grow += self._moved(slot, row, self.room)
+        writer.say(f"if ({self.rounds} == {self.room}) {{\n{indented(grow)}\n}}")
+        for slot, row, item in zip(self.slots, self.rows, given):
+            place = writer.unit.fresh_slot("place")
+            strides = TensorType.contiguous(row.dtype, row.sizes, row.device).strides
+            offset = f"{self.rounds} * ({writer.unit.number(row.element_count)})"
+            writer.window(place, slot, row.sizes, strides, offset)
+            writer.call("aten.copy_.default", [place, writer.name_of(item)])
+            writer.drop([place])
+
+    def finish(self) -> None:
+        """Says that the results have as many rows as there were rounds."""
+        for slot, row in zip(self.slots, self.rows):
+            moved = self._moved(slot, row, self.rounds)
+            self.writer.say(f"if ({self.rounds} != {self.room}) {{\n{indented(moved)}\n}}")
+
+    def _moved(self, slot: str, row: TensorType, count: str) -> list[str]:
+        """Returns the statements that move the rows so far to memory with room for `count` of them."""
+        writer, unit = self.writer, self.writer.unit
+        moved, part = unit.fresh_slot("moved"), unit.fresh_slot("part")
+        whole = TensorType.contiguous(row.dtype, (1, *row.sizes), row.device)
+        inner, strides = unit.sizes(row.sizes)[1:], unit.sizes(whole.strides)
+        comma = ", " if row.sizes else ""
+        dtype, device = writer.dtype(self.line, row.dtype), unit.device(row.device)
+        growing = count == self.room
+        target, source = (part, slot) if growing else (moved, part)
+        copy = unit.operator("aten.copy_.default")
+        return [
+            f"empty_strided(f, {moved}, {{{count}{comma}{inner}, {strides}, {dtype}, {device});",
+            f"view(f, {part}, {moved if growing else slot}, {{{self.rounds}{comma}{inner}, {strides}, 0);",
+            f"CALL(f, {copy}, ({target}, {source}), ());",
+            f"drop(f, {part});",
+            f"move(f, {slot}, {moved});",
+        ]
+
+
+_FIRST_ROOM = 8
+"""For how many rounds a loop that stacks what it carries has room at first."""
 
 
 def write_scan(writer: CppWriter, line: Scan) -> None:
@@ -97,19 +159,6 @@ def _row(writer: CppWriter, slot: str, whole: Value, row: str) -> None:
     type_ = whole.tensor_type
     offset = f"{row} * ({writer.unit.number(type_.strides[0])})"
     writer.window(slot, writer.name_of(whole), type_.sizes[1:], type_.strides[1:], offset)
-
-
-def _empty_stack(writer: CppWriter, line: While, result: Value, operand: Value) -> None:
-    type_ = operand.tensor_type
-    empty = TensorType.contiguous(type_.dtype, (0, *type_.sizes), type_.device)
-    writer.empty(line, writer.unit.slot(result.name), empty)
-
-
-def _append_row(writer: CppWriter, stack: Value, item: Value) -> None:
-    row, name = writer.unit.fresh_slot("row"), writer.unit.slot(stack.name)
-    writer.call("aten.unsqueeze.default", [writer.name_of(item), "0"], [row])
-    writer.call("aten.cat.default", ["list(2)", name, row], [name])
-    writer.drop([row])
 
 
 def _last_values(writer: CppWriter, results: Sequence[Value], carried: Sequence[Value], none: str) -> None:

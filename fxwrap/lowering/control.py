@@ -15,7 +15,8 @@ from fxwrap.lines import Bind, CallFunction, Cond, Map, Scan, View, While
 from fxwrap.lowering.binding import bind_symbols
 from fxwrap.lowering.blocks import BlockLowering, LoweredBlock, check_branches, check_fits, copied
 from fxwrap.lowering.builder import Builder
-from fxwrap.lowering.effects import FUNCTIONALIZED, operator_label
+from fxwrap.lowering.effects import FUNCTIONALIZED, USER_KERNELS, operator_label
+from fxwrap.lowering.kernels import extent_of
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.side_effects import (
     lower_functionalized,
@@ -25,6 +26,7 @@ from fxwrap.lowering.side_effects import (
 )
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.symbols import symbol_info
+from fxwrap.lowering.user_kernels import lower_user_kernel
 from fxwrap.symbolic import expression_kind, total
 from fxwrap.wrapper_ir import TensorType, Value, types_agree
 
@@ -38,6 +40,8 @@ def lower_higher_order(blocks: BlockLowering, node: Node, dying: Collection[str]
     rule = _RULES.get(name)
     if name in FUNCTIONALIZED:
         lower_functionalized(blocks.builder, node, dying)
+    elif name in USER_KERNELS:
+        lower_user_kernel(blocks.builder, node, dying)
     elif name in _AROUND_ONE:
         _AROUND_ONE[name](blocks.builder, node)
     elif rule is None:
@@ -109,14 +113,27 @@ def _types(values: Sequence[Any]) -> list[Any]:
     return [item.type if isinstance(item, Value) else item for item in values]
 
 
-def _laid_out(builder: Builder, operands: Sequence[Any], block: LoweredBlock) -> tuple[Any, ...]:
-    """Returns the operands, those copied whose strides are not what the block was traced with."""
+def _laid_out(builder: Builder, operands: Sequence[Any], arguments: Sequence[Value | None]) -> tuple[Any, ...]:
+    """Returns the operands, those copied whose strides are not what a block was traced with."""
     found = []
-    for operand, argument in zip(operands, block.arguments, strict=True):
+    for operand, argument in zip(operands, arguments, strict=True):
         if argument is not None and isinstance(operand, Value) and isinstance(operand.type, TensorType):
             if not types_agree(operand.type, argument.type):
                 operand = copied(builder, operand, argument.tensor_type)
         found.append(operand)
+    return tuple(found)
+
+
+def _laid_out_slices(builder: Builder, over: Sequence[Any], arguments: Sequence[Value | None]) -> tuple[Any, ...]:
+    """Returns the tensors that a loop goes over, those copied whose slices are not what the block was traced with."""
+    found = []
+    for whole, argument in zip(over, arguments, strict=True):
+        assert argument is not None
+        type_, slice_ = whole.tensor_type, argument.tensor_type
+        if not types_agree(TensorType(type_.dtype, type_.sizes[1:], type_.strides[1:], type_.device), slice_):
+            strides = (extent_of(slice_), *slice_.strides)
+            whole = copied(builder, whole, TensorType(type_.dtype, type_.sizes, strides, type_.device))
+        found.append(whole)
     return tuple(found)
 
 
@@ -135,7 +152,7 @@ def _cond(blocks: BlockLowering, node: Node) -> None:
     else_ = blocks.lower(node, else_graph, operands, examples, wanted=_types(results))
     check_branches(node, then.yielded, else_.yielded, results)
     constants, outer = _captures(builder, then, else_)
-    taken = (*then.taken(_laid_out(builder, operands, then)), *outer)
+    taken = (*then.taken(_laid_out(builder, operands, then.arguments)), *outer)
     line = Cond(results, test, taken, then.block(constants), else_.block(constants), origin=builder.origin(node))
     builder.emit(line)
     _finish(builder, node, fakes, results)
@@ -172,7 +189,7 @@ def _while_loop(blocks: BlockLowering, node: Node, stacked: bool = False) -> Non
         raise _error(node, f"the condition gives {len(cond.yielded)} values", "Return one truth value")
     _predicate(builder, node, cond.yielded[0])
     check_fits(node, "the body", body.yielded, "what is carried", carried)
-    operands = _laid_out(builder, operands, body)
+    operands = _laid_out(builder, operands, body.arguments)
     constants, outer = _captures(builder, cond, body)
     taken = body.taken(operands)
     line = While(
@@ -195,8 +212,13 @@ def _scan(blocks: BlockLowering, node: Node) -> None:
     operands = (*carried, *over, *extra)
     body = blocks.lower(node, graph, operands, examples, carried=count, wanted=_types(carried))
     check_fits(node, "the body", body.yielded[:count], "what is carried", carried)
-    taken, (constants, outer) = body.taken(operands), _captures(builder, body)
     end = count + len(over)
+    first, last = body.arguments[:count], body.arguments[end:]
+    operands = (
+        *_laid_out(builder, carried, first), *_laid_out_slices(builder, over, body.arguments[count:end]),
+        *_laid_out(builder, extra, last),
+    )  # fmt: skip
+    taken, (constants, outer) = body.taken(operands), _captures(builder, body)
     line = Scan(
         results, taken[:count], taken[count:end], body.block(constants), (*taken[end:], *outer),
         origin=builder.origin(node),
@@ -213,9 +235,12 @@ def _map(blocks: BlockLowering, node: Node) -> None:
     fakes = builder.fakes[node]
     results = _results(builder, node, fakes)
     body = blocks.lower(node, graph, (*over, *extra), examples)
-    taken, (constants, outer) = body.taken((*over, *extra)), _captures(builder, body)
+    count = len(over)
+    slices = _laid_out_slices(builder, over, body.arguments[:count])
+    operands = (*slices, *_laid_out(builder, extra, body.arguments[count:]))
+    taken, (constants, outer) = body.taken(operands), _captures(builder, body)
     line = Map(
-        results, taken[: len(over)], body.block(constants), (*taken[len(over) :], *outer), origin=builder.origin(node)
+        results, taken[:count], body.block(constants), (*taken[count:], *outer), origin=builder.origin(node)
     )
     builder.emit(line)
     _finish(builder, node, fakes, results)
@@ -235,7 +260,7 @@ def _invoke_subgraph(blocks: BlockLowering, node: Node) -> None:
     fakes = builder.fakes[node]
     shared = blocks.shared_function(node, graph, str(identifier), operands, _examples(builder, operands))
     lowered = shared.lowered
-    operands = _laid_out(builder, operands, lowered)
+    operands = _laid_out(builder, operands, lowered.arguments)
     outer = shared.outer(blocks.scope)
     first = {index: position for position, index in reversed([*enumerate(lowered.results)]) if isinstance(index, int)}
     given = [fakes[first[index]] for index in range(len(lowered.yielded))]

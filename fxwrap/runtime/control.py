@@ -1,4 +1,4 @@
-"""Loops of emitted Python. A block is a function from its boxed arguments to the tuple of what it yields."""
+"""Loops of emitted Python. A block is a function from its boxed arguments, which it empties, to what it yields."""
 
 from __future__ import annotations
 
@@ -9,47 +9,52 @@ import torch
 
 from fxwrap.runtime.tensors import copy
 
-Body = Callable[..., Any]
+Body = Callable[[list[Any]], tuple[Any, ...]]
 
 
 def while_loop(
     cond: Body, body: Body, carried: Sequence[Any], extra: Sequence[Any], stacked: bool = False
 ) -> tuple[Any, ...]:
-    """Repeats `body(*carried, *extra)` while `cond` of the same yields true; returns the last carried values.
+    """Repeats `body([*carried, *extra])` while `cond` of the same yields true; returns the last carried values.
 
-    They are copies when no round runs. With `stacked`, returns the carried values of all rounds, stacked.
+    They are copies when no round runs. With `stacked`, returns the carried values of all rounds, each stacked along a
+    new first dimension: rounds are kept as they are until their number is known, and copied once.
     """
-    history: list[Any] = []
+    history: list[tuple[Any, ...]] = []
     current = tuple(carried)
     rounds = 0
-    while bool(cond(*current, *extra)[0]):
-        current = body(*current, *extra)
+    while cond([*current, *extra])[0]:
+        current = body([*current, *extra])
         rounds += 1
         if stacked:
             history.append(current)
-    if stacked:
-        return tuple(torch.stack(list(column)) for column in zip(*history, strict=True))
-    return current if rounds else tuple(copy(item) for item in current)
+    if not stacked:
+        return current if rounds else tuple([copy(item) for item in current])
+    if not rounds:
+        return tuple([item.new_empty((0, *item.shape)) for item in current])
+    return tuple([torch.stack(column) for column in zip(*history, strict=True)])
 
 
 def scan(
-    body: Body, carried: Sequence[Any], over: Sequence[torch.Tensor], extra: Sequence[Any], reverse: bool = False
+    body: Body,
+    carried: Sequence[Any],
+    over: Sequence[torch.Tensor],
+    extra: Sequence[Any],
+    stacked: Sequence[torch.Tensor],
+    reverse: bool = False,
 ) -> tuple[Any, ...]:
-    """Runs `body(*carried, *slices, *extra)` along the first dimension of `over`; returns the last carried values, then
-    the other results of all rounds, stacked in the order of the slices."""
+    """Runs `body([*carried, *slices, *extra])` along the first dimension of `over`; returns the last carried values.
+
+    They are copies when there is no slice. What else each round yields is written into its slices of `stacked`.
+    """
     current = tuple(carried)
-    rows: list[tuple[Any, ...]] = []
-    indices = range(over[0].shape[0])
-    for index in reversed(indices) if reverse else indices:
-        given = body(*current, *[tensor[index] for tensor in over], *extra)
-        current = tuple(given[: len(current)])
-        rows.append(tuple(given[len(current) :]))
-    if reverse:
-        rows.reverse()
-    return (*current, *[torch.stack(list(column)) for column in zip(*rows, strict=True)])
-
-
-def map_over(body: Body, over: Sequence[torch.Tensor], extra: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Runs `body(*slices, *extra)` along the first dimension of `over` and stacks the results."""
-    rows = [body(*[tensor[index] for tensor in over], *extra) for index in range(over[0].shape[0])]
-    return tuple(torch.stack(list(column)) for column in zip(*rows, strict=True))
+    count = len(current)
+    slices = list(zip(*[tensor.unbind(0) for tensor in over], strict=True))
+    places = list(zip(*[tensor.unbind(0) for tensor in stacked], strict=True)) if stacked else [()] * len(slices)
+    for position in reversed(range(len(slices))) if reverse else range(len(slices)):
+        given = body([*current, *slices[position], *extra])
+        current = given[:count]
+        for place, item in zip(places[position], given[count:], strict=True):
+            place.copy_(item)
+        del given  # so that nothing but `current` holds what is carried while the next round runs
+    return current if slices else tuple([copy(item) for item in current])

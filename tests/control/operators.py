@@ -1,0 +1,62 @@
+"""Operators of a library of the tests': some write what they are given, some have effects that keep their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "fxwrap_control"
+LOG: list[str] = []
+"""What the effectful operator was told, in order."""
+
+
+@torch.library.custom_op(f"{NAMESPACE}::add_into", mutates_args=("out",))
+def add_into(x: Tensor, out: Tensor) -> None:
+    out.copy_(x + out)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::add_and_triple", mutates_args=("out",))
+def add_and_triple(x: Tensor, out: Tensor) -> Tensor:
+    out.copy_(x + 1)
+    return x * 3
+
+
+@add_and_triple.register_fake
+def _(x: Tensor, out: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::fill_all", mutates_args=("outs",))
+def fill_all(outs: Sequence[Tensor], number: float) -> None:
+    for position, out in enumerate(outs):
+        out.fill_(number + position)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::add_where_given", mutates_args=("first", "second"))
+def add_where_given(x: Tensor, first: Tensor | None, second: Tensor | None = None) -> None:
+    for out in (first, second):
+        if out is not None:
+            out.add_(x)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::note", mutates_args=())
+def note(text: str, x: Tensor) -> Tensor:
+    LOG.append(f"{text} {int(x.sum())}")
+    return x.clone()
+
+
+@note.register_fake
+def _(text: str, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def register_effects() -> None:
+    """Makes calls of `note` keep their order."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(torch.ops.fxwrap_control.note.default, _EffectType.ORDERED)
+
+
+register_effects()

@@ -1,0 +1,112 @@
+"""Operators that write what they are given, and effects in order, through every emitter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxwrap.compare import COMPARED
+from fxwrap.compare.driver import capture
+from fxwrap.compiler import emit
+from tests.control.cases import DEVICES, Case, Cases, random
+from tests.control.operators import LOG, add_and_triple, add_into, add_where_given, fill_all, note
+
+CASES = Cases()
+X = random(4, 8)
+
+
+@CASES.add((X,))
+def a_base(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    add_into(x, out)
+    return out * 2 + x
+
+
+@CASES.add((X,))
+def an_input(x: Tensor) -> Any:
+    other = x.sin()
+    add_into(other, x)
+    return other + x
+
+
+@CASES.add((X,))
+def a_base_that_is_read_before_and_after(x: Tensor) -> Any:
+    out = x.cos()
+    before = out * 2
+    result = add_and_triple(x, out)
+    return before, out + result
+
+
+@CASES.add((X,))
+def views_of_one_base(x: Tensor) -> Tensor:
+    out = x.new_zeros(8, 8)
+    add_into(x, out[:4])
+    add_into(x, out[4:])
+    add_into(x.t()[:, :2].contiguous(), out[:, 3:5])
+    return out + 1
+
+
+@CASES.add((X,))
+def a_view_of_an_input(x: Tensor) -> Tensor:
+    add_into(x[2:].sin(), x[:2])
+    return x * 2
+
+
+@CASES.add((X,))
+def a_list_of_views_and_bases(x: Tensor) -> Any:
+    out, other = x.new_zeros(3, 8), x.exp()
+    fill_all([out[0], out[2], other], 4.0)
+    return out + 1, other
+
+
+@CASES.add((X,))
+def optional_arguments(x: Tensor) -> Any:
+    first, second = torch.zeros_like(x), torch.ones_like(x)
+    add_where_given(x, first, None)
+    add_where_given(x, None, second)
+    add_where_given(x, first, second)
+    add_where_given(x, None)
+    return first + second
+
+
+@CASES.add((X,), dynamic=True)
+def with_symbols(x: Tensor) -> Any:
+    out = x.new_zeros(x.shape[0] + 2, x.shape[1])
+    add_into(x, out[1:-1])
+    return out.sin()
+
+
+@CASES.add((X.abs(),), (-X.abs(),))
+def inside_of_a_cond(x: Tensor) -> Tensor:
+    def then(a: Tensor) -> Tensor:
+        out = a.cos()
+        add_into(a, out)
+        return out * 2
+
+    return torch.cond(x.sum() > 0, then, lambda a: a + 1, (x,))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES.parameters)
+def test_operators_that_write(case: Case, device: str) -> None:
+    case.check(device)
+
+
+def _noted(x: Tensor) -> Tensor:
+    y = note("first", x)
+    note("second", x + 1)  # nothing needs what it gives
+    return note("third", y * 2) + 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_effects_keep_their_order(device: str, fresh_dynamo: None) -> None:
+    x = torch.ones(4, device=device)
+    (graph,) = capture(_noted, (x,))
+    for emitter in COMPARED:
+        LOG.clear()
+        result = emit(graph.compiled.program, emitter)(*[x, None][: len(graph.compiled.program.inputs)][::-1])
+        assert LOG == ["first 4", "second 8", "third 8"], emitter
+        torch.testing.assert_close(result[-1], x * 2 + 1)

@@ -1,0 +1,143 @@
+"""`scan`, `map` and `associative_scan` through every emitter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as map_over
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+from fxwrap.testing import assert_emitters_agree
+from tests.control.cases import DEVICES, Case, Cases, random
+
+CASES = Cases()
+ROWS, WEIGHTS = random(5, 8), random(8, 8, seed=1, gradient=True)
+
+
+def _tanh(carried: Tensor, row: Tensor) -> Any:
+    new = (carried + row).tanh()
+    return new, new * 2
+
+
+@CASES.add((ROWS,), (ROWS[:1],))
+def over_rows(x: Tensor) -> Any:
+    return scan(_tanh, x.new_zeros(8), x)
+
+
+@CASES.add((ROWS,))
+def from_the_last(x: Tensor) -> Any:
+    return scan(_tanh, x.new_zeros(8), x, reverse=True)
+
+
+@CASES.add((ROWS,))
+def along_the_second_dimension(x: Tensor) -> Any:
+    return scan(_tanh, x.new_zeros(5), x, dim=1)
+
+
+@CASES.add((ROWS,))
+def over_trees(x: Tensor) -> Any:
+    def combine(carried: Any, row: Any) -> Any:
+        new = {"a": carried["a"] + row[0], "b": carried["b"] * row[1].sum()}
+        return new, (new["a"].sum(), {"row": row[0] * 2})
+
+    return scan(combine, {"a": x.new_zeros(8), "b": x.new_ones(3)}, (x, x.t()[:5].contiguous()))
+
+
+@CASES.add((ROWS, WEIGHTS.detach()), dynamic=True)
+def with_symbols_and_closures(x: Tensor, w: Tensor) -> Any:
+    scale = torch.tensor([0.5] * 8, device=x.device)
+
+    def combine(carried: Tensor, row: Tensor) -> Any:
+        new = (carried @ w + row * scale).tanh() * x.shape[0]
+        return new, new.sum()
+
+    return scan(combine, x.new_zeros(8), x)
+
+
+@CASES.add((ROWS, WEIGHTS), training=True)
+def scan_in_training(x: Tensor, w: Tensor) -> Any:
+    def combine(carried: Tensor, row: Tensor) -> Any:
+        new = (carried @ w + row).tanh()
+        return new, new * 2
+
+    return scan(combine, x.new_zeros(8), x)
+
+
+@CASES.add((ROWS, WEIGHTS), training=True, dynamic=True)
+def scan_in_training_with_symbols(x: Tensor, w: Tensor) -> Any:
+    return scan(lambda carried, row: ((carried @ w).sin() + row, carried.exp()), x.new_zeros(8), x)[1]
+
+
+@CASES.add((ROWS, torch.tensor(3)), (ROWS, torch.tensor(-3)))
+def a_cond_in_a_while_in_a_scan(x: Tensor, end: Tensor) -> Any:
+    def combine(carried: Tensor, row: Tensor) -> Any:
+        def body(i: Tensor, a: Tensor) -> Any:
+            return i + 1, torch.cond(a.sum() > 0, lambda b: b - row, lambda b: b * 0.5 + carried, (a,))
+
+        new = while_loop(lambda i, a: i < end, body, (torch.zeros((), dtype=torch.int64, device=x.device), row * 2))[1]
+        return new, new.sum()
+
+    return scan(combine, x.new_zeros(8), x)
+
+
+@CASES.add((ROWS, WEIGHTS.detach()), (ROWS[:1], WEIGHTS.detach()))
+def map_rows(x: Tensor, w: Tensor) -> Any:
+    return map_over(lambda row, w: (row * w[0] + row.shape[0]).sin(), x, w)
+
+
+@CASES.add((ROWS, WEIGHTS), training=True)
+def map_in_training(x: Tensor, w: Tensor) -> Any:
+    return map_over(lambda row, w: (row @ w).sin(), x, w)
+
+
+@CASES.add((ROWS,), dynamic=True)
+def map_trees_with_symbols(x: Tensor) -> Any:
+    y = x + 1
+    z = y.cos()
+    return map_over(lambda rows: (rows[0] + y.sum(), (rows[0] * rows[1] * x.shape[0], rows[1].sum())), (x, z))
+
+
+@CASES.add((ROWS,))
+def generic_associative_scan(x: Tensor) -> Any:
+    return associative_scan(lambda a, b: a * b + a, x, 0, combine_mode="generic")
+
+
+@CASES.add((ROWS,))
+def generic_associative_scan_of_trees_from_the_last(x: Tensor) -> Any:
+    def combine(a: Any, b: Any) -> Any:
+        return a[0] * b[0], a[1] * b[0] + b[1]
+
+    return associative_scan(combine, (x, x * 2), 1, reverse=True, combine_mode="generic")
+
+
+@CASES.add((random(5, 8, gradient=True),), training=True)
+def generic_associative_scan_in_training(x: Tensor) -> Any:
+    return associative_scan(torch.add, x, 0, combine_mode="generic")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES.parameters)
+def test_slices(case: Case, device: str) -> None:
+    case.check(device)
+
+
+def test_a_pointwise_associative_scan_on_a_cpu_gives_torchs_own_error(fresh_dynamo: None) -> None:
+    def function(x: Tensor) -> Tensor:
+        return associative_scan(torch.add, x, 0, combine_mode="pointwise")
+
+    errors = []
+    for backend in ("eager", "fxwrap"):
+        with pytest.raises(Exception, match="all input tensors need to be on CUDA or XPU") as raised:
+            torch.compile(function, backend=backend, fullgraph=True)(ROWS)
+        errors.append(raised.type)
+    assert errors[0] is errors[1]
+
+
+@pytest.mark.gpu
+def test_a_pointwise_associative_scan_on_a_gpu(fresh_dynamo: None) -> None:
+    assert_emitters_agree(lambda x: associative_scan(torch.add, x, 0, combine_mode="pointwise"), (ROWS.cuda(),))
