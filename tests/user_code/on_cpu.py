@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -46,15 +47,27 @@ def _seconds(call: Any, quantiles: Sequence[float]) -> list[float]:
 def interpret(kernel: JITFunction[Any], *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
     """Runs a function of @triton.jit through the interpreter, and the functions that it calls."""
     assert not warmup
-    names = kernel.fn.__globals__
+    grid = tuple(grid) if isinstance(grid, list) else grid  # which the interpreter does not take
+    scopes = _scopes(kernel.fn.__globals__, {})
     with interpreting():
-        interpreted = {name: InterpretedFunction(item.fn) for name, item in names.items() if type(item) is JITFunction}
-        compiled = {name: names[name] for name in interpreted}
-        names.update(interpreted)
+        compiled = [{name: item for name, item in scope.items() if type(item) is JITFunction} for scope in scopes]
+        for scope, functions in zip(scopes, compiled, strict=True):
+            scope.update({name: InterpretedFunction(item.fn) for name, item in functions.items()})
         try:
             InterpretedFunction(kernel.fn).run(*arguments, grid=grid, warmup=False, **keywords)
         finally:
-            names.update(compiled)
+            for scope, functions in zip(scopes, compiled, strict=True):
+                scope.update(functions)
+
+
+def _scopes(scope: dict[str, Any], known: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The globals of a kernel's module, and of the modules of the suite that it calls functions of."""
+    known[id(scope)] = scope
+    for item in list(scope.values()):
+        inner = vars(item) if isinstance(item, ModuleType) else getattr(item, "__globals__", {})
+        if id(inner) not in known and str(inner.get("__name__", "")).startswith("tests.user_code"):
+            _scopes(inner, known)
+    return list(known.values())
 
 
 @contextmanager
@@ -62,6 +75,7 @@ def triton_on_cpu() -> Iterator[None]:
     """Lets kernels of a user's run on CPU tensors, and be compiled by torch.compile."""
     run = JITFunction.run
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def launch(kernel: JITFunction[Any], *arguments: Any, **keywords: Any) -> Any:
         tensors = [item for item in (*arguments, *keywords.values()) if isinstance(item, torch.Tensor)]
         on_cpu = all(item.is_cpu for item in tensors)
