@@ -38,7 +38,7 @@ from torch._prims_common import elementwise_dtypes as elementwise_dtypes
 # Why: fake tensors are how graphs say shapes; only the mode's module path is private. Checked on 2.11, 2.13.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import UnsupportedOperatorException, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import (
     CallMethodKey,
     ConvertIntKey,
@@ -351,6 +351,11 @@ def new_symbol(shape_env: ShapeEnv, name: str, kind: str, hint: int | None) -> A
 def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
     """Give the fake tensor of a mode with a meta tensor's sizes, strides, offset and storage, as if on a device."""
     return FakeTensor(mode, meta, device)
+
+
+def lacks_fake_rule(error: BaseException) -> bool:
+    """Say whether an operator failed on fake tensors because nobody registered what it does with them."""
+    return isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in str(error)
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:

@@ -233,7 +233,7 @@ def _check_defaults(function: Any, scope: Mapping[str, Any]) -> None:
         text = ast.unparse(texts[name])
         try:
             now = eval(text, dict(scope))  # the text is the user's own
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it raises, it no longer gives the default
             now = inspect.Parameter.empty
         if now is not parameter.default and not _equal(now, parameter.default):
             raise NotCarried(f"the default of its parameter '{name}' is no longer what '{text}' gives")

@@ -93,9 +93,7 @@ def tuned(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=offsets < n) + 1, mask=offsets < n)
 
 
-@triton.autotune(
-    configs=[triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})], key=[], restore_value=["x_ptr"]
-)
+@triton.autotune(configs=[triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})], key=[], restore_value=["x_ptr"])
 @triton.jit
 def tuned_in_place(x_ptr, n, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import fxwrap
 from fxwrap.testing import assert_emitters_agree
 from tests.user_code import kernels
 from tests.user_code.on_cpu import triton_on_cpu
@@ -29,7 +28,7 @@ def cover(count: Any) -> Callable[[Any], tuple[Any, ...]]:
     return lambda meta: (triton.cdiv(count, meta["BLOCK"]),)
 
 
-# --- functions ----------------------------------------------------------------------------------------------------------
+# --- functions --------------------------------------------------------------------------------------------------------
 
 
 def between_fused(x: Tensor, y: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ def trained(x: Tensor) -> Tensor:
     return Sine.apply(x * 2) * 3 + x  # type: ignore[no-any-return, no-untyped-call]
 
 
-# --- cases --------------------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
