@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
 import fxwrap
@@ -23,6 +25,7 @@ from fxwrap.lines import Call, Launch
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.native import build_bridge
 from fxwrap.testing import assert_emitters_agree
+from fxwrap.torch_compat import FakeTensorMode
 from tests.capture import capture_graphs
 from tests.models import MODELS
 
@@ -194,3 +197,27 @@ def test_a_model_in_twelve_pieces_builds_three_times_at_most(
     for item in compiled:
         _ = item.boxed  # loads its kernels
     assert 1 <= len(list((tmp_path / "programs").iterdir())) <= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.float32])
+def test_triton_rounds_numbers_of_blocks_up(dtype: torch.dtype) -> None:
+    """Triton divides integers towards zero, so a size below a block is not `-(-size // block)` blocks."""
+
+    def function(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return torch.repeat_interleave(x, counts, 1)
+
+    x, counts = (torch.arange(24).reshape(2, 3, 4) % 3 == 0).to(dtype), torch.tensor([0, 1, 2])
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    mode = FakeTensorMode(shape_env=shapes)
+    fakes = [mode.from_tensor(item, static_shapes=True) for item in (x, counts)]
+    with mode, enable_python_dispatcher():
+        graph = make_fx(function)(*fakes)
+    compiled = fxwrap.compile_graph(graph, fakes, options=Options(cpu_kernels="triton", fallback="error"))
+    assert torch.equal(compiled(x, counts)[0], function(x, counts))
+
+
+def test_triton_reads_one_place_for_a_whole_tile() -> None:
+    x = torch.arange(10.0) ** 2
+    graph = make_fx(lambda x: torch.gradient(x)[0])(x)
+    compiled = fxwrap.compile_graph(graph, [x], options=Options(cpu_kernels="triton", fallback="error"))
+    torch.testing.assert_close(compiled(x)[0], torch.gradient(x)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -14,17 +15,23 @@ _CHEAP = 8
 _CHEAP_BROADCAST = 16
 _MOST_INLINED = 400
 _MOST_READS = 24
+_STENCIL = 3
+"""Elements of one tensor that one iteration reads from which on it is read as if by as many consumers."""
 _DEEPEST = 40
 """Definitions in a row that are inlined one into the next: bodies call one another."""
 
 
 @dataclass(eq=False)
 class Use:
-    """What is known of one definition: when its node comes, who reads it, and whether it gets memory."""
+    """What is known of one definition: when its node comes, who reads it, and whether it gets memory.
+
+    `most_read` is how many elements of it one iteration of a consumer reads.
+    """
 
     definition: Definition
     position: int
     consumers: list[Use] = field(default_factory=list)
+    most_read: int = 0
     external: bool = False
     realised: bool = False
     cost: int = 0
@@ -52,10 +59,12 @@ class Uses:
         if known is not None:
             return known
         use = Use(definition, position, realised=not isinstance(definition, Pointwise | Viewed))
-        for other in dict.fromkeys(other for other, _ in self.tracer.trace(definition).reads):
+        for other, count in Counter(other for other, _ in self.tracer.trace(definition).reads).items():
             other.origin = other.origin or definition.origin
             other.name = other.name or f"{definition.name}_{len(self.by_definition)}"
-            self.add(other, position).consumers.append(use)
+            producer = self.add(other, position)
+            producer.consumers.append(use)
+            producer.most_read = max(producer.most_read, count)
         self.by_definition[definition] = use
         return use
 
@@ -109,7 +118,7 @@ class Uses:
         widest = max([self._count(space_of(consumer.definition)[0]) for consumer in use.consumers], default=own)
         if widest > 2 * own:
             return use.cost <= _CHEAP_BROADCAST
-        if len(use.consumers) <= 1:
+        if len(use.consumers) <= 1 and use.most_read < _STENCIL:
             return True
         return use.cost <= _CHEAP and self._bytes(use.reads) <= self._bytes([use.definition]) * 1.25
 

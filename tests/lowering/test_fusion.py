@@ -312,6 +312,19 @@ def test_names_of_nodes_change_no_hash() -> None:
     assert [item.hash for item in one.program.kernels] == [item.hash for item in two.program.kernels]
 
 
+def test_what_one_iteration_reads_many_elements_of_is_computed_once() -> None:
+    """A maximum over windows reads nine elements: dear ones get memory, cheap ones are computed again."""
+
+    def pooled(function: Callable[[Tensor], Tensor]) -> list[str]:
+        def graph(x: Tensor) -> Tensor:
+            return torch.ops.aten.max_pool2d_with_indices(function(x), [3, 3], [2, 2], [1, 1])[0]
+
+        return plan(make_fx(graph)(torch.randn(1, 2, 8, 8)), [torch.randn(1, 2, 8, 8)]).launches
+
+    assert len(pooled(lambda x: x.exp().tanh().sigmoid())) == 2
+    assert len(pooled(lambda x: x.relu())) == 1
+
+
 def test_text_is_the_same_each_time() -> None:
     graph = make_fx(_layers)(torch.randn(8, 16), *[torch.randn(16, 32) for _ in range(3)])
     inputs = [torch.randn(8, 16), *[torch.randn(16, 32) for _ in range(3)]]

@@ -421,8 +421,9 @@ class _Printer:
         text = self.index_text(index)
         if not own >= span:
             shape = [item.option if n in span else "1" for n, item in enumerate(self.tile.dimensions)]
+            if index.constant is not None:  # Triton broadcasts no plain number
+                text = f"tl.full((), {text}, {'tl.int64' if self.wide else 'tl.int32'})"
             text = f"tl.broadcast_to({text}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
-            text = text.replace("tl.broadcast_to(0,", "tl.broadcast_to(tl.full((), 0, tl.int32),")
         return self.pointers[buffer] if text == "0" else f"{self.pointers[buffer]} + {text}"
 
     def _own_span(self, index: Index) -> frozenset[int]:

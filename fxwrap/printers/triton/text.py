@@ -8,11 +8,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import sympy
 from typing_extensions import assert_never
 
 from fxwrap.loop_ir import Atom, Axis, FloorDivide, Gathered, Index, Modulo, SizeAtom
 from fxwrap.printers.triton.helpers import HELPERS
 from fxwrap.symbolic import PythonPrinter, Size
+from fxwrap.symbolic.printing import Precedence
 
 _WORD = re.compile(r"[\w.]+(\([\w, .:]*\))?")
 _RESERVED = frozenset({"tl", "triton", "libdevice", "kernel", *HELPERS, *dir(builtins), *keyword.kwlist})
@@ -25,7 +27,14 @@ def grouped(text: str) -> str:
 
 def size_text(size: Size) -> str:
     """Returns a size as an expression over the kernel's numbers."""
-    return str(size) if isinstance(size, int) else PythonPrinter().print(size)
+    return str(size) if isinstance(size, int) else _SizePrinter().print(size)
+
+
+class _SizePrinter(PythonPrinter):
+    """Prints sizes for Triton, whose integer division rounds towards zero: `-(-s0 // 64)` would be rounded down."""
+
+    def _ceiling_division(self, base: sympy.Basic, divisor: sympy.Basic) -> tuple[str, Precedence]:
+        return self.call("tl.cdiv", (base, divisor))
 
 
 @dataclass
