@@ -12,7 +12,16 @@ from torch.fx.node import map_arg
 from fxwrap.errors import FxwrapError, GraphError
 from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.source import check_desugared, location_of
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, detect_fake_mode, is_composite, storage_identity
+from fxwrap.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    detect_fake_mode,
+    fresh_fake_mode,
+    is_composite,
+    lacks_fake_rule,
+    storage_identity,
+)
 
 
 def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None) -> dict[Node, Any]:
@@ -91,7 +100,7 @@ _MISSING = object()
 
 
 def _propagate(graph_module: GraphModule, placeholders: list[Node], inputs: Sequence[Any]) -> dict[Node, Any]:
-    mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = detect_fake_mode(inputs) or fresh_fake_mode()
     fakes = []
     for node, example in zip(placeholders, inputs, strict=True):
         check_desugared(node.name, example)
@@ -119,8 +128,12 @@ class _Recorder(Interpreter):
         except FxwrapError:
             raise
         except Exception as error:
-            reason = f"{n.target} fails on these inputs: {error}"
-            raise GraphError(n.name, reason, "Correct the call, or the inputs it gets", location_of(n)) from error
+            reason, remedy = f"{n.target} fails on these inputs: {error}", "Correct the call, or the inputs it gets"
+            if isinstance(n.target, OpOverload) and lacks_fake_rule(error):
+                name = n.target._schema.name
+                reason = f"the operator {name} has no rule for fake tensors, so nothing says what it gives"
+                remedy = f"Register a function that makes empty results, with torch.library.register_fake({name!r})"
+            raise GraphError(n.name, reason, remedy, location_of(n)) from error
         self.values[n] = value
         return value
 
