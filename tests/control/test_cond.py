@@ -12,6 +12,7 @@ from tests.control.cases import DEVICES, Case, Cases, random
 
 CASES = Cases()
 POSITIVE, NEGATIVE = random(4, 8).abs() + 0.1, -random(4, 8).abs() - 0.1
+WEIGHTS = random(8, 8, gradient=True)
 BOTH = ((POSITIVE,), (NEGATIVE,))
 
 
@@ -20,7 +21,7 @@ def pointwise(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x * 2,)) * 3
 
 
-@CASES.add((POSITIVE, random(8, 8, gradient=True)), (NEGATIVE, random(8, 8, gradient=True)), training=True)
+@CASES.add((POSITIVE, WEIGHTS), (NEGATIVE, WEIGHTS), training=True)
 def closure_over_inputs_and_what_is_computed(x: Tensor, w: Tensor) -> Tensor:
     y = x + 1
     return torch.cond(x.sum() > 0, lambda a: (a @ w).sin() + y, lambda a: a.cos() * 2, (x,))
@@ -130,7 +131,7 @@ def nested_in_training(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, then, lambda a: a.tanh(), (x * 2,))
 
 
-@CASES.add((POSITIVE, random(8, 8, gradient=True)), (NEGATIVE, random(8, 8, gradient=True)), training=True, dynamic=True)
+@CASES.add((POSITIVE, WEIGHTS), (NEGATIVE, WEIGHTS), training=True, dynamic=True)
 def training_with_symbols(x: Tensor, w: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda a, b: a @ b * a.shape[0], lambda a, b: (a @ b).sin(), (x, w))
 

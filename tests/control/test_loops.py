@@ -1,4 +1,4 @@
-"""`while_loop` through every emitter: counters, numbers that are carried, symbols, asserts, gradients, no round at all."""
+"""`while_loop` through every emitter: counters, carried numbers, symbols, asserts, gradients, no round at all."""
 
 from __future__ import annotations
 
