@@ -16,33 +16,15 @@ from torch.fx import Node
 from fxwrap.lines import SCATTER_OPERATORS, Alloc, IndexPut, Mutate, Scatter
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.kernels import same_memory
-from fxwrap.lowering.operators import OperatorFacts
+from fxwrap.lowering.operators import IN_PLACE_FORMS, OperatorFacts
 from fxwrap.torch_compat import is_plain_view
 from fxwrap.wrapper_ir import LineBase, Origin, Value, leaves
 
-_SCATTERS = ("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two")
-_INDEX_PUTS = ("index_put.default", "index_put.hacked_twin")
-_UNSAFE_INDEX_PUTS = ("_unsafe_index_put.default", "_unsafe_index_put.hacked_twin")
-_OTHERS = (
-    "scatter_add.default", "index_add.default", "index_copy.default", "index_fill.int_Scalar",
-    "index_fill.int_Tensor", "index_reduce.default", "masked_scatter.default", "put.default",
-    "_index_put_impl.default",
-)  # fmt: skip
-
-
-def _in_place(name: str) -> str:
-    """The name of an operator's form that writes its first argument."""
-    operator, overload = name.split(".")
-    return f"aten.{operator}_.{overload}"
-
-
-_IN_PLACE_FORMS = {f"aten.{name}": _in_place(name) for name in (*_SCATTERS, *_INDEX_PUTS, *_OTHERS)} | {
-    f"aten.{name}": _in_place(name.removeprefix("_unsafe_")) for name in _UNSAFE_INDEX_PUTS
-}
-"""Functional operators that write into a copy of their first argument, each with the one that writes it in place."""
-
-_SCATTER_LINES = frozenset(_in_place(name) for name in _SCATTERS)
-_INDEX_PUT_LINES = frozenset(_in_place(name) for name in _INDEX_PUTS)
+_SCATTER_LINES = frozenset({
+    "aten.scatter_.src", "aten.scatter_.value", "aten.scatter_.reduce", "aten.scatter_.value_reduce",
+    "aten.scatter_reduce_.two",
+})  # fmt: skip
+_INDEX_PUT_LINES = frozenset({"aten.index_put_.default", "aten.index_put_.hacked_twin"})
 
 
 @dataclass(frozen=True)
@@ -96,7 +78,7 @@ def placing_of(
     facts: OperatorFacts, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]
 ) -> Placing | None:
     """Returns a call as one that writes at computed places, or None where it is another."""
-    in_place = _IN_PLACE_FORMS.get(facts.name)
+    in_place = IN_PLACE_FORMS.get(facts.name)
     form = in_place or (facts.name if facts.name in _SCATTER_LINES | _INDEX_PUT_LINES else None)
     if form is None or not arguments or not isinstance(arguments[0], Value):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +23,20 @@ _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_size
 
 _EXACT_NAMESPACES = ("aten", "prims")
 """Whose operators always give a view where their schema says so; others' fake rules say what they do."""
+
+_PLACING = (
+    "scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two",
+    "scatter_add.default", "index_put.default", "index_put.hacked_twin", "_index_put_impl.default",
+    "index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor",
+    "index_reduce.default", "masked_scatter.default", "put.default",
+)  # fmt: skip
+
+IN_PLACE_FORMS: Mapping[str, str] = {
+    **{f"aten.{name}": f"aten.{name.replace('.', '_.')}" for name in _PLACING},
+    "aten._unsafe_index_put.default": "aten.index_put_.default",
+    "aten._unsafe_index_put.hacked_twin": "aten.index_put_.hacked_twin",
+}
+"""Operators that write at computed places of a copy of their first argument, each with the one that writes in place."""
 
 Replacement = Callable[[OpOverload, Any, Any], tuple[OpOverload, Any, Any]]
 
