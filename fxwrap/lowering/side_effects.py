@@ -32,7 +32,7 @@ def lower_functionalized(builder: Builder, node: Node, dying: Collection[str]) -
     facts = operator_facts(overload)
     count = max(facts.return_count, 1)
     fakes = builder.fakes[node]
-    if facts.is_out:
+    if facts.is_out and "_all_bases" not in node.kwargs:  # else it gives nothing back, and copies are made for it
         outs = tuple([builder.add_root(f"{node.name}_{number}", fake) for number, fake in enumerate(_flat(fakes))])
         for out in outs:
             builder.emit(Alloc(out, origin=builder.origin(node)))
