@@ -128,13 +128,13 @@ class BlockLowering:
         module = attribute_of(graph)
         if not isinstance(module, GraphModule):
             raise _error(node, f"'{graph.target}' is no graph", "Pass a GraphModule of ATen operators")
-        fakes = fake_values(module, examples)
-        builder = self.builder.nested(fakes, str(graph.target))
-        lowered = LoweredBlock(builder, self.scope)
         placeholders = module.graph.find_nodes(op="placeholder")
         if len(placeholders) != len(operands):
             reason = f"'{graph.target}' takes {len(placeholders)} operands, but {len(operands)} are given"
             raise _error(node, reason, "Give it one operand a placeholder")
+        fakes = fake_values(module, examples)
+        builder = self.builder.nested(fakes, str(graph.target))
+        lowered = LoweredBlock(builder, self.scope)
         for position, (placeholder, operand) in enumerate(zip(placeholders, operands, strict=True)):
             lowered.arguments.append(_argument(builder, placeholder, operand, position < carried))
         bind_sizes(builder, [value for value in lowered.arguments if value is not None])
@@ -211,14 +211,20 @@ def _take_results(lowered: LoweredBlock, output: Node, wanted: Sequence[Any] | N
             if windows and root.name not in own and root.tensor_type.dtype == value.type.dtype:
                 results.append(value)
                 continue
-            type_ = wanted[position] if wanted is not None and position < len(wanted) else None
+            type_ = _layout(value.type, wanted[position : position + 1] if wanted is not None else ())
             is_own = root is value and value.name in own and value.name not in places
-            if not is_own or (isinstance(type_, TensorType) and not types_agree(value.type, type_)):
-                value = copied(builder, value, type_ if isinstance(type_, TensorType) else None)
+            if not is_own or (type_ is not None and not types_agree(value.type, type_)):
+                value = copied(builder, value, type_)
             places[value.name] = len(yielded)
         results.append(len(yielded))
         yielded.append(value)
     lowered.yielded, lowered.results = tuple(yielded), tuple(results)
+
+
+def _layout(given: TensorType, wanted: Sequence[Any]) -> TensorType | None:
+    """Returns the type that a block must give where it says how the tensor lies in memory: one of as many dimensions."""
+    found = wanted[0] if wanted else None
+    return found if isinstance(found, TensorType) and len(found.sizes) == len(given.sizes) else None
 
 
 def copied(builder: Builder, value: Value, wanted: TensorType | None = None) -> Value:

@@ -143,7 +143,7 @@ def _laid_out_slices(builder: Builder, over: Sequence[Any], arguments: Sequence[
 def _cond(blocks: BlockLowering, node: Node) -> None:
     builder = blocks.builder
     predicate, then_graph, else_graph, items = _arguments(node, 4)
-    operands, examples = _operands(builder, node, items), None
+    operands = _operands(builder, node, items)
     examples = _examples(builder, operands)
     test = _predicate(builder, node, literal(builder, predicate, node))
     fakes = builder.fakes[node]
@@ -212,6 +212,7 @@ def _scan(blocks: BlockLowering, node: Node) -> None:
     operands = (*carried, *over, *extra)
     body = blocks.lower(node, graph, operands, examples, carried=count, wanted=_types(carried))
     check_fits(node, "the body", body.yielded[:count], "what is carried", carried)
+    check_fits(node, "the body", body.yielded[count:], "a slice of what is stacked", _slice_types(results[count:]))
     end = count + len(over)
     first, last = body.arguments[:count], body.arguments[end:]
     operands = (
@@ -235,6 +236,7 @@ def _map(blocks: BlockLowering, node: Node) -> None:
     fakes = builder.fakes[node]
     results = _results(builder, node, fakes)
     body = blocks.lower(node, graph, (*over, *extra), examples)
+    check_fits(node, "the body", body.yielded, "a slice of what is stacked", _slice_types(results))
     count = len(over)
     slices = _laid_out_slices(builder, over, body.arguments[:count])
     operands = (*slices, *_laid_out(builder, extra, body.arguments[count:]))
@@ -244,6 +246,12 @@ def _map(blocks: BlockLowering, node: Node) -> None:
     )
     builder.emit(line)
     _finish(builder, node, fakes, results)
+
+
+def _slice_types(stacked: Sequence[Any]) -> list[Any]:
+    """Returns the types of one slice of each tensor, with the strides of a dense one."""
+    types = [None if value is None else value.tensor_type for value in stacked]
+    return [type_ and TensorType.contiguous(type_.dtype, type_.sizes[1:], type_.device) for type_ in types]
 
 
 def _slice_example(builder: Builder, value: Any) -> Any:

@@ -161,7 +161,7 @@ def test_an_assert_in_a_body(start: int) -> None:
     graph = while_graph(condition(lambda i: i < 100, ZERO), written(1, write), 1)
     program = fxwrap.lower(graph, [torch.tensor(start)])
     for emitter in COMPARED:
-        with pytest.raises(RuntimeError, match="^it grew$"):
+        with pytest.raises(RuntimeError, match=r"^it grew$"):
             emit(program, emitter)(torch.tensor(start))
 
 
