@@ -18,7 +18,7 @@ from fxwrap.compiler import Compiled, Stage, compile_graph, emit
 from fxwrap.converters.emitted import Boxed, Emitted
 from fxwrap.errors import CompareError
 from fxwrap.options import Options
-from fxwrap.torch_compat import OpOverload, tree_flatten
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, tree_flatten
 from fxwrap.wrapper_ir import Ownership, Program, verify
 
 
@@ -142,12 +142,12 @@ def subject_of(function: Any, arguments: Arguments, options: Options, dynamic: b
 
 
 def is_graph(function: Any) -> bool:
-    """Whether this is a program, an exported program, or a graph that calls operator overloads and can be lowered."""
+    """Whether this is a program, an exported program, or a graph that calls operators and can be lowered."""
     if not isinstance(function, GraphModule):
         return isinstance(function, ExportedProgram | Program)
     nodes = list(function.graph.nodes)
     return all(node.op not in ("call_module", "call_method") for node in nodes) and all(
-        isinstance(node.target, OpOverload) or not getattr(node.target, "__module__", "").startswith("torch")
+        isinstance(node.target, OpOverload | HigherOrderOperator) or not getattr(node.target, "__module__", "").startswith("torch")
         for node in nodes
         if node.op == "call_function"
     )

@@ -103,7 +103,7 @@ class _Writer:
         for attribute in ("_repr", "launch_metadata", "pre_run_hooks"):
             if getattr(function, attribute, None):
                 raise NotCarried(f"its '{attribute.strip('_')}' is a function that only this process has")
-        source = function.src
+        source = _quoted(function.src)
         name = str(ast.parse(source).body[0].name)
         self._functions[id(function)] = name
         scope = _scope(function.fn)
@@ -177,6 +177,16 @@ class _Writer:
         if isinstance(item, self.triton.JITFunction) or kind.__name__ == "ConstexprFunction":
             return self.function(item)
         raise NotCarried(f"it uses an object of the class {kind.__name__}, which has no text")
+
+
+def _quoted(source: str) -> str:
+    """Returns a function's text with its documentation in single quotes, which print better inside of double ones."""
+    changed = source.replace('"""', "'''")
+    try:
+        same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
+    except SyntaxError:
+        return source
+    return changed if same else source
 
 
 def _equal(one: Any, other: Any) -> bool:
