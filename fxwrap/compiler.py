@@ -17,6 +17,7 @@ from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.errors import VerifyError
 from fxwrap.lowering import Lowered, Outcome, lower_with_coverage
+from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
 from fxwrap.options import Options
 from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
@@ -37,7 +38,8 @@ class Compiled(Emitted):
     """A compiled graph. Call it with the flat inputs; it returns the tuple of flat outputs.
 
     `boxed` takes the inputs in a list and empties it. `program` is what runs, `stages` every program on the way to it,
-    `source` the text of the emitted form, `coverage` what became of each call of the graph: fused, or called, and why.
+    `source` the text of the emitted form, `coverage` what became of each call of the graph: fused, or called, and why,
+    `plan` where its memory is, if the options asked for a plan.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Compiled(Emitted):
         emitted: Emitted,
         fake_inputs: Mapping[str, FakeTensor] | None = None,
         coverage: Sequence[Outcome] = (),
+        plan: MemoryPlan | None = None,
     ) -> None:
         super().__init__(emitted.source, lambda: emitted.boxed, lambda: emitted.flat)
         self.stages = tuple(stages)
         self.options = options
         self.emitted = emitted
         self.coverage = tuple(coverage)
+        self.plan = plan
         self._fake_inputs = fake_inputs
 
     @property
@@ -142,9 +146,16 @@ class _Pipeline:
             stages.append(Stage(getattr(change, "__qualname__", type(change).__name__), program))
             if options.verify:
                 _verify_after(stages[-1])
+        plan = None
+        if options.memory_planning != "none":
+            plan = plan_program(program, options)
+            program = apply_plan(program, plan)
+            stages.append(Stage("plan_memory", program))
+            if options.verify:
+                _verify_after(stages[-1])
         emitted = emit(program, options.emitter, self._fakes)
         failures = compile_program_kernels(program, emitted, options.emitter)
-        return Compiled(stages, options, emitted, self._fakes, lowered.coverage), failures
+        return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan), failures
 
     def _lowered(self) -> Lowered:
         """Lowers the graph; again where timing its kernels has found faster ones."""
@@ -164,6 +175,16 @@ def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     found = {node.name: node.meta.get("val") for node in placeholders}
     return {name: val for name, val in found.items() if isinstance(val, FakeTensor)}
+
+
+def plan_program(program: Program, options: Options) -> MemoryPlan:
+    """Returns where each allocation of a program goes, by the options' algorithm and devices.
+
+    Raises PlanningError for memory that cannot be planned.
+    """
+    steps = {spec.device_type: spec.alignment for spec in options.devices}
+    algorithm = "auto" if options.memory_planning == "none" else options.memory_planning
+    return plan_memory(program, alignment=lambda device: steps.get(device.type, 1), algorithm=algorithm)
 
 
 def _verify_after(stage: Stage) -> None:

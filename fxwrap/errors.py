@@ -106,6 +106,10 @@ class GraphModuleError(FxwrapError):
     """Something an emitted GraphModule does not do, because torch's way of doing it would give wrong numbers."""
 
 
+class PlanningError(FxwrapError):
+    """Memory that cannot be planned, or a plan that does not hold: sizes out of range, memory that overlaps."""
+
+
 class CommandError(FxwrapError):
     """A command line that names something that is not there, or asks for what cannot be done."""
 

@@ -14,6 +14,9 @@ from .errors import OptionError
 EMITTERS = ("python", "cpp", "fx", "interpreter")
 """The names of the converters that can run a program."""
 
+PLANNERS = ("auto", "greedy_by_size", "greedy_by_duration", "best_fit", "search")
+"""The names of the algorithms that give memory offsets in pools."""
+
 MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "reduce-overhead": {"cuda_graphs": True},
@@ -48,6 +51,8 @@ class Options:
             when one does not hold.
         cuda_graphs: record and replay CUDA graphs where a program allows it.
         autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices.
+        memory_planning: how allocations share pools: "none", "auto" (the best of the quick algorithms, and a search
+            where they waste memory and the program is small), or one algorithm by name: see `assign_offsets`.
         devices: what is known of each device type.
     """
 
@@ -67,6 +72,7 @@ class Options:
     runtime_asserts: bool = True
     cuda_graphs: bool = False
     autotune: bool = False
+    memory_planning: str = "none"
     devices: tuple[DeviceSpec, ...] = DEVICE_SPECS
 
     def __post_init__(self) -> None:
@@ -124,7 +130,11 @@ _KINDS: Mapping[str, type] = {
     "autotune": bool,
 }
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {"cpu_kernels": ("cpp", "triton"), "fallback": ("warn", "error")}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "cpu_kernels": ("cpp", "triton"),
+    "fallback": ("warn", "error"),
+    "memory_planning": ("none", *PLANNERS),
+}
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands `show`, `emit` and `compare`."""
+"""The commands `show`, `emit`, `plan` and `compare`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import torch
 from fxwrap.cli.coverage import coverage_table
 from fxwrap.cli.target import Target, load_target
 from fxwrap.compare import CapturedGraph, capture, compare
-from fxwrap.compiler import emit
+from fxwrap.compiler import emit, plan_program
 from fxwrap.errors import CommandError
-from fxwrap.options import EMITTERS, Options
-from fxwrap.wrapper_ir import print_program
+from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
+from fxwrap.options import EMITTERS, PLANNERS, Options
+from fxwrap.wrapper_ir import print_program, symbol_infos
 
 DISAGREE, WRONG_USE, FAILED = 1, 2, 3
 """Exit codes besides 0: emitters do not agree; the command line is wrong; the compilation or the run failed."""
@@ -42,6 +43,7 @@ examples:
   python -m fxwrap show model.py:make_model --training --coverage
   python -m fxwrap show mypackage.layers:attention --inputs "f32[2, 8, 16], bool[2, 8]" --training
   python -m fxwrap emit model.py:make_model --emitter cpp -o model.cpp
+  python -m fxwrap plan model.py:make_model --training --svg memory.svg
   python -m fxwrap compare model.py:make_model --training
 
 exit codes: 0 done and agreed, 1 emitters disagree, 2 wrong command line, 3 compilation or run failed
@@ -71,9 +73,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="show | emit | compare")
+    commands = parser.add_subparsers(required=True, metavar="show | emit | plan | compare")
     _add_show(commands)
     _add_emit(commands)
+    _add_plan(commands)
     _add_compare(commands)
     return parser
 
@@ -96,6 +99,16 @@ def _add_emit(commands: _Commands) -> None:
     command.add_argument("-o", "--output", metavar="FILE", help="write to FILE, whole or not at all")
     command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
     command.set_defaults(run=_emit)
+
+
+def _add_plan(commands: _Commands) -> None:
+    what = "plan the program's memory: print pools, offsets and peaks, write them as JSON, draw them"
+    command = _add_command(commands, "plan", what, "model.py:make_model --training --graph 1 --svg memory.svg")
+    command.add_argument("--algorithm", choices=PLANNERS, default="auto", help="how offsets are found (default: auto)")
+    command.add_argument("--json", metavar="FILE", help="write the plan to FILE as JSON")
+    command.add_argument("--svg", metavar="FILE", help="draw the memory of one graph over its lines to FILE")
+    command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
+    command.set_defaults(run=_plan)
 
 
 def _add_compare(commands: _Commands) -> None:
@@ -164,6 +177,23 @@ def _emit(chosen: argparse.Namespace) -> int:
         known = ", ".join(f"{number} ({graph.name})" for number, graph in enumerate(graphs))
         raise CommandError(f"there are {len(texts)} graphs; choose one for the file with --graph: {known}")
     _write(Path(chosen.output), texts[0])
+    return 0
+
+
+def _plan(chosen: argparse.Namespace) -> int:
+    graphs = _graphs(chosen)
+    if (chosen.json or chosen.svg) and len(graphs) > 1:
+        known = ", ".join(f"{number} ({graph.name})" for number, graph in enumerate(graphs))
+        raise CommandError(f"there are {len(graphs)} graphs; choose one for the file with --graph: {known}")
+    for graph in graphs:
+        program = graph.compiled.program
+        plan = plan_program(program, Options(memory_planning=chosen.algorithm))
+        values = {name: info.hint for name, info in symbol_infos(program).items() if info.hint is not None}
+        print(f"{graph.name}\n{plan_table(plan, values)}")
+        if chosen.json:
+            _write(Path(chosen.json), plan_to_json(plan))
+        if chosen.svg:
+            _write(Path(chosen.svg), plan_svg(plan, values))
     return 0
 
 

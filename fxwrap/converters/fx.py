@@ -56,7 +56,7 @@ from fxwrap.lines import (
     Workspace,
     Yield,
 )  # fmt: skip
-from fxwrap.symbolic import SymbolInfo
+from fxwrap.symbolic import SymbolInfo, floor_divide
 from fxwrap.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -185,7 +185,7 @@ class FxConverter(Converter):
         arguments = [
             self.writer.argument(line.pool), self.writer.argument(line.offset), *self.writer.layout(type_), type_.dtype
         ]  # fmt: skip
-        val = self.fakes.window(line.result, line.pool, line.offset // type_.dtype.itemsize)
+        val = self.fakes.window(line.result, line.pool, floor_divide(line.offset, type_.dtype.itemsize))
         node = self.ours(line, _OURS.pool_slice.default, arguments, name=line.result.name, val=val)
         self.writer.nodes[line.result.name] = node
 
