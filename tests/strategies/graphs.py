@@ -375,14 +375,41 @@ def _gather(b: Building) -> None:
     b.call(aten.gather.default, entry, dim, place)
 
 
-def _scatter_add(b: Building) -> None:
+def _scatter(b: Building) -> None:
     entry, dim = b.with_dims(lambda entry: entry.value.dtype is torch.int64 and 0 not in entry.shape)
     place = b.position_entry(entry.shape[dim], len(entry.shape))
     sizes = zip(place.shape, entry.shape, strict=True)
     if any(one > other for at, (one, other) in enumerate(sizes) if at != dim % len(entry.shape)):
         raise NothingFits
     same = lambda other: other.value.dtype is torch.int64 and other.shape == place.shape  # noqa: E731
-    b.call(aten.scatter_add.default, entry, dim, place, b.pick(same))
+    source = b.pick(same)
+    kind = b.choice(["add", "sum", "prod", "mean", "amax", "amin"])
+    if kind == "add":
+        b.call(aten.scatter_add.default, entry, dim, place, source)
+        return
+    in_place = _may_be_written(entry, source)
+    target = b.choice([aten.scatter_reduce.two, *([aten.scatter_reduce_.two] if in_place else [])])
+    b.call(target, entry, dim, place, source, kind, include_self=b.choice([True, False]))
+
+
+def _index_put(b: Building) -> None:
+    """Adds at positions along the first dimension: which of equal positions comes first does not show."""
+    entry = b.pick(lambda entry: entry.value.dtype is torch.int64 and entry.shape and 0 not in entry.shape)
+    place = b.position_entry(entry.shape[0], 1)
+    sizes = (*place.shape, *entry.shape[1:])
+    values = b.pick(
+        lambda other: other.value.dtype is torch.int64 and _broadcast(sizes, other.shape)
+        and tuple(torch.broadcast_shapes(sizes, other.shape)) == sizes
+    )  # fmt: skip
+    in_place = _may_be_written(entry, values)
+    target = b.choice([aten.index_put.default, *([aten.index_put_.default] if in_place else [])])
+    b.call(target, entry, [place], values, True)
+
+
+def _may_be_written(entry: Entry, source: Entry) -> bool:
+    """Whether a tensor may be overwritten with what is computed of another: both are in memory of their own."""
+    own = entry.value.is_contiguous() and entry.value._base is None
+    return own and entry.exact and source.exact and not _overlap(entry.value, source.value)
 
 
 def _slice_scatter(b: Building) -> None:
@@ -438,7 +465,7 @@ VIEWS: tuple[Step, ...] = (
 REDUCTIONS: tuple[Step, ...] = (
     _sum, _whole, _mean, _extremum, _position, _any, _variance, _softmax, _layer_norm, _cumulate, _cumulate_largest,
 )  # fmt: skip
-INDEXING: tuple[Step, ...] = (_index_select, _index, _gather, _scatter_add, _slice_scatter)
+INDEXING: tuple[Step, ...] = (_index_select, _index, _gather, _scatter, _index_put, _slice_scatter)
 CALLS: tuple[Step, ...] = (_product,)
 
 NORMS: tuple[Step, ...] = (_sum, _mean, _variance, _softmax, _layer_norm, _unary, _binary, _binary, _with_number)
