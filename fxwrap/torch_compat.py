@@ -200,6 +200,8 @@ def shape_env_in(tree: Any) -> ShapeEnv | None:
 def unbacked_bindings(node: torch.fx.Node, fakes: Any) -> list[tuple[sympy.Basic, tuple[tuple[str, int], ...]]]:
     """Give what is found at each key path of a node's result, as the ShapeEnv knows it by now, and the path.
 
+    A renamed symbol is there by both names: the metadata of nodes may have either.
+
     Steps are ("at", index), ("size", 0), ("stride", 0), ("storage_offset", 0), ("divide", constant) and ("truth", 0).
     """
     bindings, shape_env = node.meta.get("unbacked_bindings"), shape_env_in(fakes)
@@ -209,8 +211,9 @@ def unbacked_bindings(node: torch.fx.Node, fakes: Any) -> list[tuple[sympy.Basic
     for symbol, path in bindings.items():
         steps = [_path_step(key) for key in path]
         if all(step is not None for step in steps):
-            renamed = shape_env.unbacked_renamings.get(symbol, symbol)
-            found.append((shape_env.replace(renamed), tuple([step for step in steps if step is not None])))
+            taken = tuple([step for step in steps if step is not None])
+            names = dict.fromkeys((symbol, shape_env.unbacked_renamings.get(symbol, symbol)))
+            found += [(shape_env.replace(name), taken) for name in names]
     return found
 
 

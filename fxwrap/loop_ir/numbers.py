@@ -10,15 +10,16 @@ import sympy
 from fxwrap.loop_ir.index import Atom, Axis, FloorDivide, Gathered, Index, Modulo, SizeAtom, as_index
 from fxwrap.loop_ir.kernel import Kernel, SizeValue, indices, map_operation
 from fxwrap.symbolic import Size, canonical, expression_kind, make_symbol
+from fxwrap.torch_compat import Where
 
-_PREFIXES = {"int": "n", "float": "f", "bool": "b"}
+_PREFIXES = {"int": "n", "float": "f", "bool": "n"}
 
 
 def with_named_numbers(kernel: Kernel) -> tuple[Kernel, dict[sympy.Symbol, sympy.Basic]]:
     """Returns a kernel whose numbers are plain symbols, and what its new symbols stand for, in the launch's symbols.
 
     A quotient, a maximum or a choice would else be computed anew by every thread, in a language whose division of
-    negative numbers or whose precision may be another one.
+    negative numbers or whose precision may be another one. A condition is passed as 0 or 1.
     """
     names: dict[sympy.Basic, sympy.Symbol] = {}
     taken = {str(symbol.name) for symbol in kernel.numbers}
@@ -29,7 +30,14 @@ def with_named_numbers(kernel: Kernel) -> tuple[Kernel, dict[sympy.Symbol, sympy
         names[expression] = make_symbol(f"{prefix}{number}")
     if not names:
         return kernel, {}
-    return _Renaming(names).kernel(kernel), {symbol: expression for expression, symbol in names.items()}
+    return _Renaming(names).kernel(kernel), {symbol: _passed(expression) for expression, symbol in names.items()}
+
+
+def _passed(expression: sympy.Basic) -> sympy.Basic:
+    if expression_kind(expression) != "bool":
+        return expression
+    found: sympy.Basic = canonical(Where(expression, sympy.S.One, sympy.S.Zero, evaluate=False))
+    return found
 
 
 def _formulas(kernel: Kernel) -> Iterator[sympy.Basic]:
@@ -43,8 +51,10 @@ def _formulas(kernel: Kernel) -> Iterator[sympy.Basic]:
                 yield from (found for item in as_index(atom.size).atoms() for found in _formula(item))
             yield from _formula(atom)
     for operation in kernel.operations:
-        if isinstance(operation, SizeValue) and not isinstance(operation.expression, sympy.Symbol):
-            yield operation.expression
+        if isinstance(operation, SizeValue):
+            number = operation.expression
+            if not isinstance(number, sympy.Symbol) or expression_kind(number) == "bool":
+                yield number
 
 
 def _formula(atom: Atom) -> Iterator[sympy.Basic]:
@@ -64,11 +74,17 @@ class _Renaming:
             tuple([replace(buffer, extent=self._size(buffer.extent)) for buffer in kernel.inputs]),
             tuple([replace(buffer, extent=self._size(buffer.extent)) for buffer in kernel.outputs]),
             tuple([
-                replace(item, expression=self.names.get(item.expression, item.expression))
-                if isinstance(item, SizeValue) else map_operation(item, _same, self._index)
+                self._number(item) if isinstance(item, SizeValue) else map_operation(item, _same, self._index)
                 for item in kernel.operations
             ]),
         )  # fmt: skip
+
+    def _number(self, operation: SizeValue) -> SizeValue:
+        name = self.names.get(operation.expression)
+        if name is None:
+            return operation
+        is_condition = expression_kind(operation.expression) == "bool"
+        return replace(operation, expression=sympy.Ne(name, 0, evaluate=False) if is_condition else name)
 
     def _size(self, size: Size) -> Size:
         if isinstance(size, int):

@@ -79,15 +79,25 @@ def bind_results(builder: Builder, node: Node, fakes: Sequence[Any], results: Se
         if not isinstance(value.type, TensorType):
             builder.numbers[value.name] = builder.expression(fake)
     single = len(results) == 1
+    wanted = {symbol for value, fake in _paired(results, fakes) for symbol in _symbols_of(builder, value, fake)}
     for expression, path in unbacked_bindings(node, fakes):
         found = _followed(results[0] if single else tuple(results), path)
-        if found is not None:
+        if found is not None and not wanted.isdisjoint(builder.ours(expression).free_symbols):
             _bind(builder, node, builder.ours(expression), *found)
     for value, fake in _paired(results, fakes):
         if isinstance(value.type, TensorType):
             bind_symbols(builder, node, value)
         else:
             _bind(builder, node, builder.expression(fake), value, ())
+
+
+def _symbols_of(builder: Builder, value: Value, fake: Any) -> set[sympy.Symbol]:
+    """Returns the symbols that the lines which follow a value must have bound, of those not known yet."""
+    if not isinstance(value.type, TensorType):
+        return _unknown(builder, builder.expression(fake))
+    type_ = value.type
+    numbers = (*type_.sizes, *type_.strides, type_.storage_offset)
+    return {symbol for number in numbers for symbol in _unknown(builder, number)}
 
 
 def _paired(results: Any, fakes: Any) -> list[tuple[Value, Any]]:

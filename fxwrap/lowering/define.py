@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxwrap.errors import GraphError
 from fxwrap.loop_ir import KERNEL_DTYPES
 from fxwrap.lowering.binding import derive_symbols
 from fxwrap.lowering.builder import Builder
@@ -104,7 +105,16 @@ class Defining:
         self.known[node] = self.stored(node, self.builder.fake_of[value.name]) if is_tensor else value
 
     def call(self, node: Node, position: int) -> None:
-        """Takes a call_function node."""
+        """Takes a call_function node. Raises GraphError where it needs a number that nothing before it gives."""
+        self._take(node, position)
+        found = _symbols(self.known[node])
+        unknown = {symbol.name for symbol in found - self._bound} - self.builder.known_symbols if found else None
+        if unknown:
+            reason = f"it needs the number {min(unknown)}, which nothing before it gives"
+            remedy = "Compute the number, or read it from a tensor, before"
+            raise GraphError(node.name, reason, remedy, location_of(node))
+
+    def _take(self, node: Node, position: int) -> None:
         if not self.options.runtime_asserts and is_assertion(node.target):
             self.known[node] = None
             return

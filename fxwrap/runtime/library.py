@@ -68,7 +68,10 @@ def _interleave(signature: tuple[str, ...], sizes: Sequence[int], numbers: Seque
     kinds = [entry for entry in signature if not entry.startswith("*")]
     if not kinds:
         return [*sizes, *numbers]
-    return [next(left_numbers) if kind.startswith("f") else next(left_sizes) for kind in kinds]
+    return [
+        next(left_numbers) if kind.startswith("f") else bool(next(left_sizes)) if kind == "i1" else next(left_sizes)
+        for kind in kinds
+    ]
 
 
 @cache

@@ -111,8 +111,8 @@ def surely_not_negative(index: Index) -> bool:
 
 
 def _is_size(atom: Atom) -> bool:
-    symbolic = isinstance(atom, SizeAtom) and isinstance(atom.expression, sympy.Symbol)
-    return symbolic and str(atom.expression).startswith("s")
+    found = atom.expression if isinstance(atom, SizeAtom) else None
+    return isinstance(found, sympy.Symbol) and str(found).startswith("s")
 
 
 def at_least(reader: Reader, index: IndexLike, limit: IndexLike) -> Condition:
