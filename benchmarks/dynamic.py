@@ -1,0 +1,162 @@
+"""GPT-2 compiled once for every batch and length: fxwrap's dynamic program, its static ones, Inductor's dynamic one.
+
+For each of some sizes a forward pass (or, with `--training`, a forward and a backward pass) is timed in turns: fxwrap
+compiled with dynamic=True on the first size, fxwrap compiled for this size alone, Inductor with dynamic=True. Times are
+the host's with the device's work, medians. Ratios are printed for each size and as geometric means, with how many
+graphs each dynamic backend compiled after the first size (it should be none), and the largest error. Run:
+
+    python benchmarks/dynamic.py [--device cuda] [--sizes 20] [--layers 12] [--training] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.measure_kernels import describe, environment, fresh_function, geometric_mean
+from fxwrap import Options
+from fxwrap.backend import make_backend
+from fxwrap.compiler import Compiled, compile_graph
+
+SECONDS = 0.3
+"""How long each contender is timed for one size, at most `ROUNDS` calls."""
+ROUNDS = 30
+
+
+class Contender:
+    """A way to compile the function, and how often it has compiled a graph."""
+
+    def __init__(self, name: str, function: Callable[[Tensor], Any], backend: Any, dynamic: bool) -> None:
+        self.name = name
+        self.compiled_graphs = 0
+        self.first_graphs = 0
+        self.call = torch.compile(fresh_function(function), backend=self._counting(backend), dynamic=dynamic)
+
+    def _counting(self, backend: Any) -> Any:
+        if backend != "inductor":
+            return make_backend(backend, self._compile)
+        from torch._inductor.compile_fx import compile_fx
+
+        def compile_counted(graph: Any, inputs: Any) -> Any:
+            self.compiled_graphs += 1
+            return compile_fx(graph, inputs)
+
+        return compile_counted
+
+    def _compile(self, *arguments: Any, **chosen: Any) -> Compiled:
+        self.compiled_graphs += 1
+        return compile_graph(*arguments, **chosen)
+
+
+def main() -> None:
+    """Measures and prints."""
+    chosen = _arguments()
+    device = torch.device(chosen.device)
+    torch.manual_seed(0)
+    limits = (16, 512) if device.type == "cuda" else (4, 128)
+    draw = random.Random(0)
+    sizes = [(draw.randint(2, limits[0]), draw.randint(8, limits[1])) for _ in range(chosen.sizes)]
+    layers = chosen.layers or (12 if device.type == "cuda" else 2)
+    config = transformers.GPT2Config(n_layer=layers, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config).to(device).train(chosen.training)
+    options = Options(emitter=chosen.emitter)
+    function = _step(model) if chosen.training else _forward(model)
+    torch._dynamo.config.cache_size_limit = 64
+    ours = Contender("fxwrap dynamic", function, options, True)
+    theirs = Contender("Inductor dynamic", function, "inductor", True)
+    rows = []
+    print(describe(environment(device, {})) if chosen.json is None else "", flush=True)
+    print(f"GPT-2, {layers} layers, {'forward and backward' if chosen.training else 'forward'}, on {device}")
+    print(f"{'batch':>5} {'length':>6} {'dynamic':>10} {'static':>10} {'Inductor':>10} {'/static':>8} {'/Inductor':>9}")
+    for number, (batch, length) in enumerate(sizes):
+        tokens = torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(number))
+        rows.append(_measure(function, tokens.to(device), options, ours, theirs))
+        if number == 0:
+            ours.first_graphs, theirs.first_graphs = ours.compiled_graphs, theirs.compiled_graphs
+        row = rows[-1]
+        print(
+            f"{batch:5} {length:6} {row['dynamic']:7.3f} ms {row['static']:7.3f} ms {row['inductor']:7.3f} ms "
+            f"{row['dynamic'] / row['static']:8.3f} {row['dynamic'] / row['inductor']:9.3f}", flush=True,
+        )  # fmt: skip
+    for other in ("static", "inductor"):
+        ratios = [row["dynamic"] / row[other] for row in rows]
+        print(f"dynamic to {other}: geometric mean {geometric_mean(ratios):.3f}, largest {max(ratios):.3f}")
+    for contender in (ours, theirs):
+        again = contender.compiled_graphs - contender.first_graphs
+        print(f"{contender.name}: {contender.first_graphs} graphs for the first size, {again} compiled after it")
+    print(f"largest error against eager: {max(row['error'] for row in rows):.1e}")
+    if chosen.json is not None:
+        found = {"environment": environment(device, {}), "sizes": sizes, "rows": rows}
+        chosen.json.write_text(json.dumps(found, indent=1))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sizes", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=0, help="12 on a GPU and 2 on a CPU, unless given")
+    parser.add_argument("--emitter", default="python")
+    parser.add_argument("--training", action="store_true")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def _forward(model: nn.Module) -> Callable[[Tensor], Any]:
+    def forward(tokens: Tensor) -> Any:
+        return model(input_ids=tokens, use_cache=False)["logits"]
+
+    return forward
+
+
+def _step(model: nn.Module) -> Callable[[Tensor], Any]:
+    def loss(tokens: Tensor) -> Any:
+        logits = model(input_ids=tokens, use_cache=False)["logits"]
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    return loss
+
+
+def _measure(
+    function: Callable[[Tensor], Any], tokens: Tensor, options: Options, ours: Contender, theirs: Contender
+) -> dict[str, float]:
+    """Times the contenders on one size, in milliseconds, after a first call of each."""
+    static = Contender("fxwrap static", function, options, False)
+    calls = {"dynamic": ours.call, "static": static.call, "inductor": theirs.call}
+    wanted = _run(function, tokens)
+    found = {name: _run(call, tokens) for name, call in calls.items()}
+    error = float((found["dynamic"] - wanted).norm() / wanted.norm())
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    start = time.perf_counter()
+    while len(samples["static"]) < ROUNDS and time.perf_counter() - start < SECONDS * len(calls):
+        for name, call in calls.items():
+            before = time.perf_counter()
+            _run(call, tokens)
+            samples[name].append((time.perf_counter() - before) * 1e3)
+    return {**{name: statistics.median(taken) for name, taken in samples.items()}, "error": error}
+
+
+def _run(call: Callable[[Tensor], Any], tokens: Tensor) -> Tensor:
+    training = torch.is_grad_enabled()
+    found: Tensor = call(tokens)
+    if training and found.ndim == 0:
+        found.backward()
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+    return found.detach()
+
+
+if __name__ == "__main__":
+    main()

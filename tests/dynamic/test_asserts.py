@@ -1,0 +1,202 @@
+"""Conditions that a graph asserts, and inputs and positions that do not fit: the same error in every emitter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.compare import COMPARED, CompiledFunction
+from fxwrap.compare.driver import capture
+from fxwrap.errors import InputError
+from fxwrap.lines import Assert, Call
+from tests.control.cases import Case, Cases, random
+
+CASES = Cases()
+X = random(4, 6)
+
+
+@CASES.add((torch.tensor(5), X))
+def conditions_that_hold(n: Tensor, x: Tensor) -> Any:
+    k = n.item()
+    torch._check(k >= 2, lambda: "too small")
+    torch._check(k < 10)
+    torch._assert_async((x < 100).all())
+    torch._assert_async((x < 100).all(), "too large")
+    return x * k
+
+
+@pytest.mark.parametrize("case", CASES.parameters)
+def test_every_emitter_does_what_eager_does(case: Case) -> None:
+    case.check("cpu")
+
+
+def errors_of(function: Callable[..., Any], good: tuple[Any, ...], bad: tuple[Any, ...]) -> dict[str, tuple[type, str]]:
+    """Returns what each emitter raises for bad inputs, once compiled on good ones."""
+    subject = CompiledFunction(function, Options(), dynamic=False)
+    torch.compiler.reset()
+    found = {}
+    captured = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+    with captured, torch.no_grad():
+        for emitter in COMPARED:
+            subject.call(emitter)(*good)
+            with pytest.raises(Exception) as raised:
+                subject.call(emitter)(*bad)
+            found[emitter] = (raised.type, str(raised.value))
+    assert len(subject.graphs) == 1
+    return found
+
+
+def eagers_error(function: Callable[..., Any], bad: tuple[Any, ...]) -> tuple[type, str]:
+    with pytest.raises(Exception) as raised:
+        function(*bad)
+    return raised.type, str(raised.value)
+
+
+# --- asserts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_check_raises_the_same_in_every_emitter() -> None:
+    def function(n: Tensor, x: Tensor) -> Tensor:
+        k = n.item()
+        torch._check(k >= 2)
+        return x * k
+
+    found = errors_of(function, (torch.tensor(3), X), (torch.tensor(1), X))
+    assert set(found.values()) == {(RuntimeError, found["python"][1])}
+    assert ">= 2" in found["python"][1]
+
+
+def test_a_failing_assert_on_a_tensor_raises_what_eager_raises() -> None:
+    def plain(x: Tensor) -> Tensor:
+        torch._assert_async((x < 1).all())
+        return x * 2
+
+    def said(x: Tensor) -> Tensor:
+        torch._assert_async((x < 1).all(), "an element is too large")
+        return x * 2
+
+    for function in (plain, said):
+        found = errors_of(function, (torch.zeros(3),), (torch.ones(3),))
+        assert set(found.values()) == {eagers_error(function, (torch.ones(3),))}
+
+
+def test_a_check_comes_before_what_it_is_about() -> None:
+    """The kernel that reads up to a number runs after the number is checked, wherever its other operands are ready."""
+
+    def function(n: Tensor, x: Tensor) -> Tensor:
+        k = n.item()
+        torch._check(k >= 0)
+        torch._check(k <= 4)
+        return (x[:k] + 1).sin()
+
+    found = errors_of(function, (torch.tensor(3), X), (torch.tensor(10**9), X))
+    assert {error for error, _ in found.values()} == {RuntimeError}
+
+
+def test_asserts_are_kept_although_nothing_uses_them_and_left_out_when_asked() -> None:
+    def function(n: Tensor, x: Tensor) -> Tensor:
+        torch._check(n.item() > 2)
+        torch._assert_async((x < 100).all(), "too large")
+        return x + 1
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        kept, dropped = (
+            capture(function, (torch.tensor(5), X), options=options)[0].compiled.program
+            for options in (Options(), Options(runtime_asserts=False))
+        )
+    kinds = [type(line) for line in kept.body.lines]
+    assert Assert in kinds and Call in kinds
+    assert not any(isinstance(line, Assert | Call) for line in dropped.body.lines)
+    assert dict(dropped.header)["options"].endswith("runtime_asserts=False")
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * x.shape[0]
+
+
+@pytest.mark.parametrize("emitter", COMPARED)
+def test_a_size_outside_the_guards_range(emitter: str) -> None:
+    shapes = ({0: Dim("b", min=2, max=50), 1: 2 * Dim("h", min=2, max=8)},)
+    exported = torch.export.export(Doubled(), (X,), dynamic_shapes=shapes)
+    compiled = fxwrap.compile_graph(exported, options=Options(emitter=emitter))
+    torch.testing.assert_close(compiled(random(50, 4))[0], Doubled()(random(50, 4)))
+    with pytest.raises(InputError, match="input 'x': size 0 must be from 2 to 50, got 51"):
+        compiled(random(51, 4))
+    with pytest.raises(InputError, match="input 'x': size 1 must be from 4 to 16, got 18"):
+        compiled(random(5, 18))
+    with pytest.raises(InputError, match=r"input 'x': expected f32\[5, 6\].*, got f32\[5, 7\]"):
+        compiled(random(5, 7))
+
+
+@pytest.mark.parametrize("emitter", COMPARED)
+def test_a_number_that_is_not_what_the_graph_was_traced_for(emitter: str) -> None:
+    graph = make_fx(lambda x, n: x.reshape(n, -1) * n, tracing_mode="symbolic")(X, 4)
+    compiled = fxwrap.compile_graph(graph, options=Options(emitter=emitter))
+    torch.testing.assert_close(compiled(X, 4)[0], X * 4)
+    with pytest.raises(InputError, match=r"input 's\d+' must be .*, got 1"):
+        compiled(X, 1)
+
+
+def test_a_negative_size_that_is_read() -> None:
+    def function(n: Tensor) -> Tensor:
+        return torch.ones(n.item()) * 2
+
+    found = errors_of(function, (torch.tensor(3),), (torch.tensor(-1),))
+    assert {error for error, _ in found.values()} == {RuntimeError}
+    assert len(set(found.values())) == 1
+
+
+# --- positions ------------------------------------------------------------------------------------------------------
+
+AT = torch.tensor([1, 2])
+OUTSIDE = torch.tensor([1, 7])
+POSITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda x, i: x[i] * 2,
+    "index_select": lambda x, i: x.index_select(0, i) * 2,
+    "gather": lambda x, i: x.gather(0, i[:, None]) * 2,
+    "embedding": lambda x, i: nn.functional.embedding(i, x) * 2,
+    "take": lambda x, i: x.take(i * 4) * 2,
+    "scatter": lambda x, i: x.scatter(0, i[:, None], 1.0) * 2,
+    "scatter_add": lambda x, i: x.scatter_add(0, i[:, None], torch.ones(2, 1)) * 2,
+    "index_add": lambda x, i: x.index_add(0, i, torch.ones(2, 6)) * 2,
+    "index_put": lambda x, i: x.index_put((i,), torch.ones(6)) * 2,
+    "select": lambda x, i: x.select(0, i[1].item()) * 2,
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_position_outside_raises_eagers_class_of_error(name: str) -> None:
+    function = POSITIONS[name]
+    found = errors_of(function, (X, AT), (X, OUTSIDE))
+    assert {error for error, _ in found.values()} == {eagers_error(function, (X, OUTSIDE))[0]}
+
+
+def test_an_element_of_nothing_is_not_read() -> None:
+    """The size is known only at run time, the position when the kernel is built."""
+
+    def function(x: Tensor) -> Tensor:
+        return x[x > 0][torch.zeros(3, dtype=torch.int64)] + 1
+
+    found = errors_of(function, (torch.ones(4),), (-torch.ones(4),))
+    assert {error for error, _ in found.values()} == {IndexError}
+
+
+def test_positions_that_begin_at_a_number_are_checked() -> None:
+    def function(x: Tensor, n: Tensor) -> Tensor:
+        k = n.item()
+        return x[torch.arange(k, k + 3)] + 1
+
+    found = errors_of(function, (X, torch.tensor(1)), (X, torch.tensor(-100)))
+    assert {error for error, _ in found.values()} == {IndexError}
