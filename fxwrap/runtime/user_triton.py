@@ -146,7 +146,10 @@ def _described(given: Mapping[str, Any], descriptors: Mapping[str, Any]) -> dict
     if not descriptors:
         return dict(given)
     make = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
-    return {name: make(item, descriptors[name]) if name in descriptors else item for name, item in given.items()}
+    return {
+        name: make(item, descriptors[name]) if name in descriptors and isinstance(item, torch.Tensor) else item
+        for name, item in given.items()
+    }  # torch's operator has made them already
 
 
 def _chosen_grid(configs: Sequence[Any], grids: Sequence[Grid]) -> Callable[[Mapping[str, Any]], Grid]:

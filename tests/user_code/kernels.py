@@ -100,6 +100,9 @@ def tuned_in_place(x_ptr, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + offsets, tl.load(x_ptr + offsets, mask=offsets < n) + 1, mask=offsets < n)
 
 
+tuned_unrestored = triton.autotune(configs=tuned_in_place.configs, key=[])(tuned_in_place.fn)
+
+
 @triton.heuristics({"BLOCK": lambda given: triton.next_power_of_2(given["n"])})
 @triton.jit
 def with_heuristics(x_ptr, out_ptr, n, BLOCK: tl.constexpr):

@@ -1,0 +1,174 @@
+"""A user's kernel as a text by itself: what it carries, that it compiles for a GPU, and what no text can stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.language.extra import libdevice
+
+from fxwrap.lowering.kernel_source import NotCarried, kernel_text
+from fxwrap.runtime.modules import load_module
+from fxwrap.runtime.user_triton import load_user_kernel
+from tests.user_code import helpers, kernels
+
+WIDTH = tl.constexpr(2)
+
+
+def loaded(kernel: Any, **constants: Any) -> ModuleType:
+    """The module that a kernel's text is."""
+    return load_module(kernel_text(kernel, constants, {}, []), "user_kernel")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types"),
+    [
+        (kernels.add, "*fp32 *fp32 *fp32 i32"),
+        (kernels.through_module, "*fp32 *fp32 i32"),
+        (kernels.kernel_over(WIDTH), "*fp32 *fp32 i32"),
+        (kernels.gaps, "*fp32 i32"),
+    ],
+    ids=lambda item: getattr(item, "__name__", ""),
+)
+def test_it_compiles_for_a_gpu(kernel: Any, types: str) -> None:
+    function = loaded(kernel, BLOCK=64).kernel
+    signature = dict(zip(function.arg_names, [*types.split(), "constexpr"], strict=True))
+    compiled = triton.compile(ASTSource(function, signature, {"BLOCK": 64}), target=GPUTarget("cuda", 90, 32))
+    assert f".entry {kernel.__name__}" in compiled.asm["ptx"]
+
+
+def test_it_holds_what_the_function_names() -> None:
+    text = kernel_text(kernels.through_module, {"BLOCK": 64, "num_warps": 8}, {}, [])
+    namespace = loaded(kernels.through_module, BLOCK=64, num_warps=8)
+    assert namespace.CONSTANTS == {"BLOCK": 64, "num_warps": 8}
+    assert namespace.kernel.fn.__name__ == "through_module"
+    assert namespace.helpers is not helpers and namespace.helpers.OFFSET.value == 0.25
+    assert namespace.libdevice is libdevice and "tests." not in text
+
+
+def test_constants_of_every_kind() -> None:
+    constants = {
+        "none": None, "flag": True, "whole": -3, "part": 0.1, "endless": float("inf"), "name": "ieee",
+        "type": tl.bfloat16, "torchs": torch.int8, "several": (1, (2.5,), None), "listed": [tl.float32],
+        "function": tl.sum, "own": kernels.scaled, "fixed": tl.constexpr(4),
+    }  # fmt: skip
+    found = loaded(kernels.gaps, **constants).CONSTANTS
+    assert found.pop("own").fn.__name__ == "scaled" and found.pop("fixed").value == 4
+    assert found == {name: item for name, item in constants.items() if name not in ("own", "fixed")}
+
+
+def test_options_of_the_function_and_of_its_tuner() -> None:
+    @triton.jit(do_not_specialize=["n"], noinline=True)
+    def function(x_ptr, n, BLOCK: tl.constexpr):
+        tl.store(x_ptr + tl.arange(0, BLOCK), n)
+
+    configs = [triton.Config({"BLOCK": 32}, num_warps=2, maxnreg=64), triton.Config({"BLOCK": 64}, num_ctas=2)]
+    kernel = triton.autotune(configs=configs, key=["n"], reset_to_zero=["x_ptr"])(function)
+    text = kernel_text(kernel, {}, {}, ["x_ptr"])
+    found = load_module(text, "user_kernel").kernel
+    assert [str(config) for config in found.configs] == [str(config) for config in configs]
+    assert found.keys == ["n"] and found.reset_to_zero == ["x_ptr"] and found.restore_value == []
+    assert found.fn.do_not_specialize == ["n"] and found.fn.noinline
+
+
+def test_equal_kernels_have_equal_texts() -> None:
+    first, second = kernels.kernel_over(tl.constexpr(3)), kernels.kernel_over(tl.constexpr(3))
+    other = kernels.kernel_over(tl.constexpr(4))
+    texts = [kernel_text(kernel, {"BLOCK": 16}, {}, []) for kernel in (first, second, other)]
+    assert first is not second and texts[0] == texts[1] != texts[2]
+
+
+# --- what no text can stand for ---------------------------------------------------------------------------------------
+
+
+def of_an_object() -> Any:
+    return kernels.kernel_over(object())
+
+
+def of_nothing() -> Any:
+    @triton.jit
+    def function(x_ptr):
+        tl.store(x_ptr, MISSING)  # noqa: F821 - which is the point
+
+    return function
+
+
+def of_one_name_for_two_things() -> Any:
+    FACTOR = tl.constexpr(9.0)  # the helper has another one of this name
+
+    @triton.jit
+    def function(x_ptr):
+        tl.store(x_ptr, kernels.scaled(FACTOR))
+
+    return function
+
+
+def of_a_default_that_changed() -> Any:
+    width = 1
+
+    @triton.jit
+    def function(x_ptr, WIDTH: tl.constexpr = width):
+        tl.store(x_ptr, WIDTH)
+
+    width += 1
+    function.fn.__globals__["width"] = width
+    return function
+
+
+def of_a_hook() -> Any:
+    @triton.jit
+    def function(x_ptr):
+        tl.store(x_ptr, 1)
+
+    function.add_pre_run_hook(lambda *_arguments, **_keywords: None)
+    return function
+
+
+def of_a_tuner_with_a_hook() -> Any:
+    config = triton.Config({"BLOCK": 16}, pre_hook=lambda _arguments: None)
+    return triton.autotune(configs=[config], key=[])(kernels.gaps)
+
+
+def of_a_tuner_that_prunes() -> Any:
+    configs = [triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 32})]
+    prune = {"early_config_prune": lambda configs, *_arguments, **_keywords: configs[:1]}
+    return triton.autotune(configs=configs, key=[], prune_configs_by=prune)(kernels.gaps)
+
+
+def of_heuristics() -> Any:
+    return kernels.with_heuristics
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (of_an_object, "an object of the class object, which has no text"),
+        (of_nothing, "it uses 'MISSING', which is defined nowhere"),
+        (of_one_name_for_two_things, "two things that it uses are called 'FACTOR'"),
+        (of_a_default_that_changed, "the default of its parameter 'WIDTH' is no longer what 'width' gives"),
+        (of_a_hook, "its 'pre_run_hooks' is a function that only this process has"),
+        (of_a_tuner_with_a_hook, "one of its configurations has a pre_hook"),
+        (of_a_tuner_that_prunes, "its tuning has a 'early_config_prune'"),
+        (of_heuristics, "it is a Heuristics, not a function of"),
+    ],
+)
+def test_it_is_refused(make: Callable[[], Any], reason: str) -> None:
+    with pytest.raises(NotCarried, match=reason):
+        kernel_text(make(), {}, {}, [])
+
+
+def test_arguments_and_grids_of_a_launch() -> None:
+    """The order of a launch is that of the signature, whatever the order of the kernel's parameters is."""
+    text = kernel_text(kernels.tuned, {}, {}, [])
+    signature = ("*f32 out_ptr", "*f32 x_ptr", "i64 n", *["i64 grid"] * 3)
+    launch = load_user_kernel(text, signature, ())
+    x, out = torch.randn(100), torch.zeros(100)
+    launch((2, 1, 1), out, x, 100, 1, 1, 1)
+    torch.testing.assert_close(out, x + 1)
