@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn
 from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.emitted import Boxed, Emitted, kernel_texts
 from fxwrap.converters.python_text import PythonModule, call_text, literal_text, tuple_text, unpack_text
-from fxwrap.converters.views import view_form
+from fxwrap.converters.views import unseen_views, view_form
 from fxwrap.lines import (
     SCATTER_OPERATORS,
     Alloc,
@@ -70,12 +70,14 @@ class PythonConverter(Converter):
         self.windows: dict[str, list[str]] = {}
         self.root_of: dict[str, str] = {}
         self.ranges: list[str] = []
+        self.unseen: frozenset[str] = frozenset()
         self._origin = ""
 
     def block(self, block: Block) -> list[str]:
         """Returns the statements of a block."""
         for value in block.arguments:
             self.own(value.name)
+        self.unseen = unseen_views(block.lines, [*program_arguments(self.program), *block.arguments])
         for line in block.lines:
             self._remark(line)
             self.convert(line)
@@ -116,7 +118,7 @@ class PythonConverter(Converter):
 
     def _empty(self, type_: TensorType) -> str:
         shape = f"{self._sizes(type_.sizes)}, {self._sizes(type_.strides)}"
-        return f"torch.empty_strided({shape}, dtype={self._text(type_.dtype)}, device={self._text(type_.device)})"
+        return f"{self.module.allocator(type_.device)}({shape}, {self._text(type_.dtype)})"
 
     def alloc(self, line: Alloc) -> None:
         self._assign(line.result, self._empty(line.result.tensor_type))
@@ -140,25 +142,42 @@ class PythonConverter(Converter):
         return f"{function}({', '.join(arguments)})"
 
     def reuse(self, line: Reuse) -> None:
-        self._assign(line.result, self._reinterpret(line.root, line.result.tensor_type, 0))
+        old, new = line.root.tensor_type, line.result.tensor_type
+        same = old.dtype == new.dtype
+        self._assign(line.result, self._window(line.root, new, 0) if same else self._reinterpret(line.root, new, 0))
         self.free(Free(line.root))
 
+    def _window(self, base: Value, type_: TensorType, offset: Any) -> str:
+        """Returns memory under another type of the same dtype, `offset` elements after the first of `base`."""
+        arguments = [self._text(base), self._sizes(type_.sizes), self._sizes(type_.strides)]
+        if offset != 0:
+            arguments.append(self._text(offset))
+        return f"{self._runtime('tensors', 'window')}({', '.join(arguments)})"
+
     def view(self, line: View) -> None:
+        if line.result.name in self.unseen:
+            old, new = line.base.tensor_type, line.result.tensor_type
+            text = self._window(line.base, new, new.storage_offset - old.storage_offset)
+        else:
+            text = self._torch_view(line)
+        self._assign(line.result, text, line.base)
+
+    def _torch_view(self, line: View) -> str:
+        """Returns a view of torch's, with the base and the version counter that eager's has."""
         base = self._text(line.base)
         form = view_form(line.base.tensor_type, line.result.tensor_type)
         match form.kind:
             case "slice":
                 dim, start, end, _ = form.arguments
-                text = f"{base}.narrow({dim}, {start}, {end - start})"
+                return f"{base}.narrow({dim}, {start}, {end - start})"
             case "as_strided":
                 sizes, strides, offset = form.arguments
                 place = "" if offset == 0 else f", {base}.storage_offset() + {self._operand(offset)}"
-                text = f"{base}.as_strided({self._sizes(sizes)}, {self._sizes(strides)}{place})"
+                return f"{base}.as_strided({self._sizes(sizes)}, {self._sizes(strides)}{place})"
             case "select":
-                text = f"{base}.select({form.arguments[0]}, {form.arguments[1]})"
+                return f"{base}.select({form.arguments[0]}, {form.arguments[1]})"
             case _:
-                text = f"{base}.{form.kind}({self._sizes(form.arguments[0])})"
-        self._assign(line.result, text, line.base)
+                return f"{base}.{form.kind}({self._sizes(form.arguments[0])})"
 
     def _operand(self, size: Any) -> str:
         text = self._text(size)
@@ -176,10 +195,13 @@ class PythonConverter(Converter):
     # --- kernels and operators --------------------------------------------------------------------------------------
 
     def launch(self, line: Launch) -> None:
-        kernel = self.module.kernel(self.program.kernel(line.kernel))
+        definition = self.program.kernel(line.kernel)
+        called_once = definition.language == "cpp" and line.grid == (1, 1, 1)
+        kernel = self.module.cpp_kernel(definition) if called_once else self.module.kernel(definition)
         tensors = [item for item in line.arguments if isinstance(item, Value)]
         numbers = [item for item in line.arguments if not isinstance(item, Value)]
-        arguments = [self._sizes(line.grid), *[self._text(item) for item in (*tensors, *line.outs, *numbers)]]
+        grid = [] if called_once else [self._sizes(line.grid)]
+        arguments = [*grid, *[self._text(item) for item in (*tensors, *line.outs, *numbers)]]
         self._say(f"{kernel}({', '.join(arguments)})")
 
     def call(self, line: Call) -> None:

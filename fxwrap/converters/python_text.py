@@ -20,7 +20,7 @@ _BUILTINS = ("bool", "float", "int", "max", "min", "round", "len")
 _RESERVED = frozenset(
     {"torch", "math", "operator", "arguments", "_", "load_constants", *keyword.kwlist, *_BUILTINS, *_RUNTIME_MODULES}
 )
-_RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "range_")
+_RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "range_", "allocate_")
 _INDENT = "    "
 _WIDTH = 100
 
@@ -75,6 +75,17 @@ class PythonModule:
         load = self.runtime("kernels", "load_kernel")
         text = f"{load}({kernel.language!r}, {_raw(kernel.source)}, {kernel.signature!r}, {kernel.options!r})"
         return self.defined(f"kernel_{kernel.name}", text)
+
+    def cpp_kernel(self, kernel: KernelDefinition) -> str:
+        """Returns a module-level name for the function of a C++ kernel, which takes its arguments and no grid."""
+        load = self.runtime("kernels", "load_cpp_kernel")
+        text = f"{load}({_raw(kernel.source)}, {kernel.signature!r}, {kernel.options!r})"
+        return self.defined(f"kernel_{kernel.name}", text)
+
+    def allocator(self, device: torch.device) -> str:
+        """Returns a module-level name for the function that allocates on a device."""
+        name = "allocate_" + str(device).replace(":", "_")
+        return self.defined(name, f"{self.runtime('tensors', 'allocator')}({str(device)!r})")
 
     def function(self, label: str, block: Block, writer: Callable[[], BlockWriter]) -> str:
         """Returns the name of the function a nested block becomes; the same block becomes one function."""

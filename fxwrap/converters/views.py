@@ -1,11 +1,17 @@
-"""The plainest way to say a view: `permute`, `view`, `expand`, `slice` or `select` if one fits, else `as_strided`."""
+"""Views in emitted code: the plainest operator for each, and which of them need no operator.
+
+The plainest one is `permute`, `view`, `expand`, `slice` or `select` if one fits, else `as_strided`.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxwrap.wrapper_ir import Size, TensorType
+from fxwrap.lines import View
+from fxwrap.wrapper_ir import LineBase, Size, TensorType, Value, blocks, defined, reads, roots, used, writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +99,33 @@ def _steps(offset: int, stride: Size) -> int | None:
     if not isinstance(stride, int) or stride == 0:
         return 0 if offset == 0 else None
     return offset // stride if offset % stride == 0 and offset >= 0 else None
+
+
+def unseen_views(lines: Sequence[LineBase], arguments: Iterable[Value]) -> frozenset[str]:
+    """Returns the names of a block's views that may be tensors on the same memory instead of views of torch's.
+
+    What tells the two apart is the version counter, which a view shares with its base, and the base that it names. That
+    can be seen from outside, or by autograd, where a view is given back while something else that lives on has its
+    memory: one of the `arguments` of the lines, or another result. It can be seen too where an
+    operator writes an argument through a view, where an operator gives a view of the view, and in nested blocks. Linear
+    in the number of lines.
+    """
+    given = {value.name: value for value in arguments}
+    root_of = roots(lines, given.values())
+    results = dict.fromkeys([value.name for value in reads(lines[-1])])
+    sharing = Counter([root_of[name] for name in results])
+    seen = {name for name in results if root_of[name] in given or sharing[root_of[name]] > 1}
+    found = []
+    for line in reversed(lines):
+        if isinstance(line, View):
+            if line.result.name in seen:
+                seen.add(line.base.name)
+            else:
+                found.append(line.result.name)
+            continue
+        seen.update([value.name for value in writes(line) if root_of[value.name] in given])
+        aliased = [line.alias_of(value) for value in defined(line)]
+        seen.update([value.name for value in aliased if value is not None])
+        if blocks(line) or any(refers == "function" for _, refers in line.target_fields):
+            seen.update([value.name for value in used(line)])
+    return frozenset(found)

@@ -111,10 +111,16 @@ def _failure(compile_them: Callable[[], object]) -> FxwrapError | None:
     return None
 
 
-def _load_cpp_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
+@cache
+def load_cpp_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Callable[..., object]:
+    """Returns the function of a C++ kernel: `function(*tensors, *outs, *numbers)`. Raises as `load_kernel` does."""
     kernel = KernelText("cpp", source, signature, options)
     prepare_kernels((kernel,))
-    program = load_program(compiled_kernels((kernel.symbol,))[kernel.symbol], symbol=f"program_{kernel.symbol}")
+    return load_program(compiled_kernels((kernel.symbol,))[kernel.symbol], symbol=f"program_{kernel.symbol}")
+
+
+def _load_cpp_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
+    program = load_cpp_kernel(source, signature, options)
 
     def launch(grid: Sequence[int], *arguments: torch.Tensor | float) -> None:
         if grid != _ONCE and any(size != 1 for size in grid):

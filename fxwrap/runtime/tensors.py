@@ -1,4 +1,4 @@
-"""What emitted Python does to tensors beyond calling ATen."""
+"""What emitted Python does to tensors beyond calling ATen; `allocator` and `window` are torch's cheapest ways."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from fxwrap.torch_compat import allocator, window
+
+__all__ = [
+    "allocator", "copy", "follow", "random_state", "reinterpret", "scatter", "set_random_state", "window",
+]  # fmt: skip
 
 
 def reinterpret(

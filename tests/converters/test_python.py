@@ -16,6 +16,7 @@ import fxwrap
 from fxwrap.compiler import emit
 from fxwrap.errors import InputError, Unsupported
 from fxwrap.options import EMITTERS
+from fxwrap.torch_compat import allocator, strided_window, window
 from tests.golden import check_golden, read_section, sections
 from tests.samples import SAMPLES, DmaCopy
 
@@ -98,6 +99,30 @@ def test_an_owned_input_dies_at_its_last_use() -> None:
         fxwrap.to_python(fxwrap.parse(text)).boxed(given)
     assert seen == [True]
     assert given == []
+
+
+def test_what_can_be_told_from_outside_of_a_view_is_as_in_eager() -> None:
+    text = read_section(GOLDENS / "python_views_that_nobody_sees_are_windows.txt", "input")
+    x, m = torch.randn(4, 6), torch.randn(4)
+    turned, shown, both, row = fxwrap.to_python(fxwrap.parse(text))(x, m)
+    assert m._version == 1
+    assert shown._base is x
+    both.zero_()
+    assert row._version == 1
+    assert turned._version == 0
+
+
+def test_a_window_is_what_public_functions_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = torch.randn(4, 6)[1:]
+    mine, theirs = window(base, (2, 3), (1, 4), 5), strided_window(base, (2, 3), (1, 4), 5)
+    assert mine.tolist() == theirs.tolist()
+    assert mine.stride() == theirs.stride() and mine.storage_offset() == theirs.storage_offset()
+    theirs.zero_()
+    assert mine.sum() == 0 and mine._version == base._version == 0
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    for device in ("cpu", "meta"):
+        made = allocator(device)((2, 3), (1, 2), torch.bfloat16)
+        assert (made.stride(), made.dtype, made.device.type) == ((1, 2), torch.bfloat16, device)
 
 
 def test_a_debugger_finds_the_source() -> None:
