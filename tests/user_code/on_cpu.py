@@ -78,7 +78,7 @@ def triton_on_cpu() -> Iterator[None]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def launch(kernel: JITFunction[Any], *arguments: Any, **keywords: Any) -> Any:
         tensors = [item for item in (*arguments, *keywords.values()) if isinstance(item, torch.Tensor)]
-        on_cpu = all(item.is_cpu for item in tensors)
+        on_cpu = bool(tensors) and all(item.is_cpu for item in tensors)
         return interpret(kernel, *arguments, **keywords) if on_cpu else run(kernel, *arguments, **keywords)
 
     with ExitStack() as stack:

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.language.extra import libdevice
 
+from fxwrap.live_kernels import LiveKernel, keep_kernel
 from fxwrap.lowering.kernel_source import NotCarried, kernel_text
 from fxwrap.runtime.modules import load_module
 from fxwrap.runtime.user_triton import load_user_kernel
@@ -172,3 +173,43 @@ def test_arguments_and_grids_of_a_launch() -> None:
     x, out = torch.randn(100), torch.zeros(100)
     launch((2, 1, 1), out, x, 100, 1, 1, 1)
     torch.testing.assert_close(out, x + 1)
+
+
+class Recorder:
+    """Stands for a kernel on a GPU: keeps what it is launched with."""
+
+    def __init__(self, *configs: triton.Config) -> None:
+        self.arg_names = ["x_ptr", "BLOCK", "y_ptr", "n", "other"]
+        self.launches: list[Any] = []
+        if configs:
+            self.configs = list(configs)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *arguments, **keywords: self.launches.append((grid, arguments, keywords))
+
+
+def recorded(recorder: Recorder, key: str, constants: dict[str, Any], extra_grids: tuple[int, ...] = ()) -> Any:
+    """The one launch of a kernel, with tensors that are on no CPU."""
+    keep_kernel(key, LiveKernel(recorder, constants))
+    signature = ("*f32 y_ptr", "*f32 x_ptr", "i64 n", *["i64 grid"] * len(extra_grids))
+    launch = load_user_kernel("", signature, (("live", key), ("reason", "it is a test's")))
+    y, x = torch.empty(1, device="meta"), torch.empty(2, device="meta")
+    launch((7, 1, 1), y, x, 100, *extra_grids)
+    ((grid, arguments, keywords),) = recorder.launches
+    assert arguments[0] is x
+    return grid, arguments[1:], {name: item for name, item in keywords.items() if item is not y}
+
+
+def test_options_of_a_vendor_reach_the_kernel() -> None:
+    constants = {"BLOCK": 64, "other": None, "waves_per_eu": 2, "num_warps": 4}
+    grid, arguments, keywords = recorded(Recorder(), "vendor", constants)
+    assert grid == (7, 1, 1) and arguments[0] == 64 and arguments[2:] == (100, None)
+    assert keywords == {"waves_per_eu": 2, "num_warps": 4}
+
+
+def test_the_chosen_configuration_has_its_own_grid() -> None:
+    """What the tuner chooses is passed by name, so that only what comes before it is passed by position."""
+    recorder = Recorder(triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 64}, 8))
+    grid, arguments, keywords = recorded(recorder, "tuned", {}, (5, 1, 1, 5, 1, 1))
+    assert arguments == () and keywords == {"n": 100}
+    assert [grid({"BLOCK": block, "n": 100}) for block in (32, 64)] == [(7, 1, 1), (5, 1, 1)]
