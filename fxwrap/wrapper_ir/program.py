@@ -55,9 +55,10 @@ class Constant:
 class KernelDefinition:
     """A kernel that `kernel.launch` lines call by name.
 
-    `language` is an open name ("triton", "cpp"); `source` the text, in which the function is called `kernel`, never by
-    the readable `name`; `signature` one entry a parameter, e.g. "*f32" for a tensor, "i64" for a size; `options`
-    launch metadata as sorted pairs (num_warps, constants). The hash covers everything but the name.
+    `language` is an open name ("triton", "cpp", "user_triton" for a Triton kernel of the user's); `source` the text, in
+    which the function is called `kernel`, never by the readable `name`; `signature` one entry a parameter, e.g. "*f32"
+    for a tensor, "i64" for a size, for a user's kernel with the parameter's name ("i64 n"); `options` launch metadata
+    as sorted pairs (num_warps, constants). The hash covers everything but the name.
     """
 
     name: str
