@@ -19,6 +19,8 @@ from fxwrap.errors import VerifyError
 from fxwrap.lowering import Lowered, Outcome, lower_with_coverage
 from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
 from fxwrap.options import Options
+from fxwrap.passes import fold_views
+from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
 from fxwrap.torch_compat import FakeTensor
@@ -141,9 +143,14 @@ class _Pipeline:
         options, lowered = self.options, self._lowered()
         program = lowered.program
         stages = [Stage("lower", verify(program))]
-        for change in options.passes:
+        for change in (fold_views, *options.passes):
             program = change(program)
             stages.append(Stage(getattr(change, "__qualname__", type(change).__name__), program))
+            if options.verify:
+                _verify_after(stages[-1])
+        if options.reorder_for_peak_memory:
+            program = reorder_for_peak_memory(program).program
+            stages.append(Stage("reorder_for_peak_memory", program))
             if options.verify:
                 _verify_after(stages[-1])
         plan = None

@@ -43,6 +43,8 @@ class Options:
         symbol_ranges: symbol name -> (lowest, highest), both inclusive, narrower than what the graph says.
         on_graph: under torch.compile, receives each emitted FX graph and what is known about it; what it returns runs.
         fuse: generate fused kernels; without, every operator is a call.
+        layout: "auto" has convolutions read and give channels-last tensors where that is estimated to pay, and what is
+            computed from them follow; inputs are converted, and results have eager's strides. "keep" leaves all as it is.
         cpu_kernels: the language of kernels for the CPU: "cpp", or "triton" (in Triton's interpreter, slowly).
         fallback: what happens where a kernel cannot be generated or compiled: "warn" calls the operators instead and
             warns once, "error" raises.
@@ -51,6 +53,7 @@ class Options:
             when one does not hold.
         cuda_graphs: record and replay CUDA graphs where a program allows it.
         autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices.
+        reorder_for_peak_memory: whether lines run in another order where that holds less memory at the worst moment.
         memory_planning: how allocations share pools: "none", "auto" (the best of the quick algorithms, and a search
             where they waste memory and the program is small), or one algorithm by name: see `assign_offsets`.
         devices: what is known of each device type.
@@ -67,11 +70,13 @@ class Options:
     symbol_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     on_graph: Callable[..., Any] | None = None
     fuse: bool = True
+    layout: str = "auto"
     cpu_kernels: str = "cpp"
     fallback: str = "warn"
     runtime_asserts: bool = True
     cuda_graphs: bool = False
     autotune: bool = False
+    reorder_for_peak_memory: bool = False
     memory_planning: str = "none"
     devices: tuple[DeviceSpec, ...] = DEVICE_SPECS
 
@@ -128,6 +133,7 @@ _KINDS: Mapping[str, type] = {
     "fuse": bool,
     "cuda_graphs": bool,
     "autotune": bool,
+    "reorder_for_peak_memory": bool,
 }
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {

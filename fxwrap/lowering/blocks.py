@@ -18,7 +18,7 @@ from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.effects import attribute_of
 from fxwrap.lowering.emit import contiguous_strides
 from fxwrap.lowering.fake import fake_values
-from fxwrap.lowering.frees import insert_frees
+from fxwrap.passes.frees import insert_frees
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.symbols import bind_sizes, symbol_info

@@ -23,7 +23,8 @@ from fxwrap.lowering.define import Outcome
 from fxwrap.lowering.effects import attribute_of, is_token
 from fxwrap.lowering.emit import KernelRefused
 from fxwrap.lowering.fake import fake_values
-from fxwrap.lowering.frees import insert_frees
+from fxwrap.passes.frees import insert_frees
+from fxwrap.lowering.layouts import with_layouts
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.peak import peak_note
 from fxwrap.lowering.source import GraphSource, graph_source
@@ -116,11 +117,13 @@ class _Lowering:
         request: Request,
         ownership: Mapping[int, Ownership],
     ) -> None:
+        fakes = fake_values(source.graph_module, example_inputs)
+        source, fakes = with_layouts(source, fakes, request.options, example_inputs)
         self.source = source
         self.request = request
         self.ownership = ownership
         self.state = ProgramState(request.options.symbol_ranges)
-        self.builder = Builder(fake_values(source.graph_module, example_inputs), self.state)
+        self.builder = Builder(fakes, self.state)
         blocks = BlockLowering(self.builder, self, request, lower_higher_order)
         self.body = Body(
             source.graph_module, self.builder, request, self._get_attr, partial(lower_higher_order, blocks)

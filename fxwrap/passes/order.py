@@ -1,0 +1,294 @@
+"""Another order of a program's lines, in which less memory is live at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from fxwrap.passes.frees import insert_frees
+from fxwrap.symbolic import Scalar, evaluate
+from fxwrap.wrapper_ir import (
+    UNKNOWN,
+    Block,
+    Effect,
+    LineBase,
+    Ownership,
+    Program,
+    Role,
+    TensorType,
+    Value,
+    all_effects,
+    blocks,
+    consumed,
+    defined,
+    defined_symbol,
+    is_release,
+    live_bytes,
+    outer_symbols,
+    program_arguments,
+    reads,
+    roots,
+    symbol_infos,
+    symbols_used,
+    used,
+    writes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reordered:
+    """A program in another order, and its peak memory in bytes before and after, by the hints of symbols."""
+
+    program: Program
+    before: int
+    after: int
+
+
+def reorder_for_peak_memory(program: Program, hints: Mapping[str, Scalar] | None = None) -> Reordered:
+    """Returns the program with the lines of its body in an order that holds less memory at its worst moment.
+
+    What a line reads, writes, takes and defines, its symbols and its effects fix which lines must come before it;
+    brackets stay where they are, and blocks inside lines are left alone. Among the orders that are tried (what frees
+    most comes first; depth first from the results; the program's own) the one with the lowest peak is taken, the
+    program's own if no other is lower. Frees follow the last uses. n log n in the number of lines.
+
+    Args:
+        program: the program. It is not changed.
+        hints: values of symbols, as `live_bytes` takes them.
+    """
+    before = live_bytes(program, hints).peak
+    best, lowest = program, before
+    for order in (_most_freed_first, _depth_first):
+        tried = _with_body(program, order, hints or {})
+        peak = live_bytes(tried, hints).peak
+        if peak < lowest:
+            best, lowest = tried, peak
+    return Reordered(best, before, lowest)
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A line with the symbol lines that must follow it directly, and the units that come before and after it.
+
+    `touched` are the roots that it uses or makes, `made` those that it makes.
+    """
+
+    position: int
+    lines: list[LineBase]
+    before: set[int] = field(default_factory=set)
+    after: list[int] = field(default_factory=list)
+    touched: frozenset[str] = frozenset()
+    made: frozenset[str] = frozenset()
+
+
+Schedule = Callable[[Sequence[_Unit], Mapping[str, int], Mapping[str, int]], list[int]]
+
+
+def _with_body(program: Program, schedule: Schedule, hints: Mapping[str, Scalar]) -> Program:
+    """Returns the program with each part of its body between brackets scheduled anew."""
+    arguments = program_arguments(program)
+    root_of = roots(program.body.lines, arguments)
+    kept = [line for line in program.body.lines if not is_release(line)]
+    functions = dict(program.functions)
+    sizes = _owned_sizes(program, hints)
+    found: list[LineBase] = []
+    uses = _counted_uses(kept, root_of)
+    for segment in _segments(kept):
+        units = _units(segment, root_of, functions)
+        found += [line for index in schedule(units, sizes, uses) for line in units[index].lines]
+    released = [item.value for item in program.inputs if isinstance(item.value, Value)
+                and item.ownership in (Ownership.SHARED, Ownership.OWNED)]  # fmt: skip
+    return program.replace(body=Block(program.body.arguments, insert_frees(found, arguments, released)))
+
+
+def _owned_sizes(program: Program, hints: Mapping[str, Scalar]) -> dict[str, int]:
+    """Returns the bytes of each root of the body that may be freed in it; what is given back counts too."""
+    declared = {name: info.hint for name, info in symbol_infos(program).items() if info.hint is not None}
+    values = {**declared, **hints}
+    owned = [item.value for item in program.inputs if isinstance(item.value, Value)
+             and item.ownership in (Ownership.SHARED, Ownership.OWNED)]  # fmt: skip
+    owned += [value for line in program.body.lines for value in defined(line) if line.alias_of(value) is None]
+    found = {}
+    for value in owned:
+        if isinstance(value.type, TensorType):
+            size = value.type.storage_bytes
+            found[value.name] = size if isinstance(size, int) else int(evaluate(size, values))
+    return found
+
+
+def _counted_uses(lines: Sequence[LineBase], root_of: Mapping[str, str]) -> dict[str, int]:
+    """Returns how many lines touch each root."""
+    found: dict[str, int] = {}
+    for line in lines:
+        for root in {root_of[value.name] for value in (*used(line), *defined(line))}:
+            found[root] = found.get(root, 0) + 1
+    return found
+
+
+def _segments(lines: Sequence[LineBase]) -> Iterator[Sequence[LineBase]]:
+    """Yields parts of a body within which lines may move: brackets, what binds inputs, and the end stay in place."""
+    start = next((index for index, line in enumerate(lines) if defined_symbol(line) is None), len(lines))
+    if start:
+        yield from ([line] for line in lines[:start])
+    part: list[LineBase] = []
+    for line in lines[start:]:
+        if line.bracket[1] or line.terminator:
+            yield part
+            yield [line]
+            part = []
+        else:
+            part.append(line)
+    yield part
+
+
+def _units(lines: Sequence[LineBase], root_of: Mapping[str, str], functions: Mapping[str, Block]) -> list[_Unit]:
+    """Returns the units of a part, with what must come before what."""
+    units: list[_Unit] = []
+    for line in lines:
+        if units and defined_symbol(line) is not None:
+            units[-1].lines.append(line)
+        else:
+            units.append(_Unit(len(units), [line]))
+    order = _Order(root_of, functions)
+    for unit in units:
+        order.add(unit)
+    for unit in units:
+        for earlier in unit.before:
+            units[earlier].after.append(unit.position)
+    return units
+
+
+class _Order:
+    """Finds what must come before each unit, walking them in the program's order."""
+
+    def __init__(self, root_of: Mapping[str, str], functions: Mapping[str, Block]) -> None:
+        self.root_of = root_of
+        self.functions = functions
+        self.maker: dict[str, int] = {}  # of values and symbols, by name
+        self.writer: dict[str, int] = {}  # of roots
+        self.readers: dict[str, list[int]] = {}
+        self.borrowed: dict[str, list[str]] = {}  # root in flight -> the roots it borrows
+        self.effects: dict[Effect, int] = {}
+        self.unknown: int | None = None
+        self.since_unknown: list[int] = []
+
+    def add(self, unit: _Unit) -> None:
+        """Records a unit and what must come before it."""
+        touched: set[str] = set()
+        made: set[str] = set()
+        for line in unit.lines:
+            self._names(unit, line)
+            touched |= self._memory(unit, line)
+            made |= {value.name for value in defined(line) if self.root_of[value.name] == value.name}
+            self._effects(unit, all_effects(line, self.functions))
+        unit.before.discard(unit.position)
+        unit.touched, unit.made = frozenset(touched), frozenset(made)
+
+    def _names(self, unit: _Unit, line: LineBase) -> None:
+        names = [value.name for value in used(line)]
+        names += [symbol.name for symbol in symbols_used(line, *Role)]
+        names += [name for _, nested in blocks(line) for name in outer_symbols(nested, argument_types=True)]
+        for name, refers in line.target_fields:
+            if refers == "function":
+                names += outer_symbols(self.functions[getattr(line, name)], argument_types=True)
+        unit.before.update(self.maker[name] for name in names if name in self.maker)
+        symbol = defined_symbol(line)
+        for name in [*[value.name for value in defined(line)], *([] if symbol is None else [symbol.name])]:
+            self.maker[name] = unit.position
+
+    def _memory(self, unit: _Unit, line: LineBase) -> set[str]:
+        """Records what a line reads and writes; returns the roots it touches."""
+        read = {self.root_of[value.name] for value in reads(line)}
+        written = {self.root_of[value.name] for value in (*writes(line), *consumed(line))}
+        if line.ends_flight:
+            read |= {other for root in tuple(read) for other in self.borrowed.pop(root, ())}
+        made = {self.root_of[value.name] for value in defined(line)}
+        if line.starts_flight:
+            for root in made:
+                self.borrowed[root] = [other for other in read if other != root]
+        for root in read | written:
+            if root in self.writer:
+                unit.before.add(self.writer[root])
+            self.readers.setdefault(root, []).append(unit.position)
+        for root in written:
+            unit.before.update(self.readers.pop(root, ()))
+            self.writer[root] = unit.position
+        return read | written | made
+
+    def _effects(self, unit: _Unit, effects: tuple[Effect, ...]) -> None:
+        if not effects:
+            return
+        if self.unknown is not None:
+            unit.before.add(self.unknown)
+        if UNKNOWN in effects:
+            unit.before.update(self.since_unknown)
+            self.unknown = unit.position
+            self.since_unknown.clear()
+            self.effects.clear()
+            return
+        self.since_unknown.append(unit.position)
+        for effect in effects:
+            if effect in self.effects:
+                unit.before.add(self.effects[effect])
+            self.effects[effect] = unit.position
+
+
+def _most_freed_first(units: Sequence[_Unit], sizes: Mapping[str, int], uses: Mapping[str, int]) -> list[int]:
+    """Runs, of the units that may run, the one that leaves the least memory live."""
+    remaining = dict(uses)
+    waiting = [len(unit.before) for unit in units]
+    users: dict[str, list[int]] = {}
+    for unit in units:
+        for root in unit.touched:
+            users.setdefault(root, []).append(unit.position)
+
+    def net(unit: _Unit) -> int:
+        made = sum([sizes.get(root, 0) for root in unit.made])
+        return made - sum([sizes.get(root, 0) for root in unit.touched if remaining[root] == 1])
+
+    current = {unit.position: net(unit) for unit in units if not waiting[unit.position]}
+    heap = [(value, position) for position, value in current.items()]
+    heapify(heap)
+    found: list[int] = []
+    while heap:
+        value, position = heappop(heap)
+        if current.get(position) != value:
+            continue  # run already, or worth more by now
+        del current[position]
+        found.append(position)
+        unit = units[position]
+        for later in unit.after:
+            waiting[later] -= 1
+            if not waiting[later]:
+                current[later] = net(units[later])
+                heappush(heap, (current[later], later))
+        for root in unit.touched:
+            remaining[root] -= 1
+            if remaining[root] == 1:
+                for other in users[root]:
+                    if other in current:
+                        current[other] = net(units[other])
+                        heappush(heap, (current[other], other))
+    return found
+
+
+def _depth_first(units: Sequence[_Unit], sizes: Mapping[str, int], uses: Mapping[str, int]) -> list[int]:
+    """Runs each unit as late as what needs it allows: what it depends on first, the largest results first."""
+    found: list[int] = []
+    done: set[int] = set()
+
+    def weight(position: int) -> tuple[int, int]:
+        return -sum([sizes.get(root, 0) for root in units[position].made]), position
+
+    for last in units:
+        pending = [] if last.after or last.position in done else [(last.position, False)]
+        while pending:
+            position, ready = pending.pop()
+            if ready:
+                found.append(position)
+            elif position not in done:
+                done.add(position)
+                pending.append((position, True))
+                pending += [(item, False) for item in sorted(units[position].before, key=weight, reverse=True)]
+    return found
