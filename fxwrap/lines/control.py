@@ -57,6 +57,9 @@ def _is_truth(predicate: Any) -> bool:
     return type_.dtype == torch.bool and all(size == 1 for size in type_.sizes if isinstance(size, int))
 
 
+_NOTHING_OVER = "there is no tensor to go over, so nothing says how many rounds there are"
+
+
 @line_class("control.cond")
 class Cond(LineBase):
     """Runs one of two blocks, by a boolean tensor of one element, or a condition over symbols. Source: torch's `cond`.
@@ -161,6 +164,8 @@ class Scan(LineBase):
     reverse: bool = attribute(default=False)
 
     def verify_self(self) -> str | None:
+        if not self.over:
+            return _NOTHING_OVER
         count, carried = len(self.carried), types_of(self.carried)
         operands = [*carried, *slice_types(self.over), *types_of(self.extra)]
         given = types_of(_yielded(self.body) or ())
@@ -192,6 +197,8 @@ class Map(LineBase):
     extra: tuple[Any, ...] = read(Form.SEQUENCE, default=())
 
     def verify_self(self) -> str | None:
+        if not self.over:
+            return _NOTHING_OVER
         operands = [*slice_types(self.over), *types_of(self.extra)]
         return _arguments_mismatch("body", self.body, operands) or stacked_mismatch(
             "results", self.results, types_of(_yielded(self.body) or ())
