@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import sympy
@@ -25,7 +25,15 @@ class KernelConverter(Protocol):
     writer: GraphWriter
     kernels: dict[str, KernelDefinition]
 
-    def ours(self, line: LineBase, target: Any, arguments: Sequence[Any], *, name: str | None = None) -> torch.fx.Node:
+    def ours(
+        self,
+        line: LineBase,
+        target: Any,
+        arguments: Sequence[Any],
+        *,
+        keywords: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> torch.fx.Node:
         """Adds a call of an operator of the library `fxwrap::`."""
         ...
 
@@ -47,17 +55,17 @@ def launch(converter: KernelConverter, line: Launch) -> None:
         return
     argument = converter.writer.argument
     floats = _are_floats(kernel, numbers)
-    arguments = [
-        kernel.hash,
-        [argument(item) for item in tensors],
-        [argument(item) for item in line.outs],
-        [argument(item) for item, is_float in zip(numbers, floats) if not is_float],
-        [argument(item) for item, is_float in zip(numbers, floats) if is_float],
-        [argument(size) for size in line.grid],
-    ]
+    arguments = [kernel.hash, [argument(item) for item in tensors]]
+    # By name: inside of torch's higher-order operators no list that is written may be an argument by position.
+    keywords = {
+        "outs": [argument(item) for item in line.outs],
+        "sizes": [argument(item) for item, is_float in zip(numbers, floats) if not is_float],
+        "numbers": [argument(item) for item, is_float in zip(numbers, floats) if is_float],
+        "grid": [argument(size) for size in line.grid],
+    }
     registered = library.RegisteredKernel(kernel.language, kernel.source, kernel.signature, kernel.options)
     library.register_kernel(kernel.hash, registered)
-    converter.ours(line, torch.ops.fxwrap.cpp_kernel.default, arguments, name=kernel.name)
+    converter.ours(line, torch.ops.fxwrap.cpp_kernel.default, arguments, keywords=keywords, name=kernel.name)
 
 
 def _launch_triton(

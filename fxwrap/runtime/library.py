@@ -85,6 +85,7 @@ def _launcher(kernel_hash: str) -> Launcher:
 def _cpp_kernel(
     kernel: str,
     ins: Sequence[torch.Tensor],
+    *,
     outs: Sequence[torch.Tensor],
     sizes: Sequence[int],
     numbers: Sequence[float],
@@ -95,10 +96,15 @@ def _cpp_kernel(
 
 
 def _cpp_kernel_functional(
-    kernel: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *rest: Sequence[Any]
+    kernel: str,
+    ins: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    numbers: Sequence[float],
+    grid: Sequence[int],
 ) -> list[torch.Tensor]:
     made = [out.clone() for out in outs]
-    _cpp_kernel(kernel, ins, made, *rest)
+    _cpp_kernel(kernel, ins, outs=made, sizes=sizes, numbers=numbers, grid=grid)
     return made
 
 
@@ -109,11 +115,11 @@ def _cpp_kernel_functional_fake(
 
 
 def _cpp_kernel_functionalised(
-    kernel: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *rest: Sequence[Any]
+    kernel: str, ins: Sequence[torch.Tensor], *, outs: Sequence[torch.Tensor], **numbers: Sequence[Any]
 ) -> None:
     contents = [[functional_content(tensor) for tensor in group] for group in (ins, outs)]
     with below_functionalisation():
-        made = torch.ops.fxwrap.cpp_kernel_functional(kernel, *contents, *rest)
+        made = torch.ops.fxwrap.cpp_kernel_functional(kernel, *contents, **numbers)
     for out, content in zip(outs, made, strict=True):
         functional_update(out, content)
 
@@ -234,7 +240,7 @@ _TYPE = "SymInt[] sizes, SymInt[] strides, ScalarType dtype"
 
 _OPERATORS = (
     _Operator(
-        f"cpp_kernel(str kernel, Tensor[] ins, Tensor(a!)[] outs, {_NUMBERS}) -> ()",
+        f"cpp_kernel(str kernel, Tensor[] ins, *, Tensor(a!)[] outs, {_NUMBERS}) -> ()",
         _cpp_kernel, None, _cpp_kernel_functionalised, has_effect=True,
     ),
     _Operator(
@@ -261,7 +267,7 @@ _OPERATORS = (
 )  # fmt: skip
 
 
-def _nothing(*_arguments: Any) -> None:
+def _nothing(*_arguments: Any, **_keywords: Any) -> None:
     """The rule for fake tensors of an operator that gives nothing."""
 
 
