@@ -16,13 +16,13 @@ from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.symbolic import evaluate
 from tests.lowering.loop_order import evaluate_in_loop_order
 from tests.lowering.planned import STRICT, Planned, check_graph, close, plan
-from tests.strategies.graphs import INDEXING, NORMS, POINTWISE, VIEWS, RandomGraph, graphs
+from tests.strategies.graphs import NORMS, PLACING, POINTWISE, VIEWS, RandomGraph, graphs
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 FLOAT_NORMS = graphs((NORMS,), steps=12, writes=3, sizes=(3, 4), dtypes=(torch.float32,))
 MIXED = st.one_of(graphs(), FLOAT_NORMS)
-PLACES = graphs((INDEXING, INDEXING, POINTWISE, VIEWS), writes=5, sizes=(3, 4), dtypes=(torch.int64,))
+PLACES = graphs((PLACING, PLACING, POINTWISE, VIEWS), writes=5, sizes=(3, 4), dtypes=(torch.int64,))
 CALLED = STRICT.replace(
     keep=frozenset(["aten.scatter_reduce.two", "aten.scatter_add.default", "aten.index_put.default"])
 )  # fmt: skip

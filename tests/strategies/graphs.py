@@ -466,6 +466,7 @@ REDUCTIONS: tuple[Step, ...] = (
     _sum, _whole, _mean, _extremum, _position, _any, _variance, _softmax, _layer_norm, _cumulate, _cumulate_largest,
 )  # fmt: skip
 INDEXING: tuple[Step, ...] = (_index_select, _index, _gather, _scatter, _index_put, _slice_scatter)
+PLACING: tuple[Step, ...] = (_gather, _scatter, _scatter, _index_put, _index_put)
 CALLS: tuple[Step, ...] = (_product,)
 
 NORMS: tuple[Step, ...] = (_sum, _mean, _variance, _softmax, _layer_norm, _unary, _binary, _binary, _with_number)
