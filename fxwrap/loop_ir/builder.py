@@ -55,14 +55,27 @@ class Body:
         self.operations: list[Operation] = []
         self.origin = ""
         self.mask: Scalar | None = None
+        self.guards: dict[int, Scalar] = {}  # by computed position: where it is in bounds
         self._known: dict[Operation, int] = {}
 
     # --- leaves -----------------------------------------------------------------------------------------------------
 
     def load(self, buffer: str, index: IndexLike, dtype: torch.dtype, other: Number = 0) -> Scalar:
         """Loads an element, `index` elements from the buffer's start, where the current mask allows it."""
-        mask = None if self.mask is None else self.mask.position
-        return self._add(Load(buffer, as_index(index), dtype, mask, other if mask is not None else 0, self.origin))
+        index = as_index(index)
+        guarded = self._guarded(index, self.mask)
+        mask = None if guarded is None else guarded.position
+        return self._add(Load(buffer, index, dtype, mask, other if mask is not None else 0, self.origin))
+
+    def _guarded(self, index: Index, mask: Scalar | None) -> Scalar | None:
+        """Returns a mask that also leaves out elements at positions that are out of bounds of what may be empty."""
+        if not self.guards:
+            return mask
+        for atom in index.atoms():
+            guard = self.guards.get(atom.operation) if isinstance(atom, Gathered) else None
+            if guard is not None:
+                mask = guard if mask is None else mask & guard
+        return mask
 
     def constant(self, value: Number, dtype: torch.dtype) -> Scalar:
         """Returns a number of a dtype, converted to it as torch does. Half precision gives float32, rounded."""
@@ -103,19 +116,24 @@ class Body:
         dtype = self._combined(kind, value)
         return self._combine(Scan(kind, (value.position,), dtype, self.origin), SCANS[kind])
 
-    def gathered(self, position: Scalar, size: Size) -> Index:
+    def gathered(self, position: Scalar, size: Size, guard: Scalar | None = None) -> Index:
         """Returns a computed int64 position, known to be within 0 to size - 1, as an index.
 
-        Where there is one position it is 0: so a kernel's own element is known for what it is.
+        Where there is one position it is 0: so a kernel's own element is known for what it is. With `guard`, that is
+        known only where the guard holds, and elsewhere nothing is loaded or stored at it.
         """
+        if guard is not None:
+            self.guards[position.position] = guard
         return as_index(0 if size == 1 else Gathered(position.position, size))
 
     def store(
         self, buffer: str, index: IndexLike, value: Scalar, mask: Scalar | None = None, mode: str = "set"
     ) -> None:
         """Stores a value, which has the buffer's dtype."""
-        position = None if mask is None else mask.position
-        self.operations.append(Store(buffer, as_index(index), value.position, position, mode, self.origin))
+        index = as_index(index)
+        guarded = self._guarded(index, mask)
+        position = None if guarded is None else guarded.position
+        self.operations.append(Store(buffer, index, value.position, position, mode, self.origin))
 
     def require(self, condition: Scalar, message: str, error: str = "index") -> None:
         """Makes the launch fail with a message where the condition is false and the current mask is true.

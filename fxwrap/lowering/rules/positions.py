@@ -181,8 +181,8 @@ def gathered_index(
 
     This is the one place with fxwrap's rule for positions out of bounds: the launch fails as eager does, with the class
     of error that `error` names ("index" or "runtime"), and the kernel, which runs on, takes element 0 instead, so that
-    it never touches memory outside of a tensor. Where the position is known to be in bounds (an `arange`, say) nothing
-    is checked, and it stays an affine index.
+    it never touches memory outside of a tensor; of one that may be empty it takes none. Where the position is known to
+    be in bounds (an `arange`, say) nothing is checked, and it stays an affine index.
     """
     known = affine_index(position)
     if known is not None:
@@ -194,7 +194,7 @@ def gathered_index(
         position = (position < 0).where(position + limit, position)
     inside = (position >= 0) & (position < limit)
     reader.body.require(inside, f"an index is out of bounds for a dimension of size {size}", error)
-    return reader.body.gathered(inside.where(position, 0), size)
+    return reader.body.gathered(inside.where(position, 0), size, None if isinstance(size, int) else inside)
 
 
 def bounded_index(reader: Reader, position: Scalar, size: Size) -> Index:
