@@ -72,6 +72,7 @@ def main() -> None:
     layers = chosen.layers or (12 if device.type == "cuda" else 2)
     config = transformers.GPT2Config(n_layer=layers, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
     model = transformers.GPT2LMHeadModel(config).to(device).train(chosen.training)
+    torch.set_grad_enabled(chosen.training)
     options = Options(emitter=chosen.emitter)
     function = _step(model) if chosen.training else _forward(model)
     torch._dynamo.config.cache_size_limit = 64
