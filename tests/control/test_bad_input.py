@@ -12,7 +12,17 @@ from torch.fx import Graph, GraphModule
 import fxwrap
 from fxwrap.errors import GraphError
 from tests.control.cases import random
-from tests.control.graphs import block, cond_graph, condition, higher, map_graph, results, scan_graph, while_graph, written
+from tests.control.graphs import (
+    block,
+    cond_graph,
+    condition,
+    higher,
+    map_graph,
+    results,
+    scan_graph,
+    while_graph,
+    written,
+)
 
 aten = torch.ops.aten
 X, ZERO, YES = random(4, 8), torch.tensor(0), torch.tensor(True)
@@ -77,7 +87,8 @@ def test_branches_that_disagree(else_: Any, shown: str) -> None:
 
 def test_branches_of_other_sizes_than_the_result() -> None:
     graph = cond_graph(block(lambda x: x[:2] + 1, X), block(lambda x: x + 1, X))
-    refused(graph, (YES, X), (X,), r"its branches disagree: the true one gives f32\[2, 8\]@cpu, the false one f32\[4, 8\]")
+    shown = r"its branches disagree: the true one gives f32\[2, 8\]@cpu, the false one f32\[4, 8\]"
+    refused(graph, (YES, X), (X,), shown)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +108,8 @@ def test_a_loop_whose_carried_values_change(body: Any, shown: str) -> None:
 
 def test_a_loop_whose_condition_is_no_truth_value() -> None:
     graph = while_graph(condition(lambda i, x: x, ZERO, X), block(lambda i, x: (i + 1, x + 1), ZERO, X), 2)
-    refused(graph, (ZERO, X), (ZERO, X), r"node 'while_loop': the predicate is a torch.float32 tensor of sizes \[4, 8\]")
+    shown = r"node 'while_loop': the predicate is a torch.float32 tensor of sizes \[4, 8\]"
+    refused(graph, (ZERO, X), (ZERO, X), shown)
 
 
 def test_a_scan_whose_carried_values_change() -> None:
@@ -109,7 +121,8 @@ def test_a_scan_whose_carried_values_change() -> None:
 @pytest.mark.parametrize("stacked", [0, 2])
 def test_a_scan_whose_body_gives_another_number(stacked: int) -> None:
     graph = scan_graph(block(lambda carried, row: (carried + row, row + 1), X[0], X[0]), 1, 1, stacked)
-    refused(graph, (X[0], X), (X[0], *[X] * stacked), r"node 'scan': the body gives 1 \(f32\[8\]@cpu\), a slice of what is stacked has")
+    shown = r"node 'scan': the body gives 1 \(f32\[8\]@cpu\), a slice of what is stacked has"
+    refused(graph, (X[0], X), (X[0], *[X] * stacked), shown)
 
 
 def test_a_map_whose_body_gives_other_slices() -> None:

@@ -12,21 +12,39 @@ import torch
 from fxwrap.lines import (
     Alloc,
     Assert,
+    Bind,
     Call,
+    CallFunction,
     CheckLayout,
     Comment,
     Cond,
     Free,
+    Item,
     Let,
+    Map,
     Mutate,
     Return,
     Reuse,
+    Scan,
     SizeOf,
     View,
+    While,
     Yield,
 )
 from fxwrap.symbolic import Scalar, SymbolInfo, make_symbol
-from fxwrap.wrapper_ir import Block, Input, LineBase, Ownership, Program, Size, TensorType, Value
+from fxwrap.wrapper_ir import (
+    Block,
+    Constant,
+    ConstantStore,
+    Input,
+    LineBase,
+    Ownership,
+    Program,
+    ScalarType,
+    Size,
+    TensorType,
+    Value,
+)
 from tests.samples import random_tensor
 
 _CPU = torch.device("cpu")
@@ -72,6 +90,9 @@ class _Builder:
         self.root_of: dict[str, Value] = {}
         self.owned: list[Value] = []
         self.writable: set[str] = set()  # roots
+        self.constants: tuple[Value, ...] = ()  # which every block inside gets as its last arguments
+        self.others: list[Value] = []  # results that are no matrices
+        self.may_call = True
 
     def value(self, type_: TensorType, base: Value | None = None) -> Value:
         """Makes a value: a readable window on `base`, or a readable root of its own that the block owns."""
@@ -198,22 +219,134 @@ class _Builder:
     def note(self) -> None:
         self.lines.append(Comment(self.draw(st.text(max_size=8))))
 
+    def read_number(self) -> None:
+        """Multiplies by a number read from a tensor, a symbol that this block defines."""
+        operand = self.pick(dense=True)
+        place = self.unwritten(_tensor(dtype=torch.int64))
+        self.lines.append(Call((place,), "aten.argmax.default", (operand,)))
+        number = self.symbol()
+        self.lines.append(Item(SymbolInfo(number.name, 0), place))
+        result = self.value(_tensor(*operand.tensor_type.sizes))
+        self.lines.append(Call((result,), "aten.mul.Scalar", (operand, number + self.draw(st.integers(-2, 2)))))
+
+    def symbol(self) -> Any:
+        """Returns a symbol that nothing has used yet."""
+        self.names[0] += 1
+        return make_symbol(f"u{self.names[0]}")
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
+
     def condition(self) -> None:
         operand = self.pick(dense=True)
         predicate = self.draw(st.integers(2, 7)) < _SYMBOL
-        sizes = operand.tensor_type.sizes
         then, otherwise = (self._nested(operand.tensor_type) for _ in range(2))
-        result = self.value(_tensor(*sizes))
-        self.lines.append(Cond((result,), predicate, (operand,), then, otherwise))
+        result = self.value(_tensor(*operand.tensor_type.sizes))
+        self.lines.append(Cond((result,), predicate, (operand, *self.constants), then, otherwise))
+
+    def loop(self) -> None:
+        """Carries a number and a tensor for up to three rounds; the number is a symbol in each block."""
+        operand, rounds = self.pick(dense=True), self.draw(st.integers(0, 3))
+        type_ = _tensor(*operand.tensor_type.sizes)
+        start = self.draw(st.integers(0, 1))
+        seen = self._inner()
+        number, counted = seen._number(), seen.lines
+        looked_at = (number, *seen.take((type_, *self._constant_types())))
+        cond = Block(looked_at, (*counted, Yield((seen.number_symbol < start + rounds,))))
+        inner = self._inner()
+        carried = inner._number()
+        arguments = (carried, *inner.take((type_, *self._constant_types())))
+        inner.grow(_BLOCK_STEPS, 3)
+        body = inner.block(arguments, type_, (inner.number_symbol + 1,))
+        last = self._unbound()
+        result = self.value(type_)
+        self.lines.append(While((last, result), (start, operand), cond, body, self.constants))
+        self.lines.append(Bind(SymbolInfo(self.symbol().name, 0), last, ()))
+
+    def slices(self) -> None:
+        """Scans over the rows of a matrix, carrying another one, or maps over them."""
+        over = self.pick()
+        rows, columns = over.tensor_type.sizes
+        fitting = [value for value in self.readable if value.tensor_type.is_contiguous
+                   and value.tensor_type.sizes[1] == columns]  # fmt: skip
+        if not fitting:
+            return
+        start = self.draw(st.sampled_from(fitting))
+        type_ = _tensor(*start.tensor_type.sizes)
+        row = TensorType(torch.float32, (columns,), over.tensor_type.strides[1:], _CPU)
+        inner = self._inner()
+        carried, *others = inner.take((type_, *self._constant_types()))
+        inner.names[0] += 1
+        slice_ = Value(f"v{inner.names[0]}", row)
+        total = inner.value(type_)
+        inner.lines.append(Call((total,), "aten.add.Tensor", (carried, slice_)))
+        inner.grow(_BLOCK_STEPS, 2)
+        best = inner.unwritten(_tensor())
+        inner.lines.append(Call((best,), "aten.amax.default", (inner.pick(),)))
+        stacked = self.unwritten(_tensor(rows))
+        if self.draw(st.booleans()):
+            body = inner.block((carried, slice_, *others), type_, (), (best,))
+            result = self.value(type_)
+            self.lines.append(
+                Scan((result, stacked), (start,), (over,), body, self.constants, self.draw(st.booleans()))
+            )
+        else:
+            lines = [*inner.lines, *[Free(root) for root in inner.owned if root != best], Yield((best,))]
+            body = Block((slice_, carried, *others), tuple(lines))
+            self.lines.append(Map((stacked,), (over,), body, (start, *self.constants)))
+        self.others.append(stacked)
+
+    def call_shared(self) -> None:
+        """Calls the program's function, which takes and gives a matrix of four rows and three columns."""
+        fitting = [value for value in self.readable if value.type == _SHARED]
+        if fitting and self.may_call:
+            operand = self.draw(st.sampled_from(fitting))
+            self.lines.append(CallFunction((self.value(_SHARED),), "shared", (operand, *self.constants)))
+
+    def _inner(self) -> _Builder:
+        inner = _Builder(self.draw, self.names)
+        inner.may_call = self.may_call
+        return inner
+
+    def _number(self) -> Value:
+        """Returns an argument that is a number, bound to `number_symbol`."""
+        value = self._unbound()
+        self.number_symbol = self.symbol()
+        self.lines.append(Bind(SymbolInfo(self.number_symbol.name, 0), value, ()))
+        return value
+
+    def _unbound(self) -> Value:
+        self.names[0] += 1
+        return Value(f"v{self.names[0]}", ScalarType("int"))
+
+    def _constant_types(self) -> tuple[TensorType, ...]:
+        return tuple([value.tensor_type for value in self.constants])
+
+    def take(self, types: tuple[TensorType, ...]) -> tuple[Value, ...]:
+        """Makes the arguments of a block: one operand, then the constants that blocks inside get too."""
+        found = tuple([self.borrow(type_) for type_ in types])
+        self.constants = found[1:]
+        return found
+
+    def block(
+        self,
+        arguments: tuple[Value, ...],
+        type_: TensorType,
+        before: tuple[Any, ...] = (),
+        after: tuple[Value, ...] = (),
+    ) -> Block:
+        """Returns what has grown as a block, which yields numbers, a tensor of a type, then other roots."""
+        alike = [value for value in self.readable if value.type == type_]
+        result = self.value(type_)
+        self.lines.append(Call((result,), "aten.tanh.default", (self.draw(st.sampled_from(alike)),)))
+        given = (result, *after)
+        self.lines.extend(Free(root) for root in self.owned if root not in given)
+        return Block(arguments, (*self.lines, Yield((*before, *given))))
 
     def _nested(self, type_: TensorType) -> Block:
-        inner = _Builder(self.draw, self.names)
-        argument = inner.borrow(_tensor(*type_.sizes))
-        inner.grow(_BLOCK_STEPS, 3)
-        result = inner.value(argument.tensor_type)
-        inner.lines.append(Call((result,), "aten.tanh.default", (argument,)))
-        inner.lines.extend(Free(root) for root in inner.owned if root != result)
-        return Block((argument,), (*inner.lines, Yield((result,))))
+        inner = self._inner()
+        arguments = inner.take((_tensor(*type_.sizes), *self._constant_types()))
+        inner.grow((*_BLOCK_STEPS, *_WITH_BLOCKS), 3)
+        return inner.block(arguments, arguments[0].tensor_type)
 
     def grow(self, steps: tuple[str, ...], most: int) -> None:
         """Adds up to `most` steps, drawn by name."""
@@ -223,8 +356,10 @@ class _Builder:
 
 _BLOCK_STEPS = (
     "unary", "binary", "matrix_product", "transpose", "slice_rows", "fill_allocation", "fill_reused_memory", "mutate",
-    "two_results", "free", "note",
+    "two_results", "free", "note", "read_number",
 )  # fmt: skip
+_WITH_BLOCKS = ("condition", "loop", "slices", "call_shared")
+_SHARED = TensorType.contiguous(torch.float32, (4, 3), _CPU)
 
 
 def _free_symbols(sizes: tuple[Size, ...]) -> set[Any]:
@@ -237,13 +372,17 @@ def _transposed(type_: TensorType) -> TensorType:
 
 @st.composite
 def random_programs(draw: st.DrawFn, most_steps: int = 12) -> RandomProgram:
-    """Draws a valid program over two or three matrices: calls, views, mutation, reuse, frees, symbols and branches."""
+    """Draws a valid program over matrices: calls, views, mutation, reuse, frees, symbols, branches and loops."""
     builder = _Builder(draw, [0])
     inputs = [Input(builder.borrow(_tensor(_SYMBOL, 4)), Ownership.BORROWED)]
-    inputs.append(Input(builder.borrow(_tensor(4, 3), mutable=True), Ownership.MUTABLE))
+    inputs.append(Input(builder.borrow(_SHARED, mutable=True), Ownership.MUTABLE))
     if draw(st.booleans()):
-        owned = builder.value(_tensor(4, 3))
-        inputs.append(Input(owned, Ownership.OWNED))
+        inputs.append(Input(builder.value(_SHARED), Ownership.OWNED))
+    constants = (builder.borrow(_SHARED),) if draw(st.booleans()) else ()
+    builder.constants = constants
+    builder.may_call = False  # a function calls no function
+    shared = builder._nested(_SHARED)
+    builder.may_call = True
     symbolic = inputs[0].value
     assert isinstance(symbolic, Value)
     hint = draw(st.integers(2, 8))
@@ -252,10 +391,18 @@ def random_programs(draw: st.DrawFn, most_steps: int = 12) -> RandomProgram:
         builder.lines.extend(CheckLayout(item.value, item.value.tensor_type, item.name) for item in inputs)
         builder.lines.append(Assert(_SYMBOL >= 2, "at least two rows"))
     builder.lines.append(Let(SymbolInfo("n0"), 3 * _SYMBOL + draw(st.integers(-4, 4))))
-    builder.grow((*_BLOCK_STEPS, "condition"), most_steps)
-    outputs = draw(st.lists(st.sampled_from(builder.readable), max_size=4))
+    builder.grow((*_BLOCK_STEPS, *_WITH_BLOCKS), most_steps)
+    outputs = draw(st.lists(st.sampled_from([*builder.readable, *builder.others]), max_size=4))
     given = {builder.root_of[value.name] for value in outputs}
     builder.lines.extend(Free(root) for root in builder.owned if root not in given)
     builder.lines.append(Return((*outputs, make_symbol("n0"), None)))
-    program = Program("random", tuple(inputs), Block((), tuple(builder.lines)))
+    payloads = {value.name: torch.linspace(-1, 1, 12).reshape(4, 3) for value in constants}
+    program = Program(
+        "random",
+        tuple(inputs),
+        Block((), tuple(builder.lines)),
+        tuple([Constant(value) for value in constants]),
+        functions=(("shared", shared),),
+        store=ConstantStore(payloads),
+    )
     return RandomProgram(program, {"s0": hint})

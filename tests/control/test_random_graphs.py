@@ -1,0 +1,39 @@
+"""Random operators inside of blocks are fused there as anywhere, and give what eager gives."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+import fxwrap
+from fxwrap.compiler import emit
+from fxwrap.converters.emitted import kernel_texts
+from fxwrap.runtime.kernels import prepare_kernels
+from tests.lowering.planned import close
+from tests.strategies.control_graphs import control_graphs
+from tests.strategies.graphs import RandomGraph
+
+QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+
+def test_random_blocks_are_eager() -> None:
+    """All are drawn before any is run, so that their kernels are compiled together."""
+    drawn: list[tuple[RandomGraph, fxwrap.Program]] = []
+
+    @given(control_graphs())
+    @settings(max_examples=24, phases=[Phase.generate], database=None, suppress_health_check=QUIET)
+    def draw(graph: RandomGraph) -> None:
+        drawn.append((graph, fxwrap.lower(graph.module, graph.inputs)))
+
+    draw()
+    prepare_kernels(tuple({str(text): text for _, program in drawn for text in kernel_texts(program)}.values()))
+    assert any(program.kernels for _, program in drawn)
+    for graph, program in drawn:
+        with torch.no_grad():
+            wanted = copy.deepcopy(graph.module)(*[item.clone() for item in graph.inputs])
+        for emitter in ("interpreter", "python"):
+            given_back = emit(program, emitter)(*[item.clone() for item in graph.inputs])
+            for one, other in zip(given_back, wanted, strict=True):
+                assert close(one, other), f"{emitter}: {one}, not {other}\n{graph}\n{program}"
