@@ -41,6 +41,15 @@ def strided_rows(x_ptr, out_ptr, rows, columns, row_stride, column_stride, facto
 
 
 @triton.jit
+def scaled_where(x_ptr, out_ptr, n, factor, negative, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(x_ptr + offsets, mask=offsets < n) * factor
+    if negative:
+        found = -found
+    tl.store(out_ptr + offsets, found, mask=offsets < n)
+
+
+@triton.jit
 def minimum_and_maximum(x_ptr, low_ptr, high_ptr, columns, BLOCK: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
     row = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)

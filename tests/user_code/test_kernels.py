@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fxwrap.testing import assert_emitters_agree
 from tests.user_code import kernels
@@ -56,6 +57,20 @@ def strided(x: Tensor) -> Tensor:
     rows, columns = x.shape
     out = torch.empty(rows, device=x.device, dtype=x.dtype)
     kernels.strided_rows[(rows,)](x, out, rows, columns, x.stride(0), x.stride(1), 0.5, BLOCK=32)
+    return out * 2
+
+
+def numbers_of_every_kind(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    kernels.scaled_where[cover(x.numel())](x + 1, out, x.numel(), 0.25, 1, BLOCK=64)
+    kernels.scaled_where[cover(x.numel())](out + 1, out, x.numel(), x.shape[0] * 2, 0, BLOCK=64)
+    return out
+
+
+def flags(x: Tensor) -> Tensor:
+    """Triton's interpreter takes no flags."""
+    out = torch.empty_like(x)
+    kernels.scaled_where[cover(x.numel())](x + 1, out, x.numel(), 0.25, True, BLOCK=64)
     return out * 2
 
 
@@ -163,6 +178,11 @@ def trained(x: Tensor) -> Tensor:
     return Sine.apply(x * 2) * 3 + x  # type: ignore[no-any-return, no-untyped-call]
 
 
+def trained_again(x: Tensor) -> Tensor:
+    found: Tensor = checkpoint(trained, x, use_reentrant=False)
+    return found.sin()
+
+
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +216,8 @@ CASES = (
     Case(strided, ((4, 20),)),
     Case(strided, ((1, 20),), transposed=True),
     Case(strided, ((4, 20),), dynamic=True),
+    Case(numbers_of_every_kind, ((100,),)),
+    Case(numbers_of_every_kind, ((100,),), dynamic=True),
     Case(several_results, ((4, 20),)),
     Case(default_constant, ((4, 20),)),
     Case(names_of_modules, ((100,),)),
@@ -212,6 +234,7 @@ CASES = (
     Case(in_a_branch, ((100,),)),
     Case(trained, ((100,),), training=True),
     Case(trained, ((100,),), training=True, dynamic=True),
+    Case(trained_again, ((100,),), training=True),
 )
 
 
@@ -228,7 +251,7 @@ def test_on_cpu(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, Case(flags, ((100,),))], ids=str)
 def test_on_gpu(case: Case) -> None:
     check(case, "cuda")
 
@@ -260,3 +283,12 @@ def test_a_constant_of_the_function_around_a_kernel(fresh_dynamo: None) -> None:
     x = torch.randn(100)
     compiled = torch.compile(function, backend="fxwrap", fullgraph=True)
     torch.testing.assert_close(compiled(x), x + 7)
+
+
+def test_an_exported_program() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return between_fused(x, y)
+
+    inputs = (torch.randn(100), torch.randn(100))
+    assert_emitters_agree(torch.export.export(Model(), inputs, strict=True), inputs)

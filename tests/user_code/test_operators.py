@@ -161,6 +161,17 @@ def test_on_gpu(case: Case) -> None:
         case.check("cuda")
 
 
+@pytest.mark.parametrize("function", [triton_functional, functional])
+def test_exported_programs(function: Callable[..., Tensor]) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return function(x, y)
+
+    inputs, size = (torch.randn(6, 4), torch.randn(6, 4)), torch.export.Dim("size", min=2)
+    exported = torch.export.export(Model(), inputs, dynamic_shapes=({0: size}, {0: size}))
+    assert_emitters_agree(exported, inputs)
+
+
 @pytest.mark.parametrize("namespace", ["user_code", "user_code_old"])
 def test_an_operator_without_a_fake_rule(namespace: str) -> None:
     graph = Graph()
