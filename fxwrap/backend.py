@@ -11,9 +11,10 @@ from torch.fx import GraphModule
 
 from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.converters.fx_module import boxed_function
+from fxwrap.lines import Return
 from fxwrap.lowering import decomposition_table
 from fxwrap.options import Options
-from fxwrap.torch_compat import TracingFacts, aot_autograd, tracing_facts
+from fxwrap.torch_compat import TracingFacts, aot_autograd, report_output_strides, tracing_facts
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
 
@@ -76,10 +77,15 @@ class _GraphCompiler:
     compile_with: Callable[..., Compiled]
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        facts = tracing_facts(self.kind)
+        facts = tracing_facts(self.kind, _output_count(graph_module))
         ownership = self._ownership(graph_module, facts)
         options = self.options.replace(check_inputs=False)
-        compiled = self.compile_with(graph_module, example_inputs, options=options, ownership=ownership, name=self.kind)
+        compiled = self.compile_with(
+            graph_module, example_inputs, options=options, ownership=ownership, name=self.kind,
+            free_outputs=facts.saved_outputs,
+        )  # fmt: skip
+        if facts.saved_outputs:
+            report_output_strides(_fixed_strides(compiled.program))
         if options.on_graph is None:
             return _boxed(compiled.boxed)
         info = self._info(compiled.program, graph_module, facts)
@@ -110,6 +116,21 @@ class _GraphCompiler:
             for position, node in enumerate(placeholders)
             if not node.name.startswith("primals_")
         }
+
+
+def _output_count(graph_module: GraphModule) -> int:
+    (output,) = graph_module.graph.find_nodes(op="output")
+    given = output.args[0]
+    return len(given) if isinstance(given, tuple | list) else 1
+
+
+def _fixed_strides(program: Program) -> list[tuple[int, ...] | None]:
+    """Returns the strides of a program's outputs, None for what is no tensor or has strides that depend on symbols."""
+    last = program.body.lines[-1]
+    assert isinstance(last, Return), "a program ends with what it returns"
+    types = [item.type if isinstance(item, Value) else None for item in last.values]
+    strides = [item.strides if isinstance(item, TensorType) else (None,) for item in types]
+    return [item if all(isinstance(step, int) for step in item) else None for item in strides]  # type: ignore[misc]
 
 
 def _static_inputs(kind: str, graph_module: GraphModule, facts: TracingFacts) -> frozenset[int]:

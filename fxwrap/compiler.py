@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -87,6 +87,7 @@ def compile_graph(
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,
     name: str = "program",
+    free_outputs: Collection[int] = (),
 ) -> Compiled:
     """Compiles a graph of ATen operators; usable inside and outside of Dynamo.
 
@@ -97,6 +98,7 @@ def compile_graph(
         options: see `Options`.
         ownership: what the program may do with each input, by position; see `Ownership`.
         name: the program's name, also of files in the cache.
+        free_outputs: positions of outputs whose strides are the program's choice; it says them in their types.
 
     Its kernels are compiled here. The operators of one that cannot be are called instead, with a FusionWarning that
     names them, unless the option `fallback` is "error".
@@ -104,7 +106,7 @@ def compile_graph(
     Raises GraphError for a graph that cannot be compiled, VerifyError for a pass that broke the program, and what a
     kernel failed with where no operator can take its place.
     """
-    pipeline = _Pipeline(graph, example_inputs, options or Options(), ownership, name)
+    pipeline = _Pipeline(graph, example_inputs, options or Options(), ownership, name, free_outputs)
     compiled, failures = pipeline.run(frozenset())
     failed = list(failures)
     while failures:
@@ -128,14 +130,16 @@ class _Pipeline:
         options: Options,
         ownership: Mapping[int, Ownership] | None,
         name: str,
+        free_outputs: Collection[int],
     ) -> None:
         self.options = options
         self.refused: frozenset[str] = frozenset()
         self._fakes = _fake_inputs(graph)
         self._tuner = gpu_tuner() if options.autotune else None
         self._lower_with = partial(
-            lower_with_coverage, graph, example_inputs, options=options, ownership=ownership, name=name
-        )
+            lower_with_coverage, graph, example_inputs, options=options, ownership=ownership, name=name,
+            free_outputs=free_outputs,
+        )  # fmt: skip
 
     def run(self, refused: frozenset[str]) -> tuple[Compiled, list[KernelFailure]]:
         """Compiles with these nodes, and those before, not fused; returns with it the kernels that fail."""

@@ -44,7 +44,8 @@ class Options:
         on_graph: under torch.compile, receives each emitted FX graph and what is known about it; what it returns runs.
         fuse: generate fused kernels; without, every operator is a call.
         layout: "auto" has convolutions read and give channels-last tensors where that is estimated to pay, and what is
-            computed from them follow; inputs are converted, and results have eager's strides. "keep" leaves all as it is.
+            computed from them follow; inputs are converted, and results have eager's strides. "keep" leaves layouts
+            as they are.
         cpu_kernels: the language of kernels for the CPU: "cpp", or "triton" (in Triton's interpreter, slowly).
         fallback: what happens where a kernel cannot be generated or compiled: "warn" calls the operators instead and
             warns once, "error" raises.

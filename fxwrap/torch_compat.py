@@ -289,21 +289,38 @@ class TracingFacts:
     """What AOTAutograd knows of a graph's inputs, by position.
 
     `static_inputs` of the forward (or inference) graph keep their address from call to call; `donated_inputs` of the
-    backward are given away.
+    backward are given away. `saved_outputs` of the forward are kept for the backward, and are nobody else's.
     """
 
     static_inputs: frozenset[int] = frozenset()
     donated_inputs: frozenset[int] = frozenset()
+    saved_outputs: frozenset[int] = frozenset()
 
 
-def tracing_facts(kind: str) -> TracingFacts:
-    """Give what AOTAutograd knows of the graph it is having compiled: "forward", "backward" or "inference"."""
+def tracing_facts(kind: str, outputs: int = 0) -> TracingFacts:
+    """Give what AOTAutograd knows of the graph it is having compiled: "forward", "backward" or "inference".
+
+    `outputs` is how many outputs the graph has.
+    """
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is None:
         return TracingFacts()
     donated = metadata.bw_donated_idxs if kind == "backward" else None
-    return TracingFacts(frozenset(metadata.static_input_indices or ()), frozenset(donated or ()))
+    saved: frozenset[int] = frozenset()
+    if kind == "forward" and context is not None and context.output_strides is not None:
+        saved = frozenset(range(outputs)[metadata.tensors_saved_for_backwards_slice])
+    return TracingFacts(frozenset(metadata.static_input_indices or ()), frozenset(donated or ()), saved)
+
+
+def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
+    """Tell AOTAutograd which strides the outputs of the forward graph will have; None where they are as traced.
+
+    It hands the backward inputs to match, when that is compiled.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None and not context.output_strides:
+        context.output_strides.extend(strides)
 
 
 # --- emitted FX graphs ----------------------------------------------------------------------------------------------
@@ -313,6 +330,15 @@ def tracing_facts(kind: str) -> TracingFacts:
 def fresh_fake_mode() -> FakeTensorMode:
     """Give a fake mode with a ShapeEnv of its own."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def unknown_number(shape_env: ShapeEnv, kind: str) -> Any:
+    """Give a symbolic number of a kind ("int", "float" or "bool") of which nothing is known."""
+    if kind == "bool":
+        return shape_env.create_unbacked_symbool()
+    if kind == "float":
+        return shape_env.create_unbacked_symfloat()
+    return shape_env.create_unbacked_symint()
 
 
 def shape_env_of(mode: FakeTensorMode) -> ShapeEnv:

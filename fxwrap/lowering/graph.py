@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,13 +23,13 @@ from fxwrap.lowering.define import Outcome
 from fxwrap.lowering.effects import attribute_of, is_token
 from fxwrap.lowering.emit import KernelRefused
 from fxwrap.lowering.fake import fake_values
-from fxwrap.passes.frees import insert_frees
 from fxwrap.lowering.layouts import with_layouts
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.peak import peak_note
 from fxwrap.lowering.source import GraphSource, graph_source
 from fxwrap.lowering.symbols import bind_sizes, check_ranges, input_symbol, replace_unsolvable
 from fxwrap.options import Options
+from fxwrap.passes.frees import insert_frees
 from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.wrapper_ir import (
     Block,
@@ -86,6 +86,7 @@ def lower_with_coverage(
     ownership: Mapping[int, Ownership] | None = None,
     name: str = "program",
     refused: frozenset[str] = frozenset(),
+    free_outputs: Collection[int] = (),
     print_kernel: KernelPrinter = print_kernel,
 ) -> Lowered:
     """Lowers a graph as `lower` does, and says which of its calls were fused, and why the others were not.
@@ -98,7 +99,7 @@ def lower_with_coverage(
     while True:
         try:
             request = Request(options, refused, print_kernel)
-            return _Lowering(source, example_inputs, request, ownership or {}).lowered()
+            return _Lowering(source, example_inputs, request, ownership or {}, free_outputs).lowered()
         except KernelRefused as error:
             if options.fallback == "error" and not error.planned:
                 raise
@@ -116,9 +117,10 @@ class _Lowering:
         example_inputs: Sequence[Any] | None,
         request: Request,
         ownership: Mapping[int, Ownership],
+        free_outputs: Collection[int] = (),
     ) -> None:
         fakes = fake_values(source.graph_module, example_inputs)
-        source, fakes = with_layouts(source, fakes, request.options, example_inputs)
+        source, fakes = with_layouts(source, fakes, request.options, example_inputs, free_outputs)
         self.source = source
         self.request = request
         self.ownership = ownership

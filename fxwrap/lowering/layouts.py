@@ -49,13 +49,15 @@ _ADDRESSING = frozenset({
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _COPY_COST = 1.3
 """What a byte that is copied to another layout costs, in bytes that a library reorders around a convolution."""
+_REORDERING = 65536
+"""What it costs a library to reorder at all, several times a convolution, in such bytes."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What was put into a graph: bytes that are copied because of the layout, and those that libraries need not reorder.
+    """What a layout costs and saves, in bytes of tensors by the hints of their sizes.
 
-    Bytes of tensors, by the hints of their sizes.
+    `copied` are those copied from one layout to another; `saved` those that libraries need not reorder.
     """
 
     copied: int = 0
@@ -132,6 +134,12 @@ def _is_convolution(node: Node, fakes: Mapping[Node, Any]) -> bool:
     )
 
 
+def _convolved(node: Node) -> list[Node]:
+    """Returns the tensors of a convolution, of a backward one the gradient first; then image and weight."""
+    positions, _ = _CONVOLVED[node.target]
+    return [node.args[position] for position in positions]  # type: ignore[misc]
+
+
 def _is_image(fake: FakeTensor) -> bool:
     if fake.ndim != 4 or fake.layout is not torch.strided:
         return False
@@ -142,7 +150,8 @@ def _is_image(fake: FakeTensor) -> bool:
 
 def _writes_computed(nodes: Sequence[Node], fakes: Mapping[Node, Any]) -> bool:
     """Whether a graph overwrites a tensor that it has computed, which a copy in another layout would not follow."""
-    inputs = {storage for node in nodes if node.op in ("placeholder", "get_attr") for storage in _storages(fakes.get(node))}
+    given = [fakes.get(node) for node in nodes if node.op in ("placeholder", "get_attr")]
+    inputs = {storage for fake in given for storage in _storages(fake)}
     return any(
         not _storages(fakes.get(operand)) <= inputs
         for node in nodes if node.op == "call_function" for operand in written_operands(node, fakes)
@@ -169,7 +178,7 @@ def _expression(number: Any) -> Any:
 def _bytes(fake: torch.Tensor) -> int:
     count = fake.dtype.itemsize
     for size in fake.shape:
-        count *= size if type(size) is int else int(symbol_hint(size) or 1)
+        count *= _hinted(size)
     return count
 
 
@@ -234,10 +243,8 @@ class _Relayout:
     def _call(self, node: Node) -> None:
         operands = self.env
         if self.wanted and _is_convolution(node, self.old):
-            positions, _ = _CONVOLVED[node.target]
-            wanted: list[Any] = [node.args[position] for position in positions]
-            operands = {**{item: self.env[item] for item in node.all_input_nodes},
-                        **{item: self._channels_last(item) for item in wanted}}  # fmt: skip
+            images = {operand: self._channels_last(operand) for operand in _convolved(node)}
+            operands = {operand: images.get(operand, self.env[operand]) for operand in node.all_input_nodes}
             self._count(node)
         elif not any(operand in self.changed for operand in node.all_input_nodes):
             self._keep(node, self.old.get(node))
@@ -288,8 +295,9 @@ class _Relayout:
         return self._faked(node.target, arguments, keywords)
 
     def _faked(self, target: Any, arguments: Any, keywords: Any) -> Any:
-        fakes = [item for part in (*arguments, *keywords.values()) for item in _items(part) if isinstance(item, FakeTensor)]
-        with fakes[0].fake_mode if fakes else nullcontext():
+        items = [item for part in (*arguments, *keywords.values()) for item in _items(part)]
+        mode = next((item.fake_mode for item in items if isinstance(item, FakeTensor)), None)
+        with mode or nullcontext():
             return target(*arguments, **keywords)
 
     def _shows_operand(self, node: Node) -> bool:
@@ -312,7 +320,8 @@ class _Relayout:
             return self._images[node]
         copy = self._converted_constant(node, fake) if lasting else None
         if copy is None:
-            copy = self._emit(node, _aten.clone.default, (made,), {"memory_format": torch.channels_last}, "channels_last")
+            keywords = {"memory_format": torch.channels_last}
+            copy = self._emit(node, _aten.clone.default, (made,), keywords, "channels_last")
             self._pay(node, fake)
         if lasting:
             self._images[node] = copy
@@ -347,11 +356,23 @@ class _Relayout:
             self.fakes[found] = self._run(node, operands)
             found.meta["val"] = self.fakes[found]
         elif isinstance(old, torch.Tensor):
-            found = self._copied_back(node, old)
+            found = self._shown_as(node, old) or self._copied_back(node, old)
         else:
             raise _CannotKeep
         self._restored[node] = found
         return found
+
+    def _shown_as(self, node: Node, old: torch.Tensor) -> Node | None:
+        """Returns a view of a node's tensor, where it differs from what it was only in dimensions of one element."""
+        made = self.env[node]
+        ones = [dim for dim, size in enumerate(old.shape) if type(size) is int and size == 1]
+        others = [dim for dim in range(old.ndim) if dim not in ones]
+        new = self.fakes[made].stride()
+        if not ones or any(_expression(new[dim]) != _expression(old.stride(dim)) for dim in others):
+            return None
+        squeezed = self._emit(node, _aten.squeeze.dims, (made, ones), {}, "squeezed")
+        found = self._emit(node, _aten.view.default, (squeezed, list(old.shape)), {}, "as_before")
+        return found if _same_strides(self.fakes[found], old) else None
 
     def _copied_back(self, node: Node, old: torch.Tensor) -> Node:
         """Returns a copy of a node's tensor in the strides that it had: dense ones, its dimensions in any order."""
@@ -392,23 +413,26 @@ class _Relayout:
         self.env[node] = self.graph.node_copy(node, given)
 
     def _is_plain(self, node: Node) -> bool:
-        """Whether the strides of what a node gives are numbers, that no other layout of the graph depends on."""
+        """Whether the strides of what a node gives are known now."""
         fake = self.fakes[self.env[node]]
-        return isinstance(fake, torch.Tensor) and all(type(number) is int for number in (*fake.shape, *fake.stride()))
+        return isinstance(fake, torch.Tensor) and all(type(stride) is int for stride in fake.stride())
 
     # --- cost -------------------------------------------------------------------------------------------------------
 
     def _count(self, node: Node) -> None:
-        """Counts what a library need not reorder: images of every convolution in half precision, else of most."""
-        positions, _ = _CONVOLVED[node.target]
-        image, weight = (self.old[node.args[position]] for position in positions[-2:])  # type: ignore[index]
-        strides = node.args[4 if len(positions) == 3 else 3]
-        plain = all(size == 1 for size in weight.shape[2:]) and all(step == 1 for step in strides)  # type: ignore[union-attr]
+        """Counts what a library need not reorder: images of every convolution in half precision, else of most.
+
+        With the constants above, this agrees with times taken of the convolutions of ResNet-50 and MobileNetV2 for
+        224 by 224 pixels, one and eight images, float32 and bfloat16, on a CPU.
+        """
+        *others, image, weight = [self.old[operand] for operand in _convolved(node)]
+        steps: Any = node.args[4 if others else 3]
+        plain = all(size == 1 for size in weight.shape[2:]) and all(step == 1 for step in steps)
         if plain and image.dtype not in _HALF:
-            return  # a matrix product either way
-        others = [self.old[node.args[0]]] if len(positions) == 3 else _items(self.old[node])
-        images = [image, *[item for item in others if isinstance(item, torch.Tensor)]]
-        self.copies = replace(self.copies, saved=self.copies.saved + sum(map(_bytes, images)))
+            self.copies = replace(self.copies, saved=self.copies.saved + _REORDERING)
+            return  # a large matrix product takes either layout
+        images = [image, *(others or [self.old[node]])]
+        self.copies = replace(self.copies, saved=self.copies.saved + _REORDERING + sum(map(_bytes, images)))
 
     def _pay(self, node: Node, fake: torch.Tensor) -> None:
         """Counts a copy, unless the kernel that computes the tensor writes the other layout in its place."""
