@@ -184,29 +184,41 @@ def derive_symbols(builder: Builder, node: Node) -> None:
 
     A graph has a new symbol for the size and the offset of `x[a:b]` and for the offset of `x[a]`.
     """
-    if node.target not in (_SELECT, _SLICE) or "unbacked_bindings" not in node.meta:
+    if node.target not in (_SELECT, _SLICE):
         return
     fake, base = builder.fakes[node], builder.fakes[node.args[0]]  # type: ignore[index]
     dim = _argument(builder, node, 1, 0) % max(base.dim(), 1)
+    size_symbol = _new_symbol(builder, fake.shape[dim]) if node.target is _SLICE else None
+    offset_symbol = _new_symbol(builder, fake.storage_offset())
+    if size_symbol is None and offset_symbol is None:
+        return
     size, stride = builder.size(base.shape[dim]), builder.size(base.stride(dim))
     if node.target is _SELECT:
-        start, count = _wrapped(_argument(builder, node, 2, 0), size), None
+        start = _wrapped(_argument(builder, node, 2, 0), size)
     else:
-        step = _argument(builder, node, 4, 1)
         start = minimum(maximum(_wrapped(_argument(builder, node, 2, None) or 0, size), 0), size)
-        end = _argument(builder, node, 3, None)
+    if size_symbol is not None:
+        end, step = _argument(builder, node, 3, None), _argument(builder, node, 4, 1)
         end = size if end is None or (isinstance(end, int) and end >= _END) else _wrapped(end, size)
         count = ceiling_divide(maximum(total((minimum(end, size), _negated(start))), 0), step)
-    offset = total((builder.size(base.storage_offset()), product((start, stride))))
-    for expression, path in unbacked_bindings(node, (fake,)):
-        meaning = offset if path[0][0] == "storage_offset" else count
-        if isinstance(expression, sympy.Symbol) and meaning is not None:
-            builder.symbols[expression] = sympy.sympify(meaning)
+        builder.symbols[size_symbol] = sympy.sympify(count)
+    if offset_symbol is not None:
+        offset = total((builder.size(base.storage_offset()), product((start, stride))))
+        builder.symbols[offset_symbol] = sympy.sympify(offset)
 
 
-def fails_at_run_time(node: Node) -> bool:
+def _new_symbol(builder: Builder, number: Any) -> sympy.Symbol | None:
+    """Returns the ShapeEnv's symbol that a number is, where nothing before has brought it."""
+    found = getattr(getattr(number, "node", None), "expr", None)
+    return found if isinstance(found, sympy.Symbol) and found not in builder.symbols else None
+
+
+def fails_at_run_time(builder: Builder, node: Node) -> bool:
     """Whether a view is of an element at an unbacked position: eager checks it, so the operator itself is called."""
-    return node.target is _SELECT and "unbacked_bindings" in node.meta
+    if node.target is not _SELECT:
+        return False
+    position = _argument(builder, node, 2, 0)
+    return isinstance(position, sympy.Basic) and any(symbol.name.startswith("u") for symbol in position.free_symbols)
 
 
 def _argument(builder: Builder, node: Node, position: int, default: Any) -> Any:

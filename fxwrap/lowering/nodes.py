@@ -113,7 +113,7 @@ def _view_base(
 ) -> Value | None:
     """Returns the value that all results are plain strided windows on, or None."""
     base = arguments[facts.aliased] if facts.aliased is not None and facts.aliased < len(arguments) else None
-    if not isinstance(base, Value) or fails_at_run_time(node):
+    if not isinstance(base, Value) or fails_at_run_time(builder, node):
         return None
     base_fake = builder.fake_of[base.name]
     results = fake if isinstance(fake, tuple | list) else (fake,)

@@ -124,7 +124,8 @@ def gradients_of_repeated_rows(x: Tensor, repeats: Tensor) -> Any:
 
 @CASES.add((THREE, random(3)))
 def a_size_is_read(n: Tensor, y: Tensor) -> Any:
-    return torch.cat([torch.ones(n.item()), y]).sin(), torch.arange(n.item()) * 2, torch.tensor(n.item()) + 1
+    ones = torch.ones(n.item(), device=y.device)
+    return torch.cat([ones, y]).sin(), torch.arange(n.item()) * 2, torch.tensor(n.item()) + 1
 
 
 @CASES.add((random(9, 4), THREE))
