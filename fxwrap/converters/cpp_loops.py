@@ -33,7 +33,7 @@ def write_while(writer: CppWriter, line: While) -> None:
     head = f"for (f.ints[{rounds}] = 0;; ++f.ints[{rounds}])"
     writer.say(f"{head} {{\n{indented([*condition, f'if (!f.ints[{go_on}]) break;', *body])}\n}}")
     if stacks is None:
-        _last_values(writer, line.results, arguments[:count], f"f.ints[{rounds}] == 0")
+        _last_values(writer, line.results, arguments[:count], f"f.ints[{rounds}]")
     else:
         stacks.finish()
     _drop_tensors(writer, arguments)
@@ -149,7 +149,7 @@ def _slices(
     forward = f"for ({row} = 0; {row} < {rows}; ++{row})"
     backward = f"for ({row} = {rows} - 1; {row} >= 0; --{row})"
     writer.say(f"{backward if reverse else forward} {{\n{indented(statements)}\n}}")
-    _last_values(writer, line.results[:count], arguments[:count], f"{rows} == 0")
+    _last_values(writer, line.results[:count], arguments[:count], length if isinstance(length, int) else rows)
     _drop_tensors(writer, lasting)
     writer.own_results(line.results)
 
@@ -161,15 +161,22 @@ def _row(writer: CppWriter, slot: str, whole: Value, row: str) -> None:
     writer.window(slot, writer.name_of(whole), type_.sizes[1:], type_.strides[1:], offset)
 
 
-def _last_values(writer: CppWriter, results: Sequence[Value], carried: Sequence[Value], none: str) -> None:
-    """Says that the results are the carried values; copies of the operands where no round has run."""
+def _last_values(writer: CppWriter, results: Sequence[Value], carried: Sequence[Value], rounds: int | str) -> None:
+    """Says that the results are the carried values; copies of the operands where no round has run.
+
+    `rounds` is how many have run, or the text of that.
+    """
     for result, value in zip(results, carried):
         if not isinstance(result.type, TensorType):
             writer.hand_over((result,), (value,))
             continue
         name, source = writer.unit.slot(result.name), writer.name_of(value)
-        clone = writer.unit.operator("aten.clone.default")
-        writer.say(f"if ({none}) CALL(f, {clone}, ({source}), ({name}));\nelse move(f, {name}, {source});")
+        moved = f"move(f, {name}, {source});"
+        copied = f"CALL(f, {writer.unit.operator('aten.clone.default')}, ({source}), ({name}));"
+        if isinstance(rounds, int):
+            writer.say(moved if rounds else copied)
+        else:
+            writer.say(f"if ({rounds} == 0) {copied}\nelse {moved}")
 
 
 def _drop_tensors(writer: CppWriter, items: Sequence[Any]) -> None:

@@ -28,6 +28,7 @@ from fxwrap.lowering.source import location_of
 from fxwrap.lowering.symbols import symbol_info
 from fxwrap.lowering.user_kernels import lower_user_kernel
 from fxwrap.symbolic import expression_kind, total
+from fxwrap.torch_compat import shape_env_in, unknown_number
 from fxwrap.wrapper_ir import TensorType, Value, types_agree
 
 
@@ -67,6 +68,21 @@ def _examples(builder: Builder, operands: Sequence[Any]) -> list[Any]:
     """Returns fake values for the placeholders of a block that takes these operands."""
     return [builder.fake_of[item.name] if isinstance(item, Value) and item.name in builder.fake_of else item
             for item in operands]  # fmt: skip
+
+
+def _carried_examples(builder: Builder, node: Node, carried: Sequence[Any]) -> list[Any]:
+    """Returns fake values for what changes from round to round: numbers of which nothing is known."""
+    shape_env = shape_env_in(builder.fakes[node])
+    found = []
+    for item, example in zip(carried, _examples(builder, carried), strict=True):
+        if item is None or isinstance(item, Value):
+            found.append(example)
+            continue
+        if shape_env is None:
+            raise _error(node, "it carries numbers, and the graph has no shape environment", "Trace it with symbols")
+        kind = expression_kind(item) if isinstance(item, sympy.Basic) else type(item).__name__
+        found.append(unknown_number(shape_env, kind))
+    return found
 
 
 def _captures(builder: Builder, *lowered: LoweredBlock) -> tuple[list[tuple[torch.Tensor, str]], tuple[Value, ...]]:
@@ -179,7 +195,7 @@ def _while_loop(blocks: BlockLowering, node: Node, stacked: bool = False) -> Non
     cond_graph, body_graph, carried_items, extra_items = _arguments(node, 4)
     carried, extra = _operands(builder, node, carried_items), _operands(builder, node, extra_items)
     operands, count = (*carried, *extra), len(carried)
-    examples = _examples(builder, operands)
+    examples = [*_carried_examples(builder, node, carried), *_examples(builder, extra)]
     fakes = builder.fakes[node]
     results = _results(builder, node, fakes)
     cond = blocks.lower(node, cond_graph, operands, examples, carried=count)

@@ -85,6 +85,32 @@ def test_a_loop_that_swaps_what_it_carries(rounds: int) -> None:
     agree(while_graph(cond, body, 3, 1), ZERO, X, X + 1, torch.tensor(rounds), wanted=wanted)
 
 
+@pytest.mark.parametrize("rounds", [0, 4])
+def test_a_loop_that_carries_numbers(rounds: int) -> None:
+    """They are numbers of which nothing is known in the blocks, although the first ones are constants."""
+
+    def judged(graph: Graph, i: Any, _scale: Any, _x: Any) -> Any:
+        return graph.call_function(operator.lt, (i, rounds))
+
+    def advanced(graph: Graph, i: Any, scale: Any, x: Any) -> Any:
+        scaled = graph.call_function(torch.ops.aten.mul.Tensor, (x, scale))
+        return graph.call_function(operator.add, (i, 1)), graph.call_function(operator.mul, (scale, 3)), scaled
+
+    def write(graph: Graph, x: Any) -> Any:
+        blocks = graph.get_attr("cond"), graph.get_attr("body")
+        return results(graph, graph.call_function(higher.while_loop, (*blocks, (0, 2, x), ())), 3)
+
+    graph = written(1, write, {"cond": written(3, judged), "body": written(3, advanced)})
+    scale, x = 2, X
+    for _ in range(rounds):
+        scale, x = scale * 3, x * scale
+    program = fxwrap.lower(graph, [X])
+    for emitter in COMPARED:
+        count, factor, result = emit(program, emitter)(X)
+        assert (count, factor) == (rounds, scale), emitter
+        torch.testing.assert_close(result, x)
+
+
 def test_a_loop_that_starts_with_one_tensor_twice() -> None:
     cond = condition(lambda i, x, y: i < 3, ZERO, X, X)
     body = block(lambda i, x, y: (i + 1, x + y, x - y), ZERO, X, X)
