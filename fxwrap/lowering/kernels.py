@@ -183,7 +183,8 @@ def extent_of(type_: TensorType) -> Size:
 
 def same_memory(old: TensorType, new: TensorType) -> bool:
     """Returns whether two types are of tensors without gaps that fill the same memory."""
-    counts = {product(old.sizes), product(new.sizes), extent_of(old), extent_of(new)}
+    sizes = (product(old.sizes), product(new.sizes), extent_of(old), extent_of(new))
+    counts = {as_index(size) for size in sizes}  # as polynomials: an extent is written as a sum of products
     return len(counts) == 1 and old.device == new.device and old.dtype is new.dtype
 
 

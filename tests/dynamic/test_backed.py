@@ -12,8 +12,9 @@ from torch.export import Dim
 import fxwrap
 from fxwrap import Options
 from fxwrap.compare import COMPARED, CompiledFunction
+from fxwrap.compare.driver import capture
 from fxwrap.compiler import compile_graph
-from fxwrap.lines import SizeOf
+from fxwrap.lines import Alloc, SizeOf
 from fxwrap.testing import assert_emitters_agree
 from tests.control.cases import DEVICES, Case, Cases, random
 from tests.dynamic.sizes import serve_all
@@ -199,3 +200,17 @@ def test_one_dimension_is_marked() -> None:
     (graph,) = subject.graphs
     (line,) = [line for line in graph.compiled.program.body.lines if isinstance(line, SizeOf)]
     assert (line.dim, line.symbol.lower, line.symbol.upper) == (0, 4, 64)
+
+
+def test_a_kernel_writes_over_what_dies_whatever_its_size() -> None:
+    """The extent of a tensor of symbolic sizes is told to be the number of its elements."""
+    with torch.no_grad():
+        (dynamic,), (static,) = (
+            capture(lambda x, w: torch.relu(x @ w) + 1, (random(3, 4, 6), random(6, 8)), dynamic=dynamic)
+            for dynamic in (True, False)
+        )
+    allocated = [
+        [line.result.name for line in graph.compiled.program.body.lines if isinstance(line, Alloc)]
+        for graph in (dynamic, static)
+    ]
+    assert allocated == [[], []]
