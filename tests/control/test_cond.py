@@ -61,18 +61,10 @@ def a_condition_over_sizes(x: Tensor) -> Tensor:
 
 
 @CASES.add(*BOTH)
-def a_float_read_from_a_tensor(x: Tensor) -> Tensor:
-    return torch.cond(x.sum().item() > 0.5, lambda a: a * 2, lambda a: a + 1, (x,))
-
-
-@CASES.add(*BOTH)
-def an_int_read_from_a_tensor(x: Tensor) -> Tensor:
-    return torch.cond((x > 0).sum().item() == 32, lambda a: a * 2, lambda a: a + 1, (x,))
-
-
-@CASES.add(*BOTH)
-def a_bool_read_from_a_tensor(x: Tensor) -> Tensor:
-    return torch.cond((x > 0).all().item(), lambda a: a * 2, lambda a: a + 1, (x,))
+def a_float_an_int_and_a_bool_read_from_tensors(x: Tensor) -> Tensor:
+    y = torch.cond(x.sum().item() > 0.5, lambda a: a * 2, lambda a: a + 1, (x,))
+    z = torch.cond((x > 0).sum().item() == 32, lambda a: a * 3, lambda a: a + 2, (y,))
+    return torch.cond((x > 0).all().item(), lambda a: a * 4, lambda a: a + 3, (z,))
 
 
 @CASES.add(*BOTH)

@@ -97,9 +97,10 @@ def map_in_training(x: Tensor, w: Tensor) -> Any:
 
 @CASES.add((ROWS,), dynamic=True)
 def map_trees_with_symbols(x: Tensor) -> Any:
-    y = x + 1
-    z = y.cos()
-    return map_over(lambda rows: (rows[0] + y.sum(), (rows[0] * rows[1] * x.shape[0], rows[1].sum())), (x, z))
+    count, other = x.shape[0], x.cos()
+    return map_over(
+        lambda rows: (rows[0] + rows[1].sum(), (rows[0] * rows[1] * count, rows[1].sum())), (x * 2, other)
+    )
 
 
 @CASES.add((ROWS,))
