@@ -14,6 +14,7 @@ from fxwrap.lowering.definitions import Definition, Written, viewed_base
 from fxwrap.lowering.effects import has_effect
 from fxwrap.lowering.emit import Emission, symbol_hints
 from fxwrap.lowering.fusion import Fusion, Item
+from fxwrap.lowering.in_place import calls_in_place
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.source import location_of
 from fxwrap.options import Options
@@ -93,7 +94,8 @@ class Body:
     def _define(self) -> Defining:
         """Walks the graph once: attributes get values, calls definitions or steps."""
         builder = self.builder
-        defining = Defining(builder, self.request.options, self.request.refused)
+        in_place = calls_in_place(self.nodes, builder.fakes)
+        defining = Defining(builder, self.request.options, self.request.refused, in_place)
         needed = _needed(self.nodes)
         for position, node in enumerate(self.nodes):
             if node.op == "get_attr" and node in needed:

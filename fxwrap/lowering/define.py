@@ -27,6 +27,7 @@ from fxwrap.lowering.definitions import (
     viewed_base,
 )
 from fxwrap.lowering.effects import is_effectful, launches_kernel, shown_operands, written_operands
+from fxwrap.lowering.in_place import InPlace
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import OperatorFacts, is_assertion, operator_facts
 from fxwrap.lowering.rules import RULES, Call
@@ -67,7 +68,13 @@ class Outcome:
 class Defining:
     """Walks a graph's nodes; `known` holds what each stands for: a definition, a tuple of them, or a literal."""
 
-    def __init__(self, builder: Builder, options: Options, refused: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        options: Options,
+        refused: frozenset[str] = frozenset(),
+        in_place: InPlace = InPlace(),  # noqa: B008 - it never changes
+    ) -> None:
         self.builder = builder
         self.refused = refused
         self.options = options
@@ -82,6 +89,7 @@ class Defining:
         self._storage_of: dict[Definition, int] = {}
         self._strides: dict[Stored, tuple[Any, ...]] = {}
         self._bound: set[sympy.Symbol] = set()
+        self.in_place = in_place
         self._languages = {spec.device_type: spec for spec in options.devices}
 
     def stored(self, node: Node, fake: torch.Tensor, name: str = "") -> Stored:
@@ -127,6 +135,10 @@ class Defining:
             self._step(node, position, fake)
             own = "it is a kernel of the user's"
             self._became(node, "call", own if launches_kernel(node) else "it runs graphs or an operator of its own")
+            return
+        if node in self.in_place.copies:
+            self.known[node] = self.known[node.args[0]]  # type: ignore[index]
+            self._became(node, "view")
             return
         if self._define_copy(node, position):
             return
@@ -310,6 +322,8 @@ class Defining:
         found: dict[Definition, None] = {}
         for item in written_operands(node, self.builder.fakes):
             found |= dict.fromkeys(self._on_storage.get(storage_identity(self.builder.fakes[item]), ()))
+        for item in self.in_place.written.get(node, {}).values():
+            found |= dict.fromkeys(self.on_memory_of(self.known[item]))
         return list(found)
 
     def _results(self, node: Node, fake: Any, step: Step) -> Any:
@@ -324,6 +338,12 @@ class Defining:
                 return {key: make(part, f"{name}_{key}") for key, part in item.items()}
             return None if item is None else self.builder.expression(item)
 
+        written = self.in_place.written.get(node)
+        if written is not None:  # these results are the operands that the call writes
+            items = fake.items() if isinstance(fake, dict) else enumerate(fake)
+            parts = {key: self.known[written[key]] if key in written else make(item, f"{node.name}_{key}")
+                     for key, item in items}  # fmt: skip
+            return parts if isinstance(fake, dict) else tuple(parts.values())
         found = make(fake, node.name)
         for position, operand in shown_operands(node).items():
             self._in_memory(found[position], self.builder.fakes[operand])

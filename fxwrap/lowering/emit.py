@@ -100,6 +100,8 @@ class Emission:
         else:
             read = definitions_in([self.defining.known[operand] for operand in node.all_input_nodes])
             dying = frozenset([value.name for value in self._dying_at(item, map(viewed_base, read))])
+            written = self.defining.in_place.written.get(node, {}).values()
+            dying |= {self.builder.env[operand].name for operand in written}
             if isinstance(node.target, HigherOrderOperator):
                 self.lower_higher_order(node, dying)
             else:

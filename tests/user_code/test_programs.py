@@ -21,7 +21,7 @@ from fxwrap.errors import FxwrapError, GraphError
 from fxwrap.lines import Alloc, Launch, Mutate
 from fxwrap.testing import assert_emitters_agree, assert_programs_agree
 from fxwrap.torch_compat import new_triton_constants, triton_kernel_at, triton_kernel_index, triton_launch
-from tests.user_code import kernels
+from tests.user_code import kernels, operators
 from tests.user_code.on_cpu import triton_on_cpu
 
 
@@ -46,11 +46,9 @@ def doubled(x: Tensor) -> Tensor:
     return y
 
 
-def doubled_beside(x: Tensor) -> tuple[Tensor, Tensor]:
-    y = x + 1
-    z = y.clone()
-    kernels.double_in_place[(4,)](z, x.numel(), BLOCK=64)
-    return y, z
+def doubled_in_place(x: Tensor) -> Tensor:
+    wrap_triton(kernels.double_in_place)[(4,)](x, 100, BLOCK=64)
+    return x + 1
 
 
 def test_what_dies_is_written_in_place() -> None:
@@ -69,6 +67,35 @@ def test_what_is_needed_later_is_copied() -> None:
     copies = [line.writes[0].name for line in lines_of(program, Mutate) if line.target == "aten.copy_.default"]
     (launch,) = [line for line in lines_of(program, Launch) if line.kernel.startswith("double")]
     assert launch.outs[0].name in copies
+
+
+def test_an_input_that_is_written_back_is_written_in_place() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + 1
+        kernels.double_in_place[(4,)](x, x.numel(), BLOCK=64)
+        operators.shift_(x[1], 2.0)
+        kernels.double_in_place[(4,)](x, x.numel(), BLOCK=64)
+        return y, x.t() * 2
+
+    x = torch.randn(4, 8)
+    program = program_of(function, x)
+    assert [line.target for line in lines_of(program, Mutate)] == ["user_code.shift_.default"]
+    assert {line.outs[0].name for line in lines_of(program, Launch)[1:3]} == {program.inputs[0].name}
+    assert_emitters_agree(function, x)
+
+
+def test_an_input_whose_old_value_is_read_later_is_copied() -> None:
+    x = torch.randn(100)
+    graph = make_fx(torch.func.functionalize(doubled_in_place))(x)
+    (copy,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    with graph.graph.inserting_before(copy):
+        late = graph.graph.call_function(torch.ops.aten.mul.Tensor, (copy.args[0], 3))
+        late.meta["val"] = copy.args[1].meta["val"]
+    (output,) = graph.graph.find_nodes(op="output")
+    output.args = ((output.args[0], late),)
+    graph.recompile()
+    assert len(lines_of(fxwrap.lower(graph, [x]), Mutate)) == 2
+    assert_emitters_agree(graph, x)
 
 
 def test_equal_launches_share_a_kernel() -> None:
