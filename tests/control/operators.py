@@ -41,6 +41,18 @@ def add_where_given(x: Tensor, first: Tensor | None, second: Tensor | None = Non
             out.add_(x)
 
 
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY.define("add_by_name(Tensor x, *, Tensor(a!) total) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _add_by_name(x: Tensor, *, total: Tensor) -> None:
+    total.add_(x)
+
+
+_LIBRARY.impl("add_by_name", _add_by_name, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::add_by_name", lambda x, *, total: None, lib=_LIBRARY)
+
+
 @torch.library.custom_op(f"{NAMESPACE}::note", mutates_args=())
 def note(text: str, x: Tensor) -> Tensor:
     LOG.append(f"{text} {int(x.sum())}")

@@ -72,6 +72,14 @@ def optional_arguments(x: Tensor) -> Any:
     return first + second
 
 
+@CASES.add((X,))
+def what_is_written_is_passed_by_name(x: Tensor) -> Any:
+    total, rows = torch.ones_like(x), x.new_ones(6, 8)
+    torch.ops.fxwrap_control.add_by_name(x, total=total)
+    torch.ops.fxwrap_control.add_by_name(total, total=rows[1:5])
+    return total, rows * 2
+
+
 @CASES.add((X,), dynamic=True)
 def with_symbols(x: Tensor) -> Any:
     out = x.new_zeros(x.shape[0] + 2, x.shape[1])
