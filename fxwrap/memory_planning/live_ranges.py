@@ -24,13 +24,16 @@ from fxwrap.wrapper_ir import (
     last_uses,
     reads,
     roots,
+    used,
 )
 
 
 class Keeper(Enum):
     """Whose memory it is, which says whether a plan may place it.
 
-    `PROGRAM`: a line of the block allocates it and a line of the block frees it. `OPERATOR`: an operator allocates it.
+    `PROGRAM`: a line of the block allocates it, a line of the block frees it, and all between is on the current stream.
+    `OPERATOR`: an operator allocates it, or a line takes it for what it makes of it, or a collective or another stream
+    works on it.
     `CALLER`: it was there before, or is there afterwards: inputs, constants, arguments, and what is given back.
     """
 
@@ -44,7 +47,7 @@ class LiveRange:
     """A piece of memory and when it is live.
 
     Fields:
-        names: its roots, in order: one, and those that `memory.reuse` made of it.
+        names: its roots, in order: one, and those that `memory.reuse` and other lines made of it.
         first: position of the line that makes it; 0 for what was there before.
         end: position after the last line that touches it by any window on it.
         size: bytes from the first element to past the last one, of the largest of its roots.
@@ -82,32 +85,47 @@ def live_ranges(block: Block, given: Mapping[str, Value], released: Iterable[str
     last = last_uses(lines, given.values())
     taken = {value.name: position for position, line in enumerate(lines) for value in consumed(line)}
     back = {root_of[value.name] for value in reads(lines[-1])}
-    following = {line.root.name: line.result.name for line in lines if isinstance(line, Reuse)}
+    following, left_alone = _successors(lines, root_of)
     free_to_take = set(released)
-    found = [
-        LiveRange((name,), 0, taken[name] + 1 if name in free_to_take and name in taken else count,
-                  byte_size(value.tensor_type), value.tensor_type.device, value.tensor_type.memory_space, Keeper.CALLER)
-        for name, value in given.items() if isinstance(value.type, TensorType)
-    ]  # fmt: skip
-    values: dict[str, tuple[Value, int, LineBase]] = {}
+    made = {name: (value, 0, False) for name, value in given.items() if isinstance(value.type, TensorType)}
     for position, line in enumerate(lines):
         for value in defined(line):
             if root_of[value.name] == value.name and holds_memory(value) and isinstance(value.type, TensorType):
-                values[value.name] = (value, position, line)
-    for name, (_, position, line) in values.items():
-        if isinstance(line, Reuse):
-            continue  # part of the chain of what it takes
+                made[value.name] = (value, position, isinstance(line, Alloc))
+    later = set(following.values())
+    found = []
+    for name, (value, first, allocated) in made.items():
+        if name in later:
+            continue  # part of the chain of what it is made of
         names = [name]
         while names[-1] in following:
             names.append(following[names[-1]])
-        given_back = names[-1] in back
-        end = count if given_back else max(last[names[-1]], taken.get(names[-1], 0)) + 1
-        own = isinstance(line, Alloc) and not given_back
-        keeper = Keeper.CALLER if given_back else Keeper.PROGRAM if own else Keeper.OPERATOR
-        types = [values[item][0].tensor_type for item in names]
-        size = maximum(*[byte_size(type_) for type_ in types])
-        found.append(LiveRange(tuple(names), position, end, size, types[0].device, types[0].memory_space, keeper))
+        stays = names[-1] in back or (name in given and (name not in free_to_take or names[-1] not in taken))
+        end = count if stays else max(last[names[-1]], taken.get(names[-1], 0)) + 1
+        if stays or name in given:
+            keeper = Keeper.CALLER
+        else:
+            keeper = Keeper.PROGRAM if allocated and left_alone.isdisjoint(names) else Keeper.OPERATOR
+        size = maximum(*[byte_size(made[item][0].tensor_type) for item in names])
+        type_ = value.tensor_type
+        found.append(LiveRange(tuple(names), first, end, size, type_.device, type_.memory_space, keeper))
     return tuple(found)
+
+
+def _successors(lines: Iterable[LineBase], root_of: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+    """Returns the root that is made of each root that a line takes for that, and the roots that no plan may place."""
+    following: dict[str, str] = {}
+    left_alone: set[str] = set()
+    for line in lines:
+        taken = consumed(line)
+        results = [value.name for value in defined(line) if line.alias_of(value) is None] if taken else []
+        if results:
+            following[taken[0].name] = results[0]
+        if taken and not isinstance(line, Free | Reuse):
+            left_alone.update([*[value.name for value in taken], *results])
+        if line.starts_flight or line.ends_flight or getattr(line, "stream", 0) != 0:
+            left_alone.update([root_of[value.name] for value in (*used(line), *defined(line))])
+    return following, left_alone
 
 
 def program_ranges(program: Program) -> tuple[LiveRange, ...]:
@@ -124,8 +142,3 @@ def byte_size(type_: TensorType) -> Size:
         return product((*type_.sizes, type_.dtype.itemsize))
     found = type_.storage_bytes
     return found if isinstance(found, int) else maximum(found, 0)
-
-
-def is_free_of(line: LineBase, names: Iterable[str]) -> bool:
-    """Returns whether a line frees one of these roots."""
-    return isinstance(line, Free) and line.root.name in names

@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from math import gcd
 
 import sympy
 
-from fxwrap.symbolic import Size, ceiling_divide, make_symbol, maximum, product, total
+from fxwrap.symbolic import Scalar, Size, ceiling_divide, evaluate, make_symbol, maximum, product, total
 
 Term = tuple[str, Size]
 
 
-def stacked_offsets(
-    buffers: Sequence[tuple[int, int, Size]], placed: Sequence[int], alignment: int, fresh: Callable[[], str]
+def symbolic_offsets(
+    buffers: Sequence[tuple[int, int, Size]],
+    placed: Sequence[int],
+    alignment: int,
+    fresh: Callable[[], str],
+    values: Mapping[str, Scalar],
 ) -> tuple[list[Size], Size, tuple[Term, ...]]:
     """Returns offsets in bytes, the size of the pool, and the named terms that both are made of.
+
+    Where all sizes are multiples of one expression, offsets are multiples of it too, unless rounding up to that makes
+    the pool larger; else each buffer lies on the highest of those below it. n log n in the number of buffers.
 
     Args:
         buffers: (first, end, size) of each; live together where the spans overlap.
         placed: offsets that are good for typical sizes: what lies below what is taken from them.
         alignment: bytes that offsets are multiples of.
         fresh: gives a symbol's name that nothing has.
-
-    Where all sizes are multiples of one expression, offsets are multiples of it too; else each buffer lies on the
-    highest of those below it.
+        values: those typical sizes, by the names of symbols.
     """
+    below = _below(buffers, placed)
+    order = sorted(range(len(buffers)), key=lambda index: (placed[index], index))
     unit = _unit([size for _, _, size in buffers])
     if unit is not None:
-        return _scaled(buffers, placed, alignment, unit, fresh)
-    return _Stack(alignment, fresh).run(buffers, placed)
+        offsets, size, terms = _scaled(buffers, order, below, alignment, unit, fresh)
+        tops = [place + _number(size, values) for place, (_, _, size) in zip(placed, buffers, strict=True)]
+        ((name, step),) = terms
+        if _number(size, {**values, name: _number(step, values)}) < max(tops) + alignment:
+            return offsets, size, terms
+    return _Stack(alignment, fresh).run(buffers, order, below)
+
+
+def _number(size: Size, values: Mapping[str, Scalar]) -> int:
+    return size if isinstance(size, int) else int(evaluate(size, values))
+
+
+def _below(buffers: Sequence[tuple[int, int, Size]], placed: Sequence[int]) -> list[list[int]]:
+    """Returns for each buffer those that it must lie on; that it lies on others that are below these follows.
+
+    Two that are live at once are neighbours in the order of offsets, or others are between them. So it is enough that
+    each lies on the one that is below it when it becomes live, and below the one that is above it then.
+    """
+    found: list[list[int]] = [[] for _ in buffers]
+    live: list[tuple[int, int]] = []
+    ends = sorted(range(len(buffers)), key=lambda index: buffers[index][1], reverse=True)
+    for index in sorted(range(len(buffers)), key=lambda index: buffers[index][0]):
+        while buffers[ends[-1]][1] <= buffers[index][0]:
+            gone = ends.pop()
+            del live[bisect_left(live, (placed[gone], gone))]
+        at = bisect_left(live, (placed[index], index))
+        if at:
+            found[index].append(live[at - 1][1])
+        if at < len(live):
+            found[live[at][1]].append(index)
+        live.insert(at, (placed[index], index))
+    return found
 
 
 def _unit(sizes: Sequence[Size]) -> sympy.Expr | None:
@@ -47,7 +85,8 @@ def _unit(sizes: Sequence[Size]) -> sympy.Expr | None:
 
 def _scaled(
     buffers: Sequence[tuple[int, int, Size]],
-    placed: Sequence[int],
+    order: Sequence[int],
+    below: Sequence[Sequence[int]],
     alignment: int,
     unit: sympy.Expr,
     fresh: Callable[[], str],
@@ -55,28 +94,14 @@ def _scaled(
     factors = [int(size.as_coeff_Mul()[0]) for _, _, size in buffers]  # type: ignore[union-attr]
     common = gcd(*factors)
     counts = [factor // common for factor in factors]
+    levels = [0] * len(buffers)
+    for index in order:
+        levels[index] = max([levels[other] + counts[other] for other in below[index]], default=0)
     name = fresh()
     step = product((ceiling_divide(product((common, unit)), alignment), alignment))
-    levels = _levels(buffers, placed, counts)
     symbol = make_symbol(name)
     size = max(level + count for level, count in zip(levels, counts, strict=True))
     return [product((level, symbol)) for level in levels], product((size, symbol)), ((name, step),)
-
-
-def _levels(buffers: Sequence[tuple[int, int, Size]], placed: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Returns offsets for whole sizes, in the order from bottom to top that other offsets give."""
-    levels = [0] * len(buffers)
-    done: list[int] = []
-    for index in sorted(range(len(buffers)), key=lambda position: (placed[position], position)):
-        first, end, _ = buffers[index]
-        below = [levels[other] + counts[other] for other in done if _together(buffers[other], (first, end))]
-        levels[index] = max(below, default=0)
-        done.append(index)
-    return levels
-
-
-def _together(buffer: tuple[int, int, Size], span: tuple[int, int]) -> bool:
-    return buffer[0] < span[1] and span[0] < buffer[1]
 
 
 class _Stack:
@@ -89,25 +114,18 @@ class _Stack:
         self._named: dict[Size, Size] = {}
 
     def run(
-        self, buffers: Sequence[tuple[int, int, Size]], placed: Sequence[int]
+        self, buffers: Sequence[tuple[int, int, Size]], order: Sequence[int], below: Sequence[Sequence[int]]
     ) -> tuple[list[Size], Size, tuple[Term, ...]]:
-        """Returns what `stacked_offsets` does."""
-        offsets: dict[int, Size] = {}
-        tops: dict[int, Size] = {}
-        below: dict[int, set[int]] = {}
-        for index in sorted(range(len(buffers)), key=lambda position: (placed[position], position)):
-            first, end, size = buffers[index]
-            under = [other for other in offsets if _together(buffers[other], (first, end))]
-            covered: set[int] = set()
-            for other in under:
-                covered |= below[other] & set(under)
-            direct = [other for other in under if other not in covered]
-            below[index] = set(under)
-            heights = list(dict.fromkeys(tops[other] for other in direct))
+        """Returns what `symbolic_offsets` does."""
+        offsets: list[Size] = [0] * len(buffers)
+        tops: list[Size] = [0] * len(buffers)
+        for index in order:
+            heights = list(dict.fromkeys([tops[other] for other in below[index]]))
             offsets[index] = self.named(maximum(*heights)) if heights else 0
-            tops[index] = self.named(total((offsets[index], self.rounded(size))))
-        size = self.named(maximum(*dict.fromkeys(tops.values())))
-        return [offsets[index] for index in range(len(buffers))], size, tuple(self.terms)
+            tops[index] = self.named(total((offsets[index], self.rounded(buffers[index][2]))))
+        covered = {other for others in below for other in others}
+        highest = dict.fromkeys([top for index, top in enumerate(tops) if index not in covered])
+        return offsets, self.named(maximum(*highest)), tuple(self.terms)
 
     def rounded(self, size: Size) -> Size:
         """Returns a size in whole multiples of the alignment."""

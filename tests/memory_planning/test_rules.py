@@ -1,0 +1,71 @@
+"""Golden files of memory planning: a program, its plan, and the program that follows it; one rule each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fxwrap.memory_planning import (
+    Keeper,
+    apply_plan,
+    check_plan,
+    plan_from_json,
+    plan_memory,
+    plan_table,
+    plan_to_json,
+    program_ranges,
+)
+from fxwrap.wrapper_ir import live_bytes, verify
+from tests.golden import check_golden, sections
+from tests.memory_planning.programs import RULES, cache_line, one, parsed, with_terms
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_golden(rule: str, update_golden: bool) -> None:
+    program = verify(parsed(RULES[rule]))
+    plan = plan_memory(program, alignment=cache_line)
+    planned = verify(apply_plan(program, plan))
+    texts = [("input", str(program)), ("plan", plan_table(plan)), ("after plan_memory", str(planned))]
+    check_golden(GOLDEN / f"{rule}.txt", sections(texts), update_golden)
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def test_every_golden_file_has_a_rule() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_peaks_are_those_of_the_programs(rule: str) -> None:
+    """Without alignment, the lower bound is the peak of the program, and the peak that of the planned program."""
+    program = parsed(RULES[rule])
+    values = {"s0": 5, "u0": 7}
+    plan = plan_memory(program, alignment=one, hints=values)
+    check_plan(plan, alignment=one, values=values)
+    assert plan.body.lower_bound == live_bytes(program, values).peak
+    assert plan.body.peak == live_bytes(apply_plan(program, plan), with_terms(plan, values)).peak
+
+
+def _keepers(rule: str) -> dict[str, tuple[tuple[str, ...], Keeper]]:
+    return {item.name: (item.names, item.keeper) for item in program_ranges(parsed(RULES[rule]))}
+
+
+def test_a_donated_input_and_what_is_made_of_it_are_one_live_range() -> None:
+    found = _keepers("donated_inputs_and_their_reuse_stay_the_callers")
+    assert found["x"] == (("x", "r"), Keeper.CALLER)
+    assert found["k"] == (("k",), Keeper.CALLER)
+    assert found["a"] == (("a",), Keeper.PROGRAM)
+
+
+def test_live_ranges_end_with_the_last_window() -> None:
+    program = parsed(RULES["views_and_writes_in_place_are_the_memory_they_show"])
+    ranges = {item.name: (item.first, item.end) for item in program_ranges(program)}
+    assert ranges["a"] == (0, 10) and ranges["b"] == (5, 11) and ranges["x"] == (0, len(program.body.lines))
+
+
+def test_what_is_in_flight_is_live_until_its_wait() -> None:
+    program = parsed(RULES["what_a_collective_works_on_is_left_alone"])
+    ranges = {item.name: (item.first, item.end) for item in program_ranges(program)}
+    assert ranges["a"] == (0, 7) and ranges["sum"] == (2, 10)
