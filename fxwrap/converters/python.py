@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, NoReturn
 
 from fxwrap.converters.base import Converter, Handler
@@ -187,7 +188,22 @@ class PythonConverter(Converter):
         self._assign(line.result, self._empty(line.result.tensor_type))
 
     def pool_slice(self, line: PoolSlice) -> None:
-        self._assign(line.result, self._reinterpret(line.pool, line.result.tensor_type, line.offset), line.pool)
+        type_ = line.result.tensor_type
+        if isinstance(line.offset, int) and line.offset % type_.dtype.itemsize == 0:
+            text = self._window(self._typed_pool(line.pool, type_), type_, line.offset // type_.dtype.itemsize)
+        else:
+            text = self._reinterpret(line.pool, type_, line.offset)
+        self._assign(line.result, text, line.pool)
+
+    def _typed_pool(self, pool: Value, type_: TensorType) -> Value:
+        """Returns a pool's memory under the dtype of a slice, said where the first slice of the dtype is."""
+        if pool.tensor_type.dtype == type_.dtype:
+            return pool
+        dtype = str(type_.dtype).removeprefix("torch.")
+        typed = Value(f"{pool.name}.{dtype}", replace(type_, sizes=(0,), strides=(1,)))
+        if typed.name not in self.root_of:
+            self._assign(typed, self._reinterpret(pool, typed.tensor_type, 0), pool)
+        return typed
 
     def workspace(self, line: Workspace) -> None:
         self._assign(line.result, self._empty(line.result.tensor_type) + (".zero_()" if line.zeroed else ""))
