@@ -31,7 +31,6 @@ from fxwrap.wrapper_ir import (
     roots,
     symbol_infos,
     symbols_used,
-    used,
     writes,
 )
 
@@ -59,8 +58,9 @@ def reorder_for_peak_memory(program: Program, hints: Mapping[str, Scalar] | None
     """
     before = live_bytes(program, hints).peak
     best, lowest = program, before
+    parts = _Parts(program, hints or {})
     for order in (_most_freed_first, _depth_first):
-        tried = _with_body(program, order, hints or {})
+        tried = parts.ordered(order)
         peak = live_bytes(tried, hints).peak
         if peak < lowest:
             best, lowest = tried, peak
@@ -85,44 +85,49 @@ class _Unit:
 Schedule = Callable[[Sequence[_Unit], Mapping[str, int], Mapping[str, int]], list[int]]
 
 
-def _with_body(program: Program, schedule: Schedule, hints: Mapping[str, Scalar]) -> Program:
-    """Returns the program with each part of its body between brackets scheduled anew."""
-    arguments = program_arguments(program)
-    root_of = roots(program.body.lines, arguments)
-    kept = [line for line in program.body.lines if not is_release(line)]
-    functions = dict(program.functions)
-    sizes = _owned_sizes(program, hints)
-    found: list[LineBase] = []
-    uses = _counted_uses(kept, root_of)
-    for segment in _segments(kept):
-        units = _units(segment, root_of, functions)
-        found += [line for index in schedule(units, sizes, uses) for line in units[index].lines]
-    released = [item.value for item in program.inputs if isinstance(item.value, Value)
-                and item.ownership in (Ownership.SHARED, Ownership.OWNED)]  # fmt: skip
-    return program.replace(body=Block(program.body.arguments, insert_frees(found, arguments, released)))
+class _Parts:
+    """The parts of a program's body between brackets, as units with what must come before what."""
+
+    def __init__(self, program: Program, hints: Mapping[str, Scalar]) -> None:
+        self.program = program
+        self.arguments = program_arguments(program)
+        root_of = roots(program.body.lines, self.arguments)
+        functions = dict(program.functions)
+        kept = [line for line in program.body.lines if not is_release(line)]
+        self.parts = [_units(segment, root_of, functions) for segment in _segments(kept)]
+        self.sizes = _owned_sizes(program, hints)
+        self.uses: dict[str, int] = {}
+        """How many units touch each root."""
+        for units in self.parts:
+            for unit in units:
+                for root in unit.touched:
+                    self.uses[root] = self.uses.get(root, 0) + 1
+
+    def ordered(self, schedule: Schedule) -> Program:
+        """Returns the program with each part scheduled anew."""
+        found = [line for units in self.parts for index in schedule(units, self.sizes, self.uses)
+                 for line in units[index].lines]  # fmt: skip
+        body = Block(self.program.body.arguments, insert_frees(found, self.arguments, _released(self.program)))
+        return self.program.replace(body=body)
+
+
+def _released(program: Program) -> list[Value]:
+    """Returns the inputs that the body takes."""
+    return [item.value for item in program.inputs if isinstance(item.value, Value)
+            and item.ownership in (Ownership.SHARED, Ownership.OWNED)]  # fmt: skip
 
 
 def _owned_sizes(program: Program, hints: Mapping[str, Scalar]) -> dict[str, int]:
     """Returns the bytes of each root of the body that may be freed in it; what is given back counts too."""
     declared = {name: info.hint for name, info in symbol_infos(program).items() if info.hint is not None}
     values = {**declared, **hints}
-    owned = [item.value for item in program.inputs if isinstance(item.value, Value)
-             and item.ownership in (Ownership.SHARED, Ownership.OWNED)]  # fmt: skip
+    owned = _released(program)
     owned += [value for line in program.body.lines for value in defined(line) if line.alias_of(value) is None]
     found = {}
     for value in owned:
         if isinstance(value.type, TensorType):
             size = value.type.storage_bytes
             found[value.name] = size if isinstance(size, int) else int(evaluate(size, values))
-    return found
-
-
-def _counted_uses(lines: Sequence[LineBase], root_of: Mapping[str, str]) -> dict[str, int]:
-    """Returns how many lines touch each root."""
-    found: dict[str, int] = {}
-    for line in lines:
-        for root in {root_of[value.name] for value in (*used(line), *defined(line))}:
-            found[root] = found.get(root, 0) + 1
     return found
 
 
@@ -178,32 +183,37 @@ class _Order:
         touched: set[str] = set()
         made: set[str] = set()
         for line in unit.lines:
-            self._names(unit, line)
-            touched |= self._memory(unit, line)
-            made |= {value.name for value in defined(line) if self.root_of[value.name] == value.name}
+            results = defined(line)
+            names = [value.name for value in results]
+            read, taken = reads(line), [*writes(line), *consumed(line)]
+            self._names(unit, line, [value.name for value in (*read, *taken)], names)
+            touched |= self._memory(unit, line, read, taken, names)
+            made.update([name for name in names if self.root_of[name] == name])
             self._effects(unit, all_effects(line, self.functions))
         unit.before.discard(unit.position)
         unit.touched, unit.made = frozenset(touched), frozenset(made)
 
-    def _names(self, unit: _Unit, line: LineBase) -> None:
-        names = [value.name for value in used(line)]
+    def _names(self, unit: _Unit, line: LineBase, names: list[str], made: list[str]) -> None:
         names += [symbol.name for symbol in symbols_used(line, *Role)]
         names += [name for _, nested in blocks(line) for name in outer_symbols(nested, argument_types=True)]
         for name, refers in line.target_fields:
             if refers == "function":
                 names += outer_symbols(self.functions[getattr(line, name)], argument_types=True)
-        unit.before.update(self.maker[name] for name in names if name in self.maker)
+        unit.before.update([self.maker[name] for name in names if name in self.maker])
         symbol = defined_symbol(line)
-        for name in [*[value.name for value in defined(line)], *([] if symbol is None else [symbol.name])]:
-            self.maker[name] = unit.position
+        if symbol is not None:
+            self.maker[symbol.name] = unit.position
+        self.maker.update(dict.fromkeys(made, unit.position))
 
-    def _memory(self, unit: _Unit, line: LineBase) -> set[str]:
-        """Records what a line reads and writes; returns the roots it touches."""
-        read = {self.root_of[value.name] for value in reads(line)}
-        written = {self.root_of[value.name] for value in (*writes(line), *consumed(line))}
+    def _memory(
+        self, unit: _Unit, line: LineBase, reads_: Sequence[Value], writes_: Sequence[Value], names: Sequence[str]
+    ) -> set[str]:
+        """Records what a line reads, and writes or takes; returns the roots it touches."""
+        read = {self.root_of[value.name] for value in reads_}
+        written = {self.root_of[value.name] for value in writes_}
         if line.ends_flight:
             read |= {other for root in tuple(read) for other in self.borrowed.pop(root, ())}
-        made = {self.root_of[value.name] for value in defined(line)}
+        made = {self.root_of[name] for name in names}
         if line.starts_flight:
             for root in made:
                 self.borrowed[root] = [other for other in read if other != root]
