@@ -10,6 +10,7 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from fxwrap.converters.checked import CheckedInterpreter
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import Emitted
 from fxwrap.converters.fx import EmittedGraph, to_fx
@@ -164,8 +165,9 @@ class _Pipeline:
             stages.append(Stage("plan_memory", program))
             if options.verify:
                 _verify_after(stages[-1])
-        emitted = emit(program, options.emitter, self._fakes)
-        failures = compile_program_kernels(program, emitted, options.emitter)
+        emitted = checked(program) if options.check_memory else emit(program, options.emitter, self._fakes)
+        emitter = "interpreter" if options.check_memory else options.emitter
+        failures = compile_program_kernels(program, emitted, emitter)
         return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan), failures
 
     def _lowered(self) -> Lowered:
@@ -213,6 +215,11 @@ def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] |
 def interpreted(program: Program) -> Emitted:
     """Returns the program run by the interpreter, line by line; its text is the IR."""
     return Emitted(str(program), lambda: lambda inputs: Interpreter(program).run(inputs))
+
+
+def checked(program: Program) -> Emitted:
+    """Returns the program run by the interpreter that watches its memory; its text is the IR."""
+    return Emitted(str(program), lambda: lambda inputs: CheckedInterpreter(program).run(inputs))
 
 
 _EMITTERS: dict[str, Callable[[Program], Emitted]] = {

@@ -106,8 +106,24 @@ class GraphModuleError(FxwrapError):
     """Something an emitted GraphModule does not do, because torch's way of doing it would give wrong numbers."""
 
 
+@dataclass
 class PlanningError(FxwrapError):
-    """Memory that cannot be planned, or a plan that does not hold: sizes out of range, memory that overlaps."""
+    """Memory that cannot be planned, or a plan that does not hold: sizes out of range, memory that overlaps.
+
+    Fields: `reason` what is wrong; where a plan exceeds a capacity, `needed` the bytes of the best one found and
+    `lower_bound` the bytes that are live at once, else both 0.
+    """
+
+    reason: str
+    needed: int = 0
+    lower_bound: int = 0
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class MemoryCheckError(FxwrapError):
+    """Memory that is not where the program says, or in use twice, found while a program ran with `check_memory`."""
 
 
 class CommandError(FxwrapError):

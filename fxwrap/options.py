@@ -57,6 +57,8 @@ class Options:
         reorder_for_peak_memory: whether lines run in another order where that holds less memory at the worst moment.
         memory_planning: how allocations share pools: "none", "auto" (the best of the quick algorithms, and a search
             where they waste memory and the program is small), or one algorithm by name: see `assign_offsets`.
+        check_memory: run the program line by line, whatever the emitter, with its memory watched: it is filled with NaN
+            or a pattern when it is given and taken, and MemoryCheckError names a line where memory is in use twice.
         devices: what is known of each device type.
     """
 
@@ -79,6 +81,7 @@ class Options:
     autotune: bool = False
     reorder_for_peak_memory: bool = False
     memory_planning: str = "none"
+    check_memory: bool = False
     devices: tuple[DeviceSpec, ...] = DEVICE_SPECS
 
     def __post_init__(self) -> None:
@@ -135,6 +138,7 @@ _KINDS: Mapping[str, type] = {
     "cuda_graphs": bool,
     "autotune": bool,
     "reorder_for_peak_memory": bool,
+    "check_memory": bool,
 }
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {

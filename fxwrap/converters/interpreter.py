@@ -140,13 +140,18 @@ class Interpreter(Converter):
             self.convert(line)
 
     def _block(self, block: Block, arguments: list[Any]) -> tuple[Any, ...]:
-        """Runs a nested block in a scope of its own, which sees the symbols defined so far."""
+        """Runs a nested block."""
+        inner = self._inner(block, arguments)
+        inner._lines(block)
+        return inner.given
+
+    def _inner(self, block: Block, arguments: list[Any]) -> Interpreter:
+        """Returns the scope of a nested block, which sees its arguments and the symbols defined so far."""
         inner = type(self)(self.program, self.handlers)
         inner.symbols = dict(self.symbols)
         for value, given in zip(block.arguments, arguments, strict=True):
             inner._set(value, given)
-        inner._lines(block)
-        return inner.given
+        return inner
 
     def _results(self, results: tuple[Any, ...], given: tuple[Any, ...], *, check: bool = True) -> None:
         for result, content in zip(results, given, strict=True):

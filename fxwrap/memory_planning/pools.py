@@ -161,8 +161,8 @@ def _relieved(pockets: list[Pocket], spans: Sequence[Span], around: Tensor, boun
         if excess <= 0 or not there:
             return pockets
         index = max(there, key=lambda item: sizes[item][2])
-        size = sizes[index][2]
-        level = size - excess if attempts < _MOST_EVICTIONS else min(size - excess, size // 2)
+        whole = sizes[index][2]
+        level = whole - excess if attempts < _MOST_EVICTIONS else min(whole - excess, whole // 2)
         attempts += 1
         pocket = pockets.pop(index)
         _add(total, sizes.pop(index), -1)

@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.mark.parametrize("rule", RULES)
 def test_golden(rule: str, update_golden: bool) -> None:
     program = verify(parsed(RULES[rule]))
-    plan = plan_memory(program, alignment=cache_line)
+    plan = plan_memory(program, alignment=cache_line, algorithm="greedy_by_size")
     planned = verify(apply_plan(program, plan))
     texts = [("input", str(program)), ("plan", plan_table(plan)), ("after plan_memory", str(planned))]
     check_golden(GOLDEN / f"{rule}.txt", sections(texts), update_golden)

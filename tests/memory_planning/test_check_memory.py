@@ -1,0 +1,130 @@
+"""Programs that run with their memory watched: right plans pass, wrong ones are found, and nothing reads old bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor, nn
+
+import fxwrap
+from fxwrap.converters.checked import CheckedInterpreter
+from fxwrap.errors import MemoryCheckError, PlanningError
+from fxwrap.memory_planning import apply_plan, check_plan, plan_from_json, plan_memory, plan_to_json
+from fxwrap.options import EMITTERS
+from fxwrap.wrapper_ir import Program
+from tests.converters.test_random_programs import assert_same
+from tests.memory_planning.programs import RULES, cache_line, parsed
+from tests.samples import SAMPLES, Sample
+from tests.strategies.programs import RandomProgram, random_programs
+
+CHAIN = parsed(RULES["allocations_of_one_device_share_a_pool"])
+
+
+def _moved(program: Program, name: str, other: str) -> Program:
+    """The program with a plan in which somebody has moved a piece of memory to where another is."""
+    found = json.loads(plan_to_json(plan_memory(program, alignment=cache_line)))
+    (pool,) = found["blocks"][0]["pools"]
+    items = {item["names"][0]: item for item in pool["memory"]}
+    items[name]["offset"] = items[other]["offset"]
+    plan = plan_from_json(json.dumps(found))
+    with pytest.raises(PlanningError, match=f"%{name} at bytes .* overlaps %a at bytes .* live at line"):
+        check_plan(plan, alignment=cache_line)
+    return apply_plan(program, plan)
+
+
+def test_a_slice_over_another_that_is_needed_is_an_error_that_names_the_line() -> None:
+    message = (
+        r"line 3 of \^body, `%b = memory.pool_slice\(%pool_1\).* : f32\[16\]@cpu`: %b overlaps %a by 64 bytes, which "
+        r"line 4 of \^body still needs"
+    )
+    with pytest.raises(MemoryCheckError, match=message):
+        CheckedInterpreter(_moved(CHAIN, "b", "a")).run([torch.randn(16)])
+
+
+def test_a_right_plan_passes_and_leaves_no_memory_as_it_was() -> None:
+    x = torch.randn(16)
+    plan = plan_memory(CHAIN, alignment=cache_line)
+    wanted = fxwrap.run(CHAIN, [x])
+    ran = CheckedInterpreter(apply_plan(CHAIN, plan))
+    got = ran.run([x])
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+    assert not ran.own and set(ran.held) <= {"x", "more", "y"}
+
+
+def test_an_operator_that_gives_what_it_says_is_new_but_is_not() -> None:
+    text = """
+program @p(%x: borrowed f32[16]@cpu) {
+  %y = extern.call @aten.contiguous.default(%x) : f32[16]@cpu
+  control.return(%y)
+}
+"""
+    with pytest.raises(MemoryCheckError, match=r"line 0 of .*: %y is no new memory but lies in that of %x"):
+        CheckedInterpreter(parsed(text)).run([torch.randn(16)])
+
+
+def test_memory_that_is_not_filled_is_seen() -> None:
+    """What a program reads of memory that a kernel has not filled is NaN, not what was there before."""
+    text = """
+program @p(%x: borrowed f32[8]@cpu) {
+  %a = memory.alloc() : f32[16]@cpu
+  %head = memory.view(%a) : f32[8]@cpu
+  extern.mutate @aten.copy_.default(%head, %x) writes=(%head)
+  %y = extern.call @aten.clone.default(%a) : f32[16]@cpu
+  memory.free(%a)
+  control.return(%y)
+}
+"""
+    x = torch.randn(8)
+    (y,) = CheckedInterpreter(parsed(text)).run([x])
+    assert torch.equal(y[:8], x) and y[8:].isnan().all()
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(made=random_programs(most_steps=20))
+def test_random_programs_pass_with_and_without_pools(made: RandomProgram) -> None:
+    wanted = fxwrap.run(made.program, made.inputs(seed=5))
+    planned = apply_plan(made.program, plan_memory(made.program, alignment=cache_line))
+    for program in (made.program, planned):
+        got = CheckedInterpreter(program).run(made.inputs(seed=5))
+        for one, other in zip(got, wanted, strict=True):
+            assert_same(one, other)
+
+
+RUNNABLE = [sample for sample in SAMPLES.values() if sample.cpu_runnable]
+
+
+@pytest.mark.parametrize("sample", RUNNABLE, ids=lambda sample: sample.name)
+def test_samples_pass(sample: Sample) -> None:
+    torch.manual_seed(0)
+    wanted = fxwrap.run(sample.program(), sample.inputs(seed=1))
+    torch.manual_seed(0)
+    got = CheckedInterpreter(sample.program()).run(sample.inputs(seed=1))
+    for one, other in zip(got, wanted, strict=True):
+        assert_same(one, other)
+
+
+class Block(nn.Module):
+    """Enough operators for pools in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.second(torch.softmax(self.first(x).cumsum(0), -1)))
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_training_with_the_option(emitter: str, fresh_dynamo: None) -> None:
+    model, x = Block(), torch.randn(8, 32)
+    model(x).square().sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    options: dict[str, Any] = {"emitter": emitter, "memory_planning": "auto", "check_memory": True}
+    torch.compile(model, backend="fxwrap", options=options)(x).square().sum().backward()
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
