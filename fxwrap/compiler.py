@@ -19,9 +19,10 @@ from fxwrap.converters.python import to_python
 from fxwrap.errors import VerifyError
 from fxwrap.lowering import Lowered, Outcome, lower_with_coverage
 from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
-from fxwrap.options import Options
+from fxwrap.options import PLANNERS, Options
 from fxwrap.passes import fold_views
 from fxwrap.passes.order import reorder_for_peak_memory
+from fxwrap.passes.reuse import reuse_memory
 from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
 from fxwrap.torch_compat import FakeTensor
@@ -159,12 +160,15 @@ class _Pipeline:
             if options.verify:
                 _verify_after(stages[-1])
         plan = None
-        if options.memory_planning != "none":
+        if options.memory_planning == "reuse":
+            program = reuse_memory(program)
+            stages.append(Stage("reuse_memory", program))
+        elif options.memory_planning != "none":
             plan = plan_program(program, options)
             program = apply_plan(program, plan)
             stages.append(Stage("plan_memory", program))
-            if options.verify:
-                _verify_after(stages[-1])
+        if options.memory_planning != "none" and options.verify:
+            _verify_after(stages[-1])
         emitted = checked(program) if options.check_memory else emit(program, options.emitter, self._fakes)
         emitter = "interpreter" if options.check_memory else options.emitter
         failures = compile_program_kernels(program, emitted, emitter)
@@ -196,7 +200,7 @@ def plan_program(program: Program, options: Options) -> MemoryPlan:
     Raises PlanningError for memory that cannot be planned.
     """
     steps = {spec.device_type: spec.alignment for spec in options.devices}
-    algorithm = "auto" if options.memory_planning == "none" else options.memory_planning
+    algorithm = options.memory_planning if options.memory_planning in PLANNERS else "auto"
     return plan_memory(program, alignment=lambda device: steps.get(device.type, 1), algorithm=algorithm)
 
 

@@ -55,8 +55,9 @@ class Options:
         cuda_graphs: record and replay CUDA graphs where a program allows it.
         autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices.
         reorder_for_peak_memory: whether lines run in another order where that holds less memory at the worst moment.
-        memory_planning: how allocations share pools: "none", "auto" (the best of the quick algorithms, and a search
-            where they waste memory and the program is small), or one algorithm by name: see `assign_offsets`.
+        memory_planning: how allocations share memory: "none"; "reuse", freed memory serves a later allocation; or in
+            pools: "auto" (the best of the quick algorithms, and a search where they waste memory and the program is
+            small), or one algorithm by name: see `assign_offsets`.
         check_memory: run the program line by line, whatever the emitter, with its memory watched: it is filled with NaN
             or a pattern when it is given and taken, and MemoryCheckError names a line where memory is in use twice.
         devices: what is known of each device type.
@@ -144,7 +145,7 @@ _KINDS: Mapping[str, type] = {
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "cpu_kernels": ("cpp", "triton"),
     "fallback": ("warn", "error"),
-    "memory_planning": ("none", *PLANNERS),
+    "memory_planning": ("none", "reuse", *PLANNERS),
 }
 
 

@@ -1,0 +1,110 @@
+"""Freed memory that serves later allocations: what is taken, what is left alone, and that the peak never rises."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+
+import fxwrap
+from fxwrap.converters.checked import CheckedInterpreter
+from fxwrap.lines import Reuse
+from fxwrap.passes.reuse import reuse_memory
+from fxwrap.testing import assert_emitters_agree
+from fxwrap.wrapper_ir import Program, live_bytes, verify
+from tests.converters.test_random_programs import assert_same
+from tests.memory_planning.programs import RULES, parsed
+from tests.strategies.programs import RandomProgram, random_programs
+
+
+def _reused(program: Program) -> list[tuple[str, str]]:
+    """What takes whose memory, by name, nested blocks included."""
+    changed = verify(reuse_memory(program))
+    assert live_bytes(changed, {"u0": 5}).peak <= live_bytes(program, {"u0": 5}).peak
+    return [(line.result.name, line.root.name) for line in changed.lines() if isinstance(line, Reuse)]
+
+
+def test_a_freed_buffer_serves_a_later_allocation_of_the_same_or_less_bytes() -> None:
+    assert _reused(parsed(RULES["allocations_of_one_device_share_a_pool"])) == [("c", "a")]
+
+
+def test_symbolic_sizes_must_be_equal() -> None:
+    assert _reused(parsed(RULES["sizes_without_a_common_factor_lie_on_one_another"])) == []
+    assert _reused(parsed(RULES["unbacked_sizes_get_a_later_pool"])) == [("e", "c")]
+
+
+def test_an_owned_input_serves_and_a_shared_one_does_not() -> None:
+    text = """
+program @p(%x: owned f32[16]@cpu, %k: shared f32[16]@cpu) {
+  %a = extern.call @aten.add.Tensor(%x, %k) : f32[16]@cpu
+  memory.free(%x)
+  memory.free(%k)
+  %b = memory.alloc() : f32[16]@cpu
+  extern.call @aten.sin.out(%a) outs=(%b)
+  %c = memory.alloc() : f32[16]@cpu
+  extern.call @aten.cos.out(%b) outs=(%c)
+  memory.free(%b)
+  %y = extern.call @aten.add.Tensor(%a, %c) : f32[16]@cpu
+  memory.free(%a)
+  memory.free(%c)
+  control.return(%y)
+}
+"""
+    assert _reused(parsed(text)) == [("b", "x")]
+
+
+def test_memory_that_waits_at_the_worst_moment_is_not_kept() -> None:
+    text = """
+program @p(%x: borrowed f32[16]@cpu) {
+  %a = memory.alloc() : f32[16]@cpu
+  extern.call @aten.sin.out(%x) outs=(%a)
+  %s = extern.call @aten.sum.default(%a) : f32[]@cpu
+  memory.free(%a)
+  %large = extern.call @aten.cat.default([%x, %x, %x]) : f32[48]@cpu
+  %t = extern.call @aten.sum.default(%large) : f32[]@cpu
+  memory.free(%large)
+  %b = memory.alloc() : f32[16]@cpu
+  extern.call @aten.add.out(%x, %s) outs=(%b)
+  %y = extern.call @aten.add.Tensor(%b, %t) : f32[16]@cpu
+  memory.free(%b)
+  memory.free(%s)
+  memory.free(%t)
+  control.return(%y)
+}
+"""
+    assert _reused(parsed(text)) == []
+
+
+def test_what_is_given_back_or_worked_on_elsewhere_is_left_alone() -> None:
+    for rule in (
+        "what_is_given_back_is_in_no_pool",
+        "what_a_collective_works_on_is_left_alone",
+        "memory_that_a_vendors_line_takes_is_left_alone",
+    ):
+        assert _reused(parsed(RULES[rule])) == [], rule
+
+
+def test_blocks_reuse_their_own_memory_alone() -> None:
+    text = RULES["blocks_and_loops_have_pools_of_their_own"]
+    assert _reused(parsed(text)) == []  # what ^then makes last is given back
+    longer = text.replace(
+        "    %t3 = memory.alloc() : f32[16]@cpu\n    extern.call @aten.sin.out(%t2) outs=(%t3)\n    memory.free(%t2)\n",
+        "    %tm = memory.alloc() : f32[16]@cpu\n    extern.call @aten.sin.out(%t2) outs=(%tm)\n    memory.free(%t2)\n"
+        "    %t3 = memory.alloc() : f32[16]@cpu\n    extern.call @aten.sin.out(%tm) outs=(%t3)\n    memory.free(%tm)\n",
+    )
+    assert _reused(parsed(longer)) == [("tm", "t1")]
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(made=random_programs(most_steps=20))
+def test_random_programs_mean_the_same_and_take_no_more(made: RandomProgram) -> None:
+    changed = verify(reuse_memory(made.program))
+    assert live_bytes(changed, made.symbols).peak <= live_bytes(made.program, made.symbols).peak
+    wanted = fxwrap.run(made.program, made.inputs(seed=5))
+    for one, other in zip(CheckedInterpreter(changed).run(made.inputs(seed=5)), wanted, strict=True):
+        assert_same(one, other)
+
+
+def test_models_train_with_reused_memory_in_every_emitter() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Softmax(-1), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 4))
+    assert_emitters_agree(model, (torch.randn(8, 16),), training=True, options={"memory_planning": "reuse"})
