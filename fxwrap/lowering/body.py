@@ -136,7 +136,9 @@ class Body:
                 after: list[object] = [*event.symbols, *event.writes, *([_EFFECTS] if event.effectful else [])]
                 after += [item for definition in event.writes for item in fusion.readers(definition)]
                 made = [*event.defines, *event.bound, *event.writes, *([_EFFECTS] if event.effectful else [])]
-                fusion.call(event.node, made, [viewed_base(definition) for definition in event.reads], after)
+                fusion.call(
+                    event.number or event.node, made, [viewed_base(definition) for definition in event.reads], after
+                )
         return fusion
 
     def _dying(self, fusion: Fusion, defining: Defining, keeps: Callable[[Value], bool]) -> dict[Definition, Item]:

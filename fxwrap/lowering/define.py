@@ -27,19 +27,24 @@ from fxwrap.lowering.definitions import (
     viewed_base,
 )
 from fxwrap.lowering.effects import is_effectful, launches_kernel, shown_operands, written_operands
+from fxwrap.lowering.host_numbers import HostNumbers, NumberRead, is_host_number
 from fxwrap.lowering.in_place import InPlace
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import OperatorFacts, is_assertion, operator_facts
 from fxwrap.lowering.rules import RULES, Call
 from fxwrap.lowering.source import location_of
 from fxwrap.options import Options
+from fxwrap.symbolic import make_symbol
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
 
 
 @dataclass(eq=False)
 class Step:
-    """A node that runs as an operator call: what it reads, what it gives, what it overwrites."""
+    """A node that runs as an operator call: what it reads, what it gives, what it overwrites.
+
+    With `number` it is no call, but reads that number for the node.
+    """
 
     node: Node
     position: int
@@ -49,6 +54,7 @@ class Step:
     symbols: set[sympy.Symbol] = field(default_factory=set)
     bound: set[sympy.Symbol] = field(default_factory=set)
     effectful: bool = False
+    number: NumberRead | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,8 @@ class Defining:
         self._storage_of: dict[Definition, int] = {}
         self._strides: dict[Stored, tuple[Any, ...]] = {}
         self._bound: set[sympy.Symbol] = set()
+        self._numbers = HostNumbers(builder.state.fresh_symbol)
+        self._read: set[NumberRead] = set()
         self.in_place = in_place
         self._languages = {spec.device_type: spec for spec in options.devices}
 
@@ -165,6 +173,7 @@ class Defining:
     def _define(self, node: Node, target: OpOverload, fake: Any, position: int) -> str | None:
         """Defines a node by its rule; else returns the reason why it stays a call."""
         facts, arguments, keywords = self._arguments(node, target)
+        (arguments, keywords), numbers = self._on_one_device(node, fake, (arguments, keywords))
         refusal = self._refusal(node, facts, fake, (arguments, keywords))
         if refusal is not None:
             return refusal
@@ -173,6 +182,7 @@ class Defining:
         result = RULES[facts.name](call)
         if isinstance(result, str):
             return result
+        self._read_numbers(numbers, position)
         single = isinstance(result, Definition)
         items: Sequence[Any] = (result,) if isinstance(result, Definition) else result
         fakes = (fake,) if single else fake
@@ -244,6 +254,41 @@ class Defining:
             facts = operator_facts(target)
         return facts, arguments, keywords
 
+    def _on_one_device(self, node: Node, fake: Any, given: Any) -> tuple[Any, list[NumberRead]]:
+        """Returns an operator's arguments with numbers for tensors of rank 0 on the CPU, where all else is elsewhere.
+
+        With them what must be read before.
+        """
+        hosts = [item for item in dict.fromkeys(definitions_in(given)) if is_host_number(item)]
+        results = fake if isinstance(fake, tuple | list) else (fake,)
+        tensors = [item for item in (*results, *definitions_in(given)) if item is not None and item not in hosts]
+        devices = {item.device for item in tensors}
+        nodes = {self.known[operand]: operand for operand in node.all_input_nodes
+                 if isinstance(self.known[operand], Definition)}  # fmt: skip
+        if not hosts or len(devices) != 1 or not nodes.keys() >= set(hosts):
+            return given, []
+        device = next(iter(devices))
+        if device.type == "cpu":
+            return given, []
+        moved = {host: self._numbers.moved(host, device, nodes[host]) for host in hosts}
+
+        def replaced(tree: Any) -> Any:
+            if isinstance(tree, tuple):
+                return tuple([replaced(item) for item in tree])
+            return moved[tree][0] if isinstance(tree, Definition) and tree in moved else tree
+
+        return replaced(given), [read for _, reads in moved.values() for read in reads]
+
+    def _read_numbers(self, numbers: Sequence[NumberRead], position: int) -> None:
+        """Adds the steps that read numbers, those that are not read yet."""
+        for number in numbers:
+            if number not in self._read:
+                self._read.add(number)
+                step = Step(number.node, position, [number.definition], number=number)
+                step.bound = {make_symbol(number.symbol.name)}
+                self._bound |= step.bound
+                self.steps.append(step)
+
     def _literal(self, argument: Any, node: Node) -> Any:
         if isinstance(argument, Node):
             return self.known[argument]
@@ -287,6 +332,7 @@ class Defining:
         self.node_of[written] = node
         aliases = self.on_memory_of(target)
         self.mutations.extend((definition, position) for definition in aliases)
+        self._numbers.wrote(aliases)
         return True
 
     def on_memory_of(self, target: Definition) -> list[Definition]:
@@ -309,6 +355,7 @@ class Defining:
         step.effectful = is_effectful(node)
         step.writes = self._written(node)
         self.mutations.extend((definition, position) for definition in step.writes)
+        self._numbers.wrote(step.writes)
         self.known[node] = self._results(node, fake, step)
         step.bound = {symbol for symbol in _symbols(self.known[node]) if symbol.name not in self.builder.known_symbols}
         step.bound -= self._bound

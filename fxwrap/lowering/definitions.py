@@ -67,6 +67,11 @@ class Pointwise(Definition):
 
 
 @dataclass(eq=False)
+class HostNumber(Pointwise):
+    """A tensor of rank 0 on the CPU, as an operator on the device `device` takes it: from numbers of the launch."""
+
+
+@dataclass(eq=False)
 class Written(Pointwise):
     """A pointwise definition whose memory is that of a tensor which is there before, and is overwritten."""
 

@@ -11,11 +11,13 @@ from torch.fx import Node
 from fxwrap.device_spec import DeviceSpec
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Launch, View
+from fxwrap.lines import Item as ReadItem
 from fxwrap.loop_ir import Kernel, as_index, split_reductions, with_named_numbers
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.define import Defining, copy_of, definitions_in
 from fxwrap.lowering.definitions import Definition, Scattered, Written, viewed_base
 from fxwrap.lowering.fusion import Item
+from fxwrap.lowering.host_numbers import NumberRead
 from fxwrap.lowering.kernels import BuiltKernel, build_kernel, kernel_name, same_memory
 from fxwrap.lowering.nodes import lower_call
 from fxwrap.lowering.placement import KernelPlan, Member
@@ -71,6 +73,8 @@ class Emission:
             self._call(item, item.node)
         elif item.kernel is not None:
             self._kernel(item, item.kernel, wanted)
+        elif item.number is not None:
+            self._read(item.number)
 
     def ensure(self, node: Node) -> None:
         """Makes the value of a node exist: of what a kernel made, or a view of it."""
@@ -107,6 +111,15 @@ class Emission:
             else:
                 lower_call(self.builder, node, dying)
         self.record(self.defining.known[node], self.builder.env[node])
+
+    def _read(self, number: NumberRead) -> None:
+        """Emits the line that reads a number."""
+        value = self.values.get(number.definition)
+        if value is None:  # a view, which becomes a value where it is used
+            self.ensure(number.node)
+            value = self.builder.env[number.node]
+        self.builder.known_symbols.add(number.symbol.name)
+        self.builder.emit(ReadItem(number.symbol, value, origin=self.builder.origin(number.node)))
 
     def record(self, known: Any, found: Any) -> None:
         """Records the values of definitions, both in the same nested tuples."""

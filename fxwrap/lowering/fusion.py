@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from fxwrap.loop_ir import Atom, Axis, IndexLike, as_index
 from fxwrap.lowering.definitions import Definition, Pointwise, Scattered, Written
+from fxwrap.lowering.host_numbers import NumberRead
 from fxwrap.lowering.placement import (
     KernelPlan,
     Member,
@@ -43,12 +44,13 @@ _SMALL = 65536
 
 @dataclass(eq=False)
 class Item:
-    """A step of the program: an operator call of a node, or a kernel. Keys order them."""
+    """A step of the program: an operator call of a node, a kernel, or the read of a number. Keys order them."""
 
     key: float
     first_user: float = float("inf")
     node: Node | None = None
     kernel: KernelPlan | None = None
+    number: NumberRead | None = None
 
 
 class Fusion:
@@ -65,9 +67,15 @@ class Fusion:
         self._readers: dict[Definition, list[Item]] = {}
         self._numbering = 0.0
 
-    def call(self, node: Node, defines: Iterable[object], reads: Iterable[Definition], after: Iterable[object]) -> None:
-        """Adds an operator call. `defines` are definitions, symbols or marks that later items may depend on."""
-        item = self._new(Item(self._next(), node=node))
+    def call(
+        self, what: Node | NumberRead, defines: Iterable[object], reads: Iterable[Definition], after: Iterable[object]
+    ) -> None:
+        """Adds an operator call or the read of a number.
+
+        `defines` are definitions, symbols or marks that later items may depend on.
+        """
+        key = self._next()
+        item = self._new(Item(key, node=what) if isinstance(what, Node) else Item(key, number=what))
         for definition in reads:
             self._readers.setdefault(definition, []).append(item)
         for depended in self._makers([*reads, *after]):

@@ -14,7 +14,15 @@ import sympy
 import torch
 
 from fxwrap.loop_ir import INTEGERS, KERNEL_DTYPES, STORAGE_ONLY, Scalar, compute_dtype
-from fxwrap.lowering.definitions import Definition, Indices, Pointwise, Reader, broadcast_indices, pointwise
+from fxwrap.lowering.definitions import (
+    Definition,
+    HostNumber,
+    Indices,
+    Pointwise,
+    Reader,
+    broadcast_indices,
+    pointwise,
+)
 from fxwrap.lowering.rules.registry import RULES, Call, Result
 from fxwrap.symbolic import Size
 from fxwrap.torch_compat import PROMOTION_KINDS, elementwise_dtypes
@@ -88,7 +96,7 @@ def element(reader: Reader, operand: Any, indices: Indices, dtype: torch.dtype, 
     if operand is None:
         return None  # type: ignore[return-value]  # the formula knows that this operand may be left out
     if isinstance(operand, Definition):
-        exact = exact and not operand.sizes and operand.device.type == "cpu"
+        exact = exact and not operand.sizes and (operand.device.type == "cpu" or isinstance(operand, HostNumber))
         value = reader.load(operand, broadcast_indices(operand.sizes, indices))
         return value.to(compute_dtype(dtype)) if exact else converted(value, operand.dtype, dtype)
     computes = compute_dtype(dtype)
