@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,6 +47,14 @@ def breaking(printer: Callable[..., PrintedKernel], operator: str, source: str) 
         return dataclasses.replace(found, source=found.source + source) if operator in found.source else found
 
     return printed
+
+
+@pytest.fixture(autouse=True)
+def forgotten_kernels() -> Iterator[None]:
+    """Nothing printed by another test, or by a printer that was put in place of the real one, is known."""
+    languages._printed_once.cache_clear()
+    yield
+    languages._printed_once.cache_clear()
 
 
 @pytest.fixture
