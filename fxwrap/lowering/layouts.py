@@ -70,7 +70,7 @@ class Copies:
 
 
 class _CannotKeep(Exception):
-    """A tensor's strides cannot be made again."""
+    """A tensor's strides cannot be made again, or a convolution does not give channels-last images."""
 
 
 def with_layouts(
@@ -251,6 +251,8 @@ class _Relayout:
             return
         if not self._follow(node, operands):
             self._wall(node)
+        if operands is not self.env and not _is_channels_last(_items(self.fakes[self.env[node]])[0]):
+            raise _CannotKeep  # torch has no such convolution here, a build without the device's library for example
 
     def _follow(self, node: Node, operands: Mapping[Node, Node]) -> bool:
         """Copies a call onto its operands' new layouts; returns whether it takes them."""
@@ -450,6 +452,10 @@ def _follows(node: Node) -> bool:
     if not facts.is_pure or facts.name in _ADDRESSING:
         return False
     return facts.name in _FOLLOWING or facts.name in RULES
+
+
+def _is_channels_last(fake: Any) -> bool:
+    return not isinstance(fake, torch.Tensor) or fake.is_contiguous(memory_format=torch.channels_last)
 
 
 def _hinted(number: Any) -> int:
