@@ -23,14 +23,26 @@ ALGORITHMS = (*CHEAP, "search", "auto")
 _LARGEST = 2**63 - 1
 
 # "auto" keeps to n log n: it leaves out the algorithms that look at pairs where buffers share their lives with very
-# many, unless the pairs are few altogether, and searches no further than a compile may take.
+# many, unless the pairs are few altogether.
 _PAIRS_ANYWAY = 100_000
 _PAIRS_A_BUFFER = 6
 _SEARCHED_BUFFERS = 400
-_AUTO_STEPS = 4_000
 
-# A search that is asked for, by name or by a capacity, ends with its time.
-_ALL_STEPS = 1_000_000
+
+@dataclass(frozen=True)
+class _Budget:
+    """Steps of a search for the best peak: for the lower bound, for each peak between, and how many of these."""
+
+    bound_steps: int
+    steps: int
+    tries: int
+
+
+# A few seconds at most, since it is part of every compile; and what is asked for by name, or has a capacity to reach,
+# which ends with its time.
+_AUTO_BUDGET = _Budget(6_500, 2_000, 4)
+_FULL_BUDGET = _Budget(50_000, 20_000, 10)
+_CAPACITY_STEPS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -138,26 +150,26 @@ class _Planner:
     def _search(self, peak: int, thorough: bool) -> Sequence[int]:
         """Offsets with a peak below this one; () for none.
 
-        Without a capacity the lower bound is tried with half of the steps, then the middle between what was reached
-        and what was not, with an eighth each.
+        Without a capacity the lower bound is tried first, then the middle between what was reached and what was not.
         """
         if self.capacity is not None:
-            return search(self.buffers, self.capacity, Limits(_ALL_STEPS, self.deadline)).offsets
-        budget = left = _ALL_STEPS // 20 if thorough else _AUTO_STEPS
+            return search(self.buffers, self.capacity, Limits(_CAPACITY_STEPS, self.deadline)).offsets
+        budget = _FULL_BUDGET if thorough else _AUTO_BUDGET
+        result = search(self.buffers, self.lower_bound, Limits(budget.bound_steps, self.deadline))
+        if result.outcome is Outcome.SOLVED:
+            return result.offsets
         best: Sequence[int] = ()
-        low = tried = self.lower_bound  # whether `low` itself can be reached is open, or it was given up
-        close = self.lower_bound // 1000  # less than this is not worth another search
-        while left > 0 and time.monotonic() <= self.deadline:
-            steps = budget // 2 if left == budget else budget // 8
-            result = search(self.buffers, tried, Limits(min(steps, left), self.deadline))
-            left -= max(result.steps, 1)
+        low = self.lower_bound
+        for _ in range(budget.tries):
+            middle = (low + peak) // 2 // self.alignment * self.alignment
+            # A thousandth is not worth another search.
+            if middle <= low or peak - low <= self.lower_bound // 1000 or time.monotonic() > self.deadline:
+                break
+            result = search(self.buffers, middle, Limits(budget.steps, self.deadline))
             if result.outcome is Outcome.SOLVED:
                 best, peak = result.offsets, _peak(self.buffers, result.offsets)
             else:
-                low = tried
-            tried = (low + peak) // 2 // self.alignment * self.alignment
-            if peak == self.lower_bound or peak - low <= close or tried <= low:
-                break
+                low = middle
         return best
 
 

@@ -148,7 +148,8 @@ def _search_part(buffers: list[Buffer], capacity: int, limits: Limits) -> Search
     if len(buffers) == 1:
         return SearchResult(Outcome.SOLVED, (0,), 0)
     steps = 0
-    limit = min(_FIRST_LIMIT, max(limits.steps // 8, 1))
+    # A strategy needs a step for each buffer to get anywhere.
+    limit = min(_FIRST_LIMIT, max(limits.steps // 8, 2 * len(buffers)))
     while True:
         for strategy in _strategies(buffers):
             left = limits.steps - steps
