@@ -18,7 +18,7 @@ from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.errors import VerifyError
 from fxwrap.lowering import Lowered, Outcome, lower_with_coverage
-from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
+from fxwrap.memory_planning import MemoryPlan, apply_plan, memory_error_text, plan_memory
 from fxwrap.options import PLANNERS, Options
 from fxwrap.passes import fold_views
 from fxwrap.passes.order import reorder_for_peak_memory
@@ -55,7 +55,15 @@ class Compiled(Emitted):
         coverage: Sequence[Outcome] = (),
         plan: MemoryPlan | None = None,
     ) -> None:
-        super().__init__(emitted.source, lambda: emitted.boxed, lambda: emitted.flat)
+        program = stages[-1].program
+        if plan is None:
+            super().__init__(emitted.source, lambda: emitted.boxed, lambda: emitted.flat)
+        else:
+            boxed, flat = (
+                (lambda: explained(emitted.boxed, plan, program)),
+                lambda: explained(emitted.flat, plan, program),
+            )
+            super().__init__(emitted.source, boxed, flat)
         self.stages = tuple(stages)
         self.options = options
         self.emitted = emitted
@@ -184,6 +192,24 @@ class _Pipeline:
         if self._tuner is None:
             return lowered
         return replace(lowered, program=self._tuner.named(lowered.program))
+
+
+def explained(entry: Callable[..., Any], plan: MemoryPlan, program: Program) -> Callable[..., Any]:
+    """Returns an entry whose errors for want of memory say what the program needs, and where it needs most."""
+
+    def run(*inputs: Any) -> Any:
+        try:
+            return entry(*inputs)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            if not any(text in str(error) for text in _OUT_OF_MEMORY):
+                raise
+            raise type(error)(f"{error}\n{memory_error_text(plan, program)}") from error
+
+    return run
+
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""What torch's allocators say where there is no memory left."""
 
 
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:

@@ -37,9 +37,10 @@ _LONGEST_LIFE = 4096
 def reuse_memory(program: Program, hints: Mapping[str, Scalar] | None = None) -> Program:
     """Returns the program with `memory.reuse` lines in place of frees and later allocations of the same or less bytes.
 
-    Memory that a line of a block allocates and frees serves a later allocation of the block that is freed there too,
-    and so does an owned input. What is given back, what a collective, another stream or a vendor's line works on and
-    what others own is left alone, and memory waits for no line that runs blocks. Symbolic sizes must be equal. The peak by the hints is never above the one before. Linear in the number of lines.
+    Memory that a line of a block allocates and frees serves a later allocation of the block that is freed there
+    too, and so does an owned input. What is given back, what a collective, another stream or a vendor's line works
+    on and what others own is left alone, and memory waits for no line that runs blocks. Symbolic sizes must be
+    equal. The peak by the hints is never above the one before. Linear in the number of lines.
 
     Args:
         program: the program. It is not changed.

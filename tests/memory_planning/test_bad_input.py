@@ -1,0 +1,181 @@
+"""What cannot be planned or does not fit: clear errors, and nothing corrupted; and nothing leaks where a call fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.compiler import emit
+from fxwrap.errors import OptionError, PlanningError
+from fxwrap.lines import Alloc, Free, Pool, Return
+from fxwrap.memory_planning import apply_plan, check_plan, plan_from_json, plan_memory, plan_to_json
+from fxwrap.options import EMITTERS
+from fxwrap.torch_compat import allocation_record, quiet_profiler
+from fxwrap.wrapper_ir import Block, Program, TensorType, Value
+from tests.memory_planning.programs import RULES, cache_line, parsed
+
+CHAIN = parsed(RULES["allocations_of_one_device_share_a_pool"])
+STACKED = parsed(RULES["sizes_without_a_common_factor_lie_on_one_another"])
+
+
+def _allocating(*sizes: Any) -> Program:
+    value = Value("a", TensorType.contiguous(torch.float32, sizes, torch.device("cpu")))
+    return Program("p", (), Block((), (Alloc(value), Free(value), Return(()))))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((-3, 4), "%a takes -48 bytes, which no memory has"), ((2**40, 2**40), "%a takes .* bytes, which no memory has")],
+)
+def test_sizes_that_no_memory_has(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(PlanningError, match=message):
+        plan_memory(_allocating(*sizes), alignment=cache_line)
+
+
+@pytest.mark.parametrize("rows", [-1, 2**60])
+def test_symbolic_sizes_that_no_memory_has(rows: int) -> None:
+    with pytest.raises(PlanningError, match=r"%\w+ takes \d+\*s0 = -?\d+ bytes, which no memory has"):
+        plan_memory(STACKED, alignment=cache_line, hints={"s0": rows})
+
+
+def test_a_size_that_is_only_guessed_is_no_error() -> None:
+    text = "program @p(%x: borrowed f32[8]@cpu) {\n" + "".join(
+        f"  u{number} = symbol.item(%n{number}) range=(0, 100)\n" for number in range(6)
+    )
+    text = text.replace("%x: borrowed f32[8]@cpu", ", ".join(f"%n{number}: borrowed i64[]@cpu" for number in range(6)))
+    text += "  %a = memory.alloc() : f32[u0, u1, u2, u3, u4, u5]@cpu\n  memory.free(%a)\n  control.return()\n}\n"
+    assert plan_memory(parsed(text), alignment=cache_line).body.pools == ()
+
+
+@pytest.mark.parametrize("alignment", [0, -64, 48])
+def test_an_alignment_is_a_power_of_two(alignment: int) -> None:
+    with pytest.raises(PlanningError, match=f"an alignment is a power of two, not {alignment}"):
+        plan_memory(CHAIN, alignment=lambda device: alignment)
+
+
+def _edited(change: Callable[[dict[str, Any]], None]) -> str:
+    found = json.loads(plan_to_json(plan_memory(CHAIN, alignment=cache_line, algorithm="greedy_by_size")))
+    change(found["blocks"][0]["pools"][0])
+    return json.dumps(found)
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "overlap": (lambda pool: [item.update(offset=0) for item in pool["memory"]], "%b at bytes 0 to 64 .* overlaps %a"),
+    "outside": (lambda pool: pool["memory"][0].update(offset=4096), "%a at bytes 4096 to 4160 .* lies outside its 128"),
+    "negative": (lambda pool: pool["memory"][0].update(offset=-64), "%a at bytes -64 to 0 .* lies outside its 128"),
+    "unaligned": (lambda pool: pool.update(size=512) or pool["memory"][0].update(offset=130), "multiple of 64 bytes"),
+    "short_lived": (lambda pool: pool.update(lines=[0, 3]), "is live in lines .*, the pool in fewer"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_plan_that_was_edited_is_checked(name: str) -> None:
+    change, message = EDITS[name]
+    with pytest.raises(PlanningError, match=message):
+        check_plan(plan_from_json(_edited(change)), alignment=cache_line)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "this is no memory plan: JSONDecodeError"),
+        ("[]", "this is no memory plan: TypeError"),
+        ('{"format": 7, "blocks": []}', "the plan has format 7; this version reads 1"),
+        (_edited(lambda pool: pool.pop("lines")), "this is no memory plan: KeyError: 'lines'"),
+        (_edited(lambda pool: pool.update(size="s0 +")), "this is no memory plan: ParseError"),
+        (_edited(lambda pool: pool.update(size=1.5)), "a size is a number or an expression, not 1.5"),
+        (_edited(lambda pool: pool.update(device="moon")), "this is no memory plan: RuntimeError"),
+    ],
+)
+def test_text_that_is_no_plan(text: str, message: str) -> None:
+    with pytest.raises(PlanningError, match=message):
+        plan_from_json(text)
+
+
+def test_the_plan_of_another_program_is_refused() -> None:
+    plan = plan_memory(CHAIN, alignment=cache_line)
+    with pytest.raises(PlanningError, match=r"the plan is not this program's: .* line \d+ of \^body does not allocate"):
+        apply_plan(STACKED, plan)
+
+
+def test_an_unknown_planner_is_refused() -> None:
+    with pytest.raises(OptionError, match="option 'memory_planning' is none or reuse or auto"):
+        fxwrap.Options(memory_planning="best")
+
+
+# --- no memory left -------------------------------------------------------------------------------------------------
+
+
+def _chain(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.softmax(x @ w, -1).cumsum(0) + x
+    return x.sum() * torch.ones(4096)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_the_error_for_want_of_memory_says_what_is_needed_and_where(emitter: str) -> None:
+    """A pool is made larger than any machine's memory after the plan, as a stand-in for a device that is full."""
+    options = fxwrap.Options(emitter=emitter, memory_planning="auto")
+    graph = make_fx(_chain)(torch.randn(64, 64), torch.randn(64, 64))
+    compiled = fxwrap.compile_graph(graph, [torch.randn(64, 64)] * 2, options=options)
+    pools = [line for line in compiled.program.body.lines if isinstance(line, Pool)]
+    assert pools and compiled.plan is not None
+    huge = compiled.program.replace(body=Block((), tuple([_enlarged(line) for line in compiled.program.body.lines])))
+    stages = [*compiled.stages[:-1], fxwrap.compiler.Stage("plan_memory", huge)]
+    failing = fxwrap.Compiled(stages, options, emit(huge, emitter), plan=compiled.plan)
+    message = (
+        rf"(?s)memory.*@program needs {compiled.plan.body.peak:,} bytes at its peak, line \d+: `.*`, of them in pools"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        failing(torch.randn(64, 64), torch.randn(64, 64))
+
+
+def _enlarged(line: Any) -> Any:
+    if not isinstance(line, Pool):
+        return line
+    type_ = line.result.tensor_type
+    return Pool(Value(line.result.name, TensorType(torch.uint8, (2**55,), (1,), type_.device)))
+
+
+# --- nothing leaks --------------------------------------------------------------------------------------------------
+
+
+def _live_after(run: Callable[[], None], calls: int) -> int:
+    """Returns the bytes that are allocated and not freed after some calls, by the allocator's own reports."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with quiet_profiler(), torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        for _ in range(calls):
+            run()
+    record = list(allocation_record(profile))
+    assert len(record) >= 2 * calls  # memory was allocated and freed in each call
+    return sum(record)
+
+
+@pytest.mark.parametrize("planning", ["reuse", "auto"])
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_call_that_fails_halfway_leaks_nothing(emitter: str, planning: str) -> None:
+    """An index out of range is found by the kernel of the gather, after other kernels and calls have run."""
+
+    def function(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
+        y = torch.softmax(x @ w, -1).cumsum(0) + x
+        return (y.sort(0)[0][index] @ w).cumsum(0) @ w
+
+    inputs = (torch.randn(16, 16), torch.randn(16, 16), torch.tensor([1, 3]))
+    options = fxwrap.Options(emitter=emitter, memory_planning=planning)
+    compiled = fxwrap.compile_graph(make_fx(function)(*inputs), list(inputs), options=options)
+    torch.testing.assert_close(compiled(*inputs), (function(*inputs),))
+    wrong = (*inputs[:2], torch.tensor([1, 99]))
+
+    def fail() -> None:
+        with pytest.raises(IndexError):
+            compiled(*wrong)
+
+    fail()
+    assert _live_after(fail, 1000) == 0
