@@ -29,19 +29,11 @@ _PAIRS_A_BUFFER = 6
 _SEARCHED_BUFFERS = 400
 
 
-@dataclass(frozen=True)
-class _Budget:
-    """Steps of a search for the best peak: for the lower bound, for each peak between, and how many of these."""
-
-    bound_steps: int
-    steps: int
-    tries: int
-
-
-# A few seconds at most, since it is part of every compile; and what is asked for by name, or has a capacity to reach,
-# which ends with its time.
-_AUTO_BUDGET = _Budget(6_500, 2_000, 4)
-_FULL_BUDGET = _Budget(50_000, 20_000, 10)
+# Steps of a search for the best peak: a few seconds at most, since "auto" is part of every compile. A search that is
+# asked for by name goes on with twice as many, and so on until its time is over.
+_BOUND_STEPS = 6_500
+_STEPS = 2_000
+_TRIES = 4
 _CAPACITY_STEPS = 1_000_000
 
 
@@ -78,7 +70,8 @@ def assign_offsets(
     - "best_fit": in the order of time, forwards and backwards; n log n.
     - "search": depth-first search (see `search.py`), after the quick ones.
     - "auto": the quick ones (those that look at pairs only where these are few), and a short search where the
-      best is above the lower bound, or above `capacity` where one is given, and there are at most 400 buffers.
+      best is above the lower bound, or above `capacity` where one is given, and there are at most 400 buffers. Without
+      a capacity it has a fixed number of steps, which take at most a few seconds.
 
     With `capacity` in bytes, the first plan that fits is taken, and a search goes on until there is one or
     `time_limit_s` seconds (of wall time) are over. Results are the same on every run, unless the time limit cuts a
@@ -154,23 +147,44 @@ class _Planner:
         """
         if self.capacity is not None:
             return search(self.buffers, self.capacity, Limits(_CAPACITY_STEPS, self.deadline)).offsets
-        budget = _FULL_BUDGET if thorough else _AUTO_BUDGET
-        result = search(self.buffers, self.lower_bound, Limits(budget.bound_steps, self.deadline))
-        if result.outcome is Outcome.SOLVED:
-            return result.offsets
         best: Sequence[int] = ()
-        low = self.lower_bound
-        for _ in range(budget.tries):
-            middle = (low + peak) // 2 // self.alignment * self.alignment
-            # A thousandth is not worth another search.
-            if middle <= low or peak - low <= self.lower_bound // 1000 or time.monotonic() > self.deadline:
+        proved = self.lower_bound - 1  # no plan has this peak or a lower one
+        effort = 1
+        while True:
+            found, proved = self._narrow(proved, peak, effort)
+            if found:
+                best, peak = found, _peak(self.buffers, found)
+            if not thorough or self._is_over() or peak - proved <= max(self._close, self.alignment):
+                return best
+            effort *= 2
+
+    def _narrow(self, proved: int, peak: int, effort: int) -> tuple[Sequence[int], int]:
+        """The best offsets of a few searches between these peaks, and the highest peak that is proved impossible."""
+        best: Sequence[int] = ()
+        low = proved  # this peak was proved impossible, or given up
+        for _ in range(_TRIES + 1):
+            at_bound = low < self.lower_bound
+            tried = self.lower_bound if at_bound else (low + peak) // 2 // self.alignment * self.alignment
+            if not low < tried < peak or (not at_bound and peak - low <= self._close) or self._is_over():
                 break
-            result = search(self.buffers, middle, Limits(budget.steps, self.deadline))
-            if result.outcome is Outcome.SOLVED:
-                best, peak = result.offsets, _peak(self.buffers, result.offsets)
-            else:
-                low = middle
-        return best
+            steps = effort * (_BOUND_STEPS if at_bound else _STEPS)
+            result = search(self.buffers, tried, Limits(steps, self.deadline))
+            match result.outcome:
+                case Outcome.SOLVED:
+                    best, peak = result.offsets, _peak(self.buffers, result.offsets)
+                case Outcome.IMPOSSIBLE:
+                    low = proved = tried
+                case Outcome.GAVE_UP:
+                    low = tried
+        return best, proved
+
+    @property
+    def _close(self) -> int:
+        """A difference of peaks that is not worth another search."""
+        return self.lower_bound // 1000
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self.deadline
 
 
 def _check_options(alignment: object, capacity: object, algorithm: str, time_limit_s: float) -> None:
