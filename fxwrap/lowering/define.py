@@ -148,6 +148,10 @@ class Defining:
             self.known[node] = self.known[node.args[0]]  # type: ignore[index]
             self._became(node, "view")
             return
+        if node in self.in_place.written:
+            self._step(node, position, fake)
+            self._became(node, "call", "it writes its operand in place")
+            return
         if self._define_copy(node, position):
             return
         reason = "it gives a number"
@@ -387,6 +391,8 @@ class Defining:
 
         written = self.in_place.written.get(node)
         if written is not None:  # these results are the operands that the call writes
+            if None in written:
+                return self.known[written[None]]
             items = fake.items() if isinstance(fake, dict) else enumerate(fake)
             parts = {key: self.known[written[key]] if key in written else make(item, f"{node.name}_{key}")
                      for key, item in items}  # fmt: skip

@@ -128,8 +128,9 @@ class _Lowering:
         self.builder = Builder(fakes, self.state)
         blocks = BlockLowering(self.builder, self, request, lower_higher_order)
         self.body = Body(
-            source.graph_module, self.builder, request, self._get_attr, partial(lower_higher_order, blocks)
-        )
+            source.graph_module, self.builder, request, self._get_attr, partial(lower_higher_order, blocks),
+            self._overwritten(),
+        )  # fmt: skip
         self.inputs: list[tuple[Node, Any]] = []
         self.constants: dict[str, Value] = {}
         self._constant_of: dict[int, Value] = {}
@@ -153,6 +154,11 @@ class _Lowering:
             note = peak_note(program, builder, list(self.source.graph_module.graph.nodes), hint)
             program = program.replace(header=tuple(sorted([*program.header, *([("peak", note)] if note else [])])))
         return Lowered(program, tuple(self.state.outcomes), self.request.refused)
+
+    def _overwritten(self) -> dict[int, Node]:
+        """Returns the placeholders that outputs overwrite, by the position of the output."""
+        placeholders = {node.name: node for node in self.source.graph_module.graph.find_nodes(op="placeholder")}
+        return {position: placeholders[name] for position, name in self.source.mutations.items()}
 
     def _placeholder(self, node: Node) -> None:
         builder, fake = self.builder, self.builder.fakes[node]

@@ -1,14 +1,15 @@
-"""Calls that write copies of their operands, where the copy is copied back at last: they write the operands themselves.
+"""Calls that write copies of their operands, where a copy ends in the operand: they write the operands themselves.
 
-A functionalized graph says `y = call(copy of x)`, ..., `x.copy_(y)`. Where nothing after the call reads what `x` held
-before, the call may write `x`, what reads `y` reads `x`, and the copy back is nothing. So it is for several calls in a
-row, each on what the one before has written.
+A functionalized graph says `y = call(copy of x)`, ..., `x.copy_(y)`, and an exported program that its output `y`
+overwrites `x`. Where nothing can tell, the call may write `x`, what reads `y` reads `x`, and the copy back is nothing.
+So it is for several calls in a row, each on what the one before has written. Updating a cache then costs what is
+written, and no copies of the cache.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fxwrap.lowering.effects import launches_kernel, operator_label
-from fxwrap.lowering.operators import operator_facts
+from fxwrap.lowering.effects import attribute_of, has_effect, launches_kernel, operator_label, shown_operands
+from fxwrap.lowering.operators import IN_PLACE_FORMS, operator_facts, operator_name
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
 
 
@@ -25,7 +26,7 @@ from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identit
 class InPlace:
     """What is written in place: for each call, the operands that its results are, by the results' keys.
 
-    `copies` are the copies back, which are nothing any more.
+    A result that is one tensor has the key None. `copies` are the copies back, which are nothing any more.
     """
 
     written: Mapping[Node, Mapping[Any, Node]] = field(default_factory=dict)
@@ -42,90 +43,224 @@ class _Link:
     operand: Node
 
 
-def calls_in_place(nodes: Sequence[Node], fakes: Mapping[Node, Any]) -> InPlace:
-    """Returns which calls of a graph may write their operands in place, by the graph's fake values. Linear in nodes."""
+@dataclass(frozen=True)
+class _Chain:
+    """Calls from `target` on, each on the result of the one before, and what the last result ends in the target by.
+
+    `end` is a copy into the target, or the output node of a graph whose output overwrites it.
+    """
+
+    target: Node
+    links: tuple[_Link, ...]
+    end: Node
+
+
+def calls_in_place(
+    nodes: Sequence[Node], fakes: Mapping[Node, Any], overwritten: Mapping[int, Node], kept: Collection[str] = ()
+) -> InPlace:
+    """Returns which calls of a graph may write their operands in place. Linear in nodes; installs no guards.
+
+    Args:
+        nodes: the graph's nodes in order.
+        fakes: their fake values.
+        overwritten: the placeholders that outputs overwrite, by the position of the output.
+        kept: operators, "aten.index_put.default", whose calls and copies stay as they are.
+    """
     copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
-    if not copies:
+    if not copies and not overwritten:
         return InPlace()
-    graph = _Graph(nodes, fakes)
+    graph = _Graph(nodes, fakes, overwritten)
+    candidates = [_chain(node, *node.args[:2], kept) for node in copies if len(node.args) == 2 and not node.kwargs]
+    candidates += [
+        _chain(graph.output, target, graph.outputs[position], kept) for position, target in overwritten.items()
+    ]
     written: dict[Node, dict[Any, Node]] = {}
     dropped = set()
-    for copy in copies:
-        links = graph.links(copy)
-        if links and all(graph.may_write(link, copy) for link in links):
-            dropped.add(copy)
-            for link in links:
+    for chain in candidates:
+        if chain is not None and graph.take(chain):
+            dropped |= {chain.end} - {graph.output}
+            for link in chain.links:
                 written.setdefault(link.call, {})[link.key] = link.operand
     return InPlace(written, frozenset(dropped))
 
 
-class _Graph:
-    """A graph's nodes by the storage that they show."""
-
-    def __init__(self, nodes: Sequence[Node], fakes: Mapping[Node, Any]) -> None:
-        self.fakes = fakes
-        self.place = {node: position for position, node in enumerate(nodes)}
-        self.on_storage: dict[int, list[Node]] = {}
-        for node in nodes:
-            storage = self._storage(node)
-            if storage is not None:
-                self.on_storage.setdefault(storage, []).append(node)
-
-    def _storage(self, node: Node) -> int | None:
-        fake = self.fakes.get(node)
-        return storage_identity(fake) if isinstance(fake, torch.Tensor) else None
-
-    def links(self, copy: Node) -> list[_Link]:
-        """Returns the calls from what a copy reads to what it writes, the last first; none where there is no way."""
-        target, source = copy.args[0], copy.args[1]
-        if not isinstance(target, Node) or target.op not in ("placeholder", "get_attr") or copy.kwargs:
-            return []
-        found = []
-        while source is not target:
-            link = _link(source)
-            if link is None:
-                return []
-            found.append(link)
-            source = link.operand
-        return found
-
-    def may_write(self, link: _Link, copy: Node) -> bool:
-        """Whether a call may write its operand, given that `copy` is left out then."""
-        one, other = self.fakes.get(link.operand), self.fakes.get(link.result)
-        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-            return False
-        if one.dtype != other.dtype or one.shape != other.shape or one.stride() != other.stride():
-            return False
-        old = set(self.on_storage[storage_identity(one)])
-        if sum(node in old for node in _operands(link.call)) != 1:
-            return False  # it reads the same memory by another operand too
-        before = self.place[link.call]
-        early = all(
-            user in (link.call, copy) or self.place[user] < before for node in old - {copy} for user in node.users
-        )
-        new = self.on_storage[storage_identity(other)]
-        return early and not any(user.op == "output" for node in new for user in node.users)
+def _chain(end: Node, target: Any, source: Any, kept: Collection[str]) -> _Chain | None:
+    """Returns the calls from a tensor to what is to overwrite it, or None where there is no way, or nothing between."""
+    if not isinstance(target, Node) or target.op not in ("placeholder", "get_attr") or str(end.target) in kept:
+        return None
+    found: list[_Link] = []
+    while source is not target:
+        link = _link(source)
+        if link is None or str(link.call.target) in kept:
+            return None
+        found.insert(0, link)
+        source = link.operand
+    return _Chain(target, tuple(found), end) if found else None
 
 
 def _link(node: Any) -> _Link | None:
-    """Returns the call that a node takes a written copy from."""
-    if not isinstance(node, Node) or node.target is not operator.getitem:
+    """Returns the call that a node is, or takes, a written copy from."""
+    if not isinstance(node, Node):
+        return None
+    if isinstance(node.target, OpOverload):
+        given = node.args[0] if operator_name(node.target) in IN_PLACE_FORMS and node.args else None
+        return _Link(node, None, node, given) if isinstance(given, Node) else None
+    if node.target is not operator.getitem:
         return None
     call, key = node.args
     if not isinstance(call, Node) or not isinstance(call.target, HigherOrderOperator):
         return None
-    given: Any = None
+    base: Any = None
     if launches_kernel(call):
-        given = call.kwargs["kwargs"].get(key)  # type: ignore[union-attr, arg-type]
+        base = call.kwargs["kwargs"].get(key)  # type: ignore[union-attr, arg-type]
     elif operator_label(call.target) == "auto_functionalized_v2" and isinstance(call.args[0], OpOverload):
         bases: Any = call.kwargs.get("_all_bases", ())
         before = max(operator_facts(call.args[0]).return_count, 1)
-        given = bases[key - before] if isinstance(key, int) and before <= key < before + len(bases) else None
-    return _Link(call, key, node, given) if isinstance(given, Node) else None
+        base = bases[key - before] if isinstance(key, int) and before <= key < before + len(bases) else None
+    return _Link(call, key, node, base) if isinstance(base, Node) else None
 
 
-def _operands(call: Node) -> Iterator[Node]:
-    """Yields the operands of a call, each as often as it is one."""
+class _Graph:
+    """A graph's nodes by the storage that they show, and the chains that are in place so far."""
+
+    def __init__(self, nodes: Sequence[Node], fakes: Mapping[Node, Any], overwritten: Mapping[int, Node]) -> None:
+        self.nodes = nodes
+        self.fakes = fakes
+        self.place = {node: position for position, node in enumerate(nodes)}
+        self.output = next(node for node in reversed(nodes) if node.op == "output")
+        tree = self.output.args[0]
+        self.outputs: list[Any] = list(tree) if isinstance(tree, tuple | list) else [tree]
+        given = [item for position, item in enumerate(self.outputs) if position not in overwritten]
+        self.returned = set(_operands(given))
+        self.taken: set[Node] = set()
+        self.on_storage: dict[int, list[Node]] = {}
+        for node in nodes:
+            fake = None if isinstance(node.target, HigherOrderOperator) else fakes.get(node)
+            for part in fake if isinstance(fake, tuple | list) else (fake,):
+                if isinstance(part, torch.Tensor):
+                    self.on_storage.setdefault(storage_identity(part), []).append(node)
+
+    def take(self, chain: _Chain) -> bool:
+        """Whether a chain's calls write in place; it is remembered then."""
+        before = self._in_memory_of(chain.target, chain.end)
+        if not before.isdisjoint(self.taken) or not all(self._same_layout(link) for link in chain.links):
+            return False
+        own = {chain.end, *(link.call for link in chain.links)}
+        memory = set(before)
+        for number, link in enumerate(chain.links):
+            if sum(node in memory for node in _operands((link.call.args, link.call.kwargs))) != 1:
+                return False  # it reads the same memory by another operand too
+            after = self._in_memory_of(link.result, chain.end)
+            following = self.place[chain.links[number + 1].call] if number + 1 < len(chain.links) else None
+            if not self._is_hidden(after - before, own, following):
+                return False
+            if not self._may_be_shown(chain, link) and not self.returned.isdisjoint(after - before):
+                return False
+            memory |= after
+        if not self._is_read_in_time(chain, before, own):
+            return False
+        self.taken |= memory
+        return True
+
+    def _in_memory_of(self, start: Node, end: Node) -> set[Node]:
+        """Returns the nodes that may show the memory of one, itself included, by storages and by schemas."""
+        fake, pending = self.fakes.get(start), [start]
+        if isinstance(fake, torch.Tensor):
+            pending += self.on_storage.get(storage_identity(fake), ())
+        if start.op == "get_attr":
+            pending += [node for node in self.nodes if node.op == "get_attr" and _same_attribute(node, start)]
+        found = set(pending)
+        while pending:
+            for user in pending.pop().users:
+                if user not in found and user is not end and _may_show_operands(user):
+                    found.add(user)
+                    pending.append(user)
+        return found
+
+    def _same_layout(self, link: _Link) -> bool:
+        """Whether a result is laid out as its operand is, without gaps or elements in one place."""
+        old, new = self.fakes.get(link.operand), self.fakes.get(link.result)
+        if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+            return False
+        if old.dtype != new.dtype or old.device != new.device or not _is_dense(old):
+            return False
+        return _numbers(old.shape) == _numbers(new.shape) and _numbers(old.stride()) == _numbers(new.stride())
+
+    def _is_hidden(self, result: Collection[Node], own: Collection[Node], following: int | None) -> bool:
+        """Whether nobody else writes a result, and it is read before the following call writes it."""
+        for user in _users(result):
+            if user not in own and has_effect(user):
+                return False
+            if user not in own and following is not None and self.place[user] > following:
+                return False
+        return True
+
+    def _may_be_shown(self, chain: _Chain, link: _Link) -> bool:
+        """Whether a result may be given back: an exported program's is the buffer itself in eager's module too."""
+        return chain.end is self.output and link is chain.links[-1]
+
+    def _is_read_in_time(self, chain: _Chain, before: Collection[Node], own: Collection[Node]) -> bool:
+        """Whether the target's old content is read before the first call writes it, and nobody else writes there.
+
+        What is read after the copy back is the new content; it is found where the last result says that it begins.
+        """
+        first, last = self.place[chain.links[0].call], self.place[chain.end]
+        if chain.end is self.output and any(node in before for node in _operands(self.outputs)):
+            return False
+        users = [user for user in _users(before) if user not in own]
+        if any(has_effect(user) or first < self.place[user] < last for user in users):
+            return False
+        if chain.end is self.output or not any(self.place[user] > last for user in [*users, *chain.end.users]):
+            return True
+        old, new = self.fakes[chain.target], self.fakes[chain.links[-1].result]
+        return _numbers([old.storage_offset()]) == _numbers([new.storage_offset()])
+
+
+def _may_show_operands(node: Node) -> bool:
+    """Whether a call's results may be in the memory of its operands, by what is known of the call alone."""
+    if node.target is operator.getitem:
+        return True
+    if isinstance(node.target, HigherOrderOperator):
+        return bool(shown_operands(node))
+    if not isinstance(node.target, OpOverload):
+        return False
+    facts = operator_facts(node.target)
+    return facts.aliased is not None or facts.replacement is not None or bool(facts.written)
+
+
+def _same_attribute(one: Node, other: Node) -> bool:
+    first, second = attribute_of(one), attribute_of(other)
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    return storage_identity(first) == storage_identity(second)
+
+
+def _is_dense(fake: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, each element in a place of its own; False where that is not known."""
+    sizes, strides = _numbers(fake.shape), _numbers(fake.stride())
+    left = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    step: Any = 1
+    while left:
+        inner = next((pair for pair in left if pair[1] == step), None)
+        if inner is None:
+            return False
+        left.remove(inner)
+        step = inner[0] * step
+    return True
+
+
+def _numbers(items: Sequence[Any]) -> list[Any]:
+    """Returns sizes or strides as ints and expressions, whose comparison installs no guard."""
+    return [item if type(item) is int else item.node.expr for item in items]
+
+
+def _users(nodes: Collection[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield from node.users
+
+
+def _operands(tree: Any) -> list[Node]:
+    """Returns the nodes among arguments, each as often as it is one."""
     found: list[Node] = []
-    map_arg((call.args, call.kwargs), found.append)
-    yield from found
+    map_arg(tree, found.append)
+    return found

@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from fxwrap.errors import GraphError
 from fxwrap.lowering.decompositions import decompose, exported_table
 from fxwrap.lowering.effects import submodules
-from fxwrap.lowering.write_back import with_writes_in_place
 from fxwrap.options import Options
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_desugared
 
@@ -69,7 +68,7 @@ def graph_source(
             decomposed = graph.run_decompositions(exported_table(options))
         return _exported_source(decomposed, name)
     check_graph(graph)
-    return GraphSource(with_writes_in_place(decompose(graph, example_inputs, options), options.lowerings), name)
+    return GraphSource(decompose(graph, example_inputs, options), name)
 
 
 def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:

@@ -1,4 +1,4 @@
-"""Writes at computed places that end in an input are in place again, where nothing can tell."""
+"""Calls that write copies of inputs, which are copied back at last, write the inputs, where nothing can tell."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fxwrap.compare import capture
 from fxwrap.lines import Call, IndexPut, Mutate, Scatter
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.wrapper_ir import live_bytes
+from tests.user_code import operators
 
 aten = torch.ops.aten
 
@@ -22,6 +23,11 @@ aten = torch.ops.aten
 def lines_of(program: fxwrap.Program, *classes: type) -> list[Any]:
     """The lines of a program that are of one of these classes, in order."""
     return [line for line in program.body.lines if isinstance(line, classes)]
+
+
+def constant_of(program: fxwrap.Program, name: str) -> Any:
+    """The value of a constant of a program's."""
+    return next(item.value for item in program.constants if item.value.name == name)
 
 
 def inputs() -> tuple[Tensor, ...]:
@@ -114,6 +120,28 @@ def _an_intermediate_is_read(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
     return first.sum(0)
 
 
+def _the_base_is_written_before(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache.mul_(3)
+    made = aten.index_put(cache, [i], v)
+    aten.copy_(cache, made)
+    return made.sum(0)
+
+
+def _gaps_are_in_between(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    rows = cache[:, ::2]
+    made = aten.index_put(rows, [i], v[:, ::2])
+    aten.copy_(rows, made)
+    return made.sum(0)
+
+
+def _it_is_written_back_twice(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    first = aten.index_put(cache, [i], v)
+    aten.copy_(cache, first)
+    second = aten.index_put(cache, [i + 1], v)
+    aten.copy_(cache, second)
+    return first.sum(0)
+
+
 def _the_base_is_another(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
     made = aten.index_put(cache * 2, [i], v)
     aten.copy_(cache, made)
@@ -124,7 +152,8 @@ NOT_IN_PLACE: dict[str, Any] = {
     function.__name__.strip("_"): function
     for function in (
         _returned, _old_content_is_read_after, _result_is_written_after, _base_is_written_after, _base_is_a_source,
-        _an_intermediate_is_read, _the_base_is_another,
+        _an_intermediate_is_read, _the_base_is_written_before, _gaps_are_in_between, _it_is_written_back_twice,
+        _the_base_is_another,
     )
 }  # fmt: skip
 
@@ -139,6 +168,110 @@ def test_where_it_could_be_told_the_copy_stays(name: str) -> None:
     cache = program.inputs[0].value
     assert cache not in [line.target for line in lines_of(program, IndexPut)]
     assert str(graph.graph) == before
+
+
+def _placed_back(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache[i] = v
+    return v + 1
+
+
+def _shifted(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    operators.shift_(cache, 2.0)
+    return v + 1
+
+
+@pytest.mark.parametrize("function", [_placed_back, _shifted])
+def test_an_input_with_gaps_is_copied(function: Any, fresh_dynamo: None) -> None:
+    given = (torch.randn(4, 16)[:, ::2], torch.tensor([2, 0]), torch.randn(2, 8))
+    options = Options(fuse=False)
+    assert_emitters_agree(function, given, options=options)
+    (graph,) = capture(function, given, options=options)
+    program = graph.compiled.program
+    copied = [line.target for line in lines_of(program, Mutate) if program.inputs[0].value in line.writes]
+    assert copied == ["aten.copy_.default"]
+    assert program.inputs[0].value not in [line.target for line in lines_of(program, IndexPut)]
+
+
+def test_an_input_that_begins_within_its_memory_is_written_there(fresh_dynamo: None) -> None:
+    """The graph has views of the result, which begins where its own memory does, and of what is copied back."""
+
+    def function(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+        made = aten.index_put(cache, [i], v)
+        shown = made[1:]
+        aten.copy_(cache, made)
+        return shown.sum(0)
+
+    def reading(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+        return aten.copy_(cache, aten.index_put(cache, [i], v))[1:].sum(0)
+
+    _, i, v = inputs()
+    cache = torch.randn(3, 4, 8)[1]
+    graph = make_fx(function, tracing_mode="fake")(cache, i, v)
+    assert_emitters_agree(graph, (cache, i, v))
+    program = fxwrap.lower(graph, (cache, i, v))
+    assert [line.target for line in lines_of(program, IndexPut)] == [program.inputs[0].value]
+    graph = make_fx(reading, tracing_mode="fake")(cache, i, v)
+    assert_emitters_agree(graph, (cache, i, v))
+
+
+def test_writes_at_computed_places_and_operators_of_others_take_turns(fresh_dynamo: None) -> None:
+    def function(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+        cache[i] = v
+        operators.shift_(cache, 2.0)
+        cache.index_add_(0, i, v)
+        return cache.sum(0)
+
+    assert_emitters_agree(function, inputs())
+    (graph,) = capture(function, inputs())
+    program = graph.compiled.program
+    cache = program.inputs[0].value
+    assert [line.target for line in lines_of(program, IndexPut)] == [cache]
+    written = [(line.target, line.writes) for line in lines_of(program, Mutate)]
+    assert written == [("user_code.shift_.default", (cache,)), ("aten.index_add_.default", (cache,))]
+
+
+class Cache(torch.nn.Module):
+    """Rows are written into buffers at given places, and into an input."""
+
+    def __init__(self, returned: str = "") -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.randn(8, 4))
+        self.register_buffer("count", torch.zeros(()))
+        self.returned = returned
+
+    def forward(self, x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        before = self.rows.sin().sum(0)
+        self.rows.index_copy_(0, i, v * 2)
+        self.rows[i] = v + 1
+        x[i] = v
+        self.count.add_(1)
+        found = (self.rows * 3).sum(0) + before
+        shown = {"itself": self.rows, "a view": self.rows[1:]}
+        return (shown[self.returned], found) if self.returned else (found,)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_an_exported_program_writes_its_buffers_in_place(fuse: bool) -> None:
+    given = (torch.randn(8, 4), torch.tensor([5, 0]), torch.randn(2, 4))
+    exported = torch.export.export(Cache(), given)
+    options = Options(fuse=fuse)
+    assert_emitters_agree(exported, given, options=options)
+    program = fxwrap.lower(exported, options=options)
+    rows, x = constant_of(program, "b_rows"), program.inputs[0].value
+    assert [line.target for line in lines_of(program, IndexPut)] == [rows, x]
+    copied, called = lines_of(program, Mutate)[-1], lines_of(program, Mutate)[0]
+    assert called.target == "aten.index_copy_.default" and called.writes == (rows,)
+    assert copied.writes == (constant_of(program, "b_count"),) and len(lines_of(program, Mutate)) == 2
+
+
+@pytest.mark.parametrize("returned", ["itself", "a view"])
+def test_a_buffer_that_an_exported_program_gives_back_is_the_buffer(returned: str) -> None:
+    """As in the module that torch makes of the program."""
+    given = (torch.randn(8, 4), torch.tensor([5, 0]), torch.randn(2, 4))
+    exported = torch.export.export(Cache(returned), given)
+    assert_emitters_agree(exported, given)
+    program = fxwrap.lower(exported)
+    assert constant_of(program, "b_rows") in [line.target for line in lines_of(program, IndexPut)]
 
 
 def test_two_inputs_in_one_memory_are_told_apart_from_one() -> None:
