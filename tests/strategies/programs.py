@@ -131,6 +131,7 @@ class _Builder:
         """Forgets a root that a line has taken, and all windows on it."""
         self.owned.remove(root)
         self.readable = [value for value in self.readable if self.root_of[value.name] != root]
+        self.others = [value for value in self.others if self.root_of[value.name] != root]
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
