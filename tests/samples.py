@@ -281,7 +281,7 @@ program @owned_inputs(%a: owned f32[4, 4]@cpu, %b: owned f32[4, 4]@cpu, %c: shar
         """
 program @symbols_of_all_kinds(%x: borrowed f32[s0, s1 | 2*s1, 2]@cpu, s2: int range=(1, 64) hint=3, f0: float, \
 b0: bool, %count: borrowed i64[]@cpu, %scale: borrowed f32[1]@cpu, %on: borrowed bool[]@cpu) {
-  s0 = symbol.size(%x) dim=0 range=(1, 1024) hint=4
+  s0 = symbol.size(%x) dim=0 rank=2 range=(1, 1024) hint=4
   s1 = symbol.size(%x) dim=1
   n1 = symbol.size(%x) dim=0 of="stride"
   n2 = symbol.size(%x) dim=0 of="storage_offset"

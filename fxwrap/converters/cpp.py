@@ -232,6 +232,8 @@ class CppConverter(Converter):
 
     def size(self, line: SizeOf) -> None:
         tensor = self.writer.name_of(line.tensor)
+        if line.rank:
+            self.writer.say(f"check_rank(f, {tensor}, {string_text(line.tensor.name)}, {line.rank});")
         dim = "" if line.of == "storage_offset" else f", {line.dim}"
         self._assign(line.symbol, f"{line.of}(f, {tensor}{dim})")
 

@@ -30,9 +30,9 @@ thread_local throw true try typedef typeid typename union unsigned using virtual
 """
 _BRIDGE_NAMES = """
 Arg Args BoolSymbol DType Device FloatSymbol Frame FxwrapValue Input Inputs IntSymbol Ints Layout MemoryFormat Operator
-Program Site Slot abi_version alias call check_alignment check_layout complex count data_ptr defined drop empty_strided
-fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int list mark_written move named none owned
-pool_slice restore_random_state reuse save_random_state size size_t std storage_offset stride view
+Program Site Slot abi_version alias call check_alignment check_layout check_rank complex count data_ptr defined drop
+empty_strided fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int list mark_written move named
+none owned pool_slice restore_random_state reuse save_random_state size size_t std storage_offset stride view
 """
 _PROGRAM_NAMES = """
 arguments_ constants errno f inputs int16_t int32_t int64_t int8_t kernel outputs program results_ run site stderr stdin

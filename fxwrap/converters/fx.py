@@ -296,6 +296,8 @@ class FxConverter(Converter):
 
     def size(self, line: SizeOf) -> None:
         tensor = self.writer.argument(line.tensor)
+        if line.rank:
+            self.ours(line, _OURS.check_rank.default, [tensor, line.tensor.name, line.rank])
         arguments = [tensor] if line.of == "storage_offset" else [tensor, line.dim]
         val = self.fakes.symbol(line.symbol)
         self.writer.symbol(line.symbol, self.writer.call(_SIZES[line.of], arguments, name=line.symbol.name, val=val))

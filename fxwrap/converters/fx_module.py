@@ -12,10 +12,11 @@ from torch.fx.graph import CodeGen
 
 from fxwrap.converters.emitted import Boxed, Emitted
 from fxwrap.errors import GraphModuleError
-from fxwrap.lines import CheckLayout
+from fxwrap.lines import CheckLayout, SizeOf
 from fxwrap.runtime import checks
+from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import graph_python_code
-from fxwrap.wrapper_ir import Program
+from fxwrap.wrapper_ir import Program, Value
 
 _INSTEAD = (
     "Run it with torch.fx.Interpreter, copy it with copy.deepcopy, retrace it with make_fx, or keep the program's text "
@@ -109,9 +110,13 @@ def _checked_entry(program: Program, graph_module: GraphModule) -> Boxed:
     run = boxed_entry(graph_module)
     name, count = program.name, len(program.inputs)
     checked = _checked_inputs(program)
+    numbers = [(position, item.name) for position, item in enumerate(program.inputs)
+               if not isinstance(item.value, Value)]  # fmt: skip
 
     def call(inputs: list[Any]) -> Any:
         checks.check_count(name, count, len(inputs))
+        for position, symbol in numbers:
+            checks.check_number(inputs[position], symbol, symbol_kind(symbol))
         for position, line in checked:
             if type(inputs[position]) not in _PLAIN:
                 _refuse(inputs[position], line)
@@ -123,13 +128,22 @@ def _checked_entry(program: Program, graph_module: GraphModule) -> Boxed:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _checked_inputs(program: Program) -> list[tuple[int, CheckLayout]]:
+def _checked_inputs(program: Program) -> list[tuple[int, CheckLayout | SizeOf]]:
+    """Returns the inputs that are checked, by position, each with the first line that does so."""
     positions = {item.name: position for position, item in enumerate(program.inputs)}
-    lines = [line for line in program.body.lines if isinstance(line, CheckLayout)]
-    return [(positions[line.tensor.name], line) for line in lines if line.tensor.name in positions]
+    found: dict[int, CheckLayout | SizeOf] = {}
+    for line in program.body.lines:
+        if isinstance(line, CheckLayout) or (isinstance(line, SizeOf) and line.rank):
+            position = positions.get(line.tensor.name)
+            if position is not None:
+                found.setdefault(position, line)
+    return list(found.items())
 
 
-def _refuse(given: Any, line: CheckLayout) -> None:
+def _refuse(given: Any, line: CheckLayout | SizeOf) -> None:
+    if isinstance(line, SizeOf):
+        checks.check_rank(given, line.tensor.name, line.rank)
+        return
     type_ = line.expected
     sizes: Any = type_.sizes
     strides: Any = type_.strides

@@ -56,7 +56,7 @@ from fxwrap.lines import (
 )  # fmt: skip
 from fxwrap.runtime import checks, control, tensors
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
-from fxwrap.symbolic import evaluate
+from fxwrap.symbolic import evaluate, symbol_kind
 from fxwrap.torch_compat import operator_overload, out_argument_names
 from fxwrap.wrapper_ir import Block, Program, TensorType, Value, map_leaves, type_symbols
 
@@ -93,6 +93,7 @@ class Interpreter(Converter):
             if isinstance(item.value, Value):
                 self._set(item.value, given, check=False)
             else:
+                checks.check_number(given, item.name, symbol_kind(item.name))
                 self.symbols[item.name] = given
         inputs.clear()
         for constant in self.program.constants:
@@ -253,6 +254,8 @@ class Interpreter(Converter):
 
     def size(self, line: SizeOf) -> None:
         tensor = self.values[line.tensor.name]
+        if line.rank:
+            checks.check_rank(tensor, line.tensor.name, line.rank)
         if line.of == "storage_offset":
             self.symbols[line.symbol.name] = tensor.storage_offset()
         else:

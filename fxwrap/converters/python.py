@@ -52,6 +52,7 @@ from fxwrap.lines import (
 )  # fmt: skip
 from fxwrap.runtime.kernels import prepare_kernels
 from fxwrap.runtime.modules import load_module
+from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import out_argument_names
 from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, leaves, program_arguments
 
@@ -274,6 +275,9 @@ class PythonConverter(Converter):
     # --- symbols ----------------------------------------------------------------------------------------------------
 
     def size(self, line: SizeOf) -> None:
+        if line.rank:
+            check = self._runtime("checks", "check_rank")
+            self._say(f"{check}({self._text(line.tensor)}, {line.tensor.name!r}, {line.rank})")
         tensor = self._text(line.tensor)
         taken = {"size": f".size({line.dim})", "stride": f".stride({line.dim})", "storage_offset": ".storage_offset()"}
         self._say(f"{line.symbol.name} = {tensor}{taken[line.of]}")
@@ -437,6 +441,9 @@ def to_python(program: Program, handlers: Mapping[type[ExtensionLine], Handler] 
     count, check = len(program.inputs), module.runtime("checks", "check_count")
     statements = [f"if len(arguments) != {count}:", f"    {check}({program.name!r}, {count}, len(arguments))"]
     statements += unpack_text([module.local(item.name) for item in program.inputs])
+    for symbol in [item.name for item in program.inputs if not isinstance(item.value, Value)]:
+        kind, check = symbol_kind(symbol), module.runtime("checks", "check_number")
+        statements += [f"if type({symbol}) is not {kind}:", f"    {check}({symbol}, {symbol!r}, {kind!r})"]
     statements += writer.block(program.body)
     function = "\n    ".join([f"def {module.local(program.name)}(arguments):", *statements])
     names = [module.local(value.name) for value in constants]

@@ -25,13 +25,16 @@ ASSERT_ERRORS = ("RuntimeError", "IndexError", "ValueError", "InputError")
 class SizeOf(LineBase):
     """Reads a size, a stride (`of="stride"`) or the storage offset (`of="storage_offset"`) of a tensor, in elements.
 
-    Example: `s0 = symbol.size(%x) dim=0 range=(2, 4096) hint=512`
+    With a `rank`, it raises InputError first, which names the tensor, unless that has this many dimensions.
+
+    Example: `s0 = symbol.size(%x) dim=0 rank=2 range=(2, 4096) hint=512`
     """
 
     symbol: SymbolInfo = define(Form.SYMBOL)
     tensor: Value = read()
     dim: int = attribute()
     of: str = attribute(default="size")
+    rank: int = attribute(default=0)
 
     def verify_self(self) -> str | None:
         known = ("size", "stride", "storage_offset")
@@ -39,6 +42,8 @@ class SizeOf(LineBase):
             return f"of is one of {known}, not {self.of!r}"
         if self.of != "storage_offset" and not 0 <= self.dim < len(self.tensor.tensor_type.sizes):
             return f"%{self.tensor.name} has no dimension {self.dim}"
+        if self.rank not in (0, len(self.tensor.tensor_type.sizes)):
+            return f"%{self.tensor.name} has {len(self.tensor.tensor_type.sizes)} dimensions, not {self.rank}"
         return None
 
 

@@ -17,7 +17,7 @@ from fxwrap.errors import GraphError
 from fxwrap.lines import Assert, Bind, Item, Let
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.source import location_of
-from fxwrap.lowering.symbols import known_info, linear_parts, solution
+from fxwrap.lowering.symbols import known_info, linear_parts, solution, truth_symbol
 from fxwrap.symbolic import (
     Size,
     SymbolInfo,
@@ -42,7 +42,7 @@ _END = 2**62
 def lower_item(builder: Builder, node: Node, fake: Any) -> None:
     """Reads the number that an element of a tensor is, as a symbol."""
     expression = builder.expression(fake)
-    symbol = _truth_symbol(expression) or expression
+    symbol = truth_symbol(expression) or expression
     if isinstance(symbol, sympy.Symbol) and symbol.name not in builder.known_symbols:
         info = SymbolInfo(symbol.name, 0, 1) if symbol is not expression else known_info(builder, symbol, fake)
     elif isinstance(symbol, sympy.Basic) and _unknown(builder, symbol):
@@ -52,12 +52,6 @@ def lower_item(builder: Builder, node: Node, fake: Any) -> None:
     builder.known_symbols.add(info.name)
     builder.emit(Item(info, builder.env[node.args[0]], origin=builder.origin(node)))  # type: ignore[index]
     builder.env[node] = expression
-
-
-def _truth_symbol(expression: Any) -> sympy.Symbol | None:
-    """Returns the symbol u of `u == 1`, which is what a ShapeEnv writes for a bool."""
-    is_truth = isinstance(expression, sympy.Eq) and expression.rhs == 1 and isinstance(expression.lhs, sympy.Symbol)
-    return expression.lhs if is_truth else None
 
 
 def lower_assert(builder: Builder, node: Node, condition: Any, message: str) -> None:
@@ -159,7 +153,7 @@ def _bind(builder: Builder, node: Node, expression: Any, value: Value, path: tup
     info = known_info(builder, symbol, builder.fakes[node])
     if expression == symbol:
         builder.emit(Bind(info, value, path, origin=origin))
-    elif _truth_symbol(expression) is not None:
+    elif truth_symbol(expression) is not None:
         builder.emit(Bind(info, value, (*path, Tag("truth", ())), origin=origin))
     else:
         parts = linear_parts(expression, symbol)

@@ -27,7 +27,7 @@ from fxwrap.lowering.layouts import with_layouts
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.peak import peak_note
 from fxwrap.lowering.source import GraphSource, graph_source
-from fxwrap.lowering.symbols import bind_sizes, check_ranges, input_symbol, replace_unsolvable
+from fxwrap.lowering.symbols import bind_sizes, check_ranges, check_ranks, input_symbol, replace_unsolvable
 from fxwrap.options import Options
 from fxwrap.passes.frees import insert_frees
 from fxwrap.printers import KernelPrinter, print_kernel
@@ -144,6 +144,7 @@ class _Lowering:
         values = [value for _, value in self.inputs if isinstance(value, Value)]
         bind_sizes(builder, [*values, *self.constants.values()])
         if self.request.options.check_inputs:
+            check_ranks(builder, values)
             check_ranges(builder)
             self._check_layouts(values)
         own = {value.name for position, (_, value) in enumerate(self.inputs)

@@ -9,7 +9,7 @@ the symbols themselves would have been given them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -30,7 +30,7 @@ from fxwrap.symbolic import (
     symbol_kind,
     total,
 )
-from fxwrap.torch_compat import CleanDiv, shape_env_in, symbol_bounds, symbol_hint, symbolic_number
+from fxwrap.torch_compat import CleanDiv, Where, shape_env_in, symbol_bounds, symbol_hint, symbolic_number
 from fxwrap.wrapper_ir import Size, TensorType, Value
 
 _PREFIXES = {"int": "n", "float": "f", "bool": "b"}
@@ -95,7 +95,7 @@ def _solve_all(pending: list[sympy.Basic], known: set[sympy.Symbol]) -> list[sym
         rest = []
         for expression in pending:
             unknown = expression.free_symbols - known
-            if len(unknown) == 1 and linear_parts(expression, next(iter(unknown))) is not None:
+            if len(unknown) == 1 and _gives(expression, next(iter(unknown))):
                 known |= unknown
             elif unknown:
                 rest.append(expression)
@@ -110,6 +110,16 @@ def _numbers(fake: Any) -> Iterator[Any]:
         yield from fake.stride() if fake.layout is torch.strided else ()
     else:
         yield fake
+
+
+def _gives(expression: sympy.Basic, symbol: sympy.Symbol) -> bool:
+    return truth_symbol(expression) == symbol or linear_parts(expression, symbol) is not None
+
+
+def truth_symbol(expression: Any) -> sympy.Symbol | None:
+    """Returns the symbol u of `u == 1`, which is what a ShapeEnv writes for a bool."""
+    is_truth = isinstance(expression, sympy.Eq) and expression.rhs == 1 and isinstance(expression.lhs, sympy.Symbol)
+    return expression.lhs if is_truth else None
 
 
 def linear_parts(expression: Any, symbol: sympy.Symbol) -> tuple[Any, Any] | None:
@@ -214,6 +224,11 @@ def _solve(builder: Builder, equation: _Equation) -> bool:
     if not unknown:
         return True
     symbol = next(iter(unknown))
+    if equation.symbol is not None and truth_symbol(equation.expression) == symbol:
+        builder.known_symbols.add(symbol.name)
+        number = Where(equation.symbol, sympy.S.One, sympy.S.Zero, evaluate=False)
+        builder.emit(Let(SymbolInfo(symbol.name, 0, 1), canonical(number)))
+        return True
     parts = linear_parts(equation.expression, symbol) if len(unknown) == 1 else None
     if parts is None:
         return False
@@ -241,6 +256,15 @@ def solution(whole: sympy.Symbol, factor: sympy.Expr, rest: sympy.Expr) -> Size:
 # --- what inputs must be ----------------------------------------------------------------------------------------------
 
 
+def check_ranks(builder: Builder, values: Iterable[Value]) -> None:
+    """Makes the first line that reads a size of an input check how many dimensions it has, or that it is a tensor."""
+    unchecked = {value.name for value in values}
+    for position, line in enumerate(builder.lines):
+        if isinstance(line, SizeOf) and line.tensor.name in unchecked:
+            unchecked.remove(line.tensor.name)
+            builder.lines[position] = replace(line, rank=len(line.tensor.tensor_type.sizes))
+
+
 def check_ranges(builder: Builder) -> None:
     """Emits the checks that inputs have the sizes, and are the numbers, that the graph was traced for.
 
@@ -252,7 +276,8 @@ def check_ranges(builder: Builder) -> None:
     for info in builder.given:
         _check_range(builder, info, f"input '{info.name}'")
     for equation in builder.given_numbers:
-        if isinstance(equation.expression, sympy.Basic):
+        is_number = isinstance(equation.expression, sympy.Basic) and not equation.expression.is_Boolean
+        if is_number:
             condition = sympy.Eq(equation.symbol, equation.expression, evaluate=False)
             message = f"input '{equation.symbol}' must be {print_expr(equation.expression)}"
             builder.emit(Assert(canonical(condition), message, "InputError", equation.symbol))

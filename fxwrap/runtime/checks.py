@@ -74,6 +74,29 @@ def check_layout(
     raise InputError(f"input '{name}': expected {_describe(dtype, sizes, strides, device)}, got {got}")
 
 
+def check_rank(tensor: object, name: str, rank: int) -> None:
+    """Raise InputError unless `tensor` is a plain tensor of this many dimensions."""
+    if type(tensor) in _PLAIN_CLASSES and tensor.dim() == rank:  # type: ignore[attr-defined]
+        return
+    plain = isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN_CLASSES
+    wanted = f"a tensor of {rank} dimension{'s' if rank > 1 else ''}" if plain or tensor is None else "a torch.Tensor"
+    got = "None" if tensor is None else type(tensor).__name__
+    if plain and tensor.layout is torch.strided:  # type: ignore[attr-defined]
+        assert isinstance(tensor, torch.Tensor)
+        got = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+    raise InputError(f"input '{name}': expected {wanted}, got {got}")
+
+
+def check_number(number: object, name: str, kind: str) -> None:
+    """Raise InputError unless a number is of this kind ("int", "float" or "bool"), as Python takes one for another."""
+    if not isinstance(number, _NUMBER_CLASSES[kind]):
+        article = "an" if kind == "int" else "a"
+        raise InputError(f"input '{name}': expected {article} {kind}, got {type(number).__name__}")
+
+
+_NUMBER_CLASSES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}
+
+
 def check_alignment(tensor: torch.Tensor, name: str, alignment: int) -> None:
     """Raise InputError unless the address of the first element is a multiple of `alignment` bytes."""
     if tensor.data_ptr() % alignment:

@@ -17,7 +17,7 @@ import torch
 
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime import tensors
-from fxwrap.runtime.checks import check_alignment, fail
+from fxwrap.runtime.checks import check_alignment, check_rank, fail
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import Launcher, load_kernel, prepare_kernels
@@ -259,6 +259,7 @@ _OPERATORS = (
         "int alignment) -> ()",
         _check_layout, has_effect=True,
     ),
+    _Operator("check_rank(Tensor? tensor, str name, int rank) -> ()", check_rank, has_effect=True),
     _Operator("require(Scalar condition, str message, str error, SymInt? shown) -> ()", _require, has_effect=True),
     _Operator("random_state(Device device) -> Tensor", _random_state, _random_state_fake, has_effect=True),
     _Operator("set_random_state(Tensor state, Device device) -> ()", _set_random_state, has_effect=True),

@@ -151,6 +151,25 @@ def test_a_size_outside_the_guards_range(emitter: str) -> None:
         compiled(random(5, 7))
 
 
+WRONG: dict[str, tuple[Any, str]] = {
+    "too few dimensions": (random(4), r"a tensor of 2 dimensions, got f32\[4\] on cpu with strides \(1,\)"),
+    "too many dimensions": (random(4, 6, 1), r"a tensor of 2 dimensions, got f32\[4, 6, 1\] on cpu"),
+    "nothing": (None, "a tensor of 2 dimensions, got None"),
+    "a list": ([[1.0]], "a torch.Tensor, got list"),
+    "a number": (3, "a torch.Tensor, got int"),
+}
+
+
+@pytest.mark.parametrize("emitter", COMPARED)
+def test_an_input_that_has_not_these_sizes_at_all(emitter: str) -> None:
+    graph = make_fx(lambda x, y: x.sin() + y.shape[0], tracing_mode="symbolic")(X, random(8, 5))
+    compiled = fxwrap.compile_graph(graph, options=Options(emitter=emitter))
+    for given, text in WRONG.values():
+        for inputs, name in (((given, X), "x"), ((X, given), "y")):
+            with pytest.raises(InputError, match=f"^input '{name}_1': expected {text}"):
+                compiled(*inputs)
+
+
 @pytest.mark.parametrize("emitter", COMPARED)
 def test_a_number_that_is_not_what_the_graph_was_traced_for(emitter: str) -> None:
     graph = make_fx(lambda x, n: x.reshape(n, -1) * n, tracing_mode="symbolic")(X, 4)

@@ -15,6 +15,7 @@ from fxwrap.compare import COMPARED, CompiledFunction
 from fxwrap.compare.driver import capture
 from fxwrap.compiler import compile_graph
 from fxwrap.lines import Alloc, SizeOf
+from fxwrap.symbolic import SymbolInfo
 from fxwrap.testing import assert_emitters_agree
 from tests.control.cases import DEVICES, Case, Cases, random
 from tests.dynamic.sizes import serve_all
@@ -99,7 +100,7 @@ def test_one_training_program_serves_all_sizes() -> None:
 
 
 def test_gpt2_is_compiled_once_for_batch_and_length() -> None:
-    """Twenty sizes, forward and backward, without another compile."""
+    """Eight sizes, forward and backward, without another compile; the benchmark of dynamic sizes takes twenty."""
     model = MODELS["gpt2"].build(0, layers=1)
     generator = torch.Generator().manual_seed(0)
 
@@ -109,11 +110,11 @@ def test_gpt2_is_compiled_once_for_batch_and_length() -> None:
 
     subject = CompiledFunction(loss, Options(), dynamic=True)
     torch.compiler.reset()
-    for number in range(20):
+    for number in range(8):
         batch, length = [int(torch.randint(3, most, (), generator=generator)) for most in (7, 30)]
         tokens = torch.randint(2, 100, (batch, length), generator=generator)
         wanted, gradient = _gradient(model, loss, tokens)
-        for emitter in COMPARED if number < 2 else ("python", "cpp"):
+        for emitter in COMPARED if number == 1 else ("python", "cpp")[number % 2 :][:1]:
             found, own = _gradient(model, subject.call(emitter), tokens)
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(own, gradient, rtol=1e-3, atol=1e-5)
@@ -198,8 +199,12 @@ def test_one_dimension_is_marked() -> None:
         for emitter in COMPARED:
             torch.testing.assert_close(subject.call(emitter)(x), function(x))
     (graph,) = subject.graphs
-    (line,) = [line for line in graph.compiled.program.body.lines if isinstance(line, SizeOf)]
-    assert (line.dim, line.symbol.lower, line.symbol.upper) == (0, 4, 64)
+    program = graph.compiled.program
+    (symbol,) = [  # an input of its own, or read off the tensor, as AOTAutograd passes it
+        *[item.value for item in program.inputs if isinstance(item.value, SymbolInfo)],
+        *[line.symbol for line in program.body.lines if isinstance(line, SizeOf) and line.dim == 0],
+    ]
+    assert (symbol.lower, symbol.upper) == (4, 64)
 
 
 def test_a_kernel_writes_over_what_dies_whatever_its_size() -> None:

@@ -184,9 +184,10 @@ FXWRAP_API void mark_written(Frame& f, Slot slot);  // after a kernel wrote it: 
 FXWRAP_API void save_random_state(Frame& f, Slot out, Device& device);
 FXWRAP_API void restore_random_state(Frame& f, Slot state, Device& device);
 
-// Checks. The first two raise fxwrap.errors.InputError (twins of fxwrap/runtime/checks.py), the last RuntimeError.
+// Checks. The first three raise fxwrap.errors.InputError (twins of fxwrap/runtime/checks.py), the last RuntimeError.
 FXWRAP_API void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype,
                              Device& device);
+FXWRAP_API void check_rank(Frame& f, Slot slot, const char* name, int64_t rank);
 FXWRAP_API void check_alignment(Frame& f, Slot slot, const char* name, int64_t alignment);  // of the address, bytes
 // Throws what becomes a RuntimeError in Python, or the named error; `shown` is the number that a condition did not like.
 [[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error = "RuntimeError");

@@ -100,6 +100,19 @@ void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints stride
   throw InputError("input '" + std::string(name) + "': expected " + wanted + ", got " + got);
 }
 
+void check_rank(Frame& f, Slot slot, const char* name, int64_t rank) {
+  const at::Tensor& tensor = tensor_at(f, slot);
+  if (tensor.defined() && tensor.dim() == rank) return;
+  std::string got = "None";
+  if (tensor.defined() && tensor.layout() == at::kStrided) {
+    got = describe(tensor.scalar_type(), tensor.sizes(), tensor.strides(), tensor.device());
+  } else if (tensor.defined()) {
+    got = "Tensor";
+  }
+  throw InputError("input '" + std::string(name) + "': expected a tensor of " + std::to_string(rank) + " dimension" +
+                   (rank > 1 ? "s" : "") + ", got " + got);
+}
+
 void check_alignment(Frame& f, Slot slot, const char* name, int64_t alignment) {
   const auto address = reinterpret_cast<uintptr_t>(tensor_at(f, slot).data_ptr());
   if (address % uintptr_t(alignment) == 0) return;

@@ -1,0 +1,148 @@
+"""Symbolic floats and bools as inputs and outputs of a graph, in every emitter."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.compare import COMPARED
+from fxwrap.errors import InputError
+from fxwrap.lines import Launch
+from tests.control.cases import random
+
+EMITTERS = COMPARED
+X = random(4, 6)
+ATEN = torch.ops.aten
+
+
+class Symbolic:
+    """A graph with fake values made by hand, whose numbers are symbols."""
+
+    def __init__(self) -> None:
+        self.shape_env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.shape_env)
+        self.graph = Graph()
+
+    def tensor(self, name: str, *sizes: int) -> Node:
+        with self.mode:
+            return self._given(name, torch.empty(*sizes))
+
+    def real(self, name: str, hint: float) -> Node:
+        """A float that the graph was traced with."""
+        source = ConstantSource(name)
+        symbol = self.shape_env.create_unspecified_symbol(hint, source=source)
+        return self._given(name, self.shape_env.create_symfloatnode(symbol, hint=hint, source=source))
+
+    def unknown_real(self, name: str) -> Node:
+        return self._given(name, self.shape_env.create_unbacked_symfloat())
+
+    def truth(self, name: str) -> Node:
+        return self._given(name, self.shape_env.create_unbacked_symbool())
+
+    def call(self, target: Callable[..., Any], *arguments: Any) -> Node:
+        node = self.graph.call_function(target, arguments)
+        with self.mode:
+            node.meta["val"] = target(*[item.meta["val"] if isinstance(item, Node) else item for item in arguments])
+        return node
+
+    def module(self, *results: Any) -> GraphModule:
+        self.graph.output(results)
+        return GraphModule(torch.nn.Module(), self.graph)
+
+    def _given(self, name: str, fake: Any) -> Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = fake
+        return node
+
+
+def compiled_for(emitter: str, graph: GraphModule) -> Any:
+    return fxwrap.compile_graph(graph, options=Options(emitter=emitter, fallback="error"))
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Compares outputs, those that are numbers with their class."""
+    assert [type(item) for item in found] == [type(item) for item in wanted]
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_float_is_an_input_an_operand_and_an_output(emitter: str, known: bool) -> None:
+    made = Symbolic()
+    x, f = made.tensor("x", 4, 6), made.real("f", 2.5) if known else made.unknown_real("f")
+    scaled = made.call(ATEN.mul.Tensor, x, f)
+    twice = made.call(operator.mul, f, 2.0)
+    moved = made.call(ATEN.sin.default, made.call(ATEN.add.Tensor, scaled, twice))
+    compiled = compiled_for(emitter, made.module(moved, f, twice, made.call(operator.truediv, f, 3.0)))
+    assert sum(isinstance(line, Launch) for line in compiled.program.body.lines) == 1
+    for number in (2.5, -0.125, 3.0):
+        same(compiled(X, number), (torch.sin(X * number + 2 * number), number, 2 * number, number / 3))
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_bool_is_an_input_a_condition_and_an_output(emitter: str) -> None:
+    made = Symbolic()
+    x, b = made.tensor("x", 4, 6), made.truth("b")
+    number = made.call(torch.sym_ite, b, 2, 3)
+    scaled = made.call(ATEN.sin.default, made.call(ATEN.mul.Tensor, x, number))
+    compiled = compiled_for(emitter, made.module(scaled, b, number, made.call(torch.sym_not, b)))
+    for truth in (True, False):
+        same(compiled(X, truth), (torch.sin(X * (2 if truth else 3)), truth, 2 if truth else 3, not truth))
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_floats_are_compared(emitter: str) -> None:
+    made = Symbolic()
+    x, f, g = made.tensor("x", 4, 6), made.unknown_real("f"), made.unknown_real("g")
+    less = made.call(operator.lt, f, g)
+    compiled = compiled_for(emitter, made.module(made.call(ATEN.add.Tensor, x, f), less))
+    for pair in ((1.0, 2.0), (2.0, 1.0), (1.0, 1.0)):
+        same(compiled(X, *pair), (X + pair[0], pair[0] < pair[1]))
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_numbers_that_operators_read_are_given_back(emitter: str) -> None:
+    def function(x: Tensor, f: Tensor, b: Tensor) -> Any:
+        return x * f.item(), f.item() * 2, b.item()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(function, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
+        for real, truth in ((2.5, True), (-1.0, False)):
+            same(compiled(X, torch.tensor(real), torch.tensor(truth)), (X * real, 2 * real, truth))
+
+
+class Exported(torch.nn.Module):
+    def forward(self, x: Tensor, f: Tensor, b: Tensor) -> Any:
+        real = f.item()
+        torch._check(real > -100)
+        return (x * real).cos(), real, b.item()
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_numbers_of_an_exported_program(emitter: str) -> None:
+    inputs = (X, torch.tensor(2.5), torch.tensor(True))
+    compiled = fxwrap.compile_graph(torch.export.export(Exported(), inputs), options=Options(emitter=emitter))
+    for real, truth in ((2.5, True), (-1.0, False)):
+        same(compiled(X, torch.tensor(real), torch.tensor(truth)), ((X * real).cos(), real, truth))
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_inputs_that_are_no_such_numbers(emitter: str) -> None:
+    made = Symbolic()
+    x, f, b = made.tensor("x", 4, 6), made.unknown_real("f"), made.truth("b")
+    compiled = compiled_for(emitter, made.module(made.call(ATEN.mul.Tensor, x, f), b))
+    for inputs, text in (((X, "2", True), "expected a float, got str"), ((X, 2.0, None), "expected a bool, got None")):
+        with pytest.raises(InputError, match=text):
+            compiled(*inputs)
