@@ -30,7 +30,7 @@ from fxwrap.symbolic import (
     total,
 )
 from fxwrap.torch_compat import Where, unbacked_bindings
-from fxwrap.wrapper_ir import Tag, TensorType, Value
+from fxwrap.wrapper_ir import ScalarType, Tag, TensorType, Value, map_leaves
 
 _SELECT, _SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 _END = 2**62
@@ -64,25 +64,49 @@ def lower_assert(builder: Builder, node: Node, condition: Any, message: str) -> 
 # --- symbols of results -----------------------------------------------------------------------------------------------
 
 
-def bind_results(builder: Builder, node: Node, fakes: Sequence[Any], results: Sequence[Any]) -> None:
+def bind_results(builder: Builder, node: Node, fakes: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
     """Binds each unbacked symbol that the results of a node bring: one tree of values a return of its operator.
 
-    Raises GraphError for a symbol that no result gives.
+    Returns what they stand for, as `bind_values` does. Raises GraphError for a symbol that no result gives.
     """
-    for value, fake in _paired(results, fakes):
-        if not isinstance(value.type, TensorType):
-            builder.numbers[value.name] = builder.expression(fake)
     single = len(results) == 1
     wanted = {symbol for value, fake in _paired(results, fakes) for symbol in _symbols_of(builder, value, fake)}
     for expression, path in unbacked_bindings(node, fakes):
         found = _followed(results[0] if single else tuple(results), path)
         if found is not None and not wanted.isdisjoint(builder.ours(expression).free_symbols):
             _bind(builder, node, builder.ours(expression), *found)
+    return bind_values(builder, node, fakes, results)
+
+
+def bind_values(builder: Builder, node: Node, fakes: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+    """Binds the unbacked symbols that can be read off the results of a node themselves.
+
+    Returns what the results stand for, in the same trees: numbers are expressions, all else is as it is. Raises
+    GraphError for a symbol that no result gives.
+    """
     for value, fake in _paired(results, fakes):
         if isinstance(value.type, TensorType):
             bind_symbols(builder, node, value)
-        else:
-            _bind(builder, node, builder.expression(fake), value, ())
+        elif isinstance(value.type, ScalarType):
+            builder.numbers[value.name] = builder.expression(fake)
+            _bind(builder, node, builder.numbers[value.name], value, ())
+    return tuple(map_leaves(results, lambda leaf: builder.numbers.get(leaf.name, leaf) if leaf else leaf))
+
+
+def new_values(builder: Builder, node: Node, fakes: Sequence[Any]) -> tuple[Any, ...]:
+    """Makes a value for each tensor and number among results of a node that are in memory of their own.
+
+    They are in the same trees as the fake values `fakes`, which may hold None.
+    """
+
+    def make(fake: Any, name: str) -> Any:
+        if isinstance(fake, tuple | list):
+            return tuple([make(item, f"{name}_{number}") for number, item in enumerate(fake)])
+        if isinstance(fake, torch.Tensor):
+            return builder.add_root(name, fake)
+        return None if fake is None else Value(builder.unique(name), builder.type_of(fake))
+
+    return tuple([make(fake, f"{node.name}_{number}") for number, fake in enumerate(fakes)])
 
 
 def _symbols_of(builder: Builder, value: Value, fake: Any) -> set[sympy.Symbol]:

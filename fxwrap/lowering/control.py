@@ -11,8 +11,8 @@ import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import Bind, CallFunction, Cond, Map, Scan, View, While
-from fxwrap.lowering.binding import bind_symbols
+from fxwrap.lines import CallFunction, Cond, Map, Scan, View, While
+from fxwrap.lowering.binding import bind_values, new_values
 from fxwrap.lowering.blocks import BlockLowering, LoweredBlock, check_branches, check_fits, copied
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.effects import FUNCTIONALIZED, USER_KERNELS, operator_label
@@ -25,7 +25,6 @@ from fxwrap.lowering.side_effects import (
     lower_with_effects,
 )
 from fxwrap.lowering.source import location_of
-from fxwrap.lowering.symbols import symbol_info
 from fxwrap.lowering.user_kernels import lower_user_kernel
 from fxwrap.symbolic import expression_kind, total
 from fxwrap.torch_compat import shape_env_in, unknown_number
@@ -93,36 +92,9 @@ def _captures(builder: Builder, *lowered: LoweredBlock) -> tuple[list[tuple[torc
     return list(needed.values()), tuple([lowered[0].outer.constant(payload, name) for payload, name in needed.values()])
 
 
-def _results(builder: Builder, node: Node, fakes: Any) -> tuple[Any, ...]:
-    """Makes the values that a line gives for a node's results, in one flat tuple."""
-    made: list[Value | None] = []
-    for position, fake in enumerate(fakes):
-        name = f"{node.name}_{position}"
-        if fake is None:
-            made.append(None)
-        elif isinstance(fake, torch.Tensor):
-            made.append(builder.add_root(name, fake))
-        else:
-            made.append(Value(builder.unique(name), builder.type_of(fake)))
-    return tuple(made)
-
-
 def _finish(builder: Builder, node: Node, fakes: Any, results: tuple[Any, ...]) -> None:
     """Binds the symbols that results bring, and records what the node stands for."""
-    found: list[Any] = []
-    for fake, value in zip(fakes, results, strict=True):
-        if value is None or isinstance(value.type, TensorType):
-            found.append(value)
-            if value is not None:
-                bind_symbols(builder, node, value)
-            continue
-        expression = builder.expression(fake)
-        if isinstance(expression, sympy.Symbol) and expression.name not in builder.known_symbols:
-            info = symbol_info(builder, fake)
-            builder.known_symbols.add(info.name)
-            builder.emit(Bind(info, value, (), origin=builder.origin(node)))
-        found.append(expression)
-    builder.env[node] = tuple(found)
+    builder.env[node] = bind_values(builder, node, fakes, results)
 
 
 def _types(values: Sequence[Any]) -> list[Any]:
@@ -163,7 +135,7 @@ def _cond(blocks: BlockLowering, node: Node) -> None:
     examples = _examples(builder, operands)
     test = _predicate(builder, node, literal(builder, predicate, node))
     fakes = builder.fakes[node]
-    results = _results(builder, node, fakes)
+    results = new_values(builder, node, fakes)
     then = blocks.lower(node, then_graph, operands, examples, wanted=_types(results))
     else_ = blocks.lower(node, else_graph, operands, examples, wanted=_types(results))
     check_branches(node, then.yielded, else_.yielded, results)
@@ -197,7 +169,7 @@ def _while_loop(blocks: BlockLowering, node: Node, stacked: bool = False) -> Non
     operands, count = (*carried, *extra), len(carried)
     examples = [*_carried_examples(builder, node, carried), *_examples(builder, extra)]
     fakes = builder.fakes[node]
-    results = _results(builder, node, fakes)
+    results = new_values(builder, node, fakes)
     cond = blocks.lower(node, cond_graph, operands, examples, carried=count)
     start = [argument.type for argument in cond.arguments[:count] if argument is not None]
     body = blocks.lower(node, body_graph, operands, examples, carried=count, wanted=start)
@@ -224,7 +196,7 @@ def _scan(blocks: BlockLowering, node: Node) -> None:
     count, fakes = len(carried), builder.fakes[node]
     slices = [_slice_example(builder, value) for value in over]
     examples = [*_examples(builder, carried), *slices, *_examples(builder, extra)]
-    results = _results(builder, node, fakes)
+    results = new_values(builder, node, fakes)
     operands = (*carried, *over, *extra)
     body = blocks.lower(node, graph, operands, examples, carried=count, wanted=_types(carried))
     check_fits(node, "the body", body.yielded[:count], "what is carried", carried)
@@ -250,7 +222,7 @@ def _map(blocks: BlockLowering, node: Node) -> None:
     over, extra = _operands(builder, node, over_items), _operands(builder, node, extra_items)
     examples = [*[_slice_example(builder, value) for value in over], *_examples(builder, extra)]
     fakes = builder.fakes[node]
-    results = _results(builder, node, fakes)
+    results = new_values(builder, node, fakes)
     body = blocks.lower(node, graph, (*over, *extra), examples)
     check_fits(node, "the body", body.yielded, "a slice of what is stacked", _slice_types(results))
     count = len(over)
@@ -288,7 +260,7 @@ def _invoke_subgraph(blocks: BlockLowering, node: Node) -> None:
     outer = shared.outer(blocks.scope)
     first = {index: position for position, index in reversed([*enumerate(lowered.results)]) if isinstance(index, int)}
     given = [fakes[first[index]] for index in range(len(lowered.yielded))]
-    results = _results(builder, node, given)
+    results = new_values(builder, node, given)
     taken = (*lowered.taken(operands), *outer)
     builder.emit(CallFunction(results, shared.name, taken, origin=builder.origin(node)))
     _finish(builder, node, given, results)

@@ -98,19 +98,21 @@ class Emission:
     def _call(self, item: Item, node: Node) -> None:
         for operand in node.all_input_nodes:
             self.ensure(operand)
+        written = self.defining.in_place.written.get(node, {}).values()
         custom = self.options.lowerings.get(str(node.target))
         if custom is not None:
             custom(self.builder, node)
         else:
             read = definitions_in([self.defining.known[operand] for operand in node.all_input_nodes])
             dying = frozenset([value.name for value in self._dying_at(item, map(viewed_base, read))])
-            written = self.defining.in_place.written.get(node, {}).values()
             dying |= {self.builder.env[operand].name for operand in written}
             if isinstance(node.target, HigherOrderOperator):
                 self.lower_higher_order(node, dying)
             else:
                 lower_call(self.builder, node, dying)
         self.record(self.defining.known[node], self.builder.env[node])
+        if any(self.values.get(self.defining.known[operand]) != self.builder.env[operand] for operand in written):
+            raise AssertionError(f"'{node.name}' writes a copy of what it is to write in place")
 
     def _read(self, number: NumberRead) -> None:
         """Emits the line that reads a number."""

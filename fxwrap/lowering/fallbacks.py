@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.lines import SCATTER_OPERATORS, Alloc, IndexPut, Mutate, Scatter
+from fxwrap.lines import SCATTER_OPERATORS, IndexPut, Mutate, Scatter
 from fxwrap.lowering.builder import Builder
-from fxwrap.lowering.kernels import same_memory
+from fxwrap.lowering.copies import new_copy, taken_over
 from fxwrap.lowering.operators import IN_PLACE_FORMS, OperatorFacts
-from fxwrap.torch_compat import is_plain_view
 from fxwrap.wrapper_ir import LineBase, Origin, Value, leaves
 
 _SCATTER_LINES = frozenset({
@@ -88,36 +87,21 @@ def placing_of(
 def lower_placing(builder: Builder, node: Node, placing: Placing, fake: torch.Tensor, dying: Collection[str]) -> bool:
     """Emits a call that writes at computed places and records what its node stands for; says whether it did.
 
-    `dying` are the roots, by name, that the program owns and that nothing touches after this call. A call without a
+    `dying` are the roots, by name, that the call may write: the program owns them and nothing touches them after it,
+    or nothing can tell. A call without a
     line of its own is left to the caller, unless it can write into a base that dies.
     """
     origin = builder.origin(node)
     target: Value | None = placing.base
     if placing.is_functional:
-        target = _taken(builder, placing, fake, dying)
+        others = {builder.root_of[operand.name].name for operand in placing.operands()}
+        target = taken_over(builder, placing.base, fake, dying, others)
     has_line = placing.own_line(placing.base, origin) is not None
     if not has_line and (target is None or not placing.is_functional):
         return False
     if target is None:
-        target = builder.add_root(node.name, fake)
-        builder.emit(Alloc(target, origin=origin))
-        builder.emit(Mutate((), "aten.copy_.default", (target, placing.base), (target,), origin=origin))
+        target = new_copy(builder, node, node.name, fake, placing.base)
     builder.mutated.add(builder.root_of[target.name].name)
     builder.emit(placing.own_line(target, origin) or placing.mutation(target, origin))
     builder.env[node] = target
     return True
-
-
-def _taken(builder: Builder, placing: Placing, fake: torch.Tensor, dying: Collection[str]) -> Value | None:
-    """Returns a base whose memory the result can be in, now a value for the result, or None."""
-    base = placing.base
-    root = builder.root_of[base.name]
-    if root.name not in dying or any(builder.root_of[operand.name] is root for operand in placing.operands()):
-        return None
-    if base.type != builder.tensor_type(fake) or not same_memory(root.tensor_type, base.tensor_type):
-        return None
-    if not is_plain_view(builder.fake_of[base.name], builder.fake_of[root.name]):
-        return None
-    builder.fake_of[base.name] = fake
-    builder.share_root(fake, root)
-    return base

@@ -19,7 +19,7 @@ from fxwrap.lowering.fallbacks import lower_placing, placing_of
 from fxwrap.lowering.operators import OperatorFacts, operator_facts
 from fxwrap.lowering.source import location_of
 from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
-from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves, map_leaves
+from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -201,9 +201,8 @@ def _results(
 def _finish(builder: Builder, node: Node, facts: OperatorFacts, results: tuple[Any, ...]) -> None:
     """Records what a node stands for, and binds the symbols that its results bring."""
     fake = builder.fakes[node]
-    bind_results(builder, node, () if not results else (fake,) if facts.return_count == 1 else fake, results)
-    whole = None if not results else results[0] if facts.return_count == 1 else results
-    builder.env[node] = map_leaves(whole, lambda leaf: builder.numbers.get(leaf.name, leaf) if leaf else leaf)
+    found = bind_results(builder, node, () if not results else (fake,) if facts.return_count == 1 else fake, results)
+    builder.env[node] = None if not found else found[0] if facts.return_count == 1 else found
 
 
 def _operands(arguments: Any, keywords: Any) -> list[Value]:

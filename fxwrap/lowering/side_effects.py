@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,15 +11,14 @@ from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
 from fxwrap.lines import Alloc, Call, Mutate, RestoreState, SaveState, View
-from fxwrap.lowering.binding import bind_symbols
+from fxwrap.lowering.binding import bind_values, new_values
 from fxwrap.lowering.builder import Builder
-from fxwrap.lowering.kernels import extent_of
+from fxwrap.lowering.copies import writable
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.source import location_of
-from fxwrap.symbolic import product
 from fxwrap.torch_compat import OpOverload, functionalized_views
-from fxwrap.wrapper_ir import UNKNOWN, Effect, TensorType, Value, leaves, map_leaves
+from fxwrap.wrapper_ir import UNKNOWN, Effect, TensorType, Value, leaves
 
 
 def lower_functionalized(builder: Builder, node: Node, dying: Collection[str]) -> None:
@@ -43,12 +41,12 @@ def lower_functionalized(builder: Builder, node: Node, dying: Collection[str]) -
         return
     given, written, bases = _Copies(builder, node, dying, fakes[count:], overload).operands()
     arguments, keywords = _by_schema(overload, given)
-    results = _results(builder, node, fakes[: facts.return_count])
+    results = new_values(builder, node, fakes[: facts.return_count])
     effects = facts.effects(_devices(given))
     line = Mutate(results, facts.name, arguments, written, keywords, (), effects, origin=builder.origin(node))
     builder.emit(line)
-    _bind(builder, node, results)
-    builder.env[node] = (*(results or (None,)), *bases)
+    found = bind_values(builder, node, fakes[: facts.return_count], results)
+    builder.env[node] = (*(found or (None,)), *bases)
 
 
 class _Copies:
@@ -104,61 +102,6 @@ class _Copies:
         return window
 
 
-def writable(
-    builder: Builder,
-    node: Node,
-    value: Value,
-    fake: torch.Tensor,
-    dying: Collection[str],
-    others: Collection[str],
-    *,
-    is_read: bool = True,
-) -> Value:
-    """Returns a tensor for a call to write: a copy of its operand, or the operand itself where nothing else needs it.
-
-    Args:
-        builder: where the lines of a copy go.
-        node: the call.
-        value: the operand.
-        fake: the call's result that the copy is.
-        dying: the roots, by name, that nothing touches after the call.
-        others: the roots of the call's other operands, which keep what they hold.
-        is_read: whether the operand holds anything; else the copy is fresh memory.
-    """
-    type_ = builder.tensor_type(fake)
-    if value.name in dying and value.name not in others and value.type == type_:
-        builder.fake_of[value.name] = fake
-        builder.share_root(fake, value)
-        builder.mutated.add(value.name)
-        return value
-    origin = builder.origin(node)
-    if extent_of(type_) == product(type_.sizes) or not is_read:
-        copy = builder.add_root(f"{value.name}_copy", fake)
-        builder.emit(Alloc(copy, origin=origin))
-        if is_read:
-            builder.emit(Mutate((), "aten.copy_.default", (copy, value), (copy,), origin=origin))
-        return copy
-    return _spread_copy(builder, node, value, fake, type_)
-
-
-def _spread_copy(builder: Builder, node: Node, value: Value, fake: torch.Tensor, type_: TensorType) -> Value:
-    """Copies a tensor whose elements overlap or have gaps between them, gaps included: a kernel may step over them."""
-    origin, old = builder.origin(node), value.tensor_type
-    flat = TensorType(type_.dtype, (extent_of(type_),), (1,), type_.device)
-    memory = builder.add_buffer(f"{value.name}_memory", flat)
-    builder.emit(Alloc(memory, origin=origin))
-    source = Value(builder.unique(f"{value.name}_flat"), replace(flat, storage_offset=old.storage_offset))
-    builder.root_of[source.name] = builder.root_of[value.name]
-    builder.emit(View(source, value, origin=origin))
-    builder.emit(Mutate((), "aten.copy_.default", (memory, source), (memory,), origin=origin))
-    copy = Value(builder.unique(f"{value.name}_copy"), type_)
-    builder.root_of[copy.name] = memory
-    builder.fake_of[copy.name] = fake
-    builder.share_root(fake, memory)
-    builder.emit(View(copy, memory, origin=origin))
-    return copy
-
-
 def lower_with_effects(builder: Builder, node: Node) -> None:
     """An operator whose calls keep their order, which its effect says; the tokens between them stand for nothing."""
     overload = _overload(node, 1)
@@ -208,28 +151,10 @@ def _call(
     facts = operator_facts(overload)
     if facts.written:
         raise _error(node, f"{facts.name} writes its operands", "Trace the graph with functionalization")
-    results = _results(builder, node, fakes[: facts.return_count])
+    results = new_values(builder, node, fakes[: facts.return_count])
     effects = (*facts.effects(_devices((arguments, keywords))), *effects)
     builder.emit(Call(results, facts.name, arguments, keywords, effect_set=effects, origin=builder.origin(node)))
-    _bind(builder, node, results)
-    return results
-
-
-def _results(builder: Builder, node: Node, fakes: Sequence[Any]) -> tuple[Any, ...]:
-    """Makes the values of an operator's results."""
-
-    def make(fake: Any, name: str) -> Any:
-        if isinstance(fake, tuple | list):
-            return tuple([make(item, f"{name}_{number}") for number, item in enumerate(fake)])
-        if isinstance(fake, torch.Tensor):
-            return builder.add_root(name, fake)
-        return None if fake is None else Value(builder.unique(name), builder.type_of(fake))
-
-    return tuple([make(fake, f"{node.name}_{number}") for number, fake in enumerate(fakes)])
-
-
-def _bind(builder: Builder, node: Node, results: tuple[Any, ...]) -> None:
-    map_leaves(results, lambda leaf: None if leaf is None else bind_symbols(builder, node, leaf))
+    return bind_values(builder, node, fakes[: facts.return_count], results)
 
 
 def _saved_state(builder: Builder, node: Node, name: str, device: str) -> Value:

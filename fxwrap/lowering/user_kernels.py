@@ -15,10 +15,10 @@ from fxwrap.errors import GraphError
 from fxwrap.lines import Launch
 from fxwrap.live_kernels import LiveKernel, keep_kernel
 from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.copies import writable
 from fxwrap.lowering.effects import written_operands
 from fxwrap.lowering.kernel_source import NotCarried, kernel_text
 from fxwrap.lowering.nodes import literal
-from fxwrap.lowering.side_effects import writable
 from fxwrap.lowering.source import location_of
 from fxwrap.symbolic import expression_kind
 from fxwrap.torch_compat import triton_constants_at, triton_kernel_at
