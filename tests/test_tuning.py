@@ -115,6 +115,34 @@ def test_a_symbolic_size_is_timed_at_its_hint(tmp_path: Path) -> None:
     assert all(isinstance(size, int) for grid in work.grids for size in grid)
 
 
+class Counted(torch.nn.Module):
+    """Sizes that are read from a tensor, of which the second has a range."""
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        first, second = counts.tolist()
+        torch._check(first >= 0)
+        torch._check(second >= 0)
+        torch._check(second <= 48)
+        return torch.ones(first, second, x.shape[0]) + x
+
+
+@pytest.mark.parametrize(("width", "count"), [(4, 8192 * 48 * 4), (1000, 4096 * 48 * 1000), (100000, 32 * 32 * 100000)])
+def test_a_size_that_nobody_knows_is_guessed_within_its_range_and_within_memory(
+    width: int, count: int, tmp_path: Path
+) -> None:
+    exported = torch.export.export(Counted(), (torch.randn(width), torch.tensor([3, 4])))
+    timer = FakeTimer(fast=1)
+    chosen = tuner(timer, tmp_path)
+    program = lower_with_coverage(exported, options=OPTIONS, print_kernel=chosen.print_kernel).program
+    assert chosen.tune()
+    (work,) = timer.works
+    assert [item.count for item in work.buffers] == [width, count]
+    assert work.bytes <= 2**30
+    assert len(program.kernels) == 1 and all(type(size) is int for grid in work.grids for size in grid)
+    repeated = lower_with_coverage(exported, options=OPTIONS, print_kernel=chosen.print_kernel).program
+    assert repeated.kernels[0].options == work.ways[1].options
+
+
 @pytest.mark.parametrize(
     ("samples", "chosen"),
     [

@@ -281,9 +281,7 @@ class Emission:
             upper = bounds(formula, self.builder.infos)[1]
             limits |= {symbol.name: upper} if isinstance(upper, int) else {}
 
-        def hint(size: Size) -> int:
-            return self.hint(_in_terms_of(size, formulas))
-
+        hint = kernel_hints(self.builder, kernel, formulas) if kernel.numbers else self.hint
         try:
             device = plan.members[0].use.definition.device
             return self.print_kernel(KernelRequest(kernel, language, device, hint, limits))
@@ -315,19 +313,45 @@ def contiguous_strides(sizes: Sequence[Size]) -> tuple[Size, ...]:
     return tuple([product(maximum(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes))])
 
 
-def symbol_hints(builder: Builder) -> Callable[[Size], int]:
-    """Returns a function that gives a typical value of a size: the one the graph was traced with."""
+_GUESS, _LEAST_GUESS = 8192, 8
+"""What a number that nobody knows before it is computed is taken to be, and down to what where that is much."""
+_MOST_GUESSED_BYTES = 2**30
+"""What the buffers of a kernel may take together at guessed sizes: it is timed with buffers of these."""
+
+
+def symbol_hints(builder: Builder, guess: int = _GUESS) -> Callable[[Size], int]:
+    """Returns a function that gives a typical value of a size: the one the graph was traced with.
+
+    A symbol that has none is taken to be `guess`, or what is nearest to that in the symbol's range.
+    """
 
     def hint(size: Size) -> int:
         if isinstance(size, int):
             return size
-        values = {symbol.name: _symbol_hint(builder, symbol) for symbol in size.free_symbols}
+        values = {symbol.name: _symbol_hint(builder, symbol, guess) for symbol in size.free_symbols}
         return max(int(evaluate(size, values)), 0)
 
     return hint
 
 
-def _symbol_hint(builder: Builder, symbol: sympy.Symbol) -> int:
+def _symbol_hint(builder: Builder, symbol: sympy.Symbol, guess: int) -> int:
     info = builder.infos.get(symbol.name)
-    found = info.hint if info is not None else None
-    return int(found) if found is not None else 8192
+    if info is None:
+        return guess
+    if info.hint is not None:
+        return int(info.hint)
+    lower = info.lower if isinstance(info.lower, int) else 0
+    return max(min(guess, info.upper) if isinstance(info.upper, int) else guess, lower)
+
+
+def kernel_hints(
+    builder: Builder, kernel: Kernel, formulas: Mapping[sympy.Symbol, sympy.Basic]
+) -> Callable[[Size], int]:
+    """Returns typical values of a kernel's sizes; guesses are smaller where its buffers would else be very large."""
+    guess = _GUESS
+    while True:
+        hint = symbol_hints(builder, guess)
+        buffers = [(_in_terms_of(item.extent, formulas), item.dtype) for item in (*kernel.inputs, *kernel.outputs)]
+        if guess == _LEAST_GUESS or sum(hint(size) * dtype.itemsize for size, dtype in buffers) <= _MOST_GUESSED_BYTES:
+            return lambda size: hint(_in_terms_of(size, formulas))
+        guess //= 2
