@@ -147,7 +147,8 @@ def is_graph(function: Any) -> bool:
         return isinstance(function, ExportedProgram | Program)
     nodes = list(function.graph.nodes)
     return all(node.op not in ("call_module", "call_method") for node in nodes) and all(
-        isinstance(node.target, OpOverload | HigherOrderOperator) or not getattr(node.target, "__module__", "").startswith("torch")
+        isinstance(node.target, OpOverload | HigherOrderOperator)
+        or not getattr(node.target, "__module__", "").startswith("torch")
         for node in nodes
         if node.op == "call_function"
     )

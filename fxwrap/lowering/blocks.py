@@ -18,10 +18,10 @@ from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.effects import attribute_of
 from fxwrap.lowering.emit import contiguous_strides
 from fxwrap.lowering.fake import fake_values
-from fxwrap.passes.frees import insert_frees
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.symbols import bind_sizes, symbol_info
+from fxwrap.passes.frees import insert_frees
 from fxwrap.wrapper_ir import Block, TensorType, Value, defined, print_type, types_agree
 
 
@@ -222,7 +222,7 @@ def _take_results(lowered: LoweredBlock, output: Node, wanted: Sequence[Any] | N
 
 
 def _layout(given: TensorType, wanted: Sequence[Any]) -> TensorType | None:
-    """Returns the type that a block must give where it says how the tensor lies in memory: one of as many dimensions."""
+    """Returns the type that a block must give, where that says how the tensor lies in memory: of as many dimensions."""
     found = wanted[0] if wanted else None
     return found if isinstance(found, TensorType) and len(found.sizes) == len(given.sizes) else None
 

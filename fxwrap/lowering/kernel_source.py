@@ -104,7 +104,9 @@ class _Writer:
             if getattr(function, attribute, None):
                 raise NotCarried(f"its '{attribute.strip('_')}' is a function that only this process has")
         source = _quoted(function.src)
-        name = str(ast.parse(source).body[0].name)
+        definition = ast.parse(source).body[0]
+        assert isinstance(definition, ast.FunctionDef)
+        name = definition.name
         self._functions[id(function)] = name
         scope = _scope(function.fn)
         for needed in _outer_names(source):
