@@ -52,7 +52,7 @@ class Options:
         runtime_asserts: whether the conditions that a graph asserts (`torch._check`, `torch._assert_async`, those of
             torch.export) are checked when it runs. Without, they are trusted: a program may read outside of a tensor
             when one does not hold.
-        cuda_graphs: record and replay CUDA graphs where a program allows it.
+        cuda_graphs: record and replay CUDA graphs where a program allows it; accepted, and without effect yet.
         autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices.
         reorder_for_peak_memory: whether lines run in another order where that holds less memory at the worst moment.
         memory_planning: how allocations share memory: "none"; "reuse", freed memory serves a later allocation; or in
