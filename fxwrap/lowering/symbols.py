@@ -276,8 +276,7 @@ def check_ranges(builder: Builder) -> None:
     for info in builder.given:
         _check_range(builder, info, f"input '{info.name}'")
     for equation in builder.given_numbers:
-        is_number = isinstance(equation.expression, sympy.Basic) and not equation.expression.is_Boolean
-        if is_number:
+        if isinstance(equation.expression, sympy.Basic) and truth_symbol(equation.expression) is None:
             condition = sympy.Eq(equation.symbol, equation.expression, evaluate=False)
             message = f"input '{equation.symbol}' must be {print_expr(equation.expression)}"
             builder.emit(Assert(canonical(condition), message, "InputError", equation.symbol))
