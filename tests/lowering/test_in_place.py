@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
@@ -250,10 +251,12 @@ class Cache(torch.nn.Module):
         return (shown[self.returned], found) if self.returned else (found,)
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_an_exported_program_writes_its_buffers_in_place(fuse: bool) -> None:
+@pytest.mark.parametrize(("fuse", "dynamic"), [(True, False), (True, True), (False, False)])
+def test_an_exported_program_writes_its_buffers_in_place(fuse: bool, dynamic: bool) -> None:
     given = (torch.randn(8, 4), torch.tensor([5, 0]), torch.randn(2, 4))
-    exported = torch.export.export(Cache(), given)
+    lengths, counts = {0: Dim("rows", min=6, max=64)}, {0: Dim("written", min=2, max=9)}
+    shapes = {"x": lengths, "i": counts, "v": counts} if dynamic else None
+    exported = torch.export.export(Cache(), given, dynamic_shapes=shapes)
     options = Options(fuse=fuse)
     assert_emitters_agree(exported, given, options=options)
     program = fxwrap.lower(exported, options=options)
