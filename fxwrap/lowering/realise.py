@@ -140,8 +140,13 @@ class Uses:
         return max(self._hint(product(sizes)), 1)
 
     def inlined(self, definition: Definition) -> bool:
-        """Whether a definition is computed where it is read."""
-        return not self.by_definition[definition].realised
+        """Whether a definition is computed where it is read.
+
+        One that no definition reads by itself is: an index that is known to be inside there need not be known to be so
+        where the reader is computed again for another one.
+        """
+        use = self.by_definition.get(definition)
+        return use is None or not use.realised
 
     def units(self) -> list[Use]:
         """Returns what kernels compute into memory, in order."""

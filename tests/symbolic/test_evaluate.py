@@ -159,7 +159,7 @@ def _subexpressions_fit(expression: Expression, environment: dict[str, Scalar]) 
     """Whether C++ promises the same: every subexpression has a finite value below 2**53."""
     for node in sympy.preorder_traversal(expression):
         value = _evaluated(canonical(node), environment)
-        if isinstance(value, type) or not math.isfinite(value) or abs(value) >= 2**53:
+        if isinstance(value, type) or abs(value) >= 2**53 or not math.isfinite(value):
             return False
     return True
 
