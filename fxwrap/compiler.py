@@ -157,26 +157,23 @@ class _Pipeline:
         options, lowered = self.options, self._lowered()
         program = lowered.program
         stages = [Stage("lower", verify(program))]
+
+        def changed(program: Program, made_by: str) -> Program:
+            stages.append(Stage(made_by, program))
+            if options.verify:
+                _verify_after(stages[-1])
+            return program
+
         for change in (fold_views, *options.passes):
-            program = change(program)
-            stages.append(Stage(getattr(change, "__qualname__", type(change).__name__), program))
-            if options.verify:
-                _verify_after(stages[-1])
+            program = changed(change(program), getattr(change, "__qualname__", type(change).__name__))
         if options.reorder_for_peak_memory:
-            program = reorder_for_peak_memory(program).program
-            stages.append(Stage("reorder_for_peak_memory", program))
-            if options.verify:
-                _verify_after(stages[-1])
+            program = changed(reorder_for_peak_memory(program).program, "reorder_for_peak_memory")
         plan = None
         if options.memory_planning == "reuse":
-            program = reuse_memory(program)
-            stages.append(Stage("reuse_memory", program))
+            program = changed(reuse_memory(program), "reuse_memory")
         elif options.memory_planning != "none":
             plan = plan_program(program, options)
-            program = apply_plan(program, plan)
-            stages.append(Stage("plan_memory", program))
-        if options.memory_planning != "none" and options.verify:
-            _verify_after(stages[-1])
+            program = changed(apply_plan(program, plan), "plan_memory")
         emitted = checked(program) if options.check_memory else emit(program, options.emitter, self._fakes)
         emitter = "interpreter" if options.check_memory else options.emitter
         failures = compile_program_kernels(program, emitted, emitter)
