@@ -13,7 +13,7 @@ from fxwrap.memory_planning.live_ranges import Keeper, LiveRange, live_ranges, p
 from fxwrap.memory_planning.offsets import symbolic_offsets
 from fxwrap.memory_planning.pools import Pocket, Span, choose_pools, pool_span, profile
 from fxwrap.symbolic import Scalar, Size, evaluate
-from fxwrap.wrapper_ir import Block, LineBase, Program, blocks, defined, defined_symbol, symbol_infos
+from fxwrap.wrapper_ir import Block, Program, blocks, called_functions, defined, defined_symbol, symbol_infos
 
 UNKNOWN_SIZE = 8192
 """What a symbol without a hint counts for."""
@@ -270,8 +270,3 @@ class _Planner:
         first, end = min(item.first for item in members), max(item.end for item in members)
         name, space = f"pool_{self._pools}", members[0].memory_space
         return PoolPlan(name, device, space, first, end, size, placed, terms, pocket.algorithm)
-
-
-def called_functions(line: LineBase) -> list[str]:
-    """Returns the names of the program's functions that a line runs."""
-    return [getattr(line, name) for name, refers in line.target_fields if refers == "function"]

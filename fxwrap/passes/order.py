@@ -20,6 +20,7 @@ from fxwrap.wrapper_ir import (
     Value,
     all_effects,
     blocks,
+    called_functions,
     consumed,
     defined,
     defined_symbol,
@@ -196,9 +197,8 @@ class _Order:
     def _names(self, unit: _Unit, line: LineBase, names: list[str], made: list[str]) -> None:
         names += [symbol.name for symbol in symbols_used(line, *Role)]
         names += [name for _, nested in blocks(line) for name in outer_symbols(nested, argument_types=True)]
-        for name, refers in line.target_fields:
-            if refers == "function":
-                names += outer_symbols(self.functions[getattr(line, name)], argument_types=True)
+        for function in called_functions(line):
+            names += outer_symbols(self.functions[function], argument_types=True)
         unit.before.update([self.maker[name] for name in names if name in self.maker])
         symbol = defined_symbol(line)
         if symbol is not None:

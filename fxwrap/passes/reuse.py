@@ -16,6 +16,7 @@ from fxwrap.wrapper_ir import (
     TensorType,
     Value,
     blocks,
+    called_functions,
     consumed,
     defined,
     last_uses,
@@ -184,4 +185,4 @@ def _provably_fits(new: Size, old: Size) -> bool:
 
 
 def _runs_blocks(line: LineBase) -> bool:
-    return bool(blocks(line)) or any(refers == "function" for _, refers in line.target_fields)
+    return bool(blocks(line) or called_functions(line))

@@ -7,6 +7,7 @@ from fxwrap.symbolic import Size
 from fxwrap.wrapper_ir.analyses import (
     LiveBytes,
     all_effects,
+    called_functions,
     is_release,
     last_uses,
     live_bytes,
@@ -119,6 +120,7 @@ __all__ = [
     "attribute",
     "block",
     "blocks",
+    "called_functions",
     "canonical",
     "communication_effect",
     "consume",

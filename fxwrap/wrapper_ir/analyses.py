@@ -67,11 +67,16 @@ def last_uses(lines: Sequence[LineBase], arguments: Iterable[Value] = ()) -> dic
     return last
 
 
+def called_functions(line: LineBase) -> list[str]:
+    """Returns the names of the program's functions that a line runs."""
+    return [getattr(line, name) for name, refers in line.target_fields if refers == "function"]
+
+
 def all_effects(line: LineBase, functions: Mapping[str, Block]) -> tuple[Effect, ...]:
     """Returns what a line does besides its reads and writes, nested blocks and the functions it calls included."""
     found = dict.fromkeys(line.effects())
     inner = [nested for _, nested in blocks(line)]
-    inner += [functions[getattr(line, name)] for name, refers in line.target_fields if refers == "function"]
+    inner += [functions[name] for name in called_functions(line)]
     for nested in inner:
         for other in nested.lines:
             found.update(dict.fromkeys(all_effects(other, functions)))
@@ -192,9 +197,7 @@ class _Meter:
 
     def _inner_peak(self, line: LineBase) -> int:
         peaks = [max(self.block(nested, {})) for _, nested in blocks(line)]
-        peaks += [
-            self._function_peak(getattr(line, name)) for name, refers in line.target_fields if refers == "function"
-        ]
+        peaks += [self._function_peak(name) for name in called_functions(line)]
         return max(peaks, default=0)
 
     def _function_peak(self, name: str) -> int:
