@@ -25,7 +25,7 @@ from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
-from fxwrap.torch_compat import FakeTensor
+from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import gpu_tuner
 from fxwrap.wrapper_ir import Ownership, Program, program_key, verify
 
@@ -116,15 +116,17 @@ def compile_graph(
     Raises GraphError for a graph that cannot be compiled, VerifyError for a pass that broke the program, and what a
     kernel failed with where no operator can take its place.
     """
-    pipeline = _Pipeline(graph, example_inputs, options or Options(), ownership, name, free_outputs)
-    compiled, failures = pipeline.run(frozenset())
-    failed = list(failures)
-    while failures:
-        unexplained = [failure for failure in failures if failure.nodes <= pipeline.refused]
-        if unexplained or pipeline.options.fallback == "error":
-            raise (unexplained or failures)[0].error
-        compiled, failures = pipeline.run(frozenset().union(*[failure.nodes for failure in failures]))
-        failed += failures
+    # AOTAutograd's fake mode is on when it compiles: the numbers that passes compute with tensors would be fake.
+    with without_fake_mode():
+        pipeline = _Pipeline(graph, example_inputs, options or Options(), ownership, name, free_outputs)
+        compiled, failures = pipeline.run(frozenset())
+        failed = list(failures)
+        while failures:
+            unexplained = [failure for failure in failures if failure.nodes <= pipeline.refused]
+            if unexplained or pipeline.options.fallback == "error":
+                raise (unexplained or failures)[0].error
+            compiled, failures = pipeline.run(frozenset().union(*[failure.nodes for failure in failures]))
+            failed += failures
     if failed:
         warn_of(failed)
     return compiled

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 NO_CUDA = "needs a CUDA device"
 NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"
@@ -36,6 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be rewritten rather than compared."""
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture(autouse=True)
+def no_backend_failures() -> Iterator[None]:
+    """Fail a test in which Dynamo took an error of the backend for a graph break and ran the graph in eager mode."""
+    counters["unimplemented"].clear()
+    yield
+    breaks = [reason for reason in counters["unimplemented"] if "Backend compiler" in reason]
+    assert not breaks, f"the backend failed, and Dynamo ran the graph itself: {breaks}"
 
 
 @pytest.fixture

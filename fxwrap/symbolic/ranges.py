@@ -57,7 +57,9 @@ def bounds(expression: Expression, infos: Mapping[str, SymbolInfo]) -> tuple[Bou
         return None, None
     symbols = expression.free_symbols
     ranges = {symbol: _symbol_range(symbol.name, infos.get(symbol.name)) for symbol in symbols}
-    found = torch_compat.bound_sympy(expression, ranges)
+    # The analysis gives Mod of a negative number C's sign; its value has Python's, as PythonMod's has there.
+    with_pythons_sign = expression.replace(torch_compat.Mod, torch_compat.PythonMod)
+    found = torch_compat.bound_sympy(with_pythons_sign, ranges)
     return _finite(found.lower), _finite(found.upper)
 
 

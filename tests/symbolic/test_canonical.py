@@ -154,6 +154,8 @@ INFOS = {"s0": SymbolInfo("s0", 2, 4096, hint=512), "s1": SymbolInfo("s1", 3, 10
         ("ceildiv(s0, 1024)", (1, 4)),
         ("max(s0, 10)", (10, 4096)),
         ("mod(s0, 4)", (0, 3)),
+        ("mod(s0 - 2, 64)", (0, 63)),
+        ("mod(s0, -2)", (-1, 0)),
         ("s0 + u0", (None, None)),
         ("max(u0, 3)", (3, None)),
         ("s0 < 5000", (True, True)),
