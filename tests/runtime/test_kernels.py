@@ -217,7 +217,7 @@ def test_generated_kernels_are_compiled_together(monkeypatch: pytest.MonkeyPatch
     assert len(list((tmp_path / "programs").iterdir())) == 1
 
 
-def test_a_kernel_that_fails_to_compile_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_kernel_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _empty_cache(monkeypatch, tmp_path)
     good, bad = generated(7), KernelText("cpp", '#include "kernel.h"\nwrong\n', ("*f32",))
     prepare_kernels.__wrapped__((good, bad))
