@@ -90,7 +90,7 @@ def _failure(kernel: str, error: FxwrapError, launches: Sequence[Launch]) -> Ker
     origins = [line.origin for line in launches if line.origin is not None]
     nodes = frozenset([node for origin in origins for node in origin.nodes])
     known = len(origins) == len(launches) and all(origin.nodes for origin in origins)
-    operators = dict.fromkeys([name for origin in origins for name in origin.operator.split(", ") if name])
+    operators = dict.fromkeys([name for origin in origins for name in origin.operators])
     return KernelFailure(kernel, error, nodes if known else frozenset(), tuple(operators))
 
 

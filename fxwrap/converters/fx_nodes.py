@@ -255,9 +255,10 @@ _PLAIN_FLOAT_FUNCTIONS = frozenset({math.exp, math.log, math.asinh})
 def _mark_origin(meta: dict[str, Any], origin: Origin) -> None:
     """Says where a node came from: whole for reading back, and as torch's own tools print it."""
     meta["fxwrap_origin"] = origin
-    if origin.location:
-        file, _, line = origin.location.rpartition(":")
-        meta["stack_trace"] = f'  File "{file}", line {line}, in {origin.module or "forward"}\n    {origin}'
-    if origin.module:
-        meta["nn_module_stack"] = {origin.module: (origin.module, "")}
+    last = next((source for source in reversed(origin.sources) if source.file), None)
+    if last is not None:
+        place = f'File "{last.file}", line {last.line}, in {last.module or "forward"}'
+        meta["stack_trace"] = f"  {place}\n    {origin}"
+    for module in origin.modules[-1:]:
+        meta["nn_module_stack"] = {module: (module, "")}
 

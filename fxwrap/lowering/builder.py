@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.lowering.source import check_desugared, location_of
+from fxwrap.lowering.source import check_desugared, source_of
 from fxwrap.symbolic import SymbolInfo, canonical, floor_divide, make_symbol, product, total
 from fxwrap.torch_compat import storage_identity
 from fxwrap.wrapper_ir import (
@@ -22,6 +22,7 @@ from fxwrap.wrapper_ir import (
     Origin,
     ScalarType,
     Size,
+    Source,
     TensorType,
     Type,
     Value,
@@ -136,9 +137,12 @@ class Builder:
 
     def origin(self, node: Node) -> Origin:
         """Returns where a node came from, for the lines it becomes."""
-        stack = node.meta.get("nn_module_stack") or {}
-        module = str(next(reversed(stack.values()))[0]) if stack else ""
-        return Origin((self.qualified(node),), str(node.target).removesuffix(".default"), location_of(node), module)
+        return Origin((self.source(node),))
+
+    def source(self, node: Node) -> Source:
+        """Returns the place of a node in the program's graph and in the model."""
+        found = source_of(node)
+        return replace(found, node=self.qualified(node)) if self.scope else found
 
     def size(self, number: Any) -> Size:
         """Returns an int or symbolic int of torch's as a size of ours."""

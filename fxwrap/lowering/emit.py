@@ -27,7 +27,7 @@ from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter, KernelRequest, PrintedKernel
 from fxwrap.symbolic import Size, bounds, canonical, evaluate, maximum, product
 from fxwrap.torch_compat import HigherOrderOperator
-from fxwrap.wrapper_ir import KernelDefinition, Origin, TensorType, Value
+from fxwrap.wrapper_ir import KernelDefinition, Origin, Source, TensorType, Value
 
 
 class KernelRefused(FxwrapError):
@@ -289,15 +289,11 @@ class Emission:
             raise KernelRefused(frozenset(self._origin(built.computed).nodes), str(error)) from error
 
     def _origin(self, definitions: tuple[Definition, ...]) -> Origin:
-        """Returns where a kernel's definitions came from: all their nodes, and the place of the last."""
+        """Returns where a kernel's definitions came from."""
         nodes = [node for definition in definitions if (node := self.defining.node_of.get(definition)) is not None]
-        nodes = list(dict.fromkeys(nodes))
         if not nodes:
-            return Origin((), next((definition.origin for definition in definitions), ""))
-        operators = dict.fromkeys(definition.origin.removesuffix(".default") for definition in definitions)
-        last = self.builder.origin(nodes[-1])
-        names = tuple([self.builder.qualified(node) for node in nodes])
-        return Origin(names, ", ".join(operators), last.location, last.module)
+            return Origin((Source("", next((definition.origin for definition in definitions), "")),))
+        return Origin(tuple([self.builder.source(node) for node in dict.fromkeys(nodes)]))
 
 
 def _in_terms_of(size: Size, formulas: Mapping[sympy.Symbol, sympy.Basic]) -> Size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from fxwrap.lowering.decompositions import decompose, exported_table
 from fxwrap.lowering.effects import submodules
 from fxwrap.options import Options
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_desugared
+from fxwrap.wrapper_ir import Source
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -92,15 +94,40 @@ def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:
 
 
 def location_of(node: Node) -> str:
-    """Returns "file:line" of the model's source that made a node: the innermost frame outside torch, or ""."""
-    trace = node.meta.get("stack_trace") or ""
-    innermost, end = "", len(trace)
+    """Returns "file:line" of the model's source that made a node, or ""."""
+    return source_of(node).location
+
+
+def source_of(node: Node) -> Source:
+    """Returns what a node's metadata says of it and of the model's source; in a backward, that of its forward."""
+    file, line = _place(node.meta.get("stack_trace") or "")
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    module = str(next(reversed(stack.values()))[0]) if stack else ""
+    made_from = node.meta.get("from_node") or ()
+    return Source(
+        node.name,
+        str(node.target).removesuffix(".default"),
+        file,
+        line,
+        _DYNAMO_ROOT.sub("", module),
+        str(made_from[0].name) if made_from else "",
+    )
+
+
+_DYNAMO_ROOT = re.compile(r"^L\['\w+'\]\.?")
+"""How Dynamo writes the local variable that holds the model, in the paths of modules."""
+
+
+def _place(trace: str) -> tuple[str, int]:
+    """Returns file and line of a stack trace's innermost frame outside torch; of the innermost where there is none."""
+    innermost, end = ("", 0), len(trace)
     while (start := trace.rfind('File "', 0, end)) >= 0:
         path, _, rest = trace[start + 6 : end].partition('", line ')
-        place = f"{path.rpartition('/')[2]}:{rest.split(',', 1)[0].split(chr(10), 1)[0]}"
+        number = rest.split(",", 1)[0].split("\n", 1)[0]
+        place = (path, int(number) if number.isdigit() else 0)
         if not path.startswith(_TORCH):
             return place
-        innermost, end = innermost or place, start
+        innermost, end = innermost if innermost[0] else place, start
     return innermost
 
 

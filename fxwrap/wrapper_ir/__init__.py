@@ -21,7 +21,6 @@ from fxwrap.wrapper_ir.effects import (
     OUTPUT,
     UNKNOWN,
     Effect,
-    Origin,
     Tag,
     communication_effect,
     effects_conflict,
@@ -44,6 +43,7 @@ from fxwrap.wrapper_ir.line import (
     used,
     writes,
 )
+from fxwrap.wrapper_ir.origin import Origin, Source
 from fxwrap.wrapper_ir.parser import parse_program
 from fxwrap.wrapper_ir.printer import print_line, print_literal, print_type
 from fxwrap.wrapper_ir.program import (
@@ -111,6 +111,7 @@ __all__ = [
     "Role",
     "ScalarType",
     "Size",
+    "Source",
     "Tag",
     "TensorType",
     "TokenType",

@@ -1,4 +1,4 @@
-"""What a line does besides computing its results, and where a line came from."""
+"""What a line does besides computing its results."""
 
 from __future__ import annotations
 
@@ -39,24 +39,3 @@ def effects_conflict(first: tuple[Tag, ...], second: tuple[Tag, ...]) -> bool:
     if not first or not second:
         return False
     return UNKNOWN in first or UNKNOWN in second or not set(first).isdisjoint(second)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a line came from. Never part of equality.
-
-    `nodes` are the input graph's node names, `operator` the ATen operator ("aten.mm.default"), `location` the model's
-    "file:line", `module` the module path in the model, `handle` a debug handle unique to the call.
-    """
-
-    nodes: tuple[str, ...] = ()
-    operator: str = ""
-    location: str = ""
-    module: str = ""
-    handle: str = ""
-
-    def __str__(self) -> str:
-        names = ", ".join(self.nodes)
-        return "  ".join(
-            part for part in (f"{names}: {self.operator}" if names else self.operator, self.location) if part
-        )

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 import sympy
 
 from fxwrap.symbolic import SymbolInfo
-from fxwrap.wrapper_ir.effects import Effect, Origin
+from fxwrap.wrapper_ir.effects import Effect
+from fxwrap.wrapper_ir.origin import Origin
 from fxwrap.wrapper_ir.roles import FieldSpec, Role
 from fxwrap.wrapper_ir.types import ListType, OptionalType, TensorType, Type, Value
 

@@ -158,12 +158,12 @@ def test_nodes_say_where_they_come_from() -> None:
         node.meta["stack_trace"] = f'  File "/models/mine.py", line {len(node.name)}, in forward\n    x'
     calls = fxwrap.to_fx(fxwrap.lower(graph, options=fxwrap.Options(fuse=False))).graph_module
     (called,) = calls.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
-    assert called.meta["fxwrap_origin"].operator == "aten.sin" and called.meta["fxwrap_origin"].nodes == ("sin",)
+    assert called.meta["fxwrap_origin"].operators == ("aten.sin",) and called.meta["fxwrap_origin"].nodes == ("sin",)
     fused = fxwrap.to_fx(fxwrap.lower(graph)).graph_module
     (launched,) = fused.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.cpp_kernel.default)
     assert launched.meta["fxwrap_origin"].nodes == ("sin", "add")
-    assert launched.meta["fxwrap_origin"].operator == "aten.sin, aten.add.Tensor"
-    assert launched.meta["stack_trace"].startswith('  File "mine.py", line 3, in')
+    assert launched.meta["fxwrap_origin"].operators == ("aten.sin", "aten.add.Tensor")
+    assert launched.meta["stack_trace"].startswith('  File "/models/mine.py", line 3, in')
 
 
 def test_comments_are_on_the_next_node() -> None:

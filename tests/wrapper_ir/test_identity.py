@@ -12,6 +12,7 @@ from fxwrap.wrapper_ir import (
     Block,
     Origin,
     Program,
+    Source,
     canonical,
     parse_program,
     print_program,
@@ -74,7 +75,7 @@ def test_other_names_give_a_random_program_the_same_key(random: RandomProgram) -
 
 def test_origins_are_dropped() -> None:
     program = SAMPLES["mlp"].program()
-    marked = [line.replace(origin=Origin(("node",))) for line in program.body.lines]
+    marked = [line.replace(origin=Origin((Source("node"),))) for line in program.body.lines]
     other = program.replace(body=Block((), tuple(marked)))
     assert program_key(other) == program_key(program)
     assert all(line.origin is None for line in canonical(other).lines())

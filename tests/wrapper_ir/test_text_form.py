@@ -17,6 +17,7 @@ from fxwrap.wrapper_ir import (
     Origin,
     Program,
     ScalarType,
+    Source,
     TensorType,
     Value,
     parse_program,
@@ -132,10 +133,10 @@ def test_a_literal_that_the_ir_does_not_hold_is_refused() -> None:
 def test_origins_are_printed_as_comments_and_are_not_read() -> None:
     from_text = SAMPLES["mlp"].program()
     first, *others = from_text.body.lines
-    origin = Origin(("mm", "relu"), "aten.mm.default", "model.py:7")
+    origin = Origin((Source("mm", "aten.mm", "/m/model.py", 7), Source("relu", "aten.relu", "/m/model.py", 8)))
     marked = from_text.replace(body=Block((), (first.replace(origin=origin), *others)))
     text = print_program(marked, origins=True)
-    assert "hint=6 divisible=2 dim=0  # mm, relu: aten.mm.default  model.py:7" in text
+    assert "hint=6 divisible=2 dim=0  # mm, relu: aten.mm, aten.relu  model.py:7, model.py:8" in text
     assert marked == from_text
     assert parse(text) == from_text
 
