@@ -107,6 +107,23 @@ class GraphModuleError(FxwrapError):
 
 
 @dataclass
+class ArtifactError(FxwrapError):
+    """A saved program that cannot be written or used: the file, the entry in it, what is wrong, and the remedy.
+
+    Fields: `path` is the file, `entry` the name of the entry at fault ("" when the file as a whole is).
+    """
+
+    path: str
+    entry: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        entry = f", entry '{self.entry}'" if self.entry else ""
+        return f"{self.path}{entry}: {self.reason}. {self.remedy}"
+
+
+@dataclass
 class PlanningError(FxwrapError):
     """Memory that cannot be planned, or a plan that does not hold: sizes out of range, memory that overlaps.
 
