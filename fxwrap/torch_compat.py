@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import sympy
@@ -47,6 +47,8 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
 )
 from torch.fx.node import has_side_effect
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._device import DeviceContext
 
 # Why: nested inputs and outputs are flattened as torch.compile does it; torch.utils.pytree is not public yet.
 # Checked on 2.11, 2.13.
@@ -252,6 +254,23 @@ def operator_overload(target: str) -> OpOverload:
 def out_argument_names(target: str) -> tuple[str, ...]:
     """Give the names of an operator's out arguments, in its schema's order."""
     return tuple(argument.name for argument in operator_overload(target)._schema.arguments if argument.is_out)
+
+
+@cache
+def operator_arguments(target: str) -> Mapping[str, Any] | None:
+    """Give the names of an operator's arguments in its schema's order, each with its default (REQUIRED without one).
+
+    None when torch knows no such operator.
+    """
+    try:
+        arguments = operator_overload(target)._schema.arguments
+    except LookupError:
+        return None
+    return {item.name: item.default_value if item.has_default_value() else REQUIRED for item in arguments}
+
+
+REQUIRED = object()
+"""Stands for the default of an argument that has none."""
 
 
 @cache
@@ -535,6 +554,77 @@ def graph_python_code(graph: torch.fx.Graph, codegen: torch.fx.graph.CodeGen) ->
         return graph.python_code(root_module="self")
     finally:
         graph.set_codegen(own)
+
+
+# Why: whether torch would do more with a call than run it (modes, functorch, functionalisation, tracing) stands in the
+# thread's included dispatch keys, which nothing public shows. Checked on 2.11, 2.13.
+_QUIET_KEYS: int = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+).raw_repr()
+_included_keys = torch._C._dispatch_tls_local_include_set
+_function_mode_count = torch._C._len_torch_function_stack
+
+
+def operators_are_watched() -> bool:
+    """Say whether anything sees or changes calls of operators: a mode, a level of functorch, a tracer.
+
+    torch.set_default_device is a mode too, but one that leaves calls that name their device alone.
+    """
+    if _included_keys().raw_repr() & ~_QUIET_KEYS:
+        return True
+    return _function_mode_count() > 0 and not all(isinstance(mode, DeviceContext) for mode in function_modes())
+
+
+def is_unusual(tensor: torch.Tensor) -> bool:
+    """Say whether a plain-looking tensor has no memory of its own content: meta, functionalised, or negated by a bit."""
+    return tensor.is_meta or _is_functional(tensor) or tensor.is_neg() or tensor.is_conj()
+
+
+_is_functional = torch._is_functional_tensor
+
+
+class GraphCode(torch.fx.graph.CodeGen):
+    """A CodeGen whose subclasses add to the code that torch writes.
+
+    Why: the hook for a whole graph's code, and the nodes and namespace it is written with, have no public name. Each
+    node's part of the body begins with a line "# COUNTER: <position>". Checked on 2.11, 2.13.
+    """
+
+    def _gen_python_code(
+        self, nodes: Any, root_module: str, namespace: Any, **options: Any
+    ) -> torch.fx.graph.PythonCode:
+        def write(change: Callable[[list[str]], list[str]]) -> torch.fx.graph.PythonCode:
+            own = self._body_transformer
+            self._body_transformer = change
+            try:
+                return super(GraphCode, self)._gen_python_code(nodes, root_module, namespace, **options)
+            finally:
+                self._body_transformer = own
+
+        if options.get("record_func"):
+            return super()._gen_python_code(nodes, root_module, namespace, **options)
+        users = self._body_transformer or (lambda body: body)
+        return self.written(list(nodes), partial(_new_name, namespace), users, write)
+
+    def written(
+        self,
+        nodes: Sequence[torch.fx.Node],
+        new_name: Callable[[str], str],
+        users: Callable[[list[str]], list[str]],
+        write: Callable[[Callable[[list[str]], list[str]]], torch.fx.graph.PythonCode],
+    ) -> torch.fx.graph.PythonCode:
+        """Give the code of a graph: what `write` gives with a function that changes the body's pieces.
+
+        `new_name` gives a name that nothing else in the code has, `users` is the user's own change of the body
+        (`graph.on_generate_code`).
+        """
+        raise NotImplementedError
+
+
+def _new_name(namespace: Any, wish: str) -> str:
+    name: str = namespace.create_name(wish, None)
+    return name
 
 
 while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
