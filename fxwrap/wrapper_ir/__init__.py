@@ -44,6 +44,7 @@ from fxwrap.wrapper_ir.line import (
     writes,
 )
 from fxwrap.wrapper_ir.origin import Origin, Source
+from fxwrap.wrapper_ir.operators import OperatorFacts, is_assertion, operator_facts, operator_name
 from fxwrap.wrapper_ir.parser import parse_program
 from fxwrap.wrapper_ir.printer import print_line, print_literal, print_type
 from fxwrap.wrapper_ir.program import (
@@ -104,6 +105,7 @@ __all__ = [
     "ListType",
     "LiveBytes",
     "OpaqueType",
+    "OperatorFacts",
     "OptionalType",
     "Origin",
     "Ownership",
@@ -132,6 +134,7 @@ __all__ = [
     "defined_symbol",
     "effects_conflict",
     "holds_memory",
+    "is_assertion",
     "is_release",
     "last_uses",
     "leaves",
@@ -139,6 +142,8 @@ __all__ = [
     "live_bytes",
     "map_leaves",
     "map_line",
+    "operator_facts",
+    "operator_name",
     "outer_symbols",
     "parse_program",
     "print_kernel",
