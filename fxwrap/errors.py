@@ -6,6 +6,7 @@ same facts for programs that want to react.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 
@@ -64,6 +65,55 @@ class ParseError(FxwrapError):
     def __str__(self) -> str:
         pointer = f"\n  {self.text}\n  {' ' * (self.column - 1)}^" if self.text else ""
         return f"line {self.line}, column {self.column}: {self.reason}{pointer}"
+
+
+@dataclass
+class RewriteError(FxwrapError):
+    """A pattern or a replacement that cannot be what its author meant: what is wrong, and at which line.
+
+    Fields: `reason` what is wrong; `line` the text of the line or node at fault, or "".
+    """
+
+    reason: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        return self.reason + (f"\n> {self.line}" if self.line else "")
+
+
+@dataclass
+class PassError(FxwrapError):
+    """A pass of the user's that failed, or left something that is wrong.
+
+    Fields: `name` the pass; `point` where in the pipeline it ran; `reason` what is wrong; `where` the line between its
+    neighbours, or the node, or ""; `before` and `after` the texts of what the pass got and gave ("" where it gave
+    nothing).
+    """
+
+    name: str
+    point: str
+    reason: str
+    where: str = ""
+    before: str = ""
+    after: str = ""
+
+    @property
+    def diff(self) -> str:
+        """The difference that the pass made, as a unified diff."""
+        before, after = self.before.splitlines(), self.after.splitlines()
+        return "\n".join(difflib.unified_diff(before, after, "before", "after", n=2, lineterm=""))
+
+    def __str__(self) -> str:
+        parts = [f"pass '{self.name}' ({self.point}): {self.reason}", self.where]
+        changed = self.diff.splitlines() if self.after else []
+        shown = changed[:_DIFF_LINES]
+        if len(changed) > len(shown):
+            shown.append(f"... and {len(changed) - len(shown)} lines more; the error's `before` and `after` have all")
+        return "\n".join([part for part in (*parts, *shown) if part])
+
+
+_DIFF_LINES = 60
+"""How many lines of a difference a message shows."""
 
 
 @dataclass
@@ -149,3 +199,7 @@ class CommandError(FxwrapError):
 
 class FusionWarning(UserWarning):
     """A kernel could not be generated or compiled, and its operators are called instead; results are the same."""
+
+
+class PassWarning(UserWarning):
+    """A pass without a key: caches outside cannot tell it from another, so nothing that it made may be cached."""
