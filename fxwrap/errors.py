@@ -157,6 +157,23 @@ class GraphModuleError(FxwrapError):
 
 
 @dataclass
+class ReadBackError(FxwrapError):
+    """A node of an FX graph that no line of a program says: which one, what it calls, why, and what to do.
+
+    Fields: `node` is its name ("" when the graph as a whole is at fault), `target` what it calls or names.
+    """
+
+    node: str
+    target: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = f"node '{self.node}' ({self.target})" if self.node else "graph"
+        return f"{where}: {self.reason}. {self.remedy}"
+
+
+@dataclass
 class ArtifactError(FxwrapError):
     """A saved program that cannot be written or used: the file, the entry in it, what is wrong, and the remedy.
 

@@ -11,8 +11,9 @@ from torch.fx import GraphModule
 
 from fxwrap.converters import fx_control, fx_kernels
 from fxwrap.converters.base import Converter, Handler
+from fxwrap.converters.fx_code import DirectCode
 from fxwrap.converters.fx_module import EmittedGraph as EmittedGraph
-from fxwrap.converters.fx_module import FlatCode, ProgramModule
+from fxwrap.converters.fx_module import ProgramModule
 from fxwrap.converters.fx_nodes import GraphWriter
 from fxwrap.converters.fx_values import FakeValues
 from fxwrap.converters.views import view_form
@@ -56,7 +57,7 @@ from fxwrap.lines import (
     Workspace,
     Yield,
 )  # fmt: skip
-from fxwrap.symbolic import SymbolInfo, floor_divide
+from fxwrap.symbolic import SymbolInfo, floor_divide, make_symbol
 from fxwrap.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -65,7 +66,7 @@ from fxwrap.torch_compat import (
     returned_arguments,
     without_fake_mode,
 )
-from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value
+from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, symbol_infos
 
 _ATEN = torch.ops.aten
 _OURS = torch.ops.fxwrap
@@ -116,6 +117,7 @@ class FxConverter(Converter):
             self.writer.placeholder(info, self.fakes.symbol(info))
         self.lone_output = lone
         self.lines(block)
+        self.writer.graph.set_codegen(DirectCode())
         return GraphModule(self.modules.attributes, self.writer.graph)
 
     # --- nodes ------------------------------------------------------------------------------------------------------
@@ -303,9 +305,7 @@ class FxConverter(Converter):
         self.writer.symbol(line.symbol, self.writer.call(_SIZES[line.of], arguments, name=line.symbol.name, val=val))
 
     def let(self, line: Let) -> None:
-        number = self.writer.number(line.expr)
-        self.fakes.define(line.symbol, number.meta["val"] if isinstance(number, torch.fx.Node) else number)
-        self.writer.symbol(line.symbol, number)
+        self.fakes.define(make_symbol(line.symbol.name), self.writer.named_number(line.symbol, line.expr).meta["val"])
 
     def item(self, line: Item) -> None:
         val = self.fakes.symbol(line.symbol)
@@ -477,12 +477,13 @@ def to_fx(
         _constants(converter)
         converter.lines(program.body)
         graph = converter.writer.graph
-        graph.set_codegen(FlatCode())
+        graph.set_codegen(DirectCode())
         made = ProgramModule(converter.modules.attributes, graph, "ProgramModule")
     made.meta["fxwrap"] = {
         "name": program.name,
         "header": program.header,
         "kernels": {kernel.hash: kernel for kernel in program.kernels},
+        "symbols": symbol_infos(program),
     }
     return EmittedGraph(program, made)
 
@@ -505,4 +506,5 @@ def _constants(converter: FxConverter) -> None:
         val = converter.fakes.root(constant.value)
         node = converter.writer.node("get_attr", name, (), {}, name, val)
         node.meta["fxwrap_mutable"] = constant.mutable
+        node.meta["fxwrap_type"] = constant.value.type
         converter.writer.nodes[constant.value.name] = node

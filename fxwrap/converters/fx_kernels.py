@@ -45,8 +45,14 @@ class KernelConverter(Protocol):
 def launch(converter: KernelConverter, line: Launch) -> None:
     """Writes the launch of a kernel."""
     kernel = converter.kernels[line.kernel]
+    registered = library.RegisteredKernel(
+        kernel.language, kernel.source, kernel.signature, kernel.options, kernel.name, len(line.outs)
+    )
+    library.register_kernel(kernel.hash, registered)
     tensors = [item for item in line.arguments if isinstance(item, Value)]
     numbers = [item for item in line.arguments if not isinstance(item, Value)]
+    text = (kernel.source, kernel.signature, kernel.options)
+    library.register_kernel(kernel.hash, library.RegisteredKernel(kernel.language, *text, kernel.name))
     if kernel.language == "triton":
         _launch_triton(converter, line, kernel, [*tensors, *line.outs, *numbers])
         return
@@ -63,8 +69,6 @@ def launch(converter: KernelConverter, line: Launch) -> None:
         "numbers": [argument(item) for item, is_float in zip(numbers, floats) if is_float],
         "grid": [argument(size) for size in line.grid],
     }
-    registered = library.RegisteredKernel(kernel.language, kernel.source, kernel.signature, kernel.options)
-    library.register_kernel(kernel.hash, registered)
     converter.ours(line, torch.ops.fxwrap.cpp_kernel.default, arguments, keywords=keywords, name=kernel.name)
 
 

@@ -15,6 +15,8 @@ from fxwrap.converters.fx_values import FakeValues
 from fxwrap.errors import ExpressionError
 from fxwrap.symbolic import (
     BY_CLASS,
+    COMPARED_BY,
+    COMPUTED_BY,
     RELATION_BY_CLASS,
     SymbolInfo,
     constant_value,
@@ -25,46 +27,7 @@ from fxwrap.symbolic import (
 from fxwrap.torch_compat import symbolic_function
 from fxwrap.wrapper_ir import LineBase, Origin, TensorType, Value
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "floordiv": operator.floordiv,
-    "cleandiv": operator.floordiv,
-    "mod": operator.mod,
-    "python_mod": operator.mod,
-    "max": torch.sym_max,
-    "min": torch.sym_min,
-    "pow_by_natural": pow,
-    "float_pow": pow,
-    "int_true_div": operator.truediv,
-    "float_true_div": operator.truediv,
-    "to_float": torch.sym_float,
-    "trunc_to_int": math.trunc,
-    "floor_to_int": math.floor,
-    "ceil_to_int": math.ceil,
-    "round_to_int": round,
-    "round_decimal": round,
-    "bitwise_and": operator.and_,
-    "bitwise_or": operator.or_,
-    "bitwise_xor": operator.xor,
-    "and": operator.and_,
-    "or": operator.or_,
-    "not": torch.sym_not,
-}
-"""Functions of the expression language that a node can call on plain and on symbolic numbers alike.
-
-Powers are the builtin's: torch.fx writes `operator.pow` of -2 and s0 as `-2 ** s0`, which is another number.
-"""
-
 _CHAINED = frozenset({"max", "min", "and", "or"})
-
-_RELATIONS: Mapping[str, Callable[..., Any]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-
 
 class GraphWriter:
     """One graph with the node of every value and symbol defined so far."""
@@ -74,22 +37,22 @@ class GraphWriter:
         self.fakes = fakes
         self.nodes: dict[str, Node] = {}
         self.numbers: dict[sympy.Basic, Any] = {}  # expressions, symbols among them, as nodes or plain numbers
-        self.origin: Origin | None = None
+        self.line: LineBase | None = None
         self.comments: list[str] = []
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
     def begin(self, line: LineBase) -> None:
-        """Takes the origin that the nodes of a line carry."""
-        self.origin = line.origin
+        """Takes the line that the next nodes are of, which they carry with its origin."""
+        self.line = line
 
     def node(self, op: str, target: Any, arguments: Sequence[Any], keywords: Any, name: str | None, val: Any) -> Node:
         """Adds a node with its metadata."""
         made = self.graph.create_node(op, target, tuple(arguments), keywords, name)
         meta = made.meta
         meta["val"] = val
-        if self.origin is not None:
-            _mark_origin(meta, self.origin)
+        if self.line is not None and self.line.origin is not None:
+            _mark_origin(meta, self.line.origin)
         if self.comments:
             meta["fxwrap_comments"] = tuple(self.comments)
             self.comments.clear()
@@ -105,13 +68,22 @@ class GraphWriter:
         val: Any = None,
     ) -> Node:
         """Adds a call; `name` is the wish for the node's name, `val` what it gives."""
+        made = self._call(target, arguments, keywords or {}, name, val)
+        if self.line is not None:
+            made.meta["fxwrap_line"] = self.line
+        return made
+
+    def _call(
+        self, target: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], name: str | None, val: Any
+    ) -> Node:
         wish = name or str(getattr(target, "__name__", target)).partition(".")[0]
-        return self.node("call_function", target, arguments, dict(keywords or {}), wish, val)
+        return self.node("call_function", target, arguments, dict(keywords), wish, val)
 
     def placeholder(self, value: Value | SymbolInfo, val: Any) -> Node:
         """Adds an input, and makes the value or symbol stand for it."""
         made = self.node("placeholder", value.name, (), {}, value.name, val)
         if isinstance(value, Value):
+            made.meta["fxwrap_type"] = value.type
             self.nodes[value.name] = made
         else:
             self.symbol(value, made)
@@ -122,6 +94,23 @@ class GraphWriter:
         self.numbers[make_symbol(info.name)] = number
         if isinstance(number, Node):
             number.meta["fxwrap_symbol"] = info
+            if self.line is not None:
+                number.meta["fxwrap_line"] = self.line
+
+    def named_number(self, info: SymbolInfo, expression: Any) -> Node:
+        """Adds a node for what an expression names: one of its own, also where another computes the same."""
+        made = self._compute(expression) if isinstance(expression, sympy.Basic) else expression
+        if not isinstance(made, Node) or "fxwrap_symbol" in made.meta or "fxwrap_expression" in made.meta:
+            made = self._same(made, expression_kind(expression))
+        made.meta["fxwrap_expression"] = expression
+        self.symbol(info, made)
+        return made
+
+    def _same(self, number: Any, kind: str) -> Node:
+        """Adds a node that gives a number as it is."""
+        function, more = (operator.and_, (True,)) if kind == "bool" else (operator.pos, ())
+        val = function(number.meta["val"] if isinstance(number, Node) else number, *more)
+        return self._call(function, (number, *more), {}, None, val)
 
     # --- arguments --------------------------------------------------------------------------------------------------
 
@@ -152,6 +141,8 @@ class GraphWriter:
         if found is None:
             found = self._compute(expression)
             self.numbers[expression] = found
+            if isinstance(found, Node):
+                found.meta["fxwrap_expression"] = expression
         return found
 
     def _compute(self, expression: sympy.Basic) -> Any:
@@ -170,7 +161,7 @@ class GraphWriter:
             return self.apply(pow, self.number(expression.args[0]), int(expression.args[1]))
         relation = RELATION_BY_CLASS.get(type(expression))
         if relation is not None:
-            return self.apply(_RELATIONS[relation.mark], *[self.number(side) for side in expression.args])
+            return self.apply(COMPARED_BY[relation.mark], *[self.number(side) for side in expression.args])
         return self._function(expression)
 
     def _chain(self, function: Callable[..., Any], operands: Sequence[sympy.Basic]) -> Any:
@@ -186,11 +177,11 @@ class GraphWriter:
         if spec.name in _CHAINED:
             mixed = len({expression_kind(operand) for operand in expression.args}) > 1
             function = _MIXED.get(spec.name) if mixed else None
-            return self._chain(function or _FUNCTIONS[spec.name], expression.args)
+            return self._chain(function or COMPUTED_BY[spec.name], expression.args)
         operands = [self.number(operand) for operand in expression.args]
         match spec.name:
             case "identity":
-                return operands[0]
+                return self._same(operands[0], expression_kind(expression.args[0]))
             case "modular_indexing":
                 quotient = self.apply(operator.floordiv, operands[0], operands[1])
                 return self.apply(operator.mod, quotient, operands[2])
@@ -199,7 +190,7 @@ class GraphWriter:
             case "trunc_to_float":
                 return self.apply(torch.sym_float, self.apply(math.trunc, operands[0]))
             case name:
-                function = _FUNCTIONS.get(name) or symbolic_function(name) or getattr(math, name)
+                function = COMPUTED_BY.get(name) or symbolic_function(name) or getattr(math, name)
                 return self.apply(function, *operands)
 
     def _choice(self, operands: Sequence[Any], kinds: Sequence[str]) -> Any:
@@ -211,14 +202,14 @@ class GraphWriter:
         if not isinstance(position, Node):
             return (otherwise, then)[position]
         val = self.fakes.unknown("float" if "float" in kinds else "int")
-        return self.call(operator.getitem, [(otherwise, then), position], val=val)
+        return self._call(operator.getitem, [(otherwise, then), position], {}, None, val)
 
     def apply(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Adds a call on numbers, or computes it when all of them are plain."""
         if not any(isinstance(operand, Node) for operand in operands):
             return function(*operands)
         known = [operand.meta["val"] if isinstance(operand, Node) else operand for operand in operands]
-        return self.call(function, operands, val=self._number_val(function, known))
+        return self._call(function, operands, {}, None, self._number_val(function, known))
 
     def _number_val(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """Returns the number's value in the metadata. It never adds a guard to the input graph's ShapeEnv."""

@@ -36,12 +36,18 @@ _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untype
 
 @dataclass(frozen=True)
 class RegisteredKernel:
-    """A kernel that graphs launch by its content hash: what `load_kernel` takes."""
+    """A kernel that graphs launch by its content hash: what `load_kernel` takes, and a name to read."""
 
     language: str
     source: str
     signature: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
+    name: str = ""
+
+    @property
+    def text(self) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...]]:
+        """What loads a kernel of a language: source, signature and options."""
+        return self.source, self.signature, self.options
 
 
 _KERNELS: dict[str, RegisteredKernel] = {}
@@ -50,6 +56,11 @@ _KERNELS: dict[str, RegisteredKernel] = {}
 def register_kernel(kernel_hash: str, kernel: RegisteredKernel) -> None:
     """Makes a kernel known under its content hash; again for an equal one changes nothing."""
     _KERNELS.setdefault(kernel_hash, kernel)
+
+
+def known_kernel(kernel_hash: Any) -> RegisteredKernel | None:
+    """Returns the kernel with a content hash; None for one that this process has not loaded, and for anything else."""
+    return _KERNELS.get(kernel_hash) if isinstance(kernel_hash, str) else None
 
 
 def registered_kernel(kernel_hash: str) -> RegisteredKernel:
@@ -62,14 +73,22 @@ def registered_kernel(kernel_hash: str) -> RegisteredKernel:
     return found
 
 
-def _interleave(signature: tuple[str, ...], sizes: Sequence[int], numbers: Sequence[float]) -> list[Any]:
-    """Returns a kernel's number arguments in the order of its signature, in which floats are "f..."."""
+def interleave(
+    signature: tuple[str, ...], sizes: Sequence[Any], numbers: Sequence[Any], truth: Callable[[Any], Any] = bool
+) -> list[Any]:
+    """Returns a kernel's number arguments in the order of its signature, in which floats are "f..." and bools "i1".
+
+    `truth` makes a bool of a size. Raises ValueError when there are too few or too many.
+    """
     left_sizes, left_numbers = iter(sizes), iter(numbers)
     kinds = [entry for entry in signature if not entry.startswith("*")]
     if not kinds:
         return [*sizes, *numbers]
+    floats = sum(kind.startswith("f") for kind in kinds)
+    if (len(kinds) - floats, floats) != (len(sizes), len(numbers)):
+        raise ValueError(f"the kernel takes {len(kinds) - floats} sizes and {floats} numbers")
     return [
-        next(left_numbers) if kind.startswith("f") else bool(next(left_sizes)) if kind == "i1" else next(left_sizes)
+        next(left_numbers) if kind.startswith("f") else truth(next(left_sizes)) if kind == "i1" else next(left_sizes)
         for kind in kinds
     ]
 
@@ -92,7 +111,7 @@ def _cpp_kernel(
     grid: Sequence[int],
 ) -> None:
     found, launch = registered_kernel(kernel), _launcher(kernel)
-    launch(tuple(grid), *ins, *outs, *_interleave(found.signature, sizes, numbers))
+    launch(tuple(grid), *ins, *outs, *interleave(found.signature, sizes, numbers))
 
 
 def _cpp_kernel_functional(
@@ -266,6 +285,14 @@ _OPERATORS = (
     _Operator("enter_device(Device device) -> ()", _enter_device, has_effect=True),
     _Operator("exit_device(Device device) -> ()", _exit_device, has_effect=True),
 )  # fmt: skip
+
+
+_RUN = {operator.schema.partition("(")[0]: operator.run for operator in _OPERATORS}
+
+
+def implementation(operator: Any) -> Callable[..., Any]:
+    """Returns the function that an operator of this library runs, on any device."""
+    return _RUN[operator._schema.name.partition("::")[2]]
 
 
 def _nothing(*_arguments: Any, **_keywords: Any) -> None:

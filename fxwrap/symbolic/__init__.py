@@ -1,6 +1,12 @@
 """Sizes and conditions over symbols: construction, text form, evaluation, bounds and printers."""
 
 from fxwrap.symbolic.canonical import canonical as canonical
+from fxwrap.symbolic.computed import CHAINED as CHAINED
+from fxwrap.symbolic.computed import COMPARED_BY as COMPARED_BY
+from fxwrap.symbolic.computed import COMPUTED_BY as COMPUTED_BY
+from fxwrap.symbolic.computed import Number as Number
+from fxwrap.symbolic.computed import as_computed as as_computed
+from fxwrap.symbolic.computed import computed as computed
 from fxwrap.symbolic.construct import constant_value as constant_value
 from fxwrap.symbolic.cpp_printer import CppPrinter as CppPrinter
 from fxwrap.symbolic.cpp_printer import cpp_prelude as cpp_prelude

@@ -43,8 +43,8 @@ from fxwrap.wrapper_ir.line import (
     used,
     writes,
 )
-from fxwrap.wrapper_ir.origin import Origin, Source
 from fxwrap.wrapper_ir.operators import OperatorFacts, is_assertion, operator_facts, operator_name
+from fxwrap.wrapper_ir.origin import Origin, Source
 from fxwrap.wrapper_ir.parser import parse_program
 from fxwrap.wrapper_ir.printer import print_line, print_literal, print_type
 from fxwrap.wrapper_ir.program import (
