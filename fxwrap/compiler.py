@@ -25,6 +25,7 @@ from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
+from fxwrap.provenance import Provenance, provenance
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import gpu_tuner
 from fxwrap.wrapper_ir import Ownership, Program, program_key, verify
@@ -75,6 +76,11 @@ class Compiled(Emitted):
     def program(self) -> Program:
         """The program that runs."""
         return self.stages[-1].program
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        """Where each call of a kernel or operator came from, and what each place of the model's source became."""
+        return provenance(self.program)
 
     @cached_property
     def graph_module(self) -> GraphModule:

@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("wrapper_ir",),  # level 1
     ("lines", "loop_ir"),  # level 2
     ("printers",),
-    ("passes", "memory_planning", "converters", "fx_passes", "matching"),  # level 3
+    ("passes", "memory_planning", "provenance", "converters", "fx_passes", "matching"),  # level 3
     ("lowering",),  # level 4
     ("tuning", "preparation"),  # level 5
     ("compiler", "environment"),

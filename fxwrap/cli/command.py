@@ -86,6 +86,7 @@ def _add_show(commands: _Commands) -> None:
     command = _add_command(commands, "show", what, 'model.py:block --inputs "f32[4, 64]" --origins')
     command.add_argument("--origins", action="store_true", help="end each line with the operator and source it is from")
     command.add_argument("--coverage", action="store_true", help="print which operators were fused or called, and why")
+    command.add_argument("--provenance", action="store_true", help="print, as JSON, the source lines of each kernel")
     command.add_argument("--stages", action="store_true", help="print the program after each step that changed it")
     command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
     command.set_defaults(run=_show)
@@ -158,6 +159,9 @@ def _show(chosen: argparse.Namespace) -> int:
     for graph in _graphs(chosen):
         if chosen.coverage:
             print(coverage_table(graph.name, graph.compiled.coverage))
+            continue
+        if chosen.provenance:
+            print(graph.compiled.provenance.to_json())
             continue
         stages = graph.compiled.stages if chosen.stages else graph.compiled.stages[-1:]
         for stage in stages:

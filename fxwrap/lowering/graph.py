@@ -31,6 +31,7 @@ from fxwrap.lowering.symbols import bind_sizes, check_ranges, check_ranks, input
 from fxwrap.options import Options
 from fxwrap.passes.frees import insert_frees
 from fxwrap.printers import KernelPrinter, print_kernel
+from fxwrap.provenance import number_calls
 from fxwrap.wrapper_ir import (
     Block,
     Constant,
@@ -150,7 +151,7 @@ class _Lowering:
         own = {value.name for position, (_, value) in enumerate(self.inputs)
                if self.ownership.get(position) is Ownership.OWNED}  # fmt: skip
         hint = self.body.lower(keeps=lambda value: value.name not in own)
-        program = self._assemble(self._outputs())
+        program = number_calls(self._assemble(self._outputs()))
         if program.kernels:
             note = peak_note(program, builder, list(self.source.graph_module.graph.nodes), hint)
             program = program.replace(header=tuple(sorted([*program.header, *([("peak", note)] if note else [])])))

@@ -62,4 +62,12 @@ class Origin:
     def __str__(self) -> str:
         names, operators = ", ".join(self.nodes), ", ".join(self.operators)
         what = f"{names}: {operators}" if names else operators
-        return "  ".join([part for part in (what, ", ".join(self.locations)) if part])
+        handle = "" if self.handle.rpartition(":")[0] in self.operators else self.handle
+        return "  ".join([part for part in (what, self._places(), handle) if part])
+
+    def _places(self) -> str:
+        """Returns the places with each file's name once: "model.py:7, 9"."""
+        numbers: dict[str, list[str]] = {}
+        for file, _, line in [location.rpartition(":") for location in self.locations]:
+            numbers.setdefault(file, []).append(line)
+        return ", ".join([f"{file}:{', '.join(lines)}" for file, lines in numbers.items()])

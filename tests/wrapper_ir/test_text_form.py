@@ -136,7 +136,7 @@ def test_origins_are_printed_as_comments_and_are_not_read() -> None:
     origin = Origin((Source("mm", "aten.mm", "/m/model.py", 7), Source("relu", "aten.relu", "/m/model.py", 8)))
     marked = from_text.replace(body=Block((), (first.replace(origin=origin), *others)))
     text = print_program(marked, origins=True)
-    assert "hint=6 divisible=2 dim=0  # mm, relu: aten.mm, aten.relu  model.py:7, model.py:8" in text
+    assert "hint=6 divisible=2 dim=0  # mm, relu: aten.mm, aten.relu  model.py:7, 8" in text
     assert marked == from_text
     assert parse(text) == from_text
 
