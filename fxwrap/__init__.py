@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fxwrap.artifact import Loaded
 from fxwrap.backend import GraphInfo
 from fxwrap.compare import compare
 from fxwrap.compiler import Compiled, Stage, compile_graph
@@ -20,6 +21,7 @@ from fxwrap.environment import environment_key
 from fxwrap.lines import CORE_LINES, ExtensionLine
 from fxwrap.lowering import default_decompositions, lower
 from fxwrap.options import Options
+from fxwrap.saving import load, save
 from fxwrap.wrapper_ir import Program, parse_program, verify
 
 __version__ = "0.1.0"
@@ -28,6 +30,7 @@ __all__ = [
     "Compiled",
     "Emitted",
     "GraphInfo",
+    "Loaded",
     "Options",
     "Program",
     "Stage",
@@ -35,9 +38,11 @@ __all__ = [
     "compile_graph",
     "default_decompositions",
     "environment_key",
+    "load",
     "lower",
     "parse",
     "run",
+    "save",
     "to_cpp",
     "to_fx",
     "to_python",

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from fxwrap.converters.checked import CheckedInterpreter
-from fxwrap.converters.cpp import to_cpp
+from fxwrap.artifact import save_program
 from fxwrap.converters.emitted import Emitted
 from fxwrap.converters.fx import EmittedGraph, to_fx
-from fxwrap.converters.interpreter import Interpreter
-from fxwrap.converters.python import to_python
+from fxwrap.emission import checked as checked
+from fxwrap.emission import emit as emit
+from fxwrap.emission import explained
+from fxwrap.emission import interpreted as interpreted
 from fxwrap.errors import VerifyError
 from fxwrap.lowering import Lowered, Outcome, lower_with_coverage
-from fxwrap.memory_planning import MemoryPlan, apply_plan, memory_error_text, plan_memory
+from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
 from fxwrap.options import PLANNERS, Options
 from fxwrap.passes import fold_views
 from fxwrap.passes.order import reorder_for_peak_memory
@@ -89,6 +91,13 @@ class Compiled(Emitted):
         if not isinstance(emitted, EmittedGraph):
             emitted = to_fx(self.program, fake_inputs=self._fake_inputs)
         return emitted.graph_module
+
+    def save(self, path: str | Path, *, constants: bool = True) -> None:
+        """Saves the program, its compiled code and its constants into a file; see `fxwrap.save`."""
+        save_program(
+            self.program, path, emitter=self.options.emitter, emitters=(self.options.emitter,),
+            options=self.options.text(), plan=self.plan, constants=constants,
+        )  # fmt: skip
 
     @property
     def key(self) -> str:
@@ -199,24 +208,6 @@ class _Pipeline:
         return replace(lowered, program=self._tuner.named(lowered.program))
 
 
-def explained(entry: Callable[..., Any], plan: MemoryPlan, program: Program) -> Callable[..., Any]:
-    """Returns an entry whose errors for want of memory say what the program needs, and where it needs most."""
-
-    def run(*inputs: Any) -> Any:
-        try:
-            return entry(*inputs)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
-            if not any(text in str(error) for text in _OUT_OF_MEMORY):
-                raise
-            raise type(error)(f"{error}\n{memory_error_text(plan, program)}") from error
-
-    return run
-
-
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-"""What torch's allocators say where there is no memory left."""
-
-
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
     """Returns the fake tensors of a graph's placeholders by name, for the metadata of an emitted graph."""
     graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
@@ -240,25 +231,3 @@ def _verify_after(stage: Stage) -> None:
         verify(stage.program)
     except VerifyError as error:
         raise VerifyError(error.rule, f"after pass '{stage.made_by}': {error.reason}", error.context) from None
-
-
-def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] | None = None) -> Emitted:
-    """Returns the program in the form that an emitter gives; `fake_inputs` by name are for FX graphs' metadata."""
-    return to_fx(program, fake_inputs=fake_inputs) if emitter == "fx" else _EMITTERS[emitter](program)
-
-
-def interpreted(program: Program) -> Emitted:
-    """Returns the program run by the interpreter, line by line; its text is the IR."""
-    return Emitted(str(program), lambda: lambda inputs: Interpreter(program).run(inputs))
-
-
-def checked(program: Program) -> Emitted:
-    """Returns the program run by the interpreter that watches its memory; its text is the IR."""
-    return Emitted(str(program), lambda: lambda inputs: CheckedInterpreter(program).run(inputs))
-
-
-_EMITTERS: dict[str, Callable[[Program], Emitted]] = {
-    "python": to_python,
-    "cpp": to_cpp,
-    "interpreter": interpreted,
-}

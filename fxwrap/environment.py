@@ -21,7 +21,7 @@ def environment_key(options: Options | None = None) -> str:
     torch was built for, and the options. Functions among the options (passes, lowerings, decompositions, a partitioner,
     `on_graph`) stand by module and qualified name: a cache that outlives an edit of theirs must add its own key.
     """
-    parts = [f"{name}={_version(name)}" for name in PACKAGES]
+    parts = [f"{name}={text}" for name, text in package_versions().items()]
     parts += [
         f"python={platform.python_version()}",
         f"machine={platform.machine()}",
@@ -29,6 +29,11 @@ def environment_key(options: Options | None = None) -> str:
         f"options={(options or Options()).text()}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of the packages that can change what is emitted, by name; "absent" for a missing one."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str:

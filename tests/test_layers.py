@@ -29,9 +29,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("printers",),
     ("passes", "memory_planning", "provenance", "converters", "fx_passes", "matching"),  # level 3
     ("lowering",),  # level 4
-    ("tuning", "preparation"),  # level 5
-    ("compiler", "environment"),
-    ("backend", "aot", "rewrite", "fx"),  # level 6
+    ("tuning", "preparation", "emission", "environment"),  # level 5
+    ("artifact",),
+    ("compiler",),
+    ("backend", "aot", "rewrite", "fx", "saving"),  # level 6
     ("compare",),
     ("cli", "testing"),
     ("__main__", "__init__"),

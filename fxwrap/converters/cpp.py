@@ -55,7 +55,7 @@ from fxwrap.lines import (
 from fxwrap.runtime.cpp_kernels import KernelText, cpp_declaration, cpp_kernel_units, cpp_symbol
 from fxwrap.runtime.kernels import options_text
 from fxwrap.runtime.native import Program as NativeProgram
-from fxwrap.runtime.native import compile_cpp, load_program
+from fxwrap.runtime.native import compile_cpp, load_program, provided_program
 from fxwrap.symbolic import SymbolInfo, symbol_kind
 from fxwrap.torch_compat import out_argument_names
 from fxwrap.wrapper_ir import (
@@ -425,5 +425,7 @@ def _load(source: str, program: Program, converter: CppConverter) -> NativeProgr
         KernelText(kernel.language, kernel.source, kernel.signature, kernel.options)
         for kernel in converter.kernels.values()
     ]
-    path = compile_cpp(source, name=program.name, extra_sources=cpp_kernel_units(kernels))
+    path = provided_program(source)
+    if path is None:
+        path = compile_cpp(source, name=program.name, extra_sources=cpp_kernel_units(kernels))
     return load_program(path, [program.store.tensors[constant.value.name] for constant in program.constants])

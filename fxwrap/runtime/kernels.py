@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from fxwrap.errors import FxwrapError, NativeBuildError
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText, cpp_kernel_units, cpp_launchers
-from fxwrap.runtime.native import compile_cpp, compiled_kernels, load_program, record_kernels
+from fxwrap.runtime.native import compile_cpp, compiled_kernels, load_program, provided_kernel, record_kernels
 from fxwrap.runtime.triton_compile import KernelUse, compile_triton_kernels
 from fxwrap.runtime.triton_compile import triton as triton_package
 from fxwrap.runtime.triton_kernels import load_triton_kernel
@@ -67,6 +68,19 @@ def prepare_kernels(kernels: tuple[KernelText, ...]) -> None:
                 raise
             return
         record_kernels([kernel.symbol for kernel in missing], path)
+
+
+def kernel_library(kernels: Sequence[KernelText]) -> Path:
+    """Returns a library with a program for each of these C++ kernels, compiled or found in the cache.
+
+    Raises NativeBuildError where one does not compile.
+    """
+    wanted = list({kernel.symbol: kernel for kernel in kernels}.values())
+    provided = {provided_kernel(kernel.symbol) for kernel in wanted}
+    together = provided.pop() if len(provided) == 1 else None
+    if together is not None:
+        return together
+    return compile_cpp(cpp_launchers(wanted), name="kernels", extra_sources=cpp_kernel_units(wanted))
 
 
 def compile_kernels(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:

@@ -20,7 +20,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,13 +31,16 @@ from typing import Any, Protocol, cast
 import torch
 
 from fxwrap.errors import NativeBuildError
+from fxwrap.runtime.native.provided import provided_bridge, provided_kernel
 
 _HERE = Path(__file__).parent
 _BRIDGE_SOURCES = ("values.cpp", "typed_calls.cpp", "bridge.cpp", "checks.cpp", "execute.cpp")
 _BINDING_SOURCE = "binding.cpp"
 _HEADERS = ("bridge.h", "frame.h", "values.h", "calls.h", "checks.h")
-_BRIDGE = "libfxwrap_bridge.so"
-_BINDING = "_fxwrap_binding.so"
+BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
+"""The files of the bridge: its library, and its Python binding."""
+
+_BRIDGE, _BINDING = BRIDGE_LIBRARIES
 
 _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
 _BRIDGE_FLAGS = ("-O2", "-DNDEBUG")
@@ -150,8 +153,9 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
 
 def compiled_kernels(symbols: tuple[str, ...]) -> dict[str, Path]:
     """Returns the libraries of those kernels that are compiled, by symbol; the cache keeps a note for each."""
-    found = {}
-    for symbol, note in zip(symbols, _kernel_notes(symbols), strict=True):
+    found = {symbol: path for symbol in symbols if (path := provided_kernel(symbol)) is not None}
+    others = tuple([symbol for symbol in symbols if symbol not in found])
+    for symbol, note in zip(others, _kernel_notes(others) if others else (), strict=True):
         if note.is_file():
             library = cache_folder() / note.read_text(encoding="utf-8")
             if library.is_file():
@@ -370,8 +374,53 @@ def _run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
+def binary_target() -> dict[str, Any]:
+    """Returns what a compiled library depends on besides its source, as plain data; see `unusable`.
+
+    The versions of torch and Python and of the bridge's and kernels' own sources, the machine, its C library, and the
+    instructions of its processor, which kernels are compiled for.
+    """
+    return {
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "python": str(sysconfig.get_config_var("SOABI")),
+        "bridge": _digest(_bridge_digest(), _kernel_header(), *_COMMON_FLAGS, *_PROGRAM_FLAGS, *KERNEL_FLAGS),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "libc": platform.libc_ver()[1],
+        "instructions": _instructions(),
+    }
+
+
+def unusable(target: Mapping[str, Any]) -> str:
+    """Returns why a library for another `binary_target` cannot be used here; "" where it can."""
+    here = binary_target()
+    for name in ("torch", "python", "bridge", "machine"):
+        if target.get(name) != here[name]:
+            return f"it is for {name} {target.get(name)!r}, and here is {here[name]!r}"
+    if _version(target.get("libc", "")) > _version(here["libc"]):
+        return f"it is for the C library {target.get('libc')}, and here is {here['libc']}"
+    missing = set(target.get("instructions", [])) - set(here["instructions"])
+    if missing:
+        return f"it uses instructions that this processor lacks: {', '.join(sorted(missing))}"
+    return ""
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple([int(part) for part in re.findall(r"\d+", str(text))])
+
+
+def _instructions() -> list[str]:
+    """Returns the instruction sets of this machine's processor, by the names that its system has for them."""
+    line = next((s for s in _processor().splitlines() if s.startswith(("flags", "Features"))), "")
+    return sorted(set(line.partition(":")[2].split()))
+
+
+def binding_is_loaded() -> bool:
+    """Returns whether this process has loaded a bridge; it then uses that one to its end."""
+    return _load_binding.cache_info().currsize > 0
+
+
 def _binding() -> Any:
-    return _load_binding(build_bridge().folder)
+    return _load_binding(provided_bridge() or build_bridge().folder)
 
 
 @cache

@@ -1,0 +1,190 @@
+"""Compiled code in a file: what an emitter needs on this machine, and its use on a machine like it.
+
+C++ is in libraries: the program for the C++ emitter, its kernels for all others, and the bridge that both need. What
+Triton has compiled is in the files that its cache has of it. All of it can be made again from the texts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fxwrap.artifact.archive import Archive, ArchiveWriter
+from fxwrap.converters.cpp import to_cpp
+from fxwrap.converters.emitted import kernel_texts
+from fxwrap.errors import FxwrapError
+from fxwrap.runtime.cpp_kernels import KernelText, cpp_kernel_units
+from fxwrap.runtime.kernels import kernel_library
+from fxwrap.runtime.native import (
+    BRIDGE_LIBRARIES,
+    binary_target,
+    binding_is_loaded,
+    build_bridge,
+    cache_folder,
+    compile_cpp,
+    provide_bridge,
+    provide_kernels,
+    provide_program,
+    provided_bridge,
+    provided_program,
+    source_key,
+    unusable,
+)
+from fxwrap.runtime.triton_binaries import TritonBinary, compiled_triton, put_back
+from fxwrap.wrapper_ir import Program
+
+FOLDER = "binaries"
+
+
+# --- into a file ----------------------------------------------------------------------------------------------------
+
+
+def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[str]) -> dict[str, Any]:
+    """Adds what emitters run on this machine, compiled now where it is not yet; returns what the manifest says of it.
+
+    Raises NativeBuildError where C++ does not compile.
+    """
+    emitters = frozenset(emitters)
+    if not emitters:
+        return {}
+    texts = kernel_texts(program)
+    in_cpp = [kernel for kernel in texts if kernel.language == "cpp"]
+    found: dict[str, Any] = {}
+    if "cpp" in emitters:
+        source = to_cpp(program).source
+        found["program"] = {"source": source_key(source), "entry": _add(writer, _program_library(source, program))}
+    if in_cpp and emitters - {"cpp"}:
+        symbols = list(dict.fromkeys([kernel.symbol for kernel in in_cpp]))
+        found["kernels"] = {"symbols": symbols, "entry": _add(writer, kernel_library(in_cpp))}
+    if found:
+        bridge = provided_bridge() or build_bridge().folder
+        found["bridge"] = {name: _add(writer, bridge / name) for name in BRIDGE_LIBRARIES}
+        found["target"] = binary_target()
+    triton = [item for kernel in texts if kernel.language == "triton" for item in _add_triton(writer, kernel)]
+    return {**found, "triton": triton} if triton else found
+
+
+def _program_library(source: str, program: Program) -> Path:
+    kernels = [kernel for kernel in kernel_texts(program) if kernel.language == "cpp" and kernel.symbol in source]
+    return provided_program(source) or compile_cpp(
+        source, name=program.name, extra_sources=cpp_kernel_units(kernels)
+    )
+
+
+def _add(writer: ArchiveWriter, library: Path) -> str:
+    content = library.read_bytes()
+    entry = f"{FOLDER}/{hashlib.sha256(content).hexdigest()}.so"
+    writer.add_bytes(entry, content)
+    return entry
+
+
+def _add_triton(writer: ArchiveWriter, kernel: KernelText) -> list[dict[str, Any]]:
+    described = []
+    for binary in compiled_triton(kernel):
+        files = {}
+        for name, content in binary.files.items():
+            files[name] = f"{FOLDER}/{hashlib.sha256(content).hexdigest()}{Path(name).suffix}"
+            writer.add_bytes(files[name], content)
+        described.append({"key": binary.key, "files": files})
+    return described
+
+
+# --- out of a file --------------------------------------------------------------------------------------------------
+
+
+def use_binaries(archive: Archive, emitter: str) -> str:
+    """Makes what a file has compiled known to this process, as far as an emitter needs it.
+
+    Returns why nothing compiled can be used: it is for another machine or version, or not there; "" where all of it is.
+    Raises ArtifactError for an entry that is damaged.
+    """
+    described = archive.manifest.get("binaries", {})
+    try:
+        for item in described.get("triton", ()):
+            files = {str(name): archive.read(str(entry)) for name, entry in item["files"].items()}
+            _put_back_triton(TritonBinary(str(item["key"]), files))
+        wanted = "program" if emitter == "cpp" else "kernels"
+        needed = emitter == "cpp" or any(item.get("language") == "cpp" for item in archive.manifest.get("kernels", ()))
+        if not needed:
+            return ""
+        if wanted not in described:
+            return f"the file has no compiled code for the emitter '{emitter}'"
+        reason = unusable(described["target"])
+        return reason or _use_libraries(archive, described, wanted)
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise archive.error("manifest.json", f"it does not describe the binaries: {error!r}") from None
+
+
+def _use_libraries(archive: Archive, described: Mapping[str, Any], wanted: str) -> str:
+    item = described[wanted]
+    bridge = {str(name): archive.read(str(entry)) for name, entry in described["bridge"].items()}
+    library = archive.read(str(item["entry"]))
+    if sorted(bridge) != sorted(BRIDGE_LIBRARIES):
+        raise archive.error("manifest.json", f"it names the libraries {sorted(bridge)}, which are not the bridge's")
+    try:
+        if not binding_is_loaded() and provided_bridge() is None:
+            provide_bridge(_on_disk(bridge))
+        path = _on_disk({"program.so": library}) / "program.so"
+    except OSError as error:
+        return f"compiled code cannot be written to a folder: {error.strerror}"
+    bridge_folder = provided_bridge()
+    if bridge_folder is not None:
+        failure = _fails_to_load((str(bridge_folder / BRIDGE_LIBRARIES[0]), str(path)))
+        if failure:
+            return failure
+    if wanted == "program":
+        provide_program(str(item["source"]), path)
+    else:
+        provide_kernels([str(symbol) for symbol in item["symbols"]], path)
+    return ""
+
+
+@cache
+def _fails_to_load(libraries: Sequence[str]) -> str:
+    """Returns why libraries cannot be loaded here; a library that one of them needs may be missing."""
+    try:
+        for library in libraries:
+            ctypes.CDLL(library)
+    except OSError as error:
+        return f"compiled code cannot be loaded: {error}"
+    return ""
+
+
+def _put_back_triton(binary: TritonBinary) -> None:
+    try:
+        put_back(binary)
+    except (FxwrapError, OSError):
+        return  # no Triton here, or its cache cannot be written to: it says so, or compiles, when a kernel is launched
+
+
+def _on_disk(files: Mapping[str, bytes]) -> Path:
+    """Returns a folder with these files, named by their content; one that is there already is checked.
+
+    Raises OSError where none can be written.
+    """
+    digest = hashlib.sha256(repr([(name, hashlib.sha256(files[name]).hexdigest()) for name in sorted(files)]).encode())
+    name = digest.hexdigest()[:32]
+    try:
+        return _folder_with(cache_folder() / "loaded" / name, files)
+    except OSError:
+        return _folder_with(Path(tempfile.mkdtemp(prefix="fxwrap-")) / name, files)  # a cache folder that is read-only
+
+
+def _folder_with(folder: Path, files: Mapping[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        path = folder / name
+        if path.is_file() and path.read_bytes() == content:
+            continue
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, path)
+    return folder

@@ -1,0 +1,132 @@
+"""A program moved to other devices of the same type: every type, literal, name and effect that says a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxwrap.lines import EnterDevice, ExitDevice, RecordEvent, RestoreState, SaveState, WaitEvent
+from fxwrap.wrapper_ir import (
+    Block,
+    Constant,
+    Input,
+    LineBase,
+    ListType,
+    OptionalType,
+    Program,
+    Tag,
+    TensorType,
+    Type,
+    Value,
+    map_line,
+)
+
+Devices = Mapping[torch.device, torch.device]
+
+_BY_NAME = (EnterDevice, ExitDevice, RecordEvent, WaitEvent, SaveState, RestoreState)
+"""The lines that say a device by its name."""
+
+
+def program_devices(program: Program) -> list[torch.device]:
+    """Returns the devices of a program's tensors, in order of appearance."""
+    found: dict[torch.device, None] = {}
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Value) and isinstance(leaf.type, TensorType):
+            found.setdefault(leaf.type.device)
+        return leaf
+
+    for value in (*[item.value for item in program.inputs], *[item.value for item in program.constants]):
+        note(value)
+    for line in program.lines():
+        map_line(line, note)
+    return list(found)
+
+
+def device_map(present: list[torch.device], wanted: Any) -> dict[torch.device, torch.device]:
+    """Returns where each device of a program goes: `wanted` is a device, or a mapping of devices.
+
+    Raises ValueError, with the reason, for what has no meaning: kernels are for one type of device.
+    """
+    if wanted is None:
+        return {}
+    if isinstance(wanted, Mapping):
+        pairs = {torch.device(old): torch.device(new) for old, new in wanted.items()}
+    else:
+        new = torch.device(wanted)
+        same = [device for device in present if device.type == new.type]
+        if len(same) > 1:
+            raise ValueError(f"it uses {', '.join(map(str, same))}, so say which goes where: a mapping of devices")
+        if not same:
+            raise ValueError(f"it was compiled for {', '.join(map(str, present)) or 'no device'}, not for {new.type}")
+        pairs = {same[0]: new}
+    for old, new in pairs.items():
+        if old not in present:
+            raise ValueError(f"it does not use {old}, only {', '.join(map(str, present))}")
+        if old.type != new.type:
+            raise ValueError(f"its kernels for {old.type} do not run on {new.type}")
+        if new.type != "cpu" and new.index is None:
+            raise ValueError(f"'{new}' does not say which device; say '{new}:0'")
+    return {old: new for old, new in pairs.items() if old != new}
+
+
+def moved(program: Program, devices: Devices) -> Program:
+    """Returns the program with each of these devices replaced by another; payloads of constants stay as they are."""
+    if not devices:
+        return program
+    inputs = tuple([
+        Input(_value(item.value, devices), item.ownership) if isinstance(item.value, Value) else item
+        for item in program.inputs
+    ])  # fmt: skip
+    constants = tuple([Constant(_value(item.value, devices), item.mutable) for item in program.constants])
+    functions = tuple([(name, _block(block, devices)) for name, block in program.functions])
+    return program.replace(inputs=inputs, constants=constants, functions=functions, body=_block(program.body, devices))
+
+
+def _block(block: Block, devices: Devices) -> Block:
+    arguments = tuple([_value(value, devices) for value in block.arguments])
+    return Block(arguments, tuple([_line(line, devices) for line in block.lines]))
+
+
+def _line(line: LineBase, devices: Devices) -> LineBase:
+    changed: LineBase = map_line(line, partial(_leaf, devices=devices))
+    if isinstance(changed, _BY_NAME):
+        name = str(devices.get(torch.device(changed.device), changed.device))
+        return changed if name == changed.device else dataclasses.replace(changed, device=name)
+    return changed
+
+
+def _leaf(leaf: Any, devices: Devices) -> Any:
+    match leaf:
+        case Value():
+            return _value(leaf, devices)
+        case Block():
+            return _block(leaf, devices)
+        case torch.device():
+            return devices.get(leaf, leaf)
+        case Tag("random", (str(name),)):
+            return Tag("random", (str(devices.get(torch.device(name), name)),))
+        case TensorType() | ListType() | OptionalType():
+            return _type(leaf, devices)
+        case _:
+            return leaf
+
+
+def _value(value: Value, devices: Devices) -> Value:
+    type_ = _type(value.type, devices)
+    return value if type_ is value.type else Value(value.name, type_)
+
+
+def _type(type_: Type, devices: Devices) -> Type:
+    match type_:
+        case TensorType():
+            device = devices.get(type_.device)
+            return type_ if device is None else dataclasses.replace(type_, device=device)
+        case ListType() | OptionalType():
+            return type(type_)(_type(type_.element, devices))
+        case _:
+            return type_

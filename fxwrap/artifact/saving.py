@@ -1,0 +1,99 @@
+"""Programs into files."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from fxwrap.artifact.archive import ArchiveWriter, write_file
+from fxwrap.artifact.binaries import write_binaries
+from fxwrap.artifact.constants import check_savable, declared_layout, layout_of, write_constants
+from fxwrap.artifact.devices import program_devices
+from fxwrap.artifact.parts import check_kernels, write_program
+from fxwrap.converters.fx import to_fx
+from fxwrap.environment import package_versions
+from fxwrap.errors import FxwrapError
+from fxwrap.memory_planning import MemoryPlan, plan_to_json
+from fxwrap.symbolic import SymbolInfo
+from fxwrap.wrapper_ir import Program, print_type, program_key, symbol_infos
+
+PLAN = "memory_plan.json"
+GRAPH = "graph.py"
+
+
+def save_program(
+    program: Program,
+    path: str | Path,
+    *,
+    emitter: str = "python",
+    emitters: Iterable[str] = (),
+    options: str = "",
+    plan: MemoryPlan | None = None,
+    constants: bool = True,
+) -> None:
+    """Saves a program, the emitter that runs it when it is loaded, and compiled code for these emitters.
+
+    Raises ArtifactError for what cannot be saved and where nothing can be written, NativeBuildError where C++ does not
+    compile. What was at `path` stays then.
+    """
+    place = Path(path)
+    check_kernels(program, str(place))
+    if constants or program.store.tensors:
+        check_savable(program, str(place))
+    graph = _graph_text(program)
+
+    def write(file: IO[bytes]) -> None:
+        writer = ArchiveWriter(file)
+        kernels = write_program(writer, program)
+        if graph:
+            writer.add_bytes(GRAPH, graph.encode())
+        if plan is not None:
+            writer.add_bytes(PLAN, plan_to_json(plan).encode())
+        tensors = {item.value.name: program.store.tensors[item.value.name] for item in program.constants
+                   if item.value.name in program.store.tensors}  # fmt: skip
+        layout = layout_of(tensors) if tensors or not program.constants else declared_layout(program)
+        if constants and program.constants:
+            write_constants(writer, layout, tensors)
+        writer.close({
+            **_metadata(program, emitter, options),
+            "kernels": kernels,
+            "constants": {"inside": constants, **layout.to_json()},
+            "binaries": write_binaries(writer, program, emitters),
+        })  # fmt: skip
+
+    write_file(place, write)
+
+
+def _graph_text(program: Program) -> str:
+    """Returns the FX graph as code, to be read; loading makes the graph from the program. "" where there is none."""
+    if any(item.value.name not in program.store.tensors for item in program.constants):
+        return ""
+    try:
+        return to_fx(program).source
+    except FxwrapError:
+        return ""
+
+
+def _metadata(program: Program, emitter: str, options: str) -> dict[str, Any]:
+    return {
+        "name": program.name,
+        "key": program_key(program, options),
+        "emitter": emitter,
+        "options": options,
+        "made_by": {**package_versions(), "python": platform.python_version()},
+        "devices": [str(device) for device in program_devices(program)],
+        "inputs": [_input(item.value, item.ownership.value) for item in program.inputs],
+        "symbols": {name: _symbol(info) for name, info in symbol_infos(program).items()},
+    }
+
+
+def _input(value: Any, ownership: str) -> Mapping[str, Any]:
+    if isinstance(value, SymbolInfo):
+        return {"symbol": value.name}
+    return {"name": value.name, "type": print_type(value.type), "ownership": ownership}
+
+
+def _symbol(info: SymbolInfo) -> dict[str, Any]:
+    return {"range": [info.lower, info.upper], "hint": info.hint, "divisor": info.divisor}

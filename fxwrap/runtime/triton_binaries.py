@@ -1,0 +1,50 @@
+"""What Triton has compiled, taken from its cache and put back there, so that a saved program brings it along.
+
+Triton keeps what it compiled under a key that covers source, arguments, options, target and its own version, so that
+what is put back is found by that very compilation and no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.triton_compile import gpu_function, triton
+
+_KEPT = (".json", ".cubin", ".hsaco")
+"""The files of a compiled kernel that it is loaded from; the others are stages on the way."""
+
+
+@dataclass(frozen=True)
+class TritonBinary:
+    """A compiled kernel: the key that Triton has it under, and its files by name."""
+
+    key: str
+    files: Mapping[str, bytes]
+
+
+def compiled_triton(kernel: KernelText) -> list[TritonBinary]:
+    """Returns what this process has compiled a kernel to, for all its uses; nothing where it was interpreted only."""
+    function = gpu_function(kernel.source, kernel.signature, kernel.options)
+    caches = getattr(function, "device_caches", {})
+    return [taken(item) for cache in list(caches.values()) for item in list(cache[0].values()) if hasattr(item, "hash")]
+
+
+def taken(compiled: Any) -> TritonBinary:
+    """Returns the files of a kernel that Triton compiled."""
+    files = {name: Path(path) for name, path in compiled.metadata_group.items() if name.endswith(_KEPT)}
+    return TritonBinary(compiled.hash, {name: path.read_bytes() for name, path in sorted(files.items())})
+
+
+def put_back(binary: TritonBinary) -> None:
+    """Puts a compiled kernel into Triton's cache, for Triton to find instead of compiling."""
+    triton()
+    manager = importlib.import_module("triton.runtime.cache").get_cache_manager(binary.key)
+    head = next(name for name in binary.files if name.endswith(".json"))
+    if manager.get_group(head):
+        return
+    manager.put_group(head, {name: manager.put(content, name) for name, content in binary.files.items()})
