@@ -1,0 +1,56 @@
+"""Patterns over lines as data flow, their matches, and whether those may be replaced as one."""
+
+from fxwrap.matching.dataflow import DataFlow, is_plain_free, outputs_of
+from fxwrap.matching.matcher import Found, Matcher, wildcards_of
+from fxwrap.matching.movement import Placed, place
+from fxwrap.matching.patterns import (
+    Computes,
+    OneOf,
+    Operation,
+    Output,
+    Pattern,
+    TypePattern,
+    Wildcard,
+    anything,
+    call,
+    computes,
+    launch,
+    line,
+    number,
+    one_of,
+    operations_of,
+    reading,
+    tensor,
+    tensors,
+    view,
+)
+
+__all__ = [
+    "Computes",
+    "DataFlow",
+    "Found",
+    "Matcher",
+    "OneOf",
+    "Operation",
+    "Output",
+    "Pattern",
+    "Placed",
+    "TypePattern",
+    "Wildcard",
+    "anything",
+    "call",
+    "computes",
+    "is_plain_free",
+    "launch",
+    "line",
+    "number",
+    "one_of",
+    "operations_of",
+    "outputs_of",
+    "place",
+    "reading",
+    "tensor",
+    "tensors",
+    "view",
+    "wildcards_of",
+]
