@@ -286,6 +286,19 @@ def returned_arguments(operator: OpOverload) -> tuple[tuple[int, str] | None, ..
     return tuple([written.get(item) if item is not None else None for item in sets])
 
 
+def shared_or_written(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Give the nodes whose memory a node gives back, shares with its result, or writes; all it uses where unknown."""
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return node.all_input_nodes
+    found: list[torch.fx.Node] = []
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            torch.fx.map_arg(given, found.append)
+    return found
+
+
 # --- AOTAutograd ----------------------------------------------------------------------------------------------------
 # Why: backends of torch.compile that train have no public entry to AOTAutograd. Imported when first used, because
 # Dynamo takes over a second to import, which a program that only runs need not pay. Checked on 2.11, 2.13.

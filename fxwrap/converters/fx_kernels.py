@@ -51,8 +51,6 @@ def launch(converter: KernelConverter, line: Launch) -> None:
     library.register_kernel(kernel.hash, registered)
     tensors = [item for item in line.arguments if isinstance(item, Value)]
     numbers = [item for item in line.arguments if not isinstance(item, Value)]
-    text = (kernel.source, kernel.signature, kernel.options)
-    library.register_kernel(kernel.hash, library.RegisteredKernel(kernel.language, *text, kernel.name))
     if kernel.language == "triton":
         _launch_triton(converter, line, kernel, [*tensors, *line.outs, *numbers])
         return

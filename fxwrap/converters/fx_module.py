@@ -7,68 +7,17 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch.fx import GraphModule, Proxy
-from torch.fx.graph import CodeGen
+from torch.fx import GraphModule
 
 from fxwrap.converters.emitted import Boxed, Emitted
+from fxwrap.converters.fx_code import BoxedCode
 from fxwrap.errors import GraphModuleError
 from fxwrap.lines import CheckLayout, SizeOf
 from fxwrap.runtime import checks
+from fxwrap.runtime.direct import INSTEAD
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import graph_python_code
 from fxwrap.wrapper_ir import Program, Value
-
-_INSTEAD = (
-    "Run it with torch.fx.Interpreter, copy it with copy.deepcopy, retrace it with make_fx, or keep the program's text "
-    "(str(program)) and emit that again with fxwrap.to_fx; fxwrap.save, which is planned, will write it to a file"
-)
-
-
-def refuse_proxies(*inputs: Any) -> None:
-    """Raises GraphModuleError when a graph is being traced symbolically."""
-    if Proxy in map(type, inputs):
-        reason = "symbolic_trace would run its allocations once and keep the memory as constants"
-        raise GraphModuleError(f"an emitted graph cannot be traced symbolically: {reason}. {_INSTEAD}")
-
-
-class FlatCode(CodeGen):
-    """Torch's own code for a graph, which first refuses to be traced symbolically."""
-
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
-        """Returns the head of the function."""
-        head = super().gen_fn_def(free_vars, maybe_return_annotation, **options)
-        names = input_names(free_vars)
-        return f"{head}\n    refuse_proxies({', '.join(names)})" if names else head
-
-    def additional_globals(self) -> list[tuple[str, Any]]:
-        """Returns what the head refers to."""
-        return [("refuse_proxies", refuse_proxies)]
-
-
-class _BoxedCode(CodeGen):
-    """Code of a function that takes its inputs in a list and empties it, so that each is dropped at its last use."""
-
-    def __init__(self, unused: frozenset[str]) -> None:
-        super().__init__()
-        self.unused = unused
-
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
-        """Returns the head of the function."""
-        names = input_names(free_vars)
-        lines = [f"def {self._func_name}(self, inputs):"]
-        if names:
-            lines.append(f"{', '.join(names)}, = inputs")
-        lines.append("inputs.clear()")
-        dropped = [name for name in names if name in self.unused]
-        if dropped:
-            lines.append(f"del {', '.join(dropped)}")
-        return "\n    ".join(lines)
-
-
-def input_names(free_vars: list[str]) -> list[str]:
-    """Returns the parameters' names from what torch.fx gives: "self", then each with its type and default."""
-    return [text.split(":")[0].split("=")[0].strip() for text in free_vars if text != "self"]
-
 
 class ProgramModule(GraphModule):
     """An emitted program: an ordinary GraphModule to look at, rewrite, copy, split and run.
@@ -79,7 +28,7 @@ class ProgramModule(GraphModule):
     """
 
     def __reduce__(self) -> NoReturn:
-        raise GraphModuleError(f"an emitted graph cannot be pickled: unpickling traces it symbolically. {_INSTEAD}")
+        raise GraphModuleError(f"an emitted graph cannot be pickled: unpickling traces it symbolically. {INSTEAD}")
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         self.__reduce__()
@@ -91,7 +40,7 @@ class ProgramModule(GraphModule):
 def boxed_entry(graph_module: GraphModule) -> Boxed:
     """Returns a function that runs a GraphModule on inputs in a list, which it empties; each goes at its last use."""
     unused = frozenset(node.name for node in graph_module.graph.find_nodes(op="placeholder") if not node.users)
-    code = graph_python_code(graph_module.graph, _BoxedCode(unused))
+    code = graph_python_code(graph_module.graph, BoxedCode(unused))
     namespace = dict(code.globals)
     exec(compile(code.src, f"<boxed {type(graph_module).__name__}>", "exec"), namespace)
     return partial(namespace["forward"], graph_module)
@@ -117,15 +66,16 @@ def _checked_entry(program: Program, graph_module: GraphModule) -> Boxed:
         checks.check_count(name, count, len(inputs))
         for position, symbol in numbers:
             checks.check_number(inputs[position], symbol, symbol_kind(symbol))
-        for position, line in checked:
-            if type(inputs[position]) not in _PLAIN:
-                _refuse(inputs[position], line)
+        if not _PLAIN.issuperset(map(type, inputs)):
+            for position, line in checked:
+                if type(inputs[position]) not in _PLAIN:
+                    _refuse(inputs[position], line)
         return run(inputs)
 
     return call
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def _checked_inputs(program: Program) -> list[tuple[int, CheckLayout | SizeOf]]:

@@ -36,13 +36,14 @@ _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untype
 
 @dataclass(frozen=True)
 class RegisteredKernel:
-    """A kernel that graphs launch by its content hash: what `load_kernel` takes, and a name to read."""
+    """A kernel that graphs launch by its content hash: what `load_kernel` takes, a name to read, how many outputs."""
 
     language: str
     source: str
     signature: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
     name: str = ""
+    outs: int = 0
 
     @property
     def text(self) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...]]:

@@ -1,0 +1,104 @@
+"""What the Python of an emitted graph needs to run kernels directly, without torch's dispatcher between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Proxy
+
+from fxwrap.errors import GraphModuleError
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.kernels import Launcher, load_cpp_kernel, load_kernel, prepare_kernels
+from fxwrap.runtime.tensors import copy
+from fxwrap.torch_compat import is_unusual, operators_are_watched
+
+INSTEAD = (
+    "Run it with torch.fx.Interpreter, copy it with copy.deepcopy, retrace it with make_fx, or keep the program's text "
+    "(str(program)) and emit that again with fxwrap.to_fx; fxwrap.save writes it to a file"
+)
+
+_PLAIN_CLASSES = frozenset({
+    torch.Tensor, torch.nn.Parameter, int, float, bool, complex, type(None), str, torch.dtype, torch.device,
+})  # fmt: skip
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+def is_direct(module: torch.nn.Module, *inputs: Any) -> bool:
+    """Says whether a call may run kernels directly: nothing but the results can tell it from calls of operators.
+
+    That is so when no mode, functorch level or tracer is active, and no input, parameter or buffer is a fake, meta or
+    functionalised tensor, of a subclass, symbolic, or part of a graph of autograd's. Raises GraphModuleError when the
+    graph is being traced symbolically.
+    """
+    if _is_compiling() or operators_are_watched():
+        return False
+    if module._parameters or module._buffers:
+        inputs = (*inputs, *module._parameters.values(), *module._buffers.values())
+    if not _PLAIN_CLASSES.issuperset(map(type, inputs)):
+        refuse_proxies(inputs)
+        return False
+    tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+        return False
+    return not any(map(is_unusual, tensors))
+
+
+def refuse_proxies(inputs: Sequence[Any]) -> None:
+    """Raises GraphModuleError when a graph is being traced symbolically."""
+    if Proxy in map(type, inputs):
+        reason = "symbolic_trace would run its allocations once and keep the memory as constants"
+        raise GraphModuleError(f"an emitted graph cannot be traced symbolically: {reason}. {INSTEAD}")
+
+
+class Kernels:
+    """The kernels of a graph, as attributes: functions that launch them.
+
+    They are loaded when the first of them is launched; the C++ kernels among them are compiled together then.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, KernelText] = {}
+        self._once: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, text: KernelText, called_once: bool) -> None:
+        """Adds a kernel. One of C++ that is `called_once` takes no grid."""
+        self._texts[name] = text
+        if called_once:
+            self._once.add(name)
+
+        def first(*arguments: Any) -> None:
+            self._load()
+            getattr(self, name)(*arguments)
+
+        setattr(self, name, first)
+
+    def _load(self) -> None:
+        with self._lock:
+            prepare_kernels(tuple(self._texts.values()))
+            loaded = {name: self._launcher(name) for name in self._texts}
+            self.__dict__.update(loaded)
+
+    def _launcher(self, name: str) -> Launcher:
+        text = self._texts[name]
+        if name in self._once:
+            return load_cpp_kernel(text.source, text.signature, text.options)
+        return load_kernel(text.language, text.source, text.signature, text.options)
+
+
+def while_loop(
+    cond: Callable[..., Any], body: Callable[..., tuple[Any, ...]], carried: Sequence[Any], extra: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Repeats `body(*carried, *extra)` while `cond` of the same gives true; returns the last carried values.
+
+    They are copies when no round runs.
+    """
+    current, rounds = tuple(carried), 0
+    while cond(*current, *extra):
+        current = body(*current, *extra)
+        rounds += 1
+    return current if rounds else tuple([copy(item) for item in current])
