@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -44,8 +44,7 @@ class Body:
         request: how kernels are made.
         attribute: takes a `get_attr` node: puts what it stands for into the builder's `env`.
         lower_higher_order: lowers a call of a higher-order operator.
-        overwritten: the placeholders that outputs overwrite, by the position of the output. Where an output is a
-            value that was computed in the placeholder's own memory, the builder's `env` has the same value for both.
+        gives_written: whether what is copied into a placeholder may be given back as the placeholder itself.
 
     `read_only` holds names of values that nothing may write.
     """
@@ -57,9 +56,9 @@ class Body:
         request: Request,
         attribute: Callable[[Node], None],
         lower_higher_order: Callable[[Node, Collection[str]], None],
-        overwritten: Mapping[int, Node] | None = None,
+        gives_written: bool = False,
     ) -> None:
-        self.overwritten = overwritten or {}
+        self.gives_written = gives_written
         self.nodes: list[Node] = list(module.graph.nodes)
         self.builder = builder
         self.request = request
@@ -99,7 +98,7 @@ class Body:
         """Walks the graph once: attributes get values, calls definitions or steps."""
         builder = self.builder
         options = self.request.options
-        in_place = calls_in_place(self.nodes, builder.fakes, self.overwritten, options.lowerings)
+        in_place = calls_in_place(self.nodes, builder.fakes, self.gives_written, options.lowerings)
         defining = Defining(builder, options, self.request.refused, in_place)
         needed = _needed(self.nodes)
         for position, node in enumerate(self.nodes):

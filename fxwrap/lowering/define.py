@@ -33,6 +33,7 @@ from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import OperatorFacts, is_assertion, operator_facts
 from fxwrap.lowering.rules import RULES, Call
 from fxwrap.lowering.source import location_of
+from fxwrap.lowering.windows import Window, window_type
 from fxwrap.options import Options
 from fxwrap.symbolic import make_symbol
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
@@ -91,6 +92,7 @@ class Defining:
         self.fake_of: dict[Definition, torch.Tensor] = {}
         self.node_of: dict[Definition, Node] = {}
         self.mutations: list[tuple[Definition, int]] = []
+        self.windows: dict[Definition, Node] = {}  # slices that are overwritten, by the calls that overwrite them
         self._on_storage: dict[int, list[Definition]] = {}
         self._storage_of: dict[Definition, int] = {}
         self._strides: dict[Stored, tuple[Any, ...]] = {}
@@ -147,6 +149,13 @@ class Defining:
         if node in self.in_place.copies:
             self.known[node] = self.known[node.args[0]]  # type: ignore[index]
             self._became(node, "view")
+            return
+        if node in self.in_place.parts:
+            self.known[node] = None  # what is there when the call that it is a part of has run
+            self._became(node, "view")
+            return
+        if node in self.in_place.windows:
+            self._overwrite(node, self.in_place.windows[node], position)
             return
         if node in self.in_place.written:
             self._step(node, position, fake)
@@ -318,8 +327,45 @@ class Defining:
         self._became(node, "fused")
         return True
 
-    def write_into(self, target: Stored, value: Definition, node: Node, position: int) -> bool:
-        """Makes a definition overwrite a tensor in memory with a value, where one kernel can do it; says whether."""
+    def _overwrite(self, node: Node, window: Window, position: int) -> None:
+        """Makes the kernel that computes a value write it into a slice of a tensor in memory, or a call copy it there.
+
+        What reads the tensor's old content is computed into memory before, the value too: a kernel may not read
+        elements around those it overwrites.
+        """
+        whole = self.known[node] = self.known[window.base]
+        if window.source is None:
+            self._became(node, "view")
+            return
+        value = self.known[window.source]
+        fake, types = self.builder.fakes[window.base], self.builder.tensor_type
+        type_ = window_type(self.builder, types(fake), window)
+        target = Stored(type_.sizes, fake.dtype, fake.device)
+        target.name = f"{node.name}_window"
+        storage = self._storage_of[target] = self._storage_of[whole]
+        self._on_storage[storage].append(target)
+        self._strides[target] = tuple([
+            stride for size, stride in zip(type_.sizes, type_.strides, strict=True) if size != 1
+        ])  # fmt: skip
+        self.windows[target] = node
+        own = self.on_memory_of(whole)
+        fuses = self.options.fuse and self.builder.qualified(node) not in self.refused
+        if fuses and viewed_base(value) not in own and self.write_into(target, value, node, position, position - 1):
+            self._became(node, "fused")
+            return
+        step = Step(node, position, [value, whole], writes=own, symbols=_symbols([value.sizes, type_.sizes]))
+        self.mutations.extend((definition, position) for definition in own)
+        self._numbers.wrote(own)
+        self.steps.append(step)
+        self._became(node, "call", "it overwrites a slice of its operand")
+
+    def write_into(
+        self, target: Stored, value: Definition, node: Node, position: int, last_read: int | None = None
+    ) -> bool:
+        """Makes a definition overwrite a tensor in memory with a value, where one kernel can do it; says whether.
+
+        What reads that memory and comes up to `last_read` gets memory of its own before.
+        """
         types = {target.dtype, value.dtype}
         computed = not isinstance(viewed_base(value), Stored)
         if not computed or not types <= KERNEL_DTYPES or target.device != value.device:
@@ -335,7 +381,8 @@ class Defining:
         self.position_of[written] = position
         self.node_of[written] = node
         aliases = self.on_memory_of(target)
-        self.mutations.extend((definition, position) for definition in aliases)
+        read = position if last_read is None else last_read
+        self.mutations.extend((definition, read) for definition in aliases)
         self._numbers.wrote(aliases)
         return True
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fxwrap.device_spec import DeviceSpec
 from fxwrap.errors import FxwrapError
-from fxwrap.lines import Alloc, Launch, View
+from fxwrap.lines import Alloc, Launch, Mutate, View
 from fxwrap.lines import Item as ReadItem
 from fxwrap.loop_ir import Kernel, as_index, split_reductions, with_named_numbers
 from fxwrap.lowering.builder import Builder
@@ -23,6 +23,7 @@ from fxwrap.lowering.nodes import lower_call
 from fxwrap.lowering.placement import KernelPlan, Member
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.tracing import trace_with
+from fxwrap.lowering.windows import window_type
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter, KernelRequest, PrintedKernel
 from fxwrap.symbolic import Size, bounds, canonical, evaluate, maximum, product
@@ -100,7 +101,9 @@ class Emission:
             self.ensure(operand)
         written = self.defining.in_place.written.get(node, {}).values()
         custom = self.options.lowerings.get(str(node.target))
-        if custom is not None:
+        if node in self.defining.in_place.windows:
+            self._overwrite(node)
+        elif custom is not None:
             custom(self.builder, node)
         else:
             read = definitions_in([self.defining.known[operand] for operand in node.all_input_nodes])
@@ -113,6 +116,30 @@ class Emission:
         self.record(self.defining.known[node], self.builder.env[node])
         if any(self.values.get(self.defining.known[operand]) != self.builder.env[operand] for operand in written):
             raise AssertionError(f"'{node.name}' writes a copy of what it is to write in place")
+
+    def _overwrite(self, node: Node) -> None:
+        """Emits the copy of a tensor into a slice of another."""
+        window = self.defining.in_place.windows[node]
+        target, origin = self._window(node), self.builder.origin(node)
+        assert window.source is not None
+        self.ensure(window.source)
+        self.builder.mutated.add(self.builder.root_of[target.name].name)
+        value = self.builder.env[window.source]
+        self.builder.emit(Mutate((), "aten.copy_.default", (target, value), (target,), origin=origin))
+        self.builder.env[node] = self.builder.env[window.base]
+
+    def _window(self, node: Node) -> Value:
+        """Returns the slice of a tensor that a call overwrites, whose view is emitted here."""
+        window = self.defining.in_place.windows[node]
+        self.ensure(window.base)
+        base: Value = self.builder.env[window.base]
+        type_ = window_type(self.builder, base.tensor_type, window)
+        if type_ == base.type:
+            return base
+        value = Value(self.builder.unique(f"{node.name}_window"), type_)
+        self.builder.root_of[value.name] = self.builder.root_of[base.name]
+        self.builder.emit(View(value, base, origin=self.builder.origin(node)))
+        return value
 
     def _read(self, number: NumberRead) -> None:
         """Emits the line that reads a number."""
@@ -160,7 +187,8 @@ class Emission:
     def _planned(self, definition: Definition) -> Value:
         """Returns what a kernel is built with for an output: its type, or the value that it overwrites."""
         if isinstance(definition, Written):
-            return self._value_of(definition.target)
+            overwriting = self.defining.windows.get(definition.target)
+            return self._value_of(definition.target) if overwriting is None else self._window(overwriting)
         fake = self.defining.fake_of.get(definition)
         name = f"?{len(self.values)}"  # definitions may have equal names
         if fake is not None:
@@ -181,7 +209,13 @@ class Emission:
 
     def _overwriting(self, definition: Written, value: Value, built: BuiltKernel) -> BuiltKernel:
         """Returns the kernel that reads what it overwrites through its output."""
-        self.builder.mutated.add(self.builder.root_of[value.name].name)
+        root = self.builder.root_of[value.name]
+        self.builder.mutated.add(root.name)
+        if definition.target in self.defining.windows:
+            if any(self.builder.root_of[item.name] is root for item in built.inputs):
+                reason = "it reads memory of which it overwrites a slice"
+                raise KernelRefused(frozenset(self._origin((definition,)).nodes), reason, True)
+            return built
         if value not in built.inputs:
             return built
         merged = built.overwriting(value, value)

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from fxwrap.errors import FusionWarning, GraphError
-from fxwrap.lines import CheckLayout, Mutate, Return
+from fxwrap.lines import CheckLayout, Return
 from fxwrap.lowering.blocks import BlockLowering
 from fxwrap.lowering.body import Body, Request
 from fxwrap.lowering.builder import Builder, ProgramState
@@ -130,7 +130,7 @@ class _Lowering:
         blocks = BlockLowering(self.builder, self, request, lower_higher_order)
         self.body = Body(
             source.graph_module, self.builder, request, self._get_attr, partial(lower_higher_order, blocks),
-            self._overwritten(),
+            source.gives_written,
         )  # fmt: skip
         self.inputs: list[tuple[Node, Any]] = []
         self.constants: dict[str, Value] = {}
@@ -156,11 +156,6 @@ class _Lowering:
             note = peak_note(program, builder, list(self.source.graph_module.graph.nodes), hint)
             program = program.replace(header=tuple(sorted([*program.header, *([("peak", note)] if note else [])])))
         return Lowered(program, tuple(self.state.outcomes), self.request.refused)
-
-    def _overwritten(self) -> dict[int, Node]:
-        """Returns the placeholders that outputs overwrite, by the position of the output."""
-        placeholders = {node.name: node for node in self.source.graph_module.graph.find_nodes(op="placeholder")}
-        return {position: placeholders[name] for position, name in self.source.mutations.items()}
 
     def _placeholder(self, node: Node) -> None:
         builder, fake = self.builder, self.builder.fakes[node]
@@ -212,23 +207,8 @@ class _Lowering:
                 self.builder.emit(CheckLayout(value, value.type, value.name))
 
     def _outputs(self) -> tuple[Any, ...]:
-        builder, output = self.builder, self.source.output
-        tree = output.args[0]
-        items = list(tree) if isinstance(tree, tuple | list) else [tree]
-        by_name = {node.name: node for node in builder.env}
-        returned = []
-        for position, item in enumerate(items):
-            result = literal(builder, item, output)
-            overwritten = self.source.mutations.get(position)
-            if overwritten is None:
-                returned.append(result)
-                continue
-            target = builder.env[by_name[overwritten]]
-            if target is not result:
-                builder.mutated.add(builder.root_of[target.name].name)
-                origin = builder.origin(item) if isinstance(item, Node) else None
-                builder.emit(Mutate((), "aten.copy_.default", (target, result), (target,), origin=origin))
-        return tuple(leaf for leaf in leaves(tuple(returned)))
+        output = self.source.output
+        return tuple(leaves(literal(self.builder, output.args[0], output)))
 
     def _assemble(self, returned: tuple[Any, ...]) -> Program:
         builder = self.builder

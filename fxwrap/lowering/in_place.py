@@ -1,9 +1,9 @@
 """Calls that write copies of their operands, where a copy ends in the operand: they write the operands themselves.
 
-A functionalized graph says `y = call(copy of x)`, ..., `x.copy_(y)`, and an exported program that its output `y`
-overwrites `x`. Where nothing can tell, the call may write `x`, what reads `y` reads `x`, and the copy back is nothing.
-So it is for several calls in a row, each on what the one before has written. Updating a cache then costs what is
-written, and no copies of the cache.
+A functionalized graph says `y = call(copy of x)`, ..., `x.copy_(y)`. Where nothing can tell, the call may write `x`,
+what reads `y` reads `x`, and the copy back is nothing. So it is for several calls in a row, each on what the one before
+has written. A call that puts a tensor in the place of a slice becomes a write of that slice. Updating a cache then
+costs what is written, and no copies of the cache.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.lowering.effects import attribute_of, has_effect, launches_kernel, operator_label, shown_operands
 from fxwrap.lowering.operators import IN_PLACE_FORMS, operator_facts, operator_name
+from fxwrap.lowering.windows import Window, overwritten_window
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
 
 
@@ -26,29 +27,33 @@ from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identit
 class InPlace:
     """What is written in place: for each call, the operands that its results are, by the results' keys.
 
-    A result that is one tensor has the key None. `copies` are the copies back, which are nothing any more.
+    A result that is one tensor has the key None. `copies` are the copies back, which are nothing any more. `windows`
+    says of calls that overwrite a slice which it is, and `parts` are the calls that these are made of.
     """
 
     written: Mapping[Node, Mapping[Any, Node]] = field(default_factory=dict)
     copies: frozenset[Node] = frozenset()
+    windows: Mapping[Node, Window] = field(default_factory=dict)
+    parts: frozenset[Node] = frozenset()
 
 
 @dataclass(frozen=True)
 class _Link:
-    """A call, the key of one of its results, the node that takes that result, and the operand that it is a copy of."""
+    """A call, the key of one of its results, the node that takes that result, and the operand that it is a copy of.
+
+    With `window`, it is this slice of the operand that is overwritten.
+    """
 
     call: Node
     key: Any
     result: Node
     operand: Node
+    window: Window | None = None
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """Calls from `target` on, each on the result of the one before, and what the last result ends in the target by.
-
-    `end` is a copy into the target, or the output node of a graph whose output overwrites it.
-    """
+    """Calls from `target` on, each on the result of the one before; `end` copies the last result into the target."""
 
     target: Node
     links: tuple[_Link, ...]
@@ -56,41 +61,45 @@ class _Chain:
 
 
 def calls_in_place(
-    nodes: Sequence[Node], fakes: Mapping[Node, Any], overwritten: Mapping[int, Node], kept: Collection[str] = ()
+    nodes: Sequence[Node], fakes: Mapping[Node, Any], gives_written: bool = False, kept: Collection[str] = ()
 ) -> InPlace:
     """Returns which calls of a graph may write their operands in place. Linear in nodes; installs no guards.
 
     Args:
         nodes: the graph's nodes in order.
         fakes: their fake values.
-        overwritten: the placeholders that outputs overwrite, by the position of the output.
+        gives_written: whether what is copied into a placeholder may be given back as the placeholder itself.
         kept: operators, "aten.index_put.default", whose calls and copies stay as they are.
     """
     copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
-    if not copies and not overwritten:
+    if not copies:
         return InPlace()
-    graph = _Graph(nodes, fakes, overwritten)
-    candidates = [_chain(node, *node.args[:2], kept) for node in copies if len(node.args) == 2 and not node.kwargs]
-    candidates += [
-        _chain(graph.output, target, graph.outputs[position], kept) for position, target in overwritten.items()
-    ]
+    graph = _Graph(nodes, fakes, gives_written)
     written: dict[Node, dict[Any, Node]] = {}
+    windows: dict[Node, Window] = {}
     dropped = set()
-    for chain in candidates:
-        if chain is not None and graph.take(chain):
-            dropped |= {chain.end} - {graph.output}
-            for link in chain.links:
-                written.setdefault(link.call, {})[link.key] = link.operand
-    return InPlace(written, frozenset(dropped))
+    for node in copies:
+        chain = _chain(node, *node.args[:2], fakes, kept) if len(node.args) == 2 and not node.kwargs else None
+        if chain is None or not graph.take(chain):
+            continue
+        dropped.add(chain.end)
+        for link in chain.links:
+            written.setdefault(link.call, {})[link.key] = link.operand
+            if link.window is not None:
+                windows[link.call] = link.window
+    parts = frozenset([part for window in windows.values() for part in window.parts])
+    return InPlace(written, frozenset(dropped), windows, parts)
 
 
-def _chain(end: Node, target: Any, source: Any, kept: Collection[str]) -> _Chain | None:
+def _chain(
+    end: Node, target: Any, source: Any, fakes: Mapping[Node, Any], kept: Collection[str]
+) -> _Chain | None:
     """Returns the calls from a tensor to what is to overwrite it, or None where there is no way, or nothing between."""
     if not isinstance(target, Node) or target.op not in ("placeholder", "get_attr") or str(end.target) in kept:
         return None
     found: list[_Link] = []
     while source is not target:
-        link = _link(source)
+        link = _link(source, fakes)
         if link is None or str(link.call.target) in kept:
             return None
         found.insert(0, link)
@@ -98,10 +107,12 @@ def _chain(end: Node, target: Any, source: Any, kept: Collection[str]) -> _Chain
     return _Chain(target, tuple(found), end) if found else None
 
 
-def _link(node: Any) -> _Link | None:
+def _link(node: Any, fakes: Mapping[Node, Any]) -> _Link | None:
     """Returns the call that a node is, or takes, a written copy from."""
     if not isinstance(node, Node):
         return None
+    if (window := overwritten_window(node, fakes)) is not None:
+        return _Link(node, None, node, window.base, window)
     if isinstance(node.target, OpOverload):
         given = node.args[0] if operator_name(node.target) in IN_PLACE_FORMS and node.args else None
         return _Link(node, None, node, given) if isinstance(given, Node) else None
@@ -123,15 +134,13 @@ def _link(node: Any) -> _Link | None:
 class _Graph:
     """A graph's nodes by the storage that they show, and the chains that are in place so far."""
 
-    def __init__(self, nodes: Sequence[Node], fakes: Mapping[Node, Any], overwritten: Mapping[int, Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], fakes: Mapping[Node, Any], gives_written: bool) -> None:
         self.nodes = nodes
         self.fakes = fakes
+        self.gives_written = gives_written
         self.place = {node: position for position, node in enumerate(nodes)}
-        self.output = next(node for node in reversed(nodes) if node.op == "output")
-        tree = self.output.args[0]
-        self.outputs: list[Any] = list(tree) if isinstance(tree, tuple | list) else [tree]
-        given = [item for position, item in enumerate(self.outputs) if position not in overwritten]
-        self.returned = set(_operands(given))
+        output = next(node for node in reversed(nodes) if node.op == "output")
+        self.returned = set(_operands(output.args[0]))
         self.taken: set[Node] = set()
         self.on_storage: dict[int, list[Node]] = {}
         for node in nodes:
@@ -146,10 +155,13 @@ class _Graph:
         if not before.isdisjoint(self.taken) or not all(self._same_layout(link) for link in chain.links):
             return False
         own = {chain.end, *(link.call for link in chain.links)}
+        own |= {part for link in chain.links if link.window is not None for part in link.window.parts}
         memory = set(before)
         for number, link in enumerate(chain.links):
             if sum(node in memory for node in _operands((link.call.args, link.call.kwargs))) != 1:
                 return False  # it reads the same memory by another operand too
+            if link.window is not None and link.window.source in memory:
+                return False
             after = self._in_memory_of(link.result, chain.end)
             following = self.place[chain.links[number + 1].call] if number + 1 < len(chain.links) else None
             if not self._is_hidden(after - before, own, following):
@@ -197,7 +209,7 @@ class _Graph:
 
     def _may_be_shown(self, chain: _Chain, link: _Link) -> bool:
         """Whether a result may be given back: an exported program's is the buffer itself in eager's module too."""
-        return chain.end is self.output and link is chain.links[-1]
+        return self.gives_written and link is chain.links[-1]
 
     def _is_read_in_time(self, chain: _Chain, before: Collection[Node], own: Collection[Node]) -> bool:
         """Whether the target's old content is read before the first call writes it, and nobody else writes there.
@@ -205,12 +217,10 @@ class _Graph:
         What is read after the copy back is the new content; it is found where the last result says that it begins.
         """
         first, last = self.place[chain.links[0].call], self.place[chain.end]
-        if chain.end is self.output and any(node in before for node in _operands(self.outputs)):
-            return False
         users = [user for user in _users(before) if user not in own]
         if any(has_effect(user) or first < self.place[user] < last for user in users):
             return False
-        if chain.end is self.output or not any(self.place[user] > last for user in [*users, *chain.end.users]):
+        if not any(self.place[user] > last for user in [*users, *chain.end.users]):
             return True
         old, new = self.fakes[chain.target], self.fakes[chain.links[-1].result]
         return _numbers([old.storage_offset()]) == _numbers([new.storage_offset()])

@@ -332,7 +332,7 @@ class _Relayout:
     def _converted_constant(self, node: Node, fake: FakeTensor) -> Node | None:
         """Returns a constant of the program that is another one in channels-last layout, converted now."""
         payload = self.source.constants.get(node.name) if node.op == "placeholder" else None
-        if payload is None or node.name in self.source.mutations.values():
+        if payload is None:
             return None
         name = f"{node.name}_channels_last"
         with self.graph.inserting_after(self.env[node]):

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from fxwrap.errors import GraphError
 from fxwrap.lowering.decompositions import decompose, exported_table
 from fxwrap.lowering.effects import submodules
+from fxwrap.lowering.write_back import write_back
 from fxwrap.options import Options
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_desugared
 from fxwrap.wrapper_ir import Source
@@ -41,14 +42,14 @@ SYMBOLIC_BUILTINS: frozenset[Any] = frozenset(
 class GraphSource:
     """A graph with what its placeholders and outputs stand for.
 
-    `constants` maps placeholder names to tensors of the program's own (the others are inputs, in order); `mutations`
-    maps an output's position to the placeholder that is overwritten with it; those outputs are not given back.
+    `constants` maps placeholder names to tensors of the program's own (the others are inputs, in order);
+    `gives_written` says that what is copied into an input or constant at last may be given back as that itself.
     """
 
     graph_module: GraphModule
     name: str
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    mutations: Mapping[int, str] = field(default_factory=dict)
+    gives_written: bool = False
 
     @property
     def output(self) -> Node:
@@ -90,7 +91,8 @@ def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:
         elif output.kind is OutputKind.USER_INPUT_MUTATION:
             mutations[position] = str(output.target)
     check_graph(exported.graph_module)
-    return GraphSource(exported.graph_module, name, constants, mutations)
+    write_back(exported.graph_module, mutations, constants)
+    return GraphSource(exported.graph_module, name, constants, gives_written=True)
 
 
 def location_of(node: Node) -> str:
