@@ -126,6 +126,8 @@ class _Fitting:
         if not isinstance(new, Value):
             raise RewriteError(f"the replacement gives {new!r} for %{old.name}, and a value is wanted")
         line = self.flow.lines[position]
+        if new.name not in self.made and self.flow.definer.get(new.name, -1) in self.removed:
+            raise RewriteError(f"the replacement gives %{new.name}, which the match takes away", _text(line))
         defines = old in defined(line)
         is_gone = self.flow.definer[self.flow.root_of[old.name]] in self.removed
         if not types_agree(old.type, new.type, compare_strides=defines or is_gone):

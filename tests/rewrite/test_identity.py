@@ -1,35 +1,101 @@
-"""Rebuilding every call of a program leaves the program as it was."""
+"""Rewrites that must change nothing: each call made again, two made again as one, copies put in and taken out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from hypothesis import given, settings
 
+import fxwrap
 from fxwrap import rewrite as rw
 from fxwrap.lines import Call, Mutate
 from fxwrap.wrapper_ir import Program, canonical
 from tests.strategies.programs import RandomProgram, random_programs
 
 
-def rebuilt(match: rw.Match, builder: rw.LineBuilder) -> Any:
-    """Makes the only line of a match again."""
-    (line,) = match.lines
-    results = builder.again(line)
-    if isinstance(line, Mutate):
-        return (*(results or ()), *match.outputs[len(line.results) :])
-    return match.outputs if line.outs else results
+def made_again(line: Any, builder: rw.LineBuilder, operands: dict[str, Any] | None = None) -> tuple[Any, ...]:
+    """Makes a call again, and returns what stands for its results and for what it fills or writes."""
+    results = builder.again(line, operands)
+    results = results if isinstance(results, tuple) else () if results is None else (results,)
+    written = line.writes if isinstance(line, Mutate) else line.outs
+    return (*results, *[(operands or {}).get(value.name, value) for value in written])
 
 
-def calls_of(program: Program) -> int:
-    return sum(isinstance(line, Call | Mutate) for line in program.lines())
+def results_of(line: Any) -> tuple[Any, ...]:
+    return (*line.results, *(line.writes if isinstance(line, Mutate) else line.outs))
 
 
-@settings(max_examples=60)
+def assert_same_meaning(random: RandomProgram, changed: Program) -> None:
+    """Compares results and what is written into inputs, by the interpreter."""
+    ours, theirs = random.inputs(0), random.inputs(0)
+    for result, wanted in zip(fxwrap.run(changed, ours), fxwrap.run(random.program, theirs), strict=True):
+        torch.testing.assert_close(result, wanted, equal_nan=True)
+    torch.testing.assert_close(tensors(ours), tensors(theirs), equal_nan=True)
+
+
+def tensors(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return [item for item in inputs if isinstance(item, torch.Tensor)]
+
+
+UNARY = ("aten.sin.default", "aten.tanh.default", "aten.neg.default", "aten.sigmoid.default")
+
+
+def anything(line: Any) -> bool:
+    return True
+
+
+@settings(max_examples=25)
 @given(random_programs())
-def test_each_call_of_a_random_program_rebuilt_is_the_same_program(random: RandomProgram) -> None:
-    every_call = rw.call(lambda line: True, ...)
-    done = rw.rewrite(random.program, every_call, rebuilt)
+def test_each_call_made_again_is_the_same_program(random: RandomProgram) -> None:
+    done = rw.rewrite(random.program, rw.call(anything, ...), lambda match, builder: made_again(match.lines[0], builder))
     assert canonical(done.program) == canonical(random.program)
-    assert len(done.matches) + len(done.refusals) == calls_of(random.program)
-    assert not done.refusals, done.report()
+    calls = [line for line in random.program.lines() if isinstance(line, Call | Mutate)]
+    assert len(done.matches) == len(calls) and not done.refusals, done.report()
+
+
+def as_one(match: rw.Match, builder: rw.LineBuilder) -> Any:
+    """Makes the two calls of a match where one of them stood."""
+    first, second = match.line("first"), match.line("second")
+    given = made_again(first, builder)
+    new = {old.name: value for old, value in zip(results_of(first), given, strict=True) if value is not None}
+    return made_again(second, builder, new)
+
+
+@settings(max_examples=40)
+@given(random_programs(most_steps=24))
+def test_two_calls_made_again_in_one_place_mean_the_same(random: RandomProgram) -> None:
+    first = rw.call(anything, ...).named("first")
+    pattern = rw.reading(rw.call(anything, first)).named("second")
+    assert_same_meaning(random, rw.rewrite(random.program, pattern, as_one).program)
+
+
+@settings(max_examples=40)
+@given(random_programs(most_steps=24))
+def test_two_outputs_made_in_one_place_mean_the_same(random: RandomProgram) -> None:
+    """Two calls that read one tensor, wherever they are."""
+    x = rw.tensor("x")
+    pattern = rw.call(UNARY, x).named("first"), rw.call(UNARY, x).named("second")
+
+    def both(match: rw.Match, builder: rw.LineBuilder) -> Any:
+        return [builder.call(match.line(name).target, match["x"]) for name in ("first", "second")]
+
+    assert_same_meaning(random, rw.rewrite(random.program, pattern, both).program)
+
+
+@settings(max_examples=25)
+@given(random_programs())
+def test_copies_put_in_and_taken_out_mean_the_same(random: RandomProgram) -> None:
+    x = rw.tensor("x")
+    unary = rw.call(UNARY, x)
+
+    def with_copies(match: rw.Match, builder: rw.LineBuilder) -> Any:
+        (line,) = match.lines
+        result = builder.call(line.target, builder.call("aten.clone.default", match["x"]))
+        return builder.call("aten.clone.default", result)
+
+    longer = rw.rewrite(random.program, unary, with_copies)
+    assert_same_meaning(random, longer.program)
+    shorter = rw.rewrite(longer.program, rw.call("aten.clone.default", x), lambda match, builder: match["x"])
+    assert_same_meaning(random, shorter.program)
