@@ -38,12 +38,18 @@ from torch._prims_common import elementwise_dtypes as elementwise_dtypes
 # Why: fake tensors are how graphs say shapes; only the mode's module path is private. Checked on 2.11, 2.13.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import UnsupportedOperatorException, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.fx.experimental.symbolic_shapes import (
     CallMethodKey,
     ConvertIntKey,
     DimDynamic,
     DivideByKey,
+    GuardOnDataDependentSymNode,
     ShapeEnv,
 )
 from torch.fx.node import has_side_effect
@@ -359,9 +365,9 @@ def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
 # Why: metadata of emitted graphs is made of fake tensors and symbolic numbers of the input graph's own mode, and only
 # private constructors make those without running an operator. Checked on 2.11, 2.13.
 
-def fresh_fake_mode() -> FakeTensorMode:
-    """Give a fake mode with a ShapeEnv of its own."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+def fresh_fake_mode(*, symbols: bool = True) -> FakeTensorMode:
+    """Give a fake mode with a ShapeEnv of its own; without `symbols` it has none, for what has no symbols."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if symbols else None)
 
 
 def unknown_number(shape_env: ShapeEnv, kind: str) -> Any:
@@ -417,6 +423,11 @@ def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) 
 def lacks_fake_rule(error: BaseException) -> bool:
     """Say whether an operator failed on fake tensors because nobody registered what it does with them."""
     return isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in str(error)
+
+
+def depends_on_data(error: BaseException) -> bool:
+    """Say whether an operator failed on fake tensors because what it gives depends on what is in them."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode)
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:
@@ -589,12 +600,9 @@ def operators_are_watched() -> bool:
     return _function_mode_count() > 0 and not all(isinstance(mode, DeviceContext) for mode in function_modes())
 
 
-def is_unusual(tensor: torch.Tensor) -> bool:
-    """Say whether a plain-looking tensor has no memory of its own content: meta, functionalised, or negated by a bit."""
-    return tensor.is_meta or _is_functional(tensor) or tensor.is_neg() or tensor.is_conj()
-
-
-_is_functional = torch._is_functional_tensor
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Say whether what a plain-looking tensor stands for is in its memory: it is not meta or functionalised."""
+    return tensor.data_ptr() != 0 or not (tensor.is_meta or torch._is_functional_tensor(tensor))
 
 
 class GraphCode(torch.fx.graph.CodeGen):

@@ -19,7 +19,8 @@ from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.emission import emit, explained
 from fxwrap.errors import ArtifactError
 from fxwrap.memory_planning import MemoryPlan
-from fxwrap.wrapper_ir import ConstantStore, Program, program_key
+from fxwrap.torch_compat import fresh_fake_mode
+from fxwrap.wrapper_ir import ConstantStore, Program, program_key, symbol_infos
 
 
 class Loaded:
@@ -61,8 +62,13 @@ class Loaded:
         with self._lock:
             if self._emitted is None:
                 self._require_constants()
-                self._emitted = emit(self._program, self.emitter)
+                self._emitted = self._graph() if self.emitter == "fx" else emit(self._program, self.emitter)
             return self._emitted
+
+    def _graph(self) -> EmittedGraph:
+        """Returns the program as an FX graph; without symbols its metadata need none of torch's tracing."""
+        mode = None if symbol_infos(self._program) else fresh_fake_mode(symbols=False)
+        return to_fx(self._program, fake_mode=mode)
 
     @property
     def source(self) -> str:
@@ -88,7 +94,7 @@ class Loaded:
     def graph_module(self) -> GraphModule:
         """The program as an FX graph: what runs with the emitter "fx", made here on first use for the others."""
         self._require_constants()
-        emitted = self.emitted if self.emitter == "fx" else to_fx(self._program)
+        emitted = self.emitted if self.emitter == "fx" else self._graph()
         assert isinstance(emitted, EmittedGraph)
         return emitted.graph_module
 

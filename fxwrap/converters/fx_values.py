@@ -5,6 +5,7 @@ Nothing is run: the types say it all, at a tenth of the cost of running the grap
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -34,11 +35,19 @@ class FakeValues:
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = mode or fresh_fake_mode()
-        self.shape_env = shape_env_of(self.mode)
         self._expressions: dict[sympy.Symbol, sympy.Basic] = {}
         self._numbers: dict[sympy.Basic, Any] = {}
         self._memory: dict[str, torch.Tensor] = {}  # the meta tensor behind each value, by name
-        self._known = {name.removeprefix("z"): symbol for name, symbol in shape_symbols(self.shape_env).items()}
+
+    @cached_property
+    def shape_env(self) -> Any:
+        """The mode's ShapeEnv, made when it is first needed: torch imports parts of Dynamo to make one."""
+        return shape_env_of(self.mode)
+
+    @cached_property
+    def _known(self) -> dict[str, sympy.Symbol]:
+        """The symbols that the ShapeEnv has, by the names that a program has for them."""
+        return {name.removeprefix("z"): symbol for name, symbol in shape_symbols(self.shape_env).items()}
 
     # --- numbers ----------------------------------------------------------------------------------------------------
 
