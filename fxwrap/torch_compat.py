@@ -25,7 +25,11 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 # Why: torch's operator for Triton kernels takes indices into a table without a public name; the operator of a while
 # loop that keeps every round's values is not in torch.ops until its module is imported. Checked on 2.11, 2.13.
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+from torch._higher_order_ops.triton_kernel_wrap import (
+    kernel_side_table,
+    triton_kernel_wrapper_functional,
+    triton_kernel_wrapper_mutation,
+)
 from torch._higher_order_ops.while_loop import while_loop_stack_output_op
 from torch._library.utils import is_impure
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -494,6 +498,9 @@ def _constants_index(constants: tuple[tuple[str, Any], ...], types: tuple[type, 
 
 
 triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
+
+triton_launch_on_copies: HigherOrderOperator = triton_kernel_wrapper_functional
+"""What functionalisation makes of a launch: it writes copies of the tensors that are written, and gives these."""
 
 
 def triton_constants_at(index: int) -> dict[str, Any]:
