@@ -18,18 +18,20 @@ from fxwrap.emission import checked as checked
 from fxwrap.emission import emit as emit
 from fxwrap.emission import explained
 from fxwrap.emission import interpreted as interpreted
-from fxwrap.errors import VerifyError
-from fxwrap.lowering import Lowered, Outcome, lower_with_coverage
+from fxwrap.errors import OptionError, VerifyError
+from fxwrap.lowering import GraphSource, Lowered, Outcome, graph_source, lower_with_coverage
 from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
 from fxwrap.options import PLANNERS, Options
+from fxwrap.pass_spec import FX_BEFORE_LOWERING, FX_EMITTED, IR_BEFORE_EMISSION, IR_BEFORE_PLANNING
 from fxwrap.passes import fold_views
 from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
-from fxwrap.provenance import Provenance, provenance
+from fxwrap.provenance import Provenance, number_calls, provenance
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import gpu_tuner
+from fxwrap.user_passes import run_graph_passes, run_program_pass, run_source_passes
 from fxwrap.wrapper_ir import Ownership, Program, program_key, verify
 
 
@@ -128,8 +130,8 @@ def compile_graph(
     Its kernels are compiled here. The operators of one that cannot be are called instead, with a FusionWarning that
     names them, unless the option `fallback` is "error".
 
-    Raises GraphError for a graph that cannot be compiled, VerifyError for a pass that broke the program, and what a
-    kernel failed with where no operator can take its place.
+    Raises GraphError for a graph that cannot be compiled, PassError for a pass of the user's that failed or left something
+    wrong, and what a kernel failed with where no operator can take its place.
     """
     # AOTAutograd's fake mode is on when it compiles: the numbers that passes compute with tensors would be fake.
     with without_fake_mode():
@@ -159,13 +161,16 @@ class _Pipeline:
         name: str,
         free_outputs: Collection[int],
     ) -> None:
+        emitted_passes = options.passes_at(FX_EMITTED)
+        if emitted_passes and (options.emitter != "fx" or options.check_memory):
+            raise OptionError(f"pass '{emitted_passes[0].name}' changes the emitted graph, which runs only with the emitter 'fx'")
         self.options = options
         self.refused: frozenset[str] = frozenset()
         self._fakes = _fake_inputs(graph)
         self._tuner = gpu_tuner() if options.autotune else None
         self._lower_with = partial(
-            lower_with_coverage, graph, example_inputs, options=options, ownership=ownership, name=name,
-            free_outputs=free_outputs,
+            lower_with_coverage, _changed_source(graph, example_inputs, options, name), example_inputs,
+            options=options, ownership=ownership, name=name, free_outputs=free_outputs,
         )  # fmt: skip
 
     def run(self, refused: frozenset[str]) -> tuple[Compiled, list[KernelFailure]]:
@@ -181,8 +186,14 @@ class _Pipeline:
                 _verify_after(stages[-1])
             return program
 
-        for change in (fold_views, *options.passes):
-            program = changed(change(program), getattr(change, "__qualname__", type(change).__name__))
+        def by_user(program: Program, point: str) -> Program:
+            for item in options.passes_at(point):
+                after = run_program_pass(item, program, check=options.verify)
+                program = program if after is program else number_calls(after)
+                stages.append(Stage(item.name, program))
+            return program
+
+        program = by_user(changed(fold_views(program), "fold_views"), IR_BEFORE_PLANNING)
         if options.reorder_for_peak_memory:
             program = changed(reorder_for_peak_memory(program).program, "reorder_for_peak_memory")
         plan = None
@@ -191,7 +202,10 @@ class _Pipeline:
         elif options.memory_planning != "none":
             plan = plan_program(program, options)
             program = changed(apply_plan(program, plan), "plan_memory")
+        program = by_user(program, IR_BEFORE_EMISSION)
         emitted = checked(program) if options.check_memory else emit(program, options.emitter, self._fakes)
+        if isinstance(emitted, EmittedGraph):
+            emitted = _changed_graph(program, emitted, options)
         emitter = "interpreter" if options.check_memory else options.emitter
         failures = compile_program_kernels(program, emitted, emitter)
         return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan), failures
@@ -206,6 +220,25 @@ class _Pipeline:
         if self._tuner is None:
             return lowered
         return replace(lowered, program=self._tuner.named(lowered.program))
+
+
+def _changed_source(
+    graph: GraphModule | ExportedProgram, example_inputs: Sequence[Any] | None, options: Options, name: str
+) -> GraphModule | ExportedProgram | GraphSource:
+    """Returns the graph that is lowered: decomposed, and changed by the user's passes, if there are any for graphs."""
+    passes = options.passes_at(FX_BEFORE_LOWERING)
+    if not passes:
+        return graph
+    source = graph_source(graph, example_inputs, options, name)
+    return run_source_passes(passes, source, example_inputs, check=options.verify)
+
+
+def _changed_graph(program: Program, emitted: EmittedGraph, options: Options) -> EmittedGraph:
+    """Returns an emitted graph as the user's passes leave it."""
+    passes = options.passes_at(FX_EMITTED)
+    if not passes:
+        return emitted
+    return EmittedGraph(program, run_graph_passes(passes, emitted.graph_module, check=options.verify))
 
 
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:

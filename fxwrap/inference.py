@@ -12,7 +12,7 @@ import torch
 from fxwrap.converters.fx_values import FakeValues
 from fxwrap.errors import ExpressionError, RewriteError
 from fxwrap.symbolic import SymbolInfo, canonical, floor_divide, make_symbol, product, total
-from fxwrap.torch_compat import is_plain_view, lacks_fake_rule, operator_overload, storage_identity
+from fxwrap.torch_compat import depends_on_data, is_plain_view, lacks_fake_rule, operator_overload, storage_identity
 from fxwrap.wrapper_ir import (
     Effect,
     OpaqueType,
@@ -53,6 +53,10 @@ class CallFacts:
     effects: tuple[Effect, ...]
 
 
+class UnknownResult(RewriteError):
+    """A call of which only its run says what it gives."""
+
+
 class CallInference:
     """Answers what calls give in a program. Equal calls are run on fake tensors once."""
 
@@ -69,7 +73,8 @@ class CallInference:
             target: "namespace.name.overload".
             arguments, keywords: as a line has them: values, literals, expressions, tuples for lists.
 
-        Raises RewriteError for an operator that torch does not know, or that fails on these arguments.
+        Raises RewriteError for an operator that torch does not know, or that fails on these arguments, UnknownResult for
+        one whose results are known only when it has run.
         """
         try:
             facts = operator_facts(operator_overload(target))
@@ -103,8 +108,11 @@ class CallInference:
             with self._fakes.mode:
                 found = operator_overload(target)(*given, **named)
         except Exception as error:  # whatever an operator raises for arguments that it does not take
-            reason = "it has no rule for fake tensors" if lacks_fake_rule(error) else f"it fails on them: {error}"
-            raise RewriteError(f"nothing says what {target} gives for these arguments: {reason}") from error
+            if lacks_fake_rule(error):
+                raise UnknownResult(f"{target} has no rule for fake tensors, so nothing says what it gives") from error
+            if depends_on_data(error):
+                raise UnknownResult(f"what {target} gives is known only when it has run") from error
+            raise RewriteError(f"{target} fails on these arguments: {error}") from error
         operands = [fakes[name] for name in names]
         results = () if facts.return_count == 0 else (found,) if facts.return_count == 1 else tuple(found)
         values = {value.name: value for value in leaves((arguments, keywords)) if isinstance(value, Value)}
@@ -160,7 +168,7 @@ class CallInference:
         expression = size.node.expr
         unknown = [symbol for symbol in expression.free_symbols if symbol not in self._ours]
         if unknown:
-            raise RewriteError(f"the sizes that {target} gives here are known only when it has run")
+            raise UnknownResult(f"the sizes that {target} gives here are known only when it has run")
         try:
             return canonical(expression, self._ours)
         except ExpressionError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .device_spec import DEVICE_SPECS, DeviceSpec
 from .errors import OptionError
+from .pass_spec import Pass, passes_of
 
 EMITTERS = ("python", "cpp", "fx", "interpreter")
 """The names of the converters that can run a program."""
@@ -39,7 +40,9 @@ class Options:
         keep: overloads ("aten.gelu.default") that stay calls of their own: never decomposed, never fused.
         partitioner: splits the joint graph of training; None means torch's min-cut partitioner.
         lowerings: overload name -> lowering function, before fxwrap's own.
-        passes: passes over the program, run in order before emission.
+        passes: the user's own passes: `Pass` objects, names of registered ones, or functions (with a warning, since
+            caches cannot tell them apart), in a list or in lists by the point where they run: "fx_before_lowering",
+            "ir_before_planning", "ir_before_emission", "fx_emitted" (with the emitter "fx"). Always a tuple of `Pass`.
         symbol_ranges: symbol name -> (lowest, highest), both inclusive, narrower than what the graph says.
         on_graph: under torch.compile, receives each emitted FX graph and what is known about it; what it returns runs.
         fuse: generate fused kernels; without, every operator is a call.
@@ -70,7 +73,7 @@ class Options:
     keep: frozenset[str] = frozenset()
     partitioner: Callable[..., Any] | None = None
     lowerings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    passes: tuple[Callable[..., Any], ...] = ()
+    passes: tuple[Pass, ...] = ()
     symbol_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     on_graph: Callable[..., Any] | None = None
     fuse: bool = True
@@ -99,7 +102,16 @@ class Options:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise OptionError(f"option {name!r} takes a function, not {getattr(self, name)!r}")
         object.__setattr__(self, "keep", frozenset(self.keep))
-        object.__setattr__(self, "passes", tuple(self.passes))
+        object.__setattr__(self, "passes", passes_of(self.passes))
+
+    def passes_at(self, point: str) -> tuple[Pass, ...]:
+        """Returns the passes that run at a point, in order."""
+        return tuple([item for item in self.passes if item.at == point])
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether `text` says all that a cache outside must know of the passes: each of them has a key."""
+        return all(item.key is not None for item in self.passes)
 
     def replace(self, **changes: Any) -> Options:
         """Returns a copy with some options changed. Raises OptionError for a name that is no option."""
@@ -166,6 +178,8 @@ def _describe(given: Any) -> str:
         return "{" + ", ".join(sorted(map(_describe, given))) + "}"
     if isinstance(given, tuple):
         return "(" + ", ".join(map(_describe, given)) + ")"
+    if isinstance(given, Pass):
+        return given.text()
     if isinstance(given, str | int | float | bool | None | DeviceSpec):
         return str(given)
     return f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', type(given).__qualname__)}"

@@ -22,14 +22,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # row. Rows that share a level of the design are that level's own order.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "torch_compat"),  # level 0
-    ("symbolic", "device_spec", "live_kernels"),
+    ("symbolic", "device_spec", "live_kernels", "pass_spec"),
     ("options",),
     ("wrapper_ir",),  # level 1
     ("lines", "loop_ir"),  # level 2
     ("printers",),
     ("passes", "memory_planning", "provenance", "converters", "fx_passes", "matching"),  # level 3
-    ("lowering",),  # level 4
-    ("tuning", "preparation", "emission", "environment"),  # level 5
+    ("lowering", "inference"),  # level 4
+    ("tuning", "preparation", "user_passes", "emission", "environment"),  # level 5
     ("artifact",),
     ("compiler",),
     ("backend", "aot", "rewrite", "fx", "saving"),  # level 6

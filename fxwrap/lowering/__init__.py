@@ -2,6 +2,19 @@
 
 from fxwrap.lowering.decompositions import decomposition_table, default_decompositions
 from fxwrap.lowering.define import Outcome
+from fxwrap.lowering.fake import fake_values
 from fxwrap.lowering.graph import Lowered, lower, lower_with_coverage
+from fxwrap.lowering.source import GraphSource, check_graph, graph_source
 
-__all__ = ["Lowered", "Outcome", "decomposition_table", "default_decompositions", "lower", "lower_with_coverage"]
+__all__ = [
+    "GraphSource",
+    "Lowered",
+    "Outcome",
+    "check_graph",
+    "decomposition_table",
+    "default_decompositions",
+    "fake_values",
+    "graph_source",
+    "lower",
+    "lower_with_coverage",
+]

@@ -80,7 +80,7 @@ class Lowered:
 
 
 def lower_with_coverage(
-    graph: GraphModule | ExportedProgram,
+    graph: GraphModule | ExportedProgram | GraphSource,
     example_inputs: Sequence[Any] | None = None,
     *,
     options: Options | None = None,
@@ -92,11 +92,11 @@ def lower_with_coverage(
 ) -> Lowered:
     """Lowers a graph as `lower` does, and says which of its calls were fused, and why the others were not.
 
-    `refused` are nodes that are called although there are rules to fuse them; `print_kernel` chooses how kernels are
-    printed.
+    `graph` may be what `graph_source` made of one. `refused` are nodes that are called although there are rules to fuse
+    them; `print_kernel` chooses how kernels are printed.
     """
     options = options or Options()
-    source = graph_source(graph, example_inputs, options, name)
+    source = graph if isinstance(graph, GraphSource) else graph_source(graph, example_inputs, options, name)
     while True:
         try:
             request = Request(options, refused, print_kernel)
