@@ -1,19 +1,21 @@
 """fxwrap: a compiler for PyTorch graphs whose middle, the Wrapper IR, is plain data.
 
 `torch.compile(model, backend="fxwrap")`, or by hand: `compile_graph`, and its steps `lower`, `verify`, `run`,
-`to_python`, `to_cpp`, `to_fx`, `parse`.
+`to_python`, `to_cpp`, `to_fx`, `from_fx`, `parse`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fxwrap import fx as fx
 from fxwrap.artifact import Loaded
 from fxwrap.backend import GraphInfo
 from fxwrap.compare import compare
 from fxwrap.compiler import Compiled, Stage, compile_graph
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import Emitted
+from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.fx import to_fx
 from fxwrap.converters.interpreter import run
 from fxwrap.converters.python import to_python
@@ -38,6 +40,8 @@ __all__ = [
     "compile_graph",
     "default_decompositions",
     "environment_key",
+    "fx",
+    "from_fx",
     "load",
     "lower",
     "parse",

@@ -34,20 +34,21 @@ from torch._higher_order_ops.while_loop import while_loop_stack_output_op
 from torch._library.utils import is_impure
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 
 # Why: the promotion rules of pointwise operators; torch.result_type knows only the default one. Checked on 2.11, 2.13.
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
 from torch._prims_common import elementwise_dtypes as elementwise_dtypes
-
-# Why: fake tensors are how graphs say shapes; only the mode's module path is private. Checked on 2.11, 2.13.
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+
+# Why: fake tensors are how graphs say shapes; only the mode's module path is private. Checked on 2.11, 2.13.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     CallMethodKey,
     ConvertIntKey,
@@ -604,12 +605,20 @@ def operators_are_watched() -> bool:
     """
     if _included_keys().raw_repr() & ~_QUIET_KEYS:
         return True
-    return _function_mode_count() > 0 and not all(isinstance(mode, DeviceContext) for mode in function_modes())
+    if not _function_mode_count():
+        return False
+    modes: list[Any] = function_modes()  # type: ignore[no-untyped-call]
+    return not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
     """Say whether what a plain-looking tensor stands for is in its memory: it is not meta or functionalised."""
     return tensor.data_ptr() != 0 or not (tensor.is_meta or torch._is_functional_tensor(tensor))
+
+
+def graph_codegen(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
+    """Give what writes a graph's code, which can be set in public but not asked for. Checked on 2.11, 2.13."""
+    return graph._codegen
 
 
 class GraphCode(torch.fx.graph.CodeGen):

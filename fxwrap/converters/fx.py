@@ -15,6 +15,7 @@ from fxwrap.converters.fx_code import DirectCode
 from fxwrap.converters.fx_module import EmittedGraph as EmittedGraph
 from fxwrap.converters.fx_module import ProgramModule
 from fxwrap.converters.fx_nodes import GraphWriter
+from fxwrap.converters.fx_types import VIEWS
 from fxwrap.converters.fx_values import FakeValues
 from fxwrap.converters.views import view_form
 from fxwrap.lines import (
@@ -103,7 +104,9 @@ class FxConverter(Converter):
 
     def nested(self) -> FxConverter:
         """Returns a converter for a block inside this one, which shares its submodules."""
-        return FxConverter(self.program, self.fakes, self.handlers, plain=self.plain)
+        inner = FxConverter(self.program, self.fakes, self.handlers, plain=self.plain)
+        inner.modules = fx_control.Modules(self.modules.of_block)
+        return inner
 
     def module(self, block: Block, symbols: Sequence[str], lone: bool) -> GraphModule:
         """Returns a block as a module of its own, which takes its arguments, then these symbols.
@@ -162,7 +165,7 @@ class FxConverter(Converter):
         if form.kind == "as_strided":
             target, arguments = _ATEN.as_strided.default, [base, *self.writer.layout(type_), *self._place(base, offset)]
         else:
-            target, arguments = _VIEWS[form.kind], [base, *[self.writer.argument(item) for item in form.arguments]]
+            target, arguments = VIEWS[form.kind], [base, *[self.writer.argument(item) for item in form.arguments]]
         val = self.fakes.window(line.result, line.base, offset)
         self.writer.nodes[line.result.name] = self.writer.call(target, arguments, name=line.result.name, val=val)
 
@@ -416,14 +419,6 @@ class FxConverter(Converter):
         pending = self.writer.argument(line.pending)
         self.writer.nodes[line.result.name] = self.writer.call(target, [pending], name=line.result.name, val=val)
 
-
-_VIEWS = {
-    "view": _ATEN.view.default,
-    "permute": _ATEN.permute.default,
-    "expand": _ATEN.expand.default,
-    "slice": _ATEN.slice.Tensor,
-    "select": _ATEN.select.int,
-}
 
 _SIZES = {
     "size": _ATEN.sym_size.int,

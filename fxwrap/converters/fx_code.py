@@ -30,13 +30,25 @@ class DirectCode(GraphCode):
     guard = ""  # while code is written: the statement that leaves for the ordinary code
 
     def written(
-        self, nodes: Sequence[Node], new_name: Callable[[str], str], users: Change, write: Callable[[Change], PythonCode]
+        self,
+        nodes: Sequence[Node],
+        new_name: Callable[[str], str],
+        users: Change,
+        write: Callable[[Change], PythonCode],
     ) -> PythonCode:
         """Returns the code of a graph, with what it refers to."""
-        writer = DirectWriter(nodes, new_name)
-        ordinary: list[str] = []
-        check, otherwise = new_name("is_direct"), new_name("by_operators")
         inputs = [str(node.target) for node in nodes if node.op == "placeholder"]
+        parameters = frozenset(name.lstrip("*") for name in inputs)
+
+        def fresh(wish: str) -> str:  # torch.fx knows the nodes' names, which may be others than their parameters'
+            name = new_name(wish)
+            while name in parameters:
+                name = new_name(wish)
+            return name
+
+        writer = DirectWriter(nodes, fresh, parameters)
+        ordinary: list[str] = []
+        check, otherwise = fresh("is_direct"), fresh("by_operators")
 
         def change(body: list[str]) -> list[str]:
             ordinary.extend(users(list(body)))
@@ -112,14 +124,15 @@ def direct_code(own: CodeGen) -> DirectCode:
     """Returns a CodeGen that writes direct code in the calling convention of a graph's own."""
     if isinstance(own, DirectCode):
         return own
-    made: DirectCode = object.__new__(_direct_class(type(own)))
+    made: DirectCode = object.__new__(_direct_class(type(own)))  # type: ignore[arg-type]
     made.__dict__.update(own.__dict__)
     return made
 
 
 @cache
 def _direct_class(own: type[CodeGen]) -> type[DirectCode]:
-    return DirectCode if own is CodeGen else type(f"Direct{own.__name__.lstrip('_')}", (DirectCode, own), {})
+    name = f"Direct{own.__name__.lstrip('_')}"
+    return DirectCode if own is CodeGen else type(name, (DirectCode, own), {})
 
 
 def _function(head: str, body: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxwrap.converters.fx_types import known_types, unseen_views
 from fxwrap.converters.torch_calls import Kind, kind_of, torch_call
 from fxwrap.runtime import checks, direct, library, tensors
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -20,7 +21,6 @@ from fxwrap.runtime.triton_table import triton_constants, triton_parameters
 from fxwrap.runtime.user_triton import load_user_kernel
 from fxwrap.torch_compat import (
     OpOverload,
-    shared_or_written,
     triton_constants_at,
     triton_kernel_at,
     triton_launch,
@@ -39,16 +39,19 @@ class NotDirect(Exception):
 class DirectWriter:
     """Writes the direct forms of a graph's nodes.
 
-    `globals` are the objects that the text refers to by names of `new_name`'s; `kernels` is one of them.
+    `globals` are the objects that the text refers to by names of `new_name`'s; `kernels` is one of them. `parameters`
+    are the names of the function's parameters, which hide builtins.
     """
 
-    def __init__(self, nodes: Sequence[Node], new_name: Callable[[str], str]) -> None:
+    def __init__(self, nodes: Sequence[Node], new_name: Callable[[str], str], parameters: frozenset[str]) -> None:
         self.new_name = new_name
+        self.parameters = parameters
         self.kernels = direct.Kernels()
         self.globals: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self._kernel_names: dict[tuple[str, bool], str] = {}
-        self._unseen = _unseen_windows(nodes)
+        self._unseen = unseen_views(nodes)
+        self._types = known_types(nodes)
 
     def call(self, node: Node) -> str | None:
         """Returns a call_function node as an expression; None where it has no direct form."""
@@ -59,6 +62,9 @@ class DirectWriter:
 
     def _call(self, node: Node) -> str:
         target: Any = node.target
+        window = self.window(node) if node in self._unseen else None
+        if window is not None:
+            return window
         special = _SPECIAL.get(target)
         if special is not None:
             return special(self, node)
@@ -90,6 +96,12 @@ class DirectWriter:
             self._kernel_names[kernel_hash, once] = known
             self.kernels.add(known, text, once)
         return f"{self.named('kernels', self.kernels, 'kernels')}.{known}"
+
+    def builtin(self, name: str) -> str:
+        """Returns the name of a builtin function, where no parameter hides it."""
+        if name in self.parameters:
+            raise NotDirect
+        return name
 
     # --- arguments --------------------------------------------------------------------------------------------------
 
@@ -157,6 +169,17 @@ class DirectWriter:
             raise NotDirect
         name = "allocate_" + str(device).replace(":", "_")
         return self.named(name, tensors.allocator(str(device)), name)
+
+    def window(self, node: Node) -> str | None:
+        """Returns a view as a tensor on the same memory, if its place there is known."""
+        base: Any = node.args[0] if node.args else None
+        old, new = self._types.get(base), self._types.get(node)
+        if old is None or new is None or old.dtype.is_complex:  # windows know no conjugate bit
+            return None
+        arguments = [self.text(base), self.tuple(new.sizes), self.tuple(new.strides)]
+        distance = new.storage_offset - old.storage_offset
+        arguments += [self.text(distance)] if distance else []
+        return self.runtime(tensors, "window", arguments)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -232,10 +255,8 @@ def _cpp_kernel(writer: DirectWriter, node: Node) -> str:
         ordered = library.interleave(found.signature, sizes, numbers, _Truth)
     except ValueError:
         raise NotDirect from None
-    texts = [f"bool({writer.text(item.number)})" if isinstance(item, _Truth) else writer.text(item) for item in ordered]
-    return writer.launch(
-        node.name, kernel_hash, found, grid, [*[writer.text(item) for item in (*ins, *outs)], *texts]
-    )
+    texts = [item.text(writer) if isinstance(item, _Truth) else writer.text(item) for item in (*ins, *outs, *ordered)]
+    return writer.launch(node.name, kernel_hash, found, grid, texts)
 
 
 class _Truth:
@@ -243,6 +264,10 @@ class _Truth:
 
     def __init__(self, number: Any) -> None:
         self.number = number
+
+    def text(self, writer: DirectWriter) -> str:
+        """Returns the text of the truth value."""
+        return f"{writer.builtin('bool')}({writer.text(self.number)})"
 
 
 def _triton_kernel(writer: DirectWriter, node: Node) -> str:
@@ -349,47 +374,14 @@ def _literal_bytes(pool: Any) -> int | None:
     return pool.args[0] if known and isinstance(pool.args[0], int) else None
 
 
-def _as_strided(writer: DirectWriter, node: Node) -> str:
-    if node not in writer._unseen:
-        return writer.operator(node)
-    base, sizes, strides = node.args[:3]
-    arguments = [writer.text(base), writer.tuple(sizes), writer.tuple(strides)]
-    return writer.runtime(tensors, "window", arguments)
-
-
 def _slice(writer: DirectWriter, node: Node) -> str:
     """`x[:, 2:5]`, which clamps as the operator does."""
-    base, dim, start, end, step = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+    given: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+    base, dim, start, end, step = given
     if node.kwargs or not isinstance(dim, int) or dim < 0 or step != 1 or not isinstance(base, Node):
         return writer.operator(node)
     limits = ["" if limit is None else writer.text(limit) for limit in (start, end)]
     return f"{writer.text(base)}[{':, ' * dim}{limits[0]}:{limits[1]}]"
-
-
-_VIEWS = frozenset({
-    _ATEN.view.default, _ATEN.permute.default, _ATEN.expand.default, _ATEN.slice.Tensor, _ATEN.select.int,
-    _ATEN.as_strided.default,
-})  # fmt: skip
-_LAUNCHES = frozenset({_OURS.cpp_kernel.default, triton_launch})
-
-
-def _unseen_windows(nodes: Sequence[Node]) -> frozenset[Node]:
-    """Returns the `as_strided` nodes that may be tensors on the same memory instead of views of torch's.
-
-    Nobody can tell the two apart where only kernels, and operators that neither write nor share it, read the window or
-    a view of it.
-    """
-    seen: set[Node] = set()
-    found = []
-    for node in reversed(nodes):
-        is_view = node.op == "call_function" and node.target in _VIEWS
-        if is_view and node not in seen:
-            if node.target is _ATEN.as_strided.default and len(node.args) == 3 and not node.kwargs:
-                found.append(node)
-            continue
-        if node.op != "call_function" or node.target not in _LAUNCHES:
-            seen.update(shared_or_written(node))
-    return frozenset(found)
 
 
 # --- numbers and blocks ---------------------------------------------------------------------------------------------
@@ -413,7 +405,7 @@ def _extreme(name: str) -> Callable[[DirectWriter, Node], str]:
         left, right = _arguments(node, "a", "b")
         if _kind(left) is not Kind.INT or _kind(right) is not Kind.INT:
             raise NotDirect
-        return f"{name}({writer.text(left)}, {writer.text(right)})"
+        return f"{writer.builtin(name)}({writer.text(left)}, {writer.text(right)})"
 
     return write
 
@@ -477,7 +469,6 @@ _SPECIAL: Mapping[Any, Callable[[DirectWriter, Node], str]] = {
     _OURS.reuse.default: _reuse,
     _OURS.pool_slice.default: _pool_slice,
     _OURS.check_layout.default: _check_layout,
-    _ATEN.as_strided.default: _as_strided,
     _ATEN.slice.Tensor: _slice,
     _ATEN.select.int: _method("select"),
     _ATEN.sym_size.int: _method("size"),

@@ -19,6 +19,7 @@ from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import graph_python_code
 from fxwrap.wrapper_ir import Program, Value
 
+
 class ProgramModule(GraphModule):
     """An emitted program: an ordinary GraphModule to look at, rewrite, copy, split and run.
 

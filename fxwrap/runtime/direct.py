@@ -11,19 +11,20 @@ from torch.fx import Proxy
 
 from fxwrap.errors import GraphModuleError
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.kernels import Launcher, load_cpp_kernel, load_kernel, prepare_kernels
+from fxwrap.runtime.kernels import load_cpp_kernel, load_kernel, prepare_kernels
 from fxwrap.runtime.tensors import copy
-from fxwrap.torch_compat import is_unusual, operators_are_watched
+from fxwrap.torch_compat import has_own_memory, operators_are_watched
 
 INSTEAD = (
     "Run it with torch.fx.Interpreter, copy it with copy.deepcopy, retrace it with make_fx, or keep the program's text "
     "(str(program)) and emit that again with fxwrap.to_fx; fxwrap.save writes it to a file"
 )
 
-_PLAIN_CLASSES = frozenset({
-    torch.Tensor, torch.nn.Parameter, int, float, bool, complex, type(None), str, torch.dtype, torch.device,
-})  # fmt: skip
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_CLASSES = _TENSORS | {int, float, bool, complex, type(None), str, torch.dtype, torch.device}
 
+_address = torch.Tensor.data_ptr  # 0 for what has no memory, and for what is empty
+_is_negated = torch.Tensor.is_neg
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -31,20 +32,23 @@ def is_direct(module: torch.nn.Module, *inputs: Any) -> bool:
     """Says whether a call may run kernels directly: nothing but the results can tell it from calls of operators.
 
     That is so when no mode, functorch level or tracer is active, and no input, parameter or buffer is a fake, meta or
-    functionalised tensor, of a subclass, symbolic, or part of a graph of autograd's. Raises GraphModuleError when the
-    graph is being traced symbolically.
+    functionalised tensor, negated by a bit, of a subclass, symbolic, or part of a graph of autograd's. Raises
+    GraphModuleError when the graph is being traced symbolically.
     """
     if _is_compiling() or operators_are_watched():
         return False
     if module._parameters or module._buffers:
         inputs = (*inputs, *module._parameters.values(), *module._buffers.values())
-    if not _PLAIN_CLASSES.issuperset(map(type, inputs)):
+    kinds = set(map(type, inputs))
+    if not kinds <= _PLAIN_CLASSES:
         refuse_proxies(inputs)
         return False
-    tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
-    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+    tensors = inputs if kinds <= _TENSORS else [item for item in inputs if isinstance(item, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    return not any(map(is_unusual, tensors))
+    if not all(map(_address, tensors)) and not all(map(has_own_memory, tensors)):
+        return False
+    return not any(map(_is_negated, tensors))
 
 
 def refuse_proxies(inputs: Sequence[Any]) -> None:
@@ -83,7 +87,7 @@ class Kernels:
             loaded = {name: self._launcher(name) for name in self._texts}
             self.__dict__.update(loaded)
 
-    def _launcher(self, name: str) -> Launcher:
+    def _launcher(self, name: str) -> Callable[..., object]:
         text = self._texts[name]
         if name in self._once:
             return load_cpp_kernel(text.source, text.signature, text.options)
