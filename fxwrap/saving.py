@@ -61,6 +61,7 @@ def load(
     device: torch.device | str | Mapping[Any, Any] | None = None,
     binaries: str = "auto",
     extensions: Iterable[type[ExtensionLine]] = (),
+    mmap: bool = True,
 ) -> Loaded:
     """Loads what `save` wrote: something to call, as what was saved is.
 
@@ -74,8 +75,11 @@ def load(
         binaries: "auto" uses compiled code in the file where it is for this machine and these versions, and compiles
             what is missing; "required" raises ArtifactError instead of compiling; "ignored" compiles everything.
         extensions: vendors' line classes that the program uses.
+        mmap: whether constants on the CPU are in memory that is the file's, which is fastest, and shared by processes.
+            The file must then stay as it is while they are used; `save` and moves never change a file in place, some
+            other ways of copying do. Without, they are read into memory of their own.
 
     Raises ArtifactError for a file that is damaged, truncated, foreign or of a newer format, naming the entry and what
     to do; OptionError for an unknown emitter or choice of binaries.
     """
-    return load_program(path, emitter=emitter, device=device, binaries=binaries, extensions=extensions)
+    return load_program(path, emitter=emitter, device=device, binaries=binaries, extensions=extensions, mmap=mmap)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import struct
 import tempfile
@@ -31,10 +32,19 @@ CHUNK: Final = 1 << 20
 """Bytes that are hashed at a time. An entry's hash is the SHA-256 of its content, or, where that is longer than this,
 of the hashes of its parts of this length, so that a long entry is checked by several threads."""
 
+ALIGNMENT: Final = 64
+"""Bytes that the place of each entry's content in the file is a multiple of, so that memory may be mapped to it."""
+
 _LARGEST_MANIFEST: Final = 64 << 20
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 _MOST_BUFFERS: Final = 512
+
+_LARGEST_PLAIN: Final = 1 << 30
+"""Bytes from which on an entry's sizes are written as zip files write long ones: in a field of this length."""
+_LONG_FIELD: Final = 20
+_PADDING: Final = struct.Struct("<HH")
+_PADDING_FIELD: Final = 0xD935  # what other tools that align entries use
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -92,11 +102,15 @@ class ArchiveWriter:
     """Writes entries one after another, and at the end the manifest with their sizes and hashes."""
 
     def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
         self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
         self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, parts: Iterable[Buffer], size: int) -> None:
-        """Adds an entry of `size` bytes, whose content comes in parts. A second one of the same name is not written."""
+        """Adds an entry of `size` bytes, whose content comes in parts. A second one of the same name is not written.
+
+        Its content begins in the file at a multiple of ALIGNMENT.
+        """
         if name not in self._entries:
             self._entries[name] = {"size": size, "sha256": self._write(name, parts, size)}
 
@@ -118,8 +132,12 @@ class ArchiveWriter:
         info.create_system = 3  # Unix, on every machine
         info.external_attr = 0o644 << 16
         info.file_size = size
+        long = size > _LARGEST_PLAIN
+        start = self._file.tell() + _LOCAL_HEADER.size + len(name.encode()) + _LONG_FIELD * long + _PADDING.size
+        padding = -start % ALIGNMENT
+        info.extra = _PADDING.pack(_PADDING_FIELD, padding) + bytes(padding)
         hasher = _Hasher()
-        with self._zip.open(info, "w") as entry:
+        with self._zip.open(info, "w", force_zip64=long) as entry:
             for part in parts:
                 hasher.update(part)
                 entry.write(part)
@@ -233,7 +251,7 @@ class Archive:
 
         The buffers are as long together as the entry; when this raises, what they hold is of no use.
         """
-        size, wanted = self._entry(name)
+        _, wanted = self._entry(name)
         pieces = _chunked(targets)
         start = self._extents[name].start
         work = [(start + position * CHUNK, piece) for position, piece in enumerate(pieces)]
@@ -242,9 +260,31 @@ class Archive:
         else:
             with ThreadPoolExecutor(min(len(work), os.cpu_count() or 1, 8)) as pool:
                 digests = list(pool.map(lambda item: self._read_chunk(name, *item), work))
+        self._compare(name, digests, wanted)
+
+    def _compare(self, name: str, digests: Sequence[bytes], wanted: str) -> None:
         found = _root(digests or [hashlib.sha256().digest()])
         if found != wanted:
-            raise self.error(name, f"its {size} bytes are damaged: the hash is {found}, and {wanted} was written")
+            raise self.error(name, f"it is damaged: its hash is {found}, and {wanted} was written")
+
+    def mapped(self, name: str) -> tuple[mmap.mmap, int]:
+        """Returns memory that is an entry's content, checked by its hash, and the byte of it where that begins.
+
+        Writes into the memory stay in this process. Until it is written to, it is what the file is: who changes the
+        file in place changes it too. Raises OSError where the system cannot map the file.
+        """
+        size, wanted = self._entry(name)
+        start = self._extents[name].start
+        first = start - start % mmap.ALLOCATIONGRANULARITY
+        memory = mmap.mmap(
+            self._file.fileno(), start + size - first, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=first
+        )
+        view = memoryview(memory)[start - first :]
+        places = range(0, size, CHUNK)
+        with ThreadPoolExecutor(max(1, min(len(places), os.cpu_count() or 1, 8))) as pool:
+            digests = list(pool.map(lambda place: hashlib.sha256(view[place : place + CHUNK]).digest(), places))
+        self._compare(name, digests, wanted)
+        return memory, start - first
 
     def peek(self, name: str, offset: int, size: int) -> bytes:
         """Returns a part of an entry that is not checked: for what decides where the whole is read to."""

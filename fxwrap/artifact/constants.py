@@ -11,6 +11,7 @@ import torch
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.artifact.tensor_file import (
     SAFETENSORS_DTYPES,
+    Described,
     TensorFileError,
     header_bytes,
     header_size,
@@ -155,6 +156,8 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> ConstantLayout:
         memory, found = _group([(name, tensors[name]) for name in names])
         memories.append(memory)
         windows.update({window.name: window for window in found})
+    # What has a length that is no multiple of the alignment comes last, so that all before it is aligned in the file.
+    memories.sort(key=lambda memory: memory.size % _ALIGNMENT != 0)
     return ConstantLayout(tuple(memories), tuple([windows[name] for name in tensors]))
 
 
@@ -217,10 +220,13 @@ def _bytes_of(tensor: torch.Tensor, window: Window, size: int) -> torch.Tensor:
 # --- to tensors -----------------------------------------------------------------------------------------------------
 
 
-def read_constants(archive: Archive, layout: ConstantLayout, devices: Mapping[str, torch.device]) -> dict[str, Any]:
+def read_constants(
+    archive: Archive, layout: ConstantLayout, devices: Mapping[str, torch.device], mapped: bool
+) -> dict[str, torch.Tensor]:
     """Returns the constants of a file by name, each on its device, sharing memory as they did.
 
-    Raises ArtifactError for an entry that is damaged, or that has other memory than the layout.
+    With `mapped` their memory is the file's, where it is aligned; writes into it stay in this process. Raises
+    ArtifactError for an entry that is damaged, or that has other memory than the layout.
     """
     size = archive.size(ENTRY)
     try:
@@ -231,12 +237,38 @@ def read_constants(archive: Archive, layout: ConstantLayout, devices: Mapping[st
         raise archive.error(ENTRY, str(error)) from None
     if {key: item.end - item.start for key, item in described.items()} != {m.key: m.size for m in layout.memories}:
         raise archive.error(ENTRY, "it has other tensors than the manifest")
-    checked = bytearray(length)
-    memory = {key: torch.empty(item.end - item.start, dtype=torch.uint8) for key, item in described.items()}
-    archive.read_into(ENTRY, (checked, *[memory_of(content) for content in memory.values()]))
+    checked, memory = _mapped(archive, described, length) if mapped else _read(archive, described, length)
     if checked != header:
         raise archive.error(ENTRY, "it changed while it was read", "Load it again when nobody writes it")
     return windows_on(layout, memory, devices)
+
+
+_Contents = tuple[bytes, dict[str, torch.Tensor]]
+
+
+def _read(archive: Archive, described: Mapping[str, Described], length: int) -> _Contents:
+    """Returns the table of the file's tensors, of this length, and memory of its own for each of them."""
+    header = bytearray(length)
+    memory = {key: torch.empty(item.end - item.start, dtype=torch.uint8) for key, item in described.items()}
+    archive.read_into(ENTRY, (header, *[memory_of(content) for content in memory.values()]))
+    return bytes(header), memory
+
+
+def _mapped(archive: Archive, described: Mapping[str, Described], length: int) -> _Contents:
+    """Returns the table of the file's tensors, of this length, and for each of them memory that is the file's."""
+    try:
+        whole, first = archive.mapped(ENTRY)
+    except OSError:  # the file is where nothing can be mapped
+        return _read(archive, described, length)
+
+    def part(item: Described) -> torch.Tensor:
+        size, start = item.end - item.start, first + length + item.start
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        found = torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=start)
+        return found if start % _ALIGNMENT == 0 else found.clone()
+
+    return whole[first : first + length], {key: part(item) for key, item in described.items()}
 
 
 def windows_on(

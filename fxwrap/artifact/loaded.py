@@ -19,8 +19,17 @@ from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.emission import emit, explained
 from fxwrap.errors import ArtifactError
 from fxwrap.memory_planning import MemoryPlan
-from fxwrap.torch_compat import fresh_fake_mode
-from fxwrap.wrapper_ir import ConstantStore, Program, program_key, symbol_infos
+from fxwrap.wrapper_ir import ConstantStore, Program, program_key
+
+
+def describe(graph_module: GraphModule, described: GraphModule) -> None:
+    """Gives each node the `meta["val"]` that it has in another emission of the same program."""
+    for node, other in zip(graph_module.graph.nodes, described.graph.nodes, strict=True):
+        if "val" in other.meta:
+            node.meta["val"] = other.meta["val"]
+    for name, child in graph_module.named_children():
+        if isinstance(child, GraphModule):
+            describe(child, getattr(described, name))
 
 
 class Loaded:
@@ -62,13 +71,11 @@ class Loaded:
         with self._lock:
             if self._emitted is None:
                 self._require_constants()
-                self._emitted = self._graph() if self.emitter == "fx" else emit(self._program, self.emitter)
+                if self.emitter == "fx":
+                    self._emitted = to_fx(self._program, tracing=False)
+                else:
+                    self._emitted = emit(self._program, self.emitter)
             return self._emitted
-
-    def _graph(self) -> EmittedGraph:
-        """Returns the program as an FX graph; without symbols its metadata need none of torch's tracing."""
-        mode = None if symbol_infos(self._program) else fresh_fake_mode(symbols=False)
-        return to_fx(self._program, fake_mode=mode)
 
     @property
     def source(self) -> str:
@@ -92,10 +99,16 @@ class Loaded:
 
     @cached_property
     def graph_module(self) -> GraphModule:
-        """The program as an FX graph: what runs with the emitter "fx", made here on first use for the others."""
+        """The program as an FX graph: what runs with the emitter "fx", made here on first use for the others.
+
+        It may be rewritten until the first call. The fake tensors in its metadata are made here too: torch imports its
+        tracing for that.
+        """
         self._require_constants()
-        emitted = self.emitted if self.emitter == "fx" else self._graph()
-        assert isinstance(emitted, EmittedGraph)
+        whole, emitted = to_fx(self._program), self.emitted
+        if not isinstance(emitted, EmittedGraph):
+            return whole.graph_module
+        describe(emitted.graph_module, whole.graph_module)
         return emitted.graph_module
 
     @property

@@ -32,6 +32,7 @@ def load_program(
     device: torch.device | str | Mapping[Any, Any] | None = None,
     binaries: str = "auto",
     extensions: Iterable[type[ExtensionLine]] = (),
+    mmap: bool = True,
 ) -> Loaded:
     """Loads a program; see `fxwrap.load`."""
     for given, known, what in ((emitter, EMITTERS, "emitter"), (binaries, BINARIES, "choice of binaries")):
@@ -53,8 +54,13 @@ def load_program(
             raise archive.error("", rebuilt, "Save it again on such a machine, or let load compile it: binaries='auto'")
         layout, inside = _layout(archive, program)
         if inside:
-            program = program.replace(store=ConstantStore(read_constants(archive, layout, _devices(program))))
-        return Loaded(str(path), program, chosen, layout, manifest, _plan(archive), rebuilt)
+            tensors = read_constants(archive, layout, _devices(program), mmap)
+            program = program.replace(store=ConstantStore(tensors))
+        loaded = Loaded(str(path), program, chosen, layout, manifest, _plan(archive), rebuilt)
+    if inside or not program.constants:
+        # What cannot run here fails now, and the first call takes no longer than others. A graph may be rewritten first.
+        _ = loaded.emitted if chosen == "fx" else loaded.boxed
+    return loaded
 
 
 def _layout(archive: Archive, program: Program) -> tuple[ConstantLayout, bool]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.errors import ArtifactError, FxwrapError
-from fxwrap.lines import CORE_LINES, ExtensionLine
+from fxwrap.lines import CORE_LINES, Call, ExtensionLine, Mutate, StartCollective
+from fxwrap.torch_compat import operator_overload
 from fxwrap.wrapper_ir import (
     Block,
     KernelDefinition,
@@ -67,14 +68,29 @@ def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]]) ->
     try:
         program = parse_program(text, (*CORE_LINES, *extensions)).replace(kernels=kernels)
         program = with_origins(program, json.loads(archive.read_text(ORIGINS)))
-        return verify(program)
-    except (LookupError, AttributeError) as error:
-        raise archive.error(PROGRAM, str(error), "Import what registers the operator, then load the file") from None
+        program = verify(program)
     except FxwrapError as error:
         remedy = "Give load the line classes that it uses as `extensions`, or save it again"
         raise archive.error(PROGRAM, f"it is no program: {error}", remedy) from None
     except (ValueError, TypeError, RecursionError) as error:
         raise archive.error(PROGRAM, f"it cannot be read: {type(error).__name__}: {error}") from None
+    _check_operators(archive, program)
+    return program
+
+
+def _check_operators(archive: Archive, program: Program) -> None:
+    """Raises ArtifactError where nobody has registered an operator that a program calls."""
+    called = [line.target if isinstance(line, Call | Mutate) else line.operator for line in program.lines()
+              if isinstance(line, Call | Mutate | StartCollective)]  # fmt: skip
+    missing = []
+    for target in dict.fromkeys(called):
+        try:
+            operator_overload(target)
+        except LookupError:
+            missing.append(target)
+    if missing:
+        reason = f"it calls operators that are not registered: {', '.join(missing)}"
+        raise archive.error(PROGRAM, reason, "Import the package that registers them, then load the file")
 
 
 def _kernel(archive: Archive, item: Mapping[str, Any]) -> KernelDefinition:

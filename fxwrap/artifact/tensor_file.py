@@ -64,7 +64,7 @@ def header_bytes(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) ->
         table[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(sizes), "data_offsets": [place, end]}
         place = end
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % 64)  # so that what follows may be aligned
     return len(text).to_bytes(8, "little") + text
 
 

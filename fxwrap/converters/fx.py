@@ -451,6 +451,7 @@ def to_fx(
     handlers: Mapping[type[ExtensionLine], Handler] | None = None,
     fake_mode: FakeTensorMode | None = None,
     fake_inputs: Mapping[str, FakeTensor] | None = None,
+    tracing: bool = True,
 ) -> EmittedGraph:
     """Returns the program as an FX graph of ordinary operators.
 
@@ -460,13 +461,15 @@ def to_fx(
         handlers: how lines of vendors' own are written; without one, such a line is written as what it expands to.
         fake_mode: the mode that the fake tensors in `meta["val"]` belong to; else that of `fake_inputs`, or a new one.
         fake_inputs: by the program's names, fake tensors of that mode that become the inputs' `meta["val"]`.
+        tracing: whether torch's tracing may be imported for `meta["val"]`, which takes seconds. Without, a program that
+            has no symbols gets tensors of the device "meta" there.
 
     Raises Unsupported for a line that has no FX form yet, or none of ATen's with `plain`.
     """
     given = fake_inputs or {}
     known_mode = fake_mode or next((fake.fake_mode for fake in given.values()), None)
     with without_fake_mode():
-        fakes = FakeValues(known_mode)
+        fakes = FakeValues(known_mode, fake=tracing or bool(symbol_infos(program)))
         converter = FxConverter(program, fakes, handlers, plain=plain)
         _inputs(converter, given)
         _constants(converter)

@@ -33,8 +33,9 @@ class FakeValues:
     A symbol that the mode's ShapeEnv knows by name is that one; others are new ones of it, backed by their hint.
     """
 
-    def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self.mode = mode or fresh_fake_mode()
+    def __init__(self, mode: FakeTensorMode | None = None, *, fake: bool = True) -> None:
+        """Without `fake` values are tensors of the device "meta", in no mode: for programs without symbols."""
+        self.mode = mode or (fresh_fake_mode() if fake else None)
         self._expressions: dict[sympy.Symbol, sympy.Basic] = {}
         self._numbers: dict[sympy.Basic, Any] = {}
         self._memory: dict[str, torch.Tensor] = {}  # the meta tensor behind each value, by name
@@ -42,7 +43,7 @@ class FakeValues:
     @cached_property
     def shape_env(self) -> Any:
         """The mode's ShapeEnv, made when it is first needed: torch imports parts of Dynamo to make one."""
-        return shape_env_of(self.mode)
+        return shape_env_of(self.mode or fresh_fake_mode())
 
     @cached_property
     def _known(self) -> dict[str, sympy.Symbol]:
@@ -117,9 +118,9 @@ class FakeValues:
             made.set_(memory.untyped_storage(), start, sizes, strides)
         return self._kept(value, made)
 
-    def _kept(self, value: Value, memory: torch.Tensor) -> FakeTensor:
+    def _kept(self, value: Value, memory: torch.Tensor) -> torch.Tensor:
         self._memory[value.name] = memory
-        return fake_tensor(self.mode, memory, value.tensor_type.device)
+        return memory if self.mode is None else fake_tensor(self.mode, memory, value.tensor_type.device)
 
     def _layout(self, type_: TensorType) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if all(type(number) is int for number in (*type_.sizes, *type_.strides)):
