@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from fxwrap.converters.views import view_form
 from fxwrap.lines import Alloc, Call, View
+from fxwrap.runtime.library import cpp_kernel_operator
 from fxwrap.torch_compat import operator_overload, out_argument_names, shared_or_written, triton_launch
 from fxwrap.wrapper_ir import TensorType, Value
 
@@ -124,7 +125,7 @@ def _agree(then: Any, now: Any, known: dict[Node, TensorType]) -> bool:
 
 
 _VIEWS = frozenset(VIEWS.values())
-_LAUNCHES = frozenset({torch.ops.fxwrap.cpp_kernel.default, triton_launch})
+_LAUNCHES = frozenset({cpp_kernel_operator, triton_launch})
 
 
 def unseen_views(nodes: Sequence[Node]) -> frozenset[Node]:

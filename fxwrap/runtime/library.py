@@ -314,5 +314,7 @@ def _register(operator: _Operator) -> None:
 for _operator in _OPERATORS:
     _register(_operator)
 
+cpp_kernel_operator: Any = torch.ops.fxwrap.cpp_kernel.default
+
 # torch's own operator for Triton kernels writes its operands but has no schema that says so.
 declare_side_effect(triton_launch)
