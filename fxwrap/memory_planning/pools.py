@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -14,11 +15,23 @@ Span = tuple[int, int, int]
 Assign = Callable[[Sequence[Span]], tuple[Sequence[int], str]]
 """Gives offsets for spans, and the name of the algorithm that found them."""
 
-MOST_POOLS = 8
-"""How many pools, one after another or beside each other, memory of one kind is cut into at most."""
+_ROUNDS = 3
+"""How often pools are looked for among what the ones before have left."""
 
-_MOST_CUTS = 16
-_MOST_EVICTIONS = 24
+_BOTH_WAYS = 2_000
+"""Up to how many spans groups are made in both directions of time."""
+
+_MOST_JOINED = 24
+"""Among how many groups pairs are looked for that one pool can hold."""
+
+_MOST_CUTS = 64
+"""How often a pool is cut where the offsets of its members need more than is free."""
+
+_STEP = 8
+_MOST_TRIES = 4_000
+"""How often a group is offered more, for all groups of one round; a bound that keeps the cost near linear."""
+
+_NO_LIMIT = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +43,14 @@ class Pocket:
     algorithm: str
 
 
-def profile(count: int, spans: Sequence[Span]) -> Tensor:
-    """Returns the bytes that are live at each of so many lines, int64."""
+def profile(count: int, spans: Sequence[Span], first: int = 0) -> Tensor:
+    """Returns the bytes that are live at each of so many lines from the first one on, int64."""
     steps = torch.zeros(count + 1, dtype=torch.int64)
     if spans:
         columns = torch.tensor(spans, dtype=torch.int64).T
-        steps.index_add_(0, columns[0], columns[2])
-        steps.index_add_(0, columns[1], -columns[2])
+        steps.index_add_(0, columns[0] - first, columns[2])
+        steps.index_add_(0, columns[1] - first, -columns[2])
     return steps.cumsum(0)[:count]
-
-
-def choose_pools(spans: Sequence[Span], around: Tensor, bound: int, assign: Assign) -> list[Pocket]:
-    """Returns the pools for spans that may share one.
-
-    It is one pool, or several where they hold less together at the worst moment: a pool is there from its first member
-    to its last, also where little of it is live. What makes the peak larger than it is without pools is left out.
-
-    Args:
-        spans: the pieces of memory.
-        around: what else is live at each line, int64.
-        bound: the peak without pools, which is not exceeded.
-        assign: gives the members of a pool their offsets.
-    """
-    pockets = []
-    for members in _split(spans, around, bound):
-        offsets, algorithm = assign([spans[index] for index in members])
-        pockets.append(Pocket(tuple(members), tuple(offsets), algorithm))
-    pockets = _relieved(pockets, spans, around, bound)
-    return [pocket for pocket in pockets if len(pocket.members) > 1]
 
 
 def pool_span(pocket: Pocket, spans: Sequence[Span]) -> Span:
@@ -67,112 +60,293 @@ def pool_span(pocket: Pocket, spans: Sequence[Span]) -> Span:
     return first, end, max([offset + spans[index][2] for index, offset in zip(pocket.members, pocket.offsets)])
 
 
-def _add(total: Tensor, span: Span, sign: int = 1) -> None:
-    total[span[0] : span[1]] += sign * span[2]
+def choose_pools(spans: Sequence[Span], around: Tensor, bound: int, assign: Assign) -> list[Pocket]:
+    """Returns the pools for spans that may share one, as few as are found.
 
+    A pool is there from its first member to its last, also where little of it is live; what it has more than its
+    members must be free then. So it is one pool where that is possible, else several, one after another or beside each
+    other; what fits into none is left out.
 
-def _split(spans: Sequence[Span], around: Tensor, bound: int) -> list[list[int]]:
-    """Returns the members of each pool, by the least sizes that pools of such members could have.
-
-    A pool that is there at the worst moment is cut in two, as long as this lowers the peak.
+    Args:
+        spans: the pieces of memory.
+        around: what else is live at each line, int64.
+        bound: the peak that is not exceeded; that without pools, or more.
+        assign: gives the members of a pool their offsets.
     """
-    table = torch.tensor(spans, dtype=torch.int64)
-    groups = [torch.arange(len(spans))]
-    envelopes = [_envelope(table)]
-    total = around.clone()
-    _add(total, envelopes[0])
-    while len(groups) < MOST_POOLS:
-        peak, worst = int(total.max()), int(total.argmax())
-        if peak <= bound:
+    free = bound - around - profile(len(around), spans)
+    found: list[Pocket] = []
+    pending = list(range(len(spans)))
+    for _ in range(_ROUNDS):
+        groups = _grouped([spans[index] for index in pending], free)
+        pockets, left = _placed(groups, [spans[index] for index in pending], free, assign)
+        found += [Pocket(tuple([pending[index] for index in pocket.members]), pocket.offsets, pocket.algorithm)
+                  for pocket in pockets]  # fmt: skip
+        if not pockets or len(left) < 2:
             break
-        best: tuple[int, int, int] | None = None  # peak, group, line of the cut
-        for index, (first, end, _) in enumerate(envelopes):
-            if first <= worst < end:
-                rest = total.clone()
-                _add(rest, envelopes[index], -1)
-                found = _best_cut(table[groups[index]], rest)
-                if found is not None and (best is None or found[0] < best[0]):
-                    best = found[0], index, found[1]
-        if best is None or best[0] >= peak:
-            break
-        _, index, cut = best
-        early = table[groups[index]][:, 0] < cut
-        parts = [groups[index][early], groups[index][~early]]
-        _add(total, envelopes[index], -1)
-        groups[index : index + 1] = parts
-        envelopes[index : index + 1] = [_envelope(table[part]) for part in parts]
-        for envelope in envelopes[index : index + 2]:
-            _add(total, envelope)
-    return [group.tolist() for group in groups]
+        pending = [pending[index] for index in left]
+    return found
 
 
-def _best_cut(table: Tensor, rest: Tensor) -> tuple[int, int] | None:
-    """Returns the peak after the best cut of a pool, and the line of it; None where it cannot be cut.
+def _grouped(spans: Sequence[Span], free: Tensor) -> list[list[int]]:
+    """Returns the fewest groups that were found, each of which one pool may hold."""
+    flipped = [(len(free) - end, len(free) - first, size) for first, end, size in spans]
+    ways = [(spans, free), (flipped, free.flip(0))] if len(spans) <= _BOTH_WAYS else [(spans, free)]
+    tried = []
+    for level in (False, True)[: len(ways)]:
+        for own, around in ways:
+            parts = _Parts(own, around.clone())
+            parts.grow(level)
+            if len(parts.groups) == 1:
+                return [parts.groups[0].members]
+            tried.append(parts)
+    for parts in tried:
+        parts.join()
+    best = min(tried, key=lambda parts: len(parts.groups))
+    return [group.members for group in best.groups]
 
-    Lines that the fewest bytes cross are tried.
+
+@dataclass(eq=False)
+class _Group:
+    """Spans that one pool may hold: by index, and the bytes of them that are live from line `first` on."""
+
+    members: list[int]
+    first: int
+    own: Tensor
+
+    @property
+    def end(self) -> int:
+        """The line after the last one."""
+        return self.first + len(self.own)
+
+    def waste(self) -> Tensor:
+        """Returns what a pool has more than what is live, at each line."""
+        return self.own.max() - self.own
+
+    def joined(self, other: _Group) -> _Group:
+        """Returns a group of both."""
+        first, end = min(self.first, other.first), max(self.end, other.end)
+        own = torch.zeros(end - first, dtype=torch.int64)
+        for group in (self, other):
+            own[group.first - first : group.end - first] += group.own
+        return _Group(self.members + other.members, first, own)
+
+
+class _Parts:
+    """Groups of spans, and what is free at each line beside the pools of these."""
+
+    def __init__(self, spans: Sequence[Span], free: Tensor) -> None:
+        self.spans = spans
+        self.free = free
+        self.groups: list[_Group] = []
+
+    def grow(self, level: bool) -> None:
+        """Makes groups: each begins with the first span that is in none, and takes those after it that fit.
+
+        With `level`, the first of them is no larger than it may be throughout, so that nothing ends it early.
+        """
+        order = sorted(range(len(self.spans)), key=lambda index: self.spans[index])
+        most = self._level() if level else _NO_LIMIT
+        waiting = _Waiting([], order)
+        tries = 0
+        while waiting and tries < _MOST_TRIES:
+            growing = _Growing(self.spans, self.free, most)
+            waiting = growing.run(waiting)
+            tries += growing.tries
+            most = _NO_LIMIT
+            if growing.members:
+                group = growing.group()
+                self.free[group.first : group.end] -= group.waste()
+                self.groups.append(group)
+        self.groups += [self._single(index) for index in (*waiting.early, *waiting.rest[waiting.at :])]
+
+    def _single(self, index: int) -> _Group:
+        first, end, size = self.spans[index]
+        return _Group([index], first, torch.full((end - first,), size))
+
+    def _level(self) -> int:
+        """Returns the size that a pool for all spans may have throughout."""
+        first, end = min([span[0] for span in self.spans]), max([span[1] for span in self.spans])
+        return int((self.free[first:end] + profile(end - first, self.spans, first)).min())
+
+    def join(self) -> None:
+        """Joins pairs of groups that one pool can hold, those that waste least first."""
+        while 1 < len(self.groups) <= _MOST_JOINED:
+            before = len(self.groups)
+            pairs = [(cost, place, one, other) for place, (one, other) in enumerate(self._pairs())
+                     if (cost := self._cost(one, other)) is not None]  # fmt: skip
+            for _, _, one, other in sorted(pairs, key=lambda pair: pair[:2]):
+                if one in self.groups and other in self.groups and self._cost(one, other) is not None:
+                    self._join(one, other)
+            if len(self.groups) == before:
+                return
+
+    def _pairs(self) -> Iterator[tuple[_Group, _Group]]:
+        for place, other in enumerate(self.groups):
+            for one in self.groups[:place]:
+                yield one, other
+
+    def _cost(self, one: _Group, other: _Group) -> int | None:
+        """Returns what one pool wastes more than two, in bytes times lines; None where there is no room for it."""
+        both = one.joined(other)
+        more = both.waste()
+        for group in (one, other):
+            more[group.first - both.first : group.end - both.first] -= group.waste()
+        return int(more.sum()) if bool((more <= self.free[both.first : both.end]).all()) else None
+
+    def _join(self, one: _Group, other: _Group) -> None:
+        both = one.joined(other)
+        for group, sign in ((one, 1), (other, 1), (both, -1)):
+            self.free[group.first : group.end] += sign * group.waste()
+            if group is not both:
+                self.groups.remove(group)
+        self.groups.append(both)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Spans that are in no group, by index, in the order of their first lines: the early ones, then those from `at`."""
+
+    early: list[int]
+    rest: list[int]
+    at: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.early) or self.at < len(self.rest)
+
+
+class _Growing:
+    """One group while it grows."""
+
+    def __init__(self, spans: Sequence[Span], free: Tensor, most: int) -> None:
+        self.spans = spans
+        self.free = free
+        self.most = most  # bytes that a pool may have by the lines that are settled
+        self.members: list[int] = []
+        self.first = self.end = self.settled = self.size = 0
+        self.own = torch.zeros(0, dtype=torch.int64)  # from `first` on
+        self.tries = 0
+
+    def group(self) -> _Group:
+        """Returns what it has become."""
+        return _Group(self.members, self.first, self.own[: self.end - self.first])
+
+    def run(self, waiting: _Waiting) -> _Waiting:
+        """Takes what fits, as much as possible at a time; returns the others."""
+        others: list[int] = []
+        for place, index in enumerate(waiting.early):
+            if self._is_closed(index):
+                return _Waiting(others + waiting.early[place:], waiting.rest, waiting.at)
+            if not self._takes([index]):
+                others.append(index)
+        at, rest = waiting.at, waiting.rest
+        step = max(len(rest) - at, 1)  # all that follows: together they are taken more easily than one by one
+        while at < len(rest):
+            if self._is_closed(rest[at]):
+                return _Waiting(others, rest, at)
+            if self._takes(rest[at : at + step]):
+                at, step = at + step, 2 * step
+            elif min(step, len(rest) - at) > 1:
+                step = max(min(step, len(rest) - at) // 2, 1)
+            else:
+                others.append(rest[at])
+                at, step = at + 1, _STEP
+        return _Waiting([], others)
+
+    def _is_closed(self, index: int) -> bool:
+        """Whether the pool cannot reach the first line of a span. The lines before that are settled here."""
+        line = self.spans[index][0]
+        if not self.members:
+            return False
+        until = min(line, self.end)
+        if until > self.settled:
+            own = self.own[self.settled - self.first : until - self.first]
+            self.most = min(self.most, int((self.free[self.settled : until] + own).min()))
+            self.settled = until
+        return line > self.end and int(self.free[self.end : line].min()) < self.size
+
+    def _takes(self, more: Sequence[int]) -> bool:
+        """Adds spans, if a pool that holds them as well fits into what is free."""
+        self.tries += 1
+        spans = [self.spans[index] for index in more]
+        if max([size for _, _, size in spans]) > self.most:
+            return False
+        if not self.members:
+            self.first = self.settled = self.end = spans[0][0]
+        start, end = self.settled, max(self.end, max([last for _, last, _ in spans]))
+        own = profile(end - start, spans, start)
+        own[: self.end - start] += self.own[start - self.first : self.end - self.first]
+        size = max(self.size, int(own.max()))
+        if size > self.most or size > int((own + self.free[start:end]).min()):
+            return False
+        self._reserve(end - self.first)
+        self.own[start - self.first : end - self.first] = own
+        self.end, self.size = end, size
+        self.members += more
+        return True
+
+    def _reserve(self, count: int) -> None:
+        if count > len(self.own):
+            self.own = torch.cat([self.own, torch.zeros(count, dtype=torch.int64)])
+
+
+def _placed(
+    groups: Sequence[list[int]], spans: Sequence[Span], free: Tensor, assign: Assign
+) -> tuple[list[Pocket], list[int]]:
+    """Returns the pools of groups with offsets, and the spans that are in none; `free` becomes what they leave."""
+    found: list[Pocket] = []
+    for group in groups:
+        if len(group) > 1:
+            offsets, algorithm = assign([spans[index] for index in group])
+            found += _fitting(Pocket(tuple(group), tuple(offsets), algorithm), spans, free)
+    taken = {index for pocket in found for index in pocket.members}
+    return found, [index for index in range(len(spans)) if index not in taken]
+
+
+def _fitting(pocket: Pocket, spans: Sequence[Span], free: Tensor) -> list[Pocket]:
+    """Returns a pool, or where its offsets need more than is free, pools for parts of it; `free` is what they leave.
+
+    What lies highest is left out; or the pool is cut where there is too little room, or where what lies highest is
+    live, if that leaves out less.
     """
-    first, end = int(table[:, 0].min()), int(table[:, 1].max())
-    starts = torch.tensor(sorted(set(table[:, 0].tolist()))[1:], dtype=torch.int64)
-    if not len(starts):
-        return None
-    both = table.clone()
-    both[:, 0] += 1  # what is live at a line and at the one before it crosses a cut there
-    crossing = _table_profile(both, first, end)[starts - first]
-    best: tuple[int, int] | None = None
-    for cut in starts[crossing.argsort(stable=True)[:_MOST_CUTS]].tolist():
-        early = table[:, 0] < cut
-        tried = rest.clone()
-        _add(tried, _envelope(table[early]))
-        _add(tried, _envelope(table[~early]))
-        peak = int(tried.max())
-        if best is None or peak < best[0]:
-            best = peak, cut
-    return best
+    found: list[Pocket] = []
+    pending = [pocket]
+    cuts = 0
+    while pending:
+        part = pending.pop()
+        if len(part.members) < 2:
+            continue
+        first, end, size = pool_span(part, spans)
+        own = profile(end - first, [spans[index] for index in part.members], first)
+        room = own + free[first:end]
+        if size <= int(room.min()):
+            free[first:end] += own - size
+            found.append(part)
+            continue
+        most = int(room.min())
+        tight = (room < size).nonzero()
+        highest = max(zip(part.members, part.offsets), key=lambda item: item[1] + spans[item[0]][2])[0]
+        ways = [
+            [_below(part, spans, most)],
+            _cut(part, spans, first + int(tight[0]), first + int(tight[-1]) + 1),
+            _cut(part, spans, *spans[highest][:2]),
+        ]
+        cuts += 1
+        pending += max(ways[: 1 if cuts > _MOST_CUTS else 3], key=lambda way: sum([len(item.members) for item in way]))
+    return found
 
 
-def _table_profile(table: Tensor, first: int, end: int) -> Tensor:
-    steps = torch.zeros(end - first + 2, dtype=torch.int64)
-    steps.index_add_(0, table[:, 0] - first, table[:, 2])
-    steps.index_add_(0, table[:, 1] - first, -table[:, 2])
-    return steps.cumsum(0)
+def _below(pocket: Pocket, spans: Sequence[Span], most: int) -> Pocket:
+    """Returns the pool without what lies above so many bytes."""
+    return _part(pocket, [offset + spans[index][2] <= most for index, offset in zip(pocket.members, pocket.offsets)])
 
 
-def _envelope(table: Tensor) -> Span:
-    """Returns the span of a pool with these members, of the least size it could have."""
-    first, end = int(table[:, 0].min()), int(table[:, 1].max())
-    return first, end, int(_table_profile(table, first, end).max())
+def _cut(pocket: Pocket, spans: Sequence[Span], first: int, end: int) -> list[Pocket]:
+    """Returns the pools before and after some lines."""
+    late = _part(pocket, [spans[index][0] >= end for index in pocket.members])
+    return [late, _part(pocket, [spans[index][1] <= first for index in pocket.members])]
 
 
-def _relieved(pockets: list[Pocket], spans: Sequence[Span], around: Tensor, bound: int) -> list[Pocket]:
-    """Returns the pools without what makes the peak worse than it is without pools.
-
-    What reaches into the part of a pool that is too much at the worst moment is left to allocations of its own. Where
-    that does not end soon, pools are halved.
-    """
-    total = around.clone()
-    sizes = [pool_span(pocket, spans) for pocket in pockets]
-    for size in sizes:
-        _add(total, size)
-    attempts = 0
-    while True:
-        worst = int(total.argmax())
-        excess = int(total[worst]) - bound
-        there = [index for index, (first, end, _) in enumerate(sizes) if first <= worst < end]
-        if excess <= 0 or not there:
-            return pockets
-        index = max(there, key=lambda item: sizes[item][2])
-        whole = sizes[index][2]
-        level = whole - excess if attempts < _MOST_EVICTIONS else min(whole - excess, whole // 2)
-        attempts += 1
-        pocket = pockets.pop(index)
-        _add(total, sizes.pop(index), -1)
-        stays = [offset + spans[item][2] <= level for item, offset in zip(pocket.members, pocket.offsets)]
-        for item, kept in zip(pocket.members, stays):
-            if not kept:
-                _add(total, spans[item])
-        members = tuple([item for item, kept in zip(pocket.members, stays) if kept])
-        if members:
-            offsets = tuple([offset for offset, kept in zip(pocket.offsets, stays) if kept])
-            pockets.append(Pocket(members, offsets, pocket.algorithm))
-            sizes.append(pool_span(pockets[-1], spans))
-            _add(total, sizes[-1])
+def _part(pocket: Pocket, stays: Sequence[bool]) -> Pocket:
+    """Returns a pool with those of its members that stay."""
+    members = tuple(compress(pocket.members, stays))
+    return Pocket(members, tuple(compress(pocket.offsets, stays)), pocket.algorithm)
