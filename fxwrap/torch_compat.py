@@ -5,6 +5,8 @@ Each item says why the public API does not do and on which versions it was check
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -370,9 +372,9 @@ def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
 # Why: metadata of emitted graphs is made of fake tensors and symbolic numbers of the input graph's own mode, and only
 # private constructors make those without running an operator. Checked on 2.11, 2.13.
 
-def fresh_fake_mode(*, symbols: bool = True) -> FakeTensorMode:
-    """Give a fake mode with a ShapeEnv of its own; without `symbols` it has none, for what has no symbols."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if symbols else None)
+def fresh_fake_mode() -> FakeTensorMode:
+    """Give a fake mode with a ShapeEnv of its own."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def unknown_number(shape_env: ShapeEnv, kind: str) -> Any:
@@ -474,8 +476,23 @@ def below_functionalisation() -> Iterator[None]:
 
 
 def triton_kernel_index(kernel: Any) -> int:
-    """Give the index of a Triton kernel object in torch's table, adding it when it is new."""
-    return kernel_side_table.add_kernel(kernel)
+    """Give the index of a Triton kernel object in torch's table, adding it when it is new.
+
+    That of a kernel with a content hash follows from it, and is far above those that torch gives: so an index that
+    outlives a reset of the table, or the process, is an error or right, and never another kernel's.
+    """
+    content = getattr(kernel, "fxwrap_hash", None)
+    if content is None:
+        return kernel_side_table.add_kernel(kernel)
+    index = _content_index(content, type(kernel).__qualname__)
+    with kernel_side_table.lock:
+        kernel_side_table.id_to_kernel.setdefault(index, kernel)
+        kernel_side_table.kernel_to_id.setdefault(kernel, index)
+    return index
+
+
+def _content_index(*content: str) -> int:
+    return (1 << 60) + int(hashlib.sha256("\0".join(content).encode()).hexdigest()[:14], 16)
 
 
 def triton_kernel_at(index: int) -> Any:
@@ -484,18 +501,10 @@ def triton_kernel_at(index: int) -> Any:
 
 
 def triton_constants_index(constants: tuple[tuple[str, int | float | bool | str], ...]) -> int:
-    """Give the index of these constant arguments in torch's table, adding them when they are not there."""
-    wanted = dict(constants)
-    index = _constants_index(constants, tuple([type(constant) for _, constant in constants]))
-    if kernel_side_table.constant_args.setdefault(index, wanted) == wanted:
-        return index
-    return kernel_side_table.add_constant_args(wanted)  # torch.compiler.reset() emptied the table, and others filled it
-
-
-@cache
-def _constants_index(constants: tuple[tuple[str, Any], ...], types: tuple[type, ...]) -> int:
-    """`types` keeps 1, 1.0 and True apart, which are equal as keys."""
-    return kernel_side_table.add_constant_args(dict(constants))
+    """Give the index of these constant arguments in torch's table, which follows from them, adding them when new."""
+    index = _content_index(repr(constants))
+    kernel_side_table.constant_args.setdefault(index, dict(constants))
+    return index
 
 
 triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
@@ -509,9 +518,16 @@ def triton_constants_at(index: int) -> dict[str, Any]:
     return dict(kernel_side_table.get_constant_args(index))
 
 
-def new_triton_constants(constants: Mapping[str, Any]) -> int:
-    """Add constant arguments of any type to torch's table; give their index."""
-    return kernel_side_table.add_constant_args(dict(constants))
+def new_triton_constants(constants: Mapping[str, Any], kernel_hash: str | None = None) -> int:
+    """Add constant arguments of any type to torch's table; give their index.
+
+    Those that belong to a kernel with a content hash have the index that follows from it.
+    """
+    if kernel_hash is None:
+        return kernel_side_table.add_constant_args(dict(constants))
+    index = _content_index("constants", kernel_hash)
+    kernel_side_table.constant_args.setdefault(index, dict(constants))
+    return index
 
 
 def triton_written_arguments(kernel: int, constants: int, given: Mapping[str, Any], descriptors: Any) -> list[str]:
@@ -573,6 +589,14 @@ def declare_side_effect(operator: OpOverload | HigherOrderOperator) -> None:
     has_side_effect(operator)
     if not is_impure(operator):
         _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+# Why: a copy of a graph that is called as the graph is (torch.export's take trees). Checked on 2.11, 2.13.
+
+
+def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
+    """Give a copy of what writes the code of a graph: how it is called, and what form its result has."""
+    return copy.deepcopy(graph._codegen)
 
 
 # Why: the code of a graph in another calling convention, without changing the graph's own. Checked on 2.11, 2.13.

@@ -28,11 +28,15 @@ _HIGHER = torch.ops.higher_order
 
 
 class Modules:
-    """What hangs on the emitted module: constants and the submodules of nested blocks, by name."""
+    """What hangs on an emitted module: constants and the submodules of nested blocks, by name.
 
-    def __init__(self) -> None:
+    `of_block` are the submodules of the whole program, by their block's id: a function is one module wherever it is.
+    """
+
+    def __init__(self, of_block: dict[int, GraphModule] | None = None) -> None:
         self.attributes: dict[str, Any] = {}
-        self._of_block: dict[int, str] = {}
+        self.of_block = {} if of_block is None else of_block
+        self._names: dict[int, str] = {}
 
     def add(self, wish: str, attribute: Any) -> str:
         """Keeps an attribute and returns the name it got, as near to the wish as can be."""
@@ -46,11 +50,13 @@ class Modules:
 
     def known(self, block: Block) -> str | None:
         """Returns the name of the submodule that a block has become already."""
-        return self._of_block.get(id(block))
+        return self._names.get(id(block))
 
-    def emitted(self, block: Block, name: str) -> None:
-        """Notes the submodule of a block."""
-        self._of_block[id(block)] = name
+    def emitted(self, block: Block, label: str, made: GraphModule) -> str:
+        """Keeps the submodule of a block and returns the name it got."""
+        self.of_block[id(block)] = made
+        name = self._names[id(block)] = self.add(label, made)
+        return name
 
 
 class BlockConverter(Protocol):
@@ -95,9 +101,8 @@ def submodule(
         for symbol in symbols:
             if symbol_kind(symbol) == "float":
                 raise converter.unsupported(line, f"torch's operator takes no float such as {symbol} into a block")
-        made = converter.nested().module(block, symbols, lone)
-        name = converter.modules.add(label, made)
-        converter.modules.emitted(block, name)
+        made = converter.modules.of_block.get(id(block)) or converter.nested().module(block, symbols, lone)
+        name = converter.modules.emitted(block, label, made)
     return converter.writer.node("get_attr", name, (), {}, name, None)
 
 

@@ -95,7 +95,7 @@ class GraphWriter:
         if isinstance(number, Node):
             number.meta["fxwrap_symbol"] = info
             if self.line is not None:
-                number.meta["fxwrap_line"] = self.line
+                number.meta.setdefault("fxwrap_line", self.line)
 
     def named_number(self, info: SymbolInfo, expression: Any) -> Node:
         """Adds a node for what an expression names: one of its own, also where another computes the same."""
