@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -115,6 +115,7 @@ def compile_graph(
     ownership: Mapping[int, Ownership] | None = None,
     name: str = "program",
     free_outputs: Collection[int] = (),
+    known: MutableMapping[str, Compiled] | None = None,
 ) -> Compiled:
     """Compiles a graph of ATen operators; usable inside and outside of Dynamo.
 
@@ -126,6 +127,8 @@ def compile_graph(
         ownership: what the program may do with each input, by position; see `Ownership`.
         name: the program's name, also of files in the cache.
         free_outputs: positions of outputs whose strides are the program's choice; it says them in their types.
+        known: what was compiled before, by `Compiled.key`. Where the program is one of these, and has no constants,
+            that is given back, with the names and the provenance it has; else what is compiled is added.
 
     Its kernels are compiled here. The operators of one that cannot be are called instead, with a FusionWarning that
     names them, unless the option `fallback` is "error".
@@ -135,7 +138,7 @@ def compile_graph(
     """
     # AOTAutograd's fake mode is on when it compiles: the numbers that passes compute with tensors would be fake.
     with without_fake_mode():
-        pipeline = _Pipeline(graph, example_inputs, options or Options(), ownership, name, free_outputs)
+        pipeline = _Pipeline(graph, example_inputs, options or Options(), ownership, name, free_outputs, known)
         compiled, failures = pipeline.run(frozenset())
         failed = list(failures)
         while failures:
@@ -146,6 +149,8 @@ def compile_graph(
             failed += failures
     if failed:
         warn_of(failed)
+    if known is not None:
+        known.setdefault(compiled.key, compiled)
     return compiled
 
 
@@ -160,11 +165,13 @@ class _Pipeline:
         ownership: Mapping[int, Ownership] | None,
         name: str,
         free_outputs: Collection[int],
+        known: MutableMapping[str, Compiled] | None,
     ) -> None:
         emitted_passes = options.passes_at(FX_EMITTED)
         if emitted_passes and (options.emitter != "fx" or options.check_memory):
             raise OptionError(f"pass '{emitted_passes[0].name}' changes the emitted graph, which runs only with the emitter 'fx'")
         self.options = options
+        self.known = known
         self.refused: frozenset[str] = frozenset()
         self._fakes = _fake_inputs(graph)
         self._tuner = gpu_tuner() if options.autotune else None
@@ -203,6 +210,9 @@ class _Pipeline:
             plan = plan_program(program, options)
             program = changed(apply_plan(program, plan), "plan_memory")
         program = by_user(program, IR_BEFORE_EMISSION)
+        same = None if self.known is None else self.known.get(program_key(program, options.text()))
+        if same is not None and not program.constants:
+            return same, []
         emitted = checked(program) if options.check_memory else emit(program, options.emitter, self._fakes)
         if isinstance(emitted, EmittedGraph):
             emitted = _changed_graph(program, emitted, options)

@@ -32,7 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("tuning", "preparation", "user_passes", "emission", "environment"),  # level 5
     ("artifact",),
     ("compiler",),
-    ("backend", "aot", "rewrite", "fx", "saving"),  # level 6
+    ("backend", "aot", "parts", "rewrite", "fx", "saving"),  # level 6
     ("compare",),
     ("cli", "testing"),
     ("__main__", "__init__"),
