@@ -101,7 +101,7 @@ def _launch_users(converter: KernelConverter, line: Launch, kernel: KernelDefini
     grids = [line.grid, *[operands[start : start + 3] for start in range(count, len(operands), 3)]]
     keywords = {
         "kernel_idx": triton_kernel_index(user_table_kernel(*text, kernel.hash, on_cpu)),
-        "constant_args_idx": new_triton_constants(loaded.constants),
+        "constant_args_idx": new_triton_constants(loaded.constants, kernel.hash),
         "grid": [tuple([argument(size) for size in grid]) for grid in grids],
         "tma_descriptor_metadata": {name: ("stable", (list(shape),)) for name, shape in loaded.descriptors.items()},
         "kwargs": {name: argument(item) for name, item in zip(loaded.names, operands, strict=False)},
