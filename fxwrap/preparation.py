@@ -16,8 +16,8 @@ from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernels
 from fxwrap.runtime.native import build_bridge
 from fxwrap.runtime.triton_compile import KernelUse
-from fxwrap.symbolic import Scalar, evaluate, symbol_kind
-from fxwrap.wrapper_ir import Program, Value, symbol_infos
+from fxwrap.symbolic import Scalar, evaluate
+from fxwrap.wrapper_ir import Program, Value, typical_values
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def compile_program_kernels(program: Program, emitted: Emitted, emitter: str) ->
     for line in program.lines():
         if isinstance(line, Launch):
             launches.setdefault(line.kernel, []).append(line)
-    values = _typical_values(program)
+    values = typical_values(program)
     uses = {name: _use(program, lines[0], values) for name, lines in launches.items()}
     linked = [name for name, use in uses.items() if emitter == "cpp" and use.kernel.language == "cpp"]
     if linked and _builds(emitted):
@@ -75,15 +75,6 @@ def _use(program: Program, launch: Launch, values: Mapping[str, Scalar]) -> Kern
         tensors[0].tensor_type.device if tensors else torch.device("cpu"),
         tuple([evaluate(item, values) if isinstance(item, sympy.Basic) else item for item in numbers]),
     )
-
-
-def _typical_values(program: Program) -> dict[str, Scalar]:
-    """Returns the hints of a program's symbols, and numbers like any other for those without."""
-    like_any: dict[str, Scalar] = {"int": 8192, "float": 0.5, "bool": True}
-    return {
-        name: like_any[symbol_kind(name)] if info.hint is None else info.hint
-        for name, info in symbol_infos(program).items()
-    }
 
 
 def _failure(kernel: str, error: FxwrapError, launches: Sequence[Launch]) -> KernelFailure:

@@ -19,7 +19,7 @@ from fxwrap.compiler import emit, plan_program
 from fxwrap.errors import CommandError
 from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
-from fxwrap.wrapper_ir import print_program, symbol_infos
+from fxwrap.wrapper_ir import known_values, print_program
 
 DISAGREE, WRONG_USE, FAILED = 1, 2, 3
 """Exit codes besides 0: emitters do not agree; the command line is wrong; the compilation or the run failed."""
@@ -192,7 +192,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     for graph in graphs:
         program = graph.compiled.program
         plan = plan_program(program, Options(memory_planning=chosen.algorithm))
-        values = {name: info.hint for name, info in symbol_infos(program).items() if info.hint is not None}
+        values = known_values(program)
         print(f"{graph.name}\n{plan_table(plan, values)}")
         if chosen.json:
             _write(Path(chosen.json), plan_to_json(plan))

@@ -43,6 +43,7 @@ from fxwrap.wrapper_ir import (
     TensorType,
     Value,
     leaves,
+    released_inputs,
 )
 
 
@@ -213,12 +214,9 @@ class _Lowering:
     def _assemble(self, returned: tuple[Any, ...]) -> Program:
         builder = self.builder
         inputs = [Input(value, self._ownership(position, value)) for position, (_, value) in enumerate(self.inputs)]
-        releasable = [
-            item.value for item in inputs
-            if isinstance(item.value, Value) and item.ownership in (Ownership.SHARED, Ownership.OWNED)
-        ]  # fmt: skip
         values = [item.value for item in inputs if isinstance(item.value, Value)]
-        lines = insert_frees([*builder.lines, Return(returned)], [*values, *self.constants.values()], releasable)
+        given = [*values, *self.constants.values()]
+        lines = insert_frees([*builder.lines, Return(returned)], given, released_inputs(inputs))
         constants = tuple(Constant(value, value.name in builder.mutated) for value in self.constants.values())
         return Program(
             re.sub(r"\W", "_", self.source.name),

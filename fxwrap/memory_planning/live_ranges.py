@@ -13,7 +13,6 @@ from fxwrap.symbolic import Size, maximum, product
 from fxwrap.wrapper_ir import (
     Block,
     LineBase,
-    Ownership,
     Program,
     TensorType,
     Value,
@@ -23,6 +22,7 @@ from fxwrap.wrapper_ir import (
     holds_memory,
     last_uses,
     reads,
+    released_inputs,
     roots,
     used,
 )
@@ -132,8 +132,7 @@ def program_ranges(program: Program) -> tuple[LiveRange, ...]:
     """Returns the live ranges of a program's body, its inputs and constants included."""
     given = {item.name: item.value for item in program.inputs if isinstance(item.value, Value)}
     given |= {constant.value.name: constant.value for constant in program.constants}
-    released = [item.name for item in program.inputs if item.ownership in (Ownership.SHARED, Ownership.OWNED)]
-    return live_ranges(program.body, given, released)
+    return live_ranges(program.body, given, [value.name for value in released_inputs(program.inputs)])
 
 
 def byte_size(type_: TensorType) -> Size:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from xml.sax.saxutils import escape
 
-from fxwrap.memory_planning.plan import UNKNOWN_SIZE, BlockPlan, MemoryPlan, Placed, PoolPlan
+from fxwrap.memory_planning.plan import BlockPlan, MemoryPlan, Placed, PoolPlan
 from fxwrap.symbolic import Scalar, Size, evaluate
-from fxwrap.wrapper_ir import Program, live_bytes, print_line, symbol_infos
+from fxwrap.wrapper_ir import Program, live_bytes, print_line, symbol_infos, typical_values
 
 _WIDTH, _HEIGHT, _MARGIN, _GAP = 1000, 320, 60, 40
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f")
@@ -115,8 +115,7 @@ def memory_error_text(plan: MemoryPlan, program: Program) -> str:
         plan: the plan that the program follows.
         program: the program, with its pools. Where its sizes are symbolic, the numbers are those of the hints.
     """
-    infos = symbol_infos(program).values()
-    hints = {info.name: UNKNOWN_SIZE if info.hint is None else info.hint for info in infos}
+    hints = typical_values(program)
     for pool in (pool for block in plan.blocks for pool in block.pools):
         for name, term in pool.terms:
             hints[name] = term if isinstance(term, int) else evaluate(term, hints)
@@ -124,5 +123,5 @@ def memory_error_text(plan: MemoryPlan, program: Program) -> str:
     line = print_line(program.body.lines[position]).partition("\n")[0]
     pools = ", ".join(f"{pool.name} of {_Numbers(pool, hints).shown(pool.size)}" for pool in plan.body.pools)
     held = f", of them in pools: {pools}" if pools else ""
-    by = " by the sizes it was compiled for" if infos else ""
+    by = " by the sizes it was compiled for" if symbol_infos(program) else ""
     return f"@{program.name} needs {plan.body.peak:,} bytes at its peak{by}, line {position}: `{line}`{held}"

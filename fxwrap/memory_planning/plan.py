@@ -13,10 +13,16 @@ from fxwrap.memory_planning.live_ranges import Keeper, LiveRange, live_ranges, p
 from fxwrap.memory_planning.offsets import symbolic_offsets
 from fxwrap.memory_planning.pools import Pocket, Span, choose_pools, pool_span, profile
 from fxwrap.symbolic import Scalar, Size, evaluate
-from fxwrap.wrapper_ir import Block, Program, blocks, called_functions, defined, defined_symbol, symbol_infos
-
-UNKNOWN_SIZE = 8192
-"""What a symbol without a hint counts for."""
+from fxwrap.wrapper_ir import (
+    Block,
+    Program,
+    blocks,
+    called_functions,
+    defined,
+    defined_symbol,
+    known_values,
+    typical_values,
+)
 
 _MOST_GUESSED = 2**40
 """What a size counts for at most where its symbols have no hints."""
@@ -108,9 +114,8 @@ def plan_memory(
 
     Raises PlanningError for a size that is negative or beyond 64 bits, or an alignment that is no power of two.
     """
-    infos = symbol_infos(program)
-    given = {name: info.hint for name, info in infos.items() if info.hint is not None} | dict(hints or {})
-    planner = _Planner(given, dict.fromkeys(infos, UNKNOWN_SIZE) | given, alignment, algorithm, time_limit_s)
+    given, values = known_values(program, hints), typical_values(program, hints)
+    planner = _Planner(given, values, alignment, algorithm, time_limit_s)
     for name, function in program.functions:
         planner.block(name, function, _block_ranges(function))
     body = planner.block("body", program.body, program_ranges(program))

@@ -13,7 +13,6 @@ from fxwrap.wrapper_ir import (
     Block,
     Effect,
     LineBase,
-    Ownership,
     Program,
     Role,
     TensorType,
@@ -25,12 +24,13 @@ from fxwrap.wrapper_ir import (
     defined,
     defined_symbol,
     is_release,
+    known_values,
     live_bytes,
     outer_symbols,
     program_arguments,
     reads,
+    released_inputs,
     roots,
-    symbol_infos,
     symbols_used,
     writes,
 )
@@ -108,21 +108,14 @@ class _Parts:
         """Returns the program with each part scheduled anew."""
         found = [line for units in self.parts for index in schedule(units, self.sizes, self.uses)
                  for line in units[index].lines]  # fmt: skip
-        body = Block(self.program.body.arguments, insert_frees(found, self.arguments, _released(self.program)))
-        return self.program.replace(body=body)
-
-
-def _released(program: Program) -> list[Value]:
-    """Returns the inputs that the body takes."""
-    return [item.value for item in program.inputs if isinstance(item.value, Value)
-            and item.ownership in (Ownership.SHARED, Ownership.OWNED)]  # fmt: skip
+        lines = insert_frees(found, self.arguments, released_inputs(self.program.inputs))
+        return self.program.replace(body=Block(self.program.body.arguments, lines))
 
 
 def _owned_sizes(program: Program, hints: Mapping[str, Scalar]) -> dict[str, int]:
     """Returns the bytes of each root of the body that may be freed in it; what is given back counts too."""
-    declared = {name: info.hint for name, info in symbol_infos(program).items() if info.hint is not None}
-    values = {**declared, **hints}
-    owned = _released(program)
+    values = known_values(program, hints)
+    owned = released_inputs(program.inputs)
     owned += [value for line in program.body.lines for value in defined(line) if line.alias_of(value) is None]
     found = {}
     for value in owned:

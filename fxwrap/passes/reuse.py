@@ -23,12 +23,10 @@ from fxwrap.wrapper_ir import (
     program_arguments,
     reads,
     roots,
-    symbol_infos,
+    typical_values,
     used,
 )
 
-_UNKNOWN_SIZE = 8192
-"""What a symbol without a hint counts for."""
 _LONGEST_WAIT = 256
 """For how many lines freed memory is kept for another use at most; a bound that keeps the cost linear."""
 _LONGEST_LIFE = 4096
@@ -47,9 +45,7 @@ def reuse_memory(program: Program, hints: Mapping[str, Scalar] | None = None) ->
         program: the program. It is not changed.
         hints: values of symbols by name; those that the program declares stand in for the others.
     """
-    infos = symbol_infos(program)
-    values: dict[str, Scalar] = dict.fromkeys(infos, _UNKNOWN_SIZE)
-    values |= {name: info.hint for name, info in infos.items() if info.hint is not None} | dict(hints or {})
+    values = typical_values(program, hints)
     owned = [item.value for item in program.inputs
              if isinstance(item.value, Value) and item.ownership is Ownership.OWNED]  # fmt: skip
     body = _changed(program.body, program_arguments(program), owned, values)

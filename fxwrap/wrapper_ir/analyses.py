@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxwrap.symbolic import Scalar, Size, SymbolInfo, evaluate
+from fxwrap.symbolic import Scalar, Size, SymbolInfo, evaluate, symbol_kind
 from fxwrap.wrapper_ir.effects import Effect
 from fxwrap.wrapper_ir.line import (
     Block,
@@ -19,7 +19,7 @@ from fxwrap.wrapper_ir.line import (
     type_symbols,
     used,
 )
-from fxwrap.wrapper_ir.program import Program
+from fxwrap.wrapper_ir.program import Input, Ownership, Program
 from fxwrap.wrapper_ir.roles import Role
 from fxwrap.wrapper_ir.types import TensorType, Value
 
@@ -41,6 +41,12 @@ def program_arguments(program: Program) -> list[Value]:
     """Returns what a program's body borrows or is given: values among its inputs, then its constants."""
     inputs = [item.value for item in program.inputs if isinstance(item.value, Value)]
     return [*inputs, *(constant.value for constant in program.constants)]
+
+
+def released_inputs(inputs: Iterable[Input]) -> list[Value]:
+    """Returns the inputs that a program's body takes over: it frees, reuses or gives back each of them."""
+    taken = (Ownership.SHARED, Ownership.OWNED)
+    return [item.value for item in inputs if isinstance(item.value, Value) and item.ownership in taken]
 
 
 def last_uses(lines: Sequence[LineBase], arguments: Iterable[Value] = ()) -> dict[str, int]:
@@ -112,6 +118,22 @@ def symbol_infos(program: Program) -> dict[str, SymbolInfo]:
     return {info.name: info for info in [*inputs, *made] if info is not None}
 
 
+def known_values(program: Program, given: Mapping[str, Scalar] | None = None) -> dict[str, Scalar]:
+    """Returns values of a program's symbols by name: those that are given, else the hints that it declares."""
+    declared = {name: info.hint for name, info in symbol_infos(program).items() if info.hint is not None}
+    return {**declared, **(given or {})}
+
+
+UNKNOWN_SIZE = 8192
+"""What a whole number is taken to be that has neither a value nor a hint."""
+_LIKE_ANY: Mapping[str, Scalar] = {"int": UNKNOWN_SIZE, "float": 0.5, "bool": True}
+
+
+def typical_values(program: Program, given: Mapping[str, Scalar] | None = None) -> dict[str, Scalar]:
+    """Returns values of all of a program's symbols by name: the known ones, and numbers like any other, by kind."""
+    return {**{name: _LIKE_ANY[symbol_kind(name)] for name in symbol_infos(program)}, **known_values(program, given)}
+
+
 @dataclass(frozen=True, slots=True)
 class LiveBytes:
     """What a program keeps alive, in bytes of tensor memory without an allocator's rounding.
@@ -141,8 +163,7 @@ def live_bytes(
     `hints` are the values of symbols, by name; those that the program declares stand in for the others. Raises
     ExpressionError for a symbol that has no value.
     """
-    declared = {name: info.hint for name, info in symbol_infos(program).items() if info.hint is not None}
-    meter = _Meter(program, {**declared, **(hints or {})})
+    meter = _Meter(program, known_values(program, hints))
     inputs = [item.value for item in program.inputs if isinstance(item.value, Value)]
     held = inputs if include_inputs else []
     held = held + ([constant.value for constant in program.constants] if include_constants else [])
