@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from fxwrap.artifact import Loaded, load_program, save_program
 from fxwrap.compiler import Compiled
+from fxwrap.converters.from_fx import from_fx
 from fxwrap.lines import ExtensionLine
 from fxwrap.wrapper_ir import Program
 
 
 def save(
-    subject: Compiled | Loaded | Program,
+    subject: Compiled | Loaded | GraphModule | Program,
     path: str | Path,
     *,
     constants: bool = True,
@@ -28,15 +30,17 @@ def save(
     Equal programs give equal files. A file appears whole or not at all, also when several processes write it.
 
     Args:
-        subject: what `compile_graph` or `load` gave, or a program.
+        subject: what `compile_graph` or `load` gave, a program, or an FX graph that fxwrap emitted, also after it was
+            rewritten: see `from_fx`.
         path: the file.
         constants: whether the payloads of constants go into the file; without, `load_constants` gives them later.
         emitters: the emitters that compiled code goes into the file for, compiled now where it is not yet; by default
-            the one that `subject` was compiled for, and none for a program. The first is the one that a program runs
-            with when it is loaded.
+            the one that `subject` was compiled for ("fx" for a graph), and none for a program. The first is the one
+            that a graph or program runs with when it is loaded.
 
     Raises ArtifactError for what cannot be saved: a constant that is no plain tensor, a kernel that is only in this
-    process, a folder that cannot be written to. NativeBuildError where C++ does not compile.
+    process, a folder that cannot be written to. NativeBuildError where C++ does not compile, ReadBackError for a graph
+    that no program says.
     """
     match subject:
         case Compiled():
@@ -45,6 +49,9 @@ def save(
         case Loaded():
             emitter, options, plan = subject.emitter, subject.metadata["options"], subject.plan
             program, own = subject.program, [emitter]
+        case GraphModule():
+            program, options, plan = from_fx(subject), "", None
+            emitter, own = next(iter(emitters or ()), "fx"), ["fx"]
         case _:
             program, options, plan = subject, "", None
             emitter, own = next(iter(emitters or ()), "python"), []

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from torch.fx import GraphModule
+from torch.fx.graph import CodeGen
+
 from fxwrap.artifact.archive import ArchiveWriter, write_file
 from fxwrap.artifact.binaries import write_binaries
 from fxwrap.artifact.constants import check_savable, declared_layout, layout_of, write_constants
@@ -17,6 +20,7 @@ from fxwrap.environment import package_versions
 from fxwrap.errors import FxwrapError
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
 from fxwrap.symbolic import SymbolInfo
+from fxwrap.torch_compat import graph_python_code
 from fxwrap.wrapper_ir import Program, print_type, program_key, symbol_infos
 
 PLAN = "memory_plan.json"
@@ -71,9 +75,14 @@ def _graph_text(program: Program) -> str:
     if any(item.value.name not in program.store.tensors for item in program.constants):
         return ""
     try:
-        return to_fx(program).source
-    except FxwrapError:
+        whole = to_fx(program).graph_module
+    except (FxwrapError, LookupError):  # a line without a form, an operator that nobody has registered
         return ""
+    graphs = {name: module for name, module in whole.named_modules() if isinstance(module, GraphModule)}
+    return "\n".join([
+        (f"# {name}\n" if name else "") + graph_python_code(module.graph, CodeGen()).src
+        for name, module in graphs.items()
+    ])  # fmt: skip
 
 
 def _metadata(program: Program, emitter: str, options: str) -> dict[str, Any]:
