@@ -635,6 +635,12 @@ def operators_are_watched() -> bool:
     return not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
+def is_vmapped() -> bool:
+    """Say whether the innermost level of functorch is torch.vmap's."""
+    level: Any = torch._C._functorch.peek_interpreter_stack()
+    return level is not None and level.key() == torch._C._functorch.TransformType.Vmap
+
+
 def has_own_memory(tensor: torch.Tensor) -> bool:
     """Say whether what a plain-looking tensor stands for is in its memory: it is not meta or functionalised."""
     return tensor.data_ptr() != 0 or not (tensor.is_meta or torch._is_functional_tensor(tensor))
@@ -666,7 +672,7 @@ class GraphCode(torch.fx.graph.CodeGen):
         if options.get("record_func"):
             return super()._gen_python_code(nodes, root_module, namespace, **options)
         users = self._body_transformer or (lambda body: body)
-        return self.written(list(nodes), partial(_new_name, namespace), users, write)
+        return self.written(list(nodes), partial(_new_name, namespace), users, write, not options.get("colored"))
 
     def written(
         self,
@@ -674,11 +680,12 @@ class GraphCode(torch.fx.graph.CodeGen):
         new_name: Callable[[str], str],
         users: Callable[[list[str]], list[str]],
         write: Callable[[Callable[[list[str]], list[str]]], torch.fx.graph.PythonCode],
+        runs: bool,
     ) -> torch.fx.graph.PythonCode:
         """Give the code of a graph: what `write` gives with a function that changes the body's pieces.
 
         `new_name` gives a name that nothing else in the code has, `users` is the user's own change of the body
-        (`graph.on_generate_code`).
+        (`graph.on_generate_code`). `runs` is false for code that is only shown: with colours, it is no Python.
         """
         raise NotImplementedError
 

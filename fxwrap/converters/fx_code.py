@@ -15,6 +15,7 @@ from torch.fx import Node
 from torch.fx.graph import CodeGen, PythonCode
 
 from fxwrap.converters.fx_direct import DirectWriter
+from fxwrap.runtime.batched import with_help
 from fxwrap.runtime.direct import is_direct
 from fxwrap.torch_compat import GraphCode
 
@@ -27,6 +28,7 @@ Change = Callable[[list[str]], list[str]]
 class DirectCode(GraphCode):
     """Writes a graph's code twice: the direct one, and the ordinary one as a function that is called instead."""
 
+    boxed = False  # whether the function takes its inputs in a list
     guard = ""  # while code is written: the statement that leaves for the ordinary code
 
     def written(
@@ -35,6 +37,7 @@ class DirectCode(GraphCode):
         new_name: Callable[[str], str],
         users: Change,
         write: Callable[[Change], PythonCode],
+        runs: bool,
     ) -> PythonCode:
         """Returns the code of a graph, with what it refers to."""
         inputs = [str(node.target) for node in nodes if node.op == "placeholder"]
@@ -61,7 +64,7 @@ class DirectCode(GraphCode):
 
         try:
             code = write(change)
-            if not ordinary:
+            if not ordinary or not runs:
                 return code
             head = self.ordinary_head(otherwise, inputs)
         finally:
@@ -69,7 +72,7 @@ class DirectCode(GraphCode):
         namespace = dict(code.globals)
         exec(compile(_function(head, ordinary), f"<{otherwise}>", "exec"), namespace)  # torch.fx's own text
         code.globals.update(writer.globals)
-        code.globals.update({check: is_direct, otherwise: namespace[otherwise]})
+        code.globals.update({check: is_direct, otherwise: with_help(namespace[otherwise], boxed=self.boxed)})
         return code
 
     def guard_text(self, check: str, otherwise: str, inputs: Sequence[str]) -> str:
@@ -88,6 +91,8 @@ class DirectCode(GraphCode):
 
 class BoxedCode(DirectCode):
     """Code of a function that takes its inputs in a list and empties it, so that each is dropped at its last use."""
+
+    boxed = True
 
     def __init__(self, unused: frozenset[str]) -> None:
         super().__init__()
