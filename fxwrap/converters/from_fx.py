@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.converters import from_fx_calls
 from fxwrap.converters.emitted import Emitted
-from fxwrap.converters.from_fx_control import CONTROL, find_reversed
+from fxwrap.converters.from_fx_control import CONTROL, find_parts
 from fxwrap.converters.from_fx_kernel_table import Kernels
 from fxwrap.converters.from_fx_kernels import KERNELS
 from fxwrap.converters.from_fx_memory import MEMORY
@@ -20,7 +20,7 @@ from fxwrap.converters.from_fx_numbers import NUMBERS, arithmetic, choice
 from fxwrap.converters.from_fx_reader import Reader, Shared, failure, origin_of, target_text
 from fxwrap.converters.from_fx_rules import Rules
 from fxwrap.converters.from_fx_symbols import Symbols
-from fxwrap.converters.from_fx_world import WORLD, find_filled, wait
+from fxwrap.converters.from_fx_world import WORLD, wait
 from fxwrap.errors import ReadBackError, VerifyError
 from fxwrap.lines import Return
 from fxwrap.passes.frees import insert_frees
@@ -62,7 +62,8 @@ def from_fx(
         kernels: definitions of kernels that the graph launches, besides those that its metadata holds and those that
             this process has emitted.
         ownership: what the program may do with inputs, by the names of their placeholders. Else it is what the
-            metadata says, or borrowed; an input that the graph writes is mutable where neither allows it.
+            metadata says, or borrowed; an input that the graph writes is mutable where neither allows it, and one whose
+            memory it takes is owned where neither says anything.
         name: the program's name, if not the one that the metadata says.
 
     Returns a verified program, frees after the last use of each root. Raises ReadBackError, which names the node, its
@@ -99,8 +100,7 @@ class _Reading:
         for node in nodes:
             if node.op == "get_attr":
                 self._constant(node)
-        find_reversed(reader)
-        find_filled(reader)
+        find_parts(reader)
         for node in nodes:
             if node.op not in ("placeholder", "output"):
                 reader.read(node)
@@ -205,7 +205,10 @@ class _Reading:
     def _ownership(self, node: Node, value: Value | SymbolInfo, written: set[str]) -> Ownership:
         if not isinstance(value, Value):
             return Ownership.BORROWED
-        said = self.ownership.get(node.name) or Ownership(node.meta.get("fxwrap_ownership", "borrowed"))
+        said = self.ownership.get(node.name)
+        if said is None and "fxwrap_ownership" not in node.meta and value.name in self.reader.taken:
+            return Ownership.OWNED
+        said = said or Ownership(node.meta.get("fxwrap_ownership", "borrowed"))
         return Ownership.MUTABLE if said is Ownership.BORROWED and value.name in written else said
 
     def _verified(self, program: Program) -> Program:

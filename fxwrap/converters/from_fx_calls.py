@@ -353,12 +353,12 @@ def take_item(reader: Reader, node: Node) -> bool:
         return True
     if not isinstance(found, tuple):
         return False
-    if type(index) is not int or not -len(found) <= index < len(found) or found[index] is None:
+    if type(index) is not int or not -len(found) <= index < len(found):
         raise failure(node, f"'{whole.name}' gives no item {index}", "Take one that it gives")
     item = found[index]
     if isinstance(item, Value):
         number_result(reader, node, item)
-    elif isinstance(item, tuple):
+    elif isinstance(item, tuple) or item is None:  # None: what the operator leaves undefined
         reader.env[node] = item
     else:
         reader.set_number(node, item)

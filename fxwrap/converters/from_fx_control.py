@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.converters.from_fx_calls import named
 from fxwrap.converters.from_fx_reader import Reader, Table, failure, origin_of
+from fxwrap.converters.from_fx_world import find_filled
 from fxwrap.lines import Bind, Call, CallFunction, Cond, Map, Scan, While, Yield
 from fxwrap.passes.frees import insert_frees
 from fxwrap.symbolic import expression_kind, make_symbol
@@ -81,6 +82,7 @@ def _block(
     if len(placeholders) != len(operands):
         reason = f"a graph that it holds takes {len(placeholders)} operands, but {len(operands)} are given"
         raise failure(node, reason, "Give it one operand a placeholder")
+    reader.settle(node)
     inner = Reader(reader.shared, module, reader.read_call, frozenset(reader.known))
     arguments: list[Value] = []
     taken = []
@@ -92,6 +94,7 @@ def _block(
             arguments.append(_argument(inner, placeholder, type_))
         else:
             inner.set_number(placeholder, operand)
+    find_parts(inner)
     for child in module.graph.nodes:
         if child.op not in ("placeholder", "output"):
             inner.read(child)
@@ -381,7 +384,13 @@ def _function_name(reader: Reader, wish: str) -> str:
 # --- reversed scans ---------------------------------------------------------------------------------------------------
 
 
-def find_reversed(reader: Reader) -> None:
+def find_parts(reader: Reader) -> None:
+    """Finds the nodes of a graph that are part of another one's line."""
+    _find_reversed(reader)
+    find_filled(reader)
+
+
+def _find_reversed(reader: Reader) -> None:
     """Finds the scans of a graph that go from the last slice to the first: flips on all of both sides belong to them."""
     for node in reader.module.graph.find_nodes(op="call_function", target=_HIGHER.scan):
         count, over = len(node.args[1]), node.args[2]  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fxwrap.converters.from_fx_reader import Match, Reader, Table, failure, origin_of
 from fxwrap.errors import FxwrapError
-from fxwrap.lines import Call, Launch
+from fxwrap.lines import Alloc, Call, Launch
 from fxwrap.runtime import library
 from fxwrap.runtime.triton_table import triton_parameters
 from fxwrap.runtime.user_triton import load_user_kernel
@@ -57,7 +57,11 @@ def _by_name(reader: Reader, node: Node) -> dict[str, Any]:
 
 
 def _copy(reader: Reader, node: Node, value: Value) -> Value:
+    """Makes memory with a tensor's content, as far as it has any."""
     made = reader.value(f"{node.name}_{value.name}", replace(value.tensor_type, storage_offset=0))
+    if reader.root_of[value.name] in reader.unwritten:
+        reader.make(Alloc(made, origin=origin_of(node)), node)
+        return made
     reader.make(Call((made,), "aten.clone.default", (value,), origin=origin_of(node)), node)
     return made
 

@@ -242,9 +242,11 @@ def assertion(reader: Reader, node: Node) -> None:
     reader.env[node] = None
     if isinstance(condition, Value):
         raise failure(node, "its condition is a tensor", "Read the number with aten._local_scalar_dense first")
-    if not isinstance(condition, sympy.Basic | bool):
+    if not isinstance(condition, sympy.Basic):
         condition = bool(condition)
-    if message == f"the condition {print_expr(condition)} does not hold":
+        if condition and reader.hint(node, Assert) is None:
+            return  # it holds always
+    elif message == f"the condition {print_expr(condition)} does not hold":
         message = ""
     reader.emit(Assert(condition, message, error, shown, origin=origin_of(node)), node)
 

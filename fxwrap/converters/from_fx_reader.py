@@ -16,7 +16,7 @@ from fxwrap.converters.from_fx_kernel_table import Kernels
 from fxwrap.converters.from_fx_rules import Rules
 from fxwrap.converters.from_fx_symbols import Symbols
 from fxwrap.errors import ReadBackError
-from fxwrap.lines import Bind, Comment, SizeOf, StartCollective
+from fxwrap.lines import Alloc, Bind, Call, Comment, SizeOf, StartCollective, Workspace
 from fxwrap.symbolic import Number, SymbolInfo, make_symbol
 from fxwrap.wrapper_ir import (
     Block,
@@ -31,8 +31,10 @@ from fxwrap.wrapper_ir import (
     Value,
     defined,
     defined_symbol,
+    reads,
     symbols_used,
     type_symbols,
+    writes,
 )
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -112,6 +114,7 @@ class Reader:
         self.factors: dict[Node, tuple[str, tuple[Number, ...]]] = {}  # the operands of sums and products
         self.root_of: dict[str, str] = {}
         self.taken: dict[str, Node] = {}  # roots that a node took
+        self.unwritten: dict[str, int] = {}  # memory that nothing has written, with the positions of the lines that make it
         self.absorbed: set[Node] = set()  # nodes that are part of another one's line
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
         self.reversed: set[Node] = set()  # scans that go from the last slice to the first
@@ -270,8 +273,26 @@ class Reader:
             self.known.add(made.name)
             self.shared.symbols.defined.add(made.name)
             self.awaited.pop(made.name, None)
+        if self.unwritten:
+            self._note_content(line)
         self.lines.append(line)
         self.shared.node_of[id(line)] = node
+        if isinstance(line, Alloc) or (isinstance(line, Workspace) and not line.zeroed):
+            self.unwritten[line.result.name] = len(self.lines) - 1
+
+    def _note_content(self, line: LineBase) -> None:
+        """Makes memory that is read before anything is written to it such as has content, whichever."""
+        written = {self.root_of[value.name] for value in writes(line)}
+        if not line.alias_fields:
+            for value in reads(line):
+                root = self.root_of.get(value.name, "")
+                if root in self.unwritten and root not in written:
+                    position = self.unwritten.pop(root)
+                    before, made = self.lines[position], _with_content(self.lines[position])
+                    self.lines[position] = made
+                    self.shared.node_of[id(made)] = self.shared.node_of[id(before)]
+        for root in written:
+            self.unwritten.pop(root, None)
 
     def settle(self, node: Node) -> None:
         """Defines the symbols that are in types of values and that no node before this one has defined."""
@@ -318,6 +339,17 @@ class Reader:
         known = self.ranks.pop(tensor.name, None)
         found = rank or (known[1] if known is not None else 0)
         return SizeOf(info, tensor, dim, of, found, origin=origin_of(node))
+
+
+def _with_content(line: LineBase) -> LineBase:
+    """Returns a line that makes the same memory with some content."""
+    if isinstance(line, Workspace):
+        return line.replace(zeroed=True)  # type: ignore[no-any-return]
+    assert isinstance(line, Alloc)
+    type_ = line.result.tensor_type
+    keywords = (("dtype", type_.dtype), ("device", type_.device))
+    arguments = (type_.sizes, type_.strides)
+    return Call((line.result,), "aten.empty_strided.default", arguments, keywords, origin=line.origin)
 
 
 def sizes_of(type_: TensorType) -> list[tuple[str, int, Size]]:

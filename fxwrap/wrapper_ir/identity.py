@@ -12,8 +12,8 @@ import sympy
 
 from fxwrap.symbolic import SymbolInfo, make_symbol
 from fxwrap.symbolic import canonical as canonical_expression
-from fxwrap.wrapper_ir.analyses import is_release, last_uses, program_arguments, symbol_infos
-from fxwrap.wrapper_ir.line import Block, LineBase, consumed, map_leaves
+from fxwrap.wrapper_ir.analyses import called_functions, is_release, last_uses, program_arguments, symbol_infos
+from fxwrap.wrapper_ir.line import Block, LineBase, blocks, consumed, map_leaves
 from fxwrap.wrapper_ir.program import Constant, ConstantStore, Input, Program, print_program
 from fxwrap.wrapper_ir.roles import Role
 from fxwrap.wrapper_ir.types import ListType, OptionalType, TensorType, Type, Value
@@ -24,11 +24,12 @@ def canonical(program: Program) -> Program:
 
     - Values, symbols, functions and kernels are named by the order of their definition (kernels: of their first
       launch; equal kernels become one, unused ones go). The program is called `program`.
+    - Functions stand in the order of their first call, those that a function calls before it; unused ones go.
     - Origins are dropped.
     - Each `memory.free` (any line that only gives memory back) stands right after the last line that touches the root,
       or at the start for an argument that nothing touches; several at one place stand in the order of definition.
 
-    Inputs, constants, functions and all other lines keep their order, and the header stays. Idempotent.
+    Inputs, constants and all other lines keep their order, and the header stays. Idempotent.
     """
     return _Renamer(program).program()
 
@@ -44,12 +45,13 @@ def program_key(program: Program, options_text: str = "", target: str = "") -> s
 
 class _Renamer:
     def __init__(self, program: Program) -> None:
-        self.source = program
+        self.called = _called_functions(program)
+        self.source = program = program.replace(functions=tuple(self.called.items()))
         self.values: dict[str, Value] = {}
         self.expressions: dict[sympy.Basic, Any] = {}
         self.symbols = _symbol_names(program)
         self.rename = {make_symbol(old): make_symbol(new) for old, new in self.symbols.items()}
-        self.functions = {name: f"function{index}" for index, (name, _) in enumerate(program.functions)}
+        self.functions = {name: f"function{index}" for index, name in enumerate(self.called)}
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.kernel_names: dict[str, str] = {}  # by hash
 
@@ -58,7 +60,7 @@ class _Renamer:
         inputs = tuple([Input(self._defined(item.value), item.ownership) for item in source.inputs])
         constants = tuple([Constant(self._defined(item.value), item.mutable) for item in source.constants])
         body = Block((), self._lines(source.body.lines, program_arguments(source)))
-        functions = tuple([(self.functions[name], self._block(block)) for name, block in source.functions])
+        functions = tuple([(self.functions[name], self._block(block)) for name, block in self.called.items()])
         by_hash = {kernel.hash: kernel for kernel in source.kernels}
         kernels = [dataclasses.replace(by_hash[key], name=name) for key, name in self.kernel_names.items()]
         tensors = {
@@ -131,6 +133,24 @@ class _Renamer:
         if expression not in self.expressions:
             self.expressions[expression] = canonical_expression(expression, self.rename)
         return self.expressions[expression]
+
+
+def _called_functions(program: Program) -> dict[str, Block]:
+    """Returns the functions that a program runs, in the order of their first call, callees before their callers."""
+    functions = dict(program.functions)
+    found: dict[str, Block] = {}
+
+    def visit(block: Block) -> None:
+        for line in block.lines:
+            for _, nested in blocks(line):
+                visit(nested)
+            for name in called_functions(line):
+                if name not in found and name in functions:
+                    visit(functions[name])
+                    found[name] = functions[name]
+
+    visit(program.body)
+    return found
 
 
 def _symbol_names(program: Program) -> dict[str, str]:
