@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -99,7 +100,10 @@ def _root(digests: Sequence[bytes]) -> str:
 
 
 class ArchiveWriter:
-    """Writes entries one after another, and at the end the manifest with their sizes and hashes."""
+    """Writes entries one after another, and at the end the manifest with their sizes and hashes.
+
+    To be used in a `with` statement, at whose end the manifest has been written, or something was raised.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -126,6 +130,16 @@ class ArchiveWriter:
         digest = hashlib.sha256(text).hexdigest().encode() + b"\n"
         self._write(MANIFEST_HASH, (digest,), len(digest))
         self._zip.close()
+
+    def __enter__(self) -> ArchiveWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            with suppress(OSError, ValueError):
+                self._zip.close()  # the file goes away, but without this the archive would write to it later
 
     def _write(self, name: str, parts: Iterable[Buffer], size: int) -> str:
         info = zipfile.ZipInfo(name, _EPOCH)
@@ -199,6 +213,7 @@ class Archive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._checked: set[str] = set()
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -262,7 +277,14 @@ class Archive:
                 digests = list(pool.map(lambda item: self._read_chunk(name, *item), work))
         self._compare(name, digests, wanted)
 
+    def check_others(self) -> None:
+        """Checks the entries that nobody has read by their hashes: a damaged file is refused as a whole."""
+        for name in self._entries:
+            if name not in self._checked:
+                self.read(name)
+
     def _compare(self, name: str, digests: Sequence[bytes], wanted: str) -> None:
+        self._checked.add(name)
         found = _root(digests or [hashlib.sha256().digest()])
         if found != wanted:
             raise self.error(name, f"it is damaged: its hash is {found}, and {wanted} was written")

@@ -56,9 +56,11 @@ def load_program(
         if inside:
             tensors = read_constants(archive, layout, _devices(program), mmap)
             program = program.replace(store=ConstantStore(tensors))
-        loaded = Loaded(str(path), program, chosen, layout, manifest, _plan(archive), rebuilt)
+        plan = _plan(archive)
+        archive.check_others()
+        loaded = Loaded(str(path), program, chosen, layout, manifest, plan, rebuilt)
     if inside or not program.constants:
-        # What cannot run here fails now, and the first call takes no longer than others. A graph may be rewritten first.
+        # What cannot run here fails now, and the first call takes no longer than others; a graph may be rewritten.
         _ = loaded.emitted if chosen == "fx" else loaded.boxed
     return loaded
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fxwrap.artifact.archive import Archive, ArchiveWriter
+from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
 from fxwrap.errors import ArtifactError, FxwrapError
 from fxwrap.lines import CORE_LINES, Call, ExtensionLine, Mutate, StartCollective
 from fxwrap.torch_compat import operator_overload
@@ -63,17 +63,23 @@ def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]]) ->
 
     Raises ArtifactError for texts that are no program, a kernel whose hash is another, and operators that are missing.
     """
-    kernels = tuple([_kernel(archive, item) for item in archive.manifest.get("kernels", ())])
+    described = archive.manifest.get("kernels")
+    if not isinstance(described, list):
+        raise archive.error(MANIFEST, "it does not list the kernels")
+    kernels = tuple([_kernel(archive, item) for item in described])
     text = archive.read_text(PROGRAM)
     try:
-        program = parse_program(text, (*CORE_LINES, *extensions)).replace(kernels=kernels)
-        program = with_origins(program, json.loads(archive.read_text(ORIGINS)))
-        program = verify(program)
+        program = verify(parse_program(text, (*CORE_LINES, *extensions)).replace(kernels=kernels))
     except FxwrapError as error:
         remedy = "Give load the line classes that it uses as `extensions`, or save it again"
         raise archive.error(PROGRAM, f"it is no program: {error}", remedy) from None
     except (ValueError, TypeError, RecursionError) as error:
         raise archive.error(PROGRAM, f"it cannot be read: {type(error).__name__}: {error}") from None
+    origins = archive.read_text(ORIGINS)
+    try:
+        program = with_origins(program, json.loads(origins))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise archive.error(ORIGINS, f"it cannot be read: {type(error).__name__}: {error}") from None
     _check_operators(archive, program)
     return program
 
@@ -100,7 +106,7 @@ def _kernel(archive: Archive, item: Mapping[str, Any]) -> KernelDefinition:
         signature = tuple([str(kind) for kind in item["signature"]])
         made = KernelDefinition(name, str(item["language"]), archive.read_text(entry), signature, options)
     except (KeyError, TypeError, ValueError) as error:
-        raise archive.error("manifest.json", f"it does not describe a kernel: {error!r}") from None
+        raise archive.error(MANIFEST, f"it does not describe a kernel: {error!r}") from None
     if made.hash != wanted:
         reason = f"the kernel @{name} has the hash {made.hash}, and {wanted} was written"
         raise archive.error(entry, reason, "Do not use the file: save the program again")

@@ -49,7 +49,10 @@ def save_program(
     graph = _graph_text(program)
 
     def write(file: IO[bytes]) -> None:
-        writer = ArchiveWriter(file)
+        with ArchiveWriter(file) as writer:
+            add_entries(writer)
+
+    def add_entries(writer: ArchiveWriter) -> None:
         kernels = write_program(writer, program)
         if graph:
             writer.add_bytes(GRAPH, graph.encode())
