@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fxwrap import fx as fx
+from fxwrap import rewrite as rewrite
 from fxwrap.artifact import Loaded
 from fxwrap.backend import GraphInfo
 from fxwrap.compare import compare
@@ -23,6 +24,7 @@ from fxwrap.environment import environment_key
 from fxwrap.lines import CORE_LINES, ExtensionLine
 from fxwrap.lowering import default_decompositions, lower
 from fxwrap.options import Options
+from fxwrap.pass_spec import Pass, register_pass
 from fxwrap.saving import load, save
 from fxwrap.wrapper_ir import Program, parse_program, verify
 
@@ -34,6 +36,7 @@ __all__ = [
     "GraphInfo",
     "Loaded",
     "Options",
+    "Pass",
     "Program",
     "Stage",
     "compare",
@@ -45,6 +48,8 @@ __all__ = [
     "load",
     "lower",
     "parse",
+    "register_pass",
+    "rewrite",
     "run",
     "save",
     "to_cpp",

@@ -18,7 +18,7 @@ from fxwrap.emission import checked as checked
 from fxwrap.emission import emit as emit
 from fxwrap.emission import explained
 from fxwrap.emission import interpreted as interpreted
-from fxwrap.errors import OptionError, VerifyError
+from fxwrap.errors import VerifyError
 from fxwrap.lowering import GraphSource, Lowered, Outcome, graph_source, lower_with_coverage
 from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
 from fxwrap.options import PLANNERS, Options
@@ -31,7 +31,7 @@ from fxwrap.printers import print_kernel
 from fxwrap.provenance import Provenance, number_calls, provenance
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import gpu_tuner
-from fxwrap.user_passes import run_graph_passes, run_program_pass, run_source_passes
+from fxwrap.user_passes import run_emitted_pass, run_program_pass, run_source_passes
 from fxwrap.wrapper_ir import Ownership, Program, program_key, verify
 
 
@@ -133,8 +133,8 @@ def compile_graph(
     Its kernels are compiled here. The operators of one that cannot be are called instead, with a FusionWarning that
     names them, unless the option `fallback` is "error".
 
-    Raises GraphError for a graph that cannot be compiled, PassError for a pass of the user's that failed or left something
-    wrong, and what a kernel failed with where no operator can take its place.
+    Raises GraphError for a graph that cannot be compiled, PassError for a pass of the user's that failed or left
+    something wrong, and what a kernel failed with where no operator can take its place.
     """
     # AOTAutograd's fake mode is on when it compiles: the numbers that passes compute with tensors would be fake.
     with without_fake_mode():
@@ -167,9 +167,6 @@ class _Pipeline:
         free_outputs: Collection[int],
         known: MutableMapping[str, Compiled] | None,
     ) -> None:
-        emitted_passes = options.passes_at(FX_EMITTED)
-        if emitted_passes and (options.emitter != "fx" or options.check_memory):
-            raise OptionError(f"pass '{emitted_passes[0].name}' changes the emitted graph, which runs only with the emitter 'fx'")
         self.options = options
         self.known = known
         self.refused: frozenset[str] = frozenset()
@@ -211,14 +208,25 @@ class _Pipeline:
             program = changed(apply_plan(program, plan), "plan_memory")
         program = by_user(program, IR_BEFORE_EMISSION)
         same = None if self.known is None else self.known.get(program_key(program, options.text()))
-        if same is not None and not program.constants:
+        if same is not None and not program.constants and options.cacheable:
             return same, []
-        emitted = checked(program) if options.check_memory else emit(program, options.emitter, self._fakes)
-        if isinstance(emitted, EmittedGraph):
-            emitted = _changed_graph(program, emitted, options)
+        graph = self._changed_graph(program, stages) if options.passes_at(FX_EMITTED) else None
+        program = stages[-1].program
+        if options.check_memory:
+            emitted = checked(program)
+        else:
+            emitted = emit(program, options.emitter, self._fakes) if graph is None or options.emitter != "fx" else graph
         emitter = "interpreter" if options.check_memory else options.emitter
         failures = compile_program_kernels(program, emitted, emitter)
         return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan), failures
+
+    def _changed_graph(self, program: Program, stages: list[Stage]) -> EmittedGraph:
+        """Returns the emitted graph as the user's passes leave it; it is read back as a program after each."""
+        graph: GraphModule = to_fx(program, fake_inputs=self._fakes).graph_module
+        for item in self.options.passes_at(FX_EMITTED):
+            graph, program = run_emitted_pass(item, graph, check=self.options.verify)
+            stages.append(Stage(item.name, program))
+        return EmittedGraph(program, graph)  # type: ignore[arg-type]  # a pass may return another class of module
 
     def _lowered(self) -> Lowered:
         """Lowers the graph; again where timing its kernels has found faster ones."""
@@ -241,14 +249,6 @@ def _changed_source(
         return graph
     source = graph_source(graph, example_inputs, options, name)
     return run_source_passes(passes, source, example_inputs, check=options.verify)
-
-
-def _changed_graph(program: Program, emitted: EmittedGraph, options: Options) -> EmittedGraph:
-    """Returns an emitted graph as the user's passes leave it."""
-    passes = options.passes_at(FX_EMITTED)
-    if not passes:
-        return emitted
-    return EmittedGraph(program, run_graph_passes(passes, emitted.graph_module, check=options.verify))
 
 
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:

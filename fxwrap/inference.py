@@ -12,7 +12,14 @@ import torch
 from fxwrap.converters.fx_values import FakeValues
 from fxwrap.errors import ExpressionError, RewriteError
 from fxwrap.symbolic import SymbolInfo, canonical, floor_divide, make_symbol, product, total
-from fxwrap.torch_compat import depends_on_data, is_plain_view, lacks_fake_rule, operator_overload, storage_identity
+from fxwrap.torch_compat import (
+    depends_on_data,
+    fresh_fake_mode,
+    is_plain_view,
+    lacks_fake_rule,
+    operator_overload,
+    storage_identity,
+)
 from fxwrap.wrapper_ir import (
     Effect,
     OpaqueType,
@@ -62,7 +69,8 @@ class CallInference:
 
     def __init__(self, program: Program) -> None:
         self._infos = symbol_infos(program)
-        self._fakes = FakeValues()
+        self._mode = fresh_fake_mode()
+        self._fakes = FakeValues(self._mode)
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._ours: dict[sympy.Symbol, sympy.Symbol] = {}  # the ShapeEnv's symbols as the program's
 
@@ -73,8 +81,8 @@ class CallInference:
             target: "namespace.name.overload".
             arguments, keywords: as a line has them: values, literals, expressions, tuples for lists.
 
-        Raises RewriteError for an operator that torch does not know, or that fails on these arguments, UnknownResult for
-        one whose results are known only when it has run.
+        Raises RewriteError for an operator that torch does not know, or that fails on these arguments, and
+        UnknownResult for one whose results are known only when it has run.
         """
         try:
             facts = operator_facts(operator_overload(target))
@@ -105,7 +113,7 @@ class CallInference:
         given = _as_list(map_leaves(arguments, fake))
         named = {name: _lists(map_leaves(item, fake)) for name, item in keywords}
         try:
-            with self._fakes.mode:
+            with self._mode:
                 found = operator_overload(target)(*given, **named)
         except Exception as error:  # whatever an operator raises for arguments that it does not take
             if lacks_fake_rule(error):

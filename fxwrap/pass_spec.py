@@ -16,8 +16,8 @@ IR_BEFORE_EMISSION = "ir_before_emission"
 FX_EMITTED = "fx_emitted"
 
 POINTS = (FX_BEFORE_LOWERING, IR_BEFORE_PLANNING, IR_BEFORE_EMISSION, FX_EMITTED)
-"""Where passes run, in the pipeline's order: on the graph of ATen operators, after decompositions; on the program, before
-memory is planned and after; on the graph that a program was emitted as."""
+"""Where passes run, in the pipeline's order: on the graph of ATen operators, after decompositions; on the program,
+before memory is planned and after; on the graph that a program was emitted as."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Pass:
             raise OptionError(f"a pass is a function of a program or a graph, not {self.run!r}")
         if self.at not in POINTS:
             raise OptionError(f"there is no point {self.at!r} for passes; the known ones are {', '.join(POINTS)}")
-        if self.key is not None and (not isinstance(self.key, str) or not self.key):
+        key: Any = self.key
+        if key is not None and not (isinstance(key, str) and key):
             raise OptionError(f"the key of a pass is a text that is not empty, not {self.key!r}")
         if not self.name:
             object.__setattr__(self, "name", getattr(self.run, "__qualname__", type(self.run).__name__))

@@ -124,7 +124,7 @@ class Matcher:
         return sorted(fitting, key=lambda place: (abs(place - near), place))[:_LOOKED_AT]
 
     def _reach(self, operation: Operation, position: int) -> Iterable[int]:
-        """Returns a line, and where the operation has operations among its operands, the lines that read its results."""
+        """Returns a line, and where the operation has others among its operands, the lines that read its results."""
         yield position
         depth = len(operations_of(operation)) - 1
         level = [position]
@@ -185,9 +185,7 @@ class Matcher:
         if wrong is not None:
             _fail(f"the result of {operation} is not as wanted: {wrong}")
 
-    def _operands(
-        self, operation: Operation, line: LineBase, position: int, reader: int, attempt: _Attempt
-    ) -> None:
+    def _operands(self, operation: Operation, line: LineBase, position: int, reader: int, attempt: _Attempt) -> None:
         if operation.anywhere:
             self._anywhere(operation, self._listed(line, position), reader, attempt)
             return
@@ -204,9 +202,7 @@ class Matcher:
                 return
         self._bind_all(operation, pairs, reader, attempt)
 
-    def _bind_all(
-        self, operation: Operation, pairs: Sequence[tuple[Any, Any]], reader: int, attempt: _Attempt
-    ) -> None:
+    def _bind_all(self, operation: Operation, pairs: Sequence[tuple[Any, Any]], reader: int, attempt: _Attempt) -> None:
         for number, (pattern, item) in enumerate(pairs):
             try:
                 self._bind(pattern, item, reader, attempt)

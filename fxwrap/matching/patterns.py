@@ -1,7 +1,7 @@
 """Patterns: what lines of a program look like as data flow, as immutable data.
 
-A pattern is a tree (or graph: one `Operation` that stands in two places is one line) whose inner nodes are operations and
-whose leaves are wildcards or literals.
+A pattern is a tree (or graph: one `Operation` that stands in two places is one line) whose inner nodes are operations
+and whose leaves are wildcards or literals.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class TypePattern:
     """What the type of a value must be; what is None may be anything.
 
     `dtype` is one or several element types, `sizes` one entry a dimension (None for any size), `rank` the number of
-    dimensions, `device` a device's type ("cuda") or a device ("cuda:1"), `contiguous` whether it is dense and row-major.
+    dimensions, `device` a device's type ("cuda") or a device ("cuda:1"), `contiguous` whether it is dense in row-major
+    order.
     """
 
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
@@ -207,9 +208,7 @@ def anything(name: str, *, where: Callable[[Any], bool] | None = None) -> Wildca
     return Wildcard(name, "any", None, where)
 
 
-def call(
-    target: str | tuple[str, ...] | LinePredicate, *operands: Any, **keywords: Any
-) -> Operation:
+def call(target: str | tuple[str, ...] | LinePredicate, *operands: Any, **keywords: Any) -> Operation:
     """Returns the pattern of an operator's call.
 
     Args:

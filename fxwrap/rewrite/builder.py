@@ -175,7 +175,9 @@ class LineBuilder:
         self.add(Alloc(value))
         return value
 
-    def view(self, base: Value, sizes: Sequence[Size], strides: Sequence[Size] | None = None, offset: Size = 0) -> Value:
+    def view(
+        self, base: Value, sizes: Sequence[Size], strides: Sequence[Size] | None = None, offset: Size = 0
+    ) -> Value:
         """Returns a window on a value's memory; strides are row-major unless given.
 
         `offset` counts elements from the first of `base`.

@@ -23,12 +23,14 @@ from fxwrap.matching import (
     place,
     wildcards_of,
 )
+from fxwrap.pass_spec import IR_BEFORE_PLANNING, Pass
 from fxwrap.passes.frees import insert_frees
 from fxwrap.rewrite.builder import LineBuilder, Names
-from fxwrap.rewrite.match import Match, merged_origin
+from fxwrap.rewrite.match import Match
 from fxwrap.rewrite.replacement import Refused, Replacement, fit, substituted
 from fxwrap.wrapper_ir import (
     Block,
+    Constant,
     ConstantStore,
     LineBase,
     Ownership,
@@ -107,6 +109,20 @@ def rewrite(program: Program, pattern: Any, replacement: Build | Any) -> Rewritt
     return done
 
 
+def rewriting(
+    pattern: Any, replacement: Build | Any, *, key: str, at: str = IR_BEFORE_PLANNING, name: str = ""
+) -> Pass:
+    """Returns the pass that replaces every match of a pattern in a program, as `rewrite` does.
+
+    `key` says which version of pattern and replacement this is; see `Pass`.
+    """
+
+    def run(program: Program) -> Program:
+        return rewrite(program, pattern, replacement).program
+
+    return Pass(run, key, at, name or getattr(replacement, "__name__", "rewriting"))
+
+
 class _Rewriter:
     """One rewrite of a program. Without a builder it only finds matches."""
 
@@ -131,16 +147,23 @@ class _Rewriter:
         body = self._block(program.body, program_arguments(program), owned, nested=False)
         if self.build is None or (not self.matches):
             return Rewritten(program, tuple(self.matches), tuple(self.refusals))
+        constants = self._constants(body)
         tensors = {**program.store.tensors, **self.names.constants}
-        changed = program.replace(
-            body=body, functions=functions, constants=(*program.constants, *self.names.constant_values),
-            store=ConstantStore(tensors),
-        )  # fmt: skip
+        store = ConstantStore({item.value.name: tensors[item.value.name] for item in constants})
+        changed = program.replace(body=body, functions=functions, constants=constants, store=store)
         launched = {name for line in changed.lines() for name in _kernels_of(line)}
         was = {name for line in program.lines() for name in _kernels_of(line)}
         unused = {kernel.name for kernel in program.kernels} - was
         kept = tuple([item for item in self.names.kernels.values() if item.name in launched | unused])
         return Rewritten(changed.replace(kernels=kept), tuple(self.matches), tuple(self.refusals))
+
+    def _constants(self, body: Block) -> tuple[Constant, ...]:
+        """Returns the program's constants and the new ones, without those that nothing reads any more."""
+        read = {value.name for line in body.lines for value in used(line)}
+        was = {value.name for line in self.program.body.lines for value in used(line)}
+        every = (*self.program.constants, *self.names.constant_values)
+        return tuple([item for item in every if item.value.name in read or item.mutable
+                      or (item in self.program.constants and item.value.name not in was)])  # fmt: skip
 
     def _inner(self, block: Block) -> Block:
         """Returns a block inside of a line, or a function, rewritten; one that several lines share stays one."""
@@ -351,4 +374,3 @@ def _kernels_of(line: LineBase) -> Iterable[str]:
 
 def _text(line: LineBase) -> str:
     return print_line(line).partition("\n")[0].strip()
-

@@ -1,8 +1,8 @@
 """One replacement: what a builder made for a match, checked, and fitted into the program around it.
 
-A result of the match that was memory of its own is taken over by name, so that the rest of the program stays as it is. One
-that other memory takes the place of is replaced from there on, where nothing can tell. What the match wrote into memory that
-others see is copied there, unless the builder wrote it there itself.
+A result of the match that was memory of its own is taken over by name, so that the rest of the program stays as it is.
+One that other memory takes the place of is replaced from there on, where nothing can tell. What the match wrote into
+memory that others see is copied there, unless the builder wrote it there itself.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Fitting:
         values = list(leaves(tuples(given) if isinstance(given, tuple | list) else (given,)))
         if len(values) != len(wanted):
             names = ", ".join([f"%{value.name}" if value is not None else "none" for value, _ in wanted])
-            raise RewriteError(f"the replacement gives {len(values)} values where the match gives {len(wanted)}: {names}")
+            raise RewriteError(f"the replacement gives {len(values)} values, and the match {len(wanted)}: {names}")
         for (old, position), new in zip(wanted, values):
             if old is not None:
                 self._output(old, position, new)
@@ -197,8 +197,9 @@ class _Fitting:
             if not self._is_seen_through_windows(old):
                 self.result.substituted[old.name] = new
                 return
-        origin = self.result.match.origin
-        self.copies.append(Mutate((), "aten.copy_.default", (old, self.renamed.get(new.name, new)), (old,), origin=origin))
+        source = self.renamed.get(new.name, new)
+        copied = Mutate((), "aten.copy_.default", (old, source), (old,), origin=self.result.match.origin)
+        self.copies.append(copied)
 
     def _is_only_written_by_match(self, old: Value, position: int, maker: int) -> bool:
         before = [place for place in self.flow.touches(old.name) if place <= position]
@@ -225,7 +226,8 @@ def _without_unread(lines: Sequence[LineBase], given: set[str]) -> list[LineBase
         results = map_leaves(line.results, lambda leaf: leaf if leaf is not None and leaf.name in read else None)
         pairs = zip(leaves(results), line.aliases)
         aliases = tuple([alias if leaf is not None else None for leaf, alias in pairs])
-        return line.replace(results=results, aliases=aliases if any(aliases) else ())
+        kept: LineBase = line.replace(results=results, aliases=aliases if any(aliases) else ())
+        return kept
 
     return [trimmed(line) for line in lines]
 
@@ -242,4 +244,3 @@ def substituted(line: LineBase, values: Mapping[str, Value]) -> LineBase:
 
 def _text(line: LineBase) -> str:
     return print_line(line).partition("\n")[0].strip()
-

@@ -14,10 +14,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxwrap.errors import GraphError, PassError
+from fxwrap.converters.from_fx import from_fx
+from fxwrap.errors import GraphError, PassError, ReadBackError
 from fxwrap.lowering import GraphSource, check_graph, fake_values
 from fxwrap.pass_spec import Pass
 from fxwrap.torch_compat import FakeTensor, FakeTensorMode, fresh_fake_mode, lacks_fake_rule, without_fake_mode
+from fxwrap.wrapper_ir import Program
 
 
 def run_source_passes(
@@ -31,35 +33,28 @@ def run_source_passes(
         return source
     graph = source.graph_module
     changed = GraphModule(graph, copy.deepcopy(graph.graph))
-    known = fake_values(changed, example_inputs)
-    return replace(source, graph_module=_run(passes, changed, known, check=check))
+    known: Mapping[Node, Any] = fake_values(changed, example_inputs)
+    for item in passes:
+        run = _Run(item, changed, known)
+        changed = run.after_pass(changed)
+        known = run.check(changed) if check else fake_values(changed, example_inputs)
+    return replace(source, graph_module=changed)
 
 
-def run_graph_passes(passes: Sequence[Pass], graph_module: GraphModule, *, check: bool = True) -> GraphModule:
-    """Returns what passes make of an emitted graph, which they may change in place.
+def run_emitted_pass(item: Pass, graph_module: GraphModule, *, check: bool = True) -> tuple[GraphModule, Program]:
+    """Returns what a pass makes of an emitted graph, which it may change in place, and the program that this says.
 
-    Raises PassError, as `run_source_passes`.
+    Raises PassError, as `run_source_passes`; also for a graph that cannot be read back.
     """
     known = {node: node.meta.get("val") for node in graph_module.graph.nodes}
-    return _run(passes, graph_module, known, check=check)
-
-
-def _run(
-    passes: Sequence[Pass], graph_module: GraphModule, known: Mapping[Node, Any], *, check: bool
-) -> GraphModule:
-    for item in passes:
-        run = _Run(item, graph_module, known)
-        try:
-            given = item.run(graph_module)
-        except Exception as error:  # whatever a pass of somebody else's raises
-            raise run.error(f"it raised {type(error).__name__}: {error}") from error
-        after = graph_module if given is None else given
-        if not isinstance(after, GraphModule):
-            raise run.error(f"it returned a {type(after).__name__}, not a GraphModule")
-        known = run.check(after) if check else known
-        after.recompile()
-        graph_module = after
-    return graph_module
+    run = _Run(item, graph_module, known)
+    after = run.after_pass(graph_module)
+    if check:
+        run.check(after)
+    if "fxwrap" not in after.meta:  # another module: it launches the same kernels
+        after.meta["fxwrap"] = graph_module.meta.get("fxwrap", {})
+    after.recompile()
+    return after, run.read_back(after)
 
 
 @dataclass(frozen=True)
@@ -94,9 +89,28 @@ class _Run:
     def _fail(self, node: Node | None, reason: str) -> NoReturn:
         raise self.error(reason, f"> {node.format_node()}" if node is not None else "")
 
+    def after_pass(self, graph_module: GraphModule) -> GraphModule:
+        """Runs the pass; returns what it gives, or the graph where it gives nothing."""
+        try:
+            given = self.item.run(graph_module)
+        except Exception as error:  # whatever a pass of somebody else's raises
+            raise self.error(f"it raised {type(error).__name__}: {error}") from error
+        found = graph_module if given is None else given
+        if not isinstance(found, GraphModule):
+            raise self.error(f"it returned a {type(found).__name__}, not a GraphModule")
+        self.after = found
+        return found
+
+    def read_back(self, after: GraphModule) -> Program:
+        """Returns the program that an emitted graph says."""
+        try:
+            return from_fx(after)
+        except ReadBackError as error:
+            named = [node for node in after.graph.nodes if node.name == error.node]
+            self._fail(named[0] if named else None, f"it cannot be read back as a program: {error}")
+
     def check(self, after: GraphModule) -> dict[Node, Any]:
         """Returns the fake value of each node. Raises PassError for the first thing that is wrong."""
-        self.after = after
         self._check_structure(after)
         placeholders = after.graph.find_nodes(op="placeholder")
         if [str(node.target) for node in placeholders] != self.names:
@@ -155,7 +169,7 @@ class _Run:
         try:
             with self.fake_mode:
                 return function(*args, **kwargs)
-        except Exception as error:  # whatever an operator raises for arguments that it does not take
+        except Exception as error:  # noqa: BLE001  # whatever an operator raises for what it does not take
             if lacks_fake_rule(error):
                 reason = "has no rule for fake tensors, so nothing says what it gives; register one with torch.library"
                 self._fail(node, f"node '{node.name}': {node.target} {reason}")

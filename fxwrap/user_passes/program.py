@@ -1,7 +1,7 @@
 """Passes over programs: what they give is verified, beyond the rules of the IR.
 
-A pass keeps what a program takes and gives, and each operator's call that it adds says what the operator's schema and its
-rule for fake tensors say: its results, its windows, what it writes and its effects.
+A pass keeps what a program takes and gives, and each operator's call that it adds says what the operator's schema and
+its rule for fake tensors say: its results, its windows, what it writes and its effects.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class _Run:
                 continue
             if not isinstance(result, Result) or not types_agree(value.type, result.type):
                 gives = print_type(result.type) if isinstance(result, Result) else "nothing"
-                self._fail(line, f"{line.target} gives {gives} for %{value.name}, which is {print_type(value.type)} here")
+                said = print_type(value.type)
+                self._fail(line, f"{line.target} gives {gives} for %{value.name}, which the line says is {said}")
             if result.base is not None and line.alias_of(value) is None:
                 base = operands[result.base].name
                 self._fail(line, f"%{value.name} is a window on %{base}, and the line says that it is new memory")

@@ -49,7 +49,8 @@ def anything(line: Any) -> bool:
 @settings(max_examples=25)
 @given(random_programs())
 def test_each_call_made_again_is_the_same_program(random: RandomProgram) -> None:
-    done = rw.rewrite(random.program, rw.call(anything, ...), lambda match, builder: made_again(match.lines[0], builder))
+    every_call = rw.call(anything, ...)
+    done = rw.rewrite(random.program, every_call, lambda match, builder: made_again(match.lines[0], builder))
     assert canonical(done.program) == canonical(random.program)
     calls = [line for line in random.program.lines() if isinstance(line, Call | Mutate)]
     assert len(done.matches) == len(calls) and not done.refusals, done.report()

@@ -1,0 +1,46 @@
+"""Run the two halves of a model on two devices: one program is cut into two, which run one after the other.
+
+The placement is made up, so that it runs anywhere: "the first device" runs C++, "the second" runs the emitted FX graph,
+and what goes from one to the other is counted.
+
+    python examples/rewrite_split_program.py
+"""
+
+import torch
+
+import fxwrap
+from fxwrap import rewrite as rw
+from fxwrap.wrapper_ir import Program
+
+
+def place_of_cut(program: Program, module: str) -> int:
+    """The position of the first line that is from a module, or from one inside it."""
+    for position, line in enumerate(program.body.lines):
+        if line.origin and any(name == module or name.startswith(f"{module}.") for name in line.origin.modules):
+            return position
+    raise LookupError(f"no line is from module {module}")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.LayerNorm(16)) for _ in range(4)]
+    model, x = torch.nn.Sequential(*layers), torch.randn(8, 16)
+    program = fxwrap.compile_graph(torch.export.export(model, (x,))).program
+
+    parts = rw.split(program, place_of_cut(program, "2"))
+    first, second = fxwrap.to_cpp(parts.first).boxed, fxwrap.to_fx(parts.second).boxed
+
+    def on_second_device(inputs):
+        moved = [item.to("cpu") for item in inputs]  # .to("cuda:1"), for a device that is one
+        inputs.clear()
+        count = sum(item.nbytes for item in moved)
+        print(f"{len(moved)} tensors of {count} bytes go from the first device to the second")
+        return second(moved)
+
+    (result,) = parts.run([x], first, on_second_device)
+    print(f"{len(parts.first.body.lines)} lines on the first device, {len(parts.second.body.lines)} on the second")
+    torch.testing.assert_close(result, model(x), rtol=1e-4, atol=1e-5)
+
+
+if __name__ == "__main__":
+    main()
