@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from fxwrap.errors import GraphError
 from fxwrap.lowering.effects import attribute_of, has_effect, written_operands
 from fxwrap.options import Options
 from fxwrap.runtime.direct import is_direct
-from fxwrap.torch_compat import codegen_of
+from fxwrap.torch_compat import graph_codegen
 
 TAG = "fxwrap"
 """The key in `node.meta["custom"]` whose value, if it is true, says that a node is to be compiled.
@@ -165,7 +166,7 @@ class _Writer:
 
     def module(self) -> GraphModule:
         """Returns the copy, which is run and called as the graph was."""
-        self.graph.set_codegen(codegen_of(self.source.graph))
+        self.graph.set_codegen(copy.deepcopy(graph_codegen(self.source.graph)))
         self.graph.lint()
         made = GraphModule(self.attributes, self.graph, type(self.source).__name__)
         made.meta.update(self.source.meta)

@@ -5,7 +5,6 @@ Each item says why the public API does not do and on which versions it was check
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -589,14 +588,6 @@ def declare_side_effect(operator: OpOverload | HigherOrderOperator) -> None:
     has_side_effect(operator)
     if not is_impure(operator):
         _register_effectful_op(operator, _EffectType.ORDERED)
-
-
-# Why: a copy of a graph that is called as the graph is (torch.export's take trees). Checked on 2.11, 2.13.
-
-
-def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
-    """Give a copy of what writes the code of a graph: how it is called, and what form its result has."""
-    return copy.deepcopy(graph._codegen)
 
 
 # Why: the code of a graph in another calling convention, without changing the graph's own. Checked on 2.11, 2.13.
