@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -45,11 +44,14 @@ class Pocket:
 
 def profile(count: int, spans: Sequence[Span], first: int = 0) -> Tensor:
     """Returns the bytes that are live at each of so many lines from the first one on, int64."""
+    return _profile(count, torch.tensor(spans, dtype=torch.int64).reshape(-1, 3), first)
+
+
+def _profile(count: int, table: Tensor, first: int) -> Tensor:
     steps = torch.zeros(count + 1, dtype=torch.int64)
-    if spans:
-        columns = torch.tensor(spans, dtype=torch.int64).T
-        steps.index_add_(0, columns[0] - first, columns[2])
-        steps.index_add_(0, columns[1] - first, -columns[2])
+    firsts, ends, sizes = table.T
+    steps.index_add_(0, firsts - first, sizes)
+    steps.index_add_(0, ends - first, -sizes)
     return steps.cumsum(0)[:count]
 
 
@@ -309,44 +311,35 @@ def _fitting(pocket: Pocket, spans: Sequence[Span], free: Tensor) -> list[Pocket
     live, if that leaves out less.
     """
     found: list[Pocket] = []
-    pending = [pocket]
+    rows = [(index, offset, *spans[index]) for index, offset in zip(pocket.members, pocket.offsets)]
+    pending = [torch.tensor(rows, dtype=torch.int64)]
     cuts = 0
     while pending:
-        part = pending.pop()
-        if len(part.members) < 2:
+        table = pending.pop()
+        if len(table) < 2:
             continue
-        first, end, size = pool_span(part, spans)
-        own = profile(end - first, [spans[index] for index in part.members], first)
+        _, offsets, firsts, ends, sizes = table.T
+        first, end, tops = int(firsts.min()), int(ends.max()), offsets + sizes
+        size = int(tops.max())
+        own = _profile(end - first, table[:, 2:], first)
         room = own + free[first:end]
-        if size <= int(room.min()):
-            free[first:end] += own - size
-            found.append(part)
-            continue
         most = int(room.min())
-        tight = (room < size).nonzero()
-        highest = max(zip(part.members, part.offsets), key=lambda item: item[1] + spans[item[0]][2])[0]
+        if size <= most:
+            free[first:end] += own - size
+            members, places = table[:, 0].tolist(), offsets.tolist()
+            found.append(Pocket(tuple(members), tuple(places), pocket.algorithm))
+            continue
+        tight, highest = (room < size).nonzero(), int(tops.argmax())
         ways = [
-            [_below(part, spans, most)],
-            _cut(part, spans, first + int(tight[0]), first + int(tight[-1]) + 1),
-            _cut(part, spans, *spans[highest][:2]),
+            [table[tops <= most]],
+            _cut(table, first + int(tight[0]), first + int(tight[-1]) + 1),
+            _cut(table, int(firsts[highest]), int(ends[highest])),
         ]
         cuts += 1
-        pending += max(ways[: 1 if cuts > _MOST_CUTS else 3], key=lambda way: sum([len(item.members) for item in way]))
+        pending += max(ways[: 1 if cuts > _MOST_CUTS else 3], key=lambda way: sum(map(len, way)))
     return found
 
 
-def _below(pocket: Pocket, spans: Sequence[Span], most: int) -> Pocket:
-    """Returns the pool without what lies above so many bytes."""
-    return _part(pocket, [offset + spans[index][2] <= most for index, offset in zip(pocket.members, pocket.offsets)])
-
-
-def _cut(pocket: Pocket, spans: Sequence[Span], first: int, end: int) -> list[Pocket]:
-    """Returns the pools before and after some lines."""
-    late = _part(pocket, [spans[index][0] >= end for index in pocket.members])
-    return [late, _part(pocket, [spans[index][1] <= first for index in pocket.members])]
-
-
-def _part(pocket: Pocket, stays: Sequence[bool]) -> Pocket:
-    """Returns a pool with those of its members that stay."""
-    members = tuple(compress(pocket.members, stays))
-    return Pocket(members, tuple(compress(pocket.offsets, stays)), pocket.algorithm)
+def _cut(table: Tensor, first: int, end: int) -> list[Tensor]:
+    """Returns the rows of what is live after some lines, and of what is live before them, but at none of them."""
+    return [table[table[:, 2] >= end], table[table[:, 3] <= first]]

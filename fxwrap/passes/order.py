@@ -31,6 +31,7 @@ from fxwrap.wrapper_ir import (
     reads,
     released_inputs,
     roots,
+    symbol_infos,
     symbols_used,
     writes,
 )
@@ -58,21 +59,22 @@ def reorder_for_peak_memory(program: Program, hints: Mapping[str, Scalar] | None
         hints: values of symbols, as `live_bytes` takes them.
     """
     before = live_bytes(program, hints).peak
-    best, lowest = program, before
     parts = _Parts(program, hints or {})
-    for order in (_most_freed_first, _depth_first):
-        tried = parts.ordered(order)
-        peak = live_bytes(tried, hints).peak
-        if peak < lowest:
-            best, lowest = tried, peak
-    return Reordered(best, before, lowest)
+    estimated, order = min([(parts.peak(order), order) for order in map(parts.scheduled, _SCHEDULES)],
+                           key=lambda pair: pair[0])  # fmt: skip
+    if estimated < parts.peak([range(len(units)) for units in parts.parts]):
+        found = parts.ordered(order)
+        after = live_bytes(found, hints).peak  # what blocks inside of lines hold counts here
+        if after < before:
+            return Reordered(found, before, after)
+    return Reordered(program, before, before)
 
 
 @dataclass(eq=False)
 class _Unit:
     """A line with the symbol lines that must follow it directly, and the units that come before and after it.
 
-    `touched` are the roots that it uses or makes, `made` those that it makes.
+    `touched` are the roots that it uses or makes, `made` those that it makes, `taken` those that it makes others of.
     """
 
     position: int
@@ -81,7 +83,11 @@ class _Unit:
     after: list[int] = field(default_factory=list)
     touched: frozenset[str] = frozenset()
     made: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
 
+
+Orders = Sequence[Sequence[int]]
+"""For each part of a program, its units by index."""
 
 Schedule = Callable[[Sequence[_Unit], Mapping[str, int], Mapping[str, int]], list[int]]
 
@@ -95,7 +101,8 @@ class _Parts:
         root_of = roots(program.body.lines, self.arguments)
         functions = dict(program.functions)
         kept = [line for line in program.body.lines if not is_release(line)]
-        self.parts = [_units(segment, root_of, functions) for segment in _segments(kept)]
+        has_symbols = bool(symbol_infos(program))
+        self.parts = [_units(segment, root_of, functions, has_symbols) for segment in _segments(kept)]
         self.sizes = _owned_sizes(program, hints)
         self.uses: dict[str, int] = {}
         """How many units touch each root."""
@@ -104,9 +111,27 @@ class _Parts:
                 for root in unit.touched:
                     self.uses[root] = self.uses.get(root, 0) + 1
 
-    def ordered(self, schedule: Schedule) -> Program:
-        """Returns the program with each part scheduled anew."""
-        found = [line for units in self.parts for index in schedule(units, self.sizes, self.uses)
+    def scheduled(self, schedule: Schedule) -> Orders:
+        """Returns another order of each part."""
+        return [schedule(units, self.sizes, self.uses) if len(units) > 1 else range(len(units)) for units in self.parts]
+
+    def peak(self, orders: Orders) -> int:
+        """Returns the most bytes that are live at once, of what may be freed, blocks inside of lines left out."""
+        sizes, remaining = self.sizes, dict(self.uses)
+        live = peak = 0
+        for units, order in zip(self.parts, orders, strict=True):
+            for unit in [units[index] for index in order]:
+                live += sum([sizes.get(root, 0) for root in unit.made])
+                peak = max(peak, live - sum([sizes.get(root, 0) for root in unit.taken]))
+                for root in unit.touched:
+                    remaining[root] -= 1
+                    if not remaining[root]:
+                        live -= sizes.get(root, 0)
+        return peak
+
+    def ordered(self, orders: Orders) -> Program:
+        """Returns the program with the units of each part in this order."""
+        found = [line for units, order in zip(self.parts, orders, strict=True) for index in order
                  for line in units[index].lines]  # fmt: skip
         lines = insert_frees(found, self.arguments, released_inputs(self.program.inputs))
         return self.program.replace(body=Block(self.program.body.arguments, lines))
@@ -114,15 +139,11 @@ class _Parts:
 
 def _owned_sizes(program: Program, hints: Mapping[str, Scalar]) -> dict[str, int]:
     """Returns the bytes of each root of the body that may be freed in it; what is given back counts too."""
-    values = known_values(program, hints)
     owned = released_inputs(program.inputs)
     owned += [value for line in program.body.lines for value in defined(line) if line.alias_of(value) is None]
-    found = {}
-    for value in owned:
-        if isinstance(value.type, TensorType):
-            size = value.type.storage_bytes
-            found[value.name] = size if isinstance(size, int) else int(evaluate(size, values))
-    return found
+    sizes = {value.name: value.type.storage_bytes for value in owned if isinstance(value.type, TensorType)}
+    values = known_values(program, hints) if any(not isinstance(size, int) for size in sizes.values()) else {}
+    return {name: size if isinstance(size, int) else int(evaluate(size, values)) for name, size in sizes.items()}
 
 
 def _segments(lines: Sequence[LineBase]) -> Iterator[Sequence[LineBase]]:
@@ -141,7 +162,9 @@ def _segments(lines: Sequence[LineBase]) -> Iterator[Sequence[LineBase]]:
     yield part
 
 
-def _units(lines: Sequence[LineBase], root_of: Mapping[str, str], functions: Mapping[str, Block]) -> list[_Unit]:
+def _units(
+    lines: Sequence[LineBase], root_of: Mapping[str, str], functions: Mapping[str, Block], has_symbols: bool
+) -> list[_Unit]:
     """Returns the units of a part, with what must come before what."""
     units: list[_Unit] = []
     for line in lines:
@@ -149,7 +172,7 @@ def _units(lines: Sequence[LineBase], root_of: Mapping[str, str], functions: Map
             units[-1].lines.append(line)
         else:
             units.append(_Unit(len(units), [line]))
-    order = _Order(root_of, functions)
+    order = _Order(root_of, functions, has_symbols)
     for unit in units:
         order.add(unit)
     for unit in units:
@@ -161,8 +184,9 @@ def _units(lines: Sequence[LineBase], root_of: Mapping[str, str], functions: Map
 class _Order:
     """Finds what must come before each unit, walking them in the program's order."""
 
-    def __init__(self, root_of: Mapping[str, str], functions: Mapping[str, Block]) -> None:
+    def __init__(self, root_of: Mapping[str, str], functions: Mapping[str, Block], has_symbols: bool) -> None:
         self.root_of = root_of
+        self.has_symbols = has_symbols
         self.functions = functions
         self.maker: dict[str, int] = {}  # of values and symbols, by name
         self.writer: dict[str, int] = {}  # of roots
@@ -176,19 +200,22 @@ class _Order:
         """Records a unit and what must come before it."""
         touched: set[str] = set()
         made: set[str] = set()
+        gone: set[str] = set()
         for line in unit.lines:
-            results = defined(line)
-            names = [value.name for value in results]
-            read, taken = reads(line), [*writes(line), *consumed(line)]
-            self._names(unit, line, [value.name for value in (*read, *taken)], names)
-            touched |= self._memory(unit, line, read, taken, names)
+            names = [value.name for value in defined(line)]
+            read, taken = reads(line), consumed(line)
+            written = [*writes(line), *taken]
+            self._names(unit, line, [value.name for value in (*read, *written)], names)
+            touched |= self._memory(unit, line, read, written, names)
             made.update([name for name in names if self.root_of[name] == name])
+            gone.update([value.name for value in taken])
             self._effects(unit, all_effects(line, self.functions))
         unit.before.discard(unit.position)
-        unit.touched, unit.made = frozenset(touched), frozenset(made)
+        unit.touched, unit.made, unit.taken = frozenset(touched), frozenset(made), frozenset(gone)
 
     def _names(self, unit: _Unit, line: LineBase, names: list[str], made: list[str]) -> None:
-        names += [symbol.name for symbol in symbols_used(line, *Role)]
+        if self.has_symbols:
+            names += [symbol.name for symbol in symbols_used(line, *Role)]
         names += [name for _, nested in blocks(line) for name in outer_symbols(nested, argument_types=True)]
         for function in called_functions(line):
             names += outer_symbols(self.functions[function], argument_types=True)
@@ -295,3 +322,6 @@ def _depth_first(units: Sequence[_Unit], sizes: Mapping[str, int], uses: Mapping
                 pending.append((position, True))
                 pending += [(item, False) for item in sorted(units[position].before, key=weight, reverse=True)]
     return found
+
+
+_SCHEDULES: tuple[Schedule, ...] = (_most_freed_first, _depth_first)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from fxwrap.lines import Alloc, Free, Reuse
-from fxwrap.symbolic import Scalar, Size, evaluate
+from fxwrap.symbolic import Scalar, evaluate
 from fxwrap.wrapper_ir import (
     Block,
     LineBase,
@@ -31,6 +32,8 @@ _LONGEST_WAIT = 256
 """For how many lines freed memory is kept for another use at most; a bound that keeps the cost linear."""
 _LONGEST_LIFE = 4096
 """How many lines an allocation may live that takes more memory than it needs."""
+_MOST_TRIED = 8
+"""How many pieces of freed memory are looked at for one allocation."""
 
 
 def reuse_memory(program: Program, hints: Mapping[str, Scalar] | None = None) -> Program:
@@ -83,6 +86,7 @@ class _Walk:
         self.usable = {line.result.name for line in lines if isinstance(line, Alloc)} - self._left_alone()
         self.source = self.usable | ({value.name for value in owned} - self._left_alone())
         self.held = {value.name: self._bytes(value.tensor_type) for value in owned}
+        self.blocks_before = [0, *accumulate([_runs_blocks(line) for line in lines])]
         self.live = self._profile()
         self.peak = max(self.live)
         self.waiting: list[_Free] = []
@@ -111,21 +115,18 @@ class _Walk:
 
     def _best(self, position: int, wanted: Value) -> _Free | None:
         """Returns the freed memory that fits an allocation with the least waste, the one freed last of equal ones."""
-        fitting = [item for item in reversed(self.waiting) if self._fits(position, wanted, item)]
-        return min(fitting, key=lambda item: item.held, default=None)
+        large = [item for item in reversed(self.waiting) if _is_large_enough(item.root.tensor_type, wanted.tensor_type)]
+        large.sort(key=lambda item: item.held)
+        return next((item for item in large[:_MOST_TRIED] if self._fits(position, wanted, item)), None)
 
     def _fits(self, position: int, wanted: Value, item: _Free) -> bool:
-        old, new = item.root.tensor_type, wanted.tensor_type
-        if old.device != new.device or old.memory_space != new.memory_space:
-            return False
-        if not _provably_fits(new.storage_bytes, old.storage_bytes):
-            return False
+        """Whether the peak stays as it is when freed memory is kept for an allocation, and lives as long as that."""
         if max(self.live[item.position + 1 : position], default=0) + item.held > self.peak:
             return False
-        slack, end = item.held - self._bytes(new), self.end[wanted.name] + 1
+        slack, end = item.held - self._bytes(wanted.tensor_type), self.end[wanted.name] + 1
         if slack == 0:
             return True
-        if end - position > _LONGEST_LIFE or any(map(_runs_blocks, self.lines[position:end])):
+        if end - position > _LONGEST_LIFE or self.blocks_before[end] > self.blocks_before[position]:
             return False
         return max(self.live[position:end]) + slack <= self.peak
 
@@ -173,11 +174,12 @@ class _Walk:
         return size if isinstance(size, int) else max(0, int(evaluate(size, self.values)))
 
 
-def _provably_fits(new: Size, old: Size) -> bool:
-    """Whether so many bytes fit whatever the symbols are: numbers, or equal expressions."""
-    if isinstance(new, int) and isinstance(old, int):
-        return new <= old
-    return bool(new == old)
+def _is_large_enough(old: TensorType, new: TensorType) -> bool:
+    """Whether memory of one type serves another whatever the symbols are: by numbers, or equal expressions."""
+    if old.device != new.device or old.memory_space != new.memory_space:
+        return False
+    have, need = old.storage_bytes, new.storage_bytes
+    return need <= have if isinstance(need, int) and isinstance(have, int) else bool(need == have)
 
 
 def _runs_blocks(line: LineBase) -> bool:

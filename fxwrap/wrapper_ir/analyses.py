@@ -75,7 +75,8 @@ def last_uses(lines: Sequence[LineBase], arguments: Iterable[Value] = ()) -> dic
 
 def called_functions(line: LineBase) -> list[str]:
     """Returns the names of the program's functions that a line runs."""
-    return [getattr(line, name) for name, refers in line.target_fields if refers == "function"]
+    fields = line.target_fields
+    return [getattr(line, name) for name, refers in fields if refers == "function"] if fields else []
 
 
 def all_effects(line: LineBase, functions: Mapping[str, Block]) -> tuple[Effect, ...]:
@@ -217,9 +218,11 @@ class _Meter:
         return made
 
     def _inner_peak(self, line: LineBase) -> int:
-        peaks = [max(self.block(nested, {})) for _, nested in blocks(line)]
-        peaks += [self._function_peak(name) for name in called_functions(line)]
-        return max(peaks, default=0)
+        inner, functions = blocks(line), called_functions(line)
+        if not inner and not functions:
+            return 0
+        peaks = [max(self.block(nested, {})) for _, nested in inner]
+        return max([*peaks, *[self._function_peak(name) for name in functions]])
 
     def _function_peak(self, name: str) -> int:
         if name not in self.function_peaks:

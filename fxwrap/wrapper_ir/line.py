@@ -132,7 +132,11 @@ def consumed(line: LineBase) -> list[Value]:
 
 def used(line: LineBase) -> list[Value]:
     """Returns every value the line reads, writes or consumes, in this order."""
-    return reads(line) + writes(line) + consumed(line)
+    found = _values_of(line, Role.READ)
+    for role in (Role.WRITE, Role.CONSUME):
+        if line.fields_by_role[role]:
+            found += _values_of(line, role)
+    return found
 
 
 def defined_symbol(line: LineBase) -> SymbolInfo | None:
@@ -146,7 +150,8 @@ def defined_symbol(line: LineBase) -> SymbolInfo | None:
 
 def blocks(line: LineBase) -> list[tuple[str, Block]]:
     """Returns the line's nested blocks with the names of their fields."""
-    return [(name, getattr(line, name)) for name in line.fields_by_role[Role.BLOCK]]
+    names = line.fields_by_role[Role.BLOCK]
+    return [(name, getattr(line, name)) for name in names] if names else []
 
 
 def type_symbols(type_: Type) -> list[sympy.Symbol]:
