@@ -24,6 +24,7 @@ from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
 from fxwrap.options import PLANNERS, Options
 from fxwrap.pass_spec import FX_BEFORE_LOWERING, FX_EMITTED, IR_BEFORE_EMISSION, IR_BEFORE_PLANNING
 from fxwrap.passes import fold_views
+from fxwrap.passes.given_memory import fill_given_memory
 from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
@@ -204,6 +205,7 @@ class _Pipeline:
         if options.memory_planning == "reuse":
             program = changed(reuse_memory(program), "reuse_memory")
         elif options.memory_planning != "none":
+            program = changed(fill_given_memory(program), "fill_given_memory")
             plan = plan_program(program, options)
             program = changed(apply_plan(program, plan), "plan_memory")
         program = by_user(program, IR_BEFORE_EMISSION)
@@ -266,7 +268,9 @@ def plan_program(program: Program, options: Options) -> MemoryPlan:
     """
     steps = {spec.device_type: spec.alignment for spec in options.devices}
     algorithm = options.memory_planning if options.memory_planning in PLANNERS else "auto"
-    return plan_memory(program, alignment=lambda device: steps.get(device.type, 1), algorithm=algorithm)
+    return plan_memory(
+        program, alignment=lambda device: steps.get(device.type, 1), algorithm=algorithm, slack=options.memory_slack
+    )
 
 
 def _verify_after(stage: Stage) -> None:

@@ -61,6 +61,8 @@ class Options:
         memory_planning: how allocations share memory: "none"; "reuse", freed memory serves a later allocation; or in
             pools: "auto" (the best of the quick algorithms, and a search where they waste memory and the program is
             small), or one algorithm by name: see `assign_offsets`.
+        memory_slack: by what part of the peak without pools the one with pools may exceed it (0.02 for 2%), for fewer
+            allocations. By default it never does.
         check_memory: run the program line by line, whatever the emitter, with its memory watched: it is filled with NaN
             or a pattern when it is given and taken, and MemoryCheckError names a line where memory is in use twice.
         devices: what is known of each device type.
@@ -85,6 +87,7 @@ class Options:
     autotune: bool = False
     reorder_for_peak_memory: bool = False
     memory_planning: str = "none"
+    memory_slack: float = 0.0
     check_memory: bool = False
     devices: tuple[DeviceSpec, ...] = DEVICE_SPECS
 
@@ -101,6 +104,9 @@ class Options:
         for name in ("on_graph", "partitioner"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise OptionError(f"option {name!r} takes a function, not {getattr(self, name)!r}")
+        slack = self.memory_slack
+        if isinstance(slack, bool) or not isinstance(slack, int | float) or not 0 <= slack <= 1:
+            raise OptionError(f"option 'memory_slack' is a number from 0 to 1, not {slack!r}")
         object.__setattr__(self, "keep", frozenset(self.keep))
         object.__setattr__(self, "passes", passes_of(self.passes))
 

@@ -19,6 +19,7 @@ from fxwrap.compiler import emit, plan_program
 from fxwrap.errors import CommandError
 from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
+from fxwrap.passes.given_memory import fill_given_memory
 from fxwrap.wrapper_ir import known_values, print_program
 
 DISAGREE, WRONG_USE, FAILED = 1, 2, 3
@@ -190,7 +191,7 @@ def _plan(chosen: argparse.Namespace) -> int:
         known = ", ".join(f"{number} ({graph.name})" for number, graph in enumerate(graphs))
         raise CommandError(f"there are {len(graphs)} graphs; choose one for the file with --graph: {known}")
     for graph in graphs:
-        program = graph.compiled.program
+        program = fill_given_memory(graph.compiled.program)
         plan = plan_program(program, Options(memory_planning=chosen.algorithm))
         values = known_values(program)
         print(f"{graph.name}\n{plan_table(plan, values)}")

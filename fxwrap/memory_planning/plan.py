@@ -98,12 +98,13 @@ def plan_memory(
     algorithm: str = "auto",
     hints: Mapping[str, Scalar] | None = None,
     time_limit_s: float = 10.0,
+    slack: float = 0.0,
 ) -> MemoryPlan:
     """Returns where each allocation of a program goes.
 
     Only memory that a line of a block allocates and another frees is placed. Sizes may be symbolic: then offsets are
     expressions that hold for all values, chosen to be best for the hints. By the hints, the peak is never above the one
-    without pools.
+    without pools, unless `slack` allows it. The plan is the one with the fewest allocations that was found.
 
     Args:
         program: the program. It is not changed.
@@ -111,11 +112,15 @@ def plan_memory(
         algorithm: see `assign_offsets`.
         hints: values of symbols by name; those that the program declares stand in for the others.
         time_limit_s: how long to search for a better assignment, in seconds, for each pool.
+        slack: by what part of the peak without pools the one with pools may exceed it, where allocations become fewer.
 
-    Raises PlanningError for a size that is negative or beyond 64 bits, or an alignment that is no power of two.
+    Raises PlanningError for a size that is negative or beyond 64 bits, an alignment that is no power of two, or a
+    negative slack.
     """
+    if not slack >= 0:
+        raise PlanningError(f"the slack is a part of the peak, 0 or more, not {slack}")
     given, values = known_values(program, hints), typical_values(program, hints)
-    planner = _Planner(given, values, alignment, algorithm, time_limit_s)
+    planner = _Planner(given, values, alignment, algorithm, time_limit_s, slack)
     for name, function in program.functions:
         planner.block(name, function, _block_ranges(function))
     body = planner.block("body", program.body, program_ranges(program))
@@ -135,6 +140,11 @@ def nested_blocks(program: Program) -> list[tuple[str, Block]]:
     return found
 
 
+def _allocations(pockets: Sequence[Pocket]) -> int:
+    """Returns how many more allocations there are with these pools than without: fewer, so it is negative."""
+    return sum([1 - len(pocket.members) for pocket in pockets])
+
+
 def _block_ranges(block: Block) -> tuple[LiveRange, ...]:
     """Returns the live ranges of what a nested block makes."""
     arguments = {value.name: value for value in block.arguments}
@@ -149,12 +159,14 @@ class _Planner:
         alignment: Align,
         algorithm: str,
         time_limit_s: float,
+        slack: float,
     ) -> None:
         self.given = given
         self.values = values
         self.alignment = alignment
         self.algorithm = algorithm
         self.time_limit_s = time_limit_s
+        self.slack = slack
         self.plans: dict[str, BlockPlan] = {}
         self._symbols = set(values)
         self._next_symbol = 0
@@ -197,11 +209,12 @@ class _Planner:
         ideal = profile(count, spans)
         bound = int((ideal + torch.tensor(bounds, dtype=torch.int64)).max())
         total = ideal + torch.tensor(peaks, dtype=torch.int64)
+        limit = int(total.max())
         pools: list[PoolPlan] = []
         for members in self._groups(block, ranges):
             own = [spans[index] for index in members]
             around = total - profile(count, own)
-            pockets = choose_pools(own, around, int(total.max()), self._assign(ranges[members[0]].device))
+            pockets = self._pockets(own, around, limit, ranges[members[0]].device)
             for pocket in pockets:
                 pools.append(self._pool([ranges[members[index]] for index in pocket.members], pocket))
                 total -= profile(count, [own[index] for index in pocket.members])
@@ -209,6 +222,16 @@ class _Planner:
         pools.sort(key=lambda pool: (pool.first, pool.name))
         self.plans[label] = BlockPlan(label, tuple(pools), int(total.max()), bound)
         return self.plans[label]
+
+    def _pockets(self, spans: Sequence[Span], around: torch.Tensor, limit: int, device: torch.device) -> list[Pocket]:
+        """Returns the fewest pools, with the least of the slack that gives so few."""
+        best: list[Pocket] | None = None
+        for part in (0.0, 0.5, 1.0) if self.slack else (0.0,):
+            found = choose_pools(spans, around, limit + int(limit * self.slack * part), self._assign(device))
+            if best is None or _allocations(found) < _allocations(best):
+                best = found
+        assert best is not None
+        return best
 
     def _inside(self, label: str, block: Block, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
         """Returns what the blocks and functions that each line runs hold at their peak, with pools and without.
