@@ -22,6 +22,14 @@ from fxwrap.memory_planning import MemoryPlan
 from fxwrap.wrapper_ir import ConstantStore, Program, program_key
 
 
+def _graph(program: Program) -> EmittedGraph:
+    """Returns a program as a graph, which loads none of torch's tracing unless it must."""
+    try:
+        return to_fx(program, tracing=False)
+    except (RuntimeError, ArithmeticError, ValueError):  # the examples of numbers do not go together
+        return to_fx(program)
+
+
 def describe(graph_module: GraphModule, described: GraphModule) -> None:
     """Gives each node the `meta["val"]` that it has in another emission of the same program."""
     for node, other in zip(graph_module.graph.nodes, described.graph.nodes, strict=True):
@@ -72,7 +80,7 @@ class Loaded:
             if self._emitted is None:
                 self._require_constants()
                 if self.emitter == "fx":
-                    self._emitted = to_fx(self._program, tracing=False)
+                    self._emitted = _graph(self._program)
                 else:
                     self._emitted = emit(self._program, self.emitter)
             return self._emitted

@@ -16,7 +16,7 @@ from fxwrap.converters.fx_module import EmittedGraph as EmittedGraph
 from fxwrap.converters.fx_module import ProgramModule
 from fxwrap.converters.fx_nodes import GraphWriter
 from fxwrap.converters.fx_types import VIEWS
-from fxwrap.converters.fx_values import FakeValues
+from fxwrap.converters.fx_values import ExampleValues, FakeValues
 from fxwrap.converters.views import view_form
 from fxwrap.lines import (
     SCATTER_OPERATORS,
@@ -461,15 +461,15 @@ def to_fx(
         handlers: how lines of vendors' own are written; without one, such a line is written as what it expands to.
         fake_mode: the mode that the fake tensors in `meta["val"]` belong to; else that of `fake_inputs`, or a new one.
         fake_inputs: by the program's names, fake tensors of that mode that become the inputs' `meta["val"]`.
-        tracing: whether torch's tracing may be imported for `meta["val"]`, which takes seconds. Without, a program that
-            has no symbols gets tensors of the device "meta" there.
+        tracing: whether torch's tracing may be imported for `meta["val"]`, which takes seconds. Without, there are
+            tensors of the device "meta" and examples of numbers; the graph is the same.
 
     Raises Unsupported for a line that has no FX form yet, or none of ATen's with `plain`.
     """
     given = fake_inputs or {}
     known_mode = fake_mode or next((fake.fake_mode for fake in given.values()), None)
     with without_fake_mode():
-        fakes = FakeValues(known_mode, fake=tracing or bool(symbol_infos(program)))
+        fakes = FakeValues(known_mode) if tracing else ExampleValues()
         converter = FxConverter(program, fakes, handlers, plain=plain)
         _inputs(converter, given)
         _constants(converter)

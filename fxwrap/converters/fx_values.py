@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 
-from fxwrap.symbolic import SymbolInfo, expression_kind, make_symbol, symbol_kind
+from fxwrap.symbolic import SymbolInfo, evaluate, expression_kind, make_symbol, symbol_kind
 from fxwrap.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -33,12 +33,14 @@ class FakeValues:
     A symbol that the mode's ShapeEnv knows by name is that one; others are new ones of it, backed by their hint.
     """
 
-    def __init__(self, mode: FakeTensorMode | None = None, *, fake: bool = True) -> None:
-        """Without `fake` values are tensors of the device "meta", in no mode: for programs without symbols."""
-        self.mode = mode or (fresh_fake_mode() if fake else None)
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self.mode = mode or self._own_mode()
         self._expressions: dict[sympy.Symbol, sympy.Basic] = {}
         self._numbers: dict[sympy.Basic, Any] = {}
         self._memory: dict[str, torch.Tensor] = {}  # the meta tensor behind each value, by name
+
+    def _own_mode(self) -> FakeTensorMode | None:
+        return fresh_fake_mode()
 
     @cached_property
     def shape_env(self) -> Any:
@@ -133,6 +135,42 @@ class FakeValues:
         if isinstance(type_, OptionalType):
             return self._other(type_.element) if not isinstance(type_.element, TensorType) else None
         return [] if isinstance(type_, ListType) else None
+
+
+class ExampleValues(FakeValues):
+    """Stands for fake values where torch's tracing, which makes them, takes too long to import.
+
+    Tensors are on the device "meta" and in no mode; numbers are examples: a symbol's hint, or a number like any other.
+    What an operator or expression refuses for these numbers raises as it does for any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._examples: dict[str, Any] = {}
+
+    def _own_mode(self) -> None:
+        return None
+
+    def number(self, expression: Any, info: SymbolInfo | None = None) -> Any:
+        """Returns the value of an expression for the examples."""
+        if not isinstance(expression, sympy.Basic):
+            return expression
+        for symbol in expression.free_symbols:
+            if symbol.name not in self._examples:
+                kind, hint = symbol_kind(symbol.name), info.hint if info is not None else None
+                self._examples[symbol.name] = self.unknown(kind) if hint is None else hint
+        return evaluate(expression, self._examples)
+
+    def define(self, symbol: sympy.Symbol, number: Any) -> None:
+        """Makes a symbol stand for a number: what a `symbol.let` computes."""
+        self._examples[symbol.name] = number
+
+    def unknown(self, kind: str) -> Any:
+        """Returns a number like any other."""
+        return _LIKE_ANY[kind]
+
+
+_LIKE_ANY = {"int": 8, "float": 0.5, "bool": True}
 
 
 def _hint(name: str, info: SymbolInfo | None) -> int | None:

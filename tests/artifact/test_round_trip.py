@@ -56,6 +56,16 @@ def test_every_line_survives(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", [name for name in SAMPLES if SAMPLES[name].cpu_runnable])
+def test_a_graph_that_loads_no_tracing_is_the_same(name: str) -> None:
+    program = SAMPLES[name].program()
+    whole, light = (fxwrap.to_fx(program, tracing=tracing).graph_module for tracing in (True, False))
+    assert [(node.name, node.target) for node in whole.graph.nodes] == [
+        (node.name, node.target) for node in light.graph.nodes
+    ]
+    assert whole.code == light.code
+
+
 def test_origins_and_sources_survive(tmp_path: Path) -> None:
     saved = compiled("cpp")
     saved.save(tmp_path / "small.fxw")

@@ -1,0 +1,103 @@
+"""A process that never saw the model loads its program and runs it, without a compiler and without torch's tracing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxwrap
+from fxwrap.options import EMITTERS
+from tests.artifact.programs import batch, compiled
+from tests.capture import capture_graphs
+from tests.models import MODELS
+
+SCRIPT = """
+import json, sys
+import torch, fxwrap
+folder, found = sys.argv[1], {}
+for name in json.loads(sys.argv[2]):
+    loaded = fxwrap.load(f"{folder}/{name}.fxw", binaries="required")
+    inputs = torch.load(f"{folder}/{name}.inputs")
+    torch.save(loaded(*inputs), f"{folder}/{name}.results")
+    found[name] = [module for module in ("torch._dynamo", "torch._inductor", "functorch.compile",
+                   "torch._functorch.aot_autograd") if module in sys.modules]
+print(json.dumps(found))
+"""
+
+
+def run_apart(folder: Path, names: list[str]) -> dict[str, list[str]]:
+    """Runs saved programs in another process, on a machine without a compiler and with an empty cache."""
+    (folder / "path").mkdir()
+    root = str(Path(fxwrap.__file__).parents[1])
+    environment = {**os.environ, "FXWRAP_CACHE_DIR": str(folder / "cache"), "PATH": str(folder / "path"),
+                   "PYTHONPATH": root}  # fmt: skip
+    environment.pop("CXX", None)
+    command = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(names)]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def test_programs_run_where_nothing_can_be_compiled(tmp_path: Path) -> None:
+    wanted = {}
+    for emitter in EMITTERS:
+        for dynamic in (False, True):
+            name = f"{emitter}-{dynamic}"
+            saved = compiled(emitter, dynamic)
+            saved.program.store.tensors["b_calls"].zero_()
+            saved.save(tmp_path / f"{name}.fxw")
+            inputs = (batch(9 if dynamic else 4),)
+            torch.save(inputs, tmp_path / f"{name}.inputs")
+            wanted[name] = saved(*inputs)
+    captured = capture_graphs(MODELS["gpt2"], training=False)[0]
+    saved = fxwrap.compile_graph(captured.graph_module, name="gpt2", options=fxwrap.Options(emitter="cpp"))
+    saved.save(tmp_path / "gpt2.fxw")
+    model, given = MODELS["gpt2"].build(seed=0), MODELS["gpt2"].inputs(seed=1)
+    weights = dict(model.named_parameters())
+    inputs = tuple([_input_for(fake, given["input_ids"], weights) for fake in captured.example_inputs])
+    torch.save(inputs, tmp_path / "gpt2.inputs")
+    wanted["gpt2"] = saved(*inputs)
+    assert run_apart(tmp_path, list(wanted)) == {name: [] for name in wanted}
+    for name, results in wanted.items():
+        torch.testing.assert_close(torch.load(tmp_path / f"{name}.results"), results, rtol=0, atol=0)
+
+
+def _input_for(fake: torch.Tensor, ids: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    if fake.dtype == torch.int64:
+        return ids
+    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+    return made.copy_(torch.randn(fake.shape, generator=torch.Generator().manual_seed(made.numel())) * 0.02)
+
+
+def test_compiled_code_is_required_or_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "small.fxw"
+    compiled("cpp").save(path)
+    monkeypatch.setattr("fxwrap.artifact.binaries.unusable", lambda target: "it is for another machine")
+    with pytest.raises(fxwrap.errors.ArtifactError, match="another machine"):
+        fxwrap.load(path, binaries="required")
+    for choice, reason in (("auto", "it is for another machine"), ("ignored", "they were not asked for")):
+        loaded = fxwrap.load(path, binaries=choice)
+        assert loaded.rebuilt == reason
+        loaded.update_constants({"calls": torch.tensor(3)})
+        compiled("cpp").program.store.tensors["b_calls"].fill_(3)
+        torch.testing.assert_close(loaded(batch()), compiled("cpp")(batch()))
+
+
+def test_what_compiled_code_depends_on() -> None:
+    from fxwrap.runtime.native import binary_target, unusable
+
+    here = binary_target()
+    assert unusable(here) == "" and json.loads(json.dumps(here)) == here
+    for name in ("torch", "python", "bridge", "machine"):
+        assert f"it is for {name} 'other'" in unusable({**here, name: "other"})
+    assert "C library 99.1" in unusable({**here, "libc": "99.1"})
+    assert unusable({**here, "libc": "1.0"}) == ""
+    assert "instructions that this processor lacks: avx4096" in unusable({**here, "instructions": ["avx4096"]})
+    assert unusable({**here, "instructions": here["instructions"][:3]}) == ""
