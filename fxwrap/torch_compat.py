@@ -19,6 +19,7 @@ from torch._C import FunctionSchema as FunctionSchema
 
 # Why: the classes of a graph's call targets have no public name. Checked on 2.11, 2.13.
 from torch._decomp import get_decompositions as get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._higher_order_ops.auto_functionalize import NotView, get_mutable_args, read_view_information_from_args
@@ -180,6 +181,33 @@ def symbol_bounds(
     if bounds is None or bounds.is_bool:
         return None, None
     return _finite(bounds.lower), _finite(bounds.upper)
+
+
+# Why: a graph was traced for sizes for which its guards hold: `s0//2` that was broadcast is 1. Checked on 2.13.
+
+
+def guarded_bounds(shape_env: ShapeEnv) -> dict[sympy.Basic, tuple[int | None, int | None]]:
+    """Give the inclusive bounds that guards of the form `expression < number` set, by expression."""
+    found: dict[sympy.Basic, tuple[int | None, int | None]] = {}
+    for guard in shape_env.guards:
+        for relation in (guard.expr, getattr(guard.expr, "reversed", None)):
+            if not isinstance(relation, sympy.core.relational.Relational) or not relation.rhs.is_Integer:
+                continue
+            lower, upper = found.get(relation.lhs, (None, None))
+            number = int(relation.rhs)
+            match relation:
+                case sympy.Eq():
+                    lower = upper = number
+                case sympy.Lt() | sympy.Le():
+                    most = number - isinstance(relation, sympy.Lt)
+                    upper = most if upper is None else min(upper, most)
+                case sympy.Gt() | sympy.Ge():
+                    least = number + isinstance(relation, sympy.Gt)
+                    lower = least if lower is None else max(lower, least)
+                case _:
+                    pass
+            found[relation.lhs] = lower, upper
+    return found
 
 
 def _finite(bound: object) -> int | float | None:
@@ -434,6 +462,17 @@ def lacks_fake_rule(error: BaseException) -> bool:
 def depends_on_data(error: BaseException) -> bool:
     """Say whether an operator failed on fake tensors because what it gives depends on what is in them."""
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode)
+
+
+# Why: composite operators with symbolic sizes run on fake tensors only by torch's Python rules, which have no public
+# switch. Checked on 2.13.
+
+
+@contextmanager
+def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
+    """Run operators on a mode's fake tensors, composite ones with symbolic sizes too, by torch's Python rules."""
+    with mode, enable_python_dispatcher():
+        yield
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from torch.fx import Node
 from fxwrap.errors import GraphError
 from fxwrap.lowering.source import check_desugared, source_of
 from fxwrap.symbolic import SymbolInfo, canonical, floor_divide, make_symbol, product, total
-from fxwrap.torch_compat import storage_identity
+from fxwrap.torch_compat import guarded_bounds, storage_identity, symbol_bounds
 from fxwrap.wrapper_ir import (
     Block,
     KernelDefinition,
@@ -96,6 +96,8 @@ class Builder:
         self.root_by_storage: dict[int, Value] = {}
         self.mutated: set[str] = set()
         self.symbols: dict[sympy.Symbol, Any] = {}  # a ShapeEnv's as symbols or expressions of the program
+        self._only_size: dict[sympy.Basic, int | None] = {}  # sizes that are known, by a ShapeEnv's expressions of them
+        self._guarded: dict[sympy.Basic, tuple[int | None, int | None]] | None = None
         self.replaced: dict[sympy.Basic, sympy.Symbol] = {}  # expressions of the ShapeEnv that are symbols here
         self.given: list[SymbolInfo] = []  # inputs that are numbers
         self.given_numbers: list[Any] = []  # what those of them are that are no symbols of the graph
@@ -145,8 +147,27 @@ class Builder:
         return replace(found, node=self.qualified(node)) if self.scope else found
 
     def size(self, number: Any) -> Size:
-        """Returns an int or symbolic int of torch's as a size of ours."""
-        return number if type(number) is int else self.expression(number)
+        """Returns an int or symbolic int of torch's as a size of ours.
+
+        One that is the same in all runs is an int: of `s0//2` that was broadcast a guard says that it is 1.
+        """
+        if type(number) is int or isinstance(number.node.expr, sympy.Symbol):
+            return number if type(number) is int else self.expression(number)
+        expression = number.node.expr
+        if expression not in self._only_size:
+            self._only_size[expression] = self._only(number)
+        only = self._only_size[expression]
+        return self.expression(number) if only is None else only
+
+    def _only(self, number: Any) -> int | None:
+        """Returns the only value that a symbolic size has, or None."""
+        if self._guarded is None:
+            self._guarded = guarded_bounds(number.node.shape_env)
+        bounds = zip(symbol_bounds(number), self._guarded.get(number.node.expr, (None, None)), strict=True)
+        (low, least), (high, most) = bounds
+        lower = max([int(item) for item in (low, least) if item is not None], default=None)
+        upper = min([int(item) for item in (high, most) if item is not None], default=None)
+        return lower if lower == upper else None
 
     def expression(self, number: Any) -> Any:
         """Returns a symbolic number of torch's as an expression over the program's symbols."""

@@ -56,6 +56,12 @@ def rows_are_normalised(x: Tensor) -> Any:
     return nn.functional.gelu(nn.functional.layer_norm(x, (x.shape[-1],)))
 
 
+@CASES.add((random(3, 6),), dynamic=True)
+def half_a_size_is_one(x: Tensor) -> Any:
+    """What is broadcast is one element in all runs, although its size is an expression."""
+    return x[: x.shape[0] // 2].sin() + x, x.diagonal(x.shape[1] - 1).cos() * x
+
+
 @CASES.add((X, 3), dynamic=True)
 def a_number_is_an_input(x: Tensor, n: int) -> Any:
     return x + n, x[:n].sum(0) * n, n + 1

@@ -15,7 +15,6 @@ from fxwrap.loop_ir import Kernel, evaluate_kernel
 from fxwrap.lowering.graph import lower_with_coverage
 from fxwrap.options import Options
 from fxwrap.printers import KernelRequest, PrintedKernel
-from fxwrap.symbolic import evaluate
 from fxwrap.wrapper_ir import Program, leaves, verify
 
 EvaluateKernel = Callable[..., None]
@@ -114,6 +113,6 @@ def launch(kernel: Kernel, arguments: Sequence[Any], evaluate_with: EvaluateKern
     flat: dict[str, torch.Tensor] = {}
     for buffer, tensor in zip(buffers, arguments[: len(buffers)], strict=True):
         assert tensor.dtype is buffer.dtype, f"{buffer.name} is {tensor.dtype}, not {buffer.dtype}"
-        extent = int(evaluate(buffer.extent, numbers))
-        flat[buffer.name] = torch.as_strided(tensor, (extent,), (1,))
+        last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+        flat[buffer.name] = torch.as_strided(tensor, (last + 1 if tensor.numel() else 0,), (1,))
     evaluate_with(kernel, flat, numbers)

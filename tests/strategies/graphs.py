@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fxwrap.torch_compat import storage_identity
+
 aten = torch.ops.aten
 
 INPUT_DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.int64, torch.bool)
@@ -454,7 +456,7 @@ def _write(b: Building) -> None:
 
 
 def _overlap(left: Tensor, right: Tensor) -> bool:
-    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    return storage_identity(left) == storage_identity(right)
 
 
 POINTWISE: tuple[Step, ...] = (_unary, _with_number, _binary, _logic, _compare, _where, _cast)

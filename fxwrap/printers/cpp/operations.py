@@ -38,7 +38,8 @@ def expression(operation: Compute, operands: Sequence[str], dtype: torch.dtype) 
         case "bitcast":
             return f"bitcast<{CPP_TYPES[operation.dtype]}>({operands[0]})"
         case "where":
-            return f"op::where({', '.join(operands)})"
+            of = "<bool>" if operation.dtype is torch.bool else ""  # C++ gives `a & b` of two bools the type int
+            return f"op::where{of}({', '.join(operands)})"
         case "bitwise_not":
             return f"!{grouped(operands[0])}" if dtype is torch.bool else _narrowed(f"~{grouped(operands[0])}", dtype)
         case _:
