@@ -17,6 +17,7 @@ from fxwrap.torch_compat import (
     fresh_fake_mode,
     is_plain_view,
     lacks_fake_rule,
+    on_fake_tensors,
     operator_overload,
     storage_identity,
 )
@@ -113,14 +114,15 @@ class CallInference:
         given = _as_list(map_leaves(arguments, fake))
         named = {name: _lists(map_leaves(item, fake)) for name, item in keywords}
         try:
-            with self._mode:
+            with on_fake_tensors(self._mode):
                 found = operator_overload(target)(*given, **named)
         except Exception as error:  # whatever an operator raises for arguments that it does not take
             if lacks_fake_rule(error):
                 raise UnknownResult(f"{target} has no rule for fake tensors, so nothing says what it gives") from error
             if depends_on_data(error):
                 raise UnknownResult(f"what {target} gives is known only when it has run") from error
-            raise RewriteError(f"{target} fails on these arguments: {error}") from error
+            first, _, _ = str(error).partition("\n")
+            raise RewriteError(f"{target} fails on these arguments: {first}") from error
         operands = [fakes[name] for name in names]
         results = () if facts.return_count == 0 else (found,) if facts.return_count == 1 else tuple(found)
         values = {value.name: value for value in leaves((arguments, keywords)) if isinstance(value, Value)}

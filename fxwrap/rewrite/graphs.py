@@ -18,7 +18,7 @@ from torch.fx.passes.utils.matcher_utils import InternalMatch, SubgraphMatcher
 
 from fxwrap.errors import RewriteError
 from fxwrap.rewrite.kernel_nodes import KernelNode, KernelTarget, kernel_of
-from fxwrap.torch_compat import FakeTensor, OpOverload, storage_identity
+from fxwrap.torch_compat import FakeTensor, OpOverload, on_fake_tensors, storage_identity
 from fxwrap.wrapper_ir import Origin, operator_facts
 
 _FRESH = frozenset(
@@ -253,5 +253,5 @@ def _evaluate(node: Node) -> None:
     if node.op != "call_function" or mode is None:
         return
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda item: item.meta.get("val"))
-    with mode:
+    with on_fake_tensors(mode):
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -18,7 +18,14 @@ from fxwrap.converters.from_fx import from_fx
 from fxwrap.errors import GraphError, PassError, ReadBackError
 from fxwrap.lowering import GraphSource, check_graph, fake_values
 from fxwrap.pass_spec import Pass
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, fresh_fake_mode, lacks_fake_rule, without_fake_mode
+from fxwrap.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    fresh_fake_mode,
+    lacks_fake_rule,
+    on_fake_tensors,
+    without_fake_mode,
+)
 from fxwrap.wrapper_ir import Program
 
 
@@ -167,13 +174,14 @@ class _Run:
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         try:
-            with self.fake_mode:
+            with on_fake_tensors(self.fake_mode):
                 return function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # whatever an operator raises for what it does not take
             if lacks_fake_rule(error):
                 reason = "has no rule for fake tensors, so nothing says what it gives; register one with torch.library"
                 self._fail(node, f"node '{node.name}': {node.target} {reason}")
-            self._fail(node, f"node '{node.name}': {node.target} fails on these inputs: {error}")
+            first, _, _ = str(error).partition("\n")
+            self._fail(node, f"node '{node.name}': {node.target} fails on these inputs: {first}")
 
     def _check_outputs(self, after: GraphModule, values: Mapping[Node, Any]) -> None:
         before, now = self.outputs, _outputs(after)
