@@ -44,14 +44,19 @@ def fresh_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_with(backend: str, target: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The target through a backend with its default settings; `options` are fxwrap's. "eager" gives it back."""
-    match backend:
+    """The target through a backend with its default settings; `options` are fxwrap's. "eager" gives it back.
+
+    "fxwrap:cpp" is fxwrap with another emitter, "inductor:fx_wrapper" Inductor with a switch of its configuration on.
+    """
+    name, _, variant = backend.partition(":")
+    match name:
         case "eager":
             return target
         case "fxwrap":
-            return torch.compile(target, backend=fxwrap_backend, options=dict(options))
+            chosen = {**options, "emitter": variant} if variant else dict(options)
+            return torch.compile(target, backend=fxwrap_backend, options=chosen)
         case _:
-            return torch.compile(target, backend=backend)
+            return torch.compile(target, backend=name, options={variant: True} if variant else None)
 
 
 def first_line(error: BaseException) -> str:
@@ -156,9 +161,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def interleaved_host_times(
-    contenders: Mapping[str, Contender], rounds: int, device: torch.device
+    contenders: Mapping[str, Contender], rounds: int, device: torch.device, *, wait: bool = True
 ) -> dict[str, Timed]:
-    """Host seconds a call, the device's work included, in interleaved rounds that start with another side each."""
+    """Host seconds a call, the device's work included, in interleaved rounds that start with another side each.
+
+    Without `wait` the device's work is left out: a run must be short enough for the device's queue to hold it.
+    """
     times = {name: Timed() for name in contenders}
     names = list(contenders)
     gc.collect()
@@ -170,7 +178,8 @@ def interleaved_host_times(
                 synchronize(device)
                 start = time.perf_counter()
                 contender.run()
-                synchronize(device)
+                if wait:
+                    synchronize(device)
                 times[name].samples.append((time.perf_counter() - start) / contender.calls)
     finally:
         gc.enable()

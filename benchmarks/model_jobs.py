@@ -36,15 +36,37 @@ INPUT_SETS = 8
 SECONDS_A_SAMPLE = 0.05
 
 
+class _TinyKernels(nn.Module):
+    """A softmax of a small matrix along one dimension, then the other, and so on: each is a kernel of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for index in range(self.count):
+            x = torch.softmax(x * y, index % 2)
+        return {"x": x}
+
+
+def _small_matrices(generator: torch.Generator, _training: bool) -> dict[str, Tensor]:
+    return {name: torch.randn(8, 8, generator=generator) for name in ("x", "y")}
+
+
+TINY_KERNELS = ModelCase("tiny_kernels", lambda _dropout, count: _TinyKernels(count), _small_matrices, layers=200)
+"""No model, but a graph whose calls cost the host more than the kernels' work."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What to measure.
 
     Fields:
-        task: "first_call" (seconds of the first call through one backend) or "run" (times and errors of several).
+        task: "first_call" (seconds of the first call through one backend), "run" (times and errors of several) or
+            "emitted" (times of the program alone by emitter).
         model: a name in the test-suite's MODELS; `layers` is its number of layers, None for the suite's own.
         training: a step of SGD in train mode; else a forward in eval mode without gradients.
-        backends: names for torch.compile, "fxwrap", "fxwrap:cpp" (its C++ emitter), or "eager".
+        backends: names as `measure_kernels.compile_with` takes them.
         cold_process: whether the first call is the first of the process, without a small function before it.
         options: fxwrap's.
         lock: a file; among processes that name the same, one at a time takes run times.
@@ -65,7 +87,7 @@ class Job:
     @property
     def case(self) -> ModelCase:
         """The model's entry in the test-suite."""
-        return MODELS[self.model]
+        return TINY_KERNELS if self.model == TINY_KERNELS.name else MODELS[self.model]
 
     def build(self) -> nn.Module:
         """The model on its device; equal weights at every call."""
@@ -121,10 +143,13 @@ def _call_small(job: Job, name: str, x: Tensor) -> None:
 
 def _compiled(job: Job, name: str, target: Any) -> Any:
     """`measure_kernels.compile_with`, but fxwrap is imported here and only where it is asked for: its import counts."""
-    if name != "fxwrap":
-        return torch.compile(target, backend=name)
+    base, _, variant = name.partition(":")
+    if base != "fxwrap":
+        switch = {variant: True} if variant else None
+        return target if base == "eager" else torch.compile(target, backend=base, options=switch)
     backend = importlib.import_module("fxwrap.backend").fxwrap
-    return torch.compile(target, backend=backend, options=dict(job.options or {}))
+    options = dict(job.options or {})
+    return torch.compile(target, backend=backend, options={**options, "emitter": variant} if variant else options)
 
 
 def _small(x: Tensor) -> Tensor:
@@ -138,9 +163,7 @@ def run(job: Job) -> dict[str, Any]:
     contenders, errors, failures = {}, {}, {}
     for backend in job.backends:
         model = job.build()
-        name, _, emitter = backend.partition(":")
-        options = {**(job.options or {}), "emitter": emitter} if emitter else job.options or {}
-        function = measuring.compile_with(name, model, options)
+        function = measuring.compile_with(backend, model, job.options or {})
         try:
             call(job, function, job.inputs(0))
             model.load_state_dict(job.build().state_dict())
@@ -150,7 +173,48 @@ def run(job: Job) -> dict[str, Any]:
             failures[backend] = measuring.first_line(error)
     with _alone(job.lock):
         times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device))
-    return {"times": {name: timed.median for name, timed in times.items()}, "errors": errors, "failures": failures}
+    return {"times": _medians(times), "errors": errors, "failures": failures}
+
+
+def _medians(times: Mapping[str, Any]) -> dict[str, float]:
+    return {name: timed.median for name, timed in times.items()}
+
+
+def emitted(job: Job) -> dict[str, Any]:
+    """Median host seconds of a call of the forward's program alone, by emitter, without the device's work."""
+    measuring, package = importlib.import_module("benchmarks.measure_kernels"), importlib.import_module("fxwrap")
+    programs: list[Any] = []
+
+    def keep(program: Any) -> Any:
+        programs.append(program)
+        return program
+
+    model = job.build()
+    compiled = measuring.compile_with("fxwrap", model, {**(job.options or {}), "passes": (keep,)})
+    call(job, compiled, job.inputs(0))
+    (program,) = programs
+    inputs = [_drawn(item.value.type) for item in program.inputs]
+    graph = package.to_fx(program)
+    forms = {"python": package.to_python(program).flat, "fx": graph.flat, "fx, as a module": graph.graph_module}
+    forms["cpp"] = package.to_cpp(program).flat
+    contenders = {name: _repeated(form, inputs, measuring) for name, form in forms.items()}
+    with torch.no_grad(), _alone(job.lock):
+        times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device), wait=False)
+    launches = sum(type(line).__name__ == "Launch" for line in program.body.lines)
+    return {"times": _medians(times), "launches": launches, "lines": len(program.body.lines)}
+
+
+def _drawn(type_: Any) -> Tensor:
+    """A tensor of a program's input type; whole numbers are indices of anything."""
+    made = torch.empty_strided(type_.sizes, type_.strides, dtype=type_.dtype, device=type_.device)
+    return made.uniform_(0.1, 1.1) if type_.dtype.is_floating_point else made.random_(0, 2)
+
+
+def _repeated(form: Callable[..., Any], inputs: list[Tensor], measuring: Any) -> Any:
+    """Two calls at a time: a device's queue holds the kernels of no more."""
+    with torch.no_grad():
+        form(*inputs)
+    return measuring.Contender(lambda: [form(*inputs) for _ in range(2)], 2)
 
 
 @contextmanager
@@ -214,6 +278,8 @@ def main() -> None:
             result = first_call(job)
         case "run":
             result = run(job)
+        case "emitted":
+            result = emitted(job)
         case other:
             raise ValueError(f"there is no task {other!r}")
     print(json.dumps(result))
