@@ -89,7 +89,7 @@ def register_pass(
     return register
 
 
-def registered_pass(name: str, **options: Any) -> Pass:
+def registered_pass(name: str, /, **options: Any) -> Pass:
     """Returns a registered pass, with options. Raises OptionError for a name that nobody registered."""
     if name not in _REGISTRY:
         known = ", ".join(sorted(_REGISTRY)) or "none is registered"
