@@ -99,7 +99,8 @@ class GraphWriter:
 
     def named_number(self, info: SymbolInfo, expression: Any) -> Node:
         """Adds a node for what an expression names: one of its own, also where another computes the same."""
-        made = self._compute(expression) if isinstance(expression, sympy.Basic) else expression
+        is_computed = isinstance(expression, sympy.Basic) and not isinstance(expression, sympy.Symbol)
+        made = self._compute(expression) if is_computed else self.number(expression)
         if not isinstance(made, Node) or "fxwrap_symbol" in made.meta or "fxwrap_expression" in made.meta:
             made = self._same(made, expression_kind(expression))
         made.meta["fxwrap_expression"] = expression
