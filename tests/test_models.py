@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import fxwrap
 from fxwrap.compare import COMPARED, SMALL_SHARE, CompiledFunction, tensor_error
 from fxwrap.options import Options
 from fxwrap.testing import assert_emitters_agree
@@ -33,7 +35,7 @@ def test_forward_in_eval_mode(case: ModelCase) -> None:
 
 
 @pytest.mark.parametrize(("case", "dropout"), STEPS)
-def test_one_training_step(case: ModelCase, dropout: bool, fresh_dynamo: None) -> None:
+def test_one_training_step(case: ModelCase, dropout: bool, fresh_dynamo: None, tmp_path: Path) -> None:
     layers = case.layers if dropout or not case.has_dropout else 1  # without dropout there is less to go wrong
     model, inputs = case.build(seed=0, dropout=dropout, layers=layers), case.inputs(seed=1, training=True)
     subject = CompiledFunction(model, Options(), dynamic=False)
@@ -48,6 +50,16 @@ def test_one_training_step(case: ModelCase, dropout: bool, fresh_dynamo: None) -
         _assert_same_step(emitter, step, expected)
     assert [graph.name for graph in subject.graphs] == ["forward", "backward"]
     assert all(set(graph.forms) == set(COMPARED) for graph in subject.graphs)
+    if dropout:
+        return
+    for graph in subject.graphs:  # saved to files, and run as they are loaded from them
+        path = tmp_path / f"{graph.name}.fxw"
+        fxwrap.save(graph.compiled, path, emitters=[])
+        loaded = fxwrap.load(path, emitter="fx" if graph.name == "forward" else "python")
+        assert loaded.program == graph.compiled.program
+        graph.forms["loaded"] = loaded.emitted
+    subject.state.restore()
+    _assert_same_step("loaded", train_step(model, subject.call("loaded"), inputs, seed=2), expected)
 
 
 def _assert_same_step(emitter: str, step: TrainingStep, expected: TrainingStep) -> None:
