@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fxwrap import devices as devices
 from fxwrap import fx as fx
 from fxwrap import rewrite as rewrite
 from fxwrap.artifact import Loaded
@@ -20,6 +21,7 @@ from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.fx import to_fx
 from fxwrap.converters.interpreter import run
 from fxwrap.converters.python import to_python
+from fxwrap.device_registry import registered_lines
 from fxwrap.environment import environment_key
 from fxwrap.lines import CORE_LINES, ExtensionLine
 from fxwrap.lowering import default_decompositions, lower
@@ -42,6 +44,7 @@ __all__ = [
     "compare",
     "compile_graph",
     "default_decompositions",
+    "devices",
     "environment_key",
     "from_fx",
     "fx",
@@ -60,8 +63,8 @@ __all__ = [
 
 
 def parse(text: str, extensions: Iterable[type[ExtensionLine]] = ()) -> Program:
-    """Reads a program from its text; `extensions` are vendors' line classes that it may use.
+    """Reads a program from its text; `extensions` are vendors' line classes that it may use beside registered ones.
 
     Raises ParseError, with line and column, for text that is no program. The program is not verified.
     """
-    return parse_program(text, (*CORE_LINES, *extensions))
+    return parse_program(text, (*CORE_LINES, *registered_lines(), *extensions))

@@ -98,6 +98,7 @@ class _GraphCompiler:
         return GraphInfo(
             name=program.name,
             kind=self.kind,
+            # a tensor on the CPU may be a number among those of another device
             device=next((device for device in devices if device.type != "cpu"), torch.device("cpu")),
             static_inputs=_static_inputs(self.kind, graph_module, facts),
             mutated_inputs=frozenset(

@@ -168,6 +168,7 @@ class _Pipeline:
         free_outputs: Collection[int],
         known: MutableMapping[str, Compiled] | None,
     ) -> None:
+        options = options.with_devices()
         self.options = options
         self.known = known
         self.refused: frozenset[str] = frozenset()
@@ -266,7 +267,7 @@ def plan_program(program: Program, options: Options) -> MemoryPlan:
 
     Raises PlanningError for memory that cannot be planned.
     """
-    steps = {spec.device_type: spec.alignment for spec in options.devices}
+    steps = {device_type: spec.alignment for device_type, spec in options.device_specs().items()}
     algorithm = options.memory_planning if options.memory_planning in PLANNERS else "auto"
     return plan_memory(
         program, alignment=lambda device: steps.get(device.type, 1), algorithm=algorithm, slack=options.memory_slack

@@ -26,7 +26,7 @@ def environment_key(options: Options | None = None) -> str:
         f"python={platform.python_version()}",
         f"machine={platform.machine()}",
         f"cuda={torch.version.cuda}",
-        f"options={(options or Options()).text()}",
+        f"options={(options or Options()).with_devices().text()}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -210,6 +210,21 @@ class MemoryCheckError(FxwrapError):
     """Memory that is not where the program says, or in use twice, found while a program ran with `check_memory`."""
 
 
+@dataclass
+class DeviceError(FxwrapError):
+    """A device type that cannot be registered, or whose registration lacks what a program needs.
+
+    Fields: `device` is its type, `reason` what is wrong, `remedy` what to do.
+    """
+
+    device: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"device '{self.device}': {self.reason}. {self.remedy}"
+
+
 class CommandError(FxwrapError):
     """A command line that names something that is not there, or asks for what cannot be done."""
 

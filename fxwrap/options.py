@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .device_spec import DEVICE_SPECS, DeviceSpec
+from .device_registry import check_languages, registered_specs
+from .device_spec import CPU, DEVICE_SPECS, DeviceSpec
 from .errors import OptionError
 from .pass_spec import Pass, passes_of
 
@@ -42,7 +43,7 @@ class Options:
         lowerings: overload name -> lowering function, before fxwrap's own.
         passes: the user's own passes: `Pass` objects, names of registered ones, or functions (with a warning, since
             caches cannot tell them apart), in a list or in lists by the point where they run: "fx_before_lowering",
-            "ir_before_planning", "ir_before_emission", "fx_emitted" (with the emitter "fx"). Always a tuple of `Pass`.
+            "ir_before_planning", "ir_before_emission", "fx_emitted". Always a tuple of `Pass`.
         symbol_ranges: symbol name -> (lowest, highest), both inclusive, narrower than what the graph says.
         on_graph: under torch.compile, receives each emitted FX graph and what is known about it; what it returns runs.
         fuse: generate fused kernels; without, every operator is a call.
@@ -65,7 +66,8 @@ class Options:
             allocations. By default it never does.
         check_memory: run the program line by line, whatever the emitter, with its memory watched: it is filled with NaN
             or a pattern when it is given and taken, and MemoryCheckError names a line where memory is in use twice.
-        devices: what is known of each device type.
+        devices: what is known of each device type; by default what is registered when a graph is compiled. Operators on
+            other devices are called.
     """
 
     emitter: str = "python"
@@ -89,7 +91,7 @@ class Options:
     memory_planning: str = "none"
     memory_slack: float = 0.0
     check_memory: bool = False
-    devices: tuple[DeviceSpec, ...] = DEVICE_SPECS
+    devices: tuple[DeviceSpec, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.emitter not in EMITTERS:
@@ -119,6 +121,25 @@ class Options:
         """Whether `text` says all that a cache outside must know of the passes: each of them has a key."""
         return all(item.key is not None for item in self.passes)
 
+    def with_devices(self) -> Options:
+        """Returns the options with the devices that are registered now, if they name none themselves.
+
+        Raises DeviceError for a device whose kernel language nobody has registered.
+        """
+        if self.devices is None:
+            return dataclasses.replace(self, devices=registered_specs())
+        check_languages(self.devices)
+        return self
+
+    def device_specs(self) -> dict[str, DeviceSpec]:
+        """Returns what is known of each device type, by type."""
+        specs = registered_specs() if self.devices is None else self.devices
+        return {spec.device_type: spec for spec in specs}
+
+    def kernel_language(self, spec: DeviceSpec) -> str:
+        """Returns the language of kernels for a device: its own, but for C++, which `cpu_kernels` may replace."""
+        return self.cpu_kernels if spec.kernel_language == CPU.kernel_language else spec.kernel_language
+
     def replace(self, **changes: Any) -> Options:
         """Returns a copy with some options changed. Raises OptionError for a name that is no option."""
         return dataclasses.replace(self, **_known(changes))
@@ -142,7 +163,7 @@ class Options:
         parts = []
         for name in sorted(default):
             given = getattr(self, name)
-            if given != getattr(_DEFAULTS, name):
+            if given != getattr(_DEFAULTS, name) and not (name == "devices" and given == DEVICE_SPECS):
                 parts.append(f"{name}={_describe(given)}")
         return " ".join(parts)
 
@@ -186,7 +207,9 @@ def _describe(given: Any) -> str:
         return "(" + ", ".join(map(_describe, given)) + ")"
     if isinstance(given, Pass):
         return given.text()
-    if isinstance(given, str | int | float | bool | None | DeviceSpec):
+    if isinstance(given, DeviceSpec):
+        return given.device_type if given in DEVICE_SPECS else given.text()
+    if isinstance(given, str | int | float | bool | None):
         return str(given)
     return f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', type(given).__qualname__)}"
 

@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from fxwrap.converters.emitted import Emitted
+from fxwrap.device_registry import language_facts
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
 from fxwrap.lines import Launch
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -46,7 +47,7 @@ def compile_program_kernels(program: Program, emitted: Emitted, emitter: str) ->
             launches.setdefault(line.kernel, []).append(line)
     values = typical_values(program)
     uses = {name: _use(program, lines[0], values) for name, lines in launches.items()}
-    linked = [name for name, use in uses.items() if emitter == "cpp" and use.kernel.language == "cpp"]
+    linked = [name for name, use in uses.items() if emitter == "cpp" and language_facts(use.kernel.language).linked]
     if linked and _builds(emitted):
         uses = {name: use for name, use in uses.items() if name not in linked}
     errors = zip(uses, compile_kernels(tuple(uses.values())), strict=True)

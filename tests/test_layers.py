@@ -23,13 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "torch_compat"),  # level 0
     ("symbolic", "device_spec", "live_kernels", "pass_spec"),
+    ("device_registry",),
     ("options",),
     ("wrapper_ir",),  # level 1
     ("lines", "loop_ir"),  # level 2
     ("printers",),
     ("passes", "memory_planning", "provenance", "converters", "fx_passes", "matching"),  # level 3
     ("lowering", "inference"),  # level 4
-    ("tuning", "preparation", "user_passes", "emission", "environment"),  # level 5
+    ("tuning", "preparation", "user_passes", "emission", "environment", "devices"),  # level 5
     ("artifact",),
     ("compiler",),
     ("backend", "aot", "parts", "rewrite", "fx", "saving"),  # level 6
@@ -41,7 +42,7 @@ RANKS: Mapping[str, int] = {name: rank for rank, row in enumerate(ROWS) for name
 
 # What emitted code needs while it runs stands aside: it knows level 0 only, and few may import it.
 RUNTIME = "runtime"
-RUNTIME_IMPORTS = frozenset({"errors", "torch_compat", "device_spec", "live_kernels"})
+RUNTIME_IMPORTS = frozenset({"errors", "torch_compat", "device_spec", "device_registry", "live_kernels"})
 RUNTIME_USERS_BELOW_COMPILER = ("fxwrap.converters",)
 
 # The one file that may name torch's private parts.

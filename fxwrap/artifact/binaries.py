@@ -18,6 +18,8 @@ from typing import Any
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import kernel_texts
+from fxwrap.device_registry import language_facts
+from fxwrap.device_spec import KernelLanguage
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime.cpp_kernels import KernelText, cpp_kernel_units
 from fxwrap.runtime.kernels import kernel_library
@@ -54,7 +56,7 @@ def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[s
     if not emitters:
         return {}
     texts = kernel_texts(program)
-    in_cpp = [kernel for kernel in texts if kernel.language == "cpp"]
+    in_cpp = [kernel for kernel in texts if language_facts(kernel.language).linked]
     found: dict[str, Any] = {}
     if "cpp" in emitters:
         source = to_cpp(program).source
@@ -66,12 +68,18 @@ def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[s
         bridge = provided_bridge() or build_bridge().folder
         found["bridge"] = {name: _add(writer, bridge / name) for name in BRIDGE_LIBRARIES}
         found["target"] = binary_target()
-    triton = [item for kernel in texts if kernel.language == "triton" for item in _add_triton(writer, kernel)]
+    by_triton = [kernel for kernel in texts if _is_compiled_by_triton(language_facts(kernel.language))]
+    triton = [item for kernel in by_triton for item in _add_triton(writer, kernel)]
     return {**found, "triton": triton} if triton else found
 
 
+def _is_compiled_by_triton(facts: KernelLanguage) -> bool:
+    return facts.is_triton and not facts.by_user
+
+
 def _program_library(source: str, program: Program) -> Path:
-    kernels = [kernel for kernel in kernel_texts(program) if kernel.language == "cpp" and kernel.symbol in source]
+    linked = [kernel for kernel in kernel_texts(program) if language_facts(kernel.language).linked]
+    kernels = [kernel for kernel in linked if kernel.symbol in source]
     return provided_program(source) or compile_cpp(
         source, name=program.name, extra_sources=cpp_kernel_units(kernels)
     )
@@ -110,7 +118,8 @@ def use_binaries(archive: Archive, emitter: str) -> str:
             files = {str(name): archive.read(str(entry)) for name, entry in item["files"].items()}
             _put_back_triton(TritonBinary(str(item["key"]), files))
         wanted = "program" if emitter == "cpp" else "kernels"
-        needed = emitter == "cpp" or any(item.get("language") == "cpp" for item in archive.manifest.get("kernels", ()))
+        languages = [str(item.get("language")) for item in archive.manifest.get("kernels", ())]
+        needed = emitter == "cpp" or any(language_facts(name).linked for name in languages)
         if not needed:
             return ""
         if wanted not in described:

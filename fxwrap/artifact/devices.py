@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fxwrap.device_registry import registered_spec
 from fxwrap.lines import EnterDevice, ExitDevice, RecordEvent, RestoreState, SaveState, WaitEvent
 from fxwrap.wrapper_ir import (
     Block,
@@ -69,7 +70,8 @@ def device_map(present: list[torch.device], wanted: Any) -> dict[torch.device, t
             raise ValueError(f"it does not use {old}, only {', '.join(map(str, present))}")
         if old.type != new.type:
             raise ValueError(f"its kernels for {old.type} do not run on {new.type}")
-        if new.type != "cpu" and new.index is None:
+        spec = registered_spec(new.type)
+        if (spec is None or spec.indexed) and new.index is None:
             raise ValueError(f"'{new}' does not say which device; say '{new}:0'")
     return {old: new for old, new in pairs.items() if old != new}
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
+from fxwrap.device_registry import language_facts, registered_lines
 from fxwrap.errors import ArtifactError, FxwrapError
 from fxwrap.lines import CORE_LINES, Call, ExtensionLine, Mutate, StartCollective
 from fxwrap.torch_compat import operator_overload
@@ -29,14 +30,12 @@ PROGRAM = "program.ir"
 ORIGINS = "origins.json"
 KERNELS = "kernels"
 
-_ENDINGS = {"cpp": "cpp", "triton": "py", "user_triton": "py"}
-
 
 def check_kernels(program: Program, path: str) -> None:
     """Raises ArtifactError for a kernel that is more than its text, which only this process has."""
     for kernel in program.kernels:
         options = dict(kernel.options)
-        if kernel.language == "user_triton" and "live" in options:
+        if language_facts(kernel.language).by_user and "live" in options:
             raise ArtifactError(
                 path, kernel.name, f"the kernel @{kernel.name} is only in this process: {options.get('reason', '')}",
                 "Change the kernel so that its text is all that it is",
@@ -49,7 +48,7 @@ def write_program(writer: ArchiveWriter, program: Program) -> list[dict[str, Any
     writer.add_bytes(ORIGINS, _origins_text(program).encode())
     described = []
     for kernel in program.kernels:
-        entry = f"{KERNELS}/{kernel.hash}.{_ENDINGS.get(kernel.language, 'txt')}"
+        entry = f"{KERNELS}/{kernel.hash}.{language_facts(kernel.language).ending}"
         writer.add_bytes(entry, kernel.source.encode())
         described.append({
             "name": kernel.name, "language": kernel.language, "hash": kernel.hash, "entry": entry,
@@ -69,7 +68,7 @@ def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]]) ->
     kernels = tuple([_kernel(archive, item) for item in described])
     text = archive.read_text(PROGRAM)
     try:
-        program = verify(parse_program(text, (*CORE_LINES, *extensions)).replace(kernels=kernels))
+        program = verify(parse_program(text, (*CORE_LINES, *registered_lines(), *extensions)).replace(kernels=kernels))
     except FxwrapError as error:
         remedy = "Give load the line classes that it uses as `extensions`, or save it again"
         raise archive.error(PROGRAM, f"it is no program: {error}", remedy) from None

@@ -11,6 +11,7 @@ from fxwrap.converters.cpp_loops import write_map, write_scan, write_while
 from fxwrap.converters.cpp_text import CppUnit, Table, comment_text, indented, place, string_text
 from fxwrap.converters.cpp_writer import CppWriter
 from fxwrap.converters.emitted import Emitted
+from fxwrap.device_registry import language_facts
 from fxwrap.errors import Unsupported
 from fxwrap.lines import (
     SCATTER_OPERATORS,
@@ -152,7 +153,7 @@ class CppConverter(Converter):
         kernel = self.program.kernel(line.kernel)
         tensors = [item for item in line.arguments if _is_tensor(item)]
         numbers = [item for item in line.arguments if not _is_tensor(item)]
-        if kernel.language == "cpp":
+        if language_facts(kernel.language).linked:
             self._launch_cpp(line, kernel, [*tensors, *line.outs], numbers)
         else:
             self._launch_by_operator(line, kernel, tensors, numbers)

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.converters.from_fx_reader import Match, Reader, Table, failure, origin_of
+from fxwrap.device_registry import language_facts
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Call, Launch
 from fxwrap.runtime import library
@@ -136,7 +137,7 @@ def _triton_hash(node: Node) -> str:
 
 def _parameters(kernel: KernelDefinition) -> list[str]:
     """Returns the names of a kernel's parameters, tensors first, constants left out."""
-    if kernel.language == "user_triton":
+    if language_facts(kernel.language).by_user:
         return load_user_kernel(kernel.source, kernel.signature, kernel.options).names
     constants = dict(kernel.options)
     return [name for name in triton_parameters(kernel.source) if name not in constants]

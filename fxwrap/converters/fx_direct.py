@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from fxwrap.converters.fx_types import known_types, unseen_views
 from fxwrap.converters.torch_calls import Kind, kind_of, torch_call
+from fxwrap.device_registry import language_facts
 from fxwrap.runtime import checks, direct, library, tensors
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.triton_table import triton_constants, triton_parameters
@@ -91,11 +92,11 @@ class DirectWriter:
         if known is None:
             wish = "".join([letter if letter.isalnum() else "_" for letter in name or "kernel"])
             known, count = wish, 0
-            while known in self._kernel_names.values() or hasattr(direct.Kernels, known) or not known.isidentifier():
+            while known in self._kernel_names.values() or known.startswith("__") or not known.isidentifier():
                 known, count = f"{wish if wish[:1].isalpha() else 'kernel'}_{count}", count + 1
             self._kernel_names[kernel_hash, once] = known
             self.kernels.add(known, text, once)
-        return f"{self.named('kernels', self.kernels, 'kernels')}.{known}"
+        return f"{self.named('kernels', self.kernels.module, 'kernels')}.{known}"
 
     def builtin(self, name: str) -> str:
         """Returns the name of a builtin function, where no parameter hides it."""
@@ -185,7 +186,7 @@ class DirectWriter:
 
     def launch(self, name: str, kernel_hash: str, found: library.RegisteredKernel, grid: Any, given: list[str]) -> str:
         """Returns the launch of a kernel."""
-        once = found.language == "cpp" and tuple(grid) == _ONCE
+        once = language_facts(found.language).called_once and tuple(grid) == _ONCE
         text = KernelText(found.language, found.source, found.signature, found.options)
         launcher = self.kernel(found.name or name, kernel_hash, text, once)
         return f"{launcher}({', '.join(given if once else [self.tuple(grid), *given])})"
@@ -287,8 +288,9 @@ def _triton_kernel(writer: DirectWriter, node: Node) -> str:
     names, wanted = _triton_interface(found)
     if set(given) != set(names) or not _same(found_constants, wanted):
         raise NotDirect
-    described = load_user_kernel(*found.text).descriptors if found.language == "user_triton" else {}
-    if set(descriptors) != set(described) or (len(grids) > 1 and found.language != "user_triton"):
+    by_user = language_facts(found.language).by_user
+    described = load_user_kernel(*found.text).descriptors if by_user else {}
+    if set(descriptors) != set(described) or (len(grids) > 1 and not by_user):
         raise NotDirect
     operands = [writer.text(given[name]) for name in names]
     operands += [writer.text(size) for grid in grids[1:] for size in grid]
@@ -303,7 +305,7 @@ def _same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 
 def _triton_interface(found: library.RegisteredKernel) -> tuple[list[str], Mapping[str, Any]]:
     """Returns the names of a Triton kernel's arguments in the order of its launcher, and its constant arguments."""
-    if found.language == "user_triton":
+    if language_facts(found.language).by_user:
         loaded = load_user_kernel(*found.text)
         return loaded.names, loaded.constants
     constants = dict(found.options)

@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from fxwrap.converters.fx_nodes import GraphWriter
+from fxwrap.device_registry import language_facts
 from fxwrap.errors import Unsupported
 from fxwrap.lines import Launch
 from fxwrap.runtime import library
@@ -51,11 +52,10 @@ def launch(converter: KernelConverter, line: Launch) -> None:
     library.register_kernel(kernel.hash, registered)
     tensors = [item for item in line.arguments if isinstance(item, Value)]
     numbers = [item for item in line.arguments if not isinstance(item, Value)]
-    if kernel.language == "triton":
-        _launch_triton(converter, line, kernel, [*tensors, *line.outs, *numbers])
-        return
-    if kernel.language == "user_triton":
-        _launch_users(converter, line, kernel, [*tensors, *line.outs, *numbers])
+    facts = language_facts(kernel.language)
+    if facts.is_triton:
+        write = _launch_users if facts.by_user else _launch_triton
+        write(converter, line, kernel, [*tensors, *line.outs, *numbers])
         return
     argument = converter.writer.argument
     floats = _are_floats(kernel, numbers)
@@ -77,7 +77,7 @@ def _launch_triton(
     names = [name for name in triton_parameters(kernel.source) if name not in constants]
     if len(names) != len(operands):
         raise converter.unsupported(line, f"the kernel takes ({', '.join(names)}), not {len(operands)} arguments")
-    on_cpu = line.outs[0].tensor_type.device.type == "cpu"
+    on_cpu = line.outs[0].tensor_type.device.type == "cpu"  # where nothing but Triton's interpreter runs it
     function = triton_function(kernel.source, kernel.signature, kernel.options, kernel.hash, on_cpu)
     argument = converter.writer.argument
     keywords = {
@@ -95,7 +95,8 @@ def _launch_users(converter: KernelConverter, line: Launch, kernel: KernelDefini
     """Writes the launch of a kernel of the user's, whose object in torch's table is as the user wrote it."""
     text = (kernel.source, kernel.signature, kernel.options)
     loaded = load_user_kernel(*text)
-    on_cpu = all(item.tensor_type.device.type == "cpu" for item in operands if isinstance(item, Value))
+    devices = [item.tensor_type.device for item in operands if isinstance(item, Value)]
+    on_cpu = all(device.type == "cpu" for device in devices)  # where nothing but Triton's interpreter runs it
     argument = converter.writer.argument
     count = len(loaded.names)
     grids = [line.grid, *[operands[start : start + 3] for start in range(count, len(operands), 3)]]

@@ -10,6 +10,7 @@ from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.emitted import Boxed, Emitted, kernel_texts
 from fxwrap.converters.python_text import PythonModule, call_text, literal_text, tuple_text, unpack_text
 from fxwrap.converters.views import unseen_views, view_form
+from fxwrap.device_registry import language_facts
 from fxwrap.lines import (
     SCATTER_OPERATORS,
     Alloc,
@@ -213,8 +214,8 @@ class PythonConverter(Converter):
 
     def launch(self, line: Launch) -> None:
         definition = self.program.kernel(line.kernel)
-        called_once = definition.language == "cpp" and line.grid == (1, 1, 1)
-        kernel = self.module.cpp_kernel(definition) if called_once else self.module.kernel(definition)
+        called_once = language_facts(definition.language).called_once and line.grid == (1, 1, 1)
+        kernel = self.module.kernel_function(definition) if called_once else self.module.kernel(definition)
         tensors = [item for item in line.arguments if isinstance(item, Value)]
         numbers = [item for item in line.arguments if not isinstance(item, Value)]
         grid = [] if called_once else [self._sizes(line.grid)]

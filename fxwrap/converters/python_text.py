@@ -12,6 +12,7 @@ import sympy
 import torch
 
 from fxwrap.converters.torch_calls import Kind, kind_of, torch_call
+from fxwrap.device_registry import language_facts
 from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
 from fxwrap.wrapper_ir import Block, KernelDefinition, TensorType, Value, outer_symbols
 
@@ -76,10 +77,13 @@ class PythonModule:
         text = f"{load}({kernel.language!r}, {_raw(kernel.source)}, {kernel.signature!r}, {kernel.options!r})"
         return self.defined(f"kernel_{kernel.name}", text)
 
-    def cpp_kernel(self, kernel: KernelDefinition) -> str:
-        """Returns a module-level name for the function of a C++ kernel, which takes its arguments and no grid."""
-        load = self.runtime("kernels", "load_cpp_kernel")
-        text = f"{load}({_raw(kernel.source)}, {kernel.signature!r}, {kernel.options!r})"
+    def kernel_function(self, kernel: KernelDefinition) -> str:
+        """Returns a module-level name for a kernel that is called once, which takes its arguments and no grid."""
+        if language_facts(kernel.language).linked:
+            load = f"{self.runtime('kernels', 'load_cpp_kernel')}("
+        else:
+            load = f"{self.runtime('kernels', 'load_function')}({kernel.language!r}, "
+        text = f"{load}{_raw(kernel.source)}, {kernel.signature!r}, {kernel.options!r})"
         return self.defined(f"kernel_{kernel.name}", text)
 
     def allocator(self, device: torch.device) -> str:

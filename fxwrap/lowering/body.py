@@ -130,7 +130,7 @@ class Body:
 
     def _fused(self, defining: Defining, uses: Uses, hint: Callable[[Size], int]) -> Fusion:
         """Returns operator calls and kernels in the order in which they run."""
-        fusion = Fusion(uses, hint, defining.on_memory_of)
+        fusion = Fusion(uses, hint, defining.on_memory_of, self.request.options.device_specs())
         events: list[tuple[int, Step | Use]] = [(step.position, step) for step in defining.steps]
         events += [(use.position, use) for use in uses.units()]
         for _, event in sorted(events, key=lambda pair: pair[0]):

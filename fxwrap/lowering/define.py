@@ -100,7 +100,7 @@ class Defining:
         self._numbers = HostNumbers(builder.state.fresh_symbol)
         self._read: set[NumberRead] = set()
         self.in_place = in_place
-        self._languages = {spec.device_type: spec for spec in options.devices}
+        self._specs = options.device_specs()
 
     def stored(self, node: Node, fake: torch.Tensor, name: str = "") -> Stored:
         """Returns a definition for a tensor that is in memory."""
@@ -191,7 +191,8 @@ class Defining:
         if refusal is not None:
             return refusal
         first = fake if isinstance(fake, torch.Tensor) else next(item for item in fake if item is not None)
-        call = Call(facts.name, arguments, dict(keywords), fake, first.device, self._sizes)
+        spec = self._specs[first.device.type]
+        call = Call(facts.name, arguments, dict(keywords), fake, first.device, self._sizes, spec)
         result = RULES[facts.name](call)
         if isinstance(result, str):
             return result
@@ -250,13 +251,18 @@ class Defining:
         devices = {item.device for item in tensors}
         if len(devices) != 1:
             return "its tensors are on several devices"
-        spec = self._languages.get(next(iter(devices)).type)
-        if spec is None or facts.name in spec.prefer_extern:
+        device = next(iter(devices))
+        if not self._has_kernels(device) or facts.name in self._specs[device.type].prefer_extern:
             return "the device has no kernels for it"
         for item in tensors:
             if item.dtype not in KERNEL_DTYPES:
                 return f"kernels have no {item.dtype}"
         return None
+
+    def _has_kernels(self, device: torch.device) -> bool:
+        """Whether kernels are generated for a device: its type is known, and so is a language for it."""
+        spec = self._specs.get(device.type)
+        return spec is not None and bool(spec.kernel_language)
 
     def _arguments(self, node: Node, target: OpOverload) -> tuple[OperatorFacts, Any, Any]:
         facts = operator_facts(target)
@@ -281,7 +287,7 @@ class Defining:
         if not hosts or len(devices) != 1 or not nodes.keys() >= set(hosts):
             return given, []
         device = next(iter(devices))
-        if device.type == "cpu":
+        if device.type == "cpu":  # where such tensors are, in torch's rule
             return given, []
         moved = {host: self._numbers.moved(host, device, nodes[host]) for host in hosts}
 
@@ -370,7 +376,7 @@ class Defining:
         computed = not isinstance(viewed_base(value), Stored)
         if not computed or not types <= KERNEL_DTYPES or target.device != value.device:
             return False
-        if target.device.type not in self._languages or any(size == 0 for size in self._strides.get(target, (0,))):
+        if not self._has_kernels(target.device) or any(size == 0 for size in self._strides.get(target, (0,))):
             return False
 
         def body(reader: Reader, indices: Indices) -> Any:

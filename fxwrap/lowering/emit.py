@@ -66,7 +66,7 @@ class Emission:
         self.print_kernel = print_kernel
         self.lower_higher_order = lower_higher_order
         self.values: dict[Definition, Value] = {}
-        self._specs: dict[str, DeviceSpec] = {spec.device_type: spec for spec in options.devices}
+        self._specs: dict[str, DeviceSpec] = options.device_specs()
 
     def emit(self, item: Item, wanted: set[Definition]) -> None:
         """Emits an item; `wanted` are the definitions that something outside their kernel reads."""
@@ -285,7 +285,7 @@ class Emission:
     def _launch(self, plan: KernelPlan, built: BuiltKernel) -> None:
         """Emits the launch of a kernel; on a GPU, of the several that a long reduction is cut into."""
         values = built.values()
-        split = split_reductions(built.kernel, self.hint) if plan.device_type == "cuda" else None
+        split = split_reductions(built.kernel, self.hint) if self._specs[plan.device_type].wide else None
         kernels = (built.kernel,) if split is None else split.kernels
         for buffer in split.temporaries if split is not None else ():
             device = plan.members[0].use.definition.device
@@ -307,8 +307,7 @@ class Emission:
     def _printed(
         self, plan: KernelPlan, kernel: Kernel, built: BuiltKernel, formulas: Mapping[sympy.Symbol, sympy.Basic]
     ) -> PrintedKernel:
-        spec = self._specs[plan.device_type]
-        language = self.options.cpu_kernels if plan.device_type == "cpu" else spec.kernel_language
+        language = self.options.kernel_language(self._specs[plan.device_type])
         limits = {name: info.upper for name, info in self.builder.infos.items() if isinstance(info.upper, int)}
         for symbol, formula in formulas.items():
             limits.pop(symbol.name, None)  # names within the kernel are its own

@@ -10,12 +10,13 @@ definitions belong together when the maps make one read exactly what the other c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from torch.fx import Node
 
+from fxwrap.device_spec import DeviceSpec
 from fxwrap.loop_ir import Atom, Axis, IndexLike, as_index
 from fxwrap.lowering.definitions import Definition, Pointwise, Scattered, Written
 from fxwrap.lowering.host_numbers import NumberRead
@@ -57,8 +58,14 @@ class Fusion:
     """Takes calls and definitions in graph order; `items()` gives the program's steps in order."""
 
     def __init__(
-        self, uses: Uses, hint: Callable[[Size], int], on_memory_of: Callable[[Definition], Sequence[Definition]]
+        self,
+        uses: Uses,
+        hint: Callable[[Size], int],
+        on_memory_of: Callable[[Definition], Sequence[Definition]],
+        specs: Mapping[str, DeviceSpec],
     ) -> None:
+        """`specs` has the facts about each device type that has kernels."""
+        self.specs = specs
         self.uses = uses
         self.hint = hint
         self.on_memory_of = on_memory_of
@@ -230,10 +237,10 @@ class Fusion:
     def _stays_fast(self, kernel: KernelPlan, placement: Placement, use: Use) -> bool:
         """Whether one kernel over the shared space has as much to do in parallel as two would have.
 
-        On a GPU, writing a whole tensor in a kernel whose reduction runs down columns, or over rows that do not fit,
-        would leave it to the few programs that the reduction has.
+        On a wide device, writing a whole tensor in a kernel whose reduction runs down columns, or over rows that do not
+        fit, would leave it to the few programs that the reduction has.
         """
-        if kernel.device_type == "cpu" or not placement.reduced:
+        if not placement.reduced or not self.specs[kernel.device_type].wide:
             return True
         reduced = set(placement.reduced)
         written = [member.at for member in kernel.members if isinstance(member.use.definition, Pointwise)]

@@ -96,7 +96,7 @@ def lower_with_coverage(
     `graph` may be what `graph_source` made of one. `refused` are nodes that are called although there are rules to fuse
     them; `print_kernel` chooses how kernels are printed.
     """
-    options = options or Options()
+    options = (options or Options()).with_devices()
     source = graph if isinstance(graph, GraphSource) else graph_source(graph, example_inputs, options, name)
     while True:
         try:

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxwrap.device_spec import DeviceSpec
 from fxwrap.lowering.effects import written_operands
 from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.rules import RULES
@@ -92,19 +93,22 @@ def with_layouts(
     """
     nodes = list(source.graph_module.graph.nodes)
     moved = _moved_inputs(nodes, fakes, given)
-    wanted = options.layout == "auto" and options.fuse and any(_is_convolution(node, fakes) for node in nodes)
+    wanted: frozenset[Node] = frozenset()
+    if options.layout == "auto" and options.fuse:
+        specs = options.device_specs()
+        wanted = frozenset([node for node in nodes if _is_convolution(node, fakes, specs)])
     if not (moved or wanted) or _writes_computed(nodes, fakes):
         return source, fakes
     if wanted:
         try:
-            chosen = _Relayout(source, fakes, moved, True, free_outputs)
+            chosen = _Relayout(source, fakes, moved, wanted, free_outputs)
             found = chosen.run()
         except _CannotKeep:
             pass
         else:
             if moved or chosen.copies.pays:
                 return found
-    return _Relayout(source, fakes, moved, False, free_outputs).run() if moved else (source, fakes)
+    return _Relayout(source, fakes, moved, frozenset(), free_outputs).run() if moved else (source, fakes)
 
 
 def _moved_inputs(
@@ -121,15 +125,15 @@ def _moved_inputs(
     return found
 
 
-def _is_convolution(node: Node, fakes: Mapping[Node, Any]) -> bool:
-    """Whether a node is a convolution of images that may read them channels-last."""
+def _is_convolution(node: Node, fakes: Mapping[Node, Any], specs: Mapping[str, DeviceSpec]) -> bool:
+    """Whether a node is a convolution of images that may read them channels-last, on a device that likes them so."""
     found = _CONVOLVED.get(node.target)
     if found is None:
         return False
     positions, transposed = found
     operands = [node.args[position] for position in positions]
     return node.args[transposed] is False and all(
-        isinstance(item, Node) and isinstance(fake := fakes.get(item), FakeTensor) and _is_image(fake)
+        isinstance(item, Node) and isinstance(fake := fakes.get(item), FakeTensor) and _is_image(fake, specs)
         for item in operands
     )
 
@@ -140,12 +144,11 @@ def _convolved(node: Node) -> list[Node]:
     return [node.args[position] for position in positions]  # type: ignore[misc]
 
 
-def _is_image(fake: FakeTensor) -> bool:
+def _is_image(fake: FakeTensor, specs: Mapping[str, DeviceSpec]) -> bool:
     if fake.ndim != 4 or fake.layout is not torch.strided:
         return False
-    if fake.device.type == "cpu":
-        return fake.dtype is torch.float32 or fake.dtype in _HALF
-    return fake.device.type == "cuda" and fake.dtype in _HALF  # tensor cores; float32 is as fast either way
+    spec = specs.get(fake.device.type)
+    return spec is not None and fake.dtype in spec.channels_last
 
 
 def _writes_computed(nodes: Sequence[Node], fakes: Mapping[Node, Any]) -> bool:
@@ -190,7 +193,7 @@ class _Relayout:
         source: GraphSource,
         fakes: dict[Node, Any],
         moved: Mapping[Node, FakeTensor],
-        wanted: bool,
+        wanted: Collection[Node],
         free_outputs: Collection[int],
     ) -> None:
         self.source = source
@@ -242,7 +245,7 @@ class _Relayout:
 
     def _call(self, node: Node) -> None:
         operands = self.env
-        if self.wanted and _is_convolution(node, self.old):
+        if node in self.wanted:
             images = {operand: self._channels_last(operand) for operand in _convolved(node)}
             operands = {operand: images.get(operand, self.env[operand]) for operand in node.all_input_nodes}
             self._count(node)

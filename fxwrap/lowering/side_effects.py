@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fxwrap.device_registry import registered_spec
 from fxwrap.errors import GraphError
 from fxwrap.lines import Alloc, Call, Mutate, RestoreState, SaveState, View
 from fxwrap.lowering.binding import bind_values, new_values
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.copies import writable
+from fxwrap.lowering.effects import operator_label
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.source import location_of
-from fxwrap.torch_compat import OpOverload, functionalized_views
-from fxwrap.wrapper_ir import UNKNOWN, Effect, TensorType, Value, leaves
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, functionalized_views
+from fxwrap.wrapper_ir import OUTPUT, UNKNOWN, Effect, TensorType, Value, leaves
 
 
 def lower_functionalized(builder: Builder, node: Node, dying: Collection[str]) -> None:
@@ -104,11 +107,41 @@ class _Copies:
 
 def lower_with_effects(builder: Builder, node: Node) -> None:
     """An operator whose calls keep their order, which its effect says; the tokens between them stand for nothing."""
+    if isinstance(node.args[1], HigherOrderOperator) and operator_label(node.args[1]) == "print":
+        lower_print(builder, node, 2)
+        builder.env[node] = (None, None)
+        return
     overload = _overload(node, 1)
     fakes = tuple(_flat(builder.fakes[node]))[1:]
     arguments, keywords = _literals(builder, node, 2)
     found = _call(builder, node, overload, arguments, keywords, fakes, (UNKNOWN,))
     builder.env[node] = (None, *(found or (None,)))
+
+
+def lower_print(builder: Builder, node: Node, first: int = 0) -> None:
+    """A print of a format and what is put into it: the arguments from number `first` on, and those with names."""
+    arguments, keywords = _literals(builder, node, first)
+    kinds: list[str] = []
+    given: dict[str, list[Any]] = {"tensor": [], "number": [], "text": []}
+    for name, item in [*[("", item) for item in arguments[1:]], *keywords]:
+        kind = _printed_kind(item)
+        if kind is None:
+            raise _error(node, "it prints more than tensors, numbers and strings", "Print each by itself")
+        given[kind].append(item)
+        kinds.append(f"{kind} {name}".rstrip())
+    printed = (arguments[0], tuple(kinds), *[tuple(items) for items in given.values()])
+    line = Call((), "fxwrap_runtime.print.default", printed, (), effect_set=(OUTPUT,), origin=builder.origin(node))
+    builder.emit(line)
+    builder.env[node] = None
+
+
+def _printed_kind(item: Any) -> str | None:
+    """Returns the kind of what is printed, as the operator that prints names it."""
+    if isinstance(item, Value):
+        return "tensor" if isinstance(item.type, TensorType) else "number"
+    if isinstance(item, str):
+        return "text"
+    return "number" if isinstance(item, int | float | sympy.Basic) else None
 
 
 def lower_run_and_save(builder: Builder, node: Node) -> None:
@@ -158,15 +191,14 @@ def _call(
 
 
 def _saved_state(builder: Builder, node: Node, name: str, device: str) -> Value:
-    count = _CUDA_STATE_BYTES if torch.device(device).type == "cuda" else torch.get_rng_state().numel()
-    type_ = TensorType.contiguous(torch.uint8, (count,), torch.device("cpu"))
+    spec = registered_spec(torch.device(device).type)
+    if spec is None or spec.random_state_bytes is None:
+        reason = f"it keeps the state of the generator of '{device}', whose length nobody has said"
+        raise _error(node, reason, "Register the device with DeviceSpec(random_state_bytes=...)")
+    type_ = TensorType.contiguous(torch.uint8, (spec.random_state_bytes,), torch.device("cpu"))
     state = builder.add_buffer(f"{node.name}_{name}", type_)
     builder.emit(SaveState(state, device, origin=builder.origin(node)))
     return state
-
-
-_CUDA_STATE_BYTES = 16
-"""A CUDA generator's state: its seed and its offset."""
 
 
 def _device(builder: Builder, arguments: Any, keywords: Any) -> str:

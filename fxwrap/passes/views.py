@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from fxwrap.device_registry import language_facts
 from fxwrap.lines import Alloc, Bind, Launch, View
 from fxwrap.wrapper_ir import (
     Block,
@@ -23,9 +24,6 @@ from fxwrap.wrapper_ir import (
     used,
 )
 
-_POINTER_LANGUAGES = frozenset({"cpp", "triton"})
-"""Languages whose kernels, as lowering writes them, know of a tensor only where its first element is."""
-
 _OPERANDS = (Role.READ, Role.WRITE, Role.CONSUME, Role.ATTR)
 
 
@@ -38,7 +36,8 @@ def fold_views(program: Program) -> Program:
     it is all that remains of a root made here. Views that nobody reads then are left out. Linear in the number of
     lines.
     """
-    folding = _Folding({kernel.name for kernel in program.kernels if kernel.language in _POINTER_LANGUAGES})
+    pointers = {kernel.name for kernel in program.kernels if language_facts(kernel.language).only_addresses}
+    folding = _Folding(pointers)
     functions = tuple([(name, folding.block(block, ())) for name, block in program.functions])
     return program.replace(body=folding.block(program.body, program_arguments(program)), functions=functions)
 

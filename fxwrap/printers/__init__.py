@@ -3,5 +3,7 @@
 from fxwrap.printers.languages import KernelPrinter as KernelPrinter
 from fxwrap.printers.languages import KernelRequest as KernelRequest
 from fxwrap.printers.languages import candidate_kernels as candidate_kernels
+from fxwrap.printers.languages import cpp_ways as cpp_ways
 from fxwrap.printers.languages import print_kernel as print_kernel
+from fxwrap.printers.languages import triton_ways as triton_ways
 from fxwrap.printers.printed import PrintedKernel as PrintedKernel

@@ -1,4 +1,4 @@
-"""The printers by kernel language."""
+"""Printing kernels by language: what the language's registered printer gives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from fxwrap.device_registry import Printer, language_named
 from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir import Kernel
 from fxwrap.printers.cpp import print_cpp_kernel
@@ -44,12 +45,12 @@ def print_kernel(request: KernelRequest) -> PrintedKernel:
     kernel = request.kernel
     if kernel.numbers:
         return candidate_kernels(request)[0]()
-    return _printed_once(kernel, kernel.details, request.language, request.device)
+    return _printed_once(kernel, kernel.details, request.language, request.device, _printer(request.language))
 
 
 @lru_cache(maxsize=1024)
 def _printed_once(
-    kernel: Kernel, details: tuple[str, ...], language: str, device: torch.device
+    kernel: Kernel, details: tuple[str, ...], language: str, device: torch.device, _printer: Printer
 ) -> PrintedKernel:
     """Prints a kernel of fixed sizes, once for all equal layers of a model."""
     return candidate_kernels(KernelRequest(kernel, language, device, int))[0]()
@@ -58,12 +59,28 @@ def _printed_once(
 def candidate_kernels(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
     """Returns what prints a kernel in each way that is worth a try, the best guess first; all are correct.
 
-    Raises FxwrapError for a language that has no printer, as printing does for a kernel that it cannot say.
+    Raises FxwrapError for a language that has no printer, and for a kernel that its printer gives nothing for, as
+    printing does for a kernel that it cannot say.
     """
-    kernel = request.kernel
-    if request.language == "cpp":
-        return (partial(print_cpp_kernel, kernel),)
-    if request.language == "triton":
-        ways = configurations(kernel, request.hint)
-        return tuple([partial(print_triton, kernel, way, request.limits) for way in ways])
-    raise FxwrapError(f"there is no printer for the kernel language '{request.language}'")
+    ways = tuple(_printer(request.language)(request))
+    if not ways:
+        raise FxwrapError(f"the printer for '{request.language}' on device '{request.device}' gives nothing for it")
+    return ways
+
+
+def _printer(language: str) -> Printer:
+    found = language_named(language).printer
+    if found is None:
+        raise FxwrapError(f"there is no printer for the kernel language '{language}'")
+    return found
+
+
+def cpp_ways(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
+    """Returns what prints a kernel as C++, in the one way there is."""
+    return (partial(print_cpp_kernel, request.kernel),)
+
+
+def triton_ways(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
+    """Returns what prints a kernel as Triton's Python, in each way to cut it, the best guess first."""
+    ways = configurations(request.kernel, request.hint)
+    return tuple([partial(print_triton, request.kernel, way, request.limits) for way in ways])

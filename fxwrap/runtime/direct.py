@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx import Proxy
 
 from fxwrap.errors import GraphModuleError
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.kernels import load_cpp_kernel, load_kernel, prepare_kernels
+from fxwrap.runtime.kernels import load_function, load_kernel, prepare_kernels
 from fxwrap.runtime.tensors import copy
 from fxwrap.torch_compat import has_own_memory, operators_are_watched
 
@@ -59,12 +60,13 @@ def refuse_proxies(inputs: Sequence[Any]) -> None:
 
 
 class Kernels:
-    """The kernels of a graph, as attributes: functions that launch them.
+    """The kernels of a graph, as functions of a module, which launch them.
 
     They are loaded when the first of them is launched; the C++ kernels among them are compiled together then.
     """
 
     def __init__(self) -> None:
+        self.module = ModuleType("kernels")  # nothing else finds an attribute as fast, once the code is warm
         self._texts: dict[str, KernelText] = {}
         self._once: set[str] = set()
         self._lock = threading.Lock()
@@ -77,20 +79,20 @@ class Kernels:
 
         def first(*arguments: Any) -> None:
             self._load()
-            getattr(self, name)(*arguments)
+            getattr(self.module, name)(*arguments)
 
-        setattr(self, name, first)
+        setattr(self.module, name, first)
 
     def _load(self) -> None:
         with self._lock:
             prepare_kernels(tuple(self._texts.values()))
-            loaded = {name: self._launcher(name) for name in self._texts}
-            self.__dict__.update(loaded)
+            for name, launcher in {name: self._launcher(name) for name in self._texts}.items():
+                setattr(self.module, name, launcher)
 
     def _launcher(self, name: str) -> Callable[..., object]:
         text = self._texts[name]
         if name in self._once:
-            return load_cpp_kernel(text.source, text.signature, text.options)
+            return load_function(text.language, text.source, text.signature, text.options)
         return load_kernel(text.language, text.source, text.signature, text.options)
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from fxwrap.device_registry import Language, Launcher, find_language, missing_function, registered_spec
 from fxwrap.errors import FxwrapError
-from fxwrap.runtime import tensors
+from fxwrap.runtime import devices, tensors
 from fxwrap.runtime.checks import check_alignment, check_rank, fail
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.kernels import Launcher, load_kernel, prepare_kernels
+from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.torch_compat import (
     below_functionalisation,
     declare_side_effect,
@@ -95,7 +96,8 @@ def interleave(
 
 
 @cache
-def _launcher(kernel_hash: str) -> Launcher:
+def _launcher(kernel_hash: str, _language: Language | None) -> Launcher:
+    """Returns the launcher of a kernel, which is another where its language was registered anew."""
     found = registered_kernel(kernel_hash)
     texts = [KernelText(item.language, item.source, item.signature, item.options) for item in _KERNELS.values()]
     prepare_kernels(tuple(texts))  # those of one graph are registered together, and compile faster together
@@ -111,7 +113,8 @@ def _cpp_kernel(
     numbers: Sequence[float],
     grid: Sequence[int],
 ) -> None:
-    found, launch = registered_kernel(kernel), _launcher(kernel)
+    found = registered_kernel(kernel)
+    launch = _launcher(kernel, find_language(found.language))
     launch(tuple(grid), *ins, *outs, *interleave(found.signature, sizes, numbers))
 
 
@@ -207,11 +210,10 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 
 def _random_state_fake(device: torch.device) -> torch.Tensor:
-    return torch.empty([_STATE_BYTES.get(device.type, _OTHER_STATE_BYTES)], dtype=torch.uint8, device="cpu")
-
-
-_STATE_BYTES = {"cpu": 5056}
-_OTHER_STATE_BYTES = 16
+    spec = registered_spec(device.type)
+    if spec is None or spec.random_state_bytes is None:
+        raise missing_function(device.type, "random_state")
+    return torch.empty([spec.random_state_bytes], dtype=torch.uint8, device="cpu")
 
 
 def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
@@ -229,16 +231,13 @@ _CURRENT = _CurrentDevices()
 
 
 def _enter_device(device: torch.device) -> None:
-    guard = None if device.type == "cpu" else torch.get_device_module(device).device(device)
-    if guard is not None:
-        guard.__enter__()
+    guard = devices.guard(device)
+    guard.__enter__()
     _CURRENT.entered.append(guard)
 
 
 def _exit_device(_device: torch.device) -> None:
-    guard = _CURRENT.entered.pop()
-    if guard is not None:
-        guard.__exit__(None, None, None)
+    _CURRENT.entered.pop().__exit__(None, None, None)
 
 
 # --- registration ---------------------------------------------------------------------------------------------------

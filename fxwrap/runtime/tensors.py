@@ -1,4 +1,4 @@
-"""What emitted Python does to tensors beyond calling ATen; `allocator` and `window` are torch's cheapest ways."""
+"""What emitted Python does to tensors beyond calling ATen; `allocator` and `window` are the cheapest ways."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from fxwrap.torch_compat import allocator, window
+from fxwrap.runtime import devices
+from fxwrap.runtime.devices import allocator
+from fxwrap.torch_compat import window
 
 __all__ = [
     "allocator", "copy", "follow", "random_state", "reinterpret", "scatter", "set_random_state", "window",
@@ -70,14 +72,9 @@ def follow(found: Any, step: str, argument: Any = 0) -> Any:
 
 def random_state(device: str) -> torch.Tensor:
     """Returns the state of a device's default generator, a uint8 tensor on the CPU."""
-    kind = torch.device(device)
-    return torch.get_rng_state() if kind.type == "cpu" else torch.get_device_module(kind).get_rng_state(kind)
+    return devices.random_state(torch.device(device))
 
 
 def set_random_state(device: str, state: torch.Tensor) -> None:
     """Sets the state of a device's default generator."""
-    kind = torch.device(device)
-    if kind.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(kind).set_rng_state(state, kind)
+    devices.set_random_state(torch.device(device), state)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fxwrap.device_spec import CUDA
 from fxwrap.printers import PrintedKernel
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernels, load_kernel
@@ -24,7 +25,7 @@ _LAUNCH_SECONDS = 2e-6
 
 def gpu_name(device: torch.device) -> str | None:
     """Returns the name of a CUDA device; None for another, or where there is none on this machine."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != CUDA.device_type or not torch.cuda.is_available():  # it times with CUDA's events and graphs
         return None
     return torch.cuda.get_device_name(device)
 

@@ -44,8 +44,8 @@ class Tuner:
         """Prints a kernel as its record says, by the best guess without one. Raises what printing raises."""
         ways = candidate_kernels(request)
         guess = ways[0]()
-        device = self._device_name(request.device) if request.language == "triton" else None
-        if device is None or len(ways) == 1:
+        device = self._device_name(request.device) if len(ways) > 1 else None
+        if device is None:
             return guess
         key = _key(request, guess, device)
         choice = self._known.get(key) or self._records.read(key)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from fxwrap.loop_ir import Kernel, Require, renumbered, without_dead_operations
 from fxwrap.lowering.definitions import Definition, Stored
 from fxwrap.lowering.rules import RULES, Call
+from fxwrap.options import Options
 from tests.lowering.evaluate_definitions import Computed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -68,7 +69,7 @@ def define(
     call = Call(
         name, [tree_map(stored, item) for item in positional],
         {key: tree_map(stored, item) for key, item in named.items()}, fake, torch.device(device),
-        lambda item: tuple(item.shape),
+        lambda item: tuple(item.shape), Options().device_specs()[torch.device(device).type],
     )  # fmt: skip
     return RULES[name](call), payloads
 

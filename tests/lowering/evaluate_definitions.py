@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from fxwrap.device_spec import CPU
 from fxwrap.loop_ir import ZERO, Axis, Body, Buffer, Scalar, compute_dtype, evaluate_kernel, linear_index
 from fxwrap.lowering.definitions import (
     Definition,
@@ -37,7 +38,7 @@ def call_rule(overload: Any, *arguments: Any, **keywords: Any) -> Any:
     name = f"{overload._schema.name.replace('::', '.')}.{overload._overloadname}"
     positional = [tree_map(stored, item) for item in arguments]
     named = {key: tree_map(stored, item) for key, item in keywords.items()}
-    call = Call(name, positional, named, fake, torch.device("cpu"), lambda item: tuple(item.shape))
+    call = Call(name, positional, named, fake, torch.device("cpu"), lambda item: tuple(item.shape), CPU)
     result = RULES[name](call)
     if isinstance(result, str):
         return result

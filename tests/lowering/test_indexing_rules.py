@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxwrap.device_spec import CPU
 from fxwrap.loop_ir import Axis, Buffer, Kernel, Require, evaluate_kernel
 from fxwrap.lowering.definitions import Scattered, Stored, pointwise
 from fxwrap.lowering.rules import RULES, Call, indexing, scatter
@@ -205,7 +206,7 @@ def test_a_kernel_that_runs_on_touches_nothing_outside(name: str, monkeypatch: p
 
 
 def _call(name: str, arguments: Any, sizes: Any) -> Call:
-    return Call(name, arguments, {}, torch.empty(sizes), torch.device("cpu"), lambda fake: tuple(fake.shape))
+    return Call(name, arguments, {}, torch.empty(sizes), torch.device("cpu"), lambda fake: tuple(fake.shape), CPU)
 
 
 def test_masked_positions_need_not_be_in_bounds() -> None:

@@ -12,6 +12,7 @@ import pytest
 import sympy
 import torch
 
+from fxwrap.device_spec import CPU, CUDA
 from fxwrap.loop_ir import STORAGE_ONLY
 from fxwrap.lowering.definitions import Pointwise, Stored, pointwise
 from fxwrap.lowering.rules import RULES, Call
@@ -261,7 +262,7 @@ def test_binary_cross_entropy_requires_probabilities_on_a_gpu(reduction: int) ->
     def compute(x: torch.Tensor) -> torch.Tensor:
         stored = {Stored(tuple(item.shape), item.dtype, device): item for item in (x, y, weight)}
         call = Call("aten.binary_cross_entropy.default", [*stored, reduction], {}, wanted, device,
-                    lambda item: tuple(item.shape))  # fmt: skip
+                    lambda item: tuple(item.shape), CUDA)  # fmt: skip
         result = RULES[call.name](call)
         assert isinstance(result, Pointwise)
         return Computed(stored).tensor(result)
@@ -328,7 +329,7 @@ def test_refusals_say_why(name: str, positional: tuple[Any, ...], keywords: dict
     if "device" in keywords:
         fake = overload(*positional, **keywords)
         x = Stored((3,), torch.float32, torch.device("cpu"))
-        call = Call(f"aten.{name}", [x], keywords, fake, fake.device, lambda item: tuple(item.shape))
+        call = Call(f"aten.{name}", [x], keywords, fake, fake.device, lambda item: tuple(item.shape), CPU)
         assert RULES[call.name](call) == reason
     elif eager(f"aten.{name}", list(positional), keywords) is None:
         assert call_rule(_WithoutEager(overload), *positional, **keywords) == reason
@@ -368,7 +369,7 @@ def test_every_pointwise_operator_has_a_rule_or_is_named_here() -> None:
 def test_a_cast_to_half_precision_rounds_inside_a_kernel() -> None:
     x = Stored((1,), torch.float32, torch.device("cpu"))
     call = Call("prims.convert_element_type.default", [x, torch.bfloat16], {}, torch.empty(1, dtype=torch.bfloat16),
-                torch.device("cpu"), lambda item: tuple(item.shape))  # fmt: skip
+                torch.device("cpu"), lambda item: tuple(item.shape), CPU)  # fmt: skip
     narrow = RULES[call.name](call)
     assert isinstance(narrow, Pointwise)
     wide = pointwise((1,), torch.float32, torch.device("cpu"), lambda reader, indices: narrow.body(reader, indices))

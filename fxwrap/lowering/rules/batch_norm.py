@@ -125,7 +125,7 @@ def _no_update(
 
 def _reserves(call: Call) -> bool:
     """Whether a backward that another library does may follow: then the fourth result is not for us to give."""
-    return call.device.type == "cuda" or call.sizes_of(call.fake[3]) != (0,)
+    return call.spec.saves_batch_norm or call.sizes_of(call.fake[3]) != (0,)
 
 
 def _evaluation(
@@ -249,6 +249,6 @@ def _backward(
 
 @kernel_rule("aten.batch_norm_backward.default")
 def _backward_with_reserve(call: Call, *arguments: Any) -> Result | str:
-    if call.device.type == "cuda" or arguments[-1].sizes != (0,):
+    if call.spec.saves_batch_norm or arguments[-1].sizes != (0,):
         return "another library saved what it needs"
     return _backward(call, *arguments[:-1])

@@ -126,7 +126,7 @@ def _float_progression(call: Call, start: Any, step: Any) -> Pointwise:
     if call.dtype in INTEGERS:
         computes = torch.int64  # a number is symbolic: eager converts numbers to the dtype first
     else:
-        computes = torch.float64 if call.device.type == "cpu" or call.dtype is torch.float64 else torch.float32
+        computes = torch.float64 if call.spec.rounds_as_cpu or call.dtype is torch.float64 else torch.float32
 
     def body(reader: Reader, indices: Indices) -> Scalar:
         position = reader.body.index(indices[0]).to(computes)

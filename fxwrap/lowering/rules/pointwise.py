@@ -132,7 +132,7 @@ def rounded_number(number: Any, dtype: torch.dtype) -> Any:
 
 def numbers_are_exact(call: Call, numbers: Numbers) -> bool:
     """Whether an operator's Python numbers are used as they are, on the device of this call."""
-    return numbers == "exact" or (numbers == "rounded on cpu" and call.device.type != "cpu")
+    return numbers == "exact" or (numbers == "rounded on cpu" and not call.spec.rounds_as_cpu)
 
 
 # --- promotion -------------------------------------------------------------------------------------------------------

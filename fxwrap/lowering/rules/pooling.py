@@ -189,7 +189,7 @@ def _max_pool_backward(
         return plane
     if any(windows.dilation != 1 for windows in plane):
         return "its windows have gaps"
-    if call.device.type == "cpu":
+    if not call.spec.wide:
         return "a CPU is faster at adding each gradient to its place than at looking for it from each place"
 
     def value(reader: Reader, outer: Sequence[IndexLike], windows: Indices, place: Indices) -> Scalar:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fxwrap.device_spec import DeviceSpec
 from fxwrap.lowering.definitions import Definition
 
 
@@ -16,7 +17,8 @@ class Call:
     """A call that a rule is asked to define.
 
     `arguments` and `keywords` are the node's, with definitions for tensors and numbers for the rest (ints, floats,
-    bools, sympy expressions, dtypes, None, tuples). `fake` is what it gives: a fake tensor, or a tuple of them.
+    bools, sympy expressions, dtypes, None, tuples). `fake` is what it gives: a fake tensor, or a tuple of them. `spec`
+    has the facts about the type of `device`.
     """
 
     name: str
@@ -25,6 +27,7 @@ class Call:
     fake: Any
     device: torch.device
     sizes_of: Callable[[torch.Tensor], tuple[Any, ...]] = field(repr=False)
+    spec: DeviceSpec
 
     @property
     def sizes(self) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fxwrap.device_spec import DeviceSpec
 from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Index, IndexLike, Scalar, as_index, compute_dtype
 from fxwrap.lowering.definitions import Definition, Indices, Reader, Scattered, broadcast_indices, pointwise
 from fxwrap.lowering.rules.creation import filled
@@ -30,7 +31,7 @@ _NAN = {
 """The bits of the NaN that is beyond all numbers where a GPU compares the bits of floats in memory as integers."""
 
 
-def refused_mode(dtype: torch.dtype, device: torch.device, mode: str) -> str | None:
+def refused_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> str | None:
     """Returns why several iterations may not combine into one element of this dtype, or None.
 
     Where several positions are equal, eager promises no order either, and on GPUs it adds with atomic operations too.
@@ -41,18 +42,18 @@ def refused_mode(dtype: torch.dtype, device: torch.device, mode: str) -> str | N
         return None
     if dtype is torch.bool or dtype in STORAGE_ONLY:
         return f"{dtype} has no atomic operations"
-    if mode == "prod" and device.type != "cpu":
-        return f"there is no atomic multiplication on {device.type}"
-    if dtype in INTEGERS and dtype.itemsize < 4 and device.type != "cpu":
-        return f"{dtype} has no atomic operations on {device.type}"
-    if dtype not in INTEGERS and mode in ("add", "prod") and device.type == "cpu":
+    if mode == "prod" and not spec.all_atomics:
+        return f"there is no atomic multiplication on {spec.device_type}"
+    if dtype in INTEGERS and dtype.itemsize < 4 and not spec.all_atomics:
+        return f"{dtype} has no atomic operations on {spec.device_type}"
+    if dtype not in INTEGERS and mode in ("add", "prod") and spec.rounds_as_cpu:
         return "on the CPU eager adds floats in a fixed order, which parallel atomic additions would lose"
     return None
 
 
 def scattered(call: Call, initial: Definition, space: Sequence[Size], mode: str, write: Write) -> Scattered | str:
     """Returns `initial` with what `write` gives combined into it for each element of a space, or the refusal."""
-    reason = refused_mode(call.dtype, call.device, mode)
+    reason = refused_mode(call.dtype, call.spec, mode)
     if reason is not None:
         return reason
     computes = compute_dtype(call.dtype)
