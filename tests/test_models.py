@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 import fxwrap
+from fxwrap import from_fx
 from fxwrap.compare import COMPARED, SMALL_SHARE, CompiledFunction, tensor_error
 from fxwrap.options import Options
 from fxwrap.testing import assert_emitters_agree
 from tests.models import MODELS, ModelCase, TrainingStep, train_step
+from tests.read_back import assert_equal
 
 TOLERANCE = 1e-5
 
@@ -50,6 +52,8 @@ def test_one_training_step(case: ModelCase, dropout: bool, fresh_dynamo: None, t
         _assert_same_step(emitter, step, expected)
     assert [graph.name for graph in subject.graphs] == ["forward", "backward"]
     assert all(set(graph.forms) == set(COMPARED) for graph in subject.graphs)
+    for graph in subject.graphs:
+        assert_equal(graph.compiled.program, from_fx(graph.forms["fx"]))
     if dropout:
         return
     for graph in subject.graphs:  # saved to files, and run as they are loaded from them

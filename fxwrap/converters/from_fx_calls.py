@@ -114,7 +114,7 @@ def _as_it_was(reader: Reader, node: Node, operands: Operands) -> bool:
     before, now = (line.arguments, keywords, outs), (operands.arguments, operands.keywords, operands.outs)
     if target != operands.facts.name or not match(before, now) or not _gives_what_is_used(node, line.results):
         return False
-    if not all(_can_be_known(reader, item.type) for item in leaves(line.results) if isinstance(item, Value)):
+    if not all(can_be_known(reader, item.type) for item in leaves(line.results) if isinstance(item, Value)):
         return False
     results = named(reader, node, line.results)
     changes: dict[str, Any] = {"aliases": match.values(line.aliases), "arguments": operands.arguments}
@@ -142,7 +142,7 @@ def _gives_what_is_used(node: Node, results: tuple[Any, ...]) -> bool:
     return all([type(index) is int and index < len(tree) and tree[index] is not None for index in used])
 
 
-def _can_be_known(reader: Reader, type_: Type) -> bool:
+def can_be_known(reader: Reader, type_: Type) -> bool:
     """Whether every symbol of a type is known, or is one that a node or the type itself says."""
     for symbol in type_symbols(type_):
         if symbol.name in reader.known or symbol.name in reader.claimed:
@@ -281,7 +281,7 @@ def _given(reader: Reader, node: Node, operator: OpOverload, operands: Operands)
     except RuleError as error:
         val = node.meta.get("val")
         returns = operands.facts.return_count
-        if val is None and returns:
+        if not error.may_be_right or (val is None and returns):
             name = operator._schema.name
             remedy = f"Correct the call, or register a rule with torch.library.register_fake({name!r})"
             raise failure(node, str(error), remedy) from error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.converters.from_fx_calls import named
+from fxwrap.converters.from_fx_calls import can_be_known, named
 from fxwrap.converters.from_fx_reader import Reader, Table, failure, origin_of
 from fxwrap.converters.from_fx_world import find_filled
 from fxwrap.lines import Bind, Call, CallFunction, Cond, Map, Scan, While, Yield
@@ -194,13 +194,9 @@ def _only(reader: Reader, node: Node, item: Value | None) -> tuple[Value | None,
 
 
 def _fits(reader: Reader, known: Type, type_: Type) -> bool:
-    if not types_agree(known, type_):
-        return False
-    symbols = reader.shared.symbols
-    return all(
-        item.name not in symbols.ambiguous and (item.name in reader.known or item.name in reader.claimed)
-        for item in type_symbols(known)
-    )
+    ambiguous = reader.shared.symbols.ambiguous
+    clear = all([item.name not in ambiguous for item in type_symbols(known)])
+    return clear and types_agree(known, type_) and can_be_known(reader, known)
 
 
 def _given(reader: Reader, node: Node, line: Any) -> None:

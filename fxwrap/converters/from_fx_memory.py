@@ -138,11 +138,11 @@ def _offset_in_root(reader: Reader, node: Node, base: Value) -> Size:
     root = reader.root_of[base.name]
     if root not in reader.given:
         return start  # what the program makes itself starts where its storage does
-    known = reader.offsets.get(root)
+    known = reader.sizes.get((root, "storage_offset", 0))
     if known is None:
         info = reader.shared.symbols.fresh("n")
         reader.emit(reader.size_line(info, reader.given[root], 0, "storage_offset", node), node)
-        known = reader.offsets[root] = make_symbol(info.name)
+        known = make_symbol(info.name)
     return total((start, product((known, -1))))
 
 

@@ -144,8 +144,11 @@ def _size(reader: Reader, node: Node, tensor: Value, dim: int, of: str) -> None:
     type_ = tensor.tensor_type
     info = node.meta.get("fxwrap_symbol")
     if info is None or info.name in reader.shared.symbols.defined:
-        if of != "storage_offset":
-            reader.set_number(node, (type_.sizes if of == "size" else type_.strides)[dim])
+        known = reader.sizes.get((tensor.name, of, dim))
+        if known is None and of != "storage_offset":
+            known = (type_.sizes if of == "size" else type_.strides)[dim]
+        if known is not None:
+            reader.set_number(node, known)
             return
         info = reader.shared.symbols.fresh("n")
     line = reader.hint(node, SizeOf)

@@ -123,7 +123,7 @@ class Reader:
         self.ranks: dict[str, tuple[Value, int]] = {}  # checks of ranks that no line holds yet
         self.given: dict[str, Value] = {}  # values that came from outside, by name
         self.bound: dict[str, sympy.Symbol] = {}  # the symbols of results that are numbers, by the name of the value
-        self.offsets: dict[str, sympy.Symbol] = {}  # of those, where they start in their storage, as far as asked
+        self.sizes: dict[tuple[str, str, int], sympy.Symbol] = {}  # sizes that lines have read, by value
         self.claimed = {
             info.name: node for node in module.graph.nodes
             if node.op == "call_function" and (info := node.meta.get("fxwrap_symbol")) is not None
@@ -338,6 +338,7 @@ class Reader:
         """Returns the line that reads a size of a tensor, with the check of its rank that came before, if one did."""
         known = self.ranks.pop(tensor.name, None)
         found = rank or (known[1] if known is not None else 0)
+        self.sizes.setdefault((tensor.name, of, dim), make_symbol(info.name))
         return SizeOf(info, tensor, dim, of, found, origin=origin_of(node))
 
 
@@ -383,7 +384,8 @@ def used_items(node: Node) -> set[int] | None:
     for user in node.users:
         if user.target is not operator.getitem or user.args[0] is not node:
             return None
-        used.add(user.args[1])
+        if user.users:
+            used.add(user.args[1])
     return used  # type: ignore[return-value]
 
 

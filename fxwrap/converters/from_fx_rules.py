@@ -26,7 +26,11 @@ _FIRST_HINT = 11
 
 
 class RuleError(FxwrapError):
-    """An operator whose rule for fake tensors fails, or that has none."""
+    """An operator whose rule for fake tensors fails; `may_be_right` says that only sizes that nobody knows may be why."""
+
+    def __init__(self, reason: str, *, may_be_right: bool) -> None:
+        super().__init__(reason)
+        self.may_be_right = may_be_right
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,9 @@ class Rules:
                 given = operator(*positional, **named)
         except Exception as error:  # whatever a rule raises
             if lacks_fake_rule(error):
-                raise RuleError(f"the operator {operator} has no rule for fake tensors") from error
-            raise RuleError(f"{operator} does not take these operands: {error}") from error
+                raise RuleError(f"{operator} has no rule for fake tensors", may_be_right=True) from error
+            reason = f"{operator} does not take these operands: {error}"
+            raise RuleError(reason, may_be_right=bool(self._numbers)) from error
         returns = len(operator._schema.returns)
         results = () if returns == 0 else (given,) if returns == 1 else tuple(given)
         return tuple([self._given(item, operands) for item in results])
