@@ -47,9 +47,12 @@ def is_direct(module: torch.nn.Module, *inputs: Any) -> bool:
     tensors = inputs if kinds <= _TENSORS else [item for item in inputs if isinstance(item, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    if not all(map(_address, tensors)) and not all(map(has_own_memory, tensors)):
+    try:
+        if not all(map(_address, tensors)) and not all(map(has_own_memory, tensors)):
+            return False
+        return not any(map(_is_negated, tensors))
+    except RuntimeError:  # it has no address: it is sparse, or of a level of functorch that has ended
         return False
-    return not any(map(_is_negated, tensors))
 
 
 def refuse_proxies(inputs: Sequence[Any]) -> None:

@@ -58,7 +58,7 @@ _CALLS = {cls.__call__.__code__ for cls in (OpOverload, OpOverloadPacket, Higher
 
 
 @contextmanager
-def _operator_calls() -> Iterator[list[str]]:
+def operator_calls() -> Iterator[list[str]]:
     """Notes the operators that Python code calls through torch.ops, in this thread."""
     found: list[str] = []
 
@@ -74,7 +74,7 @@ def _operator_calls() -> Iterator[list[str]]:
 
 
 def _assert_direct(run: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    with _operator_calls() as called:
+    with operator_calls() as called:
         given = run(*inputs)
     assert called == []
     return given
@@ -171,7 +171,7 @@ def test_kernels_may_be_launched_first_from_several_threads() -> None:
 def test_blocks_are_called_without_higher_order_operators(name: str, left: list[str]) -> None:
     sample = SAMPLES[name]
     module = fxwrap.to_fx(sample.program()).graph_module
-    with torch.no_grad(), _operator_calls() as called:
+    with torch.no_grad(), operator_calls() as called:
         given = module(*sample.inputs(4))
     assert list(dict.fromkeys([item for item in called if "." not in item])) == left
     torch.testing.assert_close(given, fxwrap.run(sample.program(), sample.inputs(4)), rtol=0, atol=0, equal_nan=True)
@@ -223,7 +223,7 @@ SLOW: dict[str, tuple[Callable[[Sequence[torch.Tensor]], Sequence[Any]], Callabl
 def test_operators_are_called_when_something_watches_them(name: str) -> None:
     prepare, context = SLOW[name]
     module, inputs = _emitted(), prepare(_inputs(5))
-    with context(), _operator_calls() as called:
+    with context(), operator_calls() as called:
         given = module(*inputs)
     assert called.count("fxwrap.cpp_kernel.default") >= 3
     assert [item.shape for item in given] == [(5, 7), (7,)]
@@ -233,7 +233,8 @@ def test_operators_are_called_when_something_watches_them(name: str) -> None:
 
 def test_nothing_is_direct_for_what_has_no_memory_of_its_own() -> None:
     module, x = _emitted(), torch.rand(3)
-    odd = [torch._to_functional_tensor(x), x.as_subclass(_Subclass), torch.empty(0, device="meta"), *_fake([x])]
+    odd = [x.to_sparse(), torch._to_functional_tensor(x), x.as_subclass(_Subclass), *_fake([x])]
+    odd.append(torch.empty(0, device="meta"))
     assert is_direct(module, x, torch.nn.Parameter(x, requires_grad=False), 1, 2.5, None, torch.empty(0))
     for item in odd:
         assert not is_direct(module, x, item)
@@ -286,7 +287,7 @@ def test_constants_are_looked_at_too() -> None:
     module = fxwrap.to_fx(sample.program()).graph_module
     fakes = {name: FakeTensorMode().from_tensor(item) for name, item in module.named_buffers()}
     assert fakes
-    with torch.no_grad(), _operator_calls() as called:
+    with torch.no_grad(), operator_calls() as called:
         mode = next(iter(fakes.values())).fake_mode
         fakes = {name: mode.from_tensor(item) for name, item in module.named_buffers()}
         torch.func.functional_call(module, fakes, tuple(mode.from_tensor(item) for item in sample.inputs(0)))
@@ -436,7 +437,7 @@ def test_launches_that_were_changed_are_left_to_the_operator() -> None:
     (launch,) = [node for node in module.graph.nodes if "kernel_idx" in node.kwargs]
     launch.kwargs = {**launch.kwargs, "constant_args_idx": _other_constants(launch.kwargs["constant_args_idx"])}
     module.recompile()
-    with _operator_calls() as called:
+    with operator_calls() as called:
         torch.testing.assert_close(module(*inputs), wanted, rtol=0, atol=0)
     assert called == ["triton_kernel_wrapper_mutation"]
 
@@ -480,7 +481,7 @@ def test_accelerated_graphs_are_right_and_direct(language: str, maker: str) -> N
     inputs = _inputs(12)
     made = MAKERS[maker](_emitted(language), inputs)
     if maker != "plain copy":
-        with _operator_calls() as called:
+        with operator_calls() as called:
             made(*inputs)
         assert called
     assert fxwrap.fx.accelerate(made) is made
