@@ -20,6 +20,7 @@ from fxwrap.lowering.kernels import extent_of
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.side_effects import (
     lower_functionalized,
+    lower_print,
     lower_run_and_save,
     lower_run_with,
     lower_with_effects,
@@ -304,6 +305,7 @@ _RULES: Mapping[str, Callable[[BlockLowering, Node], None]] = {
 
 _AROUND_ONE: Mapping[str, Callable[[Builder, Node], None]] = {
     "with_effects": lower_with_effects,
+    "print": lower_print,
     "run_and_save_rng_state": lower_run_and_save,
     "run_with_rng_state": lower_run_with,
 }

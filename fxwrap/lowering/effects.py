@@ -14,8 +14,8 @@ from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identit
 FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
 """Higher-order operators that call an operator which writes its operands on copies of them."""
 
-_ORDERED = frozenset({"with_effects", "run_and_save_rng_state", "run_with_rng_state"})
-"""Higher-order operators that are there for the order of what an operator does."""
+_ORDERED = frozenset({"with_effects", "run_and_save_rng_state", "run_with_rng_state", "print"})
+"""Higher-order operators that are there for what an operator does besides giving results."""
 
 
 USER_KERNELS = frozenset({"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation"})

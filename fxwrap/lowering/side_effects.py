@@ -107,7 +107,8 @@ class _Copies:
 
 def lower_with_effects(builder: Builder, node: Node) -> None:
     """An operator whose calls keep their order, which its effect says; the tokens between them stand for nothing."""
-    if isinstance(node.args[1], HigherOrderOperator) and operator_label(node.args[1]) == "print":
+    called: Any = node.args[1]
+    if isinstance(called, HigherOrderOperator) and operator_label(called) == "print":
         lower_print(builder, node, 2)
         builder.env[node] = (None, None)
         return

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from fxwrap.errors import GraphError
 from fxwrap.lowering.decompositions import decompose, exported_table
 from fxwrap.lowering.effects import submodules
-from fxwrap.lowering.write_back import write_back
+from fxwrap.lowering.write_back import without_tokens, write_back
 from fxwrap.options import Options
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_desugared
 from fxwrap.wrapper_ir import Source
@@ -84,13 +84,16 @@ def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[spec.arg.name] = exported.constants[spec.target]
     by_target = {spec.target: spec.arg.name for spec in signature.input_specs if spec.target is not None}
+    check_graph(exported.graph_module)
+    taken = [spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.TOKEN]
+    given = [place for place, spec in enumerate(signature.output_specs) if spec.kind is OutputKind.TOKEN]
+    left = without_tokens(exported.graph_module, taken, given)
     mutations: dict[int, str] = {}
-    for position, output in enumerate(signature.output_specs):
+    for position, output in enumerate([signature.output_specs[place] for place in left]):
         if output.kind is OutputKind.BUFFER_MUTATION:
             mutations[position] = by_target[output.target]
         elif output.kind is OutputKind.USER_INPUT_MUTATION:
             mutations[position] = str(output.target)
-    check_graph(exported.graph_module)
     write_back(exported.graph_module, mutations, constants)
     return GraphSource(exported.graph_module, name, constants, gives_written=True)
 

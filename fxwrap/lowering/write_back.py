@@ -1,8 +1,8 @@
-"""The outputs of an exported program that overwrite buffers and inputs, as copies at the end of its graph."""
+"""The graph of an exported program as that of a function: what it overwrites is copied there, it has no tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,25 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.lowering.operators import operator_facts
 from fxwrap.torch_compat import OpOverload, storage_identity
+
+
+def without_tokens(graph_module: GraphModule, taken: Collection[str], given: Collection[int]) -> list[int]:
+    """Changes a graph to one that neither takes nor gives the tokens which order effects.
+
+    `taken` are the names of placeholders, `given` the positions of outputs. Returns the positions of the outputs left.
+    """
+    graph = graph_module.graph
+    (output,) = graph.find_nodes(op="output")
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in taken:
+            for user in list(node.users):
+                user.args = tuple([None if item is node else item for item in user.args])
+            graph.erase_node(node)
+    items: list[Any] = list(output.args[0])
+    left = [position for position in range(len(items)) if position not in given]
+    output.args = (tuple([items[position] for position in left]),)
+    graph_module.recompile()
+    return left
 
 
 def write_back(graph_module: GraphModule, mutations: Mapping[int, str], constants: Mapping[str, torch.Tensor]) -> None:

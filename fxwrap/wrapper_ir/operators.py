@@ -18,7 +18,7 @@ _ASSERTING = frozenset({
     "aten._assert_scalar.default", "aten._assert_async.default", "aten._assert_async.msg",
     "aten._assert_tensor_metadata.default",
 })  # fmt: skip
-_PRINTING = frozenset({"aten._print.default"})
+_PRINTING = frozenset({"aten._print.default", "fxwrap_runtime.print.default"})
 
 _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}
 """Operators whose results are windows on an argument although their schema does not say so."""

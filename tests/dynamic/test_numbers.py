@@ -19,7 +19,9 @@ from fxwrap import Options
 from fxwrap.compare import COMPARED
 from fxwrap.errors import InputError
 from fxwrap.lines import Launch
+from fxwrap.symbolic import SymbolInfo
 from tests.control.cases import random
+from tests.dynamic.sizes import serve_all
 
 EMITTERS = COMPARED
 X = random(4, 6)
@@ -146,3 +148,17 @@ def test_inputs_that_are_no_such_numbers(emitter: str) -> None:
     for inputs, text in (((X, "2", True), "expected a float, got str"), ((X, 2.0, None), "expected a bool, got None")):
         with pytest.raises(InputError, match=text):
             compiled(*inputs)
+
+
+def test_a_truth_value_that_torch_hands_to_the_backward(fresh_dynamo: None) -> None:
+    """The backward of a branch takes the number that chose it, which is an input of that graph."""
+
+    def function(x: Tensor, b: Tensor) -> Any:
+        truth = b.item()
+        return torch.cond(truth, lambda x: x * 2, lambda x: x.sin(), (x,)), truth
+
+    given = random(4, 6, gradient=True), torch.tensor(True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graphs = serve_all(function, [given, (given[0], torch.tensor(False))], training=True, dynamic=None)
+    backward = graphs[-1].compiled.program
+    assert next(item.value.name for item in backward.inputs if isinstance(item.value, SymbolInfo)).startswith("b")

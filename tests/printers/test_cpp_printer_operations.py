@@ -183,11 +183,11 @@ def test_two_bools_combined_are_a_bool_within_another_operation() -> None:
     body, axis = Body(), Axis("i", 8)
     a, b, c = [body.load(name, as_index(axis), torch.bool) for name in "abc"]
     both, either = body.compute("logical_and", b, c), body.compute("bitwise_or", a, c)
-    body.store("out", as_index(axis), body.compute("maximum", body.compute("where", a, both, c), either))
+    body.store("out", as_index(axis), body.compute("where", body.compute("where", a, both, c), b, either))
     buffers = [Buffer(name, torch.bool, 8) for name in ("a", "b", "c", "out")]
     printed = print_cpp_kernel(body.finish([axis], [], buffers[:3], buffers[3:]))
     given = [torch.tensor(column) for column in zip(*itertools.product([False, True], repeat=3), strict=True)]
     out = torch.empty(8, dtype=torch.bool)
     load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), *given, out)
     x, y, z = given
-    assert torch.equal(out, torch.where(x, y & z, z) | x | z)
+    assert torch.equal(out, torch.where(torch.where(x, y & z, z), y, x | z))

@@ -1,0 +1,46 @@
+"""The operator that prints: `torch.ops.higher_order.print` has no schema by which emitters could call it."""
+
+from __future__ import annotations
+
+import torch
+
+from fxwrap.torch_compat import declare_side_effect
+
+_library = torch.library.Library("fxwrap_runtime", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "print(str format, str[] arguments, Tensor[] tensors, Scalar[] numbers, str[] texts) -> ()"
+)
+
+
+@torch.library.impl(_library, "print", "CompositeExplicitAutograd")
+def _print(
+    format: str,
+    arguments: list[str],
+    tensors: list[torch.Tensor],
+    numbers: list[float],
+    texts: list[str],
+) -> None:
+    """Prints what `str.format` makes of arguments.
+
+    Each entry of `arguments` is "tensor", "number" or "text", which says what list the next one is from, followed by a
+    blank and its name where it has one.
+    """
+    given = {"tensor": iter(tensors), "number": iter(numbers), "text": iter(texts)}
+    positional: list[object] = []
+    named: dict[str, object] = {}
+    for argument in arguments:
+        kind, _, name = argument.partition(" ")
+        value: object = next(given[kind])
+        if name:
+            named[name] = value
+        else:
+            positional.append(value)
+    print(format.format(*positional, **named))
+
+
+@torch.library.register_fake("fxwrap_runtime::print")
+def _(*arguments: object) -> None:
+    """Nothing is printed of tensors without elements."""
+
+
+declare_side_effect(torch.ops.fxwrap_runtime.print.default)
