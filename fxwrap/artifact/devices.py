@@ -86,7 +86,11 @@ def moved(program: Program, devices: Devices) -> Program:
     ])  # fmt: skip
     constants = tuple([Constant(_value(item.value, devices), item.mutable) for item in program.constants])
     functions = tuple([(name, _block(block, devices)) for name, block in program.functions])
-    return program.replace(inputs=inputs, constants=constants, functions=functions, body=_block(program.body, devices))
+    names = {str(old): str(new) for old, new in devices.items()}
+    header = tuple([(key, ", ".join([names.get(part, part) for part in text.split(", ")]))
+                    for key, text in program.header])  # fmt: skip
+    body = _block(program.body, devices)
+    return program.replace(inputs=inputs, constants=constants, functions=functions, body=body, header=header)
 
 
 def _block(block: Block, devices: Devices) -> Block:

@@ -1,0 +1,124 @@
+"""A program moves to another device of the same type, and what Triton compiled moves with it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import fxwrap
+from fxwrap.artifact.devices import device_map, moved, program_devices
+from fxwrap.converters.emitted import kernel_texts
+from fxwrap.errors import ArtifactError
+from fxwrap.runtime.triton_binaries import taken
+from fxwrap.runtime.triton_compile import gpu_function
+from fxwrap.torch_compat import triton_kernel_at
+from tests.samples import EXTENSIONS, SAMPLES
+
+CUDA = torch.device("cuda", 0)
+
+
+MOVED = ("devices_and_streams", "random_state", "triton_kernel", "mlp", "types", "cond_nested", "collectives")
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_every_mention_of_a_device_moves(name: str) -> None:
+    """The text of a program on cuda:0 says cuda:5 everywhere after it has moved there."""
+    text = SAMPLES[name].full_text()
+    for word in ("@cpu", '"cpu"', "cuda:1"):
+        text = text.replace(word, word.replace("cpu", "cuda:0").replace("cuda:1", "cuda:0"))
+    program = fxwrap.parse(text, EXTENSIONS)
+    assert CUDA in program_devices(program)
+    found = str(moved(program, device_map(program_devices(program), "cuda:5")))
+    assert found == str(program).replace("cuda:0", "cuda:5") and "cuda:5" in found
+
+
+def test_what_cannot_be_moved_is_said(tmp_path: Path) -> None:
+    x = torch.randn(3)
+    fxwrap.save(fxwrap.lower(make_fx(lambda x: (x + 1,))(x), [x]), tmp_path / "f.fxw")
+    with pytest.raises(ArtifactError, match="compiled for cpu, not for cuda"):
+        fxwrap.load(tmp_path / "f.fxw", device="cuda:0")
+    assert fxwrap.load(tmp_path / "f.fxw", device="cpu")(x)[0].equal(x + 1)
+    both = [torch.device("cuda:0"), torch.device("cuda:1")]
+    for wanted, reason in (
+        ("cuda:2", "say which goes where"),
+        ({"cuda:7": "cuda:0"}, "does not use cuda:7"),
+        ({"cuda:0": "cpu"}, "do not run on cpu"),
+        ({"cuda:0": "cuda"}, "say 'cuda:0'"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            device_map(both, wanted)
+    assert device_map(both, {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}) == {both[0]: both[1], both[1]: both[0]}
+
+
+def compiled_for_h100(program: fxwrap.Program) -> Any:
+    """The program's kernel as Triton compiles it for a GPU that is not here."""
+    (kernel,) = kernel_texts(program)
+    function = gpu_function(kernel.source, kernel.signature, kernel.options)
+    names, constants = function.arg_names, {name: item for name, item in kernel.options if name.isupper()}
+    types = [kind.replace("*f32", "*fp32") for kind in kernel.signature]
+    kinds = dict(zip(names, [*types, *["constexpr"] * len(names)]))
+    source = ASTSource(function, kinds, {(names.index(name),): item for name, item in constants.items()})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+
+
+def test_what_triton_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch itself needs a GPU; that its compilation finds the file's code in the cache does not."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "first"))
+    x = torch.randn(1000)
+    options = fxwrap.Options(cpu_kernels="triton")
+    program = fxwrap.compile_graph(make_fx(lambda x: (x.exp() + 3,))(x), [x], options=options).program
+    made = compiled_for_h100(program)
+    (kernel,) = kernel_texts(program)
+    function = gpu_function(kernel.source, kernel.signature, kernel.options)
+    cache: Any = {0: ({"like a launch": made}, {}, None, None, None)}
+    monkeypatch.setattr(function, "device_caches", cache)
+    fxwrap.save(program, tmp_path / "f.fxw", emitters=["python"])
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "second"))
+    torch.testing.assert_close(fxwrap.load(tmp_path / "f.fxw")(x)[0], x.exp() + 3)
+    stages = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+    monkeypatch.setattr(stages, "make_cubin", None)
+    monkeypatch.setattr(stages, "make_ttir", None)
+    again = compiled_for_h100(program)
+    assert again.hash == made.hash and again.asm["cubin"] == made.asm["cubin"] and taken(again) == taken(made)
+
+
+def test_torchs_table_has_the_kernels_of_a_loaded_program(tmp_path: Path, fresh_dynamo: None) -> None:
+    """Its places follow from the content: after a reset they are nothing, or the same kernel again."""
+    x = torch.randn(1000)
+    options = fxwrap.Options(cpu_kernels="triton", emitter="fx")
+    saved = fxwrap.compile_graph(make_fx(lambda x: (x.exp() + 3,))(x), [x], options=options)
+    saved.save(tmp_path / "f.fxw")
+    (node,) = [node for node in saved.graph_module.graph.nodes if "kernel_idx" in node.kwargs]
+    place = node.kwargs["kernel_idx"]
+    torch.compiler.reset()
+    with pytest.raises(AssertionError):
+        triton_kernel_at(place)
+    others = make_fx(lambda x: (x.sin() - 3,))(x)
+    fxwrap.compile_graph(others, [x], options=options)
+    with pytest.raises(AssertionError):
+        triton_kernel_at(place)
+    loaded = fxwrap.load(tmp_path / "f.fxw")
+    (again,) = [node for node in loaded.graph_module.graph.nodes if "kernel_idx" in node.kwargs]
+    assert again.kwargs["kernel_idx"] == place
+    assert triton_kernel_at(place).fxwrap_hash == saved.program.kernels[0].hash
+    for graph in (saved.graph_module, loaded.graph_module):
+        torch.testing.assert_close(torch.fx.Interpreter(graph).run(x)[0], x.exp() + 3)
+
+
+def test_a_kernel_that_only_this_process_has_is_refused(tmp_path: Path) -> None:
+    sample = SAMPLES["triton_kernel"].program()
+    options = (("live", "0" * 64), ("reason", "it has hooks"))
+    kernels = tuple([fxwrap.wrapper_ir.KernelDefinition(kernel.name, "user_triton", "", (), options)
+                     for kernel in sample.kernels])  # fmt: skip
+    with pytest.raises(ArtifactError, match="only in this process: it has hooks"):
+        fxwrap.save(sample.replace(kernels=kernels), tmp_path / "f.fxw")
+    assert not list(tmp_path.iterdir())
