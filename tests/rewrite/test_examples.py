@@ -1,0 +1,36 @@
+"""The examples of rewriting run, and print what they promise."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "promised"),
+    [
+        ("custom_kernel", ["kernel.launch @linear_gelu(", "in cpp, the largest difference is"]),
+        ("profiling_ranges", ["0.attention: ", "1.attention: "]),
+        ("vendor_operator", ["in_the_graph: 2 calls of the vendor's operator, 0 of ATen's",
+                             "in_the_program: 2 calls of the vendor's operator, 0 of ATen's",
+                             "in_the_emitted_graph: 2 calls of the vendor's operator, 0 of ATen's"]),
+        ("quantised_linear", ["int8: 11280 bytes of constants", "the result moved by 0."]),
+        ("split_program", ["1 tensors of 512 bytes go from the first device to the second"]),
+    ],
+)  # fmt: skip
+def test_an_example_runs(
+    name: str, promised: list[str], capsys: pytest.CaptureFixture[str], fresh_dynamo: None
+) -> None:
+    runpy.run_path(str(EXAMPLES / f"rewrite_{name}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    for text in promised:
+        assert text in printed
+
+
+def test_the_custom_kernel_runs_in_triton_too(capsys: pytest.CaptureFixture[str], fresh_dynamo: None) -> None:
+    runpy.run_path(str(EXAMPLES / "rewrite_custom_kernel.py"))["main"]("triton")
+    assert "in triton, the largest difference is" in capsys.readouterr().out

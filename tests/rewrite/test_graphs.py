@@ -1,0 +1,134 @@
+"""Patterns over emitted FX graphs: launches as data flow, in both languages of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap import Options, Pass
+from fxwrap import rewrite as rw
+from fxwrap.errors import RewriteError
+from fxwrap.torch_compat import FakeTensor
+
+aten = torch.ops.aten
+
+
+def layers(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = torch.nn.functional.gelu(x @ w + b)
+    return torch.nn.functional.gelu(hidden @ w.t() @ w + b) @ w.t(), hidden
+
+
+def inputs() -> list[Tensor]:
+    return [torch.randn(4, 8), torch.randn(8, 16), torch.randn(16)]
+
+
+def emitted(function: Callable[..., Any], given: list[Tensor], **options: Any) -> GraphModule:
+    graph = make_fx(function, tracing_mode="fake")(*given)
+    return fxwrap.compile_graph(graph, given, options=Options(emitter="fx", **options)).graph_module
+
+
+def pattern(x: Any, w: Any, b: Any) -> Any:
+    return rw.kernel_node("aten.add.Tensor", "aten.gelu.default")(b, aten.mm.default(x, w))
+
+
+def replacement(x: Any, w: Any, b: Any) -> Any:
+    return aten.gelu.default(aten.addmm.default(b, x, w))
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_kernels_are_known_by_what_they_compute(language: str) -> None:
+    graph_module = emitted(layers, inputs(), cpu_kernels=language)
+    first, second = rw.kernel_nodes(graph_module, "aten.add.Tensor", "aten.gelu.default")
+    assert first.kernel == second.kernel and first.kernel.language == language
+    assert [len(first.ins), [node.name for node in first.outs]] == [1, ["mm"]]
+    assert list(rw.kernel_nodes(graph_module, "aten.gelu", exactly=False)) == [first, second]
+    assert not list(rw.kernel_nodes(graph_module, "aten.gelu"))
+    assert rw.kernel_of(first.outs[0]) is None and rw.kernel_of(first.node) == first
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_a_launch_and_what_it_updates_are_replaced(language: str) -> None:
+    given = inputs()
+    graph_module = emitted(layers, given, cpu_kernels=language)
+    found = rw.replace_in_graph(graph_module, pattern, replacement)
+    assert [item.refused for item in found] == ["", ""] and len(found[0].nodes) == 2
+    graph_module.graph.lint()
+    assert not list(rw.kernel_nodes(graph_module))
+    assert not graph_module.graph.find_nodes(op="call_function", target=aten.empty_strided.default)
+    for node in graph_module.graph.find_nodes(op="call_function", target=aten.gelu.default):
+        assert isinstance(node.meta["val"], FakeTensor) and node.meta["fxwrap_origin"].operators[-1] == "aten.gelu"
+    torch.testing.assert_close(graph_module(*given), layers(*given))
+    torch.testing.assert_close(fxwrap.run(fxwrap.from_fx(graph_module), list(given)), layers(*given))
+
+
+def test_a_condition_says_which_matches_are_meant() -> None:
+    given = inputs()
+    graph_module = emitted(layers, given)
+    found = rw.replace_in_graph(graph_module, pattern, replacement, where=lambda nodes: nodes["x"].op == "placeholder")
+    assert [bool(item.refused) for item in found] == [False, True]
+    torch.testing.assert_close(graph_module(*given), layers(*given))
+
+
+def test_what_a_kernel_writes_into_an_input_is_copied_there() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.copy_(torch.tanh(y) * 2)
+        return x @ y
+
+    given = [torch.randn(4, 4), torch.randn(4, 4)]
+    graph_module = emitted(function, given)
+    (launch,) = rw.kernel_nodes(graph_module)
+
+    def launched(y: Any, x: Any) -> Any:
+        return rw.kernel_node(*launch.operators)(y, x)
+
+    found = rw.replace_in_graph(graph_module, launched, lambda y, x: aten.mul.Tensor(aten.tanh.default(y), 2))
+    assert [item.refused for item in found] == [""]
+    ours, theirs = [item.clone() for item in given], [item.clone() for item in given]
+    torch.testing.assert_close(graph_module(*ours)[0], function(*theirs))
+    torch.testing.assert_close(ours, theirs)
+    assert graph_module.graph.find_nodes(op="call_function", target=aten.copy_.default)
+
+
+def test_memory_that_is_written_between_forbids_a_match() -> None:
+    def function(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        product = x @ y
+        x.add_(1)
+        return product @ (z * x)
+
+    def two_products(x: Any, y: Any, z: Any) -> Any:
+        return aten.mm.default(aten.mm.default(x, y), z)
+
+    given = [torch.randn(4, 4) for _ in range(3)]
+    graph_module = emitted(function, given, fuse=False)
+    found = rw.replace_in_graph(graph_module, two_products, lambda x, y, z: aten.mm.default(x, aten.mm.default(y, z)))
+    assert [item.refused for item in found] == ["memory that it reads is written between its nodes"]
+
+
+def test_a_replacement_of_another_dtype_is_an_error() -> None:
+    def half(x: Any, w: Any, b: Any) -> Any:
+        return aten._to_copy.default(replacement(x, w, b), dtype=torch.float16)
+
+    with pytest.raises(RewriteError, match=r"'mm' is torch\.float32 \(4, 16\) on cpu, and the replacement gives torch"):
+        rw.replace_in_graph(emitted(layers, inputs()), pattern, half)
+    with pytest.raises(RewriteError, match=r"kernel_node\(\.\.\.\) is for functions that are patterns"):
+        rw.kernel_node("aten.add.Tensor")(torch.ones(2))
+
+
+def test_as_a_pass_of_a_compile(fresh_dynamo: None) -> None:
+    def fused(graph_module: GraphModule) -> None:
+        found.extend(rw.replace_in_graph(graph_module, pattern, replacement))
+
+    found: list[rw.GraphMatch] = []
+    passes = [Pass(fused, key="1", at="fx_emitted")]
+    given = inputs()
+    with torch.no_grad():
+        result = torch.compile(layers, backend="fxwrap", options={"passes": passes, "emitter": "fx"})(*given)
+    assert len(found) == 2
+    torch.testing.assert_close(result, layers(*given))
