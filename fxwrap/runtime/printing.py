@@ -38,7 +38,7 @@ def _print(
     print(format.format(*positional, **named))
 
 
-@torch.library.register_fake("fxwrap_runtime::print")
+@torch.library.register_fake("fxwrap_runtime::print")  # type: ignore[untyped-decorator]
 def _(*arguments: object) -> None:
     """Nothing is printed of tensors without elements."""
 
