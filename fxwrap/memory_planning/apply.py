@@ -9,17 +9,25 @@ import torch
 
 from fxwrap.errors import PlanningError
 from fxwrap.lines import Alloc, Free, Let, Pool, PoolSlice, Reuse
+from fxwrap.memory_planning.check import check_plan
 from fxwrap.memory_planning.live_ranges import LiveRange
 from fxwrap.memory_planning.plan import BlockPlan, MemoryPlan, PoolPlan
 from fxwrap.symbolic import Size, SymbolInfo
-from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, blocks, defined
+from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, blocks, defined, typical_values
 
 
-def apply_plan(program: Program, plan: MemoryPlan) -> Program:
+def apply_plan(program: Program, plan: MemoryPlan, *, check: bool = True) -> Program:
     """Returns the program with pools: one allocation for each, and slices in place of what they hold.
 
-    Raises PlanningError for the plan of another program.
+    Args:
+        program: the program. It is not changed.
+        plan: its plan, which may have been read from a file.
+        check: whether the plan is checked before: by the hints of the program's symbols, where sizes are symbolic.
+
+    Raises PlanningError for the plan of another program, and for one whose memory overlaps or leaves its pool.
     """
+    if check:
+        check_plan(plan, alignment=lambda device: 1, values=typical_values(program))
     plans = {item.label: item for item in plan.blocks}
     taken = {value.name for block in program.all_blocks() for line in block.lines for value in defined(line)}
     taken |= {item.name for item in program.inputs} | {constant.value.name for constant in program.constants}

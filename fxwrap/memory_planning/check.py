@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
 
 import torch
 
@@ -47,14 +49,20 @@ def _check_pool(pool: PoolPlan, step: int, values: dict[str, Scalar]) -> None:
 
 
 def _check_overlaps(spans: list[tuple[int, int, int, int, str]]) -> None:
-    """Walks the lines with what is live, sorted by offset."""
-    live: list[tuple[int, int, int, str]] = []  # offset, end of bytes, end of lines, what
+    """Walks the lines with what is live, sorted by offset: what overlaps anything overlaps a neighbour there."""
+    live: list[tuple[int, int, str]] = []  # offset, end of bytes, what
+    ends: list[tuple[int, tuple[int, int, str]]] = []
     for first, last, start, end, what in sorted(spans):
-        live = [item for item in live if item[2] > first]
-        for other_start, other_end, _, other in live:
+        while ends and ends[0][0] <= first:
+            gone = heappop(ends)[1]
+            del live[bisect_left(live, gone)]
+        item = (start, end, what)
+        place = bisect_left(live, item)
+        for other_start, other_end, other in live[max(place - 1, 0) : place + 1]:
             if start < other_end and other_start < end:
                 raise PlanningError(f"{what} overlaps {other}, and both are live at line {first}")
-        live.append((start, end, last, what))
+        live.insert(place, item)
+        heappush(ends, (last, item))
 
 
 def _number(size: Size, values: Mapping[str, Scalar]) -> int:

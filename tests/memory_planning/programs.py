@@ -144,6 +144,58 @@ program @p(%i: borrowed f32[16]@cpu, %flag: borrowed bool[]@cpu) {
   control.return(%end)
 }
 """,
+    "what_a_function_gives_back_is_in_no_pool": """
+program @p(%x: borrowed f32[16]@cpu) {
+  %y = control.call @part(%x) : f32[16]@cpu
+  %z = control.call @part(%y) : f32[16]@cpu
+  memory.free(%y)
+  %s = extern.call @aten.sum.default(%z) : f32[]@cpu
+  memory.free(%z)
+  control.return(%s)
+}
+function @part(%t: f32[16]@cpu) {
+  %t1 = memory.alloc() : f32[16]@cpu
+  extern.call @aten.cos.out(%t) outs=(%t1)
+  %t2 = memory.alloc() : f32[16]@cpu
+  extern.call @aten.neg.out(%t1) outs=(%t2)
+  memory.free(%t1)
+  %t3 = memory.alloc() : f32[16]@cpu
+  extern.call @aten.sin.out(%t2) outs=(%t3)
+  memory.free(%t2)
+  %more = extern.call @aten.cat.default([%t3, %t3, %t3, %t3]) : f32[64]@cpu
+  memory.free(%more)
+  control.yield(%t3)
+}
+""",
+    "pools_begin_and_end_around_a_moment_that_is_tight": """
+program @p(%x: borrowed f32[64]@cpu) {
+  %a = memory.alloc() : f32[64]@cpu
+  extern.call @aten.sin.out(%x) outs=(%a)
+  %b = memory.alloc() : f32[64]@cpu
+  extern.call @aten.cos.out(%a) outs=(%b)
+  memory.free(%a)
+  %c = memory.alloc() : f32[16]@cpu
+  %part = memory.view(%b) : f32[16]@cpu
+  extern.call @aten.neg.out(%part) outs=(%c)
+  memory.free(%b)
+  %large = extern.call @aten.cat.default([%x, %x, %x]) : f32[192]@cpu
+  %s = extern.call @aten.sum.default(%large) : f32[]@cpu
+  memory.free(%large)
+  %d = memory.alloc() : f32[16]@cpu
+  extern.call @aten.add.out(%c, %s) outs=(%d)
+  memory.free(%s)
+  memory.free(%c)
+  %e = memory.alloc() : f32[64]@cpu
+  extern.call @aten.cat.out([%d, %d, %d, %d]) outs=(%e)
+  memory.free(%d)
+  %f = memory.alloc() : f32[64]@cpu
+  extern.call @aten.sin.out(%e) outs=(%f)
+  memory.free(%e)
+  %y = extern.call @aten.sum.default(%f) : f32[]@cpu
+  memory.free(%f)
+  control.return(%y)
+}
+""",
     "memory_that_is_reused_is_one_piece": """
 program @p(%x: borrowed f32[32]@cpu) {
   %a = memory.alloc() : f32[32]@cpu

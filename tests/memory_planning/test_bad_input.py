@@ -60,6 +60,15 @@ def test_an_alignment_is_a_power_of_two(alignment: int) -> None:
         plan_memory(CHAIN, alignment=lambda device: alignment)
 
 
+@pytest.mark.parametrize("slack", [-0.1, 2, True, "much"])
+def test_slack_is_a_part_of_the_peak(slack: Any) -> None:
+    with pytest.raises(OptionError, match="option 'memory_slack' is a number from 0 to 1, not"):
+        fxwrap.Options(memory_slack=slack)
+    if slack == -0.1:
+        with pytest.raises(PlanningError, match=r"the slack is a part of the peak, 0 or more, not -0\.1"):
+            plan_memory(CHAIN, alignment=cache_line, slack=slack)
+
+
 def _edited(change: Callable[[dict[str, Any]], None]) -> str:
     found = json.loads(plan_to_json(plan_memory(CHAIN, alignment=cache_line, algorithm="greedy_by_size")))
     change(found["blocks"][0]["pools"][0])

@@ -69,3 +69,13 @@ def test_what_is_in_flight_is_live_until_its_wait() -> None:
     program = parsed(RULES["what_a_collective_works_on_is_left_alone"])
     ranges = {item.name: (item.first, item.end) for item in program_ranges(program)}
     assert ranges["a"] == (0, 7) and ranges["sum"] == (2, 10)
+
+
+def test_slack_gives_fewer_pools_and_no_more_than_it_says() -> None:
+    """Two pools around the tight moment become one that is there throughout."""
+    program = parsed(RULES["pools_begin_and_end_around_a_moment_that_is_tight"])
+    for slack, pools in ((0.0, 2), (0.2, 2), (0.5, 1)):
+        plan = plan_memory(program, alignment=cache_line, slack=slack)
+        assert len(plan.body.pools) == pools
+        assert plan.body.peak <= plan.body.lower_bound * (1 + slack)
+        verify(apply_plan(program, plan))

@@ -78,6 +78,7 @@ program @p(%x: borrowed f32[16]@cpu) {
 def test_what_is_given_back_or_worked_on_elsewhere_is_left_alone() -> None:
     for rule in (
         "what_is_given_back_is_in_no_pool",
+        "what_a_function_gives_back_is_in_no_pool",
         "what_a_collective_works_on_is_left_alone",
         "memory_that_a_vendors_line_takes_is_left_alone",
     ):
