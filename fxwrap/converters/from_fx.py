@@ -157,8 +157,9 @@ class _Reading:
         """Whether metadata agrees with a type: in all that is constant in both."""
         if (val.dtype, val.device, val.dim()) != (known.dtype, known.device, len(known.sizes)):
             return False
-        sizes = tuple([size if isinstance(size, int) else _ANY for size in val.shape])
-        strides = tuple([stride if isinstance(stride, int) else _ANY for stride in val.stride()])
+        sizes, strides = (
+            tuple([n if type(n) is int else _ANY for n in numbers]) for numbers in (tuple(val.shape), val.stride())
+        )
         return types_agree(TensorType(val.dtype, sizes, strides, val.device), _without_place(known))
 
     def _constant(self, node: Node) -> None:
@@ -219,7 +220,8 @@ class _Reading:
             node = self._node_of(shown, program)
             remedy = f"Correct the graph there:\n{error.context}"
             name, target = ("", "") if node is None else (node.name, target_text(node))
-            raise ReadBackError(name, target, f"its line breaks the rule '{error.rule}': {error.reason}", remedy) from error
+            reason = f"its line breaks the rule '{error.rule}': {error.reason}"
+            raise ReadBackError(name, target, reason, remedy) from error
 
     def _node_of(self, shown: str, program: Program) -> Node | None:
         """Returns the node of a line that an error shows."""

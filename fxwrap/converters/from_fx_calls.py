@@ -1,4 +1,4 @@
-"""Calls of operators read back: `extern.call` and `extern.mutate` by the operator's schema, and what stands for them."""
+"""Calls of operators read back as `extern.call` and `extern.mutate`, by the operator's schema."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _gives_what_is_used(node: Node, results: tuple[Any, ...]) -> bool:
     used = used_items(node)
     if used is None:
         return all(item is not None for item in leaves(tree))
-    return all([type(index) is int and index < len(tree) and tree[index] is not None for index in used])
+    return all(type(index) is int and index < len(tree) and tree[index] is not None for index in used)
 
 
 def can_be_known(reader: Reader, type_: Type) -> bool:
@@ -363,5 +363,3 @@ def take_item(reader: Reader, node: Node) -> bool:
     else:
         reader.set_number(node, item)
     return True
-
-

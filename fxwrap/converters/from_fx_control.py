@@ -24,8 +24,8 @@ from fxwrap.wrapper_ir import (
     Type,
     Value,
     contiguous_strides,
-    types_agree,
     type_symbols,
+    types_agree,
 )
 
 _HIGHER = torch.ops.higher_order
@@ -195,7 +195,7 @@ def _only(reader: Reader, node: Node, item: Value | None) -> tuple[Value | None,
 
 def _fits(reader: Reader, known: Type, type_: Type) -> bool:
     ambiguous = reader.shared.symbols.ambiguous
-    clear = all([item.name not in ambiguous for item in type_symbols(known)])
+    clear = all(item.name not in ambiguous for item in type_symbols(known))
     return clear and types_agree(known, type_) and can_be_known(reader, known)
 
 
@@ -223,7 +223,7 @@ def _common(reader: Reader, first: Any, second: Any) -> Type:
     if not isinstance(one, TensorType) or not isinstance(other, TensorType):
         return one
     sizes = tuple([_outside(reader, *pair) for pair in zip(one.sizes, other.sizes)])
-    known = all([_outside_known(reader, size) for size in one.strides]) and one.strides == other.strides
+    known = all(_outside_known(reader, size) for size in one.strides) and one.strides == other.strides
     return replace(one, sizes=sizes, strides=one.strides if known else contiguous_strides(sizes))
 
 
@@ -387,14 +387,14 @@ def find_parts(reader: Reader) -> None:
 
 
 def _find_reversed(reader: Reader) -> None:
-    """Finds the scans of a graph that go from the last slice to the first: flips on all of both sides belong to them."""
+    """Finds the scans that go from the last slice to the first: flips on all of both sides belong to them."""
     for node in reader.module.graph.find_nodes(op="call_function", target=_HIGHER.scan):
-        count, over = len(node.args[1]), node.args[2]  # type: ignore[arg-type]
-        takers = [user for user in node.users if user.target is operator.getitem and user.args[1] >= count]  # type: ignore[operator]
+        count, over = len(node.args[1]), node.args[2]
+        takers = [user for user in node.users if user.target is operator.getitem and user.args[1] >= count]
         flips = [flip for taker in takers for flip in taker.users]
-        if over and all(_is_flip(item) and len(item.users) == 1 for item in over) and all(map(_is_flip, flips)):  # type: ignore[union-attr]
+        if over and all(_is_flip(item) and len(item.users) == 1 for item in over) and all(map(_is_flip, flips)):
             reader.reversed.add(node)
-            reader.absorbed.update([*over, *takers, *flips])  # type: ignore[misc]
+            reader.absorbed.update([*over, *takers, *flips])
 
 
 def _is_flip(node: Any) -> bool:
@@ -417,4 +417,3 @@ CONTROL: Table = {
     _HIGHER.map_impl: _map,
     _HIGHER.invoke_subgraph: _call_function,
 }
-

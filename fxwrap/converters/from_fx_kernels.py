@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.converters.from_fx_reader import Match, Reader, Table, failure, origin_of
+from fxwrap.converters.from_fx_reader import Reader, Table, failure, origin_of
 from fxwrap.device_registry import language_facts
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Call, Launch
@@ -180,9 +180,7 @@ def _launch(
         if len(line.arguments) == len(arguments):
             arguments = tuple([next(tensors if isinstance(item, Value) else others) for item in line.arguments])
         effects = line.effect_set
-    reader.emit(
-        Launch(kernel.name, arguments, tuple(outs), tuple(grid), effects, origin=origin_of(node)), node
-    )
+    reader.emit(Launch(kernel.name, arguments, tuple(outs), tuple(grid), effects, origin=origin_of(node)), node)
 
 
 def _check_dtypes(node: Node, kernel: KernelDefinition, tensors: Sequence[Value]) -> None:
@@ -206,4 +204,3 @@ KERNELS: Table = {
     triton_launch: _triton_kernel,
     triton_launch_on_copies: _triton_kernel_functional,
 }
-

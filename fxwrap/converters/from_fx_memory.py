@@ -101,8 +101,9 @@ def _is_plain(node: Node) -> bool:
     """Whether the metadata says nothing of conjugate or negative bits, which the type of a view does not have."""
     val, operand = node.meta.get("val"), node.args[0]
     base = operand.meta.get("val") if isinstance(operand, Node) else None
-    known = isinstance(val, torch.Tensor) and isinstance(base, torch.Tensor) and val.dtype == base.dtype
-    return not known or (is_plain_view(val, base) and not val.is_conj() and not val.is_neg())
+    if not isinstance(val, torch.Tensor) or not isinstance(base, torch.Tensor) or val.dtype != base.dtype:
+        return True
+    return is_plain_view(val, base) and not val.is_conj() and not val.is_neg()
 
 
 def _is_symbolic_select(reader: Reader, node: Node) -> bool:
@@ -221,7 +222,7 @@ def _selected(base: TensorType, dim: int, index: int) -> TensorType | None:
 
 
 def _all_natural(items: Any) -> bool:
-    return all([isinstance(item, sympy.Basic) or (type(item) is int and item >= 0) for item in items])
+    return all(isinstance(item, sympy.Basic) or (type(item) is int and item >= 0) for item in items)
 
 
 _FORMS: dict[Any, Any] = {
@@ -237,9 +238,9 @@ _WHOLE: dict[Any, Any] = {
     _ATEN.permute.default: lambda arguments: _all_natural(arguments[0]),
     _ATEN.expand.default: lambda arguments: _all_natural(arguments[0]),
     _ATEN.slice.Tensor: lambda arguments: len(arguments) == 4
-    and all([type(item) is int and item >= 0 for item in arguments])
+    and all(type(item) is int and item >= 0 for item in arguments)
     and arguments[3] == 1 and arguments[2] >= arguments[1],
-    _ATEN.select.int: lambda arguments: all([type(item) is int and item >= 0 for item in arguments]),
+    _ATEN.select.int: lambda arguments: all(type(item) is int and item >= 0 for item in arguments),
 }  # fmt: skip
 """Whether a view's arguments are written out: no size of -1, no place that counts from the end."""
 

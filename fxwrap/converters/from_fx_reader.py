@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import sympy
 import torch
@@ -38,15 +38,15 @@ from fxwrap.wrapper_ir import (
 )
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
-LineT = TypeVar("LineT", bound=LineBase)
 
 
 @dataclass(eq=False)
 class Shared:
     """What all graphs of one program make together.
 
-    `symbols` names them, `rules` say what operators give, `kernels` are known by hash; `constants` are values by what names them in the module,
-    with their `payloads`; `functions` are blocks by name; `node_of` says which node a line is of, by the line's id.
+    `symbols` names them, `rules` say what operators give, `kernels` are known by hash; `constants` are values by what
+    names them in the module, with their `payloads`, and those that the metadata calls mutable; `functions` are blocks
+    by name, `called` what is known of them by module; `node_of` says which node a line is of, by the line's id.
     """
 
     symbols: Symbols
@@ -81,9 +81,8 @@ class Element:
 def target_text(node: Node) -> str:
     """Returns what a node calls or names, for people."""
     if node.op == "call_function":
-        return str(getattr(node.target, "__name__", node.target)) if not hasattr(node.target, "_schema") else str(
-            node.target
-        )
+        is_overload = hasattr(node.target, "_schema")
+        return str(node.target if is_overload else getattr(node.target, "__name__", node.target))
     return f"{node.op} of {node.target}"
 
 
@@ -114,7 +113,7 @@ class Reader:
         self.factors: dict[Node, tuple[str, tuple[Number, ...]]] = {}  # the operands of sums and products
         self.root_of: dict[str, str] = {}
         self.taken: dict[str, Node] = {}  # roots that a node took
-        self.unwritten: dict[str, int] = {}  # memory that nothing has written, with the positions of the lines that make it
+        self.unwritten: dict[str, int] = {}  # memory without content, by the position of its line
         self.absorbed: set[Node] = set()  # nodes that are part of another one's line
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
         self.reversed: set[Node] = set()  # scans that go from the last slice to the first
@@ -168,8 +167,8 @@ class Reader:
             reason = "a graph inside of another one takes tensors as operands only"
         raise failure(node, reason, "Pass it as an operand, or register a tensor as a buffer of the outermost module")
 
-    def hint(self, node: Node, *classes: type[LineT]) -> LineT | None:
-        """Returns the line that a node was made for, if it is of one of these classes and its symbols are clear."""
+    def hint(self, node: Node, *classes: type[LineBase]) -> Any:
+        """Returns the line that a node was made for, or None: if it is of these classes and its symbols are clear."""
         line = node.meta.get("fxwrap_line")
         if not isinstance(line, classes):
             return None
@@ -203,7 +202,8 @@ class Reader:
             raise failure(node, reason, "Put the node that it uses before it, and into the same graph")
         found = self.env[item]
         if isinstance(found, Element):
-            raise failure(node, f"it uses '{item.name}', an element of a list, which no line has", "Pass the list whole")
+            reason = f"it uses '{item.name}', an element of a list, which no line has"
+            raise failure(node, reason, "Pass the list whole")
         if self.taken:
             self._check_there(node, item, found)
         return found
@@ -320,10 +320,9 @@ class Reader:
         symbol, info = make_symbol(name), self.shared.symbols.info(name)
         for of, dim, number in sizes_of(value.tensor_type):
             if number == symbol:
-                line = self.size_line(info, value, dim, of, node) if value.name in self.given else Bind(
-                    info, value, (Tag(of, (dim,)),), origin=origin_of(node)
-                )
-                self.emit(line, node)
+                bound = Bind(info, value, (Tag(of, (dim,)),), origin=origin_of(node))
+                is_given = value.name in self.given
+                self.emit(self.size_line(info, value, dim, of, node) if is_given else bound, node)
                 return
         for of, dim, number in sizes_of(value.tensor_type):
             factor = multiple_of(number, symbol)
@@ -403,8 +402,8 @@ class Match:
                 return False
             return self.now.setdefault(then.name, now) is now
         if kind is tuple:
-            return type(now) is tuple and len(then) == len(now) and all(
-                [self(one, other) for one, other in zip(then, now)]
+            return (
+                type(now) is tuple and len(then) == len(now) and all(self(one, other) for one, other in zip(then, now))
             )
         if kind is float:
             return type(now) is float and (then == now or (then != then and now != now))

@@ -26,7 +26,7 @@ _FIRST_HINT = 11
 
 
 class RuleError(FxwrapError):
-    """An operator whose rule for fake tensors fails; `may_be_right` says that only sizes that nobody knows may be why."""
+    """An operator whose rule for fake tensors fails; with `may_be_right`, perhaps only since sizes are unknown."""
 
     def __init__(self, reason: str, *, may_be_right: bool) -> None:
         super().__init__(reason)
@@ -163,9 +163,7 @@ class Rules:
         if isinstance(item, tuple | list):
             return tuple([self._given(part, operands) for part in item])
         if isinstance(item, torch.Tensor):
-            type_ = TensorType(
-                item.dtype, self._sizes(item.shape), self._sizes(item.stride()), item.device
-            )
+            type_ = TensorType(item.dtype, self._sizes(item.shape), self._sizes(item.stride()), item.device)
             operand = operands.get(storage_identity(item))
             return Given(type_, operand, 0 if operand is None else self._size(item.storage_offset()))
         for kind, classes in _SCALARS.items():

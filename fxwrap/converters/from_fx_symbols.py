@@ -44,7 +44,7 @@ class Symbols:
         return SymbolInfo(name)
 
     def to_define(self, info: SymbolInfo) -> SymbolInfo:
-        """Returns a symbol for a node that defines one: the one it names, or a new one where that is defined already."""
+        """Returns a symbol for a node to define: the one it names, or a new one where that is defined already."""
         if info.name not in self.defined:
             self._taken.add(info.name)
             self._infos.setdefault(info.name, info)
@@ -74,7 +74,7 @@ class Symbols:
             if symbol not in self._of_torch:
                 kind = expression_kind(symbol) if is_symbol_name(symbol.name.removeprefix("z")) else "int"
                 self._of_torch[symbol] = self._named(symbol, symbolic_number(node.shape_env, symbol, kind))
-            rename[symbol] = self._of_torch[symbol]  # type: ignore[assignment]
+            rename[symbol] = self._of_torch[symbol]
         return canonical(expression, rename)
 
     def _named(self, symbol: sympy.Symbol, number: Any) -> sympy.Symbol:

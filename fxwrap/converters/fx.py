@@ -14,7 +14,7 @@ from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.fx_code import DirectCode
 from fxwrap.converters.fx_module import EmittedGraph as EmittedGraph
 from fxwrap.converters.fx_module import ProgramModule
-from fxwrap.converters.fx_nodes import GraphWriter
+from fxwrap.converters.fx_nodes import GraphWriter, given_back
 from fxwrap.converters.fx_types import VIEWS
 from fxwrap.converters.fx_values import ExampleValues, FakeValues
 from fxwrap.converters.views import view_form
@@ -64,7 +64,6 @@ from fxwrap.torch_compat import (
     FakeTensorMode,
     operator_overload,
     out_argument_names,
-    returned_arguments,
     without_fake_mode,
 )
 from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, symbol_infos
@@ -228,7 +227,7 @@ class FxConverter(Converter):
         """Adds a call whose results are the line's: one, or several to be taken out of a tuple or a list."""
         results: tuple[Any, ...] = line.results  # type: ignore[attr-defined]
         if not results:
-            val = _given_back(target, arguments, keywords or {})
+            val = given_back(target, arguments, keywords or {})
             self.writer.call(target, arguments, keywords, val=val)
         elif len(results) == 1 and isinstance(results[0], Value):
             value = results[0]
@@ -431,17 +430,6 @@ _READ: dict[str, Callable[..., Any]] = {
     "stride": lambda tensor, dim: tensor.stride()[dim],
     "storage_offset": lambda tensor: tensor.storage_offset(),
 }
-
-
-def _given_back(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Returns the fake of what an operator gives back of the operands it has written."""
-    given = []
-    for place in returned_arguments(target):
-        operand = None if place is None else keywords.get(place[1])
-        if place is not None and place[0] < len(arguments):
-            operand = arguments[place[0]]
-        given.append(operand.meta["val"] if isinstance(operand, torch.fx.Node) else None)
-    return given[0] if len(given) == 1 else tuple(given) or None
 
 
 def to_fx(

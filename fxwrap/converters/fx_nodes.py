@@ -24,7 +24,7 @@ from fxwrap.symbolic import (
     make_symbol,
     ordered_terms,
 )
-from fxwrap.torch_compat import symbolic_function
+from fxwrap.torch_compat import returned_arguments, symbolic_function
 from fxwrap.wrapper_ir import LineBase, Origin, TensorType, Value
 
 _CHAINED = frozenset({"max", "min", "and", "or"})
@@ -74,7 +74,12 @@ class GraphWriter:
         return made
 
     def _call(
-        self, target: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], name: str | None, val: Any
+        self,
+        target: Callable[..., Any],
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+        name: str | None,
+        val: Any,
     ) -> Node:
         wish = name or str(getattr(target, "__name__", target)).partition(".")[0]
         return self.node("call_function", target, arguments, dict(keywords), wish, val)
@@ -254,3 +259,13 @@ def _mark_origin(meta: dict[str, Any], origin: Origin) -> None:
     for module in origin.modules[-1:]:
         meta["nn_module_stack"] = {module: (module, "")}
 
+
+def given_back(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Returns the fake of what an operator gives back of the operands it has written."""
+    given = []
+    for place in returned_arguments(target):
+        operand = None if place is None else keywords.get(place[1])
+        if place is not None and place[0] < len(arguments):
+            operand = arguments[place[0]]
+        given.append(operand.meta["val"] if isinstance(operand, Node) else None)
+    return given[0] if len(given) == 1 else tuple(given) or None

@@ -104,6 +104,11 @@ def _as_computed(expression: sympy.Basic) -> Number:
             return computed(operator.mul, operands)
         case sympy.Pow():
             return computed(pow, operands)
+        case _:
+            return _relation(expression, operands)
+
+
+def _relation(expression: sympy.Basic, operands: Sequence[Number]) -> Number:
     relation = RELATION_BY_CLASS.get(type(expression))
     if relation is not None:
         return computed(COMPARED_BY[relation.mark], operands)
