@@ -106,8 +106,8 @@ def _add_triton(writer: ArchiveWriter, kernel: KernelText) -> list[dict[str, Any
 # --- out of a file --------------------------------------------------------------------------------------------------
 
 
-def use_binaries(archive: Archive, emitter: str) -> str:
-    """Makes what a file has compiled known to this process, as far as an emitter needs it.
+def use_binaries(archive: Archive, program: Program, emitter: str) -> str:
+    """Makes what a file has compiled known to this process, as far as an emitter of its program needs it.
 
     Returns why nothing compiled can be used: it is for another machine or version, or not there; "" where all of it is.
     Raises ArtifactError for an entry that is damaged.
@@ -118,14 +118,21 @@ def use_binaries(archive: Archive, emitter: str) -> str:
             files = {str(name): archive.read(str(entry)) for name, entry in item["files"].items()}
             _put_back_triton(TritonBinary(str(item["key"]), files))
         wanted = "program" if emitter == "cpp" else "kernels"
-        languages = [str(item.get("language")) for item in archive.manifest.get("kernels", ())]
-        needed = emitter == "cpp" or any(language_facts(name).linked for name in languages)
-        if not needed:
+        symbols = {kernel.symbol for kernel in kernel_texts(program) if language_facts(kernel.language).linked}
+        if emitter != "cpp" and not symbols:
             return ""
         if wanted not in described:
             return f"the file has no compiled code for the emitter '{emitter}'"
         reason = unusable(described["target"])
-        return reason or _use_libraries(archive, described, wanted)
+        if reason:
+            return reason
+        if emitter == "cpp":
+            same = described["program"]["source"] == source_key(to_cpp(program).source)
+        else:
+            same = symbols <= set(described["kernels"]["symbols"])
+        if not same:
+            return "the compiled code is of another text than this version of fxwrap emits"
+        return _use_libraries(archive, described, wanted)
     except (KeyError, TypeError, AttributeError, StopIteration) as error:
         raise archive.error("manifest.json", f"it does not describe the binaries: {error!r}") from None
 

@@ -49,7 +49,7 @@ def load_program(
         except (ValueError, RuntimeError) as error:
             raise archive.error("", str(error), "Load it for the device it is for, or compile it for another") from None
         program = moved(program, devices)
-        rebuilt = "they were not asked for" if binaries == "ignored" else use_binaries(archive, chosen)
+        rebuilt = "they were not asked for" if binaries == "ignored" else use_binaries(archive, program, chosen)
         if binaries == "required" and rebuilt:
             raise archive.error("", rebuilt, "Save it again on such a machine, or let load compile it: binaries='auto'")
         layout, inside = _layout(archive, program)

@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fxwrap
+from fxwrap.errors import ArtifactError
+from fxwrap.runtime.native import binary_target, unusable
 from tests.artifact.programs import batch, compiled
+from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
 from tests.capture import capture_graphs
 from tests.models import MODELS
 
@@ -79,7 +83,7 @@ def test_compiled_code_is_required_or_rebuilt(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "small.fxw"
     compiled("cpp").save(path)
     monkeypatch.setattr("fxwrap.artifact.binaries.unusable", lambda target: "it is for another machine")
-    with pytest.raises(fxwrap.errors.ArtifactError, match="another machine"):
+    with pytest.raises(ArtifactError, match="another machine"):
         fxwrap.load(path, binaries="required")
     for choice, reason in (("auto", "it is for another machine"), ("ignored", "they were not asked for")):
         loaded = fxwrap.load(path, binaries=choice)
@@ -89,9 +93,23 @@ def test_compiled_code_is_required_or_rebuilt(tmp_path: Path, monkeypatch: pytes
         torch.testing.assert_close(loaded(batch()), compiled("cpp")(batch()))
 
 
-def test_what_compiled_code_depends_on() -> None:
-    from fxwrap.runtime.native import binary_target, unusable
+@pytest.mark.parametrize("emitter", ["cpp", "python"])
+def test_code_compiled_from_another_text_is_not_used(emitter: str, tmp_path: Path) -> None:
+    """As where a file is loaded on another device, or by a version that emits another text."""
+    path = tmp_path / "small.fxw"
+    compiled(emitter).save(path)
+    entries = entries_of(path.read_bytes())
 
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["binaries"].update({"program": {"source": "0"}, "kernels": {"symbols": ["kernel_0"]}})
+
+    path.write_bytes(archive_of(with_manifest(entries, change)))
+    assert "of another text" in fxwrap.load(path).rebuilt
+    with pytest.raises(ArtifactError, match="of another text"):
+        fxwrap.load(path, binaries="required")
+
+
+def test_what_compiled_code_depends_on() -> None:
     here = binary_target()
     assert unusable(here) == "" and json.loads(json.dumps(here)) == here
     for name in ("torch", "python", "bridge", "machine"):
