@@ -51,7 +51,7 @@ def test_what_the_emitters_give_is_shown() -> None:
     lowered = program()
     assert_shown(block("    mm = torch.mm(x_1, w_1)"), fxwrap.to_python(lowered).source)
     assert_shown(block("CALL(f, aten_mm"), fxwrap.to_cpp(lowered).source)
-    assert_shown(block("torch.ops.fxwrap.cpp_kernel"), fxwrap.to_fx(lowered).source)
+    assert_shown(block("kernels.add_gelu_0(b_1, mm)"), fxwrap.to_fx(lowered).source)
 
 
 def test_a_triton_kernel_is_shown() -> None:

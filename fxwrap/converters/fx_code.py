@@ -147,7 +147,7 @@ def _function(head: str, body: Sequence[str]) -> str:
 
 def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -> list[str]:
     """Returns the body's pieces with the statements of nodes that have a direct form replaced."""
-    made = list(body)
+    made, said = list(body), ""
     starts = [place for place, piece in enumerate(body) if piece.startswith(_COUNTER)]
     for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
         node = nodes[int(body[start].removeprefix(_COUNTER))]
@@ -157,11 +157,13 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
         text = writer.call(node) if places else None
         if text is None:
             continue
-        place = places[-1]
+        place, origin = places[-1], str(node.meta.get("fxwrap_origin") or "")
+        remark = f"# {origin}\n" if origin and origin != said else ""
+        said = origin
         if node.users:
-            made[place] = f"{body[place].partition(' = ')[0]} = {text}"
+            made[place] = f"{remark}{body[place].partition(' = ')[0]} = {text}"
             continue
-        made[place] = text
+        made[place] = remark + text
         if place + 1 < end:
             made[place + 1] = _without(body[place + 1], repr(node))
     return made
