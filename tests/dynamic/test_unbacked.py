@@ -58,6 +58,28 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty((2 * torch.library.get_ctx().new_dynamic_size(),))
 
 
+@torch.library.custom_op("dynamic_tests::spread", mutates_args=())
+def spread(x: Tensor) -> Tensor:
+    step = int((x > 0).sum()) + 4
+    return torch.empty_strided((3, 4), (step, 1), device=x.device).copy_(x[:12].reshape(3, 4))
+
+
+@spread.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty_strided((3, 4), (torch.library.get_ctx().new_dynamic_size(min=4), 1))
+
+
+@torch.library.custom_op("dynamic_tests::later", mutates_args=())
+def later(x: Tensor) -> Tensor:
+    return torch.cat([x, x])[int((x > 0).sum()) :][:4]
+
+
+@later.register_fake
+def _(x: Tensor) -> Tensor:
+    start = torch.library.get_ctx().new_dynamic_size(min=0)
+    return x.new_empty((2 * x.shape[0],)).as_strided((4,), (1,), start)
+
+
 # --- data-dependent sizes -------------------------------------------------------------------------------------------
 
 
@@ -96,6 +118,11 @@ def repeated_rows(x: Tensor, repeats: Tensor) -> Any:
 @CASES.add((random(40),))
 def a_custom_operator_chooses(x: Tensor) -> Any:
     return positives(x) * 2, pairs(x).view(2, -1).sum(0)
+
+
+@CASES.add((random(40),), (-random(40).abs(),))
+def a_custom_operator_chooses_strides_and_offsets(x: Tensor) -> Any:
+    return spread(x).sum(0) + 1, spread(x), later(x) * 2, later(x)[1:]
 
 
 @CASES.add((random(40),))
@@ -233,6 +260,9 @@ def test_symbols_are_bound_by_key_paths() -> None:
     program = program_of(lambda x: pairs(x) + 1, random(9))
     (line,) = [line for line in program.body.lines if isinstance(line, Bind)]
     assert [(step.name, step.arguments) for step in line.path] == [("size", (0,)), ("divide", (2,))]
+    program = program_of(lambda x: spread(x) + 1, random(40))
+    (line,) = [line for line in program.body.lines if isinstance(line, Bind)]
+    assert [(step.name, step.arguments) for step in line.path] == [("stride", (0,))]
 
 
 def test_kernels_over_unbacked_sizes_are_fused() -> None:
