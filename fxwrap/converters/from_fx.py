@@ -23,7 +23,7 @@ from fxwrap.converters.from_fx_symbols import Symbols
 from fxwrap.converters.from_fx_world import WORLD, wait
 from fxwrap.errors import ReadBackError, VerifyError
 from fxwrap.lines import Return
-from fxwrap.passes.frees import insert_frees
+from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import SymbolInfo, make_symbol
 from fxwrap.torch_compat import FakeTensor, HigherOrderOperator, OpOverload, OpOverloadPacket, without_fake_mode
 from fxwrap.wrapper_ir import (

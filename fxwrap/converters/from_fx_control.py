@@ -14,7 +14,7 @@ from fxwrap.converters.from_fx_calls import can_be_known, named
 from fxwrap.converters.from_fx_reader import Reader, Table, failure, origin_of
 from fxwrap.converters.from_fx_world import find_filled
 from fxwrap.lines import Bind, Call, CallFunction, Cond, Map, Scan, While, Yield
-from fxwrap.passes.frees import insert_frees
+from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import expression_kind, make_symbol
 from fxwrap.torch_compat import while_loop_stack_output
 from fxwrap.wrapper_ir import (
