@@ -1,0 +1,202 @@
+"""The runtime half of the Abacus: its library of array functions, launcher, allocator, guard and copy engine.
+
+`WORK` counts what it does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxwrap.devices import Allocate, DeviceRuntime, KernelRuntime
+from fxwrap.errors import FxwrapError
+from fxwrap.loop_ir import OPERATIONS
+
+WORK: Counter[str] = Counter()
+"""What the device has done, by kind: "launch", "allocate", "copy", "guard", "compile"."""
+
+_ERRORS = {"index": IndexError, "runtime": RuntimeError}
+_MODES = {"add": "sum", "max": "amax", "min": "amin", "prod": "prod"}
+
+
+class Unit:
+    """What a kernel's text calls; each scalar operation of the loop IR is a function of it."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return OPERATIONS[name].meaning
+
+    @staticmethod
+    def flat(tensor: Tensor, count: int) -> Tensor:
+        """Returns the memory from a tensor's first element on."""
+        return tensor.as_strided((count,), (1,), tensor.storage_offset())
+
+    @staticmethod
+    def number(value: Any, dtype: torch.dtype) -> Tensor:
+        """Returns a number, or an index, as an array."""
+        return torch.as_tensor(value, dtype=dtype)
+
+    @staticmethod
+    def position(value: Tensor) -> Tensor:
+        """Returns an array that is part of an index."""
+        return value.to(torch.int64)
+
+    @staticmethod
+    def space(sizes: Sequence[int], parallel: int) -> Space:
+        """Returns an index space, of whose axes the first are parallel."""
+        return Space(tuple(sizes), parallel)
+
+
+class Space:
+    """An index space, and what kernels do all over it at once."""
+
+    def __init__(self, sizes: tuple[int, ...], parallel: int) -> None:
+        self.sizes = sizes
+        self.parallel = parallel
+        self.is_empty = 0 in sizes[:parallel]
+
+    def axis(self, number: int) -> Tensor:
+        """Returns the positions along an axis."""
+        shape = [1] * len(self.sizes)
+        shape[number] = -1
+        return torch.arange(self.sizes[number]).reshape(shape)
+
+    def load(self, buffer: Tensor, index: Any, mask: Tensor | None = None, other: Any = 0) -> Tensor:
+        """Returns elements of a buffer; `other` where the mask is false."""
+        index = torch.as_tensor(index, dtype=torch.int64)
+        if mask is None:
+            return buffer[index].clone()
+        index, mask = torch.broadcast_tensors(index, mask)
+        return torch.where(mask, buffer[torch.where(mask, index, 0)], torch.tensor(other, dtype=buffer.dtype))
+
+    def reduce(self, kind: str, value: Tensor) -> Any:
+        """Returns a reduction over all axes that are not parallel."""
+        kept = [1] * (len(self.sizes) - self.parallel)
+        found = _REDUCTIONS[kind](self._whole(value).flatten(self.parallel), self.parallel)
+        results = found if isinstance(found, tuple) else (found,)
+        shaped = tuple([item.reshape(*item.shape, *kept) for item in results])
+        return shaped if isinstance(found, tuple) else shaped[0]
+
+    def scan(self, kind: str, value: Tensor) -> Any:
+        """Returns a scan along the last axis."""
+        return _SCANS[kind](self._whole(value), len(self.sizes) - 1)
+
+    def _whole(self, value: Tensor) -> Tensor:
+        """Returns an array over all axes that are not parallel."""
+        shape = [*[1] * (len(self.sizes) - value.dim()), *value.shape]
+        return value.expand(*shape[: self.parallel], *self.sizes[self.parallel :])
+
+    def store(self, buffer: Tensor, index: Any, value: Tensor, mask: Tensor | None, mode: str, varies: bool) -> None:
+        """Writes elements of a buffer, or combines them with what is there."""
+        over = len(self.sizes) if varies else self.parallel
+        everywhere = torch.ones([*self.sizes[:over], *[1] * (len(self.sizes) - over)], dtype=torch.bool)
+        index = torch.as_tensor(index, dtype=torch.int64)
+        mask = everywhere if mask is None else mask & everywhere
+        index, value, mask = torch.broadcast_tensors(index, value, mask)
+        if mode == "set":
+            buffer[index[mask]] = value[mask]
+        else:
+            buffer.scatter_reduce_(0, index[mask], value[mask], _MODES[mode], include_self=True)
+
+    def require(self, condition: Tensor, mask: Tensor | None, error: str, message: str) -> None:
+        """Raises where a condition does not hold."""
+        failed = ~condition if mask is None else ~condition & mask
+        if failed.any():
+            raise _ERRORS[error](message)
+
+
+def _softmax(value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    largest = value.amax(dim)
+    shift = torch.where(largest == -torch.inf, 0.0, largest)
+    return largest, (value - shift.unsqueeze(dim)).exp().sum(dim)
+
+
+def _welford(value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    mean = value.mean(dim)
+    return mean, (value - mean.unsqueeze(dim)).square().sum(dim)
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor, int], Any]] = {
+    "sum": lambda value, dim: value.sum(dim, dtype=value.dtype),
+    "prod": lambda value, dim: value.prod(dim, dtype=value.dtype),
+    "max": torch.amax, "min": torch.amin, "argmax": torch.argmax, "argmin": torch.argmin, "any": torch.any,
+    "all": torch.all, "welford": _welford, "softmax": _softmax,
+}  # fmt: skip
+
+_SCANS: dict[str, Callable[[Tensor, int], Any]] = {
+    "cumsum": lambda value, dim: value.cumsum(dim, dtype=value.dtype),
+    "cumprod": lambda value, dim: value.cumprod(dim, dtype=value.dtype),
+    "cummax": lambda value, dim: tuple(value.cummax(dim)), "cummin": lambda value, dim: tuple(value.cummin(dim)),
+    "logcumsumexp": torch.logcumsumexp,
+}  # fmt: skip
+
+
+def load(source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> Callable[..., None]:
+    """Returns the launcher of a kernel's text."""
+    if options:
+        raise FxwrapError(f"an Abacus kernel has no option '{options[0][0]}'")
+    names: dict[str, Any] = {"torch": torch, "inf": torch.inf, "nan": torch.nan}
+    exec(compile(source, "<abacus>", "exec"), names)
+    kernel, unit = names["kernel"], Unit()
+
+    def launch(grid: Sequence[int], *arguments: Any) -> None:
+        assert tuple(grid) == (1, 1, 1) and len(arguments) == len(signature)
+        WORK["launch"] += 1
+        kernel(unit, *arguments)
+
+    return launch
+
+
+def compile_ahead(uses: Sequence[Any]) -> list[FxwrapError | None]:
+    """Reads each text, and says which is none."""
+    found: list[FxwrapError | None] = []
+    for use in uses:
+        WORK["compile"] += 1
+        try:
+            compile(use.kernel.source, "<abacus>", "exec")
+        except SyntaxError as error:
+            found.append(FxwrapError(f"the Abacus cannot read it: {error}"))
+        else:
+            found.append(None)
+    return found
+
+
+def allocator(device: torch.device) -> Allocate:
+    """Returns the function that allocates on the device."""
+
+    def allocate(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        WORK["allocate"] += 1
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+    return allocate
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    WORK["guard"] += 1
+    yield
+
+
+def guard(_device: torch.device) -> AbstractContextManager[None]:
+    """Makes a device current."""
+    return _guarded()
+
+
+def copy(staging: Tensor, source: Tensor, channel: int) -> Tensor:
+    """Copies a tensor into memory of the device by its copy engine, and returns that memory."""
+    WORK["copy"] += 1
+    assert channel in (0, 1)
+    return staging.copy_(source)
+
+
+RUNTIME = DeviceRuntime(
+    kernels=KernelRuntime(load, compile=compile_ahead),
+    allocator=allocator,
+    guard=guard,
+    random_state=lambda _device: torch.get_rng_state(),
+    set_random_state=lambda _device, state: torch.set_rng_state(state),
+)

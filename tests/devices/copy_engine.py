@@ -1,0 +1,82 @@
+"""The Abacus's copy engine: a line of its own, the pass that puts it in, and what emitters make of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fxwrap.converters.interpreter import Interpreter
+from fxwrap.converters.python import PythonConverter
+from fxwrap.lines import Alloc, ExtensionLine, Free, Launch, Line, Mutate, Reuse
+from fxwrap.wrapper_ir import (
+    Block,
+    Effect,
+    LineBase,
+    Program,
+    Value,
+    attribute,
+    consume,
+    define,
+    line_class,
+    read,
+)
+from tests.devices import abacus_runtime
+
+
+@line_class("abacus.copy")
+class AbacusCopy(ExtensionLine):
+    """Copies `source` into the memory of `staging` by the copy engine, and takes that memory for the result.
+
+    Example: `%y = abacus.copy(%staging, %x) channel=1 : f32[4, 8]@cpu`
+    """
+
+    result: Value = define()
+    staging: Value = consume()
+    source: Value = read()
+    channel: int = attribute(default=0)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return ()
+
+    def expand(self) -> tuple[Line, ...]:
+        copy = Mutate((), "aten.copy_.default", (self.result, self.source), (self.result,))
+        return Reuse(self.result, self.staging), copy
+
+
+def stage_inputs(program: Program) -> Program:
+    """Has the copy engine bring each input of the program that a kernel reads first into the device's own memory."""
+    inputs = {item.name for item in program.inputs if isinstance(item.value, Value)}
+    lines: list[LineBase] = []
+    channels: Counter[str] = Counter()
+    for line in program.body.lines:
+        first = line.arguments[0] if isinstance(line, Launch) and line.arguments else None
+        if isinstance(line, Launch) and isinstance(first, Value) and first.name in inputs and first not in line.outs:
+            type_ = replace(first.tensor_type, storage_offset=0, memory_space="beads")
+            number = channels.total()
+            staging, staged = Value(f"staging{number}", type_), Value(f"staged{number}", type_)
+            channels[first.name] += 1
+            lines += [
+                Alloc(staging), AbacusCopy(staged, staging, first, number % 2, origin=line.origin),
+                line.replace(arguments=(staged, *line.arguments[1:])), Free(staged),
+            ]  # fmt: skip
+        else:
+            lines.append(line)
+    return program.replace(body=Block(program.body.arguments, tuple(lines)))
+
+
+def _in_python(converter: PythonConverter, line: AbacusCopy) -> None:
+    copy = converter.module.imported(abacus_runtime.__name__, "copy")
+    converter.assign(line.result, f"{copy}({converter.text(line.staging)}, {converter.text(line.source)}, {line.channel})")
+    converter.free(Free(line.staging))
+
+
+def _interpreted(converter: Interpreter, line: AbacusCopy) -> None:
+    made = abacus_runtime.copy(converter.values[line.staging.name], converter.values[line.source.name], line.channel)
+    converter.free(Free(line.staging))
+    converter.define(line.result, made)
+
+
+LINES: Mapping[type, Mapping[str, Any]] = {AbacusCopy: {"python": _in_python, "interpreter": _interpreted}}
+"""The other emitters run what the line expands to."""
