@@ -91,13 +91,13 @@ class Interpreter(Converter):
         checks.check_count(self.program.name, len(self.program.inputs), len(inputs))
         for item, given in zip(self.program.inputs, inputs, strict=True):
             if isinstance(item.value, Value):
-                self._set(item.value, given, check=False)
+                self.define(item.value, given, check=False)
             else:
                 checks.check_number(given, item.name, symbol_kind(item.name))
                 self.symbols[item.name] = given
         inputs.clear()
         for constant in self.program.constants:
-            self._set(constant.value, self.program.store.tensors[constant.value.name])
+            self.define(constant.value, self.program.store.tensors[constant.value.name])
         prepare_kernels(kernel_texts(self.program))
         with torch.no_grad():
             self._lines(self.program.body)
@@ -105,7 +105,8 @@ class Interpreter(Converter):
 
     # --- values -----------------------------------------------------------------------------------------------------
 
-    def _set(self, value: Value, content: Any, *, check: bool = True) -> None:
+    def define(self, value: Value, content: Any, *, check: bool = True) -> None:
+        """Gives a value its content, and checks that this is what the value's type says."""
         if check and isinstance(value.type, TensorType):
             self._check_result(value, content)
         self.values[value.name] = content
@@ -151,7 +152,7 @@ class Interpreter(Converter):
         inner = type(self)(self.program, self.handlers)
         inner.symbols = dict(self.symbols)
         for value, given in zip(block.arguments, arguments, strict=True):
-            inner._set(value, given)
+            inner.define(value, given)
         return inner
 
     def _results(self, results: tuple[Any, ...], given: tuple[Any, ...], *, check: bool = True) -> None:
@@ -159,12 +160,12 @@ class Interpreter(Converter):
             if type(result) is tuple:
                 self._results(result, tuple(content), check=check)
             elif result is not None:
-                self._set(result, content, check=check)
+                self.define(result, content, check=check)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def alloc(self, line: Alloc) -> None:
-        self._set(line.result, self._empty(line.result.tensor_type))
+        self.define(line.result, self._empty(line.result.tensor_type))
 
     def _empty(self, type_: TensorType) -> torch.Tensor:
         sizes, strides = self._numbers(type_.sizes), self._numbers(type_.strides)
@@ -177,7 +178,7 @@ class Interpreter(Converter):
     def reuse(self, line: Reuse) -> None:
         old = self.values[line.root.name]
         self.free(Free(line.root))
-        self._set(line.result, self._reinterpret(old, line.result, 0))
+        self.define(line.result, self._reinterpret(old, line.result, 0))
 
     def _reinterpret(self, memory: torch.Tensor, value: Value, offset: int) -> torch.Tensor:
         type_ = value.tensor_type
@@ -185,7 +186,7 @@ class Interpreter(Converter):
         return tensors.reinterpret(memory, sizes, strides, type_.dtype, offset)
 
     def _window(self, value: Value, base: Value, content: Any) -> None:
-        self._set(value, content)
+        self.define(value, content)
         self.root_of[value.name] = self.root_of[base.name]
 
     def view(self, line: View) -> None:
@@ -312,7 +313,7 @@ class Interpreter(Converter):
     # --- the world --------------------------------------------------------------------------------------------------
 
     def save_state(self, line: SaveState) -> None:
-        self._set(line.result, tensors.random_state(line.device))
+        self.define(line.result, tensors.random_state(line.device))
 
     def restore_state(self, line: RestoreState) -> None:
         tensors.set_random_state(line.device, self.values[line.state.name])

@@ -91,15 +91,17 @@ class PythonConverter(Converter):
     def _remark(self, line: LineBase) -> None:
         origin = str(line.origin) if line.origin is not None else ""
         if origin and origin != self._origin:
-            self._say(f"# {origin}")
+            self.say(f"# {origin}")
         self._origin = origin
 
-    def _say(self, statement: str) -> None:
+    def say(self, statement: str) -> None:
+        """Adds a statement."""
         self.statements.append(statement)
 
-    def _assign(self, value: Value, text: str, base: Value | None = None) -> None:
+    def assign(self, value: Value, text: str, base: Value | None = None) -> None:
+        """Adds a statement that defines a value, a window on `base` or a root."""
         name = self.module.local(value.name)
-        self._say(f"{name} = {text}")
+        self.say(f"{name} = {text}")
         self.own(value.name, base)
 
     def own(self, name: str, base: Value | None = None) -> None:
@@ -108,11 +110,12 @@ class PythonConverter(Converter):
         self.root_of[name] = root
         self.windows.setdefault(root, []).append(name)
 
-    def _text(self, item: Any) -> str:
+    def text(self, item: Any) -> str:
+        """Returns an argument's text."""
         return literal_text(self.module, item)
 
     def _sizes(self, sizes: tuple[Any, ...]) -> str:
-        return tuple_text([self._text(size) for size in sizes])
+        return tuple_text([self.text(size) for size in sizes])
 
     def _runtime(self, module: str, function: str) -> str:
         return self.module.runtime(module, function)
@@ -121,10 +124,10 @@ class PythonConverter(Converter):
 
     def _empty(self, type_: TensorType) -> str:
         shape = f"{self._sizes(type_.sizes)}, {self._sizes(type_.strides)}"
-        return f"{self.module.allocator(type_.device)}({shape}, {self._text(type_.dtype)})"
+        return f"{self.module.allocator(type_.device)}({shape}, {self.text(type_.dtype)})"
 
     def alloc(self, line: Alloc) -> None:
-        self._assign(line.result, self._empty(line.result.tensor_type))
+        self.assign(line.result, self._empty(line.result.tensor_type))
 
     def free(self, line: Free) -> None:
         names = self.windows.pop(line.root.name)
@@ -135,26 +138,26 @@ class PythonConverter(Converter):
         if self.statements and self.statements[-1].startswith("del "):
             self.statements[-1] += ", " + text
         else:
-            self._say("del " + text)
+            self.say("del " + text)
 
     def _reinterpret(self, memory: Value, type_: TensorType, offset: Any) -> str:
         function = self._runtime("tensors", "reinterpret")
-        arguments = [self._text(memory), self._sizes(type_.sizes), self._sizes(type_.strides), self._text(type_.dtype)]
+        arguments = [self.text(memory), self._sizes(type_.sizes), self._sizes(type_.strides), self.text(type_.dtype)]
         if offset != 0:
-            arguments.append(self._text(offset))
+            arguments.append(self.text(offset))
         return f"{function}({', '.join(arguments)})"
 
     def reuse(self, line: Reuse) -> None:
         old, new = line.root.tensor_type, line.result.tensor_type
         same = old.dtype == new.dtype
-        self._assign(line.result, self._window(line.root, new, 0) if same else self._reinterpret(line.root, new, 0))
+        self.assign(line.result, self._window(line.root, new, 0) if same else self._reinterpret(line.root, new, 0))
         self.free(Free(line.root))
 
     def _window(self, base: Value, type_: TensorType, offset: Any) -> str:
         """Returns memory under another type of the same dtype, `offset` elements after the first of `base`."""
-        arguments = [self._text(base), self._sizes(type_.sizes), self._sizes(type_.strides)]
+        arguments = [self.text(base), self._sizes(type_.sizes), self._sizes(type_.strides)]
         if offset != 0:
-            arguments.append(self._text(offset))
+            arguments.append(self.text(offset))
         return f"{self._runtime('tensors', 'window')}({', '.join(arguments)})"
 
     def view(self, line: View) -> None:
@@ -163,11 +166,11 @@ class PythonConverter(Converter):
             text = self._window(line.base, new, new.storage_offset - old.storage_offset)
         else:
             text = self._torch_view(line)
-        self._assign(line.result, text, line.base)
+        self.assign(line.result, text, line.base)
 
     def _torch_view(self, line: View) -> str:
         """Returns a view of torch's, with the base and the version counter that eager's has."""
-        base = self._text(line.base)
+        base = self.text(line.base)
         form = view_form(line.base.tensor_type, line.result.tensor_type)
         match form.kind:
             case "slice":
@@ -183,11 +186,11 @@ class PythonConverter(Converter):
                 return f"{base}.{form.kind}({self._sizes(form.arguments[0])})"
 
     def _operand(self, size: Any) -> str:
-        text = self._text(size)
+        text = self.text(size)
         return text if text.isidentifier() or text.isdigit() else f"({text})"
 
     def pool(self, line: Pool) -> None:
-        self._assign(line.result, self._empty(line.result.tensor_type))
+        self.assign(line.result, self._empty(line.result.tensor_type))
 
     def pool_slice(self, line: PoolSlice) -> None:
         type_ = line.result.tensor_type
@@ -195,7 +198,7 @@ class PythonConverter(Converter):
             text = self._window(self._typed_pool(line.pool, type_), type_, line.offset // type_.dtype.itemsize)
         else:
             text = self._reinterpret(line.pool, type_, line.offset)
-        self._assign(line.result, text, line.pool)
+        self.assign(line.result, text, line.pool)
 
     def _typed_pool(self, pool: Value, type_: TensorType) -> Value:
         """Returns a pool's memory under the dtype of a slice, said where the first slice of the dtype is."""
@@ -204,11 +207,11 @@ class PythonConverter(Converter):
         dtype = str(type_.dtype).removeprefix("torch.")
         typed = Value(f"{pool.name}.{dtype}", replace(type_, sizes=(0,), strides=(1,)))
         if typed.name not in self.root_of:
-            self._assign(typed, self._reinterpret(pool, typed.tensor_type, 0), pool)
+            self.assign(typed, self._reinterpret(pool, typed.tensor_type, 0), pool)
         return typed
 
     def workspace(self, line: Workspace) -> None:
-        self._assign(line.result, self._empty(line.result.tensor_type) + (".zero_()" if line.zeroed else ""))
+        self.assign(line.result, self._empty(line.result.tensor_type) + (".zero_()" if line.zeroed else ""))
 
     # --- kernels and operators --------------------------------------------------------------------------------------
 
@@ -219,8 +222,8 @@ class PythonConverter(Converter):
         tensors = [item for item in line.arguments if isinstance(item, Value)]
         numbers = [item for item in line.arguments if not isinstance(item, Value)]
         grid = [] if called_once else [self._sizes(line.grid)]
-        arguments = [*grid, *[self._text(item) for item in (*tensors, *line.outs, *numbers)]]
-        self._say(f"{kernel}({', '.join(arguments)})")
+        arguments = [*grid, *[self.text(item) for item in (*tensors, *line.outs, *numbers)]]
+        self.say(f"{kernel}({', '.join(arguments)})")
 
     def call(self, line: Call) -> None:
         names = out_argument_names(line.target) if line.outs else ()
@@ -235,14 +238,14 @@ class PythonConverter(Converter):
         for value in named:
             self.own(value.name, line.alias_of(value))
         if not named:
-            self._say(call)
+            self.say(call)
         elif len(line.results) == 1 and isinstance(line.results[0], Value):
-            self._say(f"{self.module.local(line.results[0].name)} = {call}")
+            self.say(f"{self.module.local(line.results[0].name)} = {call}")
         else:
             # an operator that returns one list: its items
             items = line.results[0] if len(line.results) == 1 else line.results
             pattern = ", ".join([self._pattern(item) for item in items]) + ("," if len(items) == 1 else "")
-            self._say(f"{pattern} = {call}")
+            self.say(f"{pattern} = {call}")
             if any(leaf is None for leaf in leaves(line.results)):
                 self._delete(["_"])
 
@@ -254,43 +257,43 @@ class PythonConverter(Converter):
         return f"[{', '.join([self._pattern(part) for part in item])}]"
 
     def scatter(self, line: Scatter) -> None:
-        arguments = [self._text(item) for item in (line.target, line.dim, line.index, line.source)]
+        arguments = [self.text(item) for item in (line.target, line.dim, line.index, line.source)]
         form = SCATTER_OPERATORS[line.reduce][not isinstance(line.source, Value)]
         if not form:
-            arguments += [self._text(line.reduce), self._text(line.include_self)]
-            self._say(f"{self._runtime('tensors', 'scatter')}({', '.join(arguments)})")
+            arguments += [self.text(line.reduce), self.text(line.include_self)]
+            self.say(f"{self._runtime('tensors', 'scatter')}({', '.join(arguments)})")
             return
         if form.endswith(".two"):
-            arguments += [self._text(line.reduce), f"include_self={self._text(line.include_self)}"]
+            arguments += [self.text(line.reduce), f"include_self={self.text(line.include_self)}"]
         elif line.reduce:
-            arguments.append(f"reduce={self._text(line.reduce)}")
+            arguments.append(f"reduce={self.text(line.reduce)}")
         method = form.split(".")[1]
-        self._say(f"{arguments[0]}.{method}({', '.join(arguments[1:])})")
+        self.say(f"{arguments[0]}.{method}({', '.join(arguments[1:])})")
 
     def index_put(self, line: IndexPut) -> None:
         function = self.module.operator("aten.index_put_.default")  # the method takes no None among the indices
-        indices = f"[{', '.join([self._text(index) for index in line.indices])}]"
+        indices = f"[{', '.join([self.text(index) for index in line.indices])}]"
         accumulate = ", True" if line.accumulate else ""
-        self._say(f"{function}({self._text(line.target)}, {indices}, {self._text(line.values)}{accumulate})")
+        self.say(f"{function}({self.text(line.target)}, {indices}, {self.text(line.values)}{accumulate})")
 
     # --- symbols ----------------------------------------------------------------------------------------------------
 
     def size(self, line: SizeOf) -> None:
         if line.rank:
             check = self._runtime("checks", "check_rank")
-            self._say(f"{check}({self._text(line.tensor)}, {line.tensor.name!r}, {line.rank})")
-        tensor = self._text(line.tensor)
+            self.say(f"{check}({self.text(line.tensor)}, {line.tensor.name!r}, {line.rank})")
+        tensor = self.text(line.tensor)
         taken = {"size": f".size({line.dim})", "stride": f".stride({line.dim})", "storage_offset": ".storage_offset()"}
-        self._say(f"{line.symbol.name} = {tensor}{taken[line.of]}")
+        self.say(f"{line.symbol.name} = {tensor}{taken[line.of]}")
 
     def let(self, line: Let) -> None:
-        self._say(f"{line.symbol.name} = {self._text(line.expr)}")
+        self.say(f"{line.symbol.name} = {self.text(line.expr)}")
 
     def item(self, line: Item) -> None:
-        self._say(f"{line.symbol.name} = {self._text(line.tensor)}.item()")
+        self.say(f"{line.symbol.name} = {self.text(line.tensor)}.item()")
 
     def bind(self, line: Bind) -> None:
-        text = self._text(line.source)
+        text = self.text(line.source)
         for step in line.path:
             match step.name:
                 case "size" | "stride" | "storage_offset":
@@ -301,15 +304,15 @@ class PythonConverter(Converter):
                     text = f"({text} // {step.arguments[0]})"
                 case _:
                     text = f"int(bool({text}))"
-        self._say(f"{line.symbol.name} = {text}")
+        self.say(f"{line.symbol.name} = {text}")
 
     def assertion(self, line: Assert) -> None:
-        self._say(f"if not ({self._text(line.condition)}):")
+        self.say(f"if not ({self.text(line.condition)}):")
         if line.error == "RuntimeError" and line.shown is None:
-            self._say(f"    raise RuntimeError({line.text!r})")
+            self.say(f"    raise RuntimeError({line.text!r})")
             return
-        shown = "" if line.shown is None else f", {self._text(line.shown)}"
-        self._say(f"    {self._runtime('checks', 'fail')}({line.error!r}, {line.text!r}{shown})")
+        shown = "" if line.shown is None else f", {self.text(line.shown)}"
+        self.say(f"    {self._runtime('checks', 'fail')}({line.error!r}, {line.text!r}{shown})")
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -323,19 +326,19 @@ class PythonConverter(Converter):
         return ", ".join([self.module.local(value.name) for value in results]) + ("," if len(results) == 1 else "")
 
     def _bind_results(self, results: tuple[Any, ...], text: str) -> None:
-        self._say(f"{self._targets(results)} = {text}" if results else text)
+        self.say(f"{self._targets(results)} = {text}" if results else text)
 
     def cond(self, line: Cond) -> None:
         then, else_ = self._function("then", line.then), self._function("else", line.else_)
         operands = self._arguments(line.operands)
         assigned = f"{self._targets(line.results)} = " if line.results else ""
-        self._say(f"if {self._text(line.predicate)}:")
-        self._say(f"    {assigned}{then}([{operands}]{self.module.captured(line.then)})")
-        self._say("else:")
-        self._say(f"    {assigned}{else_}([{operands}]{self.module.captured(line.else_)})")
+        self.say(f"if {self.text(line.predicate)}:")
+        self.say(f"    {assigned}{then}([{operands}]{self.module.captured(line.then)})")
+        self.say("else:")
+        self.say(f"    {assigned}{else_}([{operands}]{self.module.captured(line.else_)})")
 
     def _arguments(self, values: tuple[Any, ...]) -> str:
-        return ", ".join([self._text(value) for value in values])
+        return ", ".join([self.text(value) for value in values])
 
     def _runnable(self, label: str, block: Block) -> str:
         """Returns a nested block as a function of its boxed arguments alone."""
@@ -361,7 +364,7 @@ class PythonConverter(Converter):
         """Says a loop over slices, which writes into stacked results that are allocated before."""
         stacked = line.results[len(carried) :]
         for value in stacked:
-            self._assign(value, self._empty(value.tensor_type))
+            self.assign(value, self._empty(value.tensor_type))
         body, lists = self._runnable("body", line.body), self._lists(carried, line.over, line.extra, stacked)
         call = f"{self._runtime('control', 'scan')}({body}, {lists}{', reverse=True' if reverse else ''})"
         self._bind_results(line.results[: len(carried)], call)
@@ -373,18 +376,18 @@ class PythonConverter(Converter):
         self._bind_results(line.results, f"{function}([{operands}]{self.module.captured(block)})")
 
     def yield_(self, line: Yield) -> None:
-        self._say(f"return {tuple_text([self._text(item) for item in line.values])}")
+        self.say(f"return {tuple_text([self.text(item) for item in line.values])}")
 
     def return_(self, line: Return) -> None:
-        self._say(f"return {tuple_text([self._text(item) for item in line.values])}")
+        self.say(f"return {tuple_text([self.text(item) for item in line.values])}")
 
     # --- the world --------------------------------------------------------------------------------------------------
 
     def save_state(self, line: SaveState) -> None:
-        self._assign(line.result, f"{self._runtime('tensors', 'random_state')}({line.device!r})")
+        self.assign(line.result, f"{self._runtime('tensors', 'random_state')}({line.device!r})")
 
     def restore_state(self, line: RestoreState) -> None:
-        self._say(f"{self._runtime('tensors', 'set_random_state')}({line.device!r}, {self._text(line.state)})")
+        self.say(f"{self._runtime('tensors', 'set_random_state')}({line.device!r}, {self.text(line.state)})")
 
     def enter_device(self, line: EnterDevice) -> NoReturn:
         raise self.unsupported(line, "device guards arrive with the pass that places them")
@@ -394,25 +397,25 @@ class PythonConverter(Converter):
 
     def check_layout(self, line: CheckLayout) -> None:
         type_ = line.expected
-        arguments = [self._text(line.tensor), repr(line.name or line.tensor.name), self._text(type_.dtype)]
-        arguments += [self._sizes(type_.sizes), self._sizes(type_.strides), self._text(type_.device)]
-        self._say(f"{self._runtime('checks', 'check_layout')}({', '.join(arguments)})")
+        arguments = [self.text(line.tensor), repr(line.name or line.tensor.name), self.text(type_.dtype)]
+        arguments += [self._sizes(type_.sizes), self._sizes(type_.strides), self.text(type_.device)]
+        self.say(f"{self._runtime('checks', 'check_layout')}({', '.join(arguments)})")
         if line.alignment != 1:
             check = self._runtime("checks", "check_alignment")
-            self._say(f"{check}({arguments[0]}, {arguments[1]}, {line.alignment})")
+            self.say(f"{check}({arguments[0]}, {arguments[1]}, {line.alignment})")
 
     def comment(self, line: Comment) -> None:
         for text in line.text.splitlines():
             visible = "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
-            self._say(f"# {visible}".rstrip())
+            self.say(f"# {visible}".rstrip())
 
     def enter_range(self, line: EnterRange) -> None:
         self.ranges.append(f"range_{len(self.statements)}")
-        self._say(f"{self.ranges[-1]} = torch.profiler.record_function({line.name!r})")
-        self._say(f"{self.ranges[-1]}.__enter__()")
+        self.say(f"{self.ranges[-1]} = torch.profiler.record_function({line.name!r})")
+        self.say(f"{self.ranges[-1]}.__enter__()")
 
     def exit_range(self, line: ExitRange) -> None:
-        self._say(f"{self.ranges.pop()}.__exit__(None, None, None)")
+        self.say(f"{self.ranges.pop()}.__exit__(None, None, None)")
 
     def record_event(self, line: RecordEvent) -> NoReturn:
         raise self.unsupported(line, "streams arrive with the pass that places device lines")
@@ -425,7 +428,7 @@ class PythonConverter(Converter):
 
     def wait_collective(self, line: WaitCollective) -> None:
         wait = self.module.operator("_c10d_functional.wait_tensor.default")
-        self._assign(line.result, f"{wait}({self._text(line.pending)})", line.pending)
+        self.assign(line.result, f"{wait}({self.text(line.pending)})", line.pending)
 
 
 def to_python(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> Emitted:

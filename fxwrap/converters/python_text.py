@@ -40,6 +40,7 @@ class PythonModule:
     def __init__(self) -> None:
         self.printer = PythonPrinter()
         self.imports: set[str] = set()
+        self.outside: set[str] = set()
         self.definitions: dict[str, str] = {}
         self.functions: list[str] = []
         self._function_of: dict[int, tuple[str, Block]] = {}
@@ -86,6 +87,12 @@ class PythonModule:
         text = f"{load}{_raw(kernel.source)}, {kernel.signature!r}, {kernel.options!r})"
         return self.defined(f"kernel_{kernel.name}", text)
 
+    def imported(self, module: str, function: str) -> str:
+        """Returns the text of a function of a module that is not fxwrap's, for vendors' lines; it is imported."""
+        name = f"op_{module.replace('.', '_')}_{function}"
+        self.outside.add(f"from {module} import {function} as {name}")
+        return name
+
     def allocator(self, device: torch.device) -> str:
         """Returns a module-level name for the function that allocates on a device."""
         name = "allocate_" + str(device).replace(":", "_")
@@ -116,6 +123,7 @@ class PythonModule:
         lines += ["import torch"]
         if self.imports:
             lines.append(f"from fxwrap.runtime import {', '.join(sorted(self.imports))}")
+        lines += sorted(self.outside)
         if self.definitions:
             lines += ["", *[f"{name} = {text}" for name, text in sorted(self.definitions.items())]]
         return "\n".join(lines) + "\n\n\n" + body + "\n"

@@ -108,7 +108,7 @@ def _propagate(graph_module: GraphModule, placeholders: list[Node], inputs: Sequ
             example = mode.from_tensor(example, static_shapes=True)
         fakes.append(example)
     recorder = _Recorder(graph_module, mode)
-    with mode:
+    with mode, torch.no_grad():  # some operators are refused for inputs that need gradients, which nobody asks for here
         recorder.run(*fakes)
     return recorder.values
 
