@@ -40,7 +40,8 @@ class DirectCode(GraphCode):
         runs: bool,
     ) -> PythonCode:
         """Returns the code of a graph, with what it refers to."""
-        inputs = [str(node.target) for node in nodes if node.op == "placeholder"]
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        inputs = [str(node.target) for node in placeholders]
         parameters = frozenset(name.lstrip("*") for name in inputs)
 
         def fresh(wish: str) -> str:  # torch.fx knows the nodes' names, which may be others than their parameters'
@@ -59,7 +60,8 @@ class DirectCode(GraphCode):
             if made == body:  # nothing to leave for
                 ordinary.clear()
                 return users(made)
-            self.guard = self.guard_text(check, otherwise, inputs)
+            used = [place for place, node in enumerate(placeholders) if node.users]
+            self.guard = self.guard_text(check, otherwise, inputs, used)
             return users([*self.begin(self.guard), *made])
 
         try:
@@ -75,10 +77,10 @@ class DirectCode(GraphCode):
         code.globals.update({check: is_direct, otherwise: with_help(namespace[otherwise], boxed=self.boxed)})
         return code
 
-    def guard_text(self, check: str, otherwise: str, inputs: Sequence[str]) -> str:
-        """Returns the statement that leaves for the ordinary code, for inputs by these names."""
-        given = ", ".join(["self", *inputs])
-        return f"if not {check}({given}):\n{_INDENT}return {otherwise}({given})\n"
+    def guard_text(self, check: str, otherwise: str, inputs: Sequence[str], used: Sequence[int]) -> str:
+        """Returns the statement that leaves for the ordinary code, for inputs by these names; some are used."""
+        looked_at = ", ".join(["self", *[inputs[place] for place in used]])
+        return f"if not {check}({looked_at}):\n{_INDENT}return {otherwise}({', '.join(['self', *inputs])})\n"
 
     def begin(self, guard: str) -> list[str]:
         """Returns what the body of the direct function begins with."""
@@ -112,9 +114,10 @@ class BoxedCode(DirectCode):
         dropped = [name for name in self._names if name in self.unused]
         return [*lines, f"del {', '.join(dropped)}"] if dropped else lines
 
-    def guard_text(self, check: str, otherwise: str, inputs: Sequence[str]) -> str:
+    def guard_text(self, check: str, otherwise: str, inputs: Sequence[str], used: Sequence[int]) -> str:
         """Returns the statement that leaves for the ordinary code, before the list is emptied."""
-        return f"if not {check}(self, *inputs):\n{_INDENT}return {otherwise}(self, inputs)\n"
+        looked_at = ["*inputs"] if 2 * len(used) > len(inputs) else [f"inputs[{place}]" for place in used]
+        return f"if not {check}({', '.join(['self', *looked_at])}):\n{_INDENT}return {otherwise}(self, inputs)\n"
 
     def begin(self, guard: str) -> list[str]:
         """Returns nothing: the guard is in the head."""
