@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap import Program, compiler
+from fxwrap import Program, emission
 from fxwrap.compare import COMPARED, CompiledFunction, Report, compare, copied, peak_bytes, tensor_error
 from fxwrap.converters.emitted import Emitted
 from fxwrap.errors import CompareError, OptionError
@@ -262,11 +262,11 @@ def test_another_number_of_outputs_is_found() -> None:
 def test_what_a_broken_emitter_gives_is_found(
     monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Tensor], Any], kind: str
 ) -> None:
-    def emit(program: Program) -> Emitted:
+    def emit(program: Program, handlers: Any = None) -> Emitted:
         right = fxwrap.to_python(program)
         return Emitted(right.source, lambda: lambda inputs: tuple(wrong(item) for item in right.boxed(inputs)))
 
-    monkeypatch.setitem(compiler._EMITTERS, "python", emit)
+    monkeypatch.setitem(emission._EMITTERS, "python", emit)
     report = compare(graph_of(lambda x: x * 2, torch.randn(3, 4)), (torch.randn(3, 4),), repeats=0)
     assert kind in {item.kind for item in report["python"].disagreements}
     assert report["interpreter"].agrees_in()
@@ -284,10 +284,10 @@ def test_a_wrong_gradient_is_found() -> None:
 
 
 def test_what_an_emitter_raises_is_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    def emit(program: Program) -> Emitted:
+    def emit(program: Program, handlers: Any = None) -> Emitted:
         raise ValueError("no such thing")
 
-    monkeypatch.setitem(compiler._EMITTERS, "python", emit)
+    monkeypatch.setitem(emission._EMITTERS, "python", emit)
     report = compare(torch.sin, (torch.randn(4),), repeats=1)
     assert report["python"].failure == "ValueError: no such thing"
     assert report.reasons == ("python failed: ValueError: no such thing",)
@@ -303,10 +303,10 @@ def test_nothing_captured_is_no_agreement() -> None:
 def test_rounding_as_near_to_float64_as_eager_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """A result that differs from eager's by more than the tolerance, but is nearer to the truth, is right."""
 
-    def exact(program: Program) -> Emitted:
+    def exact(program: Program, handlers: Any = None) -> Emitted:
         return Emitted("", lambda: lambda inputs: ((inputs[0].double() + 3e-7).float() * 1,))
 
-    monkeypatch.setitem(compiler._EMITTERS, "python", exact)
+    monkeypatch.setitem(emission._EMITTERS, "python", exact)
     graph = graph_of(lambda x: (x + 3000.0) - 3000.0, torch.randn(8))
     x = torch.rand(8)
     near = compare(graph, (x,), emitters=("python",), repeats=0, tolerance=2e-5)
