@@ -224,7 +224,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int]]:
     return content, [place for place in range(len(content)) if content[place : place + 2] == b"PK"]
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_never_give_another_program(
     data: st.DataObject, small: tuple[bytes, list[int]], tmp_path: Path
@@ -271,19 +271,19 @@ def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def _save_often(path: str) -> None:
     program = fxwrap.parse("program @f(%x: owned f32[4]@cpu) {\n  control.return(%x)\n}\n")
-    for _ in range(10):
+    for _ in range(5):
         fxwrap.save(program, path)
 
 
 def test_many_processes_save_to_one_path(tmp_path: Path) -> None:
     path = tmp_path / "f.fxw"
-    processes = [multiprocessing.get_context("fork").Process(target=_save_often, args=(str(path),)) for _ in range(4)]
+    processes = [multiprocessing.get_context("fork").Process(target=_save_often, args=(str(path),)) for _ in range(3)]
     for process in processes:
         process.start()
     while any(process.is_alive() for process in processes):
         if path.exists():
             assert fxwrap.load(path).program.name == "f"
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == [path]
 
 
