@@ -18,7 +18,8 @@ def environment_key(options: Options | None = None) -> str:
     """Returns a hash, 64 hex digits, of everything outside the graph that a compile depends on.
 
     It covers the versions of fxwrap, torch, triton, sympy and Python, the machine's architecture, the CUDA version
-    torch was built for, and the options. Functions among the options (passes, lowerings, decompositions, a partitioner,
+    torch was built for, and the options. Passes stand by name, point and key; one without a key makes
+    `Options.cacheable` false, and nothing may be cached. Other functions (lowerings, decompositions, a partitioner,
     `on_graph`) stand by module and qualified name: a cache that outlives an edit of theirs must add its own key.
     """
     parts = [f"{name}={text}" for name, text in package_versions().items()]

@@ -22,7 +22,6 @@ from fxwrap.wrapper_ir import (
     consumed,
     defined,
     defined_symbol,
-    is_release,
     reads,
     symbols_used,
     writes,
@@ -41,7 +40,7 @@ class Made:
 
 
 class DataFlow:
-    """The data flow of a block's lines. Built in linear time; the questions take logarithmic time.
+    """The data flow of a block's lines, plain frees left out. Built in linear time; questions take logarithmic time.
 
     Positions count the block's lines. `root_of` gives each value's root, `definer` where a value or symbol is defined.
     """
@@ -81,8 +80,6 @@ class DataFlow:
         symbol = defined_symbol(line)
         if symbol is not None:
             self.definer[symbol.name] = position
-        if is_release(line):
-            return
         for value in self._read_by(line, position):
             memory = self._memory_of[value.name]
             self._readers.setdefault((memory, self._version(memory, position)), []).append(position)

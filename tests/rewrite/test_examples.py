@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.printers.test_triton_printer_compile import compiled
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
     ("name", "promised"),
     [
-        ("custom_kernel", ["kernel.launch @linear_gelu(", "in cpp, the largest difference is"]),
+        ("custom_kernel", ["kernel.launch @linear_gelu(", "the largest difference is"]),
         ("profiling_ranges", ["0.attention: ", "1.attention: "]),
         ("vendor_operator", ["in_the_graph: 2 calls of the vendor's operator, 0 of ATen's",
                              "in_the_program: 2 calls of the vendor's operator, 0 of ATen's",
@@ -32,5 +34,8 @@ def test_an_example_runs(
 
 
 def test_the_custom_kernel_runs_in_triton_too(capsys: pytest.CaptureFixture[str], fresh_dynamo: None) -> None:
-    runpy.run_path(str(EXAMPLES / "rewrite_custom_kernel.py"))["main"]("triton")
+    """On the GPU where there is one, else in Triton's interpreter; and it compiles for an H100."""
+    example = runpy.run_path(str(EXAMPLES / "rewrite_custom_kernel.py"))
+    example["main"]("triton")
     assert "in triton, the largest difference is" in capsys.readouterr().out
+    assert ".target sm_90" in compiled(example["KERNELS"]["triton"]).asm["ptx"]

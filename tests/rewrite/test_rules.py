@@ -293,6 +293,12 @@ def test_results_that_others_read_stay_where_the_pattern_allows_it() -> None:
     assert lines(done.program) == [SINE, cosine, "control.return(%b, %a)"]
 
 
+def test_memory_that_another_stream_frees_is_left_alone() -> None:
+    before = program(f"{SINE}\n{HYPERBOLIC}\nmemory.free(%a) stream=1\n{RETURN}")
+    (refusal,) = rw.rewrite(before, TANH_OF_SIN, AS_COS).refusals
+    assert refusal.reason == "%a is used by another line too: memory.free(%a) stream=1"
+
+
 def itself(match: rw.Match, builder: rw.LineBuilder) -> Any:
     return match["x"]
 
