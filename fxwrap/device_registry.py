@@ -205,7 +205,7 @@ def _language(
         reason = "it has a printer, and its spec does not say of which kernel language"
         raise DeviceError(spec.device_type, reason, "Say it: DeviceSpec(kernel_language=...)")
     if known is not None and not over:
-        reason = f"the kernel language '{spec.kernel_language}' has a printer already"
+        reason = f"the kernel language '{spec.kernel_language}' is there already"
         raise DeviceError(spec.device_type, reason, "Leave out `printer` to share it, or give yours another name")
     if runtime.kernels is None:
         reason = f"nothing can launch what its printer writes in '{spec.kernel_language}'"

@@ -59,7 +59,8 @@ def _printed(kernel: Kernel) -> PrintedKernel:
     axes = (*kernel.axes, *kernel.reduced)
     sizes = "".join([f"{_size(axis.size)}, " for axis in axes])
     lines = [f"def kernel(unit, {', '.join([*names.values(), *numbers])}):"]
-    lines += [f"    {names[buffer.name]} = unit.flat({names[buffer.name]}, {_size(buffer.extent)})" for buffer in buffers]
+    extents = [(names[buffer.name], _size(buffer.extent)) for buffer in buffers]
+    lines += [f"    {name} = unit.flat({name}, {extent})" for name, extent in extents]
     lines += [f"    space = unit.space(({sizes}), {len(kernel.axes)})", "    if space.is_empty:", "        return"]
     lines += [f"    {axis.name} = space.axis({number})" for number, axis in enumerate(axes)]
     lines += [f"    {writer.line(number, item)}" for number, item in enumerate(kernel.operations)]
@@ -110,8 +111,10 @@ class _Writer:
                 operands = [f"v{operand}" for operand in operation.operands]
                 given = [str(operation.dtype)] if OPERATIONS[operation.name].result == "given" else []
                 return f"unit.{operation.name}({', '.join([*operands, *given])})"
-            case Reduce() | Scan():
-                return f"space.{'reduce' if isinstance(operation, Reduce) else 'scan'}({operation.kind!r}, v{operation.operands[0]})"
+            case Reduce():
+                return f"space.reduce({operation.kind!r}, v{operation.operands[0]})"
+            case Scan():
+                return f"space.scan({operation.kind!r}, v{operation.operands[0]})"
             case Part():
                 return f"v{operation.operation}[{operation.position}]"
             case Store() | Require():

@@ -20,6 +20,7 @@ from fxwrap.wrapper_ir import (
     consume,
     define,
     line_class,
+    program_arguments,
     read,
 )
 from tests.devices import abacus_runtime
@@ -46,29 +47,35 @@ class AbacusCopy(ExtensionLine):
 
 
 def stage_inputs(program: Program) -> Program:
-    """Has the copy engine bring each input of the program that a kernel reads first into the device's own memory."""
-    inputs = {item.name for item in program.inputs if isinstance(item.value, Value)}
+    """Has the copy engine bring inputs and constants into the device's own memory, the first of each kernel's."""
+    given = {item.name for item in program_arguments(program)}
     lines: list[LineBase] = []
     channels: Counter[str] = Counter()
     for line in program.body.lines:
-        first = line.arguments[0] if isinstance(line, Launch) and line.arguments else None
-        if isinstance(line, Launch) and isinstance(first, Value) and first.name in inputs and first not in line.outs:
+        first = _first(line, given) if isinstance(line, Launch) else None
+        if isinstance(line, Launch) and first is not None:
             type_ = replace(first.tensor_type, storage_offset=0, memory_space="beads")
             number = channels.total()
             staging, staged = Value(f"staging{number}", type_), Value(f"staged{number}", type_)
             channels[first.name] += 1
-            lines += [
-                Alloc(staging), AbacusCopy(staged, staging, first, number % 2, origin=line.origin),
-                line.replace(arguments=(staged, *line.arguments[1:])), Free(staged),
-            ]  # fmt: skip
+            arguments = tuple([staged if item is first else item for item in line.arguments])
+            copy = AbacusCopy(staged, staging, first, number % 2, origin=line.origin)
+            lines += [Alloc(staging), copy, line.replace(arguments=arguments), Free(staged)]
         else:
             lines.append(line)
     return program.replace(body=Block(program.body.arguments, tuple(lines)))
 
 
+def _first(line: Launch, given: set[str]) -> Value | None:
+    """Returns the first operand of a launch that is in memory before the program runs, and is only read."""
+    operands = [item for item in line.arguments if isinstance(item, Value) and item.name in given]
+    return next((item for item in operands if item not in line.outs), None)
+
+
 def _in_python(converter: PythonConverter, line: AbacusCopy) -> None:
     copy = converter.module.imported(abacus_runtime.__name__, "copy")
-    converter.assign(line.result, f"{copy}({converter.text(line.staging)}, {converter.text(line.source)}, {line.channel})")
+    staging, source = converter.text(line.staging), converter.text(line.source)
+    converter.assign(line.result, f"{copy}({staging}, {source}, {line.channel})")
     converter.free(Free(line.staging))
 
 

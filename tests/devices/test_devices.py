@@ -2,74 +2,313 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 import fxwrap
 from fxwrap import devices
-from fxwrap.devices import CPU, CUDA, DeviceRuntime, DeviceSpec, KernelLanguage, KernelRequest, KernelRuntime
+from fxwrap.devices import CPU, CUDA, DeviceRuntime, DeviceSpec, KernelLanguage, KernelRuntime
 from fxwrap.emission import emit
-from fxwrap.errors import DeviceError, FusionWarning, FxwrapError, GraphError
-from fxwrap.lines import Launch
-from fxwrap.options import Options
+from fxwrap.errors import DeviceError, FusionWarning, FxwrapError
+from fxwrap.lines import Launch, PoolSlice
+from fxwrap.options import EMITTERS, Options
 from fxwrap.pass_spec import Pass
-from fxwrap.runtime.kernels import load_kernel
+from fxwrap.runtime import library, tensors
+from fxwrap.runtime.devices import CPU_RUNTIME, CUDA_RUNTIME
+from fxwrap.runtime.kernels import load_function, load_kernel
 from tests.devices import abacus, abacus_runtime
-from tests.devices.abacus_runtime import WORK
+from tests.devices.abacus_runtime import RUNTIME, WORK
 from tests.devices.copy_engine import LINES, AbacusCopy, stage_inputs
 from tests.models import MODELS, ModelCase
 
 STAGING = Pass(stage_inputs, key="abacus.stage_inputs 1")
 
 
+def on_abacus(**others: Any) -> Any:
+    """The Abacus in the place of the CPU, with some of it replaced."""
+    given = {"printer": abacus.print_abacus, "runtime": RUNTIME, "language": abacus.LANGUAGE, "lines": LINES}
+    return devices.registered(others.pop("spec", abacus.SPEC), **{**given, **others})
+
+
 @pytest.fixture
-def on_abacus() -> Iterator[None]:
-    """The Abacus, in the place of the CPU."""
-    given: dict[str, Any] = {"runtime": abacus_runtime.RUNTIME, "language": abacus.LANGUAGE, "lines": LINES}
-    with devices.registered(abacus.SPEC, printer=abacus.print_abacus, **given):
+def with_abacus() -> Iterator[None]:
+    with on_abacus():
         yield
 
 
-def graph_of(function: Any, *inputs: torch.Tensor) -> torch.fx.GraphModule:
-    """A function as a graph of ATen operators."""
-    return torch.export.export(_Module(function), inputs).run_decompositions({}).module(check_guards=False)
+def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule:
+    """A function as a graph of ATen operators, as fxwrap decomposes them."""
+    with torch.no_grad():
+        return make_fx(function, decomposition_table=fxwrap.default_decompositions())(*inputs)
 
 
-class _Module(torch.nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.function(*inputs)
+# --- a device that is not fxwrap's ----------------------------------------------------------------------------------
 
 
-# --- the models -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in MODELS.values()])
-def test_the_models_run_on_a_made_up_device(case: ModelCase, on_abacus: None) -> None:
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2_eager_attention"])
+def test_the_models_run_on_a_made_up_device(name: str, with_abacus: None) -> None:
+    case: ModelCase = MODELS[name]
     model, inputs = case.build(seed=0, layers=1), case.inputs(seed=1)
     with torch.no_grad():
-        expected = torch.utils._pytree.tree_leaves(model(**inputs))
-        exported = torch.export.export(model, (), inputs, strict=False)
-    compiled = fxwrap.compile_graph(exported, options=Options(emitter="interpreter", passes=(STAGING,)))
+        expected = tree_leaves(model(**inputs))
+        exported = torch.export.export(model, (), inputs, strict=False).module(check_guards=False)
+    flat = tuple(inputs.values())
+    graph = graph_of(lambda *flat: tree_leaves(exported(**dict(zip(inputs, flat, strict=True)))), *flat)
+    compiled = fxwrap.compile_graph(graph, flat, options=Options(emitter="interpreter", passes=(STAGING,)))
     program = compiled.program
     launches = sum(isinstance(line, Launch) for line in program.lines())
     copies = sum(isinstance(line, AbacusCopy) for line in program.lines())
-    assert launches and {kernel.language for kernel in program.kernels} == {"abacus"}
-    assert fxwrap.parse(str(program)) == program
+    assert copies and {kernel.language for kernel in program.kernels} == {"abacus"}
+    assert all(outcome.reason != "its kernel could not be generated" for outcome in compiled.coverage)
     for emitter in ("interpreter", "python", "fx"):
         form = compiled if emitter == "interpreter" else emit(program, emitter)
         WORK.clear()
-        results = form(*inputs.values())
+        results = form(*flat)
         assert WORK["launch"] == launches, emitter
-        assert WORK["copy"] == (0 if emitter == "fx" else copies), emitter
-        assert emitter == "interpreter" or WORK["allocate"] > 0, emitter
+        assert WORK["copy"] == (0 if emitter == "fx" else copies), emitter  # a graph has what the line expands to
+        assert WORK["allocate"] > 0 or emitter == "interpreter", emitter
         for result, wanted in zip(results, expected, strict=True):
-            torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _small(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x @ w + 1, -1).cumsum(0)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_every_emitter_launches_a_vendors_kernels(emitter: str, with_abacus: None) -> None:
+    x, w = torch.rand(6, 8), torch.rand(8, 8)
+    options = Options(emitter=emitter, passes=(STAGING,), memory_planning="auto", fallback="error")
+    compiled = fxwrap.compile_graph(graph_of(_small, x, w), (x, w), options=options)
+    slices = [line.offset for line in compiled.program.lines() if isinstance(line, PoolSlice)]
+    assert all(offset % abacus.SPEC.alignment == 0 for offset in slices)
+    assert fxwrap.parse(str(compiled.program)) == compiled.program  # knows the vendor's line
+    WORK.clear()
+    torch.testing.assert_close(compiled(x, w)[0], _small(x, w))
+    assert WORK["launch"] == sum(isinstance(line, Launch) for line in compiled.program.lines()) > 0
+
+
+def test_torch_compile_takes_a_registered_device(with_abacus: None, fresh_dynamo: None) -> None:
+    x, w = torch.rand(6, 8, requires_grad=True), torch.rand(8, 8)
+    WORK.clear()
+    torch.compile(_small, backend="fxwrap")(x, w).sum().backward()
+    given, x.grad = x.grad, None
+    _small(x, w).sum().backward()
+    torch.testing.assert_close(given, x.grad)
+    assert WORK["launch"] >= 2
+
+
+def test_a_device_is_part_of_what_a_compile_depends_on() -> None:
+    x = torch.rand(4)
+    graph = graph_of(torch.sin, x)
+    before = fxwrap.compile_graph(graph, (x,)), fxwrap.environment_key()
+    with on_abacus():
+        within = fxwrap.compile_graph(graph, (x,)), fxwrap.environment_key()
+        assert "devices=(DeviceSpec(device_type='cpu', kernel_language='abacus'" in within[0].options.text()
+    after = fxwrap.compile_graph(graph, (x,)), fxwrap.environment_key()
+    assert str(before[0].program) == str(after[0].program) and before[0].options.text() == after[0].options.text() == ""
+    assert before[0].key == after[0].key != within[0].key and before[1] == after[1] != within[1]
+    assert [line.kernel for line in within[0].program.lines() if isinstance(line, Launch)]
+
+
+def test_a_device_may_share_a_language_and_have_its_own_facts() -> None:
+    x = torch.rand(4, 4)
+    spec = replace(CPU, prefer_extern=frozenset({"aten.exp.default"}))
+    with devices.registered(spec, runtime=CPU_RUNTIME):
+        compiled = fxwrap.compile_graph(graph_of(lambda x: x.sin().exp() + 1, x), (x,))
+    (reason,) = [outcome.reason for outcome in compiled.coverage if outcome.kind == "call"]
+    assert reason == "the device has no kernels for it"
+    assert {kernel.language for kernel in compiled.program.kernels} == {"cpp"}
+
+
+def test_a_language_that_is_called_once_is_launched_without_a_grid() -> None:
+    def load(source: str, signature: tuple[str, ...], options: Any) -> Any:
+        launcher = abacus_runtime.load(source, signature, options)
+        return lambda *arguments: launcher((1, 1, 1), *arguments)
+
+    x, w = torch.rand(6, 8), torch.rand(8, 8)
+    language, runtime = replace(abacus.LANGUAGE, called_once=True), DeviceRuntime(kernels=KernelRuntime(load))
+    with on_abacus(language=language, runtime=runtime):
+        compiled = fxwrap.compile_graph(graph_of(_small, x, w), (x, w), options=Options(fallback="error"))
+        assert "kernels.load_function('abacus', " in compiled.source
+        for emitter in ("python", "fx", "interpreter"):
+            torch.testing.assert_close(emit(compiled.program, emitter)(x, w)[0], _small(x, w))
+        (kernel, *_) = compiled.program.kernels
+        with pytest.raises(FxwrapError, match=r"a kernel in 'abacus' is called once, so its grid is \(1, 1, 1\)"):
+            load_kernel(kernel.language, kernel.source, kernel.signature, kernel.options)((2, 1, 1))
+
+
+# --- devices that nobody has registered -----------------------------------------------------------------------------
+
+
+def test_operators_on_an_unknown_device_are_called() -> None:
+    x, w = torch.rand(6, 8, device="meta"), torch.rand(8, 8, device="meta")
+    graph = graph_of(_small, x, w)
+    for emitter in ("python", "fx", "interpreter"):
+        compiled = fxwrap.compile_graph(graph, (x, w), options=Options(emitter=emitter))
+        assert not compiled.program.kernels
+        reasons = {outcome.reason for outcome in compiled.coverage}
+        assert reasons == {"the device has no kernels for it", "it has no lowering rule"}  # of aten.mm
+        assert compiled(x, w)[0].shape == (6, 8) and compiled(x, w)[0].is_meta
+
+
+def test_a_device_without_kernels_calls_operators() -> None:
+    x, w = torch.rand(6, 8), torch.rand(8, 8)
+    graph = graph_of(_small, x, w)
+    with on_abacus(spec=replace(abacus.SPEC, kernel_language=""), printer=None, language=None):
+        registered = fxwrap.compile_graph(graph, (x, w))
+    for compiled in (registered, fxwrap.compile_graph(graph, (x, w), options=Options(devices=(CUDA,)))):
+        assert not compiled.program.kernels
+        torch.testing.assert_close(compiled(x, w)[0], _small(x, w))
+
+
+# --- what is wrong --------------------------------------------------------------------------------------------------
+
+
+KERNELS = KernelRuntime(abacus_runtime.load)
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "message"),
+    [
+        (CPU, {}, "device 'cpu': it is registered already. To replace it for a while, use `with fxwrap.devices.regis"),
+        (DeviceSpec("npu", "npu_c"), {}, "device 'npu': there is no kernel language 'npu_c'. Name one that is "
+         r"registered \('cpp', 'triton'\), or \"\" for no kernels, or register its printer and launcher: fxwrap.devices."),
+        (DeviceSpec("npu", "user_triton"), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},
+         "device 'npu': the kernel language 'user_triton' is there already. Leave out `printer` to share it"),
+        (DeviceSpec("npu", "cpp"), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},
+         "device 'npu': the kernel language 'cpp' is there already. Leave out `printer` to share it"),
+        (DeviceSpec("npu", "npu_c"), {"printer": abacus.print_abacus},
+         "device 'npu': nothing can launch what its printer writes in 'npu_c'. Give `runtime=DeviceRuntime"),
+        (DeviceSpec("npu", ""), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},
+         "device 'npu': it has a printer, and its spec does not say of which kernel language. Say it"),
+        (DeviceSpec("npu", "npu_c"), {"language": KernelLanguage("npu")},
+         "device 'npu': its spec says that its kernels are in 'npu_c', and the language given is 'npu'"),
+    ],
+)  # fmt: skip
+def test_a_registration_that_is_wrong_says_why(spec: DeviceSpec, given: dict[str, Any], message: str) -> None:
+    before = devices.registered_specs()
+    with pytest.raises(DeviceError, match=message):
+        devices.register(spec, **given)
+    assert devices.registered_specs() == before == (CPU, CUDA)
+
+
+def test_a_language_is_registered_once() -> None:
+    with pytest.raises(FxwrapError, match="the kernel language 'cpp' is registered; give yours another name"):
+        devices.register_language(KernelLanguage("cpp"), KERNELS)
+
+
+@pytest.mark.parametrize("language", ["npu_c", "user_triton"])
+def test_options_with_a_language_that_nobody_prints(language: str) -> None:
+    x = torch.rand(4)
+    with pytest.raises(DeviceError, match=f"device 'cpu': there is no kernel language '{language}'"):
+        fxwrap.lower(graph_of(torch.sin, x), (x,), options=Options(devices=(replace(CPU, kernel_language=language),)))
+
+
+def test_a_printer_that_gives_nothing_leaves_the_operators_called() -> None:
+    x, w = torch.rand(6, 8), torch.rand(8, 8)
+    graph = graph_of(_small, x, w)
+
+    def without_scans(request: devices.KernelRequest) -> Sequence[Any]:
+        return () if request.kernel.scans else abacus.print_abacus(request)
+
+    with on_abacus(printer=without_scans):
+        with pytest.warns(FusionWarning, match="the printer for 'abacus' on device 'cpu' gives nothing for it"):
+            compiled = fxwrap.compile_graph(graph, (x, w))
+        with pytest.raises(FxwrapError, match="gives nothing for it"):
+            fxwrap.compile_graph(graph, (x, w), options=Options(fallback="error"))
+        torch.testing.assert_close(compiled(x, w)[0], _small(x, w))
+
+
+def test_a_kernel_that_a_device_cannot_compile_leaves_the_operators_called() -> None:
+    x = torch.rand(4)
+
+    def damaged(request: devices.KernelRequest) -> Sequence[Any]:
+        return [lambda: replace(abacus.print_abacus(request)[0](), source="def kernel(")]
+
+    with on_abacus(printer=damaged):
+        with pytest.warns(FusionWarning, match="cannot be compiled.*the Abacus cannot read it"):
+            compiled = fxwrap.compile_graph(graph_of(torch.sin, x), (x,))
+        torch.testing.assert_close(compiled(x)[0], x.sin())
+
+
+def test_a_runtime_that_lacks_a_function_says_which() -> None:
+    meta = torch.device("meta")
+    with devices.registered(DeviceSpec("meta", "")):
+        for name, call in {
+            "guard": lambda: library.implementation(torch.ops.fxwrap.enter_device.default)(meta),
+            "random_state": lambda: tensors.random_state("meta"),
+            "set_random_state": lambda: tensors.set_random_state("meta", torch.get_rng_state()),
+        }.items():
+            wanted = rf"device 'meta': its runtime has no function '{name}'.*runtime=DeviceRuntime\({name}=\.\.\.\)"
+            with pytest.raises(DeviceError, match=wanted):
+                call()
+
+
+def test_a_program_of_a_device_that_is_not_there_says_so() -> None:
+    x = torch.rand(4)
+    with on_abacus():
+        compiled = fxwrap.compile_graph(graph_of(torch.sin, x), (x,), options=Options(emitter="interpreter"))
+        torch.testing.assert_close(compiled(x)[0], x.sin())
+    with pytest.raises(FxwrapError, match=r"no launcher for kernels in 'abacus'.*Import the package that registers"):
+        compiled(x)
+    with pytest.raises(FxwrapError, match="no launcher for kernels in 'abacus'"):
+        load_function("abacus", "", (), ())
+
+
+# --- the runtime halves ---------------------------------------------------------------------------------------------
+
+
+def test_guards_and_random_numbers_go_through_the_registered_half() -> None:
+    states: list[torch.Tensor] = []
+    runtime = replace(RUNTIME, set_random_state=lambda _device, state: states.append(state))
+    with on_abacus(runtime=runtime):
+        WORK.clear()
+        torch.ops.fxwrap.enter_device(torch.device("cpu"))
+        torch.ops.fxwrap.exit_device(torch.device("cpu"))
+        assert WORK["guard"] == 1
+        state = torch.ops.fxwrap.random_state(torch.device("cpu"))
+        torch.ops.fxwrap.set_random_state(state, torch.device("cpu"))
+        assert len(states) == 1 and torch.equal(states[0], torch.get_rng_state())
+        assert state.numel() == abacus.SPEC.random_state_bytes
+
+
+def _has_all(runtime: DeviceRuntime, device: torch.device) -> None:
+    """Every function of a half does what its name says."""
+    assert runtime.allocator and runtime.guard and runtime.current_stream and runtime.stream
+    assert runtime.random_state and runtime.set_random_state
+    made = runtime.allocator(device)((2, 3), (1, 2), torch.float16)
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.float16, device.type)
+    current = runtime.current_stream(device)
+    with runtime.guard(device), runtime.stream(device, 0):
+        assert runtime.current_stream(device) == current
+    state = runtime.random_state(device)
+    first = torch.rand(4, device=device)
+    runtime.set_random_state(device, state)
+    assert torch.equal(torch.rand(4, device=device), first)
+    spec = devices.registered_spec(device.type)
+    assert spec is not None and state.numel() == spec.random_state_bytes
+
+
+def test_the_cpus_half() -> None:
+    _has_all(CPU_RUNTIME, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_cudas_half() -> None:
+    device = torch.device("cuda", 0)
+    _has_all(CUDA_RUNTIME, device)
+    assert CUDA_RUNTIME.current_stream and CUDA_RUNTIME.stream
+    before = CUDA_RUNTIME.current_stream(device)
+    with CUDA_RUNTIME.stream(device, 1):
+        first = CUDA_RUNTIME.current_stream(device)
+    with CUDA_RUNTIME.stream(device, 1):
+        assert CUDA_RUNTIME.current_stream(device) == first != before
+    assert CUDA_RUNTIME.current_stream(device) == before
