@@ -154,13 +154,14 @@ class _Reading:
         return self.shared.symbols.type_of(val)
 
     def _says(self, val: torch.Tensor, known: TensorType) -> bool:
-        """Whether metadata agrees with a type: in all that is constant in both."""
-        if (val.dtype, val.device, val.dim()) != (known.dtype, known.device, len(known.sizes)):
+        """Whether metadata agrees with a type, in all that is constant in both; plain meta tensors say no device."""
+        known_place = val.device == known.device or (val.is_meta and not isinstance(val, FakeTensor))
+        if not known_place or (val.dtype, val.dim()) != (known.dtype, len(known.sizes)):
             return False
         sizes, strides = (
             tuple([n if type(n) is int else _ANY for n in numbers]) for numbers in (tuple(val.shape), val.stride())
         )
-        return types_agree(TensorType(val.dtype, sizes, strides, val.device), _without_place(known))
+        return types_agree(TensorType(val.dtype, sizes, strides, known.device), _without_place(known))
 
     def _constant(self, node: Node) -> None:
         key, shared = str(node.target), self.shared
