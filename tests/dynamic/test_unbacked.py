@@ -84,14 +84,9 @@ def _(x: Tensor) -> Tensor:
 
 
 @CASES.add((X,))
-def positions_of_positive_elements(x: Tensor) -> Any:
-    return torch.nonzero(x > 0) * 2 + 1
-
-
-@CASES.add((X,))
-def rows_that_are_chosen(x: Tensor) -> Any:
+def rows_and_positions_that_are_chosen(x: Tensor) -> Any:
     rows = x[x.sum(1) > 0]
-    return torch.softmax(rows, -1), rows.sum(0), rows.shape[0]
+    return torch.softmax(rows, -1), rows.sum(0), rows.shape[0], torch.nonzero(x > 0) * 2 + 1
 
 
 @CASES.add((X,), dynamic=True)
@@ -115,20 +110,16 @@ def repeated_rows(x: Tensor, repeats: Tensor) -> Any:
     return torch.repeat_interleave(x, repeats, 0) * 2, torch.repeat_interleave(repeats) + 1
 
 
-@CASES.add((random(40),))
-def a_custom_operator_chooses(x: Tensor) -> Any:
-    return positives(x) * 2, pairs(x).view(2, -1).sum(0)
-
-
 @CASES.add((random(40),), (-random(40).abs(),))
 def a_custom_operator_chooses_strides_and_offsets(x: Tensor) -> Any:
     return spread(x).sum(0) + 1, spread(x), later(x) * 2, later(x)[1:]
 
 
 @CASES.add((random(40),))
-def a_custom_operator_gives_lists_and_numbers(x: Tensor) -> Any:
+def custom_operators_choose_and_give_lists_and_numbers(x: Tensor) -> Any:
     below, (above, rest), count = parted(x)
-    return below.sum(0), above * 2, rest + 1, torch.ones(count) * 2, count
+    chosen = positives(x) * 2, pairs(x).view(2, -1).sum(0)
+    return below.sum(0), above * 2, rest + 1, torch.ones(count) * 2, count, chosen
 
 
 @CASES.add((random(10, 4, gradient=True), random(4, 3, gradient=True)), training=True)
@@ -203,24 +194,17 @@ def gradients_at_numbers_that_are_read(x: Tensor, n: Tensor, f: Tensor) -> Any:
 
 
 @CASES.add((random(4), HALF, THREE, TRUE))
-def numbers_are_given_back(x: Tensor, f: Tensor, n: Tensor, b: Tensor) -> Any:
-    return x + 1, f.item(), n.item(), n.item() + 1, b.item(), f.item() > 2, n.item() / 2
-
-
-@CASES.add((random(4), HALF, THREE, TRUE))
-def numbers_are_operands(x: Tensor, f: Tensor, n: Tensor, b: Tensor) -> Any:
-    return x * f.item() + n.item(), x * b.item() + 1, x.half() * f.item(), x * (n.item() // 2) + n.item() % 3
+def numbers_are_given_back_and_operands(x: Tensor, f: Tensor, n: Tensor, b: Tensor) -> Any:
+    given = x + 1, f.item(), n.item(), n.item() + 1, b.item(), f.item() > 2, n.item() / 2
+    made = x * math.sqrt(f.item()) + f.item() ** 2 / (n.item() + 1), f.item() * n.item()
+    of_halves = x.half() * f.item(), x * (n.item() // 2) + n.item() % 3
+    return given, made, x * f.item() + n.item(), x * b.item() + 1, of_halves
 
 
 @CASES.add((random(9), HALF, torch.tensor(-0.5)))
 def numbers_choose(x: Tensor, f: Tensor, g: Tensor) -> Any:
     high, low = f.item(), g.item()
     return torch.where(x > 0, high, x), torch.where(x > low, high, low), x.clamp(low, high)
-
-
-@CASES.add((random(4), HALF, THREE))
-def numbers_are_computed_with(x: Tensor, f: Tensor, n: Tensor) -> Any:
-    return x * math.sqrt(f.item()) + f.item() ** 2 / (n.item() + 1), f.item() * n.item()
 
 
 @CASES.add((random(4), TRUE), (random(4), torch.tensor(False)))
