@@ -1,4 +1,4 @@
-"""Memory plans of the test-suite's models: peak over the lower bound, allocations a call, and what pools save.
+"""Memory plans of the test-suite's models: peak over the lower bound, allocations a call, and what planning saves.
 
 Peaks are by the plan, in bytes, everything that is live counted: parameters and inputs too. `peaks` plans sizes that
 are known; `sizes` makes the batch a symbol and evaluates the plan at 20 batches. Times are medians of interleaved
@@ -22,19 +22,31 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.compiler import plan_program
-from fxwrap.lines import Alloc, Let, Pool, PoolSlice
-from fxwrap.memory_planning import apply_plan
+from fxwrap.lines import Let, Reuse
+from fxwrap.memory_planning import MemoryPlan, apply_plan
 from fxwrap.passes import fold_views
+from fxwrap.passes.given_memory import fill_given_memory
+from fxwrap.passes.reuse import reuse_memory
 from fxwrap.symbolic import Scalar, evaluate
-from fxwrap.wrapper_ir import Program, live_bytes, symbol_infos
+from fxwrap.wrapper_ir import (
+    Program,
+    TensorType,
+    defined,
+    live_bytes,
+    program_arguments,
+    reads,
+    roots,
+    symbol_infos,
+)
 from tests.models import MODELS, ModelCase
 
 BATCHES = range(2, 42, 2)
+SLACKS = (0.0, 0.02)
 ROUNDS = 25
 
 
-def programs(case: ModelCase, training: bool, *, symbolic: bool) -> list[Program]:
-    """Returns the lowered graphs of a model: inference, or forward and backward."""
+def graphs_of(case: ModelCase, training: bool, *, symbolic: bool) -> list[tuple[str, GraphModule, list[Any]]]:
+    """Returns the graphs of a model with their fake inputs: inference, or forward and backward."""
     graphs: list[tuple[str, GraphModule, list[Any]]] = []
 
     def recorder(kind: str) -> Any:
@@ -60,7 +72,13 @@ def programs(case: ModelCase, training: bool, *, symbolic: bool) -> list[Program
         output = compiled(**inputs)
     if training:
         case.loss(output).backward()
-    return [fold_views(fxwrap.lower(graph, fakes, name=kind)) for kind, graph, fakes in graphs]
+    return graphs
+
+
+def programs(case: ModelCase, training: bool, *, symbolic: bool) -> list[Program]:
+    """Returns the lowered graphs of a model."""
+    found = graphs_of(case, training, symbolic=symbolic)
+    return [fold_views(fxwrap.lower(graph, fakes, name=kind)) for kind, graph, fakes in found]
 
 
 def all_programs(*, symbolic: bool) -> Iterator[tuple[str, Program]]:
@@ -71,28 +89,48 @@ def all_programs(*, symbolic: bool) -> Iterator[tuple[str, Program]]:
                 yield f"{name} {program.name}", program
 
 
-def count(program: Program, *kinds: type) -> int:
-    """Returns how many lines of these classes a program has."""
-    return sum(isinstance(line, kinds) for line in program.lines())
+def allocations(program: Program) -> tuple[int, int]:
+    """Returns how many allocations a call of a program makes, and how many of them it gives back.
+
+    They are pools, `memory.alloc` and results of operators. What is given back cannot be in a pool.
+    """
+    lines = program.body.lines
+    root_of = roots(lines, program_arguments(program))
+    back = {root_of[value.name] for value in reads(lines[-1])}
+    made = [(line, value) for line in lines if not isinstance(line, Reuse) for value in defined(line)
+            if line.alias_of(value) is None and isinstance(value.type, TensorType)]  # fmt: skip
+    return len(made), sum(value.name in back for _, value in made)
+
+
+def planned(program: Program, slack: float) -> tuple[Program, MemoryPlan]:
+    """Returns a program with pools, and its plan."""
+    filled = fill_given_memory(program)
+    plan = plan_program(filled, fxwrap.Options(memory_planning="auto", memory_slack=slack))
+    return apply_plan(filled, plan), plan
 
 
 def peaks() -> None:
     """Prints the table of static plans."""
-    print("model | lines | peak | peak / lower bound | allocations, with pools | plan ms")
-    ratios = []
+    print("model | lines | allocations a call (given back) | reuse | pools | pools, 2% slack | peak | ratio | plan ms")
+    ratios: dict[float, list[float]] = {slack: [] for slack in SLACKS}
     for name, program in all_programs(symbolic=False):
+        cells = []
         start = time.process_time()
-        plan = plan_program(program, fxwrap.Options(memory_planning="auto"))
-        took = time.process_time() - start
-        planned = apply_plan(program, plan)
-        ratios.append(plan.body.peak / plan.body.lower_bound)
-        before, after = count(program, Alloc), count(planned, Alloc, Pool)
-        lines = len(program.body.lines)
+        for slack in SLACKS:
+            found, plan = planned(program, slack)
+            took = time.process_time() - start
+            ratios[slack].append(plan.body.peak / plan.body.lower_bound)
+            cells.append(allocations(found)[0])
+        before, back = allocations(program)
+        reused = allocations(reuse_memory(program))[0]
+        shown = ", ".join(f"{ratios[slack][-1]:.4f}" for slack in SLACKS)
         print(
-            f"{name} | {lines} | {plan.body.peak:,} | {ratios[-1]:.4f} | {before}, {after} | {took * 1e3:.1f}",
+            f"{name} | {len(program.body.lines)} | {before} ({back}) | {reused} | {cells[0]} | {cells[1]} | "
+            f"{plan.body.lower_bound:,} | {shown} | {took * 1e3:.0f}",
             flush=True,
         )
-    print(f"geomean {geomean(ratios):.4f}, worst {max(ratios):.4f}")
+    for slack, found_ratios in ratios.items():
+        print(f"slack {slack}: geomean {geomean(found_ratios):.4f}, worst {max(found_ratios):.4f}")
 
 
 def geomean(ratios: Sequence[float]) -> float:
@@ -116,15 +154,14 @@ def sizes() -> None:
     ratios = []
     for name, program in all_programs(symbolic=True):
         symbols = list(symbol_infos(program))
-        plan = plan_program(program, fxwrap.Options(memory_planning="auto"))
-        planned = apply_plan(program, plan)
+        found, _ = planned(program, 0.0)
         own = []
         for batch in BATCHES:
-            values = known(planned, dict.fromkeys(symbols, batch))
-            own.append(live_bytes(planned, values).peak / live_bytes(program, values).peak)
+            values = known(found, dict.fromkeys(symbols, batch))
+            own.append(live_bytes(found, values).peak / live_bytes(program, values).peak)
         ratios += own
-        allocations = f"{count(program, Alloc)}, {count(planned, Alloc, Pool)}"
-        print(f"{name} | {len(symbols)} | {geomean(own):.4f}, {max(own):.4f} | {allocations}", flush=True)
+        counts = f"{allocations(program)[0]}, {allocations(found)[0]}"
+        print(f"{name} | {len(symbols)} | {geomean(own):.4f}, {max(own):.4f} | {counts}", flush=True)
     print(f"geomean {geomean(ratios):.4f}, worst {max(ratios):.4f}")
 
 
@@ -135,25 +172,37 @@ def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def times() -> None:
-    """Prints microseconds a call without planning, with reuse and with pools."""
-    torch.set_num_threads(1)
-    print("emitter, size | allocations, slices | none us | reuse us | pools us | pools / none")
+def timed_graphs() -> Iterator[tuple[str, GraphModule, list[Any], int]]:
+    """Yields what is timed: its name, the graph, inputs, and calls a round."""
     for size in (8, 128):
-        inputs = (torch.randn(size, size), torch.randn(size, size))
-        graph = make_fx(chain)(*inputs)
-        for emitter in ("python", "cpp"):
-            entries = {}
-            for planning in ("none", "reuse", "auto"):
-                options = fxwrap.Options(emitter=emitter, memory_planning=planning, check_inputs=False)
-                compiled = fxwrap.compile_graph(graph, list(inputs), options=options)
-                entries[planning] = compiled.flat
-                if planning == "auto":
-                    shown = f"{count(compiled.program, Alloc, Pool)}, {count(compiled.program, PoolSlice)}"
-            medians = measure(entries, inputs, 300 if size == 8 else 30)
-            ratio = medians["auto"] / medians["none"]
-            cells = " | ".join(f"{medians[planning] * 1e6:.1f}" for planning in entries)
-            print(f"{emitter}, {size} | {shown} | {cells} | {ratio:.2f}", flush=True)
+        inputs = [torch.randn(size, size), torch.randn(size, size)]
+        yield f"chain of {size} x {size}", make_fx(chain)(*inputs), inputs, 300 if size == 8 else 30
+    generator = torch.Generator().manual_seed(0)
+    for name in ("gpt2", "llama"):
+        ((_, graph, fakes),) = graphs_of(MODELS[name], False, symbolic=False)
+        tensors = [torch.rand(fake.shape, generator=generator).to(fake.dtype) for fake in fakes]
+        yield f"{name}, inference", graph, tensors, 30
+
+
+def times() -> None:
+    """Prints microseconds a call without planning, with reuse, with pools and with pools that have slack."""
+    torch.set_num_threads(1)
+    print("program, emitter | allocations | none us | reuse / none | pools / none | pools, 2% slack / none")
+    ways: dict[str, dict[str, Any]] = {
+        "none": {}, "reuse": {"memory_planning": "reuse"}, "auto": {"memory_planning": "auto"},
+        "slack": {"memory_planning": "auto", "memory_slack": 0.02},
+    }  # fmt: skip
+    for name, graph, inputs, calls in timed_graphs():
+        for emitter in ("python", "cpp", "fx"):
+            entries, counts = {}, []
+            for way, chosen in ways.items():
+                options = fxwrap.Options(emitter=emitter, check_inputs=False, **chosen)
+                compiled = fxwrap.compile_graph(graph, inputs, options=options)
+                entries[way] = compiled.flat
+                counts.append(str(allocations(compiled.program)[0]))
+            medians = measure(entries, inputs, calls)
+            ratios = " | ".join(f"{medians[way] / medians['none']:.2f}" for way in list(ways)[1:])
+            print(f"{name}, {emitter} | {', '.join(counts)} | {medians['none'] * 1e6:.0f} | {ratios}", flush=True)
 
 
 def measure(entries: Mapping[str, Any], inputs: Sequence[torch.Tensor], calls: int) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """What do the algorithms behind `assign_offsets` waste, how long do they take, and how do they scale?
 
-    python benchmarks/planning.py                  # MiniMalloc's six problems, then 1k, 10k and 50k buffers
+    python benchmarks/planning.py                  # MiniMalloc's six problems, then 1k, 10k and 50k buffers and lines
     python benchmarks/planning.py --problems AF --skip-scale
 
 Times are CPU seconds of one thread. The first table is peak over lower bound without a capacity; its last column is
 the search for MiniMalloc's capacity. The second is of live ranges as deep models make them: `inference` has few
-buffers alive at once, `training` saves every fourth one to the end.
+buffers alive at once, `training` saves every fourth one to the end. The third is of whole programs, live ranges, pools
+and the program that follows the plan included; of 20 million additions in a loop too, as a measure of the machine.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ import argparse
 import csv
 import random
 import time
+from itertools import pairwise
 from pathlib import Path
 
+import torch
+
 from fxwrap.errors import PlanningError
-from fxwrap.memory_planning import Assignment, assign_offsets
+from fxwrap.lines import Alloc, Call, Mutate, Return
+from fxwrap.memory_planning import Assignment, apply_plan, assign_offsets, plan_memory
+from fxwrap.passes.frees import insert_frees
+from fxwrap.passes.order import reorder_for_peak_memory
+from fxwrap.passes.reuse import reuse_memory
+from fxwrap.wrapper_ir import Block, Input, LineBase, Program, TensorType, Value
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "minimalloc"
 CAPACITY = 1048576
@@ -86,15 +95,61 @@ def show_scale() -> None:
             print(f"| {kind} | {count} | {seconds:.2f} | {each:.1f} | {ratio:.3f} | {result.algorithm} |", flush=True)
 
 
+def deep_program(lines: int, kind: str) -> Program:
+    """A program of about so many lines: each step allocates, reads one of the last few results, and is freed."""
+    generator = random.Random(lines)
+    device = torch.device("cpu")
+    types = [TensorType.contiguous(torch.float32, (generator.randrange(1, 4096) * 128,), device) for _ in range(20)]
+    given = Value("x", types[0])
+    found: list[LineBase] = []
+    values = [given] * 6
+    saved = []
+    for step in range(lines // 3):
+        value = Value(f"v{step}", generator.choice(types))
+        source = values[-generator.choice((1, 1, 1, 2, 2, 3, 6))]
+        found += [Alloc(value), Call((), "aten.sin.out", (source,), outs=(value,))]
+        values.append(value)
+        if kind == "training" and step % 4 == 0:
+            saved.append(value)
+    found += [Mutate((), "aten.add_.Scalar", (value, 1), writes=(value,)) for value in reversed(saved)]
+    placed = insert_frees([*found, Return(())], [given], [])
+    return Program("deep", (Input(given),), Block((), placed))
+
+
+def show_programs() -> None:
+    """Seconds of planning, of the planned program, of another order, and of reuse, from 1000 to 50,000 lines."""
+    start = time.process_time()
+    for _ in range(20_000_000):
+        pass
+    print(f"\n20 million rounds of an empty loop: {time.process_time() - start:.2f} s")
+    print("| programs | lines | plan | apply | order | reuse | pools | peak / lower bound |")
+    print("|---" * 8 + "|")
+    for kind in KINDS:
+        for count in SIZES:
+            program = deep_program(count, kind)
+            moments = [time.process_time()]
+            plan = plan_memory(program, alignment=lambda device: 64)
+            moments.append(time.process_time())
+            for step in (lambda: apply_plan(program, plan), lambda: reorder_for_peak_memory(program),  # noqa: B023
+                         lambda: reuse_memory(program)):  # noqa: B023  # fmt: skip
+                step()
+                moments.append(time.process_time())
+            seconds = " | ".join(f"{end - begin:.2f}" for begin, end in pairwise(moments))
+            ratio = plan.body.peak / plan.body.lower_bound
+            lines = len(program.body.lines)
+            print(f"| {kind} | {lines} | {seconds} | {len(plan.body.pools)} | {ratio:.4f} |", flush=True)
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", default="ABCDEF", help="which of MiniMalloc's problems, by letter")
-    parser.add_argument("--skip-scale", action="store_true", help="leave the second table out")
+    parser.add_argument("--skip-scale", action="store_true", help="leave the second and third table out")
     arguments = parser.parse_args()
     show_problems(arguments.problems)
     if not arguments.skip_scale:
         show_scale()
+        show_programs()
 
 
 if __name__ == "__main__":

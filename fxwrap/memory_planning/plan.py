@@ -27,6 +27,9 @@ from fxwrap.wrapper_ir import (
 _MOST_GUESSED = 2**40
 """What a size counts for at most where its symbols have no hints."""
 
+_MOST_SEARCHED = 64
+"""How many pools of a program "auto" tries all algorithms for; a search may take a second."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -171,6 +174,7 @@ class _Planner:
         self._symbols = set(values)
         self._next_symbol = 0
         self._pools = 0
+        self._assigned = 0
 
     def fresh(self) -> str:
         """Returns the name of a symbol that nothing has."""
@@ -215,10 +219,9 @@ class _Planner:
             own = [spans[index] for index in members]
             around = total - profile(count, own)
             pockets = self._pockets(own, around, limit, ranges[members[0]].device)
-            for pocket in pockets:
-                pools.append(self._pool([ranges[members[index]] for index in pocket.members], pocket))
-                total -= profile(count, [own[index] for index in pocket.members])
-                total += profile(count, [pool_span(pocket, own)])
+            pools += [self._pool([ranges[members[index]] for index in pocket.members], pocket) for pocket in pockets]
+            total -= profile(count, [own[index] for pocket in pockets for index in pocket.members])
+            total += profile(count, [pool_span(pocket, own) for pocket in pockets])
         pools.sort(key=lambda pool: (pool.first, pool.name))
         self.plans[label] = BlockPlan(label, tuple(pools), int(total.max()), bound)
         return self.plans[label]
@@ -270,8 +273,11 @@ class _Planner:
 
     def _assign(self, device: torch.device) -> Callable[[Sequence[Span]], tuple[Sequence[int], str]]:
         def assign(spans: Sequence[Span]) -> tuple[Sequence[int], str]:
+            self._assigned += 1
+            quick = self.algorithm == "auto" and self._assigned > _MOST_SEARCHED
+            algorithm = "greedy_by_size" if quick else self.algorithm
             found = assign_offsets(
-                spans, alignment=self.alignment(device), algorithm=self.algorithm, time_limit_s=self.time_limit_s
+                spans, alignment=self.alignment(device), algorithm=algorithm, time_limit_s=self.time_limit_s
             )
             return found.offsets, found.algorithm
 

@@ -24,10 +24,11 @@ _MOST_JOINED = 24
 """Among how many groups pairs are looked for that one pool can hold."""
 
 _MOST_CUTS = 64
-"""How often a pool is cut where the offsets of its members need more than is free."""
+_MEMBERS_A_CUT = 32
+"""How often a pool is cut where the offsets of its members need more than is free: so often, or for so many of them."""
 
 _STEP = 8
-_MOST_TRIES = 4_000
+_MOST_TRIES = 1_000
 """How often a group is offered more, for all groups of one round; a bound that keeps the cost near linear."""
 
 _NO_LIMIT = 2**63 - 1
@@ -149,11 +150,11 @@ class _Parts:
         order = sorted(range(len(self.spans)), key=lambda index: self.spans[index])
         most = self._level() if level else _NO_LIMIT
         waiting = _Waiting([], order)
-        tries = 0
+        tries, step = 0, len(order)
         while waiting and tries < _MOST_TRIES:
             growing = _Growing(self.spans, self.free, most)
-            waiting = growing.run(waiting)
-            tries += growing.tries
+            waiting = growing.run(waiting, step)
+            tries, step = tries + growing.tries, max(_STEP, 2 * len(growing.members))
             most = _NO_LIMIT
             if growing.members:
                 group = growing.group()
@@ -232,8 +233,11 @@ class _Growing:
         """Returns what it has become."""
         return _Group(self.members, self.first, self.own[: self.end - self.first])
 
-    def run(self, waiting: _Waiting) -> _Waiting:
-        """Takes what fits, as much as possible at a time; returns the others."""
+    def run(self, waiting: _Waiting, step: int) -> _Waiting:
+        """Takes what fits, as much as possible at a time, at first so many; returns the others.
+
+        Together spans are taken more easily than one by one, because a pool may be as large as all that is live.
+        """
         others: list[int] = []
         for place, index in enumerate(waiting.early):
             if self._is_closed(index):
@@ -241,7 +245,6 @@ class _Growing:
             if not self._takes([index]):
                 others.append(index)
         at, rest = waiting.at, waiting.rest
-        step = max(len(rest) - at, 1)  # all that follows: together they are taken more easily than one by one
         while at < len(rest):
             if self._is_closed(rest[at]):
                 return _Waiting(others, rest, at)
@@ -313,7 +316,7 @@ def _fitting(pocket: Pocket, spans: Sequence[Span], free: Tensor) -> list[Pocket
     found: list[Pocket] = []
     rows = [(index, offset, *spans[index]) for index, offset in zip(pocket.members, pocket.offsets)]
     pending = [torch.tensor(rows, dtype=torch.int64)]
-    cuts = 0
+    cuts, most_cuts = 0, max(_MOST_CUTS, len(rows) // _MEMBERS_A_CUT)
     while pending:
         table = pending.pop()
         if len(table) < 2:
@@ -336,7 +339,7 @@ def _fitting(pocket: Pocket, spans: Sequence[Span], free: Tensor) -> list[Pocket
             _cut(table, int(firsts[highest]), int(ends[highest])),
         ]
         cuts += 1
-        pending += max(ways[: 1 if cuts > _MOST_CUTS else 3], key=lambda way: sum(map(len, way)))
+        pending += max(ways[: 1 if cuts > most_cuts else 3], key=lambda way: sum(map(len, way)))
     return found
 
 
