@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,6 +114,60 @@ def test_expressions_come_back_as_they_were_written() -> None:
     assert_equal(program, read)
     x, w = torch.randn(6, 4), torch.randn(4, 5)
     assert_runs_as(read, fxwrap.to_python(program), lambda: [x, w])
+
+
+COLLECTIVES = """
+program @collectives(%x: borrowed f32[8]@cpu, %y: borrowed f32[8]@cpu) {
+  %sum = collective.start @_c10d_functional.all_reduce.default(%x, "sum", "0") group="0" : f32[8]@cpu
+  %own = extern.call @aten.exp.default(%y) : f32[8]@cpu
+  %mean = collective.start @_c10d_functional.all_reduce_.default(%own, "avg", "0") group="0" writes=(%own) \
+aliases=(%own) : f32[8]@cpu
+  [%all, %too] = collective.start @_c10d_functional.all_gather_into_tensor_coalesced.default([%x, %y], 2, "0") \
+group="0" : [f32[16]@cpu, f32[16]@cpu]
+  %sum_ready = collective.wait(%sum) group="0" : f32[8]@cpu
+  %mean_ready = collective.wait(%mean) group="0" : f32[8]@cpu
+  %all_ready = collective.wait(%all) group="0" : f32[16]@cpu
+  %too_ready = collective.wait(%too) group="0" : f32[16]@cpu
+  %z = extern.call @aten.add.Tensor(%sum_ready, %mean_ready) : f32[8]@cpu
+  memory.free(%sum)
+  memory.free(%own)
+  control.return(%z, %all_ready, %too_ready)
+}
+"""
+
+
+def test_collectives_come_back_by_their_schemas() -> None:
+    importlib.import_module("torch.distributed._functional_collectives")  # registers the operators
+    program = fxwrap.verify(fxwrap.parse(COLLECTIVES))
+    module = fxwrap.to_fx(program).graph_module
+    assert_equal(program, fxwrap.from_fx(module))
+    for node in module.graph.nodes:
+        node.meta.pop("fxwrap_line", None)
+    assert_equal(program, fxwrap.from_fx(module))
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(made=random_programs())
+def test_random_programs_come_back_without_our_metadata(made: RandomProgram) -> None:
+    """What nodes call and pass is enough: the program may be another one, and means the same."""
+    module = fxwrap.to_fx(made.program).graph_module
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            for key in [key for key in node.meta if key.startswith("fxwrap") and key != "fxwrap_ownership"]:
+                del node.meta[key]
+    run = partial(_run, made.program)
+    assert_runs_as(fxwrap.from_fx(module), run, lambda: made.inputs(4))
+
+
+def _run(program: Program, *inputs: Any) -> Any:
+    return fxwrap.run(program, list(inputs))
+
+
+def test_graphs_that_were_made_only_to_run_come_back() -> None:
+    """Their metadata has plain meta tensors and numbers."""
+    for name in ("mlp", "symbols_of_all_kinds", "unbacked_results"):
+        program = SAMPLES[name].program()
+        assert_equal(program, fxwrap.from_fx(fxwrap.to_fx(program, tracing=False)))
 
 
 def test_names_header_and_origins_are_kept() -> None:

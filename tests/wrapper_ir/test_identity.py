@@ -197,3 +197,38 @@ def test_constants_keep_their_payloads() -> None:
     assert [tensors[name] is tensor for name, tensor in zip(("v3", "v4", "v5"), program.store.tensors.values())] == [
         True
     ] * 3
+
+
+FUNCTIONS = """
+program @p(%x: borrowed f32[4]@cpu) {
+  %a = control.call @second(%x) : f32[4]@cpu
+  %b = control.call @first(%x) : f32[4]@cpu
+  control.return(%a, %b)
+}
+function @first(%f: f32[4]@cpu) {
+  %f1 = extern.call @aten.sin.default(%f) : f32[4]@cpu
+  control.yield(%f1)
+}
+function @inner(%i: f32[4]@cpu) {
+  %i1 = extern.call @aten.cos.default(%i) : f32[4]@cpu
+  control.yield(%i1)
+}
+function @unused(%u: f32[4]@cpu) {
+  %u1 = extern.call @aten.exp.default(%u) : f32[4]@cpu
+  control.yield(%u1)
+}
+function @second(%s: f32[4]@cpu) {
+  %s1 = control.call @inner(%s) : f32[4]@cpu
+  control.yield(%s1)
+}
+"""
+
+
+def test_functions_stand_in_the_order_of_their_calls_and_unused_ones_go() -> None:
+    program = verify(_parse(FUNCTIONS))
+    made = verify(canonical(program))
+    targets = [block.lines[0].target if hasattr(block.lines[0], "target") else "" for _, block in made.functions]
+    assert targets == ["aten.cos.default", "", "aten.sin.default"]
+    functions = dict(program.functions)
+    other = program.replace(functions=tuple([(name, functions[name]) for name in ("inner", "second", "first")]))
+    assert program_key(verify(other)) == program_key(program)
