@@ -12,8 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options, Pass
 from fxwrap import rewrite as rw
-from fxwrap.lines import Call
+from fxwrap.lines import Call, Launch
+from fxwrap.wrapper_ir import canonical
 from tests.models import MODELS, ModelCase
+from tests.rewrite.test_identity import made_again
 
 aten = torch.ops.aten
 A, B = rw.tensors("a b")
@@ -69,10 +71,27 @@ SIX = [name for name in MODELS if name != "gpt2_eager_attention"]
 CASES = [*[(name, "inference") for name in SIX], ("resnet", "training"), ("bert", "dynamic")]
 
 
+def again(match: rw.Match, builder: rw.LineBuilder) -> Any:
+    """Makes a call again, or a launch into the memory that it has filled."""
+    (line,) = match.lines
+    if not isinstance(line, Launch):
+        return made_again(line, builder)
+    builder.launch(line.kernel, line.arguments, line.outs, line.grid)
+    return line.outs
+
+
+def assert_fused_program_is_rebuilt(graph: GraphModule, given: list[torch.Tensor]) -> None:
+    program = fxwrap.lower(graph, given)
+    for pattern in (rw.call(lambda line: True, ...), rw.launch(lambda kernel, line: True, ...)):
+        done = rw.rewrite(program, pattern, again)
+        assert canonical(done.program) == canonical(program) and done.matches and not done.refusals, done.report()
+
+
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_products_of_a_model_are_rewritten(name: str, kind: str) -> None:
     graph, given = traced(MODELS[name], kind)
     with torch.no_grad():
+        assert_fused_program_is_rebuilt(graph, given)
         wanted = graph(*given)
         options = Options(fuse=False, check_inputs=False, passes=[IN_PROGRAM, Pass(in_graph, key="1", at="fx_emitted")])
         compiled = fxwrap.compile_graph(graph, given, options=options)
