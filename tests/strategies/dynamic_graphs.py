@@ -184,8 +184,8 @@ def _repeated(b: Building) -> None:
 
 def _number(b: Building) -> Any:
     """Returns a number from 0 to 6 that is read from a tensor."""
-    entry = b.pick(lambda entry: entry.value.dtype is torch.int64 and entry.exact)
-    (single,) = b.call(aten.remainder.Scalar, b.call(aten.sum.default, entry)[0], 7)
+    (count,) = b.call(aten.sum.default, _mask(b, b.pick(lambda entry: entry.exact)))
+    (single,) = b.call(aten.remainder.Scalar, count, 7)
     found = single.value.item()
     torch._check(found >= 0)
     torch._check(found <= 6)
