@@ -144,6 +144,6 @@ def _function(given: Any, point: str) -> Pass:
             f"pass '{found.name}' has no key, so nothing made with it can be cached: "
             "give fxwrap.Pass(function, key=...), where the key says which version of the function it is",
             PassWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
     return found
