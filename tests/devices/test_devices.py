@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from fxwrap.pass_spec import Pass
 from fxwrap.runtime import library, tensors
 from fxwrap.runtime.devices import CPU_RUNTIME, CUDA_RUNTIME
 from fxwrap.runtime.kernels import load_function, load_kernel
-from tests.devices import abacus, abacus_runtime
+from tests.devices import abacus, abacus_runtime, copy_engine
 from tests.devices.abacus_runtime import RUNTIME, WORK
 from tests.devices.copy_engine import LINES, AbacusCopy, stage_inputs
 from tests.models import MODELS, ModelCase
@@ -145,6 +148,17 @@ def test_a_language_that_is_called_once_is_launched_without_a_grid() -> None:
             load_kernel(kernel.language, kernel.source, kernel.signature, kernel.options)((2, 1, 1))
 
 
+def test_the_guide_shows_what_the_device_is(with_abacus: None) -> None:
+    guide = (Path(fxwrap.__file__).parent.parent / "docs" / "devices.md").read_text()
+    x, w = torch.rand(6, 8), torch.rand(8, 8)
+    program = fxwrap.lower(graph_of(lambda x, w: torch.softmax(x @ w + 1, -1), x, w), (x, w))
+    for part in (AbacusCopy, abacus.print_abacus, copy_engine._in_python):
+        lines = [line for line in inspect.getsource(part).splitlines() if "Returns the one way" not in line]
+        assert "\n".join(lines).replace("abacus_runtime.__name__", f'"{abacus_runtime.__name__}"') in guide
+    assert program.kernels[0].source in guide
+    assert all(f"| `{field.name}` |" in guide for field in dataclasses.fields(DeviceSpec))
+
+
 # --- devices that nobody has registered -----------------------------------------------------------------------------
 
 
@@ -179,8 +193,8 @@ KERNELS = KernelRuntime(abacus_runtime.load)
     ("spec", "given", "message"),
     [
         (CPU, {}, "device 'cpu': it is registered already. To replace it for a while, use `with fxwrap.devices.regis"),
-        (DeviceSpec("npu", "npu_c"), {}, "device 'npu': there is no kernel language 'npu_c'. Name one that is "
-         r"registered \('cpp', 'triton'\), or \"\" for no kernels, or register its printer and launcher: fxwrap.devices."),
+        (DeviceSpec("npu", "npu_c"), {},
+         r"'npu': there is no kernel language 'npu_c'. Name one that is registered \('cpp', 'triton'\), or \"\" for no kern"),
         (DeviceSpec("npu", "user_triton"), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},
          "device 'npu': the kernel language 'user_triton' is there already. Leave out `printer` to share it"),
         (DeviceSpec("npu", "cpp"), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},
