@@ -106,7 +106,7 @@ class Options:
         for name in ("on_graph", "partitioner"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise OptionError(f"option {name!r} takes a function, not {getattr(self, name)!r}")
-        slack = self.memory_slack
+        slack: Any = self.memory_slack
         if isinstance(slack, bool) or not isinstance(slack, int | float) or not 0 <= slack <= 1:
             raise OptionError(f"option 'memory_slack' is a number from 0 to 1, not {slack!r}")
         object.__setattr__(self, "keep", frozenset(self.keep))
