@@ -110,6 +110,7 @@ class Options:
         if isinstance(slack, bool) or not isinstance(slack, int | float) or not 0 <= slack <= 1:
             raise OptionError(f"option 'memory_slack' is a number from 0 to 1, not {slack!r}")
         object.__setattr__(self, "keep", frozenset(self.keep))
+        object.__setattr__(self, "devices", _specs(self.devices))
         object.__setattr__(self, "passes", passes_of(self.passes))
 
     def passes_at(self, point: str) -> tuple[Pass, ...]:
@@ -186,6 +187,14 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "fallback": ("warn", "error"),
     "memory_planning": ("none", "reuse", *PLANNERS),
 }
+
+
+def _specs(given: Any) -> tuple[DeviceSpec, ...] | None:
+    """Returns the option `devices` as a tuple."""
+    items = given if isinstance(given, tuple | list) else None
+    if given is not None and (items is None or not all(isinstance(item, DeviceSpec) for item in items)):
+        raise OptionError(f"option 'devices' takes DeviceSpecs, not {given!r}; names of types are for devices.register")
+    return None if items is None else tuple(items)
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
