@@ -57,8 +57,11 @@ def bounds(expression: Expression, infos: Mapping[str, SymbolInfo]) -> tuple[Bou
         return None, None
     symbols = expression.free_symbols
     ranges = {symbol: _symbol_range(symbol.name, infos.get(symbol.name)) for symbol in symbols}
-    # The analysis gives Mod of a negative number C's sign; its value has Python's, as PythonMod's has there.
-    with_pythons_sign = expression.replace(torch_compat.Mod, torch_compat.PythonMod)
+    try:
+        # The analysis gives Mod of a negative number C's sign; its value has Python's, as PythonMod's has there.
+        with_pythons_sign = expression.replace(torch_compat.Mod, torch_compat.PythonMod)
+    except ZeroDivisionError:  # a modulus is seen to be zero: it has no value
+        return None, None
     found = torch_compat.bound_sympy(with_pythons_sign, ranges)
     return _finite(found.lower), _finite(found.upper)
 
