@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
-from fxwrap.converters.base import Handler
 from fxwrap.converters.checked import CheckedInterpreter
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import Emitted
@@ -13,12 +12,9 @@ from fxwrap.converters.fx import to_fx
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.device_registry import line_handlers
-from fxwrap.lines import ExtensionLine
 from fxwrap.memory_planning import MemoryPlan, memory_error_text
 from fxwrap.torch_compat import FakeTensor
 from fxwrap.wrapper_ir import Program
-
-Handlers: TypeAlias = Mapping[type[ExtensionLine], Handler]
 
 
 def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] | None = None) -> Emitted:
@@ -26,32 +22,31 @@ def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] |
 
     Vendors' lines become what their registered devices say, else the core lines that they expand to.
     """
-    handlers = line_handlers(emitter)
-    if emitter == "fx":
-        return to_fx(program, fake_inputs=fake_inputs, handlers=handlers)
-    return _EMITTERS[emitter](program, handlers)
+    return to_fx(program, fake_inputs=fake_inputs) if emitter == "fx" else _EMITTERS[emitter](program)
 
 
-def interpreted(program: Program, handlers: Handlers | None = None) -> Emitted:
+def interpreted(program: Program) -> Emitted:
     """Returns the program run by the interpreter, line by line; its text is the IR."""
-    return Emitted(str(program), lambda: lambda inputs: Interpreter(program, handlers).run(inputs))
+    return Emitted(str(program), lambda: lambda inputs: Interpreter(program).run(inputs))
 
 
 def checked(program: Program) -> Emitted:
     """Returns the program run by the interpreter that watches its memory; its text is the IR."""
-    handlers = line_handlers("interpreter")
+    handlers = line_handlers(Interpreter.name)
     return Emitted(str(program), lambda: lambda inputs: CheckedInterpreter(program, handlers).run(inputs))
 
 
-_EMITTERS: dict[str, Callable[[Program, Handlers], Emitted]] = {
+_EMITTERS: dict[str, Callable[[Program], Emitted]] = {
     "python": to_python,
     "cpp": to_cpp,
     "interpreter": interpreted,
 }
 
 
-def explained(entry: Callable[..., Any], plan: MemoryPlan, program: Program) -> Callable[..., Any]:
-    """Returns an entry whose errors for want of memory say what the program needs, and where it needs most."""
+def explained(entry: Callable[..., Any], plan: MemoryPlan | None, program: Program) -> Callable[..., Any]:
+    """Returns an entry whose errors for want of memory say what the program needs, by its plan if it has one."""
+    if plan is None:
+        return entry
 
     def run(*inputs: Any) -> Any:
         try:

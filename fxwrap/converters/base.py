@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import assert_never
 
+from fxwrap.device_registry import line_handlers
 from fxwrap.errors import Unsupported
 from fxwrap.lines import (
     Alloc,
@@ -59,13 +60,14 @@ class Converter(ABC):
     """Walks lines in order, one method a line class.
 
     A subclass that leaves out a method cannot be made; one that cannot express a line says so by `unsupported`. A
-    vendor's line goes to the handler given for its class, else through the core lines of its `expand()`.
+    vendor's line goes to the handler given for its class, else through the core lines of its `expand()`; with None as
+    `handlers`, to those that registered devices have for the converter's name.
     """
 
     name: ClassVar[str]
 
     def __init__(self, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> None:
-        self.handlers = dict(handlers or {})
+        self.handlers = dict(line_handlers(self.name) if handlers is None else handlers)
 
     def convert(self, line: LineBase) -> None:
         """Converts one line."""

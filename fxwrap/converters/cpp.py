@@ -387,7 +387,8 @@ def _is_tensor(item: Any) -> bool:
 def to_cpp(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> Emitted:
     """Returns the program as a C++ translation unit, which is compiled when it is first called.
 
-    `handlers` say how lines of vendors' own are written; without one, such a line is written as what it expands to.
+    `handlers` say how lines of vendors' own are written, by default what registered devices say; without one, such a
+    line is written as what it expands to.
     Raises Unsupported for a line that C++ cannot express yet; the first call raises NativeBuildError where there is no
     working compiler.
     """

@@ -434,7 +434,8 @@ class PythonConverter(Converter):
 def to_python(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> Emitted:
     """Returns the program as a Python module, which is written to the cache folder when it is first called.
 
-    `handlers` say how lines of vendors' own are written; without one, such a line is written as what it expands to.
+    `handlers` say how lines of vendors' own are written, by default what registered devices say; without one, such a
+    line is written as what it expands to.
     Raises Unsupported for a line that Python cannot express yet.
     """
     module = PythonModule()
