@@ -446,8 +446,8 @@ def to_fx(
     Args:
         program: a verified program.
         plain: whether only ATen's and torch's higher-order operators may be called.
-        handlers: how lines of vendors' own are written, by default what registered devices say; without one, such a line
-            is written as what it expands to.
+        handlers: how lines of vendors' own are written, by default what registered devices say; without one, such a
+            line is written as what it expands to.
         fake_mode: the mode that the fake tensors in `meta["val"]` belong to; else that of `fake_inputs`, or a new one.
         fake_inputs: by the program's names, fake tensors of that mode that become the inputs' `meta["val"]`.
         tracing: whether torch's tracing may be imported for `meta["val"]`, which takes seconds. Without, there are
