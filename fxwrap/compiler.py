@@ -62,14 +62,11 @@ class Compiled(Emitted):
         plan: MemoryPlan | None = None,
     ) -> None:
         program = stages[-1].program
-        if plan is None:
-            super().__init__(emitted.source, lambda: emitted.boxed, lambda: emitted.flat)
-        else:
-            boxed, flat = (
-                (lambda: explained(emitted.boxed, plan, program)),
-                lambda: explained(emitted.flat, plan, program),
-            )
-            super().__init__(emitted.source, boxed, flat)
+        super().__init__(
+            emitted.source,
+            lambda: explained(emitted.boxed, plan, program),
+            lambda: explained(emitted.flat, plan, program),
+        )
         self.stages = tuple(stages)
         self.options = options
         self.emitted = emitted

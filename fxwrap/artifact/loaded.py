@@ -93,14 +93,12 @@ class Loaded:
     @cached_property
     def boxed(self) -> Boxed:
         """The boxed entry: it takes the inputs in a list, which it empties."""
-        boxed = self.emitted.boxed
-        return boxed if self.plan is None else explained(boxed, self.plan, self._program)
+        return explained(self.emitted.boxed, self.plan, self._program)
 
     @cached_property
     def flat(self) -> Flat:
         """The flat entry, without the call through this object."""
-        flat = self.emitted.flat
-        return flat if self.plan is None else explained(flat, self.plan, self._program)
+        return explained(self.emitted.flat, self.plan, self._program)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.flat(*inputs)
