@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import zipfile
@@ -348,3 +349,40 @@ def test_cudas_half() -> None:
     with CUDA_RUNTIME.stream(device, 1):
         assert CUDA_RUNTIME.current_stream(device) == first != before
     assert CUDA_RUNTIME.current_stream(device) == before
+
+
+# --- nothing compares names -----------------------------------------------------------------------------------------
+
+ABOUT_TORCH = {
+    "backend": "tensors of the host may come with those of any device",
+    "converters.fx_kernels": "on the CPU nothing but Triton's interpreter runs Triton's kernels",
+    "lowering.define": "torch mixes tensors of rank 0 on the CPU with those of any device",
+    "lowering.host_numbers": "torch mixes tensors of rank 0 on the CPU with those of any device",
+    "lowering.rules.pointwise": "torch mixes tensors of rank 0 on the CPU with those of any device",
+    "runtime.batched": "meta tensors have no generator",
+    "torch_compat": "torch has two private allocators",
+}
+"""Where the name of a device type is compared, since it is torch's own CPU, CUDA or meta that is meant."""
+
+_NAMED = ("type", "device_type", "language", "kernel_language")
+
+
+def _compares_names(source: str) -> bool:
+    """Whether a text compares a device's type or a kernel's language with a literal."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(isinstance(side, ast.Attribute) and side.attr in _NAMED for side in sides):
+                literals = [item for side in sides for item in ast.walk(side) if isinstance(item, ast.Constant)]
+                if any(isinstance(item.value, str) for item in literals):
+                    return True
+    return False
+
+
+def test_nothing_compares_the_names_of_devices_and_languages() -> None:
+    folder = Path(fxwrap.__file__).parent
+    found = [path for path in sorted(folder.rglob("*.py")) if _compares_names(path.read_text())]
+    names = [".".join(path.relative_to(folder).with_suffix("").parts) for path in found]
+    assert names == sorted(ABOUT_TORCH), "ask DeviceSpec or KernelLanguage for the fact that is meant"
+    assert _compares_names("if kernel.language in ('cpp', 'triton'): pass") and _compares_names("a.type != 'cpu'")
+    assert not _compares_names("emitter == 'cpp' and a.type == b.type")
