@@ -40,6 +40,7 @@ from fxwrap.wrapper_ir import (
     Value,
     leaves,
     print_line,
+    released_inputs,
     types_agree,
     verify,
     writes,
@@ -189,14 +190,10 @@ class _Reading:
         inputs = tuple([Input(value, self._ownership(node, value, written)) for node, value in self.inputs])
         values = [item.value for item in inputs if isinstance(item.value, Value)]
         constants = list(shared.constants.values())
-        releasable = [
-            item.value for item in inputs
-            if isinstance(item.value, Value) and item.ownership in (Ownership.SHARED, Ownership.OWNED)
-        ]  # fmt: skip
         return Program(
             self.name,
             inputs,
-            Block((), insert_frees(reader.lines, [*values, *constants], releasable)),
+            Block((), insert_frees(reader.lines, [*values, *constants], released_inputs(inputs))),
             tuple([Constant(item, item.name in written or item.name in shared.declared_mutable) for item in constants]),
             tuple(shared.kernels.used.values()),
             tuple(shared.functions.items()),

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import GraphError
 from fxwrap.lines import Alloc, Bind, Mutate, Yield
+from fxwrap.lines.frees import insert_frees
 from fxwrap.lowering.body import Body, Request
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.effects import attribute_of
@@ -21,7 +22,6 @@ from fxwrap.lowering.fake import fake_values
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.symbols import bind_sizes, symbol_info
-from fxwrap.passes.frees import insert_frees
 from fxwrap.wrapper_ir import Block, TensorType, Value, defined, print_type, types_agree
 
 

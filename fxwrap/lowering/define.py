@@ -30,7 +30,6 @@ from fxwrap.lowering.effects import is_effectful, launches_kernel, shown_operand
 from fxwrap.lowering.host_numbers import HostNumbers, NumberRead, is_host_number
 from fxwrap.lowering.in_place import InPlace
 from fxwrap.lowering.nodes import literal
-from fxwrap.lowering.operators import OperatorFacts, is_assertion, operator_facts
 from fxwrap.lowering.rules import RULES, Call
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.windows import Window, window_type
@@ -38,6 +37,7 @@ from fxwrap.options import Options
 from fxwrap.symbolic import make_symbol
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
+from fxwrap.wrapper_ir.operators import OperatorFacts, is_assertion, operator_facts
 
 
 @dataclass(eq=False)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.lowering.operators import operator_facts
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity, triton_written_arguments
+from fxwrap.wrapper_ir.operators import operator_facts
 
 FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
 """Higher-order operators that call an operator which writes its operands on copies of them."""

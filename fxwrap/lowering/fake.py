@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from fxwrap.errors import FxwrapError, GraphError
-from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.source import check_desugared, location_of
 from fxwrap.torch_compat import (
     FakeTensor,
@@ -22,6 +21,7 @@ from fxwrap.torch_compat import (
     lacks_fake_rule,
     storage_identity,
 )
+from fxwrap.wrapper_ir.operators import operator_facts
 
 
 def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None) -> dict[Node, Any]:

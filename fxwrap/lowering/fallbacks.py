@@ -16,8 +16,9 @@ from torch.fx import Node
 from fxwrap.lines import SCATTER_OPERATORS, IndexPut, Mutate, Scatter
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.copies import new_copy, taken_over
-from fxwrap.lowering.operators import IN_PLACE_FORMS, OperatorFacts
+from fxwrap.lowering.operators import IN_PLACE_FORMS
 from fxwrap.wrapper_ir import LineBase, Origin, Value, leaves
+from fxwrap.wrapper_ir.operators import OperatorFacts
 
 _SCATTER_LINES = frozenset({
     "aten.scatter_.src", "aten.scatter_.value", "aten.scatter_.reduce", "aten.scatter_.value_reduce",

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import FusionWarning, GraphError
 from fxwrap.lines import CheckLayout, Return
+from fxwrap.lines.frees import insert_frees
 from fxwrap.lowering.blocks import BlockLowering
 from fxwrap.lowering.body import Body, Request
 from fxwrap.lowering.builder import Builder, ProgramState
@@ -29,7 +30,6 @@ from fxwrap.lowering.peak import peak_note
 from fxwrap.lowering.source import GraphSource, graph_source
 from fxwrap.lowering.symbols import bind_sizes, check_ranges, check_ranks, input_symbol, replace_unsolvable
 from fxwrap.options import Options
-from fxwrap.passes.frees import insert_frees
 from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.provenance import number_calls
 from fxwrap.wrapper_ir import (

@@ -18,9 +18,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxwrap.lowering.effects import attribute_of, has_effect, launches_kernel, operator_label, shown_operands
-from fxwrap.lowering.operators import IN_PLACE_FORMS, operator_facts, operator_name
+from fxwrap.lowering.operators import IN_PLACE_FORMS
 from fxwrap.lowering.windows import Window, overwritten_window
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
+from fxwrap.wrapper_ir.operators import operator_facts, operator_name
 
 
 @dataclass(frozen=True)

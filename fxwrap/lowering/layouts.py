@@ -20,11 +20,11 @@ from torch.fx.node import map_arg
 
 from fxwrap.device_spec import DeviceSpec
 from fxwrap.lowering.effects import written_operands
-from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.source import GraphSource
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor, OpOverload, storage_identity, symbol_hint
+from fxwrap.wrapper_ir.operators import operator_facts
 
 _aten = torch.ops.aten
 

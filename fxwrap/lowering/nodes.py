@@ -16,10 +16,10 @@ from fxwrap.lines import Call, Mutate, View
 from fxwrap.lowering.binding import bind_results, fails_at_run_time, lower_assert, lower_item
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.fallbacks import lower_placing, placing_of
-from fxwrap.lowering.operators import OperatorFacts, operator_facts
 from fxwrap.lowering.source import location_of
 from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
 from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves
+from fxwrap.wrapper_ir.operators import OperatorFacts, operator_facts
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxwrap.wrapper_ir import OperatorFacts as OperatorFacts
-from fxwrap.wrapper_ir import is_assertion as is_assertion
-from fxwrap.wrapper_ir import operator_facts as operator_facts
-from fxwrap.wrapper_ir import operator_name as operator_name
-
 _PLACING = (
     "scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two",
     "scatter_add.default", "index_put.default", "index_put.hacked_twin", "_index_put_impl.default",

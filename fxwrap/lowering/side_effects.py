@@ -18,10 +18,10 @@ from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.copies import writable
 from fxwrap.lowering.effects import operator_label
 from fxwrap.lowering.nodes import literal
-from fxwrap.lowering.operators import operator_facts
 from fxwrap.lowering.source import location_of
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, functionalized_views
 from fxwrap.wrapper_ir import OUTPUT, UNKNOWN, Effect, TensorType, Value, leaves
+from fxwrap.wrapper_ir.operators import operator_facts
 
 
 def lower_functionalized(builder: Builder, node: Node, dying: Collection[str]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.lowering.operators import operator_facts
 from fxwrap.torch_compat import OpOverload, storage_identity
+from fxwrap.wrapper_ir.operators import operator_facts
 
 
 def without_tokens(graph_module: GraphModule, taken: Collection[str], given: Collection[int]) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from fxwrap.passes.frees import insert_frees
+from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import Scalar, evaluate
 from fxwrap.wrapper_ir import (
     UNKNOWN,

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from fxwrap.errors import RewriteError
 from fxwrap.lines import Alloc, PoolSlice, Reuse, View, Workspace
+from fxwrap.lines.frees import insert_frees
 from fxwrap.matching import (
     DataFlow,
     Found,
@@ -24,7 +25,6 @@ from fxwrap.matching import (
     wildcards_of,
 )
 from fxwrap.pass_spec import IR_BEFORE_PLANNING, Pass
-from fxwrap.passes.frees import insert_frees
 from fxwrap.rewrite.builder import LineBuilder, Names
 from fxwrap.rewrite.match import Match
 from fxwrap.rewrite.replacement import Refused, Replacement, fit, substituted
@@ -33,7 +33,6 @@ from fxwrap.wrapper_ir import (
     Constant,
     ConstantStore,
     LineBase,
-    Ownership,
     Program,
     Role,
     Value,
@@ -41,6 +40,7 @@ from fxwrap.wrapper_ir import (
     map_line,
     print_line,
     program_arguments,
+    released_inputs,
     used,
     verify,
 )
@@ -141,8 +141,7 @@ class _Rewriter:
 
     def run(self) -> Rewritten:
         program = self.program
-        owned = [item.value for item in program.inputs if isinstance(item.value, Value)
-                 and item.ownership in (Ownership.SHARED, Ownership.OWNED)]  # fmt: skip
+        owned = released_inputs(program.inputs)
         functions = tuple([(name, self._inner(block)) for name, block in program.functions])
         body = self._block(program.body, program_arguments(program), owned, nested=False)
         if self.build is None or (not self.matches):

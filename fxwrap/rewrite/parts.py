@@ -8,8 +8,8 @@ from typing import Any
 
 from fxwrap.errors import RewriteError
 from fxwrap.lines import Alloc, Pool, Return, Reuse, View, Workspace
+from fxwrap.lines.frees import insert_frees
 from fxwrap.matching import is_plain_free
-from fxwrap.passes.frees import insert_frees
 from fxwrap.symbolic import SymbolInfo, make_symbol
 from fxwrap.wrapper_ir import (
     Block,

@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Interpreter
 from fxwrap import Options, compile_graph
 from fxwrap.compare import copied
 from fxwrap.compiler import Compiled
-from fxwrap.lowering.operators import operator_facts
 from fxwrap.torch_compat import FakeTensorMode, OpOverload
+from fxwrap.wrapper_ir.operators import operator_facts
 from tests.opinfo.calls import SEED, Call, joined, new_mode, traced
 from tests.opinfo.judge import difference, metadata
 
