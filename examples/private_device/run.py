@@ -1,0 +1,85 @@
+"""A device type that neither torch nor fxwrap knows: torch is told of it in C++, fxwrap by one call.
+
+Its kernels are those of the imaginary device of the tests (`tests/devices/`, docs/devices.md). One model of the test
+suite runs on it by every emitter and is compared with eager PyTorch on the CPU. Compiling npu.cpp takes a good ten
+seconds.
+
+    python -m examples.private_device.run [MODEL]
+"""
+
+import ctypes
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.cpp_extension import include_paths, library_paths
+
+import fxwrap
+from fxwrap.devices import DeviceRuntime, DeviceSpec, KernelRuntime, register
+from tests.devices import abacus, abacus_runtime
+from tests.devices.copy_engine import LINES, stage_inputs
+from tests.models import MODELS
+
+
+def tell_torch(folder: str) -> None:
+    """Compiles and loads the C++ half, and gives the device its name and its module."""
+    library = f"{folder}/npu.so"
+    flags = [*[f"-I{path}" for path in include_paths()], *[f"-L{path}" for path in library_paths()]]
+    source = str(Path(__file__).with_name("npu.cpp"))
+    subprocess.run(
+        ["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library, *flags, "-ltorch_cpu", "-lc10"], check=True
+    )
+    torch.ops.load_library(library)
+    torch.utils.rename_privateuse1_backend("npu")
+    module: Any = types.ModuleType("torch.npu")
+    module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
+    module._is_in_bad_fork, module.manual_seed_all = lambda: False, lambda _seed: None
+    torch._register_device_module("npu", module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def load(source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> Callable[..., None]:
+    """Returns the launcher of a kernel, which reads the device's memory where it is."""
+    launch = abacus_runtime.load(source, signature, options)
+    return lambda grid, *arguments: launch(grid, *map(_in_place, arguments))
+
+
+def _in_place(item: Any) -> Any:
+    if not isinstance(item, torch.Tensor):
+        return item
+    count = item.untyped_storage().nbytes() // item.itemsize - item.storage_offset()
+    if count == 0:
+        return torch.empty(0, dtype=item.dtype)
+    return torch.frombuffer((ctypes.c_char * (count * item.itemsize)).from_address(item.data_ptr()), dtype=item.dtype)
+
+
+def main(name: str) -> None:
+    """Runs a model by every emitter."""
+    with tempfile.TemporaryDirectory() as folder:
+        tell_torch(folder)
+    register(
+        DeviceSpec("npu", "abacus", raises=True, rounds_as_cpu=True, all_atomics=True),
+        printer=abacus.print_abacus, language=abacus.LANGUAGE, lines=LINES,
+        runtime=DeviceRuntime(kernels=KernelRuntime(load)),
+    )  # fmt: skip
+    case = MODELS[name]
+    model, inputs = case.build(seed=0), case.inputs(seed=1)
+    with torch.no_grad():
+        expected = tree_leaves(model(**inputs))
+        model, moved = model.to("npu"), {name: item.to("npu") for name, item in inputs.items()}
+        for emitter in ("python", "cpp", "fx", "interpreter"):
+            abacus_runtime.WORK.clear()
+            options = {"emitter": emitter, "passes": [fxwrap.Pass(stage_inputs, key="1")]}
+            found = tree_leaves(torch.compile(model, backend="fxwrap", options=options)(**moved))
+            errors = [float((one.cpu() - other).abs().max()) for one, other in zip(found, expected, strict=True)]
+            print(f"{emitter:12} largest error {max(errors):.1e}, {dict(abacus_runtime.WORK)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "bert")
