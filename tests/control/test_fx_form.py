@@ -55,6 +55,10 @@ def _compiled_again(module: GraphModule, inputs: Sequence[Any]) -> Any:
     return torch.compile(module, backend="fxwrap", fullgraph=True)(*inputs)
 
 
+def _from_the_last(x: torch.Tensor) -> Any:
+    return test_slices.scan(test_slices._tanh, x.new_zeros(8), x, reverse=True)
+
+
 TOOLS: dict[str, Tool] = {
     tool.__name__.lstrip("_"): tool
     for tool in (_eliminated, _copied, _interpreted, _retraced, _compiled, _compiled_again)
@@ -64,7 +68,7 @@ SUBJECTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "nested cond": (test_cond.nested, (X.abs() + 1,)),
     "while": (test_loops.a_tensor_counts, (X,)),
     "scan": (test_slices.over_rows, (X,)),
-    "reversed scan": (test_slices.from_the_last, (X,)),
+    "reversed scan": (_from_the_last, (X,)),
     "map": (test_slices.map_rows, (X, W)),
     "call": (test_subgraphs.called_many_times, (X, W)),
 }

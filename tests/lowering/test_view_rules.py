@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxwrap.device_spec import CPU
 from fxwrap.loop_ir import Axis, Buffer, as_index, evaluate_index, evaluate_kernel
 from fxwrap.lowering.definitions import Stored, Viewed
 from fxwrap.lowering.rules import RULES, Call, creation, rearrange, views
@@ -248,7 +249,8 @@ def symbolic_view(name: str, sizes: tuple[Any, ...], arguments: tuple[Any, ...],
     base = Stored(sizes, torch.float32, torch.device("cpu"))
     fakes = [torch.empty(0) for _ in result] if isinstance(result, list) else torch.empty(0)
     sizes_by_fake = dict(zip(map(id, fakes), result)) if isinstance(result, list) else {id(fakes): result}
-    return RULES[name](Call(name, (base, *arguments), {}, fakes, base.device, lambda fake: sizes_by_fake[id(fake)]))
+    call = Call(name, (base, *arguments), {}, fakes, base.device, lambda fake: sizes_by_fake[id(fake)], CPU)
+    return RULES[name](call)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_a_progression_from_a_symbolic_number_has_no_known_bounds() -> None:
     for dtype, arguments in ((torch.int64, (S0, S0 + 4)), (torch.float32, (S0, 4 * S0, S1)), (torch.int32, (0, 4, S1))):
         name = "aten.arange.start" if len(arguments) == 2 else "aten.arange.start_step"
         fake = torch.empty(4, dtype=dtype)
-        result = RULES[name](Call(name, arguments, {}, fake, torch.device("cpu"), lambda fake: (4,)))
+        result = RULES[name](Call(name, arguments, {}, fake, torch.device("cpu"), lambda fake: (4,), CPU))
         reader = BodyReader(lambda definition: True, lambda *_: pytest.fail("nothing is read"))
         reader.body.store("out", Axis("p", 4), reader.load(result, (Axis("p", 4),)))
         kernel = reader.body.finish([Axis("p", 4)], [], [], [Buffer("out", dtype, 4)])
