@@ -32,7 +32,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("emitter", ["python", "fx"])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(made=random_programs())
 def test_text_and_graphs(emitter: str, made: RandomProgram) -> None:
     assert_same_as_interpreter(made, emitter)

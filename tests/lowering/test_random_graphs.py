@@ -29,13 +29,13 @@ CALLED = STRICT.replace(
 
 
 @given(MIXED)
-@settings(max_examples=200, suppress_health_check=QUIET)
+@settings(max_examples=120, suppress_health_check=QUIET)
 def test_planned_kernels_are_eager(graph: RandomGraph) -> None:
     check_graph(graph.module, graph.inputs)
 
 
 @given(PLACES)
-@settings(max_examples=100, suppress_health_check=QUIET)
+@settings(max_examples=60, suppress_health_check=QUIET)
 def test_writes_at_computed_places_are_eager(graph: RandomGraph) -> None:
     """As lines of their own, which take over bases that die, and as kernels, which do too."""
     check_graph(graph.module, graph.inputs, CALLED)

@@ -127,7 +127,7 @@ def cuts(draw: st.DrawFn, kernel: Kernel) -> Configuration:
     return Configuration(x, y, draw(blocks), draw(blocks), r_block, looped, num_stages=draw(st.integers(1, 3)))
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases())
 def test_random_kernels(case: tuple[Kernel, Configuration]) -> None:
     kernel, configuration = case

@@ -117,7 +117,7 @@ def _same(left: object, right: object) -> bool:
     return left == right and type(left) is type(right)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(any_expressions(), environments())
 def test_python_source_equals_evaluation(expression: Expression, environment: dict[str, Scalar]) -> None:
     source = PythonPrinter().print(expression)
