@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx_numbers import item_of_list, number_result
-from fxwrap.converters.from_fx_reader import Match, Reader, failure, name_of_item, origin_of, used_items
+from fxwrap.converters.from_fx_reader import Match, Reader, failure, name_of_item, origin_of
 from fxwrap.converters.from_fx_rules import Given, RuleError
 from fxwrap.converters.from_fx_symbols import new_prefix
 from fxwrap.lines import Bind, Call, Mutate, StartCollective
@@ -29,6 +29,7 @@ from fxwrap.wrapper_ir import (
     operator_facts,
     type_symbols,
 )
+from fxwrap.wrapper_ir.operators import used_items
 
 COLLECTIVES = "_c10d_functional"
 

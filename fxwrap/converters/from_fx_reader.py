@@ -377,17 +377,6 @@ def name_of_item(node: Node, path: Sequence[int]) -> str:
     return found.name
 
 
-def used_items(node: Node) -> set[int] | None:
-    """Returns which items of a node's result are taken out, or None when something uses the result whole."""
-    used = set()
-    for user in node.users:
-        if user.target is not operator.getitem or user.args[0] is not node:
-            return None
-        if user.users:
-            used.add(user.args[1])
-    return used  # type: ignore[return-value]
-
-
 class Match:
     """Compares the operands that a line had with those that its node has now, and says which value is which."""
 

@@ -19,7 +19,7 @@ from fxwrap.lowering.fallbacks import lower_placing, placing_of
 from fxwrap.lowering.source import location_of
 from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
 from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves
-from fxwrap.wrapper_ir.operators import OperatorFacts, operator_facts
+from fxwrap.wrapper_ir.operators import OperatorFacts, operator_facts, used_items
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -128,7 +128,7 @@ def _on_storage_of(base: torch.Tensor, item: Any) -> bool:
 
 def _views(builder: Builder, node: Node, base: Value, fake: Any) -> Any:
     if isinstance(fake, tuple | list):
-        used = _used_items(node)
+        used = used_items(node)
         return tuple([
             _view(builder, f"{node.name}_{index}", node, base, item) if used is None or index in used else None
             for index, item in enumerate(fake)
@@ -142,17 +142,6 @@ def _view(builder: Builder, name: str, node: Node, base: Value, fake: torch.Tens
     value = builder.add_window(name, fake, base)
     builder.emit(View(value, base, origin=builder.origin(node)))
     return value
-
-
-def _used_items(node: Node) -> set[int] | None:
-    """Returns which items of a node's result are taken, or None when something uses the result whole."""
-    used = set()
-    for user in node.users:
-        if user.target is not operator.getitem or user.args[0] is not node:
-            return None
-        if user.users:
-            used.add(user.args[1])
-    return used  # type: ignore[return-value]
 
 
 def _base_of(builder: Builder, facts: OperatorFacts, arguments: Any, keywords: Any, fake: torch.Tensor) -> Value | None:
@@ -171,7 +160,7 @@ def _results(
     """Makes the values an operator defines, one tree a return of its schema, and what each is a window on."""
     count = facts.return_count
     fakes = () if count == 0 else (fake,) if count == 1 else tuple(fake)
-    used = _used_items(node) if isinstance(fake, tuple | list) else None
+    used = used_items(node) if isinstance(fake, tuple | list) else None
     aliases: list[Value | None] = []
 
     def make(item: Any, name: str, wanted: bool) -> Any:

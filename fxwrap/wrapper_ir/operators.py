@@ -1,13 +1,15 @@
-"""What an operator's schema says: what it writes, gives and does. One look-up an overload, cached."""
+"""What an operator's schema says: what it writes, gives and does; and which results of a call are used."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from fxwrap.torch_compat import OpOverload, is_composite
 from fxwrap.wrapper_ir.effects import ASSERT, OUTPUT, UNKNOWN, Effect, communication_effect, random_effect
@@ -155,3 +157,14 @@ _REPLACEMENTS: dict[str, Replacement] = {
     "aten._unsafe_view.default": _view,  # its schema does not say that the result is a view
 }
 """Operators that mean the same as an ATen one which every emitter can call."""
+
+
+def used_items(node: Node) -> set[int] | None:
+    """Returns which items of a node's result are taken out, or None when something uses the result whole."""
+    used = set()
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[0] is not node:
+            return None
+        if user.users:
+            used.add(user.args[1])
+    return used  # type: ignore[return-value]

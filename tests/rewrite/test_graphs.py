@@ -53,6 +53,17 @@ def test_kernels_are_known_by_what_they_compute(language: str) -> None:
     assert rw.kernel_of(first.outs[0]) is None and rw.kernel_of(first.node) == first
 
 
+def test_torchs_observers_see_what_a_rewrite_changes() -> None:
+    graph_module = emitted(layers, inputs())
+    created: list[torch.fx.Node] = []
+    erased: list[torch.fx.Node] = []
+    graph_module._register_create_node_hook(created.append)
+    graph_module._register_erase_node_hook(erased.append)
+    rw.replace_in_graph(graph_module, pattern, replacement)
+    assert [node.target for node in created].count(aten.gelu.default) == 2
+    assert [node.target for node in erased].count(torch.ops.fxwrap.cpp_kernel.default) == 2
+
+
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_a_launch_and_what_it_updates_are_replaced(language: str) -> None:
     given = inputs()
