@@ -50,8 +50,7 @@ def _parts(module: GraphModule) -> list[CompiledPart]:
     return [child for child in module.modules() if isinstance(child, CompiledPart)]
 
 
-@pytest.mark.parametrize("emitter", EMITTERS)
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("emitter", "dynamic"), [("python", False), *[(emitter, True) for emitter in EMITTERS]])
 def test_tagged_nodes_are_compiled_and_equal_parts_once(emitter: str, dynamic: bool) -> None:
     model, inputs = Model(), (torch.randn(4, 8), {"by": torch.randn(8)})
     shapes = ({0: Dim("batch", min=2, max=64)}, {"by": None}) if dynamic else None
