@@ -214,15 +214,11 @@ class Matcher:
         for pattern in operation.operands:
             reasons = []
             for item in left:
-                trial = attempt.copy()
-                try:
-                    self._bind(pattern, item, reader, trial)
-                except _NoMatch as reason:
-                    reasons.append(str(reason))
-                    continue
-                attempt.take(trial)
-                left.remove(item)
-                break
+                reason = self._tried(pattern, item, reader, attempt)
+                if reason is None:
+                    left.remove(item)
+                    break
+                reasons.append(reason)
             else:
                 _fail(f"no operand of {operation} fits: {'; '.join(dict.fromkeys(reasons)) or 'there is none'}")
 
@@ -289,15 +285,21 @@ class Matcher:
     def _choice(self, pattern: OneOf, item: Any, reader: int, attempt: _Attempt) -> None:
         reasons = []
         for choice in pattern.choices:
-            trial = attempt.copy()
-            try:
-                self._bind(choice, item, reader, trial)
-            except _NoMatch as reason:
-                reasons.append(str(reason))
-                continue
-            attempt.take(trial)
-            return
+            reason = self._tried(choice, item, reader, attempt)
+            if reason is None:
+                return
+            reasons.append(reason)
         _fail(" and ".join(reasons))
+
+    def _tried(self, pattern: Any, item: Any, reader: int, attempt: _Attempt) -> str | None:
+        """Binds a pattern to an item, or leaves the attempt as it is and returns why that does not fit."""
+        trial = attempt.copy()
+        try:
+            self._bind(pattern, item, reader, trial)
+        except _NoMatch as reason:
+            return str(reason)
+        attempt.take(trial)
+        return None
 
     def _capture(self, wildcard: Wildcard, item: Any, reader: int, attempt: _Attempt) -> None:
         name = wildcard.name
