@@ -20,7 +20,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.installed-test
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 

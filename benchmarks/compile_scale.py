@@ -10,6 +10,7 @@ Run: `python benchmarks/compile_scale.py [--no-cpp] [--only gru]`.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import time
@@ -102,7 +103,7 @@ def print_fused(repeat: int) -> None:
     for steps in GRU_STEPS:
         graph = unrolled_gru(steps)
         nodes = len(graph.graph.nodes)
-        runs = [timed(lambda graph=graph: fxwrap.lower(graph)) for _ in range(repeat)]
+        runs = [timed(functools.partial(fxwrap.lower, graph)) for _ in range(repeat)]
         program, seconds = runs[0][0], statistics.median([taken for _, taken in runs])
         counts = f"{nodes:>8}{len(program.body.lines):>8}{len(program.kernels):>9}"
         print(f"{steps:>5} steps   {counts}{seconds:>9.2f}{1e6 * seconds / nodes:>11.0f}", flush=True)

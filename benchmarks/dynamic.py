@@ -71,7 +71,8 @@ def main() -> None:
     sizes = [(draw.randint(2, limits[0]), draw.randint(8, limits[1])) for _ in range(chosen.sizes)]
     layers = chosen.layers or (12 if device.type == "cuda" else 2)
     config = transformers.GPT2Config(n_layer=layers, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
-    model = transformers.GPT2LMHeadModel(config).to(device).train(chosen.training)
+    model: torch.nn.Module = transformers.GPT2LMHeadModel(config)
+    model.to(device).train(chosen.training)
     torch.set_grad_enabled(chosen.training)
     options = Options(emitter=chosen.emitter)
     function = _step(model) if chosen.training else _forward(model)

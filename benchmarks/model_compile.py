@@ -7,6 +7,7 @@ Run: `python benchmarks/model_compile.py`.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -50,8 +51,8 @@ def row(name: str, graph: Any) -> None:
     _, verifying = seconds(lambda: fxwrap.verify(program))
     cells = []
     for convert in (fxwrap.to_python, fxwrap.to_fx, fxwrap.to_cpp):
-        emitted, emitting = seconds(lambda convert=convert: convert(program))
-        _, building = seconds(lambda emitted=emitted: emitted.boxed)
+        emitted, emitting = seconds(functools.partial(convert, program))
+        _, building = seconds(functools.partial(getattr, emitted, "boxed"))
         cells.append(f"{emitting:>8.3f}{building:>8.3f}")
     label = f"{name} {graph.kind}"
     print(f"{label:<34}{len(program.body.lines):>7}{lowering:>8.3f}{verifying:>8.3f}{''.join(cells)}", flush=True)

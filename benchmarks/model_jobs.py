@@ -145,7 +145,7 @@ def _compiled(job: Job, name: str, target: Any) -> Any:
     """`measure_kernels.compile_with`, but fxwrap is imported here and only where it is asked for: its import counts."""
     base, _, variant = name.partition(":")
     if base != "fxwrap":
-        switch = {variant: True} if variant else None
+        switch: dict[str, Any] | None = {variant: True} if variant else None
         return target if base == "eager" else torch.compile(target, backend=base, options=switch)
     backend = importlib.import_module("fxwrap.backend").fxwrap
     options = dict(job.options or {})
@@ -266,7 +266,12 @@ def _contender(job: Job, model: nn.Module, function: Any, make: Any) -> Any:
     start = time.perf_counter()
     sweep()
     sweeps = max(1, math.ceil(SECONDS_A_SAMPLE / (time.perf_counter() - start)))
-    return make(lambda: [sweep() for _ in range(sweeps)], sweeps * len(sets))
+
+    def sample() -> None:
+        for _ in range(sweeps):
+            sweep()
+
+    return make(sample, sweeps * len(sets))
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ import torch
 
 from fxwrap.errors import PlanningError
 from fxwrap.lines import Alloc, Call, Mutate, Return
+from fxwrap.lines.frees import insert_frees
 from fxwrap.memory_planning import Assignment, apply_plan, assign_offsets, plan_memory
-from fxwrap.passes.frees import insert_frees
 from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.wrapper_ir import Block, Input, LineBase, Program, TensorType, Value

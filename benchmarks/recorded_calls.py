@@ -74,7 +74,9 @@ class Recorder(TorchDispatchMode):
 def _class_of(item: Any) -> Hashable:
     if isinstance(item, list | tuple):
         return tuple([_class_of(part) for part in item])
-    return item.dtype if isinstance(item, torch.Tensor) else type(item)
+    if isinstance(item, torch.Tensor):
+        return item.dtype
+    return type(item).__qualname__
 
 
 def copied(tree: Any, copies: dict[int, torch.UntypedStorage]) -> Any:

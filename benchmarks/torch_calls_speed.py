@@ -50,9 +50,8 @@ def main() -> None:
     print(f"{'overload':<28}{'operator us':>13}{'public us':>11}{'ratio':>7}  spelling")
     for name, args, kwargs in CASES:
         kinds = tuple(kind_of(eval(text, scope)) for text in args)
-        call = torch_call(
-            *name.split("."), kinds, {key: kind_of(eval(text, scope)) for key, text in kwargs.items()}
-        )
+        op, overload = name.split(".")
+        call = torch_call(op, overload, kinds, {key: kind_of(eval(text, scope)) for key, text in kwargs.items()})
         if call is None:
             raise ValueError(f"{name} has no public spelling for these arguments: see the table")
         keywords = [f"{key}={text}" for key, text in kwargs.items()]
