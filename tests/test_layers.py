@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("options",),
     ("wrapper_ir",),  # level 1
     ("lines", "loop_ir"),  # level 2
-    ("printers",),
+    ("printers", "user_kernels"),
     ("passes", "memory_planning", "provenance", "converters", "fx_passes", "matching"),  # level 3
     ("lowering", "inference"),  # level 4
     ("tuning", "preparation", "user_passes", "emission", "environment", "devices"),  # level 5

@@ -30,10 +30,18 @@ class Kernels:
             except FxwrapError:
                 return None
             found = KernelDefinition(other.name, other.language, other.source, other.signature, other.options)
+        return self.added(found)
+
+    def added(self, definition: KernelDefinition) -> KernelDefinition:
+        """Returns a definition, or an equal one, under a name that no other one has; the graph launches it."""
+        found = self.used.get(definition.hash)
+        if found is not None:
+            return found
+        found = definition
         name, number = found.name, 0
         while name in self._names:
             number += 1
             name = f"{found.name}_{number}"
         self._names.add(name)
-        self.used[kernel_hash] = found = replace(found, name=name)
+        self.used[found.hash] = found = replace(found, name=name)
         return found

@@ -17,6 +17,7 @@ from fxwrap.runtime import library
 from fxwrap.runtime.triton_table import triton_parameters
 from fxwrap.runtime.user_triton import load_user_kernel
 from fxwrap.torch_compat import triton_kernel_at, triton_launch, triton_launch_on_copies
+from fxwrap.user_kernels import KernelCallError, define_user_kernel, sort_arguments, table_arguments, written_names
 from fxwrap.wrapper_ir import DTYPES, KernelDefinition, Value
 
 _OURS = torch.ops.fxwrap
@@ -97,7 +98,11 @@ def _triton_kernel_functional(reader: Reader, node: Node) -> None:
 
 
 def _triton(reader: Reader, node: Node, copies: Mapping[str, Value]) -> None:
-    kernel = _definition(reader, node, _triton_hash(node))
+    kernel_hash = _triton_hash(node)
+    if not kernel_hash:
+        _users(reader, node, copies)
+        return
+    kernel = _definition(reader, node, kernel_hash)
     given: Any = node.kwargs["kwargs"]
     operands = {name: reader.argument(node, item) for name, item in given.items()} | dict(copies)
     grids: list[Any] = [reader.argument(node, grid) for grid in node.kwargs["grid"]]  # type: ignore[union-attr]
@@ -115,8 +120,46 @@ def _triton(reader: Reader, node: Node, copies: Mapping[str, Value]) -> None:
     _launch(reader, node, kernel, tensors[:split], tensors[split:], tuple(numbers), grids[0])
 
 
+def _users(reader: Reader, node: Node, copies: Mapping[str, Value]) -> None:
+    """Reads the launch of a kernel that fxwrap did not emit: the user put it into the graph."""
+    call: dict[str, Any] = dict(node.kwargs)
+    kernel = triton_kernel_at(call["kernel_idx"])
+    grids = [reader.argument(node, grid) for grid in call["grid"]]
+    try:
+        given = sort_arguments(
+            kernel, table_arguments(call), lambda item: _read(reader, node, item), call["tma_descriptor_metadata"]
+        )
+        written = {name: copies.get(name, given.tensors[name]) for name in _written(node, given.tensors)}
+        restored = [name for name, value in written.items() if reader.root_of[value.name] not in reader.unwritten]
+        definition, numbers = define_user_kernel(kernel, given, written, restored, grids)
+    except KernelCallError as error:
+        raise failure(node, error.reason, error.remedy) from error
+    reads = [value for name, value in given.tensors.items() if name not in written]
+    kernel_of_ours = reader.shared.kernels.added(definition)
+    _launch(reader, node, kernel_of_ours, reads, list(written.values()), tuple(numbers), grids[0])
+
+
+def _read(reader: Reader, node: Node, item: Any) -> Any:
+    is_made = isinstance(item, Node | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return reader.argument(node, item) if is_made else item
+
+
+def _written(node: Node, tensors: Mapping[str, Value]) -> list[str]:
+    """Returns the names of the tensors that a kernel of the user's writes."""
+    call: dict[str, Any] = dict(node.kwargs)
+    vals = {name: item.meta.get("val") if isinstance(item, Node) else item for name, item in call["kwargs"].items()}
+    unknown = [name for name in tensors if not isinstance(vals.get(name), torch.Tensor)]
+    if unknown and "tensors_to_clone" not in call:
+        reason = f"its argument '{unknown[0]}' has no meta['val'], and without nothing says what the kernel writes"
+        raise failure(node, reason, "Set it to a fake tensor, for example with torch.fx.passes.fake_tensor_prop")
+    return written_names(call, vals)
+
+
 def _triton_hash(node: Node) -> str:
-    """Returns the content hash of the kernel that a node launches. Raises ReadBackError for one of nobody's."""
+    """Returns the content hash of the kernel that a node launches, "" for one that fxwrap did not emit.
+
+    Raises ReadBackError for a kernel that is not in torch's table, or another one than the node was made for.
+    """
     index: Any = node.kwargs["kernel_idx"]
     remedy = "Emit the graph again in this process, or make the kernel an operator with torch.library.triton_op"
     try:
@@ -127,12 +170,10 @@ def _triton_hash(node: Node) -> str:
         raise failure(node, f"torch's table of Triton kernels has no kernel {index}", remedy) from error
     found = getattr(kernel, "fxwrap_hash", None)
     known = node.meta.get("fxwrap_kernel")
-    if found is None or (known is not None and known != found):
-        reason = f"kernel {index} of torch's table of Triton kernels is none that fxwrap emitted"
-        if found is not None:
-            reason = f"kernel {index} of torch's table of Triton kernels is another one than the node was made for"
+    if known is not None and known != found:
+        reason = f"kernel {index} of torch's table of Triton kernels is another one than the node was made for"
         raise failure(node, reason, remedy)
-    return str(found)
+    return str(found or "")
 
 
 def _parameters(kernel: KernelDefinition) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity, triton_written_arguments
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
+from fxwrap.user_kernels import written_names
 from fxwrap.wrapper_ir.operators import operator_facts
 
 FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
@@ -65,10 +66,9 @@ def written_operands(node: Node, fakes: Mapping[Node, Any]) -> list[Node]:
         given |= dict(zip(facts.argument_names, node.args, strict=False))
         names: Sequence[str] = facts.written
     elif launches_kernel(node) and "tensors_to_clone" not in given:
-        kernel, constants = given["kernel_idx"], given["constant_args_idx"]
-        descriptors, given = given["tma_descriptor_metadata"], given["kwargs"]
+        call, given = given, given["kwargs"]
         known = {name: fakes[item] if isinstance(item, Node) else item for name, item in given.items()}
-        names = triton_written_arguments(kernel, constants, known, descriptors)
+        names = written_names(call, known)
     else:
         return []
     found = [given.get(name) for name in names]

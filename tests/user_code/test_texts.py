@@ -15,9 +15,9 @@ from triton.compiler import ASTSource
 from triton.language.extra import libdevice
 
 from fxwrap.live_kernels import LiveKernel, keep_kernel
-from fxwrap.lowering.kernel_source import NotCarried, kernel_text
 from fxwrap.runtime.modules import load_module
 from fxwrap.runtime.user_triton import load_user_kernel
+from fxwrap.user_kernels import NotCarried, kernel_text
 from tests.user_code import helpers, kernels
 
 WIDTH = tl.constexpr(2)
