@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import graphlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,20 @@ def project_sources() -> dict[str, str]:
     return {module_name(path): path.read_text() for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
 
 
-def imports_of(module: str, source: str) -> Iterator[Import]:
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """The nodes of a text's syntax tree."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@cache
+def imports_of(module: str, source: str) -> tuple[Import, ...]:
     """Everything that a module imports, with relative imports resolved; `from a import b` gives `a.b`."""
-    for node in ast.walk(ast.parse(source)):
+    return tuple(_imports_of(module, source))
+
+
+def _imports_of(module: str, source: str) -> Iterator[Import]:
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -158,23 +170,27 @@ def import_cycle(modules: Mapping[str, str]) -> list[str] | None:
     return None
 
 
-def torch_names(module: str, source: str) -> Iterator[Import]:
+@cache
+def torch_names(module: str, source: str) -> tuple[Import, ...]:
     """Every dotted name below `torch` that a module imports, or reaches as an attribute of an import."""
-    tree = ast.parse(source)
+    return tuple(_torch_names(module, source))
+
+
+def _torch_names(module: str, source: str) -> Iterator[Import]:
     imported = [item for item in imports_of(module, source) if item.target.split(".")[0] == "torch"]
     yield from imported
-    bound = _bound_torch_names(tree)
-    for node in ast.walk(tree):
+    bound = _bound_torch_names(nodes_of(source))
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute) and (dotted := _dotted_name(node)):
             root, _, rest = dotted.partition(".")
             if root in bound:
                 yield Import(f"{bound[root]}.{rest}", node.lineno)
 
 
-def _bound_torch_names(tree: ast.Module) -> dict[str, str]:
+def _bound_torch_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """Local names that imports bind to something below torch, with what they are bound to."""
     bound = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.split(".")[0]

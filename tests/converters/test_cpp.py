@@ -71,11 +71,10 @@ def test_a_sample_means_what_the_interpreter_says(name: str) -> None:
             assert_same(mine, reference)  # mutated alike
 
 
-@pytest.mark.parametrize("name", ["llama", "resnet"])
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_model_infers_and_trains_as_in_eager(name: str) -> None:
+def test_a_model_infers_and_trains_as_in_eager() -> None:
     """Through the backend itself, guards and all; `tests/test_models.py` runs all models by every emitter."""
-    case = MODELS[name]
+    case = MODELS["resnet"]
     options = {"emitter": "cpp"}
     model, inputs = case.build(seed=0), case.inputs(seed=1)
     with torch.no_grad():
@@ -115,9 +114,10 @@ def _run_recorded(graph: CapturedGraph, recorder: Recorder) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_every_operator_call_of_the_models_gives_eagers_result() -> None:
     recorder = Recorder()
-    for case in MODELS.values():
+    for name in ("gpt2", "llama", "t5", "vit", "resnet"):  # the others add no operator
+        case = MODELS[name]
         shallow = replace(case, layers=1)
-        for training in (False, True) if case.name in ("gpt2", "resnet") else (True,):  # inference adds few calls
+        for training in (False, True) if name in ("gpt2", "resnet") else (True,):  # inference adds few calls
             for graph in capture_graphs(shallow, training, dropout=training and case.has_dropout):
                 _run_recorded(graph, recorder)
     calls = list(recorder.calls.values())
