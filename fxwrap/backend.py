@@ -13,7 +13,7 @@ from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.converters.fx_module import boxed_function
 from fxwrap.lines import Return
 from fxwrap.lowering import decomposition_table
-from fxwrap.options import Options
+from fxwrap.options import FIRST_CALL, Options
 from fxwrap.torch_compat import TracingFacts, aot_autograd, report_output_strides, tracing_facts
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
@@ -80,6 +80,8 @@ class _GraphCompiler:
         facts = tracing_facts(self.kind, _output_count(graph_module))
         ownership = self._ownership(graph_module, facts)
         options = self.options.replace(check_inputs=False)
+        if options.on_graph is not None and options.autotune == FIRST_CALL:
+            options = options.replace(autotune=True)  # the graph is given away before any call
         compiled = self.compile_with(
             graph_module, example_inputs, options=options, ownership=ownership, name=self.kind,
             free_outputs=facts.saved_outputs,

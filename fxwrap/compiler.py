@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from fxwrap.artifact import save_program
-from fxwrap.converters.emitted import Emitted
+from fxwrap.converters.emitted import Boxed, Emitted, Flat
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.emission import checked as checked
 from fxwrap.emission import emit as emit
@@ -21,7 +22,7 @@ from fxwrap.emission import interpreted as interpreted
 from fxwrap.errors import VerifyError
 from fxwrap.lowering import GraphSource, Lowered, Outcome, graph_source, lower_with_coverage
 from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
-from fxwrap.options import PLANNERS, Options
+from fxwrap.options import FIRST_CALL, PLANNERS, Options
 from fxwrap.pass_spec import FX_BEFORE_LOWERING, FX_EMITTED, IR_BEFORE_EMISSION, IR_BEFORE_PLANNING
 from fxwrap.passes import fold_views
 from fxwrap.passes.given_memory import fill_given_memory
@@ -31,9 +32,9 @@ from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
 from fxwrap.provenance import Provenance, number_calls, provenance
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
-from fxwrap.tuning import gpu_tuner
+from fxwrap.tuning import FirstCall, gpu_tuner, runs_line_by_line
 from fxwrap.user_passes import run_emitted_pass, run_program_pass, run_source_passes
-from fxwrap.wrapper_ir import Ownership, Program, program_key, verify
+from fxwrap.wrapper_ir import Ownership, Program, program_key, symbol_infos, verify
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,45 @@ class Stage:
     program: Program
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What one run of the pipeline gave."""
+
+    stages: tuple[Stage, ...]
+    emitted: Emitted
+    coverage: tuple[Outcome, ...]
+    plan: MemoryPlan | None
+    fake_inputs: Mapping[str, FakeTensor] | None
+
+    @property
+    def program(self) -> Program:
+        return self.stages[-1].program
+
+    def boxed(self) -> Boxed:
+        return explained(self.emitted.boxed, self.plan, self.program)
+
+    def flat(self) -> Flat:
+        return explained(self.emitted.flat, self.plan, self.program)
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        return provenance(self.program)
+
+    @cached_property
+    def graph_module(self) -> GraphModule:
+        emitted = self.emitted
+        if not isinstance(emitted, EmittedGraph):
+            emitted = to_fx(self.program, fake_inputs=self.fake_inputs)
+        return emitted.graph_module
+
+
 class Compiled(Emitted):
     """A compiled graph. Call it with the flat inputs; it returns the tuple of flat outputs.
 
     `boxed` takes the inputs in a list and empties it. `program` is what runs, `stages` every program on the way to it,
     `source` the text of the emitted form, `coverage` what became of each call of the graph: fused, or called, and why,
-    `plan` where its memory is, if the options asked for a plan.
+    `plan` where its memory is, if the options asked for a plan. With `autotune="first_call"` all of these change once,
+    at the end of the first call.
     """
 
     def __init__(
@@ -60,37 +94,70 @@ class Compiled(Emitted):
         fake_inputs: Mapping[str, FakeTensor] | None = None,
         coverage: Sequence[Outcome] = (),
         plan: MemoryPlan | None = None,
+        compile_again: Callable[[Mapping[str, int]], Compiled] | None = None,
     ) -> None:
-        program = stages[-1].program
-        super().__init__(
-            emitted.source,
-            lambda: explained(emitted.boxed, plan, program),
-            lambda: explained(emitted.flat, plan, program),
-        )
-        self.stages = tuple(stages)
+        """`compile_again` compiles the graph for the sizes of the first call, after that call; see `FirstCall`."""
         self.options = options
-        self.emitted = emitted
-        self.coverage = tuple(coverage)
-        self.plan = plan
-        self._fake_inputs = fake_inputs
+        self._result = _Result(tuple(stages), emitted, tuple(coverage), plan, fake_inputs)
+        self._first_call: FirstCall | None = None
+        if compile_again is None:
+            super().__init__(emitted.source, self._result.boxed, self._result.flat)
+            return
+
+        def replaced(symbols: Mapping[str, int]) -> Compiled:
+            after = compile_again(symbols)
+            after.boxed, after.flat  # noqa: B018  builds them before anything changes
+            self._result = after._result
+            return after
+
+        entries = Emitted(emitted.source, self._result.boxed, self._result.flat)
+        first = self._first_call = FirstCall(self.program, entries, replaced)
+        super().__init__(emitted.source, lambda: first.boxed, lambda: first.flat)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Every program on the way to the one that runs."""
+        return self._result.stages
+
+    @property
+    def emitted(self) -> Emitted:
+        """The emitted form."""
+        return self._result.emitted
+
+    @property
+    def source(self) -> str:
+        """The text of the emitted form."""
+        return self._result.emitted.source
+
+    @property
+    def coverage(self) -> tuple[Outcome, ...]:
+        """What became of each call of the graph."""
+        return self._result.coverage
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """Where the program's memory is, if the options asked for a plan."""
+        return self._result.plan
 
     @property
     def program(self) -> Program:
         """The program that runs."""
-        return self.stages[-1].program
+        return self._result.program
 
-    @cached_property
+    @property
     def provenance(self) -> Provenance:
         """Where each call of a kernel or operator came from, and what each place of the model's source became."""
-        return provenance(self.program)
+        return self._result.provenance
 
-    @cached_property
+    @property
     def graph_module(self) -> GraphModule:
-        """The program as an FX graph: what runs with the emitter "fx", made here on first use for the others."""
-        emitted = self.emitted
-        if not isinstance(emitted, EmittedGraph):
-            emitted = to_fx(self.program, fake_inputs=self._fake_inputs)
-        return emitted.graph_module
+        """The program as an FX graph: what runs with the emitter "fx", made here on first use for the others.
+
+        As what runs may be rewritten once it is asked for, it stays then: the first call compiles nothing again.
+        """
+        if self._first_call is not None and isinstance(self.emitted, EmittedGraph):
+            self._first_call.stay()
+        return self._result.graph_module
 
     def save(self, path: str | Path, *, constants: bool = True) -> None:
         """Saves the program, its compiled code and its constants into a file; see `fxwrap.save`."""
@@ -137,16 +204,7 @@ def compile_graph(
     # AOTAutograd's fake mode is on when it compiles: the numbers that passes compute with tensors would be fake.
     with without_fake_mode():
         pipeline = _Pipeline(graph, example_inputs, options or Options(), ownership, name, free_outputs, known)
-        compiled, failures = pipeline.run(frozenset())
-        failed = list(failures)
-        while failures:
-            unexplained = [failure for failure in failures if failure.nodes <= pipeline.refused]
-            if unexplained or pipeline.options.fallback == "error":
-                raise (unexplained or failures)[0].error
-            compiled, failures = pipeline.run(frozenset().union(*[failure.nodes for failure in failures]))
-            failed += failures
-    if failed:
-        warn_of(failed)
+        compiled = pipeline.compiled()
     if known is not None:
         known.setdefault(compiled.key, compiled)
     return compiled
@@ -176,7 +234,32 @@ class _Pipeline:
             options=options, ownership=ownership, name=name, free_outputs=free_outputs,
         )  # fmt: skip
 
-    def run(self, refused: frozenset[str]) -> tuple[Compiled, list[KernelFailure]]:
+    def compiled(self) -> Compiled:
+        """Compiles the graph; operators whose kernels fail are called. Raises what `compile_graph` says."""
+        compiled, failures = self._run(frozenset())
+        failed = list(failures)
+        while failures:
+            unexplained = [failure for failure in failures if failure.nodes <= self.refused]
+            if unexplained or self.options.fallback == "error":
+                raise (unexplained or failures)[0].error
+            compiled, failures = self._run(frozenset().union(*[failure.nodes for failure in failures]))
+            failed += failures
+        if failed:
+            warn_of(failed)
+        return compiled
+
+    def _compiled_for(self, symbols: Mapping[str, int]) -> Compiled:
+        """Compiles the graph again, with its kernels timed, for these values of its symbols."""
+        again = copy.copy(self)
+        hints = {**self.options.symbol_hints, **symbols}
+        again.options = self.options.replace(autotune=True, symbol_hints=hints)
+        again.known = None
+        again._tuner = gpu_tuner()
+        again._lower_with = partial(self._lower_with, options=again.options)
+        with without_fake_mode():
+            return again.compiled()
+
+    def _run(self, refused: frozenset[str]) -> tuple[Compiled, list[KernelFailure]]:
         """Compiles with these nodes, and those before, not fused; returns with it the kernels that fail."""
         self.refused |= refused
         options, lowered = self.options, self._lowered()
@@ -218,7 +301,18 @@ class _Pipeline:
             emitted = emit(program, options.emitter, self._fakes) if graph is None or options.emitter != "fx" else graph
         emitter = "interpreter" if options.check_memory else options.emitter
         failures = compile_program_kernels(program, emitted, emitter)
-        return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan), failures
+        again = self._compiled_for if self._tunes_later(program) else None
+        return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan, again), failures
+
+    def _tunes_at_once(self) -> bool:
+        """Whether kernels are timed now; a program whose memory is watched runs in no other way than that."""
+        return self.options.autotune is True or self.options.check_memory
+
+    def _tunes_later(self, program: Program) -> bool:
+        """Whether the first call may say more than the graph did of how kernels are best cut."""
+        if self._tuner is None or self._tunes_at_once() or not runs_line_by_line(program):
+            return False
+        return self._tuner.waits or (self._tuner.chooses and bool(symbol_infos(program)))
 
     def _changed_graph(self, program: Program, stages: list[Stage]) -> EmittedGraph:
         """Returns the emitted graph as the user's passes leave it; it is read back as a program after each."""
@@ -232,7 +326,7 @@ class _Pipeline:
         """Lowers the graph; again where timing its kernels has found faster ones."""
         printer = print_kernel if self._tuner is None else self._tuner.print_kernel
         lowered = self._lower_with(refused=self.refused, print_kernel=printer)
-        if self._tuner is not None and self._tuner.tune():
+        if self._tuner is not None and self._tunes_at_once() and self._tuner.tune():
             lowered = self._lower_with(refused=lowered.refused, print_kernel=printer)
         self.refused = lowered.refused
         if self._tuner is None:
@@ -245,9 +339,12 @@ def _changed_source(
 ) -> GraphModule | ExportedProgram | GraphSource:
     """Returns the graph that is lowered: decomposed, and changed by the user's passes, if there are any for graphs."""
     passes = options.passes_at(FX_BEFORE_LOWERING)
-    if not passes:
+    later = options.autotune == FIRST_CALL
+    if not passes and not later:
         return graph
     source = graph_source(graph, example_inputs, options, name)
+    if later and source.graph_module is graph:  # its owner may change it before it is compiled again
+        source = replace(source, graph_module=GraphModule(graph, copy.deepcopy(graph.graph)))
     return run_source_passes(passes, source, example_inputs, check=options.verify)
 
 

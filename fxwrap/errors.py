@@ -233,5 +233,9 @@ class FusionWarning(UserWarning):
     """A kernel could not be generated or compiled, and its operators are called instead; results are the same."""
 
 
+class TuningWarning(UserWarning):
+    """Kernels could not be timed and run as they were compiled; results are the same."""
+
+
 class PassWarning(UserWarning):
     """A pass without a key: caches outside cannot tell it from another, so nothing that it made may be cached."""

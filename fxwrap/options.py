@@ -19,6 +19,9 @@ EMITTERS = ("python", "cpp", "fx", "interpreter")
 PLANNERS = ("auto", "greedy_by_size", "greedy_by_duration", "best_fit", "search")
 """The names of the algorithms that give memory offsets in pools."""
 
+FIRST_CALL = "first_call"
+"""The value of the option `autotune` for which kernels are timed at a program's first call."""
+
 MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "reduce-overhead": {"cuda_graphs": True},
@@ -45,6 +48,9 @@ class Options:
             caches cannot tell them apart), in a list or in lists by the point where they run: "fx_before_lowering",
             "ir_before_planning", "ir_before_emission", "fx_emitted". Always a tuple of `Pass`.
         symbol_ranges: symbol name -> (lowest, highest), both inclusive, narrower than what the graph says.
+        symbol_hints: symbol name -> a typical value, in place of what the graph was traced with and of torch's
+            `hint_override`: kernels are cut and timed, and memory is planned, for it. One outside the symbol's range
+            counts as its nearest end. A whole number without any hint is taken to be 8192, less where memory is.
         on_graph: under torch.compile, receives each emitted FX graph and what is known about it; what it returns runs.
         fuse: generate fused kernels; without, every operator is a call.
         layout: "auto" has convolutions read and give channels-last tensors where that is estimated to pay, and what is
@@ -57,7 +63,9 @@ class Options:
             torch.export) are checked when it runs. Without, they are trusted: a program may read outside of a tensor
             when one does not hold.
         cuda_graphs: record and replay CUDA graphs where a program allows it; accepted, and without effect yet.
-        autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices.
+        autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices. True times
+            them when a graph is compiled, for the sizes or hints that it was traced with; "first_call" at the first
+            call, for that call's sizes, those that are computed in it included.
         reorder_for_peak_memory: whether lines run in another order where that holds less memory at the worst moment.
         memory_planning: how allocations share memory: "none"; "reuse", freed memory serves a later allocation; or in
             pools: "auto" (the best of the quick algorithms, and a search where they waste memory and the program is
@@ -79,6 +87,7 @@ class Options:
     lowerings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     passes: tuple[Pass, ...] = ()
     symbol_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    symbol_hints: Mapping[str, int] = field(default_factory=dict)
     on_graph: Callable[..., Any] | None = None
     fuse: bool = True
     layout: str = "auto"
@@ -86,7 +95,7 @@ class Options:
     fallback: str = "warn"
     runtime_asserts: bool = True
     cuda_graphs: bool = False
-    autotune: bool = False
+    autotune: bool | str = False
     reorder_for_peak_memory: bool = False
     memory_planning: str = "none"
     memory_slack: float = 0.0
@@ -106,6 +115,11 @@ class Options:
         for name in ("on_graph", "partitioner"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise OptionError(f"option {name!r} takes a function, not {getattr(self, name)!r}")
+        if not isinstance(self.autotune, bool) and self.autotune != FIRST_CALL:
+            raise OptionError(f"option 'autotune' is True, False or {FIRST_CALL!r}, not {self.autotune!r}")
+        for name, hint in self.symbol_hints.items():
+            if type(hint) is not int:
+                raise OptionError(f"option 'symbol_hints' takes whole numbers, not {hint!r} for '{name}'")
         slack: Any = self.memory_slack
         if isinstance(slack, bool) or not isinstance(slack, int | float) or not 0 <= slack <= 1:
             raise OptionError(f"option 'memory_slack' is a number from 0 to 1, not {slack!r}")
@@ -175,9 +189,9 @@ _KINDS: Mapping[str, type] = {
     "runtime_asserts": bool,
     "lowerings": Mapping,
     "symbol_ranges": Mapping,
+    "symbol_hints": Mapping,
     "fuse": bool,
     "cuda_graphs": bool,
-    "autotune": bool,
     "reorder_for_peak_memory": bool,
     "check_memory": bool,
 }

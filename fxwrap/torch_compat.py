@@ -218,7 +218,10 @@ def _finite(bound: object) -> int | float | None:
 
 
 def symbol_hint(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | None:
-    """Give the size a symbolic number had when the graph was traced, or None for an unbacked one."""
+    """Give the size a symbolic number had when the graph was traced, or the hint that its user gave; None without."""
+    overrides: Mapping[Any, int] = getattr(number.node.shape_env, "var_to_hint_override", {})
+    if overrides and number.node.expr in overrides:
+        return overrides[number.node.expr]
     hint = number.node.hint if number.node.has_hint() else None
     return hint if isinstance(hint, int | float) else None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,7 +17,7 @@ from fxwrap.cli.coverage import coverage_table
 from fxwrap.cli.target import Target, load_target
 from fxwrap.compare import CapturedGraph, capture, compare
 from fxwrap.compiler import emit, plan_program
-from fxwrap.errors import CommandError
+from fxwrap.errors import CommandError, OptionError
 from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.given_memory import fill_given_memory
@@ -42,6 +43,7 @@ examples:
   python -m fxwrap show model.py:make_model
   python -m fxwrap show model.pt2 --origins
   python -m fxwrap show model.py:make_model --training --coverage
+  python -m fxwrap show model.py:make_model --option autotune=true --option memory_planning=auto
   python -m fxwrap show mypackage.layers:attention --inputs "f32[2, 8, 16], bool[2, 8]" --training
   python -m fxwrap emit model.py:make_model --emitter cpp -o model.cpp
   python -m fxwrap plan model.py:make_model --training --svg memory.svg
@@ -134,6 +136,9 @@ def _add_command(commands: _Commands, name: str, what: str, example: str) -> arg
     command.add_argument("target", metavar="TARGET", help="MODULE:NAME, FILE.py:NAME or FILE.pt2")
     command.add_argument("--inputs", metavar="TYPES", help='inputs filled at random, e.g. "f32[4, 8], i64[2], int"')
     command.add_argument("--training", action="store_true", help="run forward and backward")
+    command.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="e.g. autotune=true; may be repeated"
+    )
     command.add_argument("--dynamic", action="store_true", help="compile for any sizes")
     command.add_argument("--seed", type=int, default=0, help="of random inputs and of random operators (default: 0)")
     return command
@@ -142,13 +147,31 @@ def _add_command(commands: _Commands, name: str, what: str, example: str) -> arg
 def _graphs(chosen: argparse.Namespace) -> list[CapturedGraph]:
     """Returns the graphs that a command line asks for, compiled. Raises CommandError for a number that is none."""
     target = _target(chosen)
-    graphs = list(capture(target.function, target.inputs, training=chosen.training, dynamic=chosen.dynamic))
+    how = {"options": _options(chosen), "training": chosen.training, "dynamic": chosen.dynamic}
+    graphs = list(capture(target.function, target.inputs, **how))
     if chosen.graph is None:
         return graphs
     if not 0 <= chosen.graph < len(graphs):
         known = ", ".join(f"{number} ({graph.name})" for number, graph in enumerate(graphs))
         raise CommandError(f"there is no graph {chosen.graph}; there are {known}")
     return [graphs[chosen.graph]]
+
+
+def _options(chosen: argparse.Namespace) -> Options:
+    """Returns the options that a command line gives. Raises CommandError for one that there is not."""
+    given: dict[str, Any] = {}
+    for text in chosen.option:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise CommandError(f"--option takes NAME=VALUE, not '{text}'")
+        try:
+            given[name] = json.loads(value)
+        except ValueError:
+            given[name] = value
+    try:
+        return Options.from_mapping(given)
+    except OptionError as error:
+        raise CommandError(f"--option: {error}") from error
 
 
 def _target(chosen: argparse.Namespace) -> Target:
@@ -221,7 +244,7 @@ def _compare(chosen: argparse.Namespace) -> int:
     target = _target(chosen)
     given = {"emitters": chosen.emitter} if chosen.emitter else {}
     report = compare(
-        target.function, target.inputs, options=Options(), training=chosen.training, tolerance=chosen.tolerance,
+        target.function, target.inputs, options=_options(chosen), training=chosen.training, tolerance=chosen.tolerance,
         repeats=chosen.repeats, seed=chosen.seed, dynamic=chosen.dynamic, **given,
     )  # fmt: skip
     print(report)

@@ -26,16 +26,20 @@ class Emitted:
 
     Call it with the flat inputs; it returns the tuple of flat outputs. `flat` is that entry without the call through
     this object, for hot loops; `boxed` takes the inputs in a list and clears it, so that owned inputs are really freed
-    at their last use. Gradients are not recorded and autocast is off: the graph was captured with its casts. `source`
-    is the text.
+    at their last use. Gradients are not recorded and autocast is off: the graph was captured with its casts.
     """
 
     def __init__(self, source: str, build: Callable[[], Boxed], flat: Callable[[], Flat] | None = None) -> None:
         """`build` makes the boxed entry, once; `flat` the flat one, where there is a cheaper way than the box."""
-        self.source = source
+        self._source = source
         self._build = build
         self._flat = flat
         self._lock = threading.Lock()
+
+    @property
+    def source(self) -> str:
+        """The text."""
+        return self._source
 
     @cached_property
     def boxed(self) -> Boxed:

@@ -40,6 +40,7 @@ class ProgramState:
     """
 
     symbol_ranges: Mapping[str, tuple[int, int]]
+    symbol_hints: Mapping[str, int]
     names: set[str] = field(default_factory=set)
     symbol_names: set[str] = field(default_factory=set)
     infos: dict[str, SymbolInfo] = field(default_factory=dict)
@@ -120,6 +121,11 @@ class Builder:
     def symbol_ranges(self) -> Mapping[str, tuple[int, int]]:
         """The bounds that the caller gave for symbols, by name."""
         return self.state.symbol_ranges
+
+    @property
+    def symbol_hints(self) -> Mapping[str, int]:
+        """The typical values that the caller gave for symbols, by name."""
+        return self.state.symbol_hints
 
     # --- names and types --------------------------------------------------------------------------------------------
 

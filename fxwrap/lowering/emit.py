@@ -365,6 +365,8 @@ def symbol_hints(builder: Builder, guess: int = _GUESS) -> Callable[[Size], int]
 
 def _symbol_hint(builder: Builder, symbol: sympy.Symbol, guess: int) -> int:
     info = builder.infos.get(symbol.name)
+    if info is None or info.hint is None:
+        guess = builder.symbol_hints.get(symbol.name, guess)
     if info is None:
         return guess
     if info.hint is not None:

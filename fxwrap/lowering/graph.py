@@ -126,7 +126,7 @@ class _Lowering:
         self.source = source
         self.request = request
         self.ownership = ownership
-        self.state = ProgramState(request.options.symbol_ranges)
+        self.state = ProgramState(request.options.symbol_ranges, request.options.symbol_hints)
         self.builder = Builder(fakes, self.state)
         blocks = BlockLowering(self.builder, self, request, lower_higher_order)
         self.body = Body(

@@ -46,10 +46,13 @@ def symbol_info(builder: Builder, number: Any) -> SymbolInfo:
 
 def _info(builder: Builder, number: Any, name: str) -> SymbolInfo:
     lower, upper = symbol_bounds(number)
-    hint = symbol_hint(number)
+    hint = builder.symbol_hints.get(name, symbol_hint(number))
     chosen = builder.symbol_ranges.get(name)
     if chosen is not None:
         lower, upper = chosen
+    if hint is not None:
+        hint = hint if lower is None else max(hint, lower)
+        hint = hint if upper is None else min(hint, upper)
     info = builder.infos[name] = SymbolInfo(name, lower, upper, hint)
     return info
 

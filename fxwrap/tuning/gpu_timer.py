@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,15 @@ from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernels, load_kernel
 from fxwrap.runtime.triton_compile import KernelUse
 from fxwrap.torch_compat import without_fake_mode
-from fxwrap.tuning.work import BufferFacts, TuningWork
+from fxwrap.tuning.work import BYTES_A_SECOND, BufferFacts, TuningWork
 
 _ROUNDS = 9
 _GRAPH_SECONDS = 300e-6
 _MOST_LAUNCHES = 64
 _MOST_SETS = 32
-_BYTES_A_SECOND = 3e12
 _LAUNCH_SECONDS = 2e-6
+_HOPELESS = 2.0
+"""A way that took so many times the fastest one's seconds in the first round is not timed again."""
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -33,8 +34,8 @@ def gpu_name(device: torch.device) -> str | None:
 def time_on_gpu(works: Sequence[TuningWork]) -> list[list[list[float]]]:
     """Returns for each work and each of its ways samples of the seconds of a launch; none where it cannot be launched.
 
-    All ways are compiled first, together. Inputs are random, and where they are large several copies take turns, so
-    that they come from memory and not from the cache. Assertions in kernels are left out.
+    All ways are compiled first, together. Inputs are random, and several copies of the buffers take turns, so that they
+    come from memory and not from the cache. Assertions in kernels are left out.
     """
     texts = [[_text(way) for way in work.ways] for work in works]
     uses = [KernelUse(text, work.device, work.numbers) for work, ways in zip(works, texts) for text in ways]
@@ -64,21 +65,39 @@ def _time(work: TuningWork, texts: Sequence[KernelText | None]) -> list[list[flo
     stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        count = min(_MOST_LAUNCHES, int(_GRAPH_SECONDS / (work.bytes / _BYTES_A_SECOND + _LAUNCH_SECONDS)))
+        count = min(_MOST_LAUNCHES, int(_GRAPH_SECONDS / (work.bytes / BYTES_A_SECOND + _LAUNCH_SECONDS)))
         count = max(count, len(sets), 1)
-        graphs = {
+        made = {
             position: _captured(_launcher(text), work.grids[position], sets, count)
             for position, text in enumerate(texts) if text is not None
         }  # fmt: skip
-        marks = []
-        for number in range(_ROUNDS + 1):
-            for position in sorted(graphs, key=lambda position: (position + number) % len(texts)):
-                marks.append((number, position, _replayed(graphs[position])))
-        stream.synchronize()
-    for number, position, (start, end) in marks:
-        if number > 0:  # the first round warms up
-            samples[position].append(start.elapsed_time(end) / 1000 / count)
+        graphs = {position: graph for position, graph in made.items() if graph is not None}
+        first = _round(graphs, stream, range(-1, 1))[len(graphs) :]  # the round before it warms up
+        first_seconds = {position: seconds / count for position, seconds in first}
+        hopeful = {position: graphs[position] for position in worth_more(first_seconds)}
+        rest = _round(hopeful, stream, range(1, _ROUNDS))
+    for position, seconds in [*first, *rest]:
+        samples[position].append(seconds / count)
     return samples
+
+
+def worth_more(seconds: Mapping[int, float]) -> list[int]:
+    """Returns the positions of ways that may be the fastest yet, by the seconds that each took once."""
+    limit = min(seconds.values(), default=0.0) * _HOPELESS
+    return [position for position, found in seconds.items() if found <= limit]
+
+
+def _round(
+    graphs: Mapping[int, torch.cuda.CUDAGraph], stream: torch.cuda.Stream, numbers: range
+) -> list[tuple[int, float]]:
+    """Replays each graph once a round, in turns; returns in the order of replays which one it was, and its seconds."""
+    order = sorted(graphs)
+    marks = []
+    for number in numbers:
+        turn = number % max(len(order), 1)
+        marks += [(position, _replayed(graphs[position])) for position in (*order[turn:], *order[:turn])]
+    stream.synchronize()
+    return [(position, start.elapsed_time(end) / 1000) for position, (start, end) in marks]
 
 
 def _launcher(text: KernelText) -> Callable[..., None]:
@@ -87,9 +106,12 @@ def _launcher(text: KernelText) -> Callable[..., None]:
 
 def _captured(
     launch: Callable[..., None], grid: Sequence[int], sets: Sequence[Sequence[Any]], count: int
-) -> torch.cuda.CUDAGraph:
-    """Returns a graph of many launches; what they need is loaded by one before."""
-    launch(grid, *sets[0])
+) -> torch.cuda.CUDAGraph | None:
+    """Returns a graph of many launches; None where one before them, which loads what they need, fails."""
+    try:
+        launch(grid, *sets[0])
+    except Exception:  # noqa: BLE001  whatever Triton and the driver raise for a kernel that wants more than the device has
+        return None
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
@@ -110,14 +132,19 @@ def _replayed(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda
     return start, end
 
 
+def set_count(set_bytes: int, cache_bytes: int, free_bytes: int) -> int:
+    """Returns how many sets of buffers take turns: what does not fit the cache together, in half of the free memory."""
+    wanted = min(2 * cache_bytes // max(set_bytes, 1) + 2, _MOST_SETS)
+    return max(min(wanted, free_bytes // 2 // max(set_bytes, 1)), 1)
+
+
 def _argument_sets(work: TuningWork) -> list[tuple[Any, ...]]:
-    """Returns arguments of launches: as many sets as do not fit the cache together, one where a set leaves room."""
+    """Returns arguments of launches, in as many sets as do not fit the cache together."""
     generator = torch.Generator(work.device)
     generator.manual_seed(0)
     cache = torch.cuda.get_device_properties(work.device).L2_cache_size
     free, _ = torch.cuda.mem_get_info(work.device)
-    wanted = 1 if work.bytes * 4 <= cache else min(2 * cache // work.bytes + 2, _MOST_SETS)
-    count = max(min(wanted, free // 2 // max(work.bytes, 1)), 1)
+    count = set_count(work.bytes, cache, free)
     first = [_random(item, work.device, generator) for item in work.buffers]
     others = [[tensor.clone() for tensor in first] for _ in range(count - 1)]
     return [(*tensors, *work.numbers) for tensors in (first, *others)]

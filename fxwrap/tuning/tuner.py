@@ -15,10 +15,12 @@ from fxwrap.printers import KernelRequest, PrintedKernel, candidate_kernels
 from fxwrap.runtime.native import cache_folder
 from fxwrap.tuning.gpu_timer import gpu_name, time_on_gpu
 from fxwrap.tuning.records import Choice, TuningRecords
-from fxwrap.tuning.work import Timer, TuningWork, make_work
+from fxwrap.tuning.work import Timer, TuningWork, estimated_seconds, make_work
 from fxwrap.wrapper_ir import Program
 
 _FORMAT = 1
+LEAST_SECONDS = 1e-6
+"""Kernels that are estimated to take less are not timed: about what a launch in a CUDA graph costs."""
 _GAIN = 0.02
 """The part of its time by which a kernel must be faster than the best guess, beyond what the samples vary by."""
 
@@ -28,17 +30,34 @@ class Tuner:
 
     A program is lowered with `print_kernel`, which notes what has no record and prints the best guess; then `tune`
     times all of these together, and says whether lowering again will give another program. The tuner of one compile.
+    `chooses` says whether it was asked for any kernel that there are several ways to cut on a device where it can time.
     """
 
-    def __init__(self, timer: Timer, device_name: Callable[[torch.device], str | None], records: TuningRecords) -> None:
-        """`device_name` gives the name of a device, or None for one on which nothing is timed."""
+    def __init__(
+        self,
+        timer: Timer,
+        device_name: Callable[[torch.device], str | None],
+        records: TuningRecords,
+        least_seconds: float = LEAST_SECONDS,
+    ) -> None:
+        """`device_name` gives the name of a device, or None for one on which nothing is timed.
+
+        Kernels that are estimated to take less than `least_seconds` are printed by the best guess.
+        """
         self._timer = timer
+        self._least_seconds = least_seconds
         self._device_name = device_name
         self._records = records
         self._known: dict[str, Choice] = {}
         self._stale: set[str] = set()
         self._works: dict[str, TuningWork] = {}
         self._used: dict[str, str] = {}
+        self.chooses = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether kernels were printed that have no record yet."""
+        return bool(self._works)
 
     def print_kernel(self, request: KernelRequest) -> PrintedKernel:
         """Prints a kernel as its record says, by the best guess without one. Raises what printing raises."""
@@ -46,6 +65,9 @@ class Tuner:
         guess = ways[0]()
         device = self._device_name(request.device) if len(ways) > 1 else None
         if device is None:
+            return guess
+        self.chooses = True
+        if estimated_seconds(request, guess) < self._least_seconds:
             return guess
         key = _key(request, guess, device)
         choice = self._known.get(key) or self._records.read(key)

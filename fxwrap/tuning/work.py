@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -45,6 +46,19 @@ class TuningWork:
     def bytes(self) -> int:
         """The memory of all buffers."""
         return sum(item.count * item.dtype.itemsize for item in self.buffers)
+
+
+BYTES_A_SECOND = 3e12
+"""What a large GPU moves; one of its multiprocessors, which runs one program of a few, moves `_BYTES_OF_A_PROGRAM`."""
+_BYTES_OF_A_PROGRAM = 25e9
+
+
+def estimated_seconds(request: KernelRequest, printed: PrintedKernel) -> float:
+    """Returns about how long a kernel runs on a large GPU: its buffers are moved by as many programs as there are."""
+    kernel, hint = request.kernel, request.hint
+    moved = sum(hint(item.extent) * item.dtype.itemsize for item in (*kernel.inputs, *kernel.outputs))
+    programs = math.prod(hint(size) for size in printed.grid)
+    return moved / min(max(programs, 1) * _BYTES_OF_A_PROGRAM, BYTES_A_SECOND)
 
 
 Timer: TypeAlias = Callable[[Sequence[TuningWork]], list[list[list[float]]]]

@@ -20,6 +20,9 @@ Hint: TypeAlias = Callable[[Size], int]
 PERSISTENT = 16384
 """Rows of up to so many elements are held in registers; longer ones are read once for each stage."""
 
+_TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
+"""Rows, columns and warps of tiles for what is read along two axes."""
+
 _WAVE = 264
 """Programs that keep a large GPU busy: two for each of 132 multiprocessors."""
 
@@ -76,11 +79,12 @@ def _pointwise(kernel: Kernel, hint: Hint) -> list[Configuration]:
         return [Configuration(num_warps=1)]
     inner, other = _contiguous_axes(kernel, hint)
     if other is not None:
-        return [_transposed(inner, other, hint, *shape) for shape in ((64, 64, 8), (64, 32, 8), (32, 32, 4))]
+        return [_transposed(inner, other, hint, *shape) for shape in _TILES]
     block, warps = _pointwise_block(kernel, hint)
     rows = _rows_that_share(kernel, inner, hint)
     shared = [_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
+    sizes.append((4 * block, 2 * warps))
     return [*shared, *[_tile(kernel, inner, hint, *size) for size in sizes]]
 
 
@@ -166,6 +170,8 @@ def _rows(kernel: Kernel, hint: Hint) -> list[Configuration]:
         found += [whole, *[replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= 16]]
         if rows > 1:
             found.append(replace(whole, y_block=rows // 2))
+        if count >= 2 * rows * _WAVE and tile <= 4096:
+            found.append(replace(whole, y_block=rows * 2, num_warps=min(warps * 2, 16)))
     loop = min(block, 8192)
     warps = 16 if _reads_again(kernel) else 8  # rows read twice want more loads in flight
     longest = (16384, 16) if _held(kernel) <= 2 and not _reads_again(kernel) and block > 8192 else (loop, warps)
@@ -177,6 +183,8 @@ def _rows(kernel: Kernel, hint: Hint) -> list[Configuration]:
         # As few rows at a time as keep all threads busy, so that what is read again is still in the cache: a group
         # norm of 32768 elements a row took 37.4 us with 32 warps a row and 39.2 with 8.
         looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
+    # loads of the next round on their way, as the columns' tiles have them
+    looped.append(replace(looped[-1], num_stages=3))
     return [*found, *looped] if not found or block > 2048 else found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ from fxwrap.lowering import lower_with_coverage
 from fxwrap.options import EMITTERS
 from fxwrap.printers import KernelRequest, candidate_kernels
 from fxwrap.runtime.native import cache_folder
-from fxwrap.tuning import Choice, Tuner, TuningRecords, TuningWork, fastest, fingerprint
-
-OPTIONS = fxwrap.Options(cpu_kernels="triton", autotune=True)
-SLOW, FAST = [1.0, 1.01, 0.99], [0.5, 0.51, 0.49]
+from fxwrap.tuning import Choice, TuningRecords, fastest, fingerprint
+from tests.tuning.fakes import FAST, OPTIONS, SLOW, FakeTimer, refuse, tuner
 
 
 def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -34,29 +32,6 @@ INPUTS = [torch.randn(128, 64), torch.randn(64, 128)]
 
 def graph() -> GraphModule:
     return make_fx(function)(*INPUTS)
-
-
-class FakeTimer:
-    """Says that one way is fast and all others slow, and keeps what it was asked to time."""
-
-    def __init__(self, fast: int) -> None:
-        self.fast = fast
-        self.works: list[TuningWork] = []
-
-    def __call__(self, works: Sequence[TuningWork]) -> list[list[list[float]]]:
-        self.works += works
-        return [
-            [FAST if position == min(self.fast, len(work.ways) - 1) else SLOW for position in range(len(work.ways))]
-            for work in works
-        ]
-
-
-def refuse(works: Sequence[TuningWork]) -> list[list[list[float]]]:
-    raise AssertionError(f"{len(works)} kernels are timed again")
-
-
-def tuner(timer: Callable[..., Any], folder: Path, name: str = "fake device") -> Tuner:
-    return Tuner(timer, lambda _: name, TuningRecords(folder))
 
 
 def tuned(timer: Callable[..., Any], folder: Path, name: str = "fake device") -> fxwrap.Program:
@@ -323,7 +298,7 @@ def test_kernels_are_timed_on_a_gpu_once(name: str, tmp_path: Path, monkeypatch:
 def test_torch_compile_tunes_and_leaves_random_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
-    x = torch.randn(512, 999, device="cuda", requires_grad=True)
+    x = torch.randn(4096, 999, device="cuda", requires_grad=True)
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
 
     def loss(x: torch.Tensor) -> torch.Tensor:

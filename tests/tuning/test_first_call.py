@@ -1,0 +1,288 @@
+"""Autotuning at the first call: its sizes are those that kernels are timed for, and what they give replaces it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxwrap
+from fxwrap.errors import FxwrapError, InputError, OptionError, TuningWarning
+from fxwrap.lines import Launch
+from fxwrap.options import EMITTERS
+from tests.tuning.fakes import OPTIONS, FakeTimer, refuse, tuner
+
+LATER = OPTIONS.replace(autotune="first_call")
+
+
+def use(timer: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: tuner(timer, folder))
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).relu()
+
+
+@cache
+def dynamic() -> torch.export.ExportedProgram:
+    return torch.export.export(Scaled(), (torch.randn(600, 32),), dynamic_shapes=({0: Dim("batch", min=2, max=4096)},))
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_the_first_call_s_sizes_are_timed_and_the_choice_replaces_what_ran(
+    emitter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = FakeTimer(fast=1)
+    use(timer, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(dynamic(), options=LATER.replace(emitter=emitter))
+    entry, before = compiled.flat, compiled.program
+    assert not timer.works
+    x = torch.randn(100, 32)
+    torch.testing.assert_close(entry(x)[0], Scaled()(x))
+    (work,) = timer.works
+    assert [item.count for item in work.buffers] == [3200, 3200]
+    (kernel,) = compiled.program.kernels
+    assert (kernel.source, kernel.options) == (work.ways[1].source, work.ways[1].options)
+    assert kernel.options != before.kernels[0].options
+    assert compiled.stages[-1].program is compiled.program and "hint=100" in str(compiled.program)
+    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: pytest.fail("it is compiled a third time"))
+    other = torch.randn(7, 32)
+    torch.testing.assert_close(entry(other)[0], Scaled()(other))
+    torch.testing.assert_close(compiled(other)[0], Scaled()(other))
+
+
+def test_another_compile_finds_the_record_of_the_same_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = []
+    for timer in (FakeTimer(fast=2), refuse):
+        use(timer, tmp_path, monkeypatch)
+        compiled = fxwrap.compile_graph(dynamic(), options=LATER)
+        compiled(torch.randn(100, 32))
+        programs.append(str(compiled.program))
+    assert programs[0] == programs[1]
+
+
+class Selected(torch.nn.Module):
+    """A size that is known only when an operator has run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nonzero(x) * 3 + 1
+
+
+def test_sizes_that_are_computed_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = FakeTimer(fast=1)
+    use(timer, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(torch.export.export(Selected(), (torch.ones(50),)), options=LATER)
+    x = torch.arange(50) % 2
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x.float())[0], Selected()(x.float()))
+    (work,) = timer.works
+    assert [item.count for item in work.buffers] == [25]  # in place
+    assert "hint=25" in str(compiled.program)
+
+
+def test_a_block_s_sizes_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen: torch.Tensor = torch.cond(
+                x.sum() > 0, lambda x: torch.nonzero(x)[:, 0] * 2, lambda x: x.long(), [x]
+            )
+            return chosen + 1
+
+    timer = FakeTimer(fast=1)
+    use(timer, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(torch.export.export(Branches(), (torch.ones(40),)), options=LATER)
+    x = (torch.arange(40) % 4 == 0).float()
+    torch.testing.assert_close(compiled(x)[0], Branches()(x))
+    counts = [item.count for work in timer.works for item in work.buffers]
+    assert 10 in counts and 40 in counts
+
+
+def test_nothing_is_compiled_again_where_all_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of fixed sizes whose kernels have records is what it will be."""
+    x = torch.randn(64, 64)
+    graph = make_fx(lambda x: x.t().relu() + x)(x)
+    use(FakeTimer(fast=1), tmp_path, monkeypatch)
+    chosen = fxwrap.compile_graph(graph, [x], options=OPTIONS)
+    use(refuse, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(graph, [x], options=LATER)
+    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: pytest.fail("it is compiled again"))
+    compiled(x)
+    assert compiled.program.kernels == chosen.program.kernels
+
+
+def test_inputs_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1).relu() * 2
+
+    x = torch.randn(9, 40)
+    use(FakeTimer(fast=1), tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(make_fx(torch.func.functionalize(count))(x.clone()), [x.clone()], options=LATER)
+    given, wanted = x.clone(), x.clone()
+    for _ in range(2):
+        torch.testing.assert_close(compiled(given)[0], count(wanted))
+        torch.testing.assert_close(given, wanted)
+
+
+def test_the_graph_may_be_changed_before_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(64, 64)
+    graph = make_fx(lambda x: x.t().relu() + x)(x)
+    use(FakeTimer(fast=1), tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(graph, [x], options=LATER)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+        node.target = torch.ops.aten.neg.default
+    graph.recompile()
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x)[0], x.t().relu() + x)
+
+
+def test_a_bad_call_is_not_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = FakeTimer(fast=1)
+    use(timer, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(dynamic(), options=LATER)
+    with pytest.raises(InputError):
+        compiled(torch.randn(5000, 32))
+    assert not timer.works
+    compiled(torch.randn(30, 32))
+    assert timer.works
+
+
+def test_where_compiling_again_fails_it_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(works: Any) -> Any:
+        raise FxwrapError("no clock")
+
+    use(fail, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(dynamic(), options=LATER)
+    before, x = compiled.program, torch.randn(30, 32)
+    with pytest.warns(TuningWarning, match="no clock"):
+        torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+    assert compiled.program is before
+
+
+def test_other_threads_run_what_is_there_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, finish = threading.Event(), threading.Event()
+    fake = FakeTimer(fast=1)
+
+    def slow(works: Any) -> Any:
+        started.set()
+        assert finish.wait(60)
+        return fake(works)
+
+    use(slow, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(dynamic(), options=LATER.replace(emitter="python"))
+    before, x = compiled.program, torch.randn(30, 32)
+    first = threading.Thread(target=compiled, args=(x,))
+    first.start()
+    assert started.wait(60)
+    torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+    assert compiled.program is before
+    finish.set()
+    first.join()
+    assert compiled.program is not before and len(fake.works) == 1
+    torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+
+
+def test_a_graph_that_was_asked_for_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been rewritten."""
+    use(refuse, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(dynamic(), options=LATER.replace(emitter="fx"))
+    graph, x = compiled.graph_module, torch.randn(30, 32)
+    torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+    assert compiled.graph_module is graph
+
+
+class Watching(TorchDispatchMode):
+    """Counts operators."""
+
+    operators = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.operators += 1
+        return function(*arguments, **(keywords or {}))
+
+
+def test_nothing_is_timed_while_operators_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = FakeTimer(fast=1)
+    use(timer, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(dynamic(), options=LATER)
+    x = torch.randn(30, 32)
+    with Watching() as watching:
+        compiled(x)
+    assert watching.operators
+    assert not timer.works
+    compiled(x)
+    assert timer.works
+
+
+def test_torch_compile_times_at_the_first_call_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
+) -> None:
+    timer = FakeTimer(fast=1)
+    use(timer, tmp_path, monkeypatch)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x * 3).exp().sum()
+
+    options = {"cpu_kernels": "triton", "autotune": "first_call"}
+    compiled = torch.compile(loss, backend="fxwrap", options=options, dynamic=True, fullgraph=True)
+    for size in (40, 50, 60):
+        x = torch.randn(size, 8, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (gradient,) = torch.autograd.grad(compiled(x), x)
+        torch.testing.assert_close(gradient, torch.autograd.grad(loss(x), x)[0])
+    counts = [max(item.count for item in work.buffers) for work in timer.works]
+    assert counts == [40 * 8, 50 * 8]  # backward and forward, whose first call torch watches
+
+
+def test_a_graph_that_is_given_away_is_timed_when_it_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
+) -> None:
+    timer = FakeTimer(fast=1)
+    use(timer, tmp_path, monkeypatch)
+    seen: list[GraphModule] = []
+
+    def keep(graph: GraphModule, _info: Any) -> GraphModule:
+        assert timer.works
+        seen.append(graph)
+        return graph
+
+    options = {"cpu_kernels": "triton", "autotune": "first_call", "on_graph": keep}
+    x = torch.randn(12, 8)
+    compiled = torch.compile(Scaled(), backend="fxwrap", options=options, fullgraph=True)
+    torch.testing.assert_close(compiled(x), Scaled()(x))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"autotune": "later"}, "option 'autotune' is True, False or 'first_call', not 'later'"),
+        ({"autotune": 1}, "option 'autotune' is True, False or 'first_call', not 1"),
+        ({"symbol_hints": {"s0": 2.5}}, "option 'symbol_hints' takes whole numbers, not 2.5 for 's0'"),
+        ({"symbol_hints": 3}, "option 'symbol_hints' takes a Mapping, not 3"),
+    ],
+)
+def test_what_is_no_such_option(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        fxwrap.Options(**given)
+    assert text in str(caught.value)
+
+
+def test_a_program_on_the_cpu_is_compiled_once() -> None:
+    compiled = fxwrap.compile_graph(dynamic(), options=fxwrap.Options(autotune="first_call"))
+    before = compiled.program
+    compiled(torch.randn(5, 32))
+    assert compiled.program is before and any(isinstance(line, Launch) for line in before.body.lines)
