@@ -43,20 +43,29 @@ def fresh_function(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def compile_with(backend: str, target: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The target through a backend with its default settings; `options` are fxwrap's. "eager" gives it back.
+def switches(backend: str) -> tuple[str, dict[str, Any]]:
+    """The backend's own name, and the options that a name such as "fxwrap:cpp+graphs" stands for.
 
-    "fxwrap:cpp" is fxwrap with another emitter, "inductor:fx_wrapper" Inductor with a switch of its configuration on.
+    "fxwrap:cpp" is fxwrap with another emitter, "inductor:fx_wrapper" Inductor with a switch of its configuration on;
+    "+graphs" behind either replays CUDA graphs, which is Inductor's mode "reduce-overhead".
     """
     name, _, variant = backend.partition(":")
+    variant, _, graphs = variant.partition("+")
+    if name == "fxwrap":
+        return name, {**({"emitter": variant} if variant else {}), **({"cuda_graphs": True} if graphs else {})}
+    return name, {**({variant: True} if variant else {}), **({"triton.cudagraphs": True} if graphs else {})}
+
+
+def compile_with(backend: str, target: Any, options: Mapping[str, Any], fullgraph: bool = False) -> Callable[..., Any]:
+    """The target through a backend as `switches` reads its name; `options` are fxwrap's. "eager" gives it back."""
+    name, chosen = switches(backend)
     match name:
         case "eager":
             return target
         case "fxwrap":
-            chosen = {**options, "emitter": variant} if variant else dict(options)
-            return torch.compile(target, backend=fxwrap_backend, options=chosen)
+            return torch.compile(target, backend=fxwrap_backend, options={**options, **chosen}, fullgraph=fullgraph)
         case _:
-            return torch.compile(target, backend=name, options={variant: True} if variant else None)
+            return torch.compile(target, backend=name, options=chosen or None, fullgraph=fullgraph)
 
 
 def first_line(error: BaseException) -> str:

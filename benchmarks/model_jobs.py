@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.full_models import full_case
 from tests.models import MODELS, ModelCase, train_step
 
 BASELINE = "aot_eager_decomp_partition"
@@ -65,6 +66,9 @@ class Job:
         task: "first_call" (seconds of the first call through one backend), "run" (times and errors of several) or
             "emitted" (times of the program alone by emitter).
         model: a name in the test-suite's MODELS; `layers` is its number of layers, None for the suite's own.
+        size: which models: the "suite"'s own, those of `full_models.py` as they are used ("full"), or small ones of
+            the same kind ("small").
+        dtype: of weights and of inputs that are no whole numbers, by torch's name.
         training: a step of SGD in train mode; else a forward in eval mode without gradients.
         backends: names as `measure_kernels.compile_with` takes them.
         cold_process: whether the first call is the first of the process, without a small function before it.
@@ -83,21 +87,26 @@ class Job:
     cold_process: bool = False
     options: Mapping[str, Any] | None = None
     lock: str | None = None
+    size: str = "suite"
+    dtype: str = "float32"
 
     @property
     def case(self) -> ModelCase:
-        """The model's entry in the test-suite."""
+        """What makes the model and its inputs."""
+        if self.size != "suite":
+            return full_case(self.model, small=self.size == "small")
         return TINY_KERNELS if self.model == TINY_KERNELS.name else MODELS[self.model]
 
     def build(self) -> nn.Module:
         """The model on its device; equal weights at every call."""
-        model = self.case.build(SEED, layers=self.layers).to(self.device)
+        model = self.case.build(SEED, layers=self.layers).to(self.device, getattr(torch, self.dtype))
         return model.train() if self.training else model.eval()
 
     def inputs(self, seed: int) -> dict[str, Tensor]:
         """Fresh inputs on the device."""
         drawn = self.case.inputs(seed, training=self.training)
-        return {name: item.to(self.device) for name, item in drawn.items()}
+        dtype = getattr(torch, self.dtype)
+        return {name: item.to(self.device, dtype if item.is_floating_point() else None) for name, item in drawn.items()}
 
 
 def call(job: Job, function: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Any:
@@ -159,7 +168,7 @@ def _small(x: Tensor) -> Tensor:
 def run(job: Job) -> dict[str, Any]:
     """Median seconds of a call and error against float64 by backend, or why there are none."""
     measuring = importlib.import_module("benchmarks.measure_kernels")
-    reference = _observed(job, job.build().double(), measuring.in_float64, measuring.wide)
+    reference = observed(job, job.build().double(), measuring.in_float64, measuring.wide)
     contenders, errors, failures = {}, {}, {}
     for backend in job.backends:
         model = job.build()
@@ -167,11 +176,11 @@ def run(job: Job) -> dict[str, Any]:
         try:
             call(job, function, job.inputs(0))
             model.load_state_dict(job.build().state_dict())
-            errors[backend] = measuring.relative_error(_outcome(job, model, function), reference)
+            errors[backend] = measuring.relative_error(outcome(job, model, function), reference)
             contenders[backend] = _contender(job, model, function, measuring.Contender)
         except Exception as error:  # noqa: BLE001 - one backend's failure is a cell of the table
             failures[backend] = measuring.first_line(error)
-    with _alone(job.lock):
+    with alone(job.lock):
         times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device))
     return {"times": _medians(times), "errors": errors, "failures": failures}
 
@@ -198,7 +207,7 @@ def emitted(job: Job) -> dict[str, Any]:
     forms = {"python": package.to_python(program).flat, "fx": graph.flat, "fx, as a module": graph.graph_module}
     forms["cpp"] = package.to_cpp(program).flat
     contenders = {name: _repeated(form, inputs, measuring) for name, form in forms.items()}
-    with torch.no_grad(), _alone(job.lock):
+    with torch.no_grad(), alone(job.lock):
         times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device), wait=False)
     launches = sum(type(line).__name__ == "Launch" for line in program.body.lines)
     return {"times": _medians(times), "launches": launches, "lines": len(program.body.lines)}
@@ -218,22 +227,22 @@ def _repeated(form: Callable[..., Any], inputs: list[Tensor], measuring: Any) ->
 
 
 @contextmanager
-def _alone(lock: str | None) -> Iterator[None]:
-    """Waits until no other process holds the lock, and holds it."""
+def alone(lock: str | None, shared: bool = False) -> Iterator[None]:
+    """Waits until no other process holds the lock, and holds it; `shared` with others that hold it so."""
     if lock is None:
         yield
         return
     with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
 
-def _observed(job: Job, model: nn.Module, in_float64: Any, wide: Any) -> list[Tensor]:
+def observed(job: Job, model: nn.Module, in_float64: Any, wide: Any) -> list[Tensor]:
     """The outcome in float64."""
-    return in_float64(lambda: _outcome(job, model, model, wide), torch.float32)()
+    return in_float64(lambda: outcome(job, model, model, wide), torch.float32)()
 
 
-def _outcome(job: Job, model: nn.Module, function: Any, prepare: Callable[[Any], Any] = dict) -> list[Tensor]:
+def outcome(job: Job, model: nn.Module, function: Any, prepare: Callable[[Any], Any] = dict) -> list[Tensor]:
     """What a call leaves: outputs; of training the loss and, each as one vector, gradients, parameters and buffers.
 
     A single gradient can be nothing but rounding (that of a bias before a softmax), hence vectors.

@@ -96,8 +96,8 @@ class Processes:
     time_limit: float | None
     known: dict[str, Path] = field(default_factory=dict)
 
-    def do(self, job: Job, warm: bool) -> dict[str, Any]:
-        """Does a job in a new process, with the known caches or with empty ones; a failure is `{"failure": text}`."""
+    def caches(self, warm: bool) -> dict[str, Path]:
+        """Folders for the caches of a new process: those that are known, or empty ones but for the bridge."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         caches = {name: folder / name for name in CACHE_VARIABLES} | (self.known if warm else {})
         for path in caches.values():
@@ -106,6 +106,11 @@ class Processes:
             bridge = build_bridge().folder
             if not (linked := caches["FXWRAP_CACHE_DIR"] / bridge.name).exists():
                 linked.symlink_to(bridge)
+        return caches
+
+    def do(self, job: Job, warm: bool) -> dict[str, Any]:
+        """Does a job in a new process, with the known caches or with empty ones; a failure is `{"failure": text}`."""
+        caches = self.caches(warm)
         try:
             finished = subprocess.run(
                 [sys.executable, str(SCRIPT), json.dumps(dataclasses.asdict(job))],
