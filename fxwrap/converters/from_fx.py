@@ -16,6 +16,7 @@ from fxwrap.converters.from_fx_control import CONTROL, find_parts
 from fxwrap.converters.from_fx_kernel_table import Kernels
 from fxwrap.converters.from_fx_kernels import KERNELS
 from fxwrap.converters.from_fx_memory import MEMORY
+from fxwrap.converters.from_fx_modules import flattened
 from fxwrap.converters.from_fx_numbers import NUMBERS, arithmetic, choice
 from fxwrap.converters.from_fx_reader import Reader, Shared, failure, origin_of, target_text
 from fxwrap.converters.from_fx_rules import Rules
@@ -72,7 +73,7 @@ def from_fx(
     """
     module: Any = graph.graph_module if isinstance(graph, Emitted) else graph  # type: ignore[attr-defined]
     with without_fake_mode():
-        return _Reading(module, kernels, ownership or {}, name).program()
+        return _Reading(flattened(module), kernels, ownership or {}, name).program()
 
 
 class _Reading:

@@ -84,9 +84,9 @@ class BlockConverter(Protocol):
         ...
 
 
-def _symbols_of(*nested: Block) -> tuple[str, ...]:
+def _symbols_of(converter: BlockConverter, *nested: Block) -> tuple[str, ...]:
     """Returns the names of the symbols that submodules for these blocks take, sorted."""
-    return tuple(sorted({name for block in nested for name in outer_symbols(block, argument_types=True)}))
+    return outer_symbols(*nested, functions=dict(converter.program.functions), argument_types=True)
 
 
 def submodule(
@@ -114,7 +114,7 @@ def _operands(converter: BlockConverter, values: Sequence[Any], symbols: Sequenc
 
 def cond(converter: BlockConverter, line: Cond) -> None:
     """Writes `cond`: both submodules take the operands, then every symbol that either of them uses."""
-    symbols = _symbols_of(line.then, line.else_)
+    symbols = _symbols_of(converter, line.then, line.else_)
     then = submodule(converter, line, "then_block", line.then, symbols)
     else_ = submodule(converter, line, "else_block", line.else_, symbols)
     predicate = converter.writer.argument(line.predicate)
@@ -124,7 +124,7 @@ def cond(converter: BlockConverter, line: Cond) -> None:
 
 def while_loop(converter: BlockConverter, line: While) -> None:
     """Writes `while_loop`: symbols travel at the end of what does not change from round to round."""
-    symbols = _symbols_of(line.cond, line.body)
+    symbols = _symbols_of(converter, line.cond, line.body)
     condition = submodule(converter, line, "cond", line.cond, symbols, lone=True)
     body = submodule(converter, line, "body", line.body, symbols)
     carried, extra = _operands(converter, line.carried), _operands(converter, line.extra, symbols)
@@ -134,7 +134,7 @@ def while_loop(converter: BlockConverter, line: While) -> None:
 
 def scan(converter: BlockConverter, line: Scan) -> None:
     """Writes `scan`; a reversed one over flipped operands, whose stacked results are flipped back."""
-    symbols = _symbols_of(line.body)
+    symbols = _symbols_of(converter, line.body)
     body = submodule(converter, line, "body", line.body, symbols)
     carried, over = _operands(converter, line.carried), _operands(converter, line.over)
     if line.reverse:
@@ -155,7 +155,7 @@ def _flip(converter: BlockConverter, value: Value) -> Node:
 
 def map_over(converter: BlockConverter, line: Map) -> None:
     """Writes `map_impl`."""
-    symbols = _symbols_of(line.body)
+    symbols = _symbols_of(converter, line.body)
     body = submodule(converter, line, "body", line.body, symbols)
     over, extra = _operands(converter, line.over), _operands(converter, line.extra, symbols)
     results(converter, line, _HIGHER.map_impl, [body, list(over), list(extra)])
@@ -164,7 +164,7 @@ def map_over(converter: BlockConverter, line: Map) -> None:
 def call_function(converter: BlockConverter, line: CallFunction) -> None:
     """Writes `invoke_subgraph`, identified by the function's name."""
     block = dict(converter.program.functions)[line.function]
-    symbols = _symbols_of(block)
+    symbols = _symbols_of(converter, block)
     body = submodule(converter, line, line.function, block, symbols)
     operands = _operands(converter, line.operands, symbols)
     results(converter, line, _HIGHER.invoke_subgraph, [body, line.function, *operands])

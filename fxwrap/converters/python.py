@@ -438,7 +438,7 @@ def to_python(program: Program, handlers: Mapping[type[ExtensionLine], Handler] 
     line is written as what it expands to.
     Raises Unsupported for a line that Python cannot express yet.
     """
-    module = PythonModule()
+    module = PythonModule(dict(program.functions))
     writer = PythonConverter(program, module, handlers)
     constants = [constant.value for constant in program.constants]
     for value in program_arguments(program):

@@ -37,8 +37,10 @@ class BlockWriter(Protocol):
 class PythonModule:
     """Collects what stands above the program's function: imports, operators, kernels, constants, nested functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Mapping[str, Block]) -> None:
+        """`functions` are those of the program, by name."""
         self.printer = PythonPrinter()
+        self._shared = functions
         self.imports: set[str] = set()
         self.outside: set[str] = set()
         self.definitions: dict[str, str] = {}
@@ -105,15 +107,14 @@ class PythonModule:
             return known[0]
         name = f"{label}_{len(self._function_of)}"
         self._function_of[id(block)] = (name, block)
-        symbols = "".join([f", {symbol}" for symbol in outer_symbols(block)])
         statements = writer().block(block)
-        self.functions.append(function_text(f"{name}(arguments{symbols})", block.arguments, statements, self))
+        signature = f"{name}(arguments{self.captured(block)})"
+        self.functions.append(function_text(signature, block.arguments, statements, self))
         return name
 
-    @staticmethod
-    def captured(block: Block) -> str:
+    def captured(self, block: Block) -> str:
         """Returns the arguments that a call of a block's function ends with: the symbols it uses from outside."""
-        return "".join([f", {symbol}" for symbol in outer_symbols(block)])
+        return "".join([f", {symbol}" for symbol in outer_symbols(block, functions=self._shared)])
 
     def text(self, title: str, function: str) -> str:
         """Returns the module's text."""

@@ -18,8 +18,6 @@ from fxwrap.wrapper_ir import (
     TensorType,
     Value,
     all_effects,
-    blocks,
-    called_functions,
     consumed,
     defined,
     defined_symbol,
@@ -31,6 +29,7 @@ from fxwrap.wrapper_ir import (
     reads,
     released_inputs,
     roots,
+    run_blocks,
     symbol_infos,
     symbols_used,
     writes,
@@ -216,9 +215,8 @@ class _Order:
     def _names(self, unit: _Unit, line: LineBase, names: list[str], made: list[str]) -> None:
         if self.has_symbols:
             names += [symbol.name for symbol in symbols_used(line, *Role)]
-        names += [name for _, nested in blocks(line) for name in outer_symbols(nested, argument_types=True)]
-        for function in called_functions(line):
-            names += outer_symbols(self.functions[function], argument_types=True)
+        inner = run_blocks(line, self.functions)
+        names += outer_symbols(*inner, functions=self.functions, argument_types=True) if inner else ()
         unit.before.update([self.maker[name] for name in names if name in self.maker])
         symbol = defined_symbol(line)
         if symbol is not None:

@@ -19,8 +19,6 @@ from fxwrap.wrapper_ir import (
     Program,
     Role,
     Value,
-    blocks,
-    called_functions,
     defined,
     defined_symbol,
     holds_memory,
@@ -28,6 +26,7 @@ from fxwrap.wrapper_ir import (
     print_line,
     program_arguments,
     roots,
+    run_blocks,
     symbol_infos,
     symbols_used,
     type_symbols,
@@ -151,12 +150,11 @@ class _Split:
         """Returns the symbols that the first part defines, or is given, and the second one needs."""
         own = {item.name for item in self.program.inputs if isinstance(item.value, SymbolInfo)}
         known = own | {name for line in self.before for name in _symbol_of(line)}
+        functions = dict(self.program.functions)
         names: set[str] = set()
         for line in after:
             names.update(symbol.name for symbol in symbols_used(line, *Role))
-            names.update(name for _, nested in blocks(line) for name in outer_symbols(nested, argument_types=True))
-            for function in called_functions(line):
-                names.update(outer_symbols(dict(self.program.functions)[function], argument_types=True))
+            names.update(outer_symbols(*run_blocks(line, functions), functions=functions, argument_types=True))
         values = [value for line in after for value in used(line)]
         names |= {name for value in values for name in _symbols_in(value)}
         return sorted(names & known)

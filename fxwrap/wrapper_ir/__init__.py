@@ -17,6 +17,7 @@ from fxwrap.wrapper_ir.analyses import (
     program_arguments,
     released_inputs,
     roots,
+    run_blocks,
     symbol_infos,
     typical_values,
 )
@@ -164,6 +165,7 @@ __all__ = [
     "reads",
     "released_inputs",
     "roots",
+    "run_blocks",
     "symbol_infos",
     "symbols_used",
     "target",

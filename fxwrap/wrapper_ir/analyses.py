@@ -82,22 +82,21 @@ def called_functions(line: LineBase) -> list[str]:
 def all_effects(line: LineBase, functions: Mapping[str, Block]) -> tuple[Effect, ...]:
     """Returns what a line does besides its reads and writes, nested blocks and the functions it calls included."""
     found = dict.fromkeys(line.effects())
-    inner = [nested for _, nested in blocks(line)]
-    inner += [functions[name] for name in called_functions(line)]
-    for nested in inner:
+    for nested in run_blocks(line, functions):
         for other in nested.lines:
             found.update(dict.fromkeys(all_effects(other, functions)))
     return tuple(found)
 
 
-def outer_symbols(block: Block, *, argument_types: bool = False) -> tuple[str, ...]:
-    """Returns the names of the symbols that a block uses, nested ones included, and does not define, sorted.
+def outer_symbols(*run: Block, functions: Mapping[str, Block], argument_types: bool = False) -> tuple[str, ...]:
+    """Returns the names of the symbols that blocks use and do not define, sorted.
 
-    With `argument_types`, the symbols in the types of the blocks' arguments count as used.
+    Nested blocks count, and the functions that they call, out of those of the program. With `argument_types`, the
+    symbols in the types of the blocks' arguments count as used.
     """
     used_names: set[str] = set()
     own: set[str] = set()
-    pending = [block]
+    pending = list(run)
     while pending:
         current = pending.pop()
         if argument_types:
@@ -108,8 +107,13 @@ def outer_symbols(block: Block, *, argument_types: bool = False) -> tuple[str, .
             made = defined_symbol(line)
             if made is not None:
                 own.add(made.name)
-            pending.extend(nested for _, nested in blocks(line))
+            pending.extend(run_blocks(line, functions))
     return tuple(sorted(used_names - own))
+
+
+def run_blocks(line: LineBase, functions: Mapping[str, Block]) -> list[Block]:
+    """Returns the blocks that a line runs: those in it, and the functions of the program that it calls."""
+    return [*[nested for _, nested in blocks(line)], *[functions[name] for name in called_functions(line)]]
 
 
 def symbol_infos(program: Program) -> dict[str, SymbolInfo]:

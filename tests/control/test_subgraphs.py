@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
+import fxwrap
 from fxwrap.compare.driver import capture
 from fxwrap.lines import CallFunction
+from fxwrap.testing import assert_programs_agree
 from tests.control.cases import DEVICES, Case, Cases, random
 
 CASES = Cases()
@@ -100,3 +102,35 @@ def test_forward_and_backward_have_a_function_each() -> None:
         program = graph.compiled.program
         assert len(program.functions) == 1
         assert sum(isinstance(line, CallFunction) for line in program.body.lines) == 3
+
+
+SYMBOL_IN_A_FUNCTION = """
+program @symbols(%x: borrowed f32[s0, 4]@cpu, %w: borrowed f32[4]@cpu) {
+  s0 = symbol.size(%x) dim=0 range=(2, 64) hint=8
+  %y = control.cond(s0 > 3, %w) : f32[4]@cpu {
+  ^then(%a: f32[4]@cpu):
+    %b = control.call @outer(%a) : f32[4]@cpu
+    control.yield(%b)
+  ^else(%c: f32[4]@cpu):
+    %d = extern.call @aten.neg.default(%c) : f32[4]@cpu
+    control.yield(%d)
+  }
+  control.return(%y)
+}
+function @inner(%e: f32[4]@cpu) {
+  %f = extern.call @aten.mul.Scalar(%e, s0) : f32[4]@cpu
+  control.yield(%f)
+}
+function @outer(%g: f32[4]@cpu) {
+  %h = control.call @inner(%g) : f32[4]@cpu
+  control.yield(%h)
+}
+"""
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_a_symbol_reaches_a_function_that_a_function_calls_in_a_branch(rows: int) -> None:
+    program = fxwrap.verify(fxwrap.parse(SYMBOL_IN_A_FUNCTION))
+    x, w = torch.ones(rows, 4), torch.randn(4)
+    assert_programs_agree(program, [x, w])
+    torch.testing.assert_close(fxwrap.run(program, [x, w])[0], w * 5 if rows == 5 else -w)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.split_module import split_module
 from torch.fx.subgraph_rewriter import replace_pattern
 
 import fxwrap
@@ -182,6 +183,12 @@ def test_names_header_and_origins_are_kept() -> None:
 # --- torch's tools ----------------------------------------------------------------------------------------------------
 
 
+def _split(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    part = {node: 3 * index // max(len(nodes), 1) for index, node in enumerate(nodes)}
+    return split_module(module, module, lambda node: part[node])  # type: ignore[arg-type]
+
+
 def _cleaned(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -190,6 +197,7 @@ def _cleaned(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
 
 TOOLS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
     "deepcopy": lambda module, _inputs: copy.deepcopy(module),
+    "split_module": _split,
     "eliminate_dead_code": _cleaned,
     "make_fx": lambda module, inputs: make_fx(module, tracing_mode="fake")(*inputs),
     "make_fx_symbolic": lambda module, inputs: make_fx(module, tracing_mode="symbolic")(*inputs),
@@ -543,6 +551,12 @@ def _submodule(module: GraphModule) -> None:
         module.graph.call_module("relu", (_node(module, "y"),))
 
 
+def _graph_that_is_passed_too_little(module: GraphModule) -> None:
+    module.add_submodule("part", fxwrap.to_fx(fxwrap.parse(STATIC)).graph_module)
+    with module.graph.inserting_before(module.graph.output_node()):
+        module.graph.call_module("part", (_node(module, "y"),))
+
+
 def _used_before_it_is_defined(module: GraphModule) -> None:
     _node(module, "x").prepend(_node(module, "t"))
     _node(module, "w").append(_node(module, "t"))
@@ -584,6 +598,7 @@ BAD: tuple[tuple[Callable[[GraphModule], None], str], ...] = (
     (_packet, r"node 'y' \(mul\): it calls an operator without saying which overload.*Name the overload"),
     (_method, r"node 'y' \(call_method of mul\): .*no methods"),
     (_submodule, r"node 'relu' \(call_module of relu\): a program has no modules"),
+    (_graph_that_is_passed_too_little, r"node 'part' \(call_module of part\): the graph takes 2 inputs, not 1"),
     (_used_before_it_is_defined, r"node 't' \(aten\.permute\.default\): it uses 'h', which is not defined before it"),
     (_node_of_another_graph, r"node 'y' .*it uses 'stranger', which is not defined before it in this graph"),
     (_nested_output, r"node 'output' .*gives a .*list among its outputs"),

@@ -105,5 +105,5 @@ def test_a_kernel_that_is_no_function_of_tritons() -> None:
     module = emitted(torch.randn(100))
     computed = module.graph.output_node().args[0][0]  # type: ignore[index]
     launch_after(module, abs, x_ptr=computed)
-    with pytest.raises(ReadBackError, match="builtin_function_or_method, not a function of @triton.jit"):
+    with pytest.raises(ReadBackError, match=r"builtin_function_or_method, not a function of @triton\.jit"):
         fxwrap.from_fx(module)
