@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from fxwrap.artifact import save_program
+from fxwrap.compile_cache import Lookup, Request, look_up
 from fxwrap.converters.emitted import Boxed, Emitted, Flat
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.emission import checked as checked
@@ -83,7 +84,7 @@ class Compiled(Emitted):
     `boxed` takes the inputs in a list and empties it. `program` is what runs, `stages` every program on the way to it,
     `source` the text of the emitted form, `coverage` what became of each call of the graph: fused, or called, and why,
     `plan` where its memory is, if the options asked for a plan. With `autotune="first_call"` all of these change once,
-    at the end of the first call.
+    at the end of the first call. `cached` says whether it came from the compile cache: then its one stage is "cache".
     """
 
     def __init__(
@@ -95,9 +96,11 @@ class Compiled(Emitted):
         coverage: Sequence[Outcome] = (),
         plan: MemoryPlan | None = None,
         compile_again: Callable[[Mapping[str, int]], Compiled] | None = None,
+        cached: bool = False,
     ) -> None:
         """`compile_again` compiles the graph for the sizes of the first call, after that call; see `FirstCall`."""
         self.options = options
+        self.cached = cached
         self._result = _Result(tuple(stages), emitted, tuple(coverage), plan, fake_inputs)
         self._first_call: FirstCall | None = None
         if compile_again is None:
@@ -203,15 +206,53 @@ def compile_graph(
     """
     # AOTAutograd's fake mode is on when it compiles: the numbers that passes compute with tensors would be fake.
     with without_fake_mode():
-        pipeline = _Pipeline(graph, example_inputs, options or Options(), ownership, name, free_outputs, known)
-        compiled = pipeline.compiled()
+        options = (options or Options()).with_devices()
+        lookup = look_up(Request(graph, example_inputs, options, ownership or {}, name, free_outputs))
+        compiled = None if lookup is None else _from_cache(lookup, graph, known)
+        if compiled is None:
+            pipeline = _Pipeline(graph, example_inputs, options, ownership, name, free_outputs, known)
+            compiled = pipeline.compiled()
+            is_new = known is None or known.get(compiled.key) is not compiled
+            if lookup is not None and is_new and pipeline.repeatable:
+                lookup.keep(compiled.program, compiled.source, compiled.coverage, compiled.plan)
     if known is not None:
         known.setdefault(compiled.key, compiled)
     return compiled
 
 
+def _from_cache(
+    lookup: Lookup, graph: GraphModule | ExportedProgram, known: MutableMapping[str, Compiled] | None
+) -> Compiled | None:
+    """Returns what the cache has of a compile, or what is known of the same program; None where it has nothing."""
+    found, options = lookup.take(), lookup.request.options
+    if found is None:
+        return None
+    same = None if known is None else known.get(program_key(found.program, options.text()))
+    if same is not None and not found.program.constants:
+        return same
+    fakes = _fake_inputs(graph)
+    emitted = _emitted(found.program, options, fakes)
+    if compile_program_kernels(found.program, emitted, _emitter(options)):
+        return None
+    stages = [Stage("cache", found.program)]
+    return Compiled(stages, options, emitted, fakes, found.coverage, found.plan, cached=True)
+
+
+def _emitter(options: Options) -> str:
+    """Returns the name of what runs a program."""
+    return "interpreter" if options.check_memory else options.emitter
+
+
+def _emitted(program: Program, options: Options, fakes: Mapping[str, FakeTensor]) -> Emitted:
+    """Returns a program in the form that runs."""
+    return checked(program) if options.check_memory else emit(program, options.emitter, fakes)
+
+
 class _Pipeline:
-    """The steps of one compile, which are run again where kernels fail: then operators are called in their place."""
+    """The steps of one compile, which are run again where kernels fail: then operators are called in their place.
+
+    `repeatable` says whether what came out is all that the compile did: it gave no warning, and is not done again.
+    """
 
     def __init__(
         self,
@@ -223,10 +264,10 @@ class _Pipeline:
         free_outputs: Collection[int],
         known: MutableMapping[str, Compiled] | None,
     ) -> None:
-        options = options.with_devices()
         self.options = options
         self.known = known
         self.refused: frozenset[str] = frozenset()
+        self.repeatable = True
         self._fakes = _fake_inputs(graph)
         self._tuner = gpu_tuner() if options.autotune else None
         self._lower_with = partial(
@@ -245,6 +286,7 @@ class _Pipeline:
             compiled, failures = self._run(frozenset().union(*[failure.nodes for failure in failures]))
             failed += failures
         if failed:
+            self.repeatable = False
             warn_of(failed)
         return compiled
 
@@ -295,13 +337,11 @@ class _Pipeline:
             return same, []
         graph = self._changed_graph(program, stages) if options.passes_at(FX_EMITTED) else None
         program = stages[-1].program
-        if options.check_memory:
-            emitted = checked(program)
-        else:
-            emitted = emit(program, options.emitter, self._fakes) if graph is None or options.emitter != "fx" else graph
-        emitter = "interpreter" if options.check_memory else options.emitter
-        failures = compile_program_kernels(program, emitted, emitter)
+        runs_graph = graph is not None and _emitter(options) == "fx"
+        emitted: Emitted = graph if graph is not None and runs_graph else _emitted(program, options, self._fakes)
+        failures = compile_program_kernels(program, emitted, _emitter(options))
         again = self._compiled_for if self._tunes_later(program) else None
+        self.repeatable &= again is None
         return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan, again), failures
 
     def _tunes_at_once(self) -> bool:
@@ -329,6 +369,7 @@ class _Pipeline:
         if self._tuner is not None and self._tunes_at_once() and self._tuner.tune():
             lowered = self._lower_with(refused=lowered.refused, print_kernel=printer)
         self.refused = lowered.refused
+        self.repeatable &= not lowered.warned
         if self._tuner is None:
             return lowered
         return replace(lowered, program=self._tuner.named(lowered.program))

@@ -22,14 +22,19 @@ def environment_key(options: Options | None = None) -> str:
     `Options.cacheable` false, and nothing may be cached. Other functions (lowerings, decompositions, a partitioner,
     `on_graph`) stand by module and qualified name: a cache that outlives an edit of theirs must add its own key.
     """
+    text = f"{environment_text()}\noptions={(options or Options()).with_devices().text()}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def environment_text() -> str:
+    """Returns the versions and the machine that a compile depends on, `name=text` a line, without options."""
     parts = [f"{name}={text}" for name, text in package_versions().items()]
     parts += [
         f"python={platform.python_version()}",
         f"machine={platform.machine()}",
         f"cuda={torch.version.cuda}",
-        f"options={(options or Options()).with_devices().text()}",
     ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return "\n".join(parts)
 
 
 def package_versions() -> dict[str, str]:

@@ -74,6 +74,8 @@ class Options:
             allocations. By default it never does.
         check_memory: run the program line by line, whatever the emitter, with its memory watched: it is filled with NaN
             or a pattern when it is given and taken, and MemoryCheckError names a line where memory is in use twice.
+        compile_cache: whether a graph that was compiled before, in any process, is taken from the cache folder, and
+            what is compiled is kept there. The environment variable FXWRAP_COMPILE_CACHE=0 turns it off for a process.
         devices: what is known of each device type; by default what is registered when a graph is compiled. Operators on
             other devices are called.
     """
@@ -100,6 +102,7 @@ class Options:
     memory_planning: str = "none"
     memory_slack: float = 0.0
     check_memory: bool = False
+    compile_cache: bool = True
     devices: tuple[DeviceSpec, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -172,11 +175,11 @@ class Options:
     def text(self) -> str:
         """Returns the options that are not at their default, as sorted `name=value` pairs: equal options, equal text.
 
-        Functions stand by module and qualified name.
+        Functions stand by module and qualified name. `compile_cache` is left out: what comes out is the same.
         """
         default = type(self).__dataclass_fields__
         parts = []
-        for name in sorted(default):
+        for name in sorted(default.keys() - {"compile_cache"}):
             given = getattr(self, name)
             if given != getattr(_DEFAULTS, name) and not (name == "devices" and given == DEVICE_SPECS):
                 parts.append(f"{name}={_describe(given)}")
@@ -194,6 +197,7 @@ _KINDS: Mapping[str, type] = {
     "cuda_graphs": bool,
     "reorder_for_peak_memory": bool,
     "check_memory": bool,
+    "compile_cache": bool,
 }
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {

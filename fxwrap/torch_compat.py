@@ -238,6 +238,44 @@ def shape_env_in(tree: Any) -> ShapeEnv | None:
     return None
 
 
+# Why: a compile cache must know all that a ShapeEnv can tell of a graph's symbols, most of which has no public reader.
+# Names that a version lacks are empty there. Checked on 2.11, 2.13.
+
+
+def shape_facts(
+    shape_env: ShapeEnv, symbols: frozenset[sympy.Symbol], text: Callable[[Any], str]
+) -> Iterator[str]:
+    """Give what a ShapeEnv knows of symbols, and of those that it knows to go together with them, as texts in order.
+
+    That is ranges, hints, replacements, renamings, guards, assertions still to be made, and what is divisible or a
+    size. `text` says an expression.
+    """
+    asserted = [item.expr for items in shape_env.deferred_runtime_asserts.values() for item in items]
+    relations = [*[guard.expr for guard in shape_env.guards], *asserted, *shape_env.divisible]
+    pairs = [*shape_env.replacements.items(), *shape_env.unbacked_renamings.items()]
+    groups = [expression.free_symbols for expression in relations]
+    groups += [{old} | new.free_symbols for old, new in pairs]
+    known = set(symbols)
+    found: list[set[Any]] = []
+    while len(found) < len(more := [group for group in groups if group & known]):
+        found = more
+        known |= set().union(*found)
+    hints: Mapping[Any, Any] = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
+    chosen: Mapping[Any, Any] = getattr(shape_env, "var_to_hint_override", {})
+    for symbol in sorted(known, key=lambda symbol: str(symbol)):
+        bounds, size = shape_env.var_to_range.get(symbol), symbol in shape_env.size_like
+        yield f"{text(symbol)} {bounds} {hints.get(symbol)} {chosen.get(symbol)} {size}"
+    yield from [f"{text(old)} is {text(new)}" for old, new in pairs if old in known]
+    yield from sorted([text(expression) for expression in relations if expression.free_symbols & known])
+
+
+def operator_text(overload: OpOverload) -> str:
+    """Give an operator's name; of one that is not torch's own, whose schema may change, also schema and tags."""
+    if overload.namespace in ("aten", "prims"):
+        return str(overload)
+    return f"{overload} {overload._schema} {sorted(map(str, overload.tags))}"
+
+
 # Why: where a node's unbacked symbols are found in its result is metadata without a public reader; it may speak of
 # symbols that were renamed or solved since. Checked on 2.11, 2.13.
 

@@ -8,6 +8,8 @@ from collections.abc import Generator, Iterator
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests are of what compiles now, not of what another run left in the cache; tests/cache turns it on.
+os.environ.setdefault("FXWRAP_COMPILE_CACHE", "0")
 
 import hypothesis
 import pytest

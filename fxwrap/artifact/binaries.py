@@ -11,11 +11,13 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fxwrap.artifact.archive import Archive, ArchiveWriter
+from fxwrap.cache_limit import limit_cache, mark_used
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted import kernel_texts
 from fxwrap.device_registry import language_facts
@@ -60,24 +62,38 @@ def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[s
     found: dict[str, Any] = {}
     if "cpp" in emitters:
         source = to_cpp(program).source
-        found["program"] = {"source": source_key(source), "entry": _add(writer, _program_library(source, program))}
+        found["program"] = {"source": source_key(source), "entry": _add(writer, program_library(source, program))}
     if in_cpp and emitters - {"cpp"}:
         symbols = list(dict.fromkeys([kernel.symbol for kernel in in_cpp]))
         found["kernels"] = {"symbols": symbols, "entry": _add(writer, kernel_library(in_cpp))}
     if found:
-        bridge = provided_bridge() or build_bridge().folder
+        bridge = bridge_folder()
         found["bridge"] = {name: _add(writer, bridge / name) for name in BRIDGE_LIBRARIES}
         found["target"] = binary_target()
-    by_triton = [kernel for kernel in texts if _is_compiled_by_triton(language_facts(kernel.language))]
-    triton = [item for kernel in by_triton for item in _add_triton(writer, kernel)]
+    triton = write_triton(writer, texts)
     return {**found, "triton": triton} if triton else found
+
+
+def write_triton(writer: ArchiveWriter, kernels: Iterable[KernelText]) -> list[dict[str, Any]]:
+    """Adds what this process has had Triton compile of these kernels; returns what the manifest says of it."""
+    by_triton = [kernel for kernel in kernels if _is_compiled_by_triton(language_facts(kernel.language))]
+    return [item for kernel in by_triton for item in _add_triton(writer, kernel)]
+
+
+def bridge_folder() -> Path:
+    """Returns the folder of the bridge that C++ runs with. Raises NativeBuildError where it cannot be built."""
+    return provided_bridge() or build_bridge().folder
 
 
 def _is_compiled_by_triton(facts: KernelLanguage) -> bool:
     return facts.is_triton and not facts.by_user
 
 
-def _program_library(source: str, program: Program) -> Path:
+def program_library(source: str, program: Program) -> Path:
+    """Returns the library of a program in C++ whose text this is, compiled now where it is not yet.
+
+    Raises NativeBuildError where it does not compile.
+    """
     linked = [kernel for kernel in kernel_texts(program) if language_facts(kernel.language).linked]
     kernels = [kernel for kernel in linked if kernel.symbol in source]
     return provided_program(source) or compile_cpp(
@@ -114,9 +130,7 @@ def use_binaries(archive: Archive, program: Program, emitter: str) -> str:
     """
     described = archive.manifest.get("binaries", {})
     try:
-        for item in described.get("triton", ()):
-            files = {str(name): archive.read(str(entry)) for name, entry in item["files"].items()}
-            _put_back_triton(TritonBinary(str(item["key"]), files))
+        put_back_triton(archive, described.get("triton", ()))
         wanted = "program" if emitter == "cpp" else "kernels"
         symbols = {kernel.symbol for kernel in kernel_texts(program) if language_facts(kernel.language).linked}
         if emitter != "cpp" and not symbols:
@@ -172,11 +186,15 @@ def _fails_to_load(libraries: Sequence[str]) -> str:
     return ""
 
 
-def _put_back_triton(binary: TritonBinary) -> None:
-    try:
-        put_back(binary)
-    except (FxwrapError, OSError):
-        return  # no Triton here, or its cache cannot be written to: it says so, or compiles, when a kernel is launched
+def put_back_triton(archive: Archive, described: Iterable[Mapping[str, Any]]) -> None:
+    """Puts what Triton compiled into Triton's cache; where there is no Triton, or no room, it says so when it runs.
+
+    Raises ArtifactError for an entry that is damaged, KeyError, TypeError or AttributeError for a manifest that is.
+    """
+    for item in described:
+        files = {str(name): archive.read(str(entry)) for name, entry in item["files"].items()}
+        with suppress(FxwrapError, OSError):
+            put_back(TritonBinary(str(item["key"]), files))
 
 
 def _on_disk(files: Mapping[str, bytes]) -> Path:
@@ -186,8 +204,14 @@ def _on_disk(files: Mapping[str, bytes]) -> Path:
     """
     digest = hashlib.sha256(repr([(name, hashlib.sha256(files[name]).hexdigest()) for name in sorted(files)]).encode())
     name = digest.hexdigest()[:32]
+    folder = cache_folder() / "loaded" / name
+    there = folder.is_dir()
     try:
-        return _folder_with(cache_folder() / "loaded" / name, files)
+        found = _folder_with(folder, files)
+        mark_used(found)
+        if not there:
+            limit_cache()
+        return found
     except OSError:
         return _folder_with(Path(tempfile.mkdtemp(prefix="fxwrap-")) / name, files)  # a cache folder that is read-only
 

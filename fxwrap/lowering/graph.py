@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,11 +73,15 @@ def lower(
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, what became of each call of the graph it is from, and the nodes that were refused a kernel."""
+    """A program, what became of each call of the graph it is from, and the nodes that were refused a kernel.
+
+    `warned` says whether a warning told the user of any of these.
+    """
 
     program: Program
     coverage: tuple[Outcome, ...]
     refused: frozenset[str]
+    warned: bool = False
 
 
 def lower_with_coverage(
@@ -98,14 +102,17 @@ def lower_with_coverage(
     """
     options = (options or Options()).with_devices()
     source = graph if isinstance(graph, GraphSource) else graph_source(graph, example_inputs, options, name)
+    warned = False
     while True:
         try:
             request = Request(options, refused, print_kernel)
-            return _Lowering(source, example_inputs, request, ownership or {}, free_outputs).lowered()
+            lowered = _Lowering(source, example_inputs, request, ownership or {}, free_outputs).lowered()
+            return replace(lowered, warned=warned)
         except KernelRefused as error:
             if options.fallback == "error" and not error.planned:
                 raise
             if not error.planned:
+                warned = True
                 warnings.warn(f"{error}; these operators are called instead", FusionWarning, stacklevel=3)
             refused |= error.nodes
 

@@ -11,6 +11,7 @@ from .build import build_bridge as build_bridge
 from .build import cache_folder as cache_folder
 from .build import compile_cpp as compile_cpp
 from .build import compiled_kernels as compiled_kernels
+from .build import compiler_identity as compiler_identity
 from .build import load_program as load_program
 from .build import record_kernels as record_kernels
 from .build import unusable as unusable

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -257,6 +258,20 @@ def _compiler() -> _Compiler:
     )
 
 
+def compiler_identity() -> str:
+    """Returns what says which C++ compiler is used, without asking it: its path, and its file's size and time.
+
+    "" where there is none.
+    """
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for name in chosen[:1] or ("g++", "c++", "clang++"):
+        path = shutil.which(name)
+        if path:
+            facts = os.stat(path)
+            return f"{chosen or name} {os.path.realpath(path)} {facts.st_size} {facts.st_mtime_ns}"
+    return str(chosen or "")
+
+
 @cache
 def _probe(command: tuple[str, ...]) -> _Compiler:
     version = _run([*command, "--version"], Path.cwd())
@@ -305,7 +320,8 @@ def _kernel_header() -> str:
 def _processor() -> str:
     """What -march=native depends on: the instruction sets of this machine's processor."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            text = "".join(takewhile(str.strip, file))  # of the first processor: the system takes long to write all
     except OSError:
         return platform.processor()
     lines = text.splitlines()

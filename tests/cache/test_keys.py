@@ -1,0 +1,308 @@
+"""Graphs that differ in anything that matters have different keys; equal ones have equal keys in all processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+import fxwrap
+from fxwrap import Options, environment
+from fxwrap.compile_cache import key as key_module
+from fxwrap.compile_cache.graph_text import GraphText, NotCacheable
+from fxwrap.device_registry import registered
+from fxwrap.device_spec import CPU
+from fxwrap.wrapper_ir import Ownership
+from tests.cache.graphs import CALLS, by_hand, compiled, dynamic_layer, key_of
+
+_ATEN = torch.ops.aten
+
+
+def _node(module: GraphModule, name: str) -> Node:
+    return next(node for node in module.graph.nodes if node.name == name)
+
+
+def _argument(name: str, place: int, item: Any) -> Callable[[GraphModule], None]:
+    return lambda module: _node(module, name).update_arg(place, item)
+
+
+def _value(name: str, make: Callable[[], Tensor]) -> Callable[[GraphModule], None]:
+    def change(module: GraphModule) -> None:
+        node = _node(module, name)
+        with node.meta["val"].fake_mode:
+            node.meta["val"] = make()
+
+    return change
+
+
+def _rename(module: GraphModule) -> None:
+    _node(module, "mul").name = "product"
+
+
+def _swap(module: GraphModule) -> None:
+    _node(module, "sub").prepend(_node(module, "mul"))
+
+
+def _other_operator(module: GraphModule) -> None:
+    _node(module, "sub").target = _ATEN.add.Tensor
+
+
+def _keyword(name: str, item: Any) -> Callable[[GraphModule], None]:
+    def change(module: GraphModule) -> None:
+        (node,) = [node for node in module.graph.nodes if name in node.kwargs]
+        node.update_kwarg(name, item)
+
+    return change
+
+
+def _own_memory(module: GraphModule) -> None:
+    node = _node(module, "view")
+    with node.meta["val"].fake_mode:
+        node.meta["val"] = torch.empty(2, 12)
+
+
+def _held(tensor: Tensor) -> Callable[[GraphModule], None]:
+    def change(module: GraphModule) -> None:
+        module.held = tensor
+
+    return change
+
+
+def _output(module: GraphModule) -> None:
+    (output,) = module.graph.find_nodes(op="output")
+    output.args = (output.args[0][::-1],)
+
+
+def _trace(module: GraphModule) -> None:
+    _node(module, "mul").meta["stack_trace"] = '  File "model.py", line 7, in forward\n'
+
+
+def _in_module(module: GraphModule) -> None:
+    _node(module, "mul").meta["nn_module_stack"] = {"layer": ("layers.0", torch.nn.Module)}
+
+
+CHANGES: dict[str, Callable[[GraphModule], None]] = {
+    "operator": _other_operator,
+    "an int of a list": _argument("view", 1, [4, 6]),
+    "a bool": _argument("sum_1", 2, False),
+    "1 for True": _argument("sum_1", 2, 1),
+    "1 for 1.0": _argument("mul", 1, 1),
+    "a negative zero": _argument("mul", 1, -1.0),
+    "a text for a dtype": _keyword("dtype", "torch.float64"),
+    "a dtype": _keyword("dtype", torch.float32),
+    "a keyword": _keyword("alpha", 3),
+    "name": _rename,
+    "order": _swap,
+    "dtype of an input": _value("x", lambda: torch.empty(4, 6, dtype=torch.float16)),
+    "sizes": _value("x", lambda: torch.empty(4, 6, 1)),
+    "strides": _value("y", lambda: torch.empty(4, 6)),
+    "offset": _value("x", lambda: torch.empty(25)[1:].view(4, 6)),
+    "device": _value("x", lambda: torch.empty(4, 6, device="meta")),
+    "a conjugate": _value("x", lambda: torch.empty(4, 6, dtype=torch.complex64).conj()),
+    "a complex number": _value("x", lambda: torch.empty(4, 6, dtype=torch.complex64)),
+    "gradients": _value("x", lambda: torch.empty(4, 6, requires_grad=True)),
+    "which memory a view is on": _own_memory,
+    "layout": _value("x", lambda: torch.empty(4, 6, layout=torch.sparse_coo)),
+    "content of a small constant": _held(torch.zeros(6)),
+    "strides of a constant": _held(torch.arange(12.0)[::2]),
+    "order of outputs": _output,
+    "place in the model's source": _trace,
+    "module": _in_module,
+}
+
+
+def test_whatever_differs_in_a_graph_gives_another_key() -> None:
+    keys = {"": key_of(by_hand())}
+    for what, change in CHANGES.items():
+        module = by_hand()
+        change(module)
+        keys[what] = key_of(module)
+    equal = [(a, b) for a in keys for b in keys if a < b and keys[a] == keys[b]]
+    assert not equal
+    assert key_of(by_hand()) == keys[""]
+
+
+def test_two_constants_that_are_one_differ_from_two_equal_ones() -> None:
+    def module(shared: bool) -> GraphModule:
+        first = torch.ones(3)
+        held = {"a": first, "b": first if shared else first.clone()}
+        made = Graph()
+        nodes = [made.get_attr(name) for name in held]
+        made.output((made.call_function(_ATEN.add.Tensor, tuple(nodes)),))
+        return GraphModule(held, made)
+
+    assert key_of(module(True)) != key_of(module(False))
+
+
+def _arguments() -> st.SearchStrategy[Any]:
+    plain = st.one_of(
+        st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([0.0, -0.0, 1.0, float("nan"), float("inf")]),
+        st.sampled_from(["", "a", "1", "None", "a,b", "%x", "torch.float32"]), st.sampled_from([1j, 1 + 0j]),
+        st.sampled_from([torch.float32, torch.float64, torch.strided, torch.device("cpu"), torch.preserve_format]),
+    )  # fmt: skip
+    return st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner), max_leaves=6)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arguments are one to an operator: also in type, and in the sign of zero."""
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+@hypothesis.given(a=_arguments(), b=_arguments())
+@hypothesis.settings(max_examples=150)
+def test_arguments_have_one_text_if_they_are_the_same(a: Any, b: Any) -> None:
+    def text(item: Any) -> str:
+        made = Graph()
+        made.output((made.call_function(_ATEN.add.Tensor, (item,)),))
+        found = GraphText()
+        found.add(GraphModule({}, made), None)
+        return found.text()
+
+    assert (text(a) == text(b)) == _same(a, b)
+
+
+def test_all_else_that_is_asked_for_is_part_of_the_key() -> None:
+    module = by_hand()
+    keys = [
+        key_of(module), key_of(module, Options()), key_of(module, CALLS.replace(emitter="cpp")),
+        key_of(module, CALLS.replace(layout="keep")), key_of(module, CALLS.replace(memory_planning="auto")),
+        key_of(module, ownership={0: Ownership.OWNED}), key_of(module, ownership={1: Ownership.OWNED}),
+        key_of(module, ownership={0: Ownership.SHARED}), key_of(module, name="other"),
+        key_of(module, free_outputs=(0,)), key_of(module, free_outputs=(1,)),
+    ]  # fmt: skip
+    assert len(set(keys)) == len(keys)
+    assert key_of(module, CALLS.replace(compile_cache=False)) == keys[0]
+
+
+def test_settings_of_torch_are_part_of_the_key() -> None:
+    module = by_hand()
+    keys = [key_of(module)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        keys.append(key_of(module))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float64)
+    try:
+        keys.append(key_of(module))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if before != "medium" else "high")
+    try:
+        keys.append(key_of(module))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(set(keys)) == 4
+    assert key_of(module) == keys[0]
+
+
+@contextmanager
+def _forgotten() -> Iterator[None]:
+    """What a process finds out once is found out again, before and after."""
+    key_module._process_parts.cache_clear()
+    yield
+    key_module._process_parts.cache_clear()
+
+
+@pytest.mark.parametrize("package", ["fxwrap", "torch", "triton"])
+def test_another_version_gives_another_key(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, version = by_hand(), environment.version
+    before = key_of(module)
+    with _forgotten(), monkeypatch.context() as changed:
+        changed.setattr(environment, "version", lambda name: "9.9.9" if name == package else version(name))
+        assert key_of(module) != before
+
+
+def test_an_edit_of_fxwrap_gives_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "fxwrap"
+    (package / "compile_cache").mkdir(parents=True)
+    edited = package / "lowering.py"
+    edited.write_text("a = 1\n")
+    monkeypatch.setattr(key_module, "__file__", str(package / "compile_cache" / "key.py"))
+    before = key_module.sources_hash()
+    stamp = edited.stat().st_mtime_ns
+    edited.write_text("a = 2\n")
+    os.utime(edited, ns=(stamp, stamp))
+    assert key_module.sources_hash() != before
+
+
+def test_what_is_known_of_symbols_is_part_of_the_key() -> None:
+    cases: list[dict[str, int]] = [{}, {"hint": 6}, {"low": 3}, {"guard": 9}, {"guard": 10}]
+    keys = [key_of(dynamic_layer(**case)) for case in cases]
+    assert len(set(keys)) == len(keys)
+    assert key_of(dynamic_layer(guard=9)) == keys[3]
+
+
+def test_symbols_of_other_graphs_are_not_part_of_the_key() -> None:
+    made = dynamic_layer()
+    before = key_of(made)
+    (size, *_) = made.graph.find_nodes(op="placeholder")[0].meta["val"].shape
+    size.node.shape_env.create_unbacked_symint()
+    assert key_of(made) == before
+
+
+def _reason(graph_module: Any, options: Options = CALLS) -> str:
+    with pytest.raises(NotCacheable) as raised:
+        key_of(graph_module, options)
+    return str(raised.value)
+
+
+def test_what_no_text_stands_for_is_not_cached() -> None:
+    module = by_hand()
+    _node(module, "mul").update_arg(1, object())
+    assert "an argument is a object" in _reason(module)
+    module = by_hand()
+    _node(module, "mul").target = lambda x: x
+    assert "which no text stands for" in _reason(module)
+
+
+def test_functions_in_options_are_not_cached() -> None:
+    module = by_hand()
+    with pytest.warns(fxwrap.errors.PassWarning):
+        unnamed = CALLS.replace(passes=(fxwrap.verify,))
+    assert "a pass has no key" in _reason(module, unnamed)
+    assert "functions" in _reason(module, CALLS.replace(lowerings={"aten.add.Tensor": lambda call: "no"}))
+    assert "functions" in _reason(module, CALLS.replace(decompositions={}))
+    on_graph = fxwrap.Pass(lambda graph: graph, key="1", at="fx_before_lowering")
+    assert "metadata" in _reason(module, CALLS.replace(passes=(on_graph,)))
+    emitted = fxwrap.Pass(lambda graph: graph, key="1", at="fx_emitted")
+    assert "the graph that runs" in _reason(module, CALLS.replace(passes=(emitted,), emitter="fx"))
+    on_program = fxwrap.Pass(lambda program: program, key="1")
+    assert key_of(module, CALLS.replace(passes=(on_program,))) != key_of(module)
+
+
+def test_devices_of_vendors_are_not_cached() -> None:
+    module = by_hand()
+    with registered(dataclasses.replace(CPU, alignment=128)):
+        assert "a vendor's" in _reason(module)
+
+
+SCRIPT = """
+from tests.cache.graphs import CALLS, by_hand, compiled, dynamic_layer, key_of
+print(key_of(by_hand()), key_of(dynamic_layer(guard=9)), compiled(CALLS.replace(emitter="fx")).cached)
+"""
+
+
+def test_another_process_has_the_same_keys_and_takes_what_this_one_compiled(cache_here: Path) -> None:
+    assert not compiled(CALLS.replace(emitter="fx")).cached
+    root = str(Path(__file__).parents[2])
+    environment_ = {**os.environ, "PYTHONPATH": root, "PYTHONHASHSEED": "123"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=environment_, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [key_of(by_hand()), key_of(dynamic_layer(guard=9)), "True"]
