@@ -14,7 +14,8 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.graph import CodeGen, PythonCode
 
-from fxwrap.converters.fx_direct import DirectWriter
+from fxwrap.converters.fx_direct import DIRECT_FORMS
+from fxwrap.converters.fx_direct_writer import DirectWriter
 from fxwrap.runtime.batched import with_help
 from fxwrap.runtime.direct import is_direct
 from fxwrap.torch_compat import GraphCode
@@ -50,7 +51,7 @@ class DirectCode(GraphCode):
                 name = new_name(wish)
             return name
 
-        writer = DirectWriter(nodes, fresh, parameters)
+        writer = DirectWriter(nodes, fresh, parameters, DIRECT_FORMS)
         ordinary: list[str] = []
         check, otherwise = fresh("is_direct"), fresh("by_operators")
 

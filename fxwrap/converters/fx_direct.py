@@ -1,250 +1,41 @@
-"""How the Python of an emitted graph says each node: launches of kernels, cheap allocations, calls as by hand.
+"""How the Python of an emitted graph says launches of kernels, allocations, numbers and blocks: without operators.
 
-All of it is read off a node's target and arguments, never off what the emitter once knew of it, so that it stays right
-whatever is done to the graph. The metadata `val` says only whether an argument is a tensor or a number.
+Each form is read off a node's target and arguments, as `fx_direct_writer` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxwrap.converters.fx_types import known_types, unseen_views
-from fxwrap.converters.torch_calls import Kind, kind_of, torch_call
+from fxwrap.converters.fx_direct_writer import (
+    DirectWriter,
+    Form,
+    NotDirect,
+    kind_of_node,
+    named_arguments,
+    only_keywords,
+)
+from fxwrap.converters.torch_calls import Kind
 from fxwrap.device_registry import language_facts
 from fxwrap.runtime import checks, direct, library, tensors
-from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.triton_table import triton_constants, triton_parameters
 from fxwrap.runtime.user_triton import load_user_kernel
-from fxwrap.torch_compat import (
-    OpOverload,
-    triton_constants_at,
-    triton_kernel_at,
-    triton_launch,
-)
+from fxwrap.torch_compat import triton_constants_at, triton_kernel_at, triton_launch, while_loop_stack_output
 
 _ATEN = torch.ops.aten
 _OURS = torch.ops.fxwrap
 _HIGHER = torch.ops.higher_order
 _ONCE = (1, 1, 1)
 
-
-class NotDirect(Exception):
-    """A node has no direct form: what torch.fx writes for it stays."""
-
-
-class DirectWriter:
-    """Writes the direct forms of a graph's nodes.
-
-    `globals` are the objects that the text refers to by names of `new_name`'s; `kernels` is one of them. `parameters`
-    are the names of the function's parameters, which hide builtins.
-    """
-
-    def __init__(self, nodes: Sequence[Node], new_name: Callable[[str], str], parameters: frozenset[str]) -> None:
-        self.new_name = new_name
-        self.parameters = parameters
-        self.kernels = direct.Kernels()
-        self.globals: dict[str, Any] = {}
-        self._names: dict[Any, str] = {}
-        self._kernel_names: dict[tuple[str, bool], str] = {}
-        self._unseen = unseen_views(nodes)
-        self._types = known_types(nodes)
-
-    def call(self, node: Node) -> str | None:
-        """Returns a call_function node as an expression; None where it has no direct form."""
-        try:
-            return self._call(node)
-        except NotDirect:
-            return None
-
-    def _call(self, node: Node) -> str:
-        target: Any = node.target
-        window = self.window(node) if node in self._unseen else None
-        if window is not None:
-            return window
-        special = _SPECIAL.get(target)
-        if special is not None:
-            return special(self, node)
-        if not isinstance(target, OpOverload):
-            raise NotDirect
-        if target.namespace == "fxwrap":
-            return self.ours(node)
-        return self.operator(node)
-
-    # --- names ------------------------------------------------------------------------------------------------------
-
-    def named(self, wish: str, found: Any, key: Any = None) -> str:
-        """Returns the name of an object that the text refers to; one object, or one key, has one name."""
-        key = found if key is None else key
-        name = self._names.get(key)
-        if name is None:
-            name = self._names[key] = self.new_name(wish)
-            self.globals[name] = found
-        return name
-
-    def kernel(self, name: str, kernel_hash: str, text: KernelText, once: bool) -> str:
-        """Returns the text of a kernel's launcher."""
-        known = self._kernel_names.get((kernel_hash, once))
-        if known is None:
-            wish = "".join([letter if letter.isalnum() else "_" for letter in name or "kernel"])
-            known, count = wish, 0
-            while known in self._kernel_names.values() or known.startswith("__") or not known.isidentifier():
-                known, count = f"{wish if wish[:1].isalpha() else 'kernel'}_{count}", count + 1
-            self._kernel_names[kernel_hash, once] = known
-            self.kernels.add(known, text, once)
-        return f"{self.named('kernels', self.kernels.module, 'kernels')}.{known}"
-
-    def builtin(self, name: str) -> str:
-        """Returns the name of a builtin function, where no parameter hides it."""
-        if name in self.parameters:
-            raise NotDirect
-        return name
-
-    # --- arguments --------------------------------------------------------------------------------------------------
-
-    def text(self, item: Any) -> str:
-        """Returns an argument's text."""
-        match item:
-            case Node():
-                return repr(item)
-            case torch.device():
-                return self.named("device_" + str(item).replace(":", "_"), item)
-            case tuple() if not hasattr(item, "_fields"):
-                return f"({', '.join([self.text(part) for part in item])}{',' if len(item) == 1 else ''})"
-            case list():
-                return f"[{', '.join([self.text(part) for part in item])}]"
-            case bool() | int() | float() | str() | None:
-                return repr(item)  # torch.fx defines inf and nan
-            case torch.dtype() | torch.layout() | torch.memory_format():
-                return str(item)
-            case _:
-                raise NotDirect
-
-    def tuple(self, items: Any) -> str:
-        """Returns a list argument as a tuple's text."""
-        if not isinstance(items, list | tuple):
-            raise NotDirect
-        return self.text(tuple(items))
-
-    def runtime(self, module: ModuleType, function: str, arguments: Sequence[str]) -> str:
-        """Returns a call of a function of a module of `fxwrap.runtime`."""
-        return f"{self.named(module.__name__.rpartition('.')[2], module)}.{function}({', '.join(arguments)})"
-
-    # --- operators --------------------------------------------------------------------------------------------------
-
-    def operator(self, node: Node) -> str:
-        """Returns a call of an operator as one writes it by hand, where that is known to be the same; else by name."""
-        target: Any = node.target
-        name, overload = target._schema.name.partition("::")[2], target._overloadname
-        texts = [self.text(item) for item in node.args]
-        keywords = {key: self.text(item) for key, item in node.kwargs.items()}
-        kinds = [_kind(item) for item in node.args]
-        if target.namespace == "aten" and Kind.TENSOR in kinds:  # factories obey torch.set_default_device
-            named = {key: _kind(item) for key, item in node.kwargs.items()}
-            spelling = torch_call(name, overload or "default", kinds, named)
-            if spelling is not None and (not spelling.method or isinstance(node.args[0], Node)):
-                return spelling.write(_spread(spelling.function, texts, node.args), keywords)
-        texts += [f"{key}={text}" for key, text in keywords.items()]
-        short = name if overload in ("", "default") else f"{name}_{overload}"
-        return f"{self.named(f'{target.namespace}_{short}', target)}({', '.join(texts)})"
-
-    def ours(self, node: Node) -> str:
-        """Returns a call of what an operator of the library `fxwrap::` does."""
-        target: Any = node.target
-        arguments = [self.text(item) for item in node.args]
-        arguments += [f"{key}={self.text(item)}" for key, item in node.kwargs.items()]
-        return self.implementation(target, arguments)
-
-    def implementation(self, target: Any, arguments: Sequence[str]) -> str:
-        """Returns a call of what an operator of the library `fxwrap::` does."""
-        name = f"fxwrap_{target._schema.name.partition('::')[2]}"
-        return f"{self.named(name, library.implementation(target))}({', '.join(arguments)})"
-
-    def allocator(self, device: Any) -> str:
-        """Returns the name of the function that allocates on a device."""
-        if not isinstance(device, torch.device):
-            raise NotDirect
-        name = "allocate_" + str(device).replace(":", "_")
-        return self.named(name, tensors.allocator(str(device)), name)
-
-    def window(self, node: Node) -> str | None:
-        """Returns a view as a tensor on the same memory, if its place there is known."""
-        base: Any = node.args[0] if node.args else None
-        old, new = self._types.get(base), self._types.get(node)
-        if old is None or new is None or old.dtype.is_complex:  # windows know no conjugate bit
-            return None
-        arguments = [self.text(base), self.tuple(new.sizes), self.tuple(new.strides)]
-        distance = new.storage_offset - old.storage_offset
-        arguments += [self.text(distance)] if distance else []
-        return self.runtime(tensors, "window", arguments)
-
-    # --- kernels ----------------------------------------------------------------------------------------------------
-
-    def launch(self, name: str, kernel_hash: str, found: library.RegisteredKernel, grid: Any, given: list[str]) -> str:
-        """Returns the launch of a kernel."""
-        once = language_facts(found.language).called_once and tuple(grid) == _ONCE
-        text = KernelText(found.language, found.source, found.signature, found.options)
-        launcher = self.kernel(found.name or name, kernel_hash, text, once)
-        return f"{launcher}({', '.join(given if once else [self.tuple(grid), *given])})"
-
-
-def _kind(item: Any) -> Kind:
-    """Returns the kind of a node's argument."""
-    if isinstance(item, Node):
-        return _kind_of_val(item.meta.get("val"))
-    if not isinstance(item, list | tuple) or not any(isinstance(part, Node) for part in item):
-        return kind_of(item)
-    kinds = {_kind(part) for part in item}
-    if kinds == {Kind.TENSOR}:
-        return Kind.TENSORS
-    if kinds == {Kind.TENSOR, Kind.NONE}:
-        return Kind.OPTIONAL_TENSORS
-    return Kind.INTS if kinds == {Kind.INT} else Kind.OTHER
-
-
-def _kind_of_val(val: Any) -> Kind:
-    if isinstance(val, torch.Tensor):
-        return Kind.TENSOR
-    if isinstance(val, bool | torch.SymBool):
-        return Kind.BOOL
-    if isinstance(val, int | torch.SymInt):
-        return Kind.INT
-    return Kind.FLOAT if isinstance(val, float | torch.SymFloat) else Kind.OTHER
-
-
-_SPREAD = ("view", "expand")
-
-
-def _spread(function: str, texts: list[str], arguments: Sequence[Any]) -> list[str]:
-    """Returns the arguments of a call; sizes one by one where that is cheaper."""
-    if function in _SPREAD and len(arguments) == 2 and isinstance(arguments[1], list | tuple) and arguments[1]:
-        return [texts[0], texts[1][1:-1].rstrip(",")]
-    return texts
-
-
-def _only(node: Node, *keywords: str) -> None:
-    """Leaves a node alone that has other keyword arguments."""
-    if set(node.kwargs) - set(keywords):
-        raise NotDirect
-
-
-def _arguments(node: Node, *names: str) -> list[Any]:
-    """Returns a node's arguments by these names, in order; leaves a node alone that lacks one or has others."""
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if len(node.args) > len(names) or set(given) != set(names):
-        raise NotDirect
-    return [given[name] for name in names]
-
-
 # --- launches -------------------------------------------------------------------------------------------------------
 
 
 def _cpp_kernel(writer: DirectWriter, node: Node) -> str:
-    kernel_hash, ins, outs, sizes, numbers, grid = _arguments(
+    kernel_hash, ins, outs, sizes, numbers, grid = named_arguments(
         node, "kernel", "ins", "outs", "sizes", "numbers", "grid"
     )
     if not all(isinstance(item, list | tuple) for item in (ins, outs, sizes, numbers, grid)):
@@ -272,7 +63,7 @@ class _Truth:
 
 
 def _triton_kernel(writer: DirectWriter, node: Node) -> str:
-    index, constants, grids, descriptors, given = _arguments(
+    index, constants, grids, descriptors, given = named_arguments(
         node, "kernel_idx", "constant_args_idx", "grid", "tma_descriptor_metadata", "kwargs"
     )
     try:
@@ -317,7 +108,7 @@ def _triton_interface(found: library.RegisteredKernel) -> tuple[list[str], Mappi
 
 
 def _empty_strided(writer: DirectWriter, node: Node) -> str:
-    _only(node, "dtype", "device")
+    only_keywords(node, "dtype", "device")
     if len(node.args) != 2 or len(node.kwargs) != 2:
         raise NotDirect
     sizes, strides = node.args
@@ -326,25 +117,25 @@ def _empty_strided(writer: DirectWriter, node: Node) -> str:
 
 
 def _pool(writer: DirectWriter, node: Node) -> str:
-    size, device = _arguments(node, "size", "device")
+    size, device = named_arguments(node, "size", "device")
     return f"{writer.allocator(device)}(({writer.text(size)},), (1,), torch.uint8)"
 
 
 def _workspace(writer: DirectWriter, node: Node) -> str:
-    size, zeroed, device = _arguments(node, "size", "zeroed", "device")
+    size, zeroed, device = named_arguments(node, "size", "zeroed", "device")
     allocated = f"{writer.allocator(device)}(({writer.text(size)},), (1,), torch.uint8)"
     return f"{allocated}.zero_()" if zeroed else allocated
 
 
 def _reuse(writer: DirectWriter, node: Node) -> str:
-    memory, sizes, strides, dtype = _arguments(node, "memory", "sizes", "strides", "dtype")
+    memory, sizes, strides, dtype = named_arguments(node, "memory", "sizes", "strides", "dtype")
     if _dtype_of(memory) == dtype:
         return writer.runtime(tensors, "window", [writer.text(memory), writer.tuple(sizes), writer.tuple(strides)])
     return _reinterpret(writer, memory, sizes, strides, dtype, 0)
 
 
 def _pool_slice(writer: DirectWriter, node: Node) -> str:
-    pool, offset, sizes, strides, dtype = _arguments(node, "pool", "offset", "sizes", "strides", "dtype")
+    pool, offset, sizes, strides, dtype = named_arguments(node, "pool", "offset", "sizes", "strides", "dtype")
     whole = _literal_bytes(pool)
     if whole is None or not isinstance(offset, int) or whole % dtype.itemsize or offset % dtype.itemsize:
         return _reinterpret(writer, pool, sizes, strides, dtype, offset)
@@ -389,7 +180,7 @@ def _slice(writer: DirectWriter, node: Node) -> str:
 # --- numbers and blocks ---------------------------------------------------------------------------------------------
 
 
-def _method(name: str) -> Callable[[DirectWriter, Node], str]:
+def _method(name: str) -> Form:
     """Returns the form of an operator that is a tensor's method."""
 
     def write(writer: DirectWriter, node: Node) -> str:
@@ -400,12 +191,12 @@ def _method(name: str) -> Callable[[DirectWriter, Node], str]:
     return write
 
 
-def _extreme(name: str) -> Callable[[DirectWriter, Node], str]:
+def _extreme(name: str) -> Form:
     """Returns the form of the larger or smaller of two whole numbers."""
 
     def write(writer: DirectWriter, node: Node) -> str:
-        left, right = _arguments(node, "a", "b")
-        if _kind(left) is not Kind.INT or _kind(right) is not Kind.INT:
+        left, right = named_arguments(node, "a", "b")
+        if kind_of_node(left) is not Kind.INT or kind_of_node(right) is not Kind.INT:
             raise NotDirect
         return f"{writer.builtin(name)}({writer.text(left)}, {writer.text(right)})"
 
@@ -413,20 +204,20 @@ def _extreme(name: str) -> Callable[[DirectWriter, Node], str]:
 
 
 def _choice(writer: DirectWriter, node: Node) -> str:
-    condition, then, otherwise = _arguments(node, "b", "t", "f")
-    if _kind(condition) is not Kind.BOOL:
+    condition, then, otherwise = named_arguments(node, "b", "t", "f")
+    if kind_of_node(condition) is not Kind.BOOL:
         raise NotDirect
     return f"{writer.text(then)} if {writer.text(condition)} else {writer.text(otherwise)}"
 
 
 def _assert_scalar(writer: DirectWriter, node: Node) -> str:
-    condition, message = _arguments(node, "self", "assert_msg")
+    condition, message = named_arguments(node, "self", "assert_msg")
     arguments = [writer.text(condition), writer.text(message), "'RuntimeError'", "None"]
     return writer.implementation(_OURS.require.default, arguments)
 
 
 def _check_layout(writer: DirectWriter, node: Node) -> str:
-    tensor, name, dtype, sizes, strides, device, alignment = _arguments(
+    tensor, name, dtype, sizes, strides, device, alignment = named_arguments(
         node, "tensor", "name", "dtype", "sizes", "strides", "device", "alignment"
     )
     if alignment != 1:
@@ -436,17 +227,46 @@ def _check_layout(writer: DirectWriter, node: Node) -> str:
 
 
 def _cond(writer: DirectWriter, node: Node) -> str:
-    predicate, then, otherwise, operands = _arguments(node, "pred", "true_fn", "false_fn", "operands")
+    predicate, then, otherwise, operands = named_arguments(node, "pred", "true_fn", "false_fn", "operands")
     blocks = f"{_block(then)} if {writer.text(predicate)} else {_block(otherwise)}"
     return f"({blocks})({', '.join([writer.text(item) for item in operands])})"
 
 
 def _while_loop(writer: DirectWriter, node: Node) -> str:
-    condition, body, carried, extra = _arguments(
+    condition, body, carried, extra = named_arguments(
         node, "cond_fn", "body_fn", "carried_inputs", "additional_inputs"
     )
     arguments = [_block(condition), _block(body), writer.tuple(carried), writer.tuple(extra)]
-    return writer.runtime(direct, "while_loop", arguments)
+    stacked = ["stacked=True"] if node.target is while_loop_stack_output else []
+    return writer.runtime(direct, "while_loop", [*arguments, *stacked])
+
+
+def _scan(writer: DirectWriter, node: Node) -> str:
+    body, carried, over, extra = named_arguments(node, "combine_fn", "init", "xs", "additional_inputs")
+    return _over_slices(writer, node, body, carried, over, extra)
+
+
+def _map(writer: DirectWriter, node: Node) -> str:
+    body, over, extra = named_arguments(node, "f", "xs", "pos_args")
+    return _over_slices(writer, node, body, (), over, extra)
+
+
+def _over_slices(writer: DirectWriter, node: Node, body: Any, carried: Any, over: Any, extra: Any) -> str:
+    """Returns a loop over slices; stacked results are contiguous, and there is a slice."""
+    count = _slices(over[0]) if over else 0
+    whole = [user.meta.get("val") for user in node.users]
+    if count < 1 or not all(isinstance(val, torch.Tensor) and val.is_contiguous() for val in whole):
+        raise NotDirect
+    return writer.runtime(
+        direct, "scan", [_block(body), writer.tuple(carried), writer.tuple(over), writer.tuple(extra)]
+    )
+
+
+def _slices(item: Any) -> int:
+    """Returns how many slices a tensor has, 0 where that is not known before it runs."""
+    val = item.meta.get("val") if isinstance(item, Node) else None
+    size: Any = val.shape[0] if isinstance(val, torch.Tensor) and val.dim() else 0
+    return size if type(size) is int else 0
 
 
 def _call_function(writer: DirectWriter, node: Node) -> str:
@@ -462,7 +282,7 @@ def _block(item: Any) -> str:
     return repr(item)
 
 
-_SPECIAL: Mapping[Any, Callable[[DirectWriter, Node], str]] = {
+DIRECT_FORMS: Mapping[Any, Form] = {
     _OURS.cpp_kernel.default: _cpp_kernel,
     triton_launch: _triton_kernel,
     _ATEN.empty_strided.default: _empty_strided,
@@ -483,5 +303,8 @@ _SPECIAL: Mapping[Any, Callable[[DirectWriter, Node], str]] = {
     torch.sym_ite: _choice,
     _HIGHER.cond: _cond,
     _HIGHER.while_loop: _while_loop,
+    while_loop_stack_output: _while_loop,
+    _HIGHER.scan: _scan,
+    _HIGHER.map_impl: _map,
     _HIGHER.invoke_subgraph: _call_function,
 }

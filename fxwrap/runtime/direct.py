@@ -11,9 +11,9 @@ import torch
 from torch.fx import Proxy
 
 from fxwrap.errors import GraphModuleError
+from fxwrap.runtime import control
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_function, load_kernel, prepare_kernels
-from fxwrap.runtime.tensors import copy
 from fxwrap.torch_compat import has_own_memory, operators_are_watched
 
 INSTEAD = (
@@ -100,14 +100,32 @@ class Kernels:
 
 
 def while_loop(
-    cond: Callable[..., Any], body: Callable[..., tuple[Any, ...]], carried: Sequence[Any], extra: Sequence[Any]
+    cond: Callable[..., Any],
+    body: Callable[..., tuple[Any, ...]],
+    carried: Sequence[Any],
+    extra: Sequence[Any],
+    stacked: bool = False,
 ) -> tuple[Any, ...]:
-    """Repeats `body(*carried, *extra)` while `cond` of the same gives true; returns the last carried values.
+    """Repeats `body(*carried, *extra)` while `cond` of the same gives true; see `control.while_loop`."""
+    return control.while_loop(lambda given: (cond(*given),), lambda given: body(*given), carried, extra, stacked)
 
-    They are copies when no round runs.
+
+def scan(
+    body: Callable[..., tuple[Any, ...]], carried: Sequence[Any], over: Sequence[torch.Tensor], extra: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Runs `body(*carried, *slices, *extra)` along the first dimension of `over`.
+
+    Returns the last carried values, then what else each round gives, stacked along a new first dimension. There must be
+    a slice: torch's operators refuse to run without.
     """
-    current, rounds = tuple(carried), 0
-    while cond(*current, *extra):
-        current = body(*current, *extra)
-        rounds += 1
-    return current if rounds else tuple([copy(item) for item in current])
+    current, count = tuple(carried), len(carried)
+    stacked: list[torch.Tensor] = []
+    for position, slices in enumerate(zip(*[tensor.unbind(0) for tensor in over], strict=True)):
+        given = body(*current, *slices, *extra)
+        current = given[:count]
+        if not position:
+            stacked = [item.new_empty((len(over[0]), *item.shape)) for item in given[count:]]
+        for place, item in zip(stacked, given[count:], strict=True):
+            place[position].copy_(item)
+        del given  # so that nothing but `current` holds what is carried while the next round runs
+    return (*current, *stacked)
