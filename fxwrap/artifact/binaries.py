@@ -18,12 +18,11 @@ from typing import Any
 
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.cache_limit import limit_cache, mark_used
-from fxwrap.converters.cpp import to_cpp
+from fxwrap.converters.cpp import is_compiled_by_triton, linked_units, to_cpp
 from fxwrap.converters.emitted import kernel_texts
 from fxwrap.device_registry import language_facts
-from fxwrap.device_spec import KernelLanguage
 from fxwrap.errors import FxwrapError
-from fxwrap.runtime.cpp_kernels import KernelText, cpp_kernel_units
+from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import kernel_library
 from fxwrap.runtime.native import (
     BRIDGE_LIBRARIES,
@@ -76,7 +75,7 @@ def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[s
 
 def write_triton(writer: ArchiveWriter, kernels: Iterable[KernelText]) -> list[dict[str, Any]]:
     """Adds what this process has had Triton compile of these kernels; returns what the manifest says of it."""
-    by_triton = [kernel for kernel in kernels if _is_compiled_by_triton(language_facts(kernel.language))]
+    by_triton = [kernel for kernel in kernels if is_compiled_by_triton(language_facts(kernel.language))]
     return [item for kernel in by_triton for item in _add_triton(writer, kernel)]
 
 
@@ -85,20 +84,13 @@ def bridge_folder() -> Path:
     return provided_bridge() or build_bridge().folder
 
 
-def _is_compiled_by_triton(facts: KernelLanguage) -> bool:
-    return facts.is_triton and not facts.by_user
-
-
 def program_library(source: str, program: Program) -> Path:
     """Returns the library of a program in C++ whose text this is, compiled now where it is not yet.
 
     Raises NativeBuildError where it does not compile.
     """
-    linked = [kernel for kernel in kernel_texts(program) if language_facts(kernel.language).linked]
-    kernels = [kernel for kernel in linked if kernel.symbol in source]
-    return provided_program(source) or compile_cpp(
-        source, name=program.name, extra_sources=cpp_kernel_units(kernels)
-    )
+    kernels = [kernel for kernel in kernel_texts(program) if kernel.symbol in source]
+    return provided_program(source) or compile_cpp(source, name=program.name, extra_sources=linked_units(kernels))
 
 
 def _add(writer: ArchiveWriter, library: Path) -> str:

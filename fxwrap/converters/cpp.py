@@ -12,6 +12,7 @@ from fxwrap.converters.cpp_text import CppUnit, Table, comment_text, indented, p
 from fxwrap.converters.cpp_writer import CppWriter
 from fxwrap.converters.emitted import Emitted
 from fxwrap.device_registry import language_facts
+from fxwrap.device_spec import KernelLanguage
 from fxwrap.errors import Unsupported
 from fxwrap.lines import (
     SCATTER_OPERATORS,
@@ -55,8 +56,9 @@ from fxwrap.lines import (
 )  # fmt: skip
 from fxwrap.runtime.cpp_kernels import KernelText, cpp_declaration, cpp_kernel_units, cpp_symbol
 from fxwrap.runtime.kernels import options_text
+from fxwrap.runtime.native import NativeSource, compile_cpp, load_program, provided_program
 from fxwrap.runtime.native import Program as NativeProgram
-from fxwrap.runtime.native import compile_cpp, load_program, provided_program
+from fxwrap.runtime.triton_units import compiled_variants, variants_symbol, variants_unit
 from fxwrap.symbolic import SymbolInfo, symbol_kind
 from fxwrap.torch_compat import out_argument_names
 from fxwrap.wrapper_ir import (
@@ -71,6 +73,7 @@ from fxwrap.wrapper_ir import (
     Value,
     leaves,
 )
+
 
 _OWNED = (Ownership.OWNED, Ownership.SHARED)
 
@@ -153,8 +156,11 @@ class CppConverter(Converter):
         kernel = self.program.kernel(line.kernel)
         tensors = [item for item in line.arguments if _is_tensor(item)]
         numbers = [item for item in line.arguments if not _is_tensor(item)]
-        if language_facts(kernel.language).linked:
+        facts = language_facts(kernel.language)
+        if facts.linked:
             self._launch_cpp(line, kernel, [*tensors, *line.outs], numbers)
+        elif is_compiled_by_triton(facts) and len(line.arguments) + len(line.outs) == len(kernel.signature):
+            self._launch_triton(line, kernel, tensors, numbers)
         else:
             self._launch_by_operator(line, kernel, tensors, numbers)
         for value in line.outs:
@@ -173,6 +179,19 @@ class CppConverter(Converter):
         function = self.unit.kernel(kernel.name, symbol, cpp_declaration(symbol, kernel.signature))
         pointers = [f"data_ptr(f, {self.writer.name_of(value)})" for value in tensors]
         self.writer.say(f"{function}({', '.join([*pointers, *map(self.writer.number, numbers)])});")
+
+    def _launch_triton(
+        self, line: Launch, kernel: KernelDefinition, tensors: Sequence[Value], numbers: Sequence[Any]
+    ) -> None:
+        """Launches what Triton compiled, which is linked in; without it, and on a CPU, the bridge asks Python."""
+        symbol = cpp_symbol(kernel.source, kernel.signature, kernel.options)
+        self.kernels[symbol] = kernel
+        texts = (kernel.language, kernel.source, ", ".join(kernel.signature), options_text(kernel.options))
+        record = self.unit.launched_kernel(kernel.name, symbol, variants_symbol(symbol), texts)
+        grid = ", ".join(map(self.unit.number, line.grid))
+        slots = [", ".join(map(self.writer.name_of, values)) for values in (tensors, line.outs)]
+        given = ", ".join(map(self.writer.number, numbers))
+        self.writer.say(f"launch(f, {record}, {{{grid}}}, {{{slots[0]}}}, {{{slots[1]}}}, {{{given}}});")
 
     def _launch_by_operator(
         self, line: Launch, kernel: KernelDefinition, tensors: Sequence[Value], numbers: Sequence[Any]
@@ -423,11 +442,24 @@ def _input_text(unit: CppUnit, item: Input) -> str:
 
 
 def _load(source: str, program: Program, converter: CppConverter) -> NativeProgram:
-    kernels = [
-        KernelText(kernel.language, kernel.source, kernel.signature, kernel.options)
-        for kernel in converter.kernels.values()
-    ]
     path = provided_program(source)
     if path is None:
-        path = compile_cpp(source, name=program.name, extra_sources=cpp_kernel_units(kernels))
+        kernels = [
+            KernelText(kernel.language, kernel.source, kernel.signature, kernel.options)
+            for kernel in converter.kernels.values()
+        ]
+        path = compile_cpp(source, name=program.name, extra_sources=linked_units(kernels))
     return load_program(path, [program.store.tensors[constant.value.name] for constant in program.constants])
+
+
+def linked_units(kernels: Sequence[KernelText]) -> list[NativeSource]:
+    """Returns what emitted C++ is linked with, of its kernels: those in C++, and what Triton has compiled by now."""
+    in_cpp = [kernel for kernel in kernels if language_facts(kernel.language).linked]
+    by_triton = [kernel for kernel in kernels if is_compiled_by_triton(language_facts(kernel.language))]
+    variants = {kernel.symbol: compiled_variants(kernel) for kernel in by_triton}
+    return [*cpp_kernel_units(in_cpp), *variants_unit(variants)]
+
+
+def is_compiled_by_triton(facts: KernelLanguage) -> bool:
+    """Says whether kernels of a language are launched with what Triton compiled before; the user's are tuned first."""
+    return facts.is_triton and not facts.by_user

@@ -30,8 +30,8 @@ thread_local throw true try typedef typeid typename union unsigned using virtual
 """
 _BRIDGE_NAMES = """
 Arg Args BoolSymbol DType Device FloatSymbol Frame FxwrapValue Input Inputs IntSymbol Ints Layout MemoryFormat Operator
-Program Site Slot abi_version alias call check_alignment check_layout check_rank complex count data_ptr defined drop
-empty_strided fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int list mark_written move named
+Grid Kernel Number Numbers Program Site Slot Slots Variant Variants abi_version alias call check_alignment check_layout check_rank complex count data_ptr defined drop
+empty_strided fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int launch list mark_written move named
 none owned pool_slice restore_random_state reuse save_random_state size size_t std storage_offset stride view
 """
 _PROGRAM_NAMES = """
@@ -217,6 +217,20 @@ class CppUnit:
         if new:
             lines = "\n".join([f"    {string_text(line)}" for line in source.splitlines(keepends=True)])
             self.tables.append(f"static constexpr char {found}[] =\n{lines};")
+        return found
+
+    def launched_kernel(self, name: str, symbol: str, variants: str, texts: Sequence[str]) -> str:
+        """Returns the table entry of a kernel that is launched over a grid, by its symbol.
+
+        `variants` is what its compiled code is linked under, `texts` its language, source, signature and options.
+        """
+        found, new = self._named("launched", name, name)
+        if new:
+            language, source, *rest = texts
+            fields = [*map(string_text, (symbol, language)), self.kernel_source(name, source), *map(string_text, rest)]
+            declared = f'extern "C" const Variants {variants} __attribute__((weak));'
+            record = f"static Kernel {found}{{{', '.join([*fields, f'&{variants}'])}}};"
+            self.tables.append(f"{declared}\n{record}")
         return found
 
     def part(self, statements: Sequence[str]) -> list[str]:

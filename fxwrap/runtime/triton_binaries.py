@@ -29,9 +29,14 @@ class TritonBinary:
 
 def compiled_triton(kernel: KernelText) -> list[TritonBinary]:
     """Returns what this process has compiled a kernel to, for all its uses; nothing where it was interpreted only."""
+    return [taken(item) for item in compiled_by_triton(kernel)]
+
+
+def compiled_by_triton(kernel: KernelText) -> list[Any]:
+    """Returns Triton's own objects for what this process has compiled a kernel to."""
     function = gpu_function(kernel.source, kernel.signature, kernel.options)
     caches = getattr(function, "device_caches", {})
-    return [taken(item) for cache in list(caches.values()) for item in list(cache[0].values()) if hasattr(item, "hash")]
+    return [item for cache in list(caches.values()) for item in list(cache[0].values()) if hasattr(item, "hash")]
 
 
 def taken(compiled: Any) -> TritonBinary:

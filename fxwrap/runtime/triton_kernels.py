@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
-from fxwrap.runtime.cpp_kernels import KernelOptions
+from fxwrap.device_spec import TRITON
+from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.triton_compile import gpu_function, kernel_of, launch_keywords, one_at_a_time, triton
 from fxwrap.runtime.triton_interpreter import interpreter_additions
+from fxwrap.runtime.triton_launchers import native_launcher
 
 _LIBRARY = ("triton.language", "triton.language.standard", "triton.language.random", "triton.language.math")
 _CORE = "triton.language.core"
@@ -44,14 +46,14 @@ def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelO
         with interpreting():
             return kernel_of(source)
 
-    def launch(grid: Sequence[int], *arguments: torch.Tensor | float) -> None:
+    def by_triton(grid: Sequence[int], *arguments: torch.Tensor | float) -> Any:
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
-            on_gpu()[tuple(grid)](*arguments, **constants, **choices)
-            return
+            return on_gpu()[tuple(grid)](*arguments, **constants, **choices)
         with interpreting(), own_errors():
             interpreted()[tuple(grid)](*arguments, **constants)
+        return None
 
-    return launch
+    return native_launcher(KernelText(TRITON.name, source, signature, options), constants, by_triton)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .build import BRIDGE_LIBRARIES as BRIDGE_LIBRARIES
+from .build import PROGRAM_FLAGS as PROGRAM_FLAGS
 from .build import NativeSource as NativeSource
 from .build import Program as Program
 from .build import binary_target as binary_target
@@ -12,6 +13,7 @@ from .build import cache_folder as cache_folder
 from .build import compile_cpp as compile_cpp
 from .build import compiled_kernels as compiled_kernels
 from .build import compiler_identity as compiler_identity
+from .build import launcher_class as launcher_class
 from .build import load_program as load_program
 from .build import record_kernels as record_kernels
 from .build import unusable as unusable

@@ -11,13 +11,12 @@
 #include <variant>
 #include <vector>
 
+#include "binding.h"
 #include "frame.h"
 
-// Of libtorch_python, declared here because its own headers bring in pybind11 (15 s of compile time).
+// Of libtorch_python, as what binding.h declares.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 PyObject* THPVariable_Wrap(at::TensorBase&& tensor);
-extern PyObject* THPVariableClass;
-extern PyObject* ParameterClass;
 namespace torch {
 void translate_exception_to_python(const std::exception_ptr& error);
 }
@@ -27,16 +26,11 @@ namespace {
 using fxwrap::Arg;
 using fxwrap::Execution;
 using fxwrap::Input;
+using fxwrap::binding::is_plain_tensor;
+using fxwrap::binding::set_python_error;
+using fxwrap::binding::unpack;
 
 PyObject* input_error = nullptr;  // fxwrap.errors.InputError
-
-// The head of torch's Tensor object. `check_tensor_layout` proves it at import.
-struct TensorObject {
-  PyObject_HEAD
-  at::Tensor tensor;
-};
-
-const at::Tensor& unpack(PyObject* object) { return reinterpret_cast<TensorObject*>(object)->tensor; }
 
 bool check_tensor_layout() {
   const at::Tensor probe = at::empty({0});
@@ -108,12 +102,6 @@ std::vector<bool>* find_movable(const fxwrap::Program& program) {
 bool wrong_kind(const char* name, const char* expected, PyObject* got) {
   PyErr_Format(input_error, "input '%s': expected %s, got %.200s", name, expected, Py_TYPE(got)->tp_name);
   return false;
-}
-
-bool is_plain_tensor(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  return type == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
-         type == reinterpret_cast<PyTypeObject*>(ParameterClass);
 }
 
 bool set_int(int64_t& place, const char* name, PyObject* object) {
@@ -202,16 +190,6 @@ PyObject* get_outputs(const ProgramObject* self, const fxwrap::Frame& f) {
     PyTuple_SET_ITEM(result, i, item);
   }
   return result;
-}
-
-void set_python_error(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const fxwrap::InputError& failure) {
-    PyErr_SetString(input_error, failure.what());
-  } catch (...) {
-    torch::translate_exception_to_python(error);
-  }
 }
 
 // Runs with the GIL released; returns false with a Python error set.
@@ -409,6 +387,20 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fxwrap_binding", "Emitted C++ pro
 
 }  // namespace
 
+namespace fxwrap::binding {
+
+void set_python_error(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const fxwrap::InputError& failure) {
+    PyErr_SetString(input_error, failure.what());
+  } catch (...) {
+    torch::translate_exception_to_python(error);
+  }
+}
+
+}  // namespace fxwrap::binding
+
 PyMODINIT_FUNC PyInit__fxwrap_binding() {
   PyObject* errors = PyImport_ImportModule("fxwrap.errors");
   if (errors == nullptr) return nullptr;
@@ -419,5 +411,6 @@ PyMODINIT_FUNC PyInit__fxwrap_binding() {
   if (result != nullptr && PyModule_AddObjectRef(result, "Program", reinterpret_cast<PyObject*>(&program_type)) != 0) {
     Py_CLEAR(result);
   }
+  if (result != nullptr && !fxwrap::binding::add_launcher(result)) Py_CLEAR(result);
   return result;
 }

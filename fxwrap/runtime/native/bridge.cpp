@@ -16,6 +16,7 @@
 #include "calls.h"
 #include "frame.h"
 #include "checks.h"
+#include "launch.h"
 
 namespace fxwrap {
 
@@ -72,6 +73,18 @@ at::Tensor tensor_on(const at::Tensor& memory, int64_t distance, at::IntArrayRef
   return at::Tensor(std::move(made));
 }
 
+c10::List<at::Tensor> tensor_list(Frame& f, Slots slots) {
+  c10::List<at::Tensor> list;
+  for (Slot slot : slots) list.push_back(tensor_at(f, slot));
+  return list;
+}
+
+at::Scalar scalar_for(const Number& number, Parameter parameter) {
+  if (number.is_real) return number.real;
+  if (parameter == Parameter::truth) return number.integer != 0;
+  return number.integer;
+}
+
 PreparedCall& first_use(Site& site) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
@@ -103,6 +116,24 @@ void call(Frame& f, Site& site) {
   void* prepared = __atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE);
   const PreparedCall& ready = prepared ? *static_cast<PreparedCall*>(prepared) : first_use(site);
   ready.run(f);
+}
+
+void launch_by_operator(Frame& f, const Kernel& kernel, const Grid& grid, Slots tensors, Slots outs, Numbers numbers) {
+  const auto found = c10::Dispatcher::singleton().findSchema({"fxwrap_runtime::launch", ""});
+  TORCH_CHECK(found.has_value(), "no compiled form of a kernel holds for its arguments, and another can only be ",
+              "compiled by Python: import fxwrap");
+  c10::List<std::string> signature;
+  c10::List<at::Scalar> scalars;
+  auto entries = signature_entries(kernel.signature);
+  auto entry = entries.begin() + std::min(entries.size(), tensors.size() + outs.size());
+  for (const Number& number : numbers) {
+    scalars.push_back(scalar_for(number, entry == entries.end() ? Parameter::integer : parameter_of(*entry++)));
+  }
+  for (std::string& item : entries) signature.push_back(std::move(item));
+  std::vector<c10::IValue> stack{
+      std::string(kernel.language), std::string(kernel.source), std::move(signature), std::string(kernel.options),
+      c10::List<int64_t>({grid.x, grid.y, grid.z}), tensor_list(f, tensors), tensor_list(f, outs), std::move(scalars)};
+  found->callBoxed(&stack);
 }
 
 void empty_strided(Frame& f, Slot out, Ints sizes, Ints strides, DType dtype, Device& device) {

@@ -180,6 +180,61 @@ FXWRAP_API bool item_bool(Frame& f, Slot slot);
 FXWRAP_API void* data_ptr(Frame& f, Slot slot);
 FXWRAP_API void mark_written(Frame& f, Slot slot);  // after a kernel wrote it: autograd's version counter moves on
 
+// Kernels that are launched over a grid.
+struct Grid {
+  int64_t x = 1, y = 1, z = 1;  // nothing is launched where one is not positive
+};
+
+// A number that a launch is given.
+struct Number {
+  bool is_real = false;
+  union {
+    int64_t integer;
+    double real;
+  };
+  constexpr Number(bool value) : integer(value) {}
+  constexpr Number(int value) : integer(value) {}
+  constexpr Number(long value) : integer(value) {}
+  constexpr Number(long long value) : integer(value) {}
+  constexpr Number(double value) : is_real(true), real(value) {}
+};
+
+// A kernel as it was compiled for a chip, and for arguments of these classes (launch.h).
+struct Variant {
+  const char* name;        // of the function
+  const void* cubin;
+  const char* ptx;         // for newer chips; null where they cannot run it
+  int32_t capability;      // of the chip: 80 for 8.0
+  bool one_chip;           // it runs on no other
+  int32_t threads;         // of a block
+  int32_t shared;          // bytes of shared memory of a block
+  const uint8_t* classes;  // one for each parameter: what its argument is
+  const uint8_t* passed;   // one for each parameter: how the function takes it
+};
+
+struct Variants {
+  const Variant* data;
+  int64_t size;
+};
+
+// A kernel of a program. `symbol` is made from its content: equal kernels have equal ones, and share what they hold.
+struct Kernel {
+  const char* symbol;
+  const char* language;
+  const char* source;
+  const char* signature;           // "*f32, *f32, i64"
+  const char* options;             // JSON
+  const Variants* compiled;        // what is linked in; null where nothing is
+  void* held = nullptr;            // the bridge's
+};
+
+using Slots = std::initializer_list<Slot>;
+using Numbers = std::initializer_list<Number>;
+
+// Launches a kernel on its tensors' device, on torch's current stream there; its arguments are `tensors`, `outs` and
+// `numbers`, in the order of its signature. Where nothing that is compiled holds for them, Python compiles it.
+FXWRAP_API void launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers);
+
 // The state of a device's default generator, as a new uint8 tensor on the CPU, and back.
 FXWRAP_API void save_random_state(Frame& f, Slot out, Device& device);
 FXWRAP_API void restore_random_state(Frame& f, Slot state, Device& device);

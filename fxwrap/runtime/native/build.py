@@ -35,9 +35,11 @@ from fxwrap.errors import NativeBuildError
 from fxwrap.runtime.native.provided import provided_bridge, provided_kernel
 
 _HERE = Path(__file__).parent
-_BRIDGE_SOURCES = ("values.cpp", "typed_calls.cpp", "bridge.cpp", "checks.cpp", "execute.cpp")
-_BINDING_SOURCE = "binding.cpp"
-_HEADERS = ("bridge.h", "frame.h", "values.h", "calls.h", "checks.h")
+_BRIDGE_SOURCES = (
+    *("values.cpp", "typed_calls.cpp", "bridge.cpp", "checks.cpp", "execute.cpp", "driver.cpp", "launch.cpp"),
+)
+_BINDING_SOURCES = ("binding.cpp", "launcher.cpp")
+_HEADERS = ("bridge.h", "frame.h", "values.h", "calls.h", "checks.h", "driver.h", "launch.h", "binding.h")
 BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 """The files of the bridge: its library, and its Python binding."""
 
@@ -46,7 +48,7 @@ _BRIDGE, _BINDING = BRIDGE_LIBRARIES
 _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
 _BRIDGE_FLAGS = ("-O2", "-DNDEBUG")
 # Straight-line calls: no optimisation runs as fast and compiles fastest (benchmarks/bridge_calls.py).
-_PROGRAM_FLAGS = ("-O0",)
+PROGRAM_FLAGS = ("-O0",)
 # Compilers tune for half the width of the vectors that AVX-512 has; loops over whole rows are faster with all of it.
 _WIDEST_VECTORS = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
 # Kernels keep eager's rounding (no contraction) and its wrap-around of integers; nothing reads errno or traps.
@@ -87,10 +89,12 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NativeSource:
-    """A further translation unit of a program: its text and the flags for it (those of CPU kernels by default)."""
+    """A further translation unit of a program: its text, the flags for it (those of CPU kernels by default), and files
+    that stand beside it by name while it is compiled."""
 
     text: str
     flags: tuple[str, ...] = KERNEL_FLAGS
+    files: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
     kernels). The sources are kept beside the library for debuggers. `CXX` names the compiler (default: g++, c++ or
     clang++, whichever is found first). Raises NativeBuildError with the command and the compiler's output.
     """
-    sources = (NativeSource(source_text, _PROGRAM_FLAGS), *extra_sources)
+    sources = (NativeSource(source_text, PROGRAM_FLAGS), *extra_sources)
     compiler = _compiler()
     bridge = build_bridge().folder
     stem = re.sub(r"\W+", "_", name) or "program"
@@ -125,6 +129,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         _bridge_digest(),
         str(bridge),
         *(text for source in sources for text in (source.text, *source.flags)),
+        *(f"{file} {hashlib.sha256(content).hexdigest()}" for source in sources for file, content in source.files),
         *[_kernel_header() for source in sources if _KERNEL_HEADER in source.text],
         _processor() if any("-march=native" in source.flags for source in sources) else "",
     )
@@ -135,6 +140,8 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         for index, source in enumerate(sources):
             path = folder / (f"{stem}.cpp" if index == 0 else f"{stem}_kernels_{index}.cpp")
             path.write_text(source.text, encoding="utf-8")
+            for file, content in source.files:
+                (folder / file).write_bytes(content)
             objects.append(path.with_suffix(".o").name)
             own = compiler.kernel_flags if source.flags == KERNEL_FLAGS else ()
             flags = (*_COMMON_FLAGS, *source.flags, *own, "-I", str(_HERE))
@@ -146,7 +153,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
             [[*compiler.command, "-shared", *shared, *objects, *bridge_flags, *compiler.runtime, "-o", f"{stem}.so"]],
             folder,
         )
-        for item in objects:
+        for item in (*objects, *[file for source in sources for file, _ in source.files]):
             (folder / item).unlink()
 
     return _entry(cache_folder() / "programs" / key, build) / f"{stem}.so"
@@ -188,6 +195,22 @@ def load_program(path: Path | str, constants: Sequence[torch.Tensor] = (), symbo
     return cast(Program, _binding().Program(str(path), constants=tuple(constants), symbol=symbol))
 
 
+def launcher_class() -> Any:
+    """Returns the bridge's type for launchers of GPU kernels (`triton_launchers.Launcher` says what it does).
+
+    Raises NativeBuildError where the bridge cannot be built.
+    """
+    return _binding().Launcher
+
+
+def use_driver(path: Path) -> None:
+    """Takes the functions of the CUDA driver, and torch's for the current stream, from a library: for tests.
+
+    Raises RuntimeError where the library cannot be opened or lacks one.
+    """
+    _binding().use_driver(str(path))
+
+
 def build_bridge() -> BridgeBuild:
     """Build the bridge and its Python binding for this torch, Python and compiler, or find them in the cache."""
     compiler = _compiler()
@@ -210,7 +233,7 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
     include = ["-isystem", str(torch_root / "include"), "-isystem", sysconfig.get_paths()["include"]]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     flags = [*_COMMON_FLAGS, *_BRIDGE_FLAGS, abi, *include]
-    sources = sorted((*_BRIDGE_SOURCES, _BINDING_SOURCE), key=lambda s: (_HERE / s).stat().st_size, reverse=True)
+    sources = sorted((*_BRIDGE_SOURCES, *_BINDING_SOURCES), key=lambda s: (_HERE / s).stat().st_size, reverse=True)
     _run_all(
         [[*compiler.command, *flags, "-c", str(_HERE / s), "-o", Path(s).stem + ".o"] for s in sources],
         folder,
@@ -220,7 +243,7 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
     link = [*compiler.command, "-shared", *objects, *torch_flags, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE]
     _run_all([link], folder)
     binding = [
-        Path(_BINDING_SOURCE).stem + ".o",
+        *[Path(source).stem + ".o" for source in _BINDING_SOURCES],
         "-L.",
         "-lfxwrap_bridge",
         "-Wl,-rpath,$ORIGIN",
@@ -307,7 +330,7 @@ def _environment(compiler: _Compiler) -> str:
 
 @cache
 def _bridge_digest() -> str:
-    files = (*_HEADERS, *_BRIDGE_SOURCES, _BINDING_SOURCE)
+    files = (*_HEADERS, *_BRIDGE_SOURCES, *_BINDING_SOURCES)
     return _digest(*_BRIDGE_FLAGS, *((_HERE / name).read_text(encoding="utf-8") for name in files))
 
 
@@ -399,7 +422,7 @@ def binary_target() -> dict[str, Any]:
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "python": str(sysconfig.get_config_var("SOABI")),
-        "bridge": _digest(_bridge_digest(), _kernel_header(), *_COMMON_FLAGS, *_PROGRAM_FLAGS, *KERNEL_FLAGS),
+        "bridge": _digest(_bridge_digest(), _kernel_header(), *_COMMON_FLAGS, *PROGRAM_FLAGS, *KERNEL_FLAGS),
         "machine": f"{platform.system()} {platform.machine()}",
         "libc": platform.libc_ver()[1],
         "instructions": _instructions(),

@@ -1,0 +1,244 @@
+// The Python type `Launcher`: a GPU kernel as a callable that does per call what a launch needs, and nothing else.
+#include <Python.h>
+#include <structmember.h>
+
+#include <cstring>
+#include <exception>
+
+#include "binding.h"
+#include "launch.h"
+
+namespace {
+
+using fxwrap::Arguments;
+using fxwrap::Grid;
+using fxwrap::HeldKernel;
+using fxwrap::Parameter;
+using fxwrap::Variant;
+using fxwrap::binding::set_python_error;
+
+struct LauncherObject {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  HeldKernel* kernel;
+  PyObject* otherwise;
+};
+
+bool read_int(int64_t& place, PyObject* object) {
+  if (!PyLong_CheckExact(object)) return false;
+  int overflow = 0;
+  place = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0;
+}
+
+bool read_grid(Grid& grid, PyObject* object) {
+  return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 3 && read_int(grid.x, PyTuple_GET_ITEM(object, 0)) &&
+         read_int(grid.y, PyTuple_GET_ITEM(object, 1)) && read_int(grid.z, PyTuple_GET_ITEM(object, 2));
+}
+
+bool read_real(double& place, PyObject* object) {
+  if (PyFloat_CheckExact(object)) {
+    place = PyFloat_AS_DOUBLE(object);
+    return true;
+  }
+  int64_t integer = 0;
+  if (!read_int(integer, object)) return false;
+  place = double(integer);
+  return true;
+}
+
+// Returns false where only Triton knows what to do with an argument; may throw what torch says of a tensor.
+bool read_argument(Arguments& arguments, Parameter parameter, PyObject* object) {
+  switch (parameter) {
+    case Parameter::pointer:
+      return fxwrap::binding::is_plain_tensor(object) && arguments.add_tensor(fxwrap::binding::unpack(object));
+    case Parameter::integer: {
+      int64_t value = 0;
+      if (!read_int(value, object)) return false;
+      arguments.add_integer(value);
+      return true;
+    }
+    case Parameter::real: {
+      double value = 0;
+      if (!read_real(value, object)) return false;
+      arguments.add_real(value);
+      return true;
+    }
+    case Parameter::truth:
+      if (!PyBool_Check(object)) return false;
+      arguments.add_truth(object == Py_True);
+      return true;
+  }
+  return false;
+}
+
+bool read_call(Grid& grid, Arguments& arguments, const HeldKernel& kernel, PyObject* const* values, Py_ssize_t count) {
+  const auto& parameters = kernel.parameters();
+  if (count != Py_ssize_t(parameters.size()) + 1 || count > Arguments::most || !read_grid(grid, values[0])) return false;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!read_argument(arguments, parameters[i], values[i + 1])) return false;
+  }
+  return arguments.device() >= 0;
+}
+
+// Launches without the GIL, since a full queue makes the driver wait. Returns false where no compilation holds.
+bool launch_released(const HeldKernel& kernel, const Grid& grid, Arguments& arguments) {
+  std::exception_ptr error;
+  bool launched = false;
+  PyThreadState* state = PyEval_SaveThread();
+  try {
+    launched = kernel.launch(grid, arguments);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  PyEval_RestoreThread(state);
+  if (error) std::rethrow_exception(error);
+  return launched;
+}
+
+// launcher(grid, *tensors, *numbers)
+PyObject* call(PyObject* object, PyObject* const* values, size_t flags, PyObject* keywords) {
+  auto* self = reinterpret_cast<LauncherObject*>(object);
+  try {
+    Grid grid;
+    Arguments arguments;
+    if (keywords == nullptr && read_call(grid, arguments, *self->kernel, values, PyVectorcall_NARGS(flags))) {
+      const bool nothing = grid.x <= 0 || grid.y <= 0 || grid.z <= 0;
+      if (nothing || launch_released(*self->kernel, grid, arguments)) Py_RETURN_NONE;
+    }
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+  return PyObject_Vectorcall(self->otherwise, values, flags, keywords);
+}
+
+uint8_t* copied(const char* data, Py_ssize_t size) {
+  auto* copy = new uint8_t[size + 1];
+  std::memcpy(copy, data, size);
+  copy[size] = 0;
+  return copy;
+}
+
+// hold(name, threads, shared, classes, passed, device, function): what it copies stays for the life of the process.
+PyObject* hold(PyObject* object, PyObject* values) {
+  auto* self = reinterpret_cast<LauncherObject*>(object);
+  const char *name = nullptr, *classes = nullptr, *passed = nullptr;
+  int threads = 0, shared = 0, device = 0;
+  Py_ssize_t class_count = 0, passed_count = 0;
+  unsigned long long function = 0;
+  if (!PyArg_ParseTuple(values, "siiy#y#iK", &name, &threads, &shared, &classes, &class_count, &passed, &passed_count,
+                        &device, &function)) {
+    return nullptr;
+  }
+  const auto count = Py_ssize_t(self->kernel->parameters().size());
+  if (class_count != count || passed_count != count) {
+    PyErr_Format(PyExc_ValueError, "a kernel of %zd parameters has classes for %zd and ways to pass %zd", count,
+                 class_count, passed_count);
+    return nullptr;
+  }
+  try {
+    if (!self->kernel->holds(reinterpret_cast<const uint8_t*>(classes), device)) {
+      const Variant variant{reinterpret_cast<char*>(copied(name, Py_ssize_t(std::strlen(name)))), nullptr, nullptr, 0,
+                            false, threads, shared, copied(classes, count), copied(passed, count)};
+      self->kernel->hold_loaded(variant, device, reinterpret_cast<void*>(function));
+    }
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* launcher_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
+  static const char* names[] = {"symbol", "signature", "otherwise", nullptr};
+  const char *symbol = nullptr, *signature = nullptr;
+  PyObject* otherwise = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "ssO", const_cast<char**>(names), &symbol, &signature, &otherwise)) {
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<LauncherObject*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->vectorcall = call;
+  self->kernel = &HeldKernel::named(symbol, signature);
+  self->otherwise = Py_NewRef(otherwise);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int launcher_traverse(PyObject* object, visitproc visit, void* arg) {
+  Py_VISIT(reinterpret_cast<LauncherObject*>(object)->otherwise);
+  return 0;
+}
+
+int launcher_clear(PyObject* object) {
+  Py_CLEAR(reinterpret_cast<LauncherObject*>(object)->otherwise);
+  return 0;
+}
+
+void launcher_dealloc(PyObject* object) {
+  PyObject_GC_UnTrack(object);
+  launcher_clear(object);
+  Py_TYPE(object)->tp_free(object);
+}
+
+PyObject* launcher_held(PyObject* object, void*) {
+  return PyLong_FromLongLong(reinterpret_cast<LauncherObject*>(object)->kernel->held());
+}
+
+PyMethodDef methods[] = {
+    {"hold", hold, METH_VARARGS,
+     "hold(name, threads, shared, classes, passed, device, function)\n\nLaunches with arguments of these classes, on "
+     "this device, start this function of the driver's from now on."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef attributes[] = {
+    {"held", launcher_held, nullptr, "How many compilations of the kernel the process holds.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyTypeObject launcher_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+bool ready_launcher_type() {
+  launcher_type.tp_name = "fxwrap.runtime.native.Launcher";
+  launcher_type.tp_doc =
+      "Launcher(symbol, signature, otherwise)\n\nA GPU kernel: launcher(grid, *tensors, *numbers) launches it on the "
+      "tensors' GPU and torch's current stream there. Calls that no held compilation is for go to `otherwise`.";
+  launcher_type.tp_basicsize = sizeof(LauncherObject);
+  launcher_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_HAVE_GC;
+  launcher_type.tp_new = launcher_new;
+  launcher_type.tp_dealloc = launcher_dealloc;
+  launcher_type.tp_traverse = launcher_traverse;
+  launcher_type.tp_clear = launcher_clear;
+  launcher_type.tp_call = PyVectorcall_Call;
+  launcher_type.tp_vectorcall_offset = offsetof(LauncherObject, vectorcall);
+  launcher_type.tp_methods = methods;
+  launcher_type.tp_getset = attributes;
+  return PyType_Ready(&launcher_type) == 0;
+}
+
+PyObject* use_driver(PyObject*, PyObject* path) {
+  const char* text = PyUnicode_AsUTF8(path);
+  if (text == nullptr) return nullptr;
+  try {
+    fxwrap::driver::use(text);
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef functions[] = {
+    {"use_driver", use_driver, METH_O,
+     "use_driver(path)\n\nTakes the functions of the CUDA driver from this library: for tests."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+namespace fxwrap::binding {
+
+bool add_launcher(PyObject* module) {
+  return ready_launcher_type() && PyModule_AddFunctions(module, functions) == 0 &&
+         PyModule_AddObjectRef(module, "Launcher", reinterpret_cast<PyObject*>(&launcher_type)) == 0;
+}
+
+}  // namespace fxwrap::binding
