@@ -1,4 +1,5 @@
 // The Python type `Launcher`: a GPU kernel as a callable that does per call what a launch needs, and nothing else.
+#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
 
