@@ -39,5 +39,6 @@ def load_module(source: str, name: str) -> ModuleType:
     path = write_module(source, name)
     module = ModuleType(path.stem)
     module.__file__ = str(path)
-    exec(compile(source, str(path), "exec"), module.__dict__)  # the text is our own output
+    # The text is our own output. It does not inherit this file's __future__: Triton reads annotations as they are.
+    exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     return module

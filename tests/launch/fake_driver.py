@@ -39,6 +39,7 @@ class FakeDriver:
         self._library.fake_tensor.restype = ctypes.c_void_p
         self._library.fake_context.restype = ctypes.c_int64
         self._memory: list[torch.Tensor] = []
+        self.expect("")
         use_driver(library)
 
     def log(self) -> list[str]:
