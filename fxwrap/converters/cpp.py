@@ -74,7 +74,6 @@ from fxwrap.wrapper_ir import (
     leaves,
 )
 
-
 _OWNED = (Ownership.OWNED, Ownership.SHARED)
 
 

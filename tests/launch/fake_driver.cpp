@@ -12,7 +12,7 @@ namespace {
 
 std::mutex mutex;
 std::string log_text;
-std::map<std::string, int64_t> settings{{"major", 9}, {"minor", 0}, {"shared", 232448}, {"stream", 7}};
+std::map<std::string, int64_t> settings{{"chip 0", 90}, {"chip 1", 90}, {"shared", 232448}, {"stream", 7}};
 std::string sizes = "";            // of the parameters of the functions that are launched
 thread_local int64_t context = 0;  // of device n it is 100 + n
 thread_local int capture_mode = 0;
@@ -72,8 +72,9 @@ int cuDeviceGet(int* device, int index) {
   *device = index;
   return index < 2 ? 0 : 101;
 }
-int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = int(setting(attribute == 75 ? "major" : attribute == 76 ? "minor" : "shared"));
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  const int chip = int(setting("chip " + std::to_string(device)));
+  *value = attribute == 75 ? chip / 10 : attribute == 76 ? chip % 10 : int(setting("shared"));
   return 0;
 }
 int cuDevicePrimaryCtxRetain(int64_t* found, int device) {

@@ -6,6 +6,8 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,17 @@ class FakeDriver:
         return lines
 
     def set(self, name: str, value: int) -> None:
-        """Sets a fact ("major", "minor", "shared", "stream"), or what a function of the driver's answers."""
+        """Sets a fact ("shared", "stream"), or what a function of the driver's answers."""
         self._library.fake_set(name.encode(), ctypes.c_int64(value))
+
+    @contextmanager
+    def chips(self, *capabilities: int) -> Iterator[None]:
+        """Lets the devices be of other chips than 9.0 until the end of the scope."""
+        for device, capability in enumerate(capabilities):
+            self.set(f"chip {device}", capability)
+        yield
+        for device in range(len(capabilities)):
+            self.set(f"chip {device}", 90)
 
     def expect(self, kinds: str) -> None:
         """Says what functions take: p for a pointer, i and l for 32 and 64 bits, b a bool, f a float, d a double."""

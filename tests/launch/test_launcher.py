@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,8 @@ def test_a_launch_runs_where_its_tensors_are(driver: FakeDriver) -> None:
     assert contexts == [0] and driver.context() == 100  # the thread has no context, and gets none
     driver.set("stream", 20)  # torch's current stream has changed
     launch((1, 1, 1), x)
-    assert [line.split(" with")[0].split("stream ")[-1] for line in driver.log()[1:]] == ["8 context 101", "20 context 100"]
+    _, other, here = [line.split(" with")[0].split("stream ")[-1] for line in driver.log()]
+    assert (other, here) == ("8 context 101", "20 context 100")
     driver.set("stream", 7)
 
 
@@ -189,15 +190,11 @@ def test_what_is_held_is_shared_and_held_once(driver: FakeDriver) -> None:
 
 def test_calls_keep_nothing_alive(driver: FakeDriver) -> None:
     launch, otherwise = launcher("*f32, i64", (bytes([F32_ALIGNED, NARROW]), bytes([WHOLE] * 2), 5))
-    x = driver.tensor(4)
-
-    def count() -> int:
-        gc.collect()
-        return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
-
-    before = count()
-    for number in range(1000):
-        launch((number, 1, 1), x, 1000 + number)
+    x, grid, number = driver.tensor(4), (2, 1, 1), 2**20 + 1
+    before = [sys.getrefcount(item) for item in (x, grid, number)]
+    for _ in range(1000):
+        launch(grid, x, number)
+        launch(grid, x, 1)
     otherwise.calls.clear()
-    assert count() == before
+    assert [sys.getrefcount(item) for item in (x, grid, number)] == before
     driver.log()

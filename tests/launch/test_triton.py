@@ -13,9 +13,10 @@ from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.triton_launchers import held_launcher
 from fxwrap.runtime.triton_variants import variant_of
 from tests.launch.fake_driver import FakeDriver
-from tests.launch.kernels import FILL, compiled
+from tests.launch.kernels import compiled, fill
 
 CONSTANTS = {"BLOCK"}
+FILL = fill(0)
 
 
 class ByTriton:
@@ -54,8 +55,8 @@ def test_each_call_starts_what_triton_would_start(
         assert len(by_triton.functions) == number + 1 and driver.log() == []
         launch((3, 1, 1), *arguments)
         passed = [f"{item.data_ptr():x}" if isinstance(item, torch.Tensor) else str(item) for item in arguments]
-        wanted = [text for text in passed[:2]] + ([passed[2]] if arguments[2] != 1 else [])
-        wanted += [passed[3], str(int(arguments[4]))]
+        number = [] if arguments[2] == 1 else [passed[2]]
+        wanted = [*passed[:2], *number, passed[3], str(int(arguments[4]))]
         (_, launched) = driver.log()
         assert launched.startswith(f"launch {by_triton.functions[-1]} grid 3,1,1 block 64,1,1 shared 0 ")
         assert launched.endswith(" with " + " ".join(wanted))
