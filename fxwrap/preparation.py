@@ -47,14 +47,21 @@ def compile_program_kernels(program: Program, emitted: Emitted, emitter: str) ->
             launches.setdefault(line.kernel, []).append(line)
     values = typical_values(program)
     uses = {name: _use(program, lines[0], values) for name, lines in launches.items()}
-    linked = [name for name, use in uses.items() if emitter == "cpp" and language_facts(use.kernel.language).linked]
-    if linked and _builds(emitted):
-        uses = {name: use for name, use in uses.items() if name not in linked}
-    errors = zip(uses, compile_kernels(tuple(uses.values())), strict=True)
-    failures = [_failure(name, error, launches[name]) for name, error in errors if error is not None]
-    if linked and linked[0] in uses and not failures:
-        _ = emitted.boxed  # fails again, for another reason than a kernel
+    linked = {
+        name: use for name, use in uses.items() if emitter == "cpp" and language_facts(use.kernel.language).linked
+    }
+    others = {name: use for name, use in uses.items() if name not in linked}
+    failures = _compile(others, launches)  # before the whole is built: what Triton compiles is linked in too
+    if linked and not _builds(emitted):
+        failures += _compile(linked, launches)
+        if not failures:
+            _ = emitted.boxed  # fails again, for another reason than a kernel
     return failures
+
+
+def _compile(uses: Mapping[str, KernelUse], launches: Mapping[str, Sequence[Launch]]) -> list[KernelFailure]:
+    errors = zip(uses, compile_kernels(tuple(uses.values())), strict=True)
+    return [_failure(name, error, launches[name]) for name, error in errors if error is not None]
 
 
 def _builds(emitted: Emitted) -> bool:
