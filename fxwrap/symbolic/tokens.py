@@ -16,6 +16,7 @@ PUNCTUATION = (
 
 _TOKEN = re.compile(
     r"[ \t\r\f]*(?:"
+    r"(?P<type>[^\W\d]\w*\[[\d, |]*\]@\w+(?::\d+)?(?![\w.<]|:\d))|"
     r"(?P<name>[^\W\d]\w*(?:\.\w+)*)"
     r"|%(?P<value>\w+(?:\.\w+)*)"
     r"|(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])"
@@ -44,7 +45,8 @@ _CLOSING = {"(": 1, "[": 1, ")": -1, "]": -1}
 class Token(NamedTuple):
     """One token: its kind, its text and where it starts (line and column from 1).
 
-    Kinds are `value` (`%name`), `name` (dots allowed), `at` (`@name`), `label` (`^name`), `number`, `string`,
+    Kinds are `value` (`%name`), `name` (dots allowed), `at` (`@name`), `label` (`^name`), `number`, `string`, `type` (a
+    tensor's, if its sizes are plain numbers: `f32[2, 3]@cpu`; most tokens of a program would be parts of these),
     `newline`, `end`, and for punctuation the mark itself. The text of `value`, `at` and `label` is without
     the prefix; that of a `string` is its decoded content.
     """
@@ -175,19 +177,27 @@ class TokenStream:
     def at(self, kind: str, text: str | None = None) -> bool:
         """Whether the next token is of this kind, and has this text if one is given."""
         token = self._tokens[self._position]
-        return token.kind == kind and (text is None or token.text == text)
+        return token[0] == kind and (text is None or token[1] == text)
 
     def accept(self, kind: str, text: str | None = None) -> Token | None:
         """Take the next token if it is of this kind (and text), else leave it and return None."""
-        return self.next() if self.at(kind, text) else None
+        token = self._tokens[self._position]
+        if token[0] != kind or (text is not None and token[1] != text):
+            return None
+        if kind != "end":
+            self._position += 1
+        return token
 
     def expect(self, kind: str, text: str | None = None) -> Token:
         """Take the next token; raises `ParseError` there if it is of another kind or text."""
-        if not self.at(kind, text):
+        token = self._tokens[self._position]
+        if token[0] != kind or (text is not None and token[1] != text):
             quoted = text is not None or kind in PUNCTUATION
             wanted = f"'{text or kind}'" if quoted else _KIND_WORDS.get(kind, f"a {kind}")
-            raise self.error(f"expected {wanted}, found {self.peek().describe()}")
-        return self.next()
+            raise self.error(f"expected {wanted}, found {token.describe()}")
+        if kind != "end":
+            self._position += 1
+        return token
 
     def mark(self) -> int:
         """The position, for `reset` to come back to."""

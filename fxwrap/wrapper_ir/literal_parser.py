@@ -45,6 +45,31 @@ def _device(kind: str, index: int | None) -> torch.device:
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
+@lru_cache(maxsize=4096)
+def _static_type(text: str) -> TensorType | tuple[str, int]:
+    """Returns the type that a `type` token is, or why it is none, and the character of it where that is seen."""
+    name, _, rest = text.partition("[")
+    inner, _, place = rest.partition("]@")
+    if name not in DTYPES:
+        return f"there is no element type called '{name}'", 0
+    try:
+        parts = [tuple([int(size) for size in part.split(",")]) if part.strip() else () for part in inner.split("|")]
+    except ValueError:
+        return f"'[{inner}]' are no sizes", len(name)
+    sizes = parts[0]
+    strides = parts[1] if len(parts) > 1 and parts[1] else contiguous_strides(sizes)
+    offset = parts[2] if len(parts) > 2 else (0,)
+    if len(parts) > 3 or len(strides) != len(sizes) or len(offset) != 1:
+        reason = f"{len(sizes)} sizes take {len(sizes)} strides and one offset"
+        return f"{reason}, not {len(strides)} and {len(offset)}", len(name)
+    kind, _, index = place.partition(":")
+    try:
+        device = _device(kind, int(index) if index else None)
+    except (RuntimeError, ValueError):
+        return f"there is no device called '{kind}'", text.index("@")
+    return TensorType(DTYPES[name], sizes, strides, device, offset[0])
+
+
 class LiteralParser:
     """Reads types and literals from a stream of tokens; `values` holds what was defined so far, by name."""
 
@@ -77,6 +102,13 @@ class LiteralParser:
     def type(self) -> Type:
         """Reads a type."""
         stream = self.stream
+        whole = stream.accept("type")
+        if whole is not None:
+            found = _static_type(whole.text)
+            if isinstance(found, tuple):
+                reason, place = found
+                raise stream.error(reason, whole._replace(column=whole.column + place))
+            return found
         word = stream.expect("name")
         if stream.at("["):
             if word.text not in DTYPES:

@@ -31,8 +31,20 @@ def test_kinds_of_a_program_line() -> None:
     ]
 
 
+def test_the_type_of_a_tensor_with_plain_sizes_is_one_token() -> None:
+    assert _kinds("f32[]@cpu, f16[2, 3 | 1, 2]@cuda:1: i64[7 | | 5]@npu") == [
+        ("type", "f32[]@cpu"),
+        (",", ","),
+        ("type", "f16[2, 3 | 1, 2]@cuda:1"),
+        (":", ":"),
+        ("type", "i64[7 | | 5]@npu"),
+    ]
+    others = ("f32[s0]@cpu", 'f32[2]@npu<"", "tiled">', "f32[2]", "f32 [2]@cpu", "f32[2.0]@cpu")
+    assert all("type" not in dict(_kinds(text)) for text in others)
+
+
 def test_labels_devices_and_arrows() -> None:
-    assert _kinds("^then(%t0): f32[]@cuda:0 -> x") == [
+    assert _kinds("^then(%t0): f32[s0]@cuda:0 -> x") == [
         ("label", "then"),
         ("(", "("),
         ("value", "t0"),
@@ -40,6 +52,7 @@ def test_labels_devices_and_arrows() -> None:
         (":", ":"),
         ("name", "f32"),
         ("[", "["),
+        ("name", "s0"),
         ("]", "]"),
         ("at", "cuda"),
         (":", ":"),
