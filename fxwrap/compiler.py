@@ -29,7 +29,7 @@ from fxwrap.passes import fold_views
 from fxwrap.passes.given_memory import fill_given_memory
 from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
-from fxwrap.preparation import KernelFailure, compile_program_kernels, warn_of
+from fxwrap.preparation import KernelFailure, begin_kernels, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
 from fxwrap.provenance import Provenance, number_calls, provenance
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
@@ -210,6 +210,7 @@ def compile_graph(
         lookup = look_up(Request(graph, example_inputs, options, ownership or {}, name, free_outputs))
         compiled = None if lookup is None else _from_cache(lookup, graph, known)
         if compiled is None:
+            begin_kernels(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
             pipeline = _Pipeline(graph, example_inputs, options, ownership, name, free_outputs, known)
             compiled = pipeline.compiled()
             is_new = known is None or known.get(compiled.key) is not compiled

@@ -39,11 +39,14 @@ class KernelRuntime:
         prepare: `prepare(kernels)` compiles several together, so that `load` finds them; it need not.
         compile: `compile(uses)` compiles kernels for the devices they will run on, and gives for each the error that it
             failed with, or None: the operators of one that fails are called instead.
+        begin: `begin(device_type)` is called when the compile of a graph begins that may have many kernels of the
+            language on such devices, before it is lowered.
     """
 
     load: Callable[[str, tuple[str, ...], tuple[tuple[str, Any], ...]], Launcher]
     prepare: Callable[[Sequence[Any]], None] | None = None
     compile: Callable[[Sequence[Any]], Sequence[FxwrapError | None]] | None = None
+    begin: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)

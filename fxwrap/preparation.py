@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 import sympy
 import torch
+from torch.fx import GraphModule
 
 from fxwrap.converters.emitted import Emitted
-from fxwrap.device_registry import language_facts
+from fxwrap.device_registry import find_language, language_facts
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
 from fxwrap.lines import Launch
+from fxwrap.options import Options
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernels
-from fxwrap.runtime.native import build_bridge
+from fxwrap.runtime.native import build_bridge, provided_program
 from fxwrap.runtime.triton_compile import KernelUse
 from fxwrap.symbolic import Scalar, evaluate
 from fxwrap.wrapper_ir import Program, Value, typical_values
@@ -35,12 +37,32 @@ class KernelFailure:
     operators: tuple[str, ...]
 
 
+def begin_kernels(graph: GraphModule, options: Options) -> None:
+    """Has what compiles kernels get ready while a graph is lowered, where there may be many of them."""
+    nodes = graph.graph.nodes
+    if not options.fuse or sum([node.op == "call_function" for node in nodes]) < _MANY_CALLS:
+        return
+    values = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+    specs = options.device_specs()
+    for device_type in sorted({value.device.type for value in values if isinstance(value, torch.Tensor)}):
+        spec = specs.get(device_type)
+        language = None if spec is None else find_language(options.kernel_language(spec))
+        if language is not None and language.kernels.begin is not None:
+            language.kernels.begin(device_type)
+
+
+_MANY_CALLS = 24
+"""Calls of a graph from which on it is expected to have many kernels."""
+
+
 def compile_program_kernels(program: Program, emitted: Emitted, emitter: str) -> list[KernelFailure]:
     """Compiles all kernels of a program for the emitter that will run it; returns those that fail.
 
     Emitted C++ has its C++ kernels linked in, so there the whole is built. Raises NativeBuildError where that fails and
     no kernel is the reason.
     """
+    if emitter == "cpp" and provided_program(emitted.source) is not None:
+        return []  # its library has all that it needs
     launches: dict[str, list[Launch]] = {}
     for line in program.lines():
         if isinstance(line, Launch):

@@ -18,7 +18,7 @@ from fxwrap.device_spec import CPP, CUDA
 from fxwrap.errors import FxwrapError, NativeBuildError
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText, cpp_kernel_units, cpp_launchers
 from fxwrap.runtime.native import compile_cpp, compiled_kernels, load_program, provided_kernel, record_kernels
-from fxwrap.runtime.triton_compile import KernelUse, compile_triton_kernels
+from fxwrap.runtime.triton_compile import KernelUse, compile_triton_kernels, start_workers
 from fxwrap.runtime.triton_compile import triton as triton_package
 from fxwrap.runtime.triton_kernels import load_triton_kernel
 from fxwrap.runtime.user_triton import load_user_kernel
@@ -176,7 +176,7 @@ def _compile_triton(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:
     return [next(compiled) if there else _failure(triton_package) for there in on_gpu]
 
 
-TRITON_KERNELS = KernelRuntime(load_triton_kernel, compile=_compile_triton)
+TRITON_KERNELS = KernelRuntime(load_triton_kernel, compile=_compile_triton, begin=start_workers)
 """How Triton kernels are run: on the GPU that their tensors are on, else in Triton's interpreter."""
 
 USER_TRITON_KERNELS = KernelRuntime(load_user_kernel)

@@ -8,10 +8,12 @@ get, so that its first launch finds it; where they differ, Triton compiles it ag
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -19,9 +21,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fxwrap.device_spec import CUDA
 from fxwrap.errors import FxwrapError, KernelBuildError
+from fxwrap.runtime.compile_workers import POOL
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
-from fxwrap.runtime.modules import load_module
+from fxwrap.runtime.modules import load_module, write_module
+
+log = logging.getLogger("fxwrap.kernels")
 
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow")
 
@@ -29,6 +35,9 @@ _DTYPES = {
     "i1": torch.bool, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
     "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
 }  # fmt: skip
+
+MODULE_NAME = "triton_kernel"
+"""What the files of kernels' texts begin with."""
 
 Scalar: TypeAlias = int | float | bool
 
@@ -79,7 +88,7 @@ def gpu_function(source: str, signature: tuple[str, ...], options: KernelOptions
 
 def kernel_of(source: str) -> Any:
     """Returns the function 'kernel' of a new module made from the text. Raises FxwrapError where there is none."""
-    found = getattr(load_module(source, "triton_kernel"), "kernel", None)
+    found = getattr(load_module(source, MODULE_NAME), "kernel", None)
     if found is None:
         raise FxwrapError("the text of a Triton kernel defines a function called 'kernel' with @triton.jit")
     return found
@@ -88,24 +97,84 @@ def kernel_of(source: str) -> Any:
 def compile_triton_kernels(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:
     """Compiles kernels for their GPUs and loads them there, several at once; returns for each what went wrong.
 
-    Triton's passes and the programs it starts (ptxas, the C compiler) leave Python to other threads.
+    Threads of this process and workers take one after another. What a worker compiles, this process finds in Triton's
+    cache.
     """
     if not uses:
         return []
     try:
-        triton().runtime.driver.active.get_current_target()  # before there are threads
+        target = triton().runtime.driver.active.get_current_target()  # before there are threads
     except FxwrapError as missing:
         return [missing] * len(uses)
-    with ThreadPoolExecutor(min(len(uses), os.cpu_count() or 1)) as pool:
-        futures = [pool.submit(_compile, use.kernel, _index(use.device), use.numbers) for use in uses]
-    return [_build_error(future.exception()) for future in futures]
+    devices = [_index(use.device) for use in uses]
+    errors: list[FxwrapError | None] = [None] * len(uses)
+    jobs = {position: job for position, use in enumerate(uses) if (job := _job_if_any(use, target)) is not None}
+    positions, by_workers = list(jobs), []
+
+    def finish(position: int, answer: str | None) -> None:
+        by_workers.extend([position] if answer is not None else [])
+        if answer:
+            errors[position] = KernelBuildError(f"Triton cannot compile it: {answer}")
+            return
+        try:
+            _compile(uses[position], devices[position])
+        except Exception as raised:  # noqa: BLE001  whatever Triton raises is this kernel's
+            errors[position] = _build_error(raised)
+
+    start = time.perf_counter()
+    for position in set(range(len(uses))) - set(positions):
+        finish(position, None)
+    POOL.run([*jobs.values()], lambda place, answer: finish(positions[place], answer), os.cpu_count() or 1)
+    seconds = time.perf_counter() - start
+    log.info("%d Triton kernels compiled in %.3f s, %d by other processes", len(uses), seconds, len(by_workers))
+    return errors
 
 
-def _build_error(raised: BaseException | None) -> FxwrapError | None:
-    if raised is None or isinstance(raised, FxwrapError):
+def start_workers(device_type: str) -> None:
+    """Starts the processes that compile kernels for GPUs, so that they are ready when there are kernels."""
+    if device_type != CUDA.device_type or not torch.cuda.is_available():
+        return
+    with suppress(FxwrapError):  # without Triton there will be no kernels
+        if not triton().knobs.runtime.interpret:
+            POOL.start()
+
+
+def _job_if_any(use: KernelUse, target: Any) -> dict[str, Any] | None:
+    """Returns the job for a worker; None for a kernel that fails, or needs no compiling, for reasons seen here."""
+    if not use.kernel.signature or triton().knobs.runtime.interpret:
+        return None
+    try:
+        return worker_job(use, target)
+    except (FxwrapError, LookupError, StopIteration, OSError):
+        return None
+
+
+def worker_job(use: KernelUse, target: Any) -> dict[str, Any]:
+    """Returns what a worker is told of a kernel, for a target of Triton's: what `_compile` does, as plain data."""
+    constants, choices = launch_keywords(use.kernel.options)
+    arguments = [{"dtype": str(item).removeprefix("torch.")} if isinstance(item, torch.dtype) else item
+                 for item in typical_arguments(use)]  # fmt: skip
+    environment = {name: text for name, text in os.environ.items() if name.startswith("TRITON")}
+    return {
+        "path": str(write_module(use.kernel.source, MODULE_NAME)),
+        "target": [target.backend, target.arch, target.warp_size],
+        "arguments": arguments,
+        "constants": constants,
+        "choices": choices,
+        "environment": {**environment, "TRITON_CACHE_DIR": str(triton().knobs.cache.dir)},
+    }
+
+
+def typical_arguments(use: KernelUse) -> list[Any]:
+    """Returns arguments as Triton takes them when it only compiles: dtypes for tensors, typical numbers."""
+    numbers = iter(use.numbers)
+    return [_DTYPES[entry.removeprefix("*")] if entry.startswith("*") else next(numbers)
+            for entry in use.kernel.signature]  # fmt: skip
+
+
+def _build_error(raised: Exception) -> FxwrapError:
+    if isinstance(raised, FxwrapError):
         return raised
-    if not isinstance(raised, Exception):
-        raise raised
     error = KernelBuildError(f"Triton cannot compile it: {type(raised).__name__}: {raised}")
     error.__cause__ = raised
     return error
@@ -117,18 +186,15 @@ def _index(device: torch.device) -> int:
         return torch.cuda.current_device()
 
 
-def _compile(kernel: KernelText, device: int, typical: Sequence[Scalar]) -> None:
+def _compile(use: KernelUse, device: int) -> None:
+    kernel = use.kernel
     function = gpu_function(kernel.source, kernel.signature, kernel.options)
     if not isinstance(function, triton().JITFunction):
         return  # TRITON_INTERPRET is set, and nothing is compiled
     if not kernel.signature:
         return  # nothing says what its arguments are
     constants, choices = launch_keywords(kernel.options)
-    numbers = iter(typical)
-    arguments = [
-        _DTYPES[entry.removeprefix("*")] if entry.startswith("*") else next(numbers) for entry in kernel.signature
-    ]
     with torch.cuda.device(device):
-        compiled = function.warmup(*arguments, grid=(1,), **constants, **choices)
+        compiled = function.warmup(*typical_arguments(use), grid=(1,), **constants, **choices)
         if compiled is not None:
             _ = compiled.run  # loads it, which fails where it asks for more than the GPU has
