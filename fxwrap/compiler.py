@@ -28,6 +28,7 @@ from fxwrap.pass_spec import FX_BEFORE_LOWERING, FX_EMITTED, IR_BEFORE_EMISSION,
 from fxwrap.passes import fold_views
 from fxwrap.passes.given_memory import fill_given_memory
 from fxwrap.passes.order import reorder_for_peak_memory
+from fxwrap.passes.place_guards import place_guards
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.preparation import KernelFailure, begin_kernels, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
@@ -333,6 +334,8 @@ class _Pipeline:
             plan = plan_program(program, options)
             program = changed(apply_plan(program, plan), "plan_memory")
         program = by_user(program, IR_BEFORE_EMISSION)
+        guarded = place_guards(program)
+        program = program if guarded is program else changed(guarded, "place_guards")
         same = None if self.known is None else self.known.get(program_key(program, options.text()))
         if same is not None and not program.constants and options.cacheable:
             return same, []

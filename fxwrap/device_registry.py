@@ -59,8 +59,13 @@ class DeviceRuntime:
             `torch.empty_strided` does, which emitted C++ uses.
         guard: `guard(device)` makes a device the current one of its type until the end of a `with` block.
         current_stream: `current_stream(device)` gives the handle of the current stream, an int as the driver has it.
-        stream: `stream(device, number)` makes a stream current until the end of a `with` block; 0 is the one that is
-            current anyway.
+        stream: `stream(device, number)` makes a stream current, and its device, until the end of a `with` block.
+        stream_id: `stream_id(device, number)` gives a stream's number in torch, an int, which emitted C++ needs.
+        record_event: `record_event(device, stream, event)` gives an event that is recorded after the work so far of a
+            stream by its number, 0 for the current one. `event` is the number of one of the model's own, or 0.
+        wait_event: `wait_event(event, device, stream)` makes a stream wait for what `record_event` gave.
+        record_stream: `record_stream(tensor, device, stream)` keeps a tensor's memory from being used again, when it is
+            freed, before the work so far of a stream is done.
         random_state: `random_state(device)` gives the generator's state, a uint8 tensor on the CPU.
         set_random_state: `set_random_state(device, state)` sets it.
     """
@@ -70,6 +75,10 @@ class DeviceRuntime:
     guard: Callable[[torch.device], AbstractContextManager[Any]] | None = None
     current_stream: Callable[[torch.device], int] | None = None
     stream: Callable[[torch.device, int], AbstractContextManager[Any]] | None = None
+    stream_id: Callable[[torch.device, int], int] | None = None
+    record_event: Callable[[torch.device, int, int], Any] | None = None
+    wait_event: Callable[[Any, torch.device, int], None] | None = None
+    record_stream: Callable[[torch.Tensor, torch.device, int], None] | None = None
     random_state: Callable[[torch.device], torch.Tensor] | None = None
     set_random_state: Callable[[torch.device, torch.Tensor], None] | None = None
 

@@ -21,6 +21,8 @@ class KernelLanguage:
             they may be given any other tensor that begins there.
         linked: whether its texts are C++ functions, which emitted C++ links in and calls.
         is_triton: whether its texts are Triton's: emitted graphs launch it by torch's own operator for such kernels.
+        on_current_device: whether a launch runs on the device that is current, wherever its tensors are, so that a
+            guard makes theirs current before.
         by_user: whether its kernels are the user's own. Nobody prints them, and what a launch needs is in the text.
     """
 
@@ -30,6 +32,7 @@ class KernelLanguage:
     only_addresses: bool = True
     linked: bool = False
     is_triton: bool = False
+    on_current_device: bool = True
     by_user: bool = False
 
 
@@ -44,6 +47,8 @@ class DeviceSpec:
         memory_spaces: the names of memory that a tensor type may carry; "" is what torch allocates.
         prefer_extern: overloads ("aten.mm.default") that are called although there are rules to generate them.
         indexed: whether there may be several devices of the type, told apart by an index.
+        streams: whether work is queued on streams, so that what a model puts on several runs at the same time. Else a
+            call has run when it returns.
         wide: whether a kernel needs thousands of elements at once to keep the device busy, as a GPU does: long rows are
             then cut into parts, and a kernel with few rows takes no whole tensors along. Else few threads walk over it.
         channels_last: dtypes in which convolutions of images are faster with channels last.
@@ -62,6 +67,7 @@ class DeviceSpec:
     memory_spaces: tuple[str, ...] = ("",)
     prefer_extern: frozenset[str] = frozenset()
     indexed: bool = True
+    streams: bool = True
     wide: bool = False
     channels_last: frozenset[torch.dtype] = frozenset()
     raises: bool = False
@@ -87,12 +93,12 @@ def _text(given: object) -> str:
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
-CPP = KernelLanguage("cpp", ending="cpp", called_once=True, linked=True)
+CPP = KernelLanguage("cpp", ending="cpp", called_once=True, linked=True, on_current_device=False)
 TRITON = KernelLanguage("triton", ending="py", is_triton=True)
 USER_TRITON = KernelLanguage("user_triton", ending="py", only_addresses=False, is_triton=True, by_user=True)
 
 CPU = DeviceSpec(
-    "cpu", CPP.name, alignment=64, indexed=False, channels_last=_HALF | {torch.float32}, raises=True,
+    "cpu", CPP.name, alignment=64, indexed=False, streams=False, channels_last=_HALF | {torch.float32}, raises=True,
     rounds_as_cpu=True, all_atomics=True, random_state_bytes=5056,
 )  # fmt: skip
 CUDA = DeviceSpec(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -826,3 +827,34 @@ window: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_reinter
 """`window(base, sizes, strides, offset=0)`: a tensor on the same memory, `offset` elements after the first of `base`.
 
 It is no view in autograd's sense, has its own version counter and no base; sizes and strides are not checked."""
+
+
+# Why: the streams and events of a model are in a table of Dynamo's without a public name; graphs say their places
+# there. In 2.11 place 0 may be any of them; in 2.13 it is the stream that is current. Numbers of ours keep 0 for that.
+# It must not import Dynamo, which takes over a second. Checked on 2.11, 2.13.
+_EXTERNAL_OBJECTS = "torch._dynamo.graph_bytecode_inputs"
+
+
+def external_number(place: int) -> int:
+    """Give the number that programs have for a stream or an event at a place of Dynamo's table."""
+    return place if _current_stream_has_a_place() else place + 1
+
+
+def external_object(number: int) -> Any:
+    """Give the stream or event of the model's own that has a number; None where there is none, or it is gone."""
+    table = sys.modules.get(_EXTERNAL_OBJECTS)
+    if table is None:
+        return None
+    place = number if _current_stream_has_a_place() else number - 1
+    found = table.index_to_external_object_weakref.get(place)
+    return None if found is None else found()
+
+
+def external_stream(number: int) -> torch.Stream | None:
+    """Give the stream of the model's own that has a number; None where there is none."""
+    found = external_object(number)
+    return found if isinstance(found, torch.Stream) else None
+
+
+def _current_stream_has_a_place() -> bool:
+    return hasattr(sys.modules.get(_EXTERNAL_OBJECTS), "CURRENT_STREAM_INDEX")

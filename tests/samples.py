@@ -475,7 +475,11 @@ program @extension(%x: borrowed f32[4, 8]@cpu) {
         """
 program @devices_and_streams(%x: borrowed f32[1024]@cuda:1, %y: borrowed f32[1024]@cuda:1) {
   device.enter() device="cuda:1"
+  %begun = device.record() device="cuda:1" event=3 : opaque<Event>
+  device.wait(%begun) device="cuda:1" stream=1
+  device.enter() device="cuda:1" stream=1
   %a = extern.call @aten.exp.default(%x) stream=1 : f32[1024]@cuda:1
+  device.exit() device="cuda:1" stream=1
   %done = device.record() device="cuda:1" stream=1 : opaque<Event>
   device.enter() device="cuda:0"
   %z = extern.call @aten.full.default([2], 1.0, device=device("cuda:0")) : f32[2]@cuda:0
@@ -484,7 +488,7 @@ program @devices_and_streams(%x: borrowed f32[1024]@cuda:1, %y: borrowed f32[102
   device.wait(%early) device="cuda:1" stream=1
   device.wait(%done) device="cuda:1" stream=0
   %b = extern.call @aten.add.Tensor(%a, %y) : f32[1024]@cuda:1
-  memory.free(%a) stream=1
+  memory.free(%a)
   device.exit() device="cuda:1"
   control.return(%b, %z)
 }
@@ -497,7 +501,7 @@ program @devices_and_streams(%x: borrowed f32[1024]@cuda:1, %y: borrowed f32[102
 program @collectives(%x: borrowed f32[8]@cuda:0, %y: borrowed f32[8]@cuda:0) {
   %sum = collective.start @_c10d_functional.all_reduce.default(%x, "sum", "0") group="0" : f32[8]@cuda:0
   %own = extern.call @aten.exp.default(%y) : f32[8]@cuda:0
-  %mean = collective.start @_c10d_functional.all_reduce_.default(%own, "avg", "0") group="0" stream=2 writes=(%own) \
+  %mean = collective.start @_c10d_functional.all_reduce_.default(%own, "avg", "0") group="0" writes=(%own) \
 aliases=(%own) : f32[8]@cuda:0
   [%all, %too] = collective.start @_c10d_functional.all_gather_into_tensor_coalesced.default([%x, %y], 2, "0") \
 group="0" : [f32[16]@cuda:0, f32[16]@cuda:0]

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.lowering.effects import launches_kernel
 from fxwrap.lowering.source import source_of
+from fxwrap.lowering.streams import stream_call, stream_number
 from fxwrap.torch_compat import (
     FakeTensor,
     HigherOrderOperator,
@@ -96,6 +97,8 @@ class GraphText:
         for node in graph_module.graph.nodes:
             if launches_kernel(node):
                 raise NotCacheable(f"node '{node.name}' launches a Triton kernel of the user's")
+            if stream_call(node) or stream_number(node):
+                raise NotCacheable(f"node '{node.name}' is about streams, whose devices only this process knows")
             if node.op == "get_attr":
                 target = self._attribute(graph_module, str(node.target), path)
             else:

@@ -50,7 +50,7 @@ from fxwrap.lines import (
     Workspace,
     Yield,
 )
-from fxwrap.wrapper_ir import LineBase, print_line
+from fxwrap.wrapper_ir import LineBase, defined, is_release, print_line, stream_of
 
 Handler = Callable[[Any, Any], None]
 """Runs a vendor's line in one converter: `handler(converter, line)`."""
@@ -62,16 +62,39 @@ class Converter(ABC):
     A subclass that leaves out a method cannot be made; one that cannot express a line says so by `unsupported`. A
     vendor's line goes to the handler given for its class, else through the core lines of its `expand()`; with None as
     `handlers`, to those that registered devices have for the converter's name.
+
+    A line on another stream than the one that the guards around it make current gets a guard of its own.
     """
 
     name: ClassVar[str]
 
     def __init__(self, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> None:
         self.handlers = dict(line_handlers(self.name) if handlers is None else handlers)
+        self.entered: list[tuple[str, int]] = []
+        self._made_on: dict[str, int] = {}  # roots that are not made on stream 0
 
     def convert(self, line: LineBase) -> None:
         """Converts one line."""
-        self._dispatch(line)  # type: ignore[arg-type]  # programs hold lines of the union only
+        stream = getattr(line, "stream", 0)
+        if stream and not (line.event_step or line.bracket[1] or is_release(line)):
+            self._on_stream(line, stream)
+        else:
+            self._dispatch(line)  # type: ignore[arg-type]  # programs hold lines of the union only
+
+    def _on_stream(self, line: LineBase, stream: int) -> None:
+        """Converts a line that runs on another stream than the current one."""
+        self._made_on.update([(value.name, stream) for value in defined(line) if line.alias_of(value) is None])
+        wanted = stream_of(line)
+        if self.entered and self.entered[-1] == wanted:
+            self._dispatch(line)  # type: ignore[arg-type]
+            return
+        self._dispatch(EnterDevice(*wanted))
+        self._dispatch(line)  # type: ignore[arg-type]
+        self._dispatch(ExitDevice(*wanted))
+
+    def waits_for(self, line: Free) -> bool:
+        """Whether memory that is freed waits for a stream besides the one that it was made on."""
+        return line.stream != self._made_on.get(line.root.name, 0)
 
     def _dispatch(self, line: Line) -> None:
         match line:
@@ -84,6 +107,8 @@ class Converter(ABC):
             case Alloc():
                 self.alloc(line)
             case Reuse():
+                if line.root.name in self._made_on:
+                    self._made_on[line.result.name] = self._made_on[line.root.name]
                 self.reuse(line)
             case Pool():
                 self.pool(line)
@@ -128,8 +153,10 @@ class Converter(ABC):
             case RestoreState():
                 self.restore_state(line)
             case EnterDevice():
+                self.entered.append((line.device, line.stream))
                 self.enter_device(line)
             case ExitDevice():
+                self.entered.pop()
                 self.exit_device(line)
             case RecordEvent():
                 self.record_event(line)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
+import fxwrap.runtime.library  # noqa: F401  # whose operators programs call that use streams
 from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.cpp_loops import write_map, write_scan, write_while
 from fxwrap.converters.cpp_text import CppUnit, Table, comment_text, indented, place, string_text
@@ -104,17 +105,15 @@ class CppConverter(Converter):
         self.writer.lines(self.program.body)
         return self.unit.part(self.writer.scope.statements)
 
-    def _no_stream(self, line: Free | Call | Mutate | Launch | StartCollective) -> None:
-        if line.stream != 0:
-            raise self.unsupported(line, "streams arrive with the pass that places device lines")
-
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def alloc(self, line: Alloc) -> None:
         self.writer.empty(line, self.writer.define(line.result), line.result.tensor_type)
 
     def free(self, line: Free) -> None:
-        self._no_stream(line)
+        if self.waits_for(line):
+            arguments = [self.unit.device(line.root.tensor_type.device), str(line.stream)]
+            self.writer.call("fxwrap.record_stream.default", [self.writer.name_of(line.root), *arguments])
         self.writer.drop(list(self.writer.scope.windows.pop(line.root.name).values()))
 
     def _form(self, line: Reuse | PoolSlice) -> str:
@@ -151,7 +150,6 @@ class CppConverter(Converter):
     # --- kernels and operators --------------------------------------------------------------------------------------
 
     def launch(self, line: Launch) -> None:
-        self._no_stream(line)
         kernel = self.program.kernel(line.kernel)
         tensors = [item for item in line.arguments if _is_tensor(item)]
         numbers = [item for item in line.arguments if not _is_tensor(item)]
@@ -212,7 +210,6 @@ class CppConverter(Converter):
     def _call(
         self, line: Call | Mutate | StartCollective, target: str, keywords: Sequence[tuple[str, Any]]
     ) -> None:
-        self._no_stream(line)
         arguments = self.writer.arguments(line, line.arguments)
         for name, item in keywords:
             arguments += [f"named({string_text(name)})", *self.writer.argument(line, item)]
@@ -356,11 +353,17 @@ class CppConverter(Converter):
         device = self.unit.device_named(line.device)
         self.writer.say(f"restore_random_state(f, {self.writer.name_of(line.state)}, {device});")
 
-    def enter_device(self, line: EnterDevice) -> NoReturn:
-        raise self.unsupported(line, "device guards arrive with the pass that places them")
+    def enter_device(self, line: EnterDevice) -> None:
+        device = self.unit.device_named(line.device)
+        if not line.stream:
+            self.writer.say(f"enter_device(f, {device});")
+            return
+        stream = self.unit.fresh_symbol("stream", "int")
+        self.writer.call("fxwrap.stream_id.default", [device, str(line.stream)], [stream])
+        self.writer.say(f"enter_stream(f, {device}, {place(stream, 'int')});")
 
-    def exit_device(self, line: ExitDevice) -> NoReturn:
-        raise self.unsupported(line, "device guards arrive with the pass that places them")
+    def exit_device(self, line: ExitDevice) -> None:
+        self.writer.say("exit_device(f);")
 
     def check_layout(self, line: CheckLayout) -> None:
         type_ = line.expected
@@ -384,11 +387,16 @@ class CppConverter(Converter):
         self.writer.call("profiler._record_function_exit.default", [opened])
         self.writer.drop([opened])
 
-    def record_event(self, line: RecordEvent) -> NoReturn:
-        raise self.unsupported(line, "streams arrive with the pass that places device lines")
+    def record_event(self, line: RecordEvent) -> None:
+        slot = self.unit.slot(line.result.name)
+        self.writer.scope.windows[line.result.name] = {line.result.name: slot}
+        arguments = [self.unit.device_named(line.device), str(line.stream), *([str(line.event)] if line.event else [])]
+        self.writer.call("fxwrap.record_event.default", arguments, [slot])
 
-    def wait_event(self, line: WaitEvent) -> NoReturn:
-        raise self.unsupported(line, "streams arrive with the pass that places device lines")
+    def wait_event(self, line: WaitEvent) -> None:
+        arguments = [self.unit.slot(line.event.name), self.unit.device_named(line.device), str(line.stream)]
+        self.writer.call("fxwrap.wait_event.default", arguments)
+        self.free(Free(line.event))
 
     def start_collective(self, line: StartCollective) -> None:
         self._call(line, line.operator, ())

@@ -31,9 +31,9 @@ thread_local throw true try typedef typeid typename union unsigned using virtual
 _BRIDGE_NAMES = """
 Arg Args BoolSymbol DType Device FloatSymbol Frame FxwrapValue Grid Input Inputs IntSymbol Ints Kernel Layout
 MemoryFormat Number Numbers Operator Program Site Slot Slots Variant Variants abi_version alias call check_alignment
-check_layout check_rank complex count data_ptr defined drop empty_strided fail_assert fxwrap fxwrap_program fxwrap_run
-item_bool item_float item_int launch list mark_written move named none owned pool_slice restore_random_state reuse
-save_random_state size size_t std storage_offset stride view
+check_layout check_rank complex count data_ptr defined drop empty_strided enter_device enter_stream exit_device
+fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int launch list mark_written move named
+none owned pool_slice restore_random_state reuse save_random_state size size_t std storage_offset stride view
 """
 _PROGRAM_NAMES = """
 arguments_ constants errno f inputs int16_t int32_t int64_t int8_t kernel outputs program results_ run site stderr stdin

@@ -31,7 +31,9 @@ from fxwrap.wrapper_ir import (
     Value,
     defined,
     defined_symbol,
+    is_release,
     reads,
+    stream_device,
     symbols_used,
     type_symbols,
     writes,
@@ -115,6 +117,7 @@ class Reader:
         self.taken: dict[str, Node] = {}  # roots that a node took
         self.unwritten: dict[str, int] = {}  # memory without content, by the position of its line
         self.absorbed: set[Node] = set()  # nodes that are part of another one's line
+        self.entered: list[tuple[str, int]] = []  # the guards that nodes have entered: device and stream
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
         self.reversed: set[Node] = set()  # scans that go from the last slice to the first
         self.known = set(known)  # symbols that are defined here
@@ -265,6 +268,7 @@ class Reader:
 
     def emit(self, line: LineBase, node: Node) -> None:
         """Adds a line, and before it those that define symbols which must be defined by then."""
+        line = self._on_stream(line)
         made = defined_symbol(line)
         if made is None:
             if self.awaited or self.ranks:
@@ -279,6 +283,14 @@ class Reader:
         self.shared.node_of[id(line)] = node
         if isinstance(line, Alloc) or (isinstance(line, Workspace) and not line.zeroed):
             self.unwritten[line.result.name] = len(self.lines) - 1
+
+    def _on_stream(self, line: LineBase) -> LineBase:
+        """Returns a line on the stream that the guards around its node make current for its device."""
+        if not hasattr(line, "stream") or line.event_step or line.bracket[1] or is_release(line):
+            return line
+        device = str(stream_device(line))
+        stream = next((number for name, number in reversed(self.entered) if number and name == device), 0)
+        return line if stream == line.stream else line.replace(stream=stream)
 
     def _note_content(self, line: LineBase) -> None:
         """Makes memory that is read before anything is written to it such as has content, whichever."""
@@ -349,7 +361,8 @@ def _with_content(line: LineBase) -> LineBase:
     type_ = line.result.tensor_type
     keywords = (("dtype", type_.dtype), ("device", type_.device))
     arguments = (type_.sizes, type_.strides)
-    return Call((line.result,), "aten.empty_strided.default", arguments, keywords, origin=line.origin)
+    made = "aten.empty_strided.default"
+    return Call((line.result,), made, arguments, keywords, stream=line.stream, origin=line.origin)
 
 
 def sizes_of(type_: TensorType) -> list[tuple[str, int, Size]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ from fxwrap.lines import (
     EnterRange,
     ExitDevice,
     ExitRange,
+    Free,
     IndexPut,
     Mutate,
+    RecordEvent,
     RestoreState,
     SaveState,
     Scatter,
     WaitCollective,
+    WaitEvent,
 )
 from fxwrap.torch_compat import operator_overload
-from fxwrap.wrapper_ir import TensorType, Value
+from fxwrap.wrapper_ir import OpaqueType, TensorType, Value
 
 _ATEN, _OURS = torch.ops.aten, torch.ops.fxwrap
 _TWO = "aten.scatter_reduce_.two"
@@ -57,11 +61,45 @@ def _only(reader: Reader, node: Node, line: Any) -> None:
 
 
 def _enter_device(reader: Reader, node: Node) -> None:
-    _only(reader, node, EnterDevice(str(reader.argument(node, node.args[0])), origin=origin_of(node)))
+    device, stream = _device_and_stream(reader, node, node.args)
+    _only(reader, node, EnterDevice(device, stream, origin=origin_of(node)))
+    reader.entered.append((device, stream))
 
 
 def _exit_device(reader: Reader, node: Node) -> None:
-    _only(reader, node, ExitDevice(str(reader.argument(node, node.args[0])), origin=origin_of(node)))
+    device, stream = _device_and_stream(reader, node, node.args)
+    if reader.entered:  # where none is, the verifier says so
+        reader.entered.pop()
+    _only(reader, node, ExitDevice(device, stream, origin=origin_of(node)))
+
+
+def _device_and_stream(reader: Reader, node: Node, arguments: Sequence[Any]) -> tuple[str, int]:
+    device, stream = [*[reader.argument(node, item) for item in arguments], 0][:2]
+    return str(device), int(stream)
+
+
+def _record_event(reader: Reader, node: Node) -> None:
+    device, stream = _device_and_stream(reader, node, node.args)
+    event = int(reader.argument(node, node.args[2])) if len(node.args) > 2 else 0
+    value = reader.value(node.name, OpaqueType("Event"))
+    reader.make(RecordEvent(value, device, stream, event, origin=origin_of(node)), node, value)
+
+
+def _wait_event(reader: Reader, node: Node) -> None:
+    event = reader.argument(node, node.args[0])
+    if not isinstance(event, Value) or not isinstance(event.type, OpaqueType):
+        raise failure(node, "what it waits for is no event", "Pass the node that records it")
+    device, stream = _device_and_stream(reader, node, node.args[1:])
+    reader.take(node, event)
+    _only(reader, node, WaitEvent(event, device, stream, origin=origin_of(node)))
+
+
+def _record_stream(reader: Reader, node: Node) -> None:
+    """Reads the release of memory that waits for a stream."""
+    root = reader.tensor(node, node.args[0])
+    stream = _device_and_stream(reader, node, node.args[1:])[1]
+    reader.take(node, root)
+    _only(reader, node, Free(root, stream, origin=origin_of(node)))
 
 
 # --- notes and checks -------------------------------------------------------------------------------------------------
@@ -154,6 +192,9 @@ WORLD: Table = {
     _OURS.set_random_state.default: _restore_state,
     _OURS.enter_device.default: _enter_device,
     _OURS.exit_device.default: _exit_device,
+    _OURS.record_event.default: _record_event,
+    _OURS.wait_event.default: _wait_event,
+    _OURS.record_stream.default: _record_stream,
     _OURS.check_layout.default: _check_layout,
     torch.ops.profiler._record_function_enter_new.default: _enter_range,
     torch.ops.profiler._record_function_exit._RecordFunction: _exit_range,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule
@@ -135,10 +135,6 @@ class FxConverter(Converter):
         val = self.fakes.root(value)
         self.writer.nodes[value.name] = self.writer.call(target, arguments, keywords, name=value.name, val=val)
 
-    def _current_stream(self, line: Any) -> None:
-        if line.stream != 0:
-            raise self.unsupported(line, "streams other than the current one arrive with the pass that places them")
-
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def alloc(self, line: Alloc) -> None:
@@ -147,7 +143,9 @@ class FxConverter(Converter):
         self._make(line.result, _ATEN.empty_strided.default, self.writer.layout(type_), keywords)
 
     def free(self, line: Free) -> None:
-        self._current_stream(line)
+        if self.waits_for(line):
+            arguments = [self.writer.argument(line.root), line.root.tensor_type.device, line.stream]
+            self.ours(line, _OURS.record_stream.default, arguments)
 
     def reuse(self, line: Reuse) -> None:
         type_ = line.result.tensor_type
@@ -201,11 +199,9 @@ class FxConverter(Converter):
     # --- kernels and operators --------------------------------------------------------------------------------------
 
     def launch(self, line: Launch) -> None:
-        self._current_stream(line)
         fx_kernels.launch(self, line)
 
     def call(self, line: Call) -> None:
-        self._current_stream(line)
         if not line.outs:
             self._operator(line)
             return
@@ -213,7 +209,6 @@ class FxConverter(Converter):
         self._operator(line, {name: self.writer.argument(out) for name, out in outs})
 
     def mutate(self, line: Mutate) -> None:
-        self._current_stream(line)
         self._operator(line)
 
     def _operator(self, line: Call | Mutate, outs: Mapping[str, Any] | None = None) -> None:
@@ -381,10 +376,10 @@ class FxConverter(Converter):
         self.ours(line, _OURS.set_random_state.default, arguments)
 
     def enter_device(self, line: EnterDevice) -> None:
-        self.ours(line, _OURS.enter_device.default, [torch.device(line.device)])
+        self.ours(line, _OURS.enter_device.default, [torch.device(line.device), *_stream(line)])
 
     def exit_device(self, line: ExitDevice) -> None:
-        self.ours(line, _OURS.exit_device.default, [torch.device(line.device)])
+        self.ours(line, _OURS.exit_device.default, [torch.device(line.device), *_stream(line)])
 
     def check_layout(self, line: CheckLayout) -> None:
         type_ = line.expected
@@ -402,14 +397,17 @@ class FxConverter(Converter):
     def exit_range(self, line: ExitRange) -> None:
         self.writer.call(torch.ops.profiler._record_function_exit._RecordFunction, [self._ranges.pop()])
 
-    def record_event(self, line: RecordEvent) -> NoReturn:
-        raise self.unsupported(line, "streams arrive with the pass that places device lines")
+    def record_event(self, line: RecordEvent) -> None:
+        arguments = [torch.device(line.device), line.stream, *([line.event] if line.event else [])]
+        val = self.fakes.root(Value(line.result.name, _TOKEN))
+        node = self.ours(line, _OURS.record_event.default, arguments, name=line.result.name, val=val)
+        self.writer.nodes[line.result.name] = node
 
-    def wait_event(self, line: WaitEvent) -> NoReturn:
-        raise self.unsupported(line, "streams arrive with the pass that places device lines")
+    def wait_event(self, line: WaitEvent) -> None:
+        arguments = [self.writer.argument(line.event), torch.device(line.device), line.stream]
+        self.ours(line, _OURS.wait_event.default, arguments)
 
     def start_collective(self, line: StartCollective) -> None:
-        self._current_stream(line)
         self.results(line, operator_overload(line.operator), [self.writer.argument(item) for item in line.arguments])
 
     def wait_collective(self, line: WaitCollective) -> None:
@@ -424,6 +422,14 @@ _SIZES = {
     "stride": _ATEN.sym_stride.int,
     "storage_offset": _ATEN.sym_storage_offset.default,
 }
+
+_TOKEN = TensorType.contiguous(torch.int64, (0,), torch.device("cpu"))
+"""What stands for an event in a graph."""
+
+
+def _stream(line: EnterDevice | ExitDevice) -> list[int]:
+    return [line.stream] if line.stream else []
+
 
 _READ: dict[str, Callable[..., Any]] = {
     "size": lambda tensor, dim: tensor.shape[dim],

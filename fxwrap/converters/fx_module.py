@@ -15,6 +15,7 @@ from fxwrap.errors import GraphModuleError
 from fxwrap.lines import CheckLayout, SizeOf
 from fxwrap.runtime import checks
 from fxwrap.runtime.direct import INSTEAD
+from fxwrap.runtime.library import left_when_it_raises
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import graph_python_code
 from fxwrap.wrapper_ir import Program, Value
@@ -58,6 +59,9 @@ class EmittedGraph(Emitted):
 def _checked_entry(program: Program, graph_module: GraphModule) -> Boxed:
     """Returns the boxed entry, which first refuses a wrong number or class of inputs, as no operator could."""
     run = boxed_entry(graph_module)
+    if any(module.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.enter_device.default)
+           for module in graph_module.modules() if isinstance(module, GraphModule)):  # fmt: skip
+        run = left_when_it_raises()(run)
     name, count = program.name, len(program.inputs)
     checked = _checked_inputs(program)
     numbers = [(position, item.name) for position, item in enumerate(program.inputs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import sympy
 import torch
@@ -54,7 +54,7 @@ from fxwrap.lines import (
     Workspace,
     Yield,
 )  # fmt: skip
-from fxwrap.runtime import checks, control, tensors
+from fxwrap.runtime import checks, control, devices, tensors
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.symbolic import evaluate, symbol_kind
 from fxwrap.torch_compat import operator_overload, out_argument_names
@@ -138,8 +138,12 @@ class Interpreter(Converter):
         return self._number(tree)
 
     def _lines(self, block: Block) -> None:
-        for line in block.lines:
-            self.convert(line)
+        try:
+            for line in block.lines:
+                self.convert(line)
+        finally:
+            while self.guards:  # only where a line raised
+                self.guards.pop().__exit__(None, None, None)
 
     def _block(self, block: Block, arguments: list[Any]) -> tuple[Any, ...]:
         """Runs a nested block."""
@@ -172,6 +176,8 @@ class Interpreter(Converter):
         return torch.empty_strided(sizes, strides, dtype=type_.dtype, device=type_.device)
 
     def free(self, line: Free) -> None:
+        if self.waits_for(line):
+            devices.record_stream(self.values[line.root.name], line.root.tensor_type.device, line.stream)
         for name in [name for name, root in self.root_of.items() if root == line.root.name]:
             del self.values[name], self.root_of[name]
 
@@ -319,7 +325,7 @@ class Interpreter(Converter):
         tensors.set_random_state(line.device, self.values[line.state.name])
 
     def enter_device(self, line: EnterDevice) -> None:
-        self.guards.append(torch.device(line.device))
+        self.guards.append(devices.on(line.device, line.stream)())
         self.guards[-1].__enter__()
 
     def exit_device(self, line: ExitDevice) -> None:
@@ -343,11 +349,11 @@ class Interpreter(Converter):
     def exit_range(self, line: ExitRange) -> None:
         self.guards.pop().__exit__(None, None, None)
 
-    def record_event(self, line: RecordEvent) -> NoReturn:
-        raise self.unsupported(line, "streams run on GPUs through the other converters")
+    def record_event(self, line: RecordEvent) -> None:
+        self.define(line.result, devices.record_event(torch.device(line.device), line.stream, line.event))
 
-    def wait_event(self, line: WaitEvent) -> NoReturn:
-        raise self.unsupported(line, "streams run on GPUs through the other converters")
+    def wait_event(self, line: WaitEvent) -> None:
+        devices.wait_event(self.values.pop(line.event.name), torch.device(line.device), line.stream)
 
     def start_collective(self, line: StartCollective) -> None:
         given = operator_overload(line.operator)(*self._literal(line.arguments))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
+
+import torch
 
 from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.emitted import Boxed, Emitted, kernel_texts
-from fxwrap.converters.python_text import PythonModule, call_text, literal_text, tuple_text, unpack_text
+from fxwrap.converters.python_text import INDENT, PythonModule, call_text, literal_text, tuple_text, unpack_text
 from fxwrap.converters.views import unseen_views, view_form
 from fxwrap.device_registry import language_facts
 from fxwrap.lines import (
@@ -74,6 +76,7 @@ class PythonConverter(Converter):
         self.root_of: dict[str, str] = {}
         self.ranges: list[str] = []
         self.unseen: frozenset[str] = frozenset()
+        self._blocks: list[int] = []  # where the `with` blocks that are open begin
         self._origin = ""
 
     def block(self, block: Block) -> list[str]:
@@ -96,7 +99,7 @@ class PythonConverter(Converter):
 
     def say(self, statement: str) -> None:
         """Adds a statement."""
-        self.statements.append(statement)
+        self.statements.append(INDENT * len(self._blocks) + statement)
 
     def assign(self, value: Value, text: str, base: Value | None = None) -> None:
         """Adds a statement that defines a value, a window on `base` or a root."""
@@ -130,12 +133,15 @@ class PythonConverter(Converter):
         self.assign(line.result, self._empty(line.result.tensor_type))
 
     def free(self, line: Free) -> None:
+        if self.waits_for(line):
+            device = self.text(line.root.tensor_type.device)
+            self.say(f"{self._runtime('devices', 'record_stream')}({self.text(line.root)}, {device}, {line.stream})")
         names = self.windows.pop(line.root.name)
         self._delete([self.module.local(name) for name in names])
 
     def _delete(self, names: list[str]) -> None:
         text = ", ".join(names)
-        if self.statements and self.statements[-1].startswith("del "):
+        if self.statements and self.statements[-1].startswith(INDENT * len(self._blocks) + "del "):
             self.statements[-1] += ", " + text
         else:
             self.say("del " + text)
@@ -389,11 +395,14 @@ class PythonConverter(Converter):
     def restore_state(self, line: RestoreState) -> None:
         self.say(f"{self._runtime('tensors', 'set_random_state')}({line.device!r}, {self.text(line.state)})")
 
-    def enter_device(self, line: EnterDevice) -> NoReturn:
-        raise self.unsupported(line, "device guards arrive with the pass that places them")
+    def enter_device(self, line: EnterDevice) -> None:
+        self.say(f"with {self.module.guard(line.device, line.stream)}():")
+        self._blocks.append(len(self.statements))
 
-    def exit_device(self, line: ExitDevice) -> NoReturn:
-        raise self.unsupported(line, "device guards arrive with the pass that places them")
+    def exit_device(self, line: ExitDevice) -> None:
+        if all(statement.lstrip().startswith("#") for statement in self.statements[self._blocks[-1] :]):
+            self.say("pass")
+        self._blocks.pop()
 
     def check_layout(self, line: CheckLayout) -> None:
         type_ = line.expected
@@ -417,11 +426,15 @@ class PythonConverter(Converter):
     def exit_range(self, line: ExitRange) -> None:
         self.say(f"{self.ranges.pop()}.__exit__(None, None, None)")
 
-    def record_event(self, line: RecordEvent) -> NoReturn:
-        raise self.unsupported(line, "streams arrive with the pass that places device lines")
+    def record_event(self, line: RecordEvent) -> None:
+        number = f", {line.event}" if line.event else ""
+        record = self._runtime("devices", "record_event")
+        self.assign(line.result, f"{record}({self.text(torch.device(line.device))}, {line.stream}{number})")
 
-    def wait_event(self, line: WaitEvent) -> NoReturn:
-        raise self.unsupported(line, "streams arrive with the pass that places device lines")
+    def wait_event(self, line: WaitEvent) -> None:
+        arguments = f"{self.text(line.event)}, {self.text(torch.device(line.device))}, {line.stream}"
+        self.say(f"{self._runtime('devices', 'wait_event')}({arguments})")
+        self.free(Free(line.event))
 
     def start_collective(self, line: StartCollective) -> None:
         self._take(line, call_text(self.module, line.operator, line.arguments, (), ()))

@@ -16,13 +16,13 @@ from fxwrap.device_registry import language_facts
 from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
 from fxwrap.wrapper_ir import Block, KernelDefinition, TensorType, Value, outer_symbols
 
-_RUNTIME_MODULES = ("checks", "control", "kernels", "tensors")
+_RUNTIME_MODULES = ("checks", "control", "devices", "kernels", "tensors")
 _BUILTINS = ("bool", "float", "int", "max", "min", "round", "len")
 _RESERVED = frozenset(
     {"torch", "math", "operator", "arguments", "_", "load_constants", *keyword.kwlist, *_BUILTINS, *_RUNTIME_MODULES}
 )
-_RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "range_", "allocate_")
-_INDENT = "    "
+_RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "range_", "allocate_", "on_")
+INDENT = "    "
 _WIDTH = 100
 
 
@@ -100,6 +100,11 @@ class PythonModule:
         name = "allocate_" + str(device).replace(":", "_")
         return self.defined(name, f"{self.runtime('tensors', 'allocator')}({str(device)!r})")
 
+    def guard(self, device: str, stream: int) -> str:
+        """Returns a module-level name for what makes a device current, and a stream of it, in a `with` block."""
+        name = "on_" + device.replace(":", "_") + (f"_stream_{stream}" if stream else "")
+        return self.defined(name, f"{self.runtime('devices', 'on')}({device!r}{f', {stream}' if stream else ''})")
+
     def function(self, label: str, block: Block, writer: Callable[[], BlockWriter]) -> str:
         """Returns the name of the function a nested block becomes; the same block becomes one function."""
         known = self._function_of.get(id(block))
@@ -137,7 +142,7 @@ def _raw(source: str) -> str:
 def function_text(signature: str, arguments: Sequence[Any], statements: Sequence[str], module: PythonModule) -> str:
     """Returns a function that unpacks its boxed arguments, empties the box, and runs the statements."""
     body = [*unpack_text([module.local(item.name) for item in arguments]), *statements]
-    return "\n".join([f"def {signature}:", *[_INDENT + statement for statement in body]])
+    return "\n".join([f"def {signature}:", *[INDENT + statement for statement in body]])
 
 
 def unpack_text(names: Sequence[str]) -> list[str]:
@@ -148,7 +153,7 @@ def unpack_text(names: Sequence[str]) -> list[str]:
     if len(target) <= _WIDTH:
         return [f"{target} = arguments", "arguments.clear()"]
     rows = textwrap.wrap(target, _WIDTH, break_on_hyphens=False, break_long_words=False)
-    return ["(", *[_INDENT + row for row in rows], ") = arguments", "arguments.clear()"]
+    return ["(", *[INDENT + row for row in rows], ") = arguments", "arguments.clear()"]
 
 
 def tuple_text(items: Sequence[str]) -> str:

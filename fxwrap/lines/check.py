@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from fxwrap.wrapper_ir import ASSERT, Effect, Form, LineBase, TensorType, Value, attribute, line_class, read
 
 
@@ -14,6 +16,8 @@ class CheckLayout(LineBase):
 
     Example: `check.layout(%x) name="x" alignment=16 : f32[s0, 8]@cpu`
     """
+
+    on_host: ClassVar[bool] = True
 
     tensor: Value = read()
     expected: TensorType = attribute(form=Form.TYPE)

@@ -99,6 +99,7 @@ class Scatter(LineBase):
     dim: int = attribute()
     reduce: str = attribute(default="")
     include_self: bool = attribute(default=True)
+    stream: int = attribute(default=0)
 
     def verify_self(self) -> str | None:
         if self.reduce not in SCATTER_OPERATORS:
@@ -121,3 +122,4 @@ class IndexPut(LineBase):
     indices: tuple[Value | None, ...] = read()
     values: Value = read()
     accumulate: bool = attribute(default=False)
+    stream: int = attribute(default=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from fxwrap.wrapper_ir import LineBase, Size, TensorType, Value, attribute, consume, define, line_class, read
@@ -9,12 +11,13 @@ from fxwrap.wrapper_ir import LineBase, Size, TensorType, Value, attribute, cons
 
 @line_class("memory.alloc")
 class Alloc(LineBase):
-    """Allocates uninitialised memory for a tensor: a new root.
+    """Allocates uninitialised memory for a tensor: a new root, for the work of a stream.
 
     Example: `%buf0 = memory.alloc() : f32[4, 8]@cpu`
     """
 
     result: Value = define(written=False)
+    stream: int = attribute(default=0)
 
     def verify_self(self) -> str | None:
         return _not_tensor(self.result)
@@ -22,7 +25,7 @@ class Alloc(LineBase):
 
 @line_class("memory.free")
 class Free(LineBase):
-    """Releases a root after its last use; on another stream than the one it was made on, after that stream's work.
+    """Releases a root after its last use, for the stream it was made on; where `stream` is another, after its work too.
 
     Example: `memory.free(%buf0)`
     """
@@ -60,6 +63,8 @@ class View(LineBase):
     Example: `%t = memory.view(%buf0) : f32[8, 4 | 1, 8]@cpu`
     """
 
+    on_host: ClassVar[bool] = True
+
     result: Value = define(alias="base")
     base: Value = read()
 
@@ -93,6 +98,8 @@ class PoolSlice(LineBase):
 
     Example: `%buf0 = memory.pool_slice(%pool) offset=1024 : f32[16, 16]@cpu`
     """
+
+    on_host: ClassVar[bool] = True
 
     result: Value = define(alias="pool", written=False)
     pool: Value = read()

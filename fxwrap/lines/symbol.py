@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from fxwrap.symbolic import SymbolInfo, print_expr, symbol_kind
 from fxwrap.wrapper_ir import (
     ASSERT,
@@ -29,6 +31,8 @@ class SizeOf(LineBase):
 
     Example: `s0 = symbol.size(%x) dim=0 rank=2 range=(2, 4096) hint=512`
     """
+
+    on_host: ClassVar[bool] = True
 
     symbol: SymbolInfo = define(Form.SYMBOL)
     tensor: Value = read()
@@ -84,6 +88,8 @@ class Bind(LineBase):
 
     Example: `u0 = symbol.bind(%y) path=(size(0), divide(8)) range=(0, inf)`
     """
+
+    on_host: ClassVar[bool] = True
 
     symbol: SymbolInfo = define(Form.SYMBOL)
     source: Value = read()

@@ -17,6 +17,7 @@ from fxwrap.lowering.fusion import Fusion, Item
 from fxwrap.lowering.in_place import calls_in_place
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.source import location_of
+from fxwrap.lowering.streams import StreamPlan, stream_number, stream_plan
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter
 from fxwrap.symbolic import Size
@@ -73,6 +74,7 @@ class Body:
         `keeps` says of a value that was there before whether its memory must not be written. Returns what gives a
         typical value of a size.
         """
+        self.builder.streams = stream_plan(self.nodes, self.request.options.device_specs(), self.builder.fakes)
         defining = self._define()
         hint = symbol_hints(self.builder)
         uses = self._uses(defining, hint)
@@ -122,6 +124,11 @@ class Body:
         for definition in defining.position_of:
             if isinstance(definition, Written):
                 uses.by_definition[definition].external = True
+        streams = self.builder.streams
+        if streams is not None:
+            for use in uses.by_definition.values():
+                own = streams.lane(use.position)
+                use.external |= any(streams.lane(consumer.position) != own for consumer in use.consumers)
         uses.decide(defining.mutations)
         return uses
 
@@ -130,7 +137,9 @@ class Body:
 
     def _fused(self, defining: Defining, uses: Uses, hint: Callable[[Size], int]) -> Fusion:
         """Returns operator calls and kernels in the order in which they run."""
-        fusion = Fusion(uses, hint, defining.on_memory_of, self.request.options.device_specs())
+        streams = self.builder.streams
+        lane = None if streams is None else streams.lane
+        fusion = Fusion(uses, hint, defining.on_memory_of, self.request.options.device_specs(), lane)
         events: list[tuple[int, Step | Use]] = [(step.position, step) for step in defining.steps]
         events += [(use.position, use) for use in uses.units()]
         for _, event in sorted(events, key=lambda pair: pair[0]):
@@ -157,9 +166,17 @@ class Body:
             if definition not in kept and not defining.shares_memory(definition)
         }  # fmt: skip
 
+    def _stream(self, item: Item, streams: StreamPlan) -> int:
+        if item.kernel is not None:
+            return streams.numbers[item.kernel.members[0].use.position]
+        return 0 if item.node is None else stream_number(item.node)
+
     def _emit(self, emission: Emission, item: Item, wanted: set[Definition]) -> None:
         before = len(self.builder.mutated)
+        if self.builder.streams is not None:
+            self.builder.stream = self._stream(item, self.builder.streams)
         emission.emit(item, wanted)
+        self.builder.stream = 0
         if item.node is not None and len(self.builder.mutated) != before:
             for name in self.builder.mutated & self.read_only:
                 reason = f"it writes the constant '{name}', which is not mutable"

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from fxwrap.errors import GraphError
 from fxwrap.lowering.source import check_desugared, source_of
+from fxwrap.lowering.streams import StreamPlan
 from fxwrap.symbolic import SymbolInfo, canonical, floor_divide, make_symbol, product, total
 from fxwrap.torch_compat import guarded_bounds, storage_identity, symbol_bounds
 from fxwrap.wrapper_ir import (
@@ -26,6 +27,7 @@ from fxwrap.wrapper_ir import (
     TensorType,
     Type,
     Value,
+    used,
 )
 
 
@@ -103,6 +105,8 @@ class Builder:
         self.given: list[SymbolInfo] = []  # inputs that are numbers
         self.given_numbers: list[Any] = []  # what those of them are that are no symbols of the graph
         self.known_symbols: set[str] = set()
+        self.streams: StreamPlan | None = None
+        self.stream = 0  # the stream that the lines of now are on
         self.numbers: dict[str, Any] = {}  # scalar results by name, as the expressions they stand for
 
     def nested(self, fakes: dict[Node, Any], scope: str) -> Builder:
@@ -277,5 +281,9 @@ class Builder:
         return sorted({fake.device.type for fake in self.fake_of.values()})
 
     def emit(self, line: LineBase) -> None:
-        """Adds a line."""
+        """Adds a line, on the stream of now."""
+        if self.streams is not None:
+            line = self.streams.on_stream(line, self.stream)
+            touched = [self.root_of[value.name].name for value in used(line) if value.name in self.root_of]
+            self.streams.touch(touched, line)
         self.lines.append(line)

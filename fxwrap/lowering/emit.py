@@ -270,6 +270,9 @@ class Emission:
             self.values[definition] for definition in read
             if self.last_reader.get(definition) is item and definition in self.values
         ]  # fmt: skip
+        streams, stream = self.builder.streams, self.builder.stream
+        if streams is not None:
+            values = [value for value in values if not streams.is_touched_elsewhere(value.name, stream)]
         return [value for value in values if self.builder.root_of[value.name] == value]
 
     def _copy_initial(self, definition: Scattered) -> None:

@@ -63,9 +63,11 @@ class Fusion:
         hint: Callable[[Size], int],
         on_memory_of: Callable[[Definition], Sequence[Definition]],
         specs: Mapping[str, DeviceSpec],
+        lane: Callable[[int], object] | None = None,
     ) -> None:
-        """`specs` has the facts about each device type that has kernels."""
+        """`specs` has the facts about each device type that has kernels; a kernel computes nodes of one `lane` only."""
         self.specs = specs
+        self.lane = lane
         self.uses = uses
         self.hint = hint
         self.on_memory_of = on_memory_of
@@ -189,6 +191,8 @@ class Fusion:
         if isinstance(definition, Scattered) or isinstance(kernel.members[0].use.definition, Scattered):
             return False
         if definition.device != kernel.members[0].use.definition.device:
+            return False
+        if self.lane is not None and self.lane(kernel.members[0].use.position) != self.lane(use.position):
             return False
         buffers = len(kernel.reads) + len(kernel.computed) + len(trace.reads)
         return buffers <= _MOST_BUFFERS and kernel.cost + use.cost <= _MOST_COST

@@ -30,6 +30,7 @@ from fxwrap.lowering.peak import peak_note
 from fxwrap.lowering.source import GraphSource, graph_source
 from fxwrap.lowering.symbols import bind_sizes, check_ranges, check_ranks, input_symbol, replace_unsolvable
 from fxwrap.options import Options
+from fxwrap.passes.order_streams import order_streams
 from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.provenance import number_calls
 from fxwrap.wrapper_ir import (
@@ -225,7 +226,7 @@ class _Lowering:
         given = [*values, *self.constants.values()]
         lines = insert_frees([*builder.lines, Return(returned)], given, released_inputs(inputs))
         constants = tuple(Constant(value, value.name in builder.mutated) for value in self.constants.values())
-        return Program(
+        program = Program(
             re.sub(r"\W", "_", self.source.name),
             tuple(inputs),
             Block((), lines),
@@ -235,6 +236,7 @@ class _Lowering:
             header=_header(self.request.options, builder.device_types()),
             store=ConstantStore(dict(self.state.constants)),
         )
+        return order_streams(program)
 
     def _ownership(self, position: int, value: Any) -> Ownership:
         if not isinstance(value, Value) or not isinstance(value.type, TensorType):

@@ -17,6 +17,7 @@ from fxwrap.lowering.binding import bind_results, fails_at_run_time, lower_asser
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.fallbacks import lower_placing, placing_of
 from fxwrap.lowering.source import location_of
+from fxwrap.lowering.streams import StreamPlan, stream_call
 from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
 from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves
 from fxwrap.wrapper_ir.operators import OperatorFacts, operator_facts, used_items
@@ -45,8 +46,20 @@ def lower_call(builder: Builder, node: Node, dying: Collection[str] = frozenset(
         lower_item(builder, node, fake)
     elif node.target is torch.ops.aten._assert_scalar.default:
         lower_assert(builder, node, literal(builder, node.args[0], node), str(node.args[1]))
+    elif builder.streams is not None and stream_call(node):
+        _lower_stream_call(builder, builder.streams, node, node.target)
     else:
         _lower_operator(builder, node, node.target, fake, dying)
+
+
+def _lower_stream_call(builder: Builder, streams: StreamPlan, node: Node, target: OpOverload) -> None:
+    lines = streams.lines(node, builder.unique, builder.origin(node))
+    if lines is None:
+        _lower_operator(builder, node, target, None, frozenset())
+        return
+    for line in lines:
+        builder.lines.append(line)
+    builder.env[node] = None
 
 
 def _is_number_already_known(builder: Builder, node: Node, fake: Any) -> bool:

@@ -116,7 +116,7 @@ class DataFlow:
         self._made[memory, position] = Made(position, value)
 
     def _add_effects(self, position: int, line: LineBase, functions: Mapping[str, Block]) -> None:
-        if line.bracket[1]:
+        if line.bracket[1] or line.event_step:
             self._brackets.append(position)
         effects = all_effects(line, functions)
         if effects:
@@ -192,7 +192,7 @@ class DataFlow:
         return _between(self._root_touches.get(root, ()), start, end, but)
 
     def bracket_between(self, start: int, end: int) -> int | None:
-        """Returns the position of a line strictly between two that opens or closes a bracket, or None."""
+        """Returns the position of a bracket, or of a step of an event, strictly between two lines, or None."""
         return _between(self._brackets, start, end, ())
 
     def effect_conflict(self, position: int, start: int, end: int, but: Collection[int]) -> int | None:

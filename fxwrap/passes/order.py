@@ -32,6 +32,7 @@ from fxwrap.wrapper_ir import (
     run_blocks,
     symbol_infos,
     symbols_used,
+    uses_streams,
     writes,
 )
 
@@ -49,15 +50,18 @@ def reorder_for_peak_memory(program: Program, hints: Mapping[str, Scalar] | None
     """Returns the program with the lines of its body in an order that holds less memory at its worst moment.
 
     What a line reads, writes, takes and defines, its symbols and its effects fix which lines must come before it;
-    brackets stay where they are, and blocks inside lines are left alone. Among the orders that are tried (what frees
-    most comes first; depth first from the results; the program's own) the one with the lowest peak is taken, the
-    program's own if no other is lower. Frees follow the last uses. n log n in the number of lines.
+    brackets stay where they are, and blocks inside lines are left alone, as are programs that use streams. Among the
+    orders that are tried (what frees most comes first; depth first from the results; the program's own) the one with
+    the lowest peak is taken, the program's own if no other is lower. Frees follow the last uses. n log n in the number
+    of lines.
 
     Args:
         program: the program. It is not changed.
         hints: values of symbols, as `live_bytes` takes them.
     """
     before = live_bytes(program, hints).peak
+    if uses_streams(program):
+        return Reordered(program, before, before)
     parts = _Parts(program, hints or {})
     estimated, order = min([(parts.peak(order), order) for order in map(parts.scheduled, _SCHEDULES)],
                            key=lambda pair: pair[0])  # fmt: skip

@@ -8,7 +8,8 @@ to have side effects, so that dead-code elimination keeps them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -220,24 +221,59 @@ def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
     tensors.set_random_state(str(device), state)
 
 
-class _CurrentDevices(threading.local):
+class _Entered(threading.local):
     """The guards that a thread has entered and not yet left."""
 
     def __init__(self) -> None:
-        self.entered: list[Any] = []
+        self.guards: list[Any] = []
 
 
-_CURRENT = _CurrentDevices()
+_ENTERED = _Entered()
 
 
-def _enter_device(device: torch.device) -> None:
-    guard = devices.guard(device)
+def _enter_device(device: torch.device, stream: int = 0) -> None:
+    guard = devices.on(device, stream)()
     guard.__enter__()
-    _CURRENT.entered.append(guard)
+    _ENTERED.guards.append(guard)
 
 
-def _exit_device(_device: torch.device) -> None:
-    _CURRENT.entered.pop().__exit__(None, None, None)
+def _exit_device(_device: torch.device, _stream: int = 0) -> None:
+    _ENTERED.guards.pop().__exit__(None, None, None)
+
+
+@contextmanager
+def left_when_it_raises() -> Iterator[None]:
+    """Leaves, where a `with` block raises, the devices that were entered in it and not left."""
+    depth = len(_ENTERED.guards)
+    try:
+        yield
+    except BaseException:
+        while len(_ENTERED.guards) > depth:
+            _ENTERED.guards.pop().__exit__(None, None, None)
+        raise
+
+
+def _stream_id(device: torch.device, stream: int) -> int:
+    return devices.stream_id(device, stream)
+
+
+def _record_event(device: torch.device, stream: int, event: int = 0) -> torch.Tensor:
+    """Returns an empty tensor that carries the event: a graph passes only tensors on."""
+    token: Any = torch.empty([0], dtype=torch.int64)
+    token.event = devices.record_event(device, stream, event)
+    return token  # type: ignore[no-any-return]
+
+
+def _record_event_fake(_device: torch.device, _stream: int, _event: int = 0) -> torch.Tensor:
+    return torch.empty([0], dtype=torch.int64, device="cpu")
+
+
+def _wait_event(event: torch.Tensor, device: torch.device, stream: int) -> None:
+    devices.wait_event(event.event, device, stream)  # type: ignore[attr-defined]
+
+
+def _record_stream(tensor: torch.Tensor, device: torch.device, stream: int) -> None:
+    devices.record_stream(tensor, device, stream)
 
 
 # --- registration ---------------------------------------------------------------------------------------------------
@@ -282,8 +318,15 @@ _OPERATORS = (
     _Operator("require(Scalar condition, str message, str error, SymInt? shown) -> ()", _require, has_effect=True),
     _Operator("random_state(Device device) -> Tensor", _random_state, _random_state_fake, has_effect=True),
     _Operator("set_random_state(Tensor state, Device device) -> ()", _set_random_state, has_effect=True),
-    _Operator("enter_device(Device device) -> ()", _enter_device, has_effect=True),
-    _Operator("exit_device(Device device) -> ()", _exit_device, has_effect=True),
+    _Operator("enter_device(Device device, int stream=0) -> ()", _enter_device, has_effect=True),
+    _Operator("exit_device(Device device, int stream=0) -> ()", _exit_device, has_effect=True),
+    _Operator("stream_id(Device device, int stream) -> int", _stream_id, lambda *_: 0, has_effect=True),
+    _Operator(
+        "record_event(Device device, int stream, int event=0) -> Tensor", _record_event, _record_event_fake,
+        has_effect=True,
+    ),
+    _Operator("wait_event(Tensor event, Device device, int stream) -> ()", _wait_event, has_effect=True),
+    _Operator("record_stream(Tensor tensor, Device device, int stream) -> ()", _record_stream, has_effect=True),
 )  # fmt: skip
 
 

@@ -40,6 +40,10 @@ class LineBase(ABC):
     starts_flight: ClassVar[bool] = False
     """Whether results may be touched only by the line that ends the flight, and operands stay borrowed until then."""
     ends_flight: ClassVar[bool] = False
+    on_host: ClassVar[bool] = False
+    """Whether the line asks at most for the sizes and the place of memory, so that it runs on no stream."""
+    event_step: ClassVar[Literal["", "record", "wait"]] = ""
+    """What the line does with an event of a stream. It has a `device` and a `stream`; no line moves across it."""
 
     origin: Origin | None = field(default=None, compare=False, kw_only=True)
 

@@ -11,6 +11,7 @@ Rules, by the name an error carries:
   anything wrote it. `leak`: an owned root that is neither taken nor given back.
 - `yield`: a block that gives back what it does not own, or one root twice. `terminator`: a block without its end.
 - `bracket`: brackets that do not nest. `flight`: memory touched while a collective works on it, a missing wait.
+- `race`: memory that work on another stream may still be at, since no event orders the two; see the module streams.
 - `kernel`, `function`: a target that is not there or does not fit. `line`: a line that is wrong by itself.
 """
 
@@ -40,6 +41,7 @@ from fxwrap.wrapper_ir.line import (
 from fxwrap.wrapper_ir.printer import print_line
 from fxwrap.wrapper_ir.program import Ownership, Program
 from fxwrap.wrapper_ir.roles import Role
+from fxwrap.wrapper_ir.streams import StreamOrder, stream_device, stream_name, stream_of, uses_streams
 from fxwrap.wrapper_ir.types import TensorType, Value, holds_memory
 
 _CONSTANT = "constant"
@@ -85,6 +87,7 @@ class _Scope:
         self.symbols: set[str] = set()
         self.symbol_names: set[str] = set()
         self.free_symbols: set[str] | None = None
+        self.uses_streams = uses_streams(program)
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.functions: dict[str, tuple[Block, set[str]]] = {}
         symbols = [item.name for item in program.inputs if not isinstance(item.value, Value)]
@@ -117,6 +120,7 @@ class _BlockVerifier:
         self.brackets: list[LineBase] = []
         self.awaited: list[str] = []  # symbols of types that the next lines must define
         self.own_symbols: list[str] = []
+        self.streams = StreamOrder([value for value, _ in arguments]) if scope.uses_streams else None
 
     def run(self, terminator: str) -> None:
         lines = self.block.lines
@@ -135,6 +139,8 @@ class _BlockVerifier:
             for _, nested in blocks(line):
                 _BlockVerifier(self.scope, nested, _borrowed(nested.arguments)).run("block")
             self._define_results(line)
+            if self.streams is not None:
+                self._check_streams(line, self.streams)
         self._check_end(lines[-1], terminator)
         self.scope.symbols.difference_update(self.own_symbols)
 
@@ -253,6 +259,22 @@ class _BlockVerifier:
         if root not in self.pending:
             self._fail("flight", f"%{value.name} is not in flight")
         self.borrows.subtract(self.pending.pop(root))
+
+    # --- streams ----------------------------------------------------------------------------------------------------
+
+    def _check_streams(self, line: LineBase, streams: StreamOrder) -> None:
+        for found in streams.conflicts(line):
+            what = "written" if found.was_write else "read"
+            still = f"work on {stream_name(found.earlier)} may still be under way, by which it is {what}"
+            remedy = f"record an event there and wait for it on {stream_name(found.later)}"
+            self._fail("race", f"%{found.value} is touched on {stream_name(found.later)} while {still}; {remedy}")
+        guard = next((opened for opened in reversed(self.brackets) if getattr(opened, "stream", 0)), None)
+        if guard is not None and not line.bracket[1] and not line.on_host and not is_release(line):
+            entered = stream_of(guard)
+            if str(getattr(line, "device", None) or stream_device(line)) == entered[0] and stream_of(line) != entered:
+                where = f"runs on {stream_name(stream_of(line))} where {stream_name(entered)} is made current"
+                self._fail("race", f"a line of '{line.opcode}' {where}; put it outside of the guard")
+        streams.add(line, self.position)
 
     # --- definitions ------------------------------------------------------------------------------------------------
 

@@ -361,8 +361,6 @@ def test_long_programs_and_long_blocks_are_split_into_functions() -> None:
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ('  extern.call @aten.exp.default(%x) stream=1\n', "streams"),
-        ('  device.enter() device="cpu"\n  device.exit() device="cpu"\n', "device guards"),
         ("  %y = control.call @again(%x) : f32[4]@cpu\n", "calls itself"),
         ("  kernel.launch @k(%x) outs=(%x) grid=(2, 1, 1)\n", "grid"),
         ("  %e = extern.call @aten.empty.memory_format([2], dtype=dtype(i4)) : i4[2]@cpu\n", "torch.int4"),

@@ -353,11 +353,6 @@ class _AsCall:
         return None
 
 
-def test_streams_have_no_form_yet() -> None:
-    with pytest.raises(Unsupported, match="streams"):
-        fxwrap.to_fx(fxwrap.parse(SAMPLES["devices_and_streams"].full_text().replace("cuda:1", "cuda:0")))
-
-
 # --- on_graph -------------------------------------------------------------------------------------------------------
 
 

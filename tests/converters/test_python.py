@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.compiler import emit
-from fxwrap.errors import InputError, Unsupported
+from fxwrap.errors import InputError
 from fxwrap.options import EMITTERS
 from fxwrap.torch_compat import allocator, strided_window, window
 from tests.golden import check_golden, read_section, sections
@@ -212,14 +212,3 @@ def test_a_vendors_line_goes_to_its_handler_else_to_its_expansion() -> None:
         converter.statements.append(f"vendor_copy({line.result.name}, {line.source.name})")
 
     assert "vendor_copy(" in fxwrap.to_python(sample.program(), {DmaCopy: handler}).source
-
-
-def test_what_python_cannot_say_yet_is_named() -> None:
-    text = """program @p() {
-  device.enter() device="cuda:0"
-  device.exit() device="cuda:0"
-  control.return()
-}
-"""
-    with pytest.raises(Unsupported, match=r"the python converter cannot express 'device.enter"):
-        fxwrap.to_python(fxwrap.parse(text))

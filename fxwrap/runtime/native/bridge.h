@@ -239,6 +239,12 @@ FXWRAP_API void launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots
 FXWRAP_API void save_random_state(Frame& f, Slot out, Device& device);
 FXWRAP_API void restore_random_state(Frame& f, Slot state, Device& device);
 
+// Makes a device current, and a stream of it by torch's number for that, until `exit_device`. What is still entered when
+// the program ends or throws is left then.
+FXWRAP_API void enter_device(Frame& f, Device& device);
+FXWRAP_API void enter_stream(Frame& f, Device& device, int64_t stream);
+FXWRAP_API void exit_device(Frame& f);
+
 // Checks. The first three raise fxwrap.errors.InputError (twins of fxwrap/runtime/checks.py), the last RuntimeError.
 FXWRAP_API void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype,
                              Device& device);

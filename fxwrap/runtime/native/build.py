@@ -36,7 +36,8 @@ from fxwrap.runtime.native.provided import provided_bridge, provided_kernel
 
 _HERE = Path(__file__).parent
 _BRIDGE_SOURCES = (
-    *("values.cpp", "typed_calls.cpp", "bridge.cpp", "checks.cpp", "execute.cpp", "driver.cpp", "launch.cpp"),
+    *("values.cpp", "typed_calls.cpp", "bridge.cpp", "checks.cpp", "streams.cpp", "execute.cpp", "driver.cpp"),
+    "launch.cpp",
 )
 _BINDING_SOURCES = ("binding.cpp", "launcher.cpp")
 _HEADERS = ("bridge.h", "frame.h", "values.h", "calls.h", "checks.h", "driver.h", "launch.h", "binding.h")

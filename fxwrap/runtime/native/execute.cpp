@@ -48,6 +48,7 @@ void Execution::run() {
   // ADInplaceOrView stays active: it moves on the version counters of mutated inputs.
   at::AutoDispatchBelowAutograd below_autograd;
   c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  DevicesLeft devices_left;
   program_.run(frame_);
 }
 

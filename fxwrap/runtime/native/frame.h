@@ -51,4 +51,16 @@ class FXWRAP_API Execution {
   int64_t* storage_;
 };
 
+// Leaves, when it goes, the devices that this thread has entered since it came and not left.
+class DevicesLeft {
+ public:
+  DevicesLeft();
+  ~DevicesLeft();
+  DevicesLeft(const DevicesLeft&) = delete;
+  DevicesLeft& operator=(const DevicesLeft&) = delete;
+
+ private:
+  size_t depth_;
+};
+
 }  // namespace fxwrap

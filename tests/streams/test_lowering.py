@@ -1,0 +1,222 @@
+"""Streams that a model uses itself, as Dynamo and AOTAutograd say them in a graph, become lines on streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.graph_bytecode_inputs
+import torch._dynamo.variables.streams  # the operators of torch.ops.streams
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+import fxwrap
+from fxwrap.compile_cache.graph_text import GraphText, NotCacheable
+from fxwrap.errors import GraphError
+from fxwrap.lines import Alloc, Call, Free, Launch, RecordEvent, WaitEvent
+from fxwrap.lowering import streams
+from fxwrap.options import EMITTERS, Options
+from fxwrap.torch_compat import external_number
+from fxwrap.wrapper_ir import Program
+from tests.streams.recording import Recording
+
+ATEN, STREAMS = torch.ops.aten, torch.ops.streams
+CURRENT, SIDE, OTHER = 0, 1, 2  # places in Dynamo's table
+EVENT = 5
+
+
+class Model:
+    """Builds a graph as AOTAutograd gives it: calls of overloads with fake values, and the streams that they are on."""
+
+    def __init__(self, *devices: str) -> None:
+        self.mode, self.graph = FakeTensorMode(), torch.fx.Graph()
+        self.inputs = [self._input(f"x{index}", device) for index, device in enumerate(devices)]
+
+    def _input(self, name: str, device: str) -> Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(8, 8, device=device)
+        return node
+
+    def call(self, target: Any, *arguments: Any, stream: int | None = None) -> Node:
+        """Adds a call."""
+        node = self.graph.call_function(target, arguments)
+        if target.namespace == "streams":
+            node.meta["val"] = None  # not all versions of torch have rules for fake tensors
+        else:
+            with self.mode:
+                node.meta["val"] = target(*map_arg(arguments, lambda item: item.meta["val"]))
+        if stream is not None:
+            node.meta["custom"] = {"stream": stream}
+        return node
+
+    def module(self, *outputs: Node) -> GraphModule:
+        """Returns the graph."""
+        self.graph.output(outputs)
+        return GraphModule({}, self.graph)
+
+
+@pytest.fixture(autouse=True)
+def current_stream_has_a_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The table as it is from 2.12 on, in which place 0 is the current stream's; it is empty here."""
+    table = torch._dynamo.graph_bytecode_inputs
+    monkeypatch.setattr(table, "CURRENT_STREAM_INDEX", 0, raising=False)
+    monkeypatch.setattr(table, "index_to_external_object_weakref", {})
+    yield
+
+
+def side_stream(device: str) -> GraphModule:
+    """`with torch.cuda.stream(s)` between `s.wait_stream` and `current.wait_stream`, and work beside it."""
+    model = Model(device)
+    (x,) = model.inputs
+    y = model.call(ATEN.add.Tensor, model.call(ATEN.mul.Tensor, x, 2), 1)
+    model.call(STREAMS.wait_stream.default, SIDE, CURRENT)
+    s = model.call(ATEN.sin.default, y, stream=SIDE)
+    z = model.call(ATEN.relu.default, model.call(ATEN.mm.default, s, x, stream=SIDE), stream=SIDE)
+    beside = model.call(ATEN.exp.default, model.call(ATEN.cos.default, y))
+    model.call(STREAMS.wait_stream.default, CURRENT, SIDE)
+    return model.module(model.call(ATEN.add.Tensor, beside, z))
+
+
+def work(program: Program) -> list[str]:
+    """What a program does, line by line, but for frees: the kernel, operator or step, and its stream."""
+    found = []
+    for line in program.body.lines:
+        match line:
+            case Launch():
+                found.append(f"{line.kernel} {line.stream}")
+            case Call():
+                found.append(f"{line.target.split('.')[1]} {line.stream}")
+            case RecordEvent():
+                found.append(f"record {line.stream}" + (f" as {line.event}" if line.event else ""))
+            case WaitEvent():
+                found.append(f"wait {line.stream}")
+    return found
+
+
+def lowered(graph: GraphModule, **options: Any) -> Program:
+    return fxwrap.verify(fxwrap.lower(graph, options=Options(**options)))
+
+
+def test_streams_and_their_order_are_kept() -> None:
+    program = lowered(side_stream("cuda:0"))
+    assert work(program) == [
+        "mul_add_0 0", "record 0", "wait 1", "sin_0 1", "mm 1", "relu_0 1", "cos_exp_0 0", "record 1", "wait 0",
+        "add_0 0",
+    ]  # fmt: skip
+    assert [line.stream for line in program.body.lines if isinstance(line, Alloc)] == [0, 1, 0]
+
+
+def test_kernels_do_not_reach_across_streams_or_events() -> None:
+    model = Model("cuda:0")
+    (x,) = model.inputs
+    y = model.call(ATEN.sin.default, x, stream=SIDE)
+    z = model.call(ATEN.cos.default, y)
+    model.call(STREAMS.record_event.default, EVENT, CURRENT)
+    program = lowered(model.module(model.call(ATEN.exp.default, z), model.call(ATEN.neg.default, y, stream=SIDE)))
+    assert work(program) == [
+        "record 0", "wait 1", "sin_0 1", "record 1", "wait 0", "cos_0 0", "record 0 as 5", "exp_0 0", "neg_0 1",
+        "record 1", "wait 0",
+    ]  # fmt: skip
+
+
+def test_memory_that_a_side_stream_reads_last_waits_for_it() -> None:
+    model = Model("cuda:0")
+    t = model.call(ATEN.sin.default, model.inputs[0])
+    m = model.call(ATEN.mm.default, t, t, stream=SIDE)
+    program = lowered(model.module(model.call(ATEN.relu.default, m)), fuse=False)
+    assert [(line.root.name, line.stream) for line in program.body.lines if isinstance(line, Free)] == [
+        ("sin_default", 1), ("mm_default", 0),
+    ]  # fmt: skip
+
+
+def test_an_event_is_recorded_once_for_each_wait() -> None:
+    model = Model("cuda:0")
+    (x,) = model.inputs
+    s = model.call(ATEN.sin.default, x, stream=SIDE)
+    model.call(STREAMS.record_event.default, EVENT, SIDE)
+    model.call(STREAMS.wait_event.default, EVENT, CURRENT)
+    model.call(STREAMS.wait_event.default, EVENT, OTHER)
+    o = model.call(ATEN.cos.default, s, stream=OTHER)
+    model.call(STREAMS.sync_dealloc.default, EVENT, CURRENT, s)
+    model.call(STREAMS.record_event.default, EVENT, OTHER)  # again: the waits after it are for this
+    model.call(STREAMS.wait_event.default, EVENT, CURRENT)
+    program = lowered(model.module(model.call(ATEN.add.Tensor, s, o)))
+    assert work(program) == [
+        "record 0", "wait 1", "sin_0 1", "record 1 as 5", "record 1", "record 1", "wait 0", "wait 2", "cos_0 2",
+        "wait 0", "record 2 as 5", "wait 0", "add_0 0",
+    ]  # fmt: skip
+
+
+def test_what_is_about_events_of_others_is_called() -> None:
+    model = Model("cuda:0")
+    (x,) = model.inputs
+    model.call(STREAMS.wait_event.default, EVENT, SIDE)
+    y = model.call(ATEN.exp.default, x, stream=SIDE)
+    model.call(STREAMS.record_event.default, EVENT, SIDE)
+    model.call(STREAMS.record_stream.default, y, CURRENT)
+    program = lowered(model.module(y))
+    assert work(program) == [
+        "record 0", "wait_event 0", "wait 1", "exp_0 1", "record 1", "record 1 as 5", "wait 0", "record_stream 0",
+    ]  # fmt: skip
+
+
+def test_a_stream_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        device = torch.device("cuda:1")
+
+    given = Stream()
+    model = Model("cuda:0", "cuda:1", "cpu")
+    results = [model.call(ATEN.exp.default, x, stream=SIDE) for x in model.inputs]
+    back = model.call(ATEN._to_copy.default, results[0], stream=SIDE)
+    graph = model.module(*results, back)
+
+    def on_each(program: Program) -> dict[str, int]:
+        calls = [line for line in program.body.lines if isinstance(line, Call)]
+        return {str(line.results[0].tensor_type.device): line.stream for line in calls if "exp" in line.target}
+
+    assert on_each(lowered(graph, fuse=False)) == {"cuda:0": 1, "cuda:1": 1, "cpu": 0}
+    monkeypatch.setattr(streams, "external_stream", lambda _number: given)
+    assert on_each(lowered(graph, fuse=False)) == {"cuda:0": 0, "cuda:1": 1, "cpu": 0}
+
+
+def test_calls_that_change_the_current_stream_are_refused() -> None:
+    model = Model("cuda:0")
+    model.call(STREAMS.fork.default, CURRENT, SIDE)
+    with pytest.raises(GraphError, match="it changes the current stream in a way that lines do not say"):
+        lowered(model.module(model.call(ATEN.exp.default, model.inputs[0], stream=SIDE)))
+
+
+def test_a_device_without_streams_has_none() -> None:
+    program = lowered(side_stream("cpu"))
+    assert work(program) == [item.replace(" 1", " 0") for item in work(program)] and "record 0" not in work(program)
+
+
+def test_numbers_leave_zero_to_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [external_number(place) for place in (0, 1)] == [0, 1]
+    monkeypatch.delattr(torch._dynamo.graph_bytecode_inputs, "CURRENT_STREAM_INDEX")
+    assert [external_number(place) for place in (0, 1)] == [1, 2]  # in 2.11 any of them may be at place 0
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_every_emitter_runs_a_model_with_streams(emitter: str) -> None:
+    recording, x = Recording(), torch.rand(8, 8)
+    y = x * 2 + 1
+    expected = y.cos().exp() + (y.sin() @ x).relu()
+    with recording.registered():
+        options = Options(emitter=emitter, memory_planning="auto")
+        compiled = fxwrap.compile_graph(side_stream("cpu"), options=options)
+        torch.testing.assert_close(compiled(x)[0], expected)
+        assert [stage.made_by for stage in compiled.stages][-1] == "place_guards"
+    steps = ["record 0", "wait 1 for 0", "enter 1", "leave 1", "record 1", "wait 0 for 1"]
+    done = [item for item in recording.done if "keep" not in item]
+    guards = ("enter 1", "leave 1") if emitter == "cpp" else ()  # which are torch's own there
+    assert done == [item for item in steps if item not in guards]
+
+
+def test_graphs_with_streams_are_not_cached() -> None:
+    with pytest.raises(NotCacheable, match="is about streams, whose devices only this process knows"):
+        GraphText().add(side_stream("cpu"), None)

@@ -1,0 +1,73 @@
+"""Guards and events: the rules of `place_guards` and `order_streams`, one golden file each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fxwrap
+from fxwrap.errors import VerifyError
+from fxwrap.passes.order import reorder_for_peak_memory
+from fxwrap.passes.order_streams import order_streams
+from fxwrap.passes.place_guards import place_guards
+from fxwrap.passes.reuse import reuse_memory
+from fxwrap.wrapper_ir import Program
+from tests.golden import check_golden, read_section, sections
+from tests.samples import SAMPLES
+
+GOLDENS = Path(__file__).parent / "golden"
+PASSES: dict[str, Callable[[Program], Program]] = {"place_guards": place_guards, "order_streams": order_streams}
+RULES = sorted(path.stem for path in GOLDENS.glob("*.txt"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_text(rule: str, update_golden: bool) -> None:
+    path = GOLDENS / f"{rule}.txt"
+    text = read_section(path, "input")
+    name = next(name for name in PASSES if rule.startswith(name))
+    program = fxwrap.parse(text)
+    changed = fxwrap.verify(PASSES[name](program))
+    assert PASSES[name](changed) == changed
+    if name == "order_streams" and changed != program:
+        with pytest.raises(VerifyError, match="race"):
+            fxwrap.verify(program)
+    check_golden(path, sections([("input", text), (f"after {name}", str(changed))]), update_golden)
+
+
+@pytest.mark.parametrize("name", list(SAMPLES))
+def test_samples_stay_valid_and_need_guards_once(name: str) -> None:
+    program = SAMPLES[name].program()
+    guarded = fxwrap.verify(place_guards(program))
+    assert place_guards(guarded) is guarded
+    if not any(kernel.language != "cpp" for kernel in program.kernels) and name != "devices_and_streams":
+        assert guarded is program
+
+
+STREAMS = """
+program @p(%x: borrowed f32[4]@cuda:0) {
+  %t = memory.alloc() : f32[4]@cuda:0
+  extern.call @aten.sin.out(%x) outs=(%t)
+  %begun = device.record() device="cuda:0" : opaque<Event>
+  device.wait(%begun) device="cuda:0" stream=1
+  %a = extern.call @aten.exp.default(%t) stream=1 : f32[4]@cuda:0
+  memory.free(%t) stream=1
+  %u = memory.alloc() : f32[4]@cuda:0
+  extern.call @aten.cos.out(%x) outs=(%u)
+  %done = device.record() device="cuda:0" stream=1 : opaque<Event>
+  device.wait(%done) device="cuda:0"
+  %b = extern.call @aten.add.Tensor(%a, %u) : f32[4]@cuda:0
+  memory.free(%a)
+  memory.free(%u)
+  control.return(%b)
+}
+"""
+
+
+def test_no_pass_gives_away_what_another_stream_may_be_reading() -> None:
+    program = fxwrap.verify(fxwrap.parse(STREAMS))
+    assert reuse_memory(program) == program  # %u would fit into %t, and %b into what the call left
+    assert reorder_for_peak_memory(program).program is program
+    alone = fxwrap.parse(STREAMS.replace(" stream=1", ""))
+    assert reuse_memory(alone) != alone
