@@ -277,16 +277,20 @@ program @p(%x: borrowed f32[16]@cuda:0) {
   %a = memory.alloc() : f32[16]@cuda:0
   extern.call @aten.sin.out(%x) outs=(%a)
   %b = memory.alloc() : f32[16]@cuda:0
+  %begun = device.record() device="cuda:0" : opaque<Event>
+  device.wait(%begun) device="cuda:0" stream=1
   extern.call @aten.cos.out(%a) outs=(%b) stream=1
   %c = memory.alloc() : f32[16]@cuda:0
   extern.call @aten.cos.out(%x) outs=(%c)
   %d = memory.alloc() : f32[16]@cuda:0
   extern.call @aten.neg.out(%c) outs=(%d)
-  memory.free(%a)
+  memory.free(%a) stream=1
   memory.free(%b) stream=1
   memory.free(%c)
   %y = extern.call @aten.exp.default(%d) : f32[16]@cuda:0
   memory.free(%d)
+  %done = device.record() device="cuda:0" stream=1 : opaque<Event>
+  device.wait(%done) device="cuda:0"
   control.return(%y)
 }
 """,
