@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled
+from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled, set_grad_enabled
 from fxwrap.wrapper_ir import Program
 
 Boxed = Callable[[list[Any]], Any]
@@ -63,10 +63,16 @@ def guarded(boxed: Boxed) -> Flat:
     """Returns a flat entry that runs a boxed one with gradients and autocast off."""
 
     def flat(*inputs: Any) -> Any:
-        if torch.is_grad_enabled() or is_any_autocast_enabled():
+        if is_any_autocast_enabled():
             with torch.no_grad(), DisableAutocast():
                 return boxed([*inputs])
-        return boxed([*inputs])
+        if not torch.is_grad_enabled():
+            return boxed([*inputs])
+        set_grad_enabled(False)
+        try:
+            return boxed([*inputs])
+        finally:
+            set_grad_enabled(True)
 
     return flat
 
