@@ -16,7 +16,6 @@ from torch.fx.traceback import annotate
 
 import fxwrap
 from fxwrap.errors import GraphError
-from fxwrap.options import EMITTERS
 from fxwrap.parts import CompiledPart, compile_parts
 from tests.strategies.graphs import RandomGraph, graphs
 
@@ -50,7 +49,7 @@ def _parts(module: GraphModule) -> list[CompiledPart]:
     return [child for child in module.modules() if isinstance(child, CompiledPart)]
 
 
-@pytest.mark.parametrize(("emitter", "dynamic"), [("python", False), *[(emitter, True) for emitter in EMITTERS]])
+@pytest.mark.parametrize(("emitter", "dynamic"), [("python", False), ("fx", True), ("cpp", True)])
 def test_tagged_nodes_are_compiled_and_equal_parts_once(emitter: str, dynamic: bool) -> None:
     model, inputs = Model(), (torch.randn(4, 8), {"by": torch.randn(8)})
     shapes = ({0: Dim("batch", min=2, max=64)}, {"by": None}) if dynamic else None
