@@ -15,6 +15,7 @@ from fxwrap.errors import GraphError
 from fxwrap.loop_ir import KERNEL_DTYPES
 from fxwrap.lowering.binding import derive_symbols
 from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.collectives import borrowed
 from fxwrap.lowering.definitions import (
     Definition,
     Indices,
@@ -408,6 +409,7 @@ class Defining:
             arguments = [self.known[operand] for operand in node.all_input_nodes]
         else:
             arguments = [self._literal(argument, node) for argument in (*node.args, *node.kwargs.values())]
+            arguments += [self.known[operand] for operand in borrowed(node)]
         step = Step(node, position, list(definitions_in(arguments)), symbols=_symbols(arguments))
         step.effectful = is_effectful(node)
         step.writes = self._written(node)

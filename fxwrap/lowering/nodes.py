@@ -12,9 +12,10 @@ import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import Call, Mutate, View
+from fxwrap.lines import Call, Mutate, StartCollective, View, WaitCollective
 from fxwrap.lowering.binding import bind_results, fails_at_run_time, lower_assert, lower_item
 from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.collectives import flight_of, group_of, starts_flight
 from fxwrap.lowering.fallbacks import lower_placing, placing_of
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.streams import StreamPlan, stream_call
@@ -46,10 +47,32 @@ def lower_call(builder: Builder, node: Node, dying: Collection[str] = frozenset(
         lower_item(builder, node, fake)
     elif node.target is torch.ops.aten._assert_scalar.default:
         lower_assert(builder, node, literal(builder, node.args[0], node), str(node.args[1]))
+    elif starts_flight(node):
+        _lower_start(builder, node, node.target, fake)
+    elif (started := flight_of(node)) is not None:
+        _lower_wait(builder, node, started, fake)
     elif builder.streams is not None and stream_call(node):
         _lower_stream_call(builder, builder.streams, node, node.target)
     else:
         _lower_operator(builder, node, node.target, fake, dying)
+
+
+def _lower_start(builder: Builder, node: Node, target: OpOverload, fake: Any) -> None:
+    """Lowers the start of a collective, whose results its wait makes there to use."""
+    facts = operator_facts(target)
+    arguments = tuple([literal(builder, argument, node) for argument in node.args])
+    results, _ = _results(builder, node, facts, fake, arguments, ())
+    builder.emit(StartCollective(results, facts.name, arguments, group_of(node), origin=builder.origin(node)))
+    _finish(builder, node, facts, results)
+
+
+def _lower_wait(builder: Builder, node: Node, started: Node, fake: torch.Tensor) -> None:
+    """Lowers the wait for a collective's result, which is in the memory that the start made."""
+    pending = builder.env[node.args[0]]  # type: ignore[index]
+    value = builder.add_window(node.name, fake, pending)
+    builder.share_root(fake, builder.root_of[pending.name])
+    builder.emit(WaitCollective(value, pending, group_of(started), origin=builder.origin(node)))
+    builder.env[node] = value
 
 
 def _lower_stream_call(builder: Builder, streams: StreamPlan, node: Node, target: OpOverload) -> None:
@@ -92,8 +115,10 @@ def literal(builder: Builder, argument: Any, node: Node) -> Any:
 
 def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any, dying: Collection[str]) -> None:
     facts = operator_facts(target)
-    arguments = tuple([literal(builder, argument, node) for argument in node.args])
-    keywords = tuple([(name, literal(builder, argument, node)) for name, argument in node.kwargs.items()])
+    arguments = _placed(tuple([literal(builder, argument, node) for argument in node.args]), fake)
+    keywords = tuple([
+        (name, _placed(literal(builder, argument, node), fake)) for name, argument in node.kwargs.items()
+    ])  # fmt: skip
     if facts.replacement is not None:
         target, arguments, keywords = facts.replacement(target, arguments, keywords)
         facts = operator_facts(target)
@@ -119,6 +144,15 @@ def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any,
             )
         )
         _finish(builder, node, facts, results)
+
+
+def _placed(argument: Any, fake: Any) -> Any:
+    """Returns an argument with the index of a device said: without, the one that is current when it runs is meant."""
+    if isinstance(argument, tuple):
+        return tuple([_placed(item, fake) for item in argument])
+    if isinstance(argument, torch.device) and isinstance(fake, torch.Tensor) and argument.type == fake.device.type:
+        return fake.device
+    return argument
 
 
 def _view_base(

@@ -25,6 +25,7 @@ from fxwrap.matching import (
     wildcards_of,
 )
 from fxwrap.pass_spec import IR_BEFORE_PLANNING, Pass
+from fxwrap.passes.order_streams import order_streams
 from fxwrap.rewrite.builder import LineBuilder, Names
 from fxwrap.rewrite.match import Match
 from fxwrap.rewrite.replacement import Refused, Replacement, fit, substituted
@@ -150,6 +151,7 @@ class _Rewriter:
         tensors = {**program.store.tensors, **self.names.constants}
         store = ConstantStore({item.value.name: tensors[item.value.name] for item in constants})
         changed = program.replace(body=body, functions=functions, constants=constants, store=store)
+        changed = order_streams(changed)  # frees are placed anew, and some must wait for a stream
         launched = {name for line in changed.lines() for name in _kernels_of(line)}
         was = {name for line in program.lines() for name in _kernels_of(line)}
         unused = {kernel.name for kernel in program.kernels} - was

@@ -16,9 +16,10 @@ from torch.fx.node import map_arg
 import fxwrap
 from fxwrap.compile_cache.graph_text import GraphText, NotCacheable
 from fxwrap.errors import GraphError
-from fxwrap.lines import Alloc, Call, Free, Launch, RecordEvent, WaitEvent
+from fxwrap.lines import Alloc, Call, EnterDevice, ExitDevice, Free, Launch, RecordEvent, WaitEvent
 from fxwrap.lowering import streams
 from fxwrap.options import EMITTERS, Options
+from fxwrap.passes.place_guards import place_guards
 from fxwrap.torch_compat import external_number
 from fxwrap.wrapper_ir import Program
 from tests.streams.recording import Recording
@@ -220,3 +221,35 @@ def test_every_emitter_runs_a_model_with_streams(emitter: str) -> None:
 def test_graphs_with_streams_are_not_cached() -> None:
     with pytest.raises(NotCacheable, match="is about streams, whose devices only this process knows"):
         GraphText().add(side_stream("cpu"), None)
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_without_an_index_is_the_one_that_was_current_when_the_graph_was_made() -> None:
+    model = Model("cuda:1")
+    (x,) = model.inputs
+    copied = model.graph.call_function(ATEN._to_copy.default, (x,), {"device": torch.device("cuda")})
+    made = model.graph.call_function(ATEN.randn.default, ([4],), {"device": torch.device("cuda")})
+    with model.mode:
+        copied.meta["val"], made.meta["val"] = torch.empty(8, 8, device="cuda:0"), torch.empty(4, device="cuda:0")
+    program = lowered(model.module(copied, made, model.call(ATEN.exp.default, x)))
+    devices = [dict(line.keywords)["device"] for line in program.body.lines if isinstance(line, Call)]
+    assert devices == [torch.device("cuda:0")] * 2  # a guard for cuda:1 may be around it
+
+
+def test_tensors_on_two_devices_have_kernels_and_guards_of_their_own() -> None:
+    model = Model("cuda:0", "cuda:1")
+    x, y = model.inputs
+    first = model.call(ATEN.exp.default, model.call(ATEN.sin.default, x))
+    moved = model.graph.call_function(ATEN._to_copy.default, (first,), {"device": torch.device("cuda:1")})
+    with model.mode:
+        moved.meta["val"] = torch.empty(8, 8, device="cuda:1")
+    second = model.call(ATEN.relu.default, model.call(ATEN.add.Tensor, moved, y))
+    program = fxwrap.verify(place_guards(lowered(model.module(first, second))))
+    lines = [line for line in program.body.lines if isinstance(line, EnterDevice | ExitDevice | Launch | Call)]
+    assert [getattr(line, "device", type(line).__name__) for line in lines] == [
+        "cuda:0", "Launch", "cuda:0", "Call", "cuda:1", "Launch", "cuda:1",
+    ]  # fmt: skip
+    text = fxwrap.to_python(program).source
+    assert "    with on_cuda_0():\n" in text and "    with on_cuda_1():\n" in text and "allocate_cuda_0(" in text

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import fxwrap
+from fxwrap import rewrite as rw
 from fxwrap.errors import VerifyError
+from fxwrap.lines import Free
 from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.passes.order_streams import order_streams
 from fxwrap.passes.place_guards import place_guards
@@ -71,3 +73,12 @@ def test_no_pass_gives_away_what_another_stream_may_be_reading() -> None:
     assert reorder_for_peak_memory(program).program is program
     alone = fxwrap.parse(STREAMS.replace(" stream=1", ""))
     assert reuse_memory(alone) != alone
+
+
+def test_a_rewrite_beside_a_stream_leaves_frees_that_wait_for_it() -> None:
+    program = fxwrap.verify(fxwrap.parse(STREAMS))
+    x, y = rw.tensors("x y")
+    changed = rw.rewrite(program, rw.call("aten.add.Tensor", x, y), rw.call("aten.sub.Tensor", x, y))
+    assert changed.matches
+    frees = {line.root.name: line.stream for line in fxwrap.verify(changed.program).lines() if isinstance(line, Free)}
+    assert frees["t"] == 1 and frees["a"] == 0
