@@ -16,24 +16,20 @@ from torch.fx import Node
 from fxwrap.errors import GraphError
 from fxwrap.lines import Assert, Bind, Item, Let
 from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.slices import from_front, slice_count, slice_start
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.symbols import known_info, linear_parts, solution, truth_symbol
 from fxwrap.symbolic import (
-    Size,
     SymbolInfo,
     canonical,
-    ceiling_divide,
     make_symbol,
-    maximum,
-    minimum,
     product,
     total,
 )
-from fxwrap.torch_compat import Where, unbacked_bindings
+from fxwrap.torch_compat import unbacked_bindings
 from fxwrap.wrapper_ir import ScalarType, Tag, TensorType, Value, map_leaves
 
 _SELECT, _SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
-_END = 2**62
 
 
 # --- numbers read from tensors, and conditions ------------------------------------------------------------------------
@@ -212,13 +208,11 @@ def derive_symbols(builder: Builder, node: Node) -> None:
         return
     size, stride = builder.size(base.shape[dim]), builder.size(base.stride(dim))
     if node.target is _SELECT:
-        start = _wrapped(_argument(builder, node, 2, 0), size)
+        start = from_front(_argument(builder, node, 2, 0), size)
     else:
-        start = minimum(maximum(_wrapped(_argument(builder, node, 2, None) or 0, size), 0), size)
+        start = slice_start(_argument(builder, node, 2, None), size)
     if size_symbol is not None:
-        end, step = _argument(builder, node, 3, None), _argument(builder, node, 4, 1)
-        end = size if end is None or (isinstance(end, int) and end >= _END) else _wrapped(end, size)
-        count = ceiling_divide(maximum(total((minimum(end, size), _negated(start))), 0), step)
+        count = slice_count(start, _argument(builder, node, 3, None), _argument(builder, node, 4, 1), size)
         builder.symbols[size_symbol] = sympy.sympify(count)
     if offset_symbol is not None:
         offset = total((builder.size(base.storage_offset()), product((start, stride))))
@@ -244,19 +238,6 @@ def _argument(builder: Builder, node: Node, position: int, default: Any) -> Any:
         return default
     given = node.args[position]
     return builder.expression(builder.fakes[given] if isinstance(given, Node) else given)
-
-
-def _wrapped(position: Size, size: Size) -> Size:
-    """Returns a position counted from the front: negative ones are counted from the end."""
-    if isinstance(position, int):
-        return position if position >= 0 else total((size, position))
-    wrapped = sympy.sympify(total((size, position)))
-    found: Size = canonical(Where(sympy.Lt(position, 0, evaluate=False), wrapped, position, evaluate=False))
-    return found
-
-
-def _negated(size: Size) -> Size:
-    return product((size, -1))
 
 
 def _error(node: Node, reason: str, remedy: str) -> GraphError:

@@ -161,10 +161,15 @@ class Body:
         for node, value in self.builder.env.items():
             if isinstance(value, Value) and isinstance(value.type, TensorType) and keeps(value):
                 kept |= set(definitions_in(defining.known[node]))
-        return {
-            definition: item for definition, item in fusion.last_readers().items()
-            if definition not in kept and not defining.shares_memory(definition)
-        }  # fmt: skip
+        readers = fusion.last_readers()
+        place = {id(item): number for number, item in enumerate(fusion.items())}
+        dying = {}
+        for definition in readers:
+            shown = defining.on_memory_of(definition)  # what dies is memory, with all that shows it
+            if kept.isdisjoint(shown):
+                items = [readers[other] for other in shown if other in readers]
+                dying[definition] = max(items, key=lambda item: place[id(item)])
+        return dying
 
     def _stream(self, item: Item, streams: StreamPlan) -> int:
         if item.kernel is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from fxwrap.lowering.in_place import InPlace
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.rules import RULES, Call
 from fxwrap.lowering.source import location_of
-from fxwrap.lowering.windows import Window, window_type
+from fxwrap.lowering.windows import Window, place_window
 from fxwrap.options import Options
 from fxwrap.symbolic import make_symbol
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
@@ -346,7 +346,9 @@ class Defining:
             return
         value = self.known[window.source]
         fake, types = self.builder.fakes[window.base], self.builder.tensor_type
-        type_ = window_type(self.builder, types(fake), window)
+        placed = place_window(self.builder, types(fake), window)
+        type_ = placed.type
+        needed = _symbols([type_.sizes, type_.storage_offset, [check.condition for check in placed.checks]])
         target = Stored(type_.sizes, fake.dtype, fake.device)
         target.name = f"{node.name}_window"
         storage = self._storage_of[target] = self._storage_of[whole]
@@ -357,21 +359,29 @@ class Defining:
         self.windows[target] = node
         own = self.on_memory_of(whole)
         fuses = self.options.fuse and self.builder.qualified(node) not in self.refused
-        if fuses and viewed_base(value) not in own and self.write_into(target, value, node, position, position - 1):
+        fuses = fuses and viewed_base(value) not in own
+        if fuses and self.write_into(target, value, node, position, position - 1, needed):
             self._became(node, "fused")
             return
-        step = Step(node, position, [value, whole], writes=own, symbols=_symbols([value.sizes, type_.sizes]))
+        step = Step(node, position, [value, whole], writes=own, symbols=_symbols(value) | needed)
         self.mutations.extend((definition, position) for definition in own)
         self._numbers.wrote(own)
         self.steps.append(step)
         self._became(node, "call", "it overwrites a slice of its operand")
 
     def write_into(
-        self, target: Stored, value: Definition, node: Node, position: int, last_read: int | None = None
+        self,
+        target: Stored,
+        value: Definition,
+        node: Node,
+        position: int,
+        last_read: int | None = None,
+        symbols: Collection[sympy.Symbol] = (),
     ) -> bool:
         """Makes a definition overwrite a tensor in memory with a value, where one kernel can do it; says whether.
 
-        What reads that memory and comes up to `last_read` gets memory of its own before.
+        What reads that memory and comes up to `last_read` gets memory of its own before. The target is where these
+        symbols say.
         """
         types = {target.dtype, value.dtype}
         computed = not isinstance(viewed_base(value), Stored)
@@ -383,7 +393,7 @@ class Defining:
         def body(reader: Reader, indices: Indices) -> Any:
             return reader.load(value, broadcast_indices(value.sizes, indices)).to(target.compute_dtype)
 
-        written = Written(target.sizes, target.dtype, target.device, body, target)
+        written = Written(target.sizes, target.dtype, target.device, body, target, frozenset(symbols))
         written.name, written.origin = node.name, "aten.copy_.default"
         self.position_of[written] = position
         self.node_of[written] = node
@@ -397,10 +407,6 @@ class Defining:
         """Returns every definition that has its memory where a tensor of the graph has it, itself included."""
         storage = self._storage_of.get(target)
         return [target] if storage is None else self._on_storage[storage]
-
-    def shares_memory(self, definition: Definition) -> bool:
-        """Whether other definitions in memory show a definition's memory too."""
-        return len(self.on_memory_of(definition)) > 1
 
     # --- calls ------------------------------------------------------------------------------------------------------
 

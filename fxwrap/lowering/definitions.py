@@ -73,9 +73,13 @@ class HostNumber(Pointwise):
 
 @dataclass(eq=False)
 class Written(Pointwise):
-    """A pointwise definition whose memory is that of a tensor which is there before, and is overwritten."""
+    """A pointwise definition whose memory is that of a tensor which is there before, and is overwritten.
+
+    `symbols` are those that say where it is.
+    """
 
     target: Stored
+    symbols: frozenset[sympy.Symbol] = frozenset()
 
 
 @dataclass(eq=False)

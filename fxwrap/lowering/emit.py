@@ -23,7 +23,7 @@ from fxwrap.lowering.nodes import lower_call
 from fxwrap.lowering.placement import KernelPlan, Member
 from fxwrap.lowering.realise import Use, Uses
 from fxwrap.lowering.tracing import trace_with
-from fxwrap.lowering.windows import window_type
+from fxwrap.lowering.windows import emit_window
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter, KernelRequest, PrintedKernel
 from fxwrap.symbolic import Size, bounds, canonical, evaluate, maximum, product
@@ -133,13 +133,7 @@ class Emission:
         window = self.defining.in_place.windows[node]
         self.ensure(window.base)
         base: Value = self.builder.env[window.base]
-        type_ = window_type(self.builder, base.tensor_type, window)
-        if type_ == base.type:
-            return base
-        value = Value(self.builder.unique(f"{node.name}_window"), type_)
-        self.builder.root_of[value.name] = self.builder.root_of[base.name]
-        self.builder.emit(View(value, base, origin=self.builder.origin(node)))
-        return value
+        return emit_window(self.builder, node, base, window)
 
     def _read(self, number: NumberRead) -> None:
         """Emits the line that reads a number."""
@@ -243,6 +237,8 @@ class Emission:
             if source not in dying or not same_memory(source.tensor_type, planned.tensor_type):
                 continue
             root = self.builder.root_of[source.name]
+            if sum(self.builder.root_of[item.name] is root for item in built.inputs) > 1:
+                continue  # it reads the same memory through a view too
             value = source
             if source.type != planned.type:
                 value = self.builder.add_retyped(definition.name, fake, source)

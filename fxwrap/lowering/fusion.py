@@ -128,6 +128,7 @@ class Fusion:
         if not isinstance(use.definition, Written):
             return []
         found: list[object] = list(self.on_memory_of(use.definition.target))
+        found += use.definition.symbols
         return [*found, *(item for definition in found for item in self._readers.get(definition, ()))]  # type: ignore[call-overload]
 
     def last_readers(self) -> dict[Definition, Item]:

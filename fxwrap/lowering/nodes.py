@@ -19,6 +19,7 @@ from fxwrap.lowering.collectives import flight_of, group_of, starts_flight
 from fxwrap.lowering.fallbacks import lower_placing, placing_of
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.streams import StreamPlan, stream_call
+from fxwrap.lowering.windows import lower_window
 from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
 from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves
 from fxwrap.wrapper_ir.operators import OperatorFacts, operator_facts, used_items
@@ -124,6 +125,8 @@ def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any,
         facts = operator_facts(target)
     placing = placing_of(facts, arguments, keywords)
     if placing is not None and lower_placing(builder, node, placing, fake, dying):
+        return
+    if lower_window(builder, node, fake, dying):
         return
     if facts.written:
         _lower_mutation(builder, node, facts, arguments, keywords, fake)
