@@ -197,3 +197,19 @@ def test_what_guards_have_checked_is_not_checked_again() -> None:
     shapes = {"x": None, "at": torch.export.Dim.DYNAMIC}
     program = fxwrap.lower(torch.export.export(Given(), (torch.randn(2, 4), 5), dynamic_shapes=shapes))
     assert not [line for line in program.lines() if isinstance(line, Assert) and "does not fit" in line.message]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", MODULES)
+def test_a_cache_on_a_gpu_is_written_in_place(module: type[_Cache]) -> None:
+    """The position is on the GPU too, and read by the host."""
+    graph = torch.export.export(module().cuda(), (torch.randn(2, 4, device="cuda"), torch.tensor(3, device="cuda")))
+    program = fxwrap.lower(graph)
+    assert "_scatter.default" not in str(program)
+    for position in POSITIONS[module]:
+        eager = module().cuda()
+        x, at = torch.randn(2, 4, device="cuda"), torch.tensor(position, device="cuda")
+        rows = eager.rows.clone()
+        wanted = eager(x, at)
+        for emitter in COMPARED:
+            torch.testing.assert_close(run(program, emitter, rows, x, at), (wanted, eager.rows))
