@@ -34,7 +34,7 @@ from fxwrap.preparation import KernelFailure, begin_kernels, compile_program_ker
 from fxwrap.printers import print_kernel
 from fxwrap.provenance import Provenance, number_calls, provenance
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
-from fxwrap.tuning import FirstCall, gpu_tuner, runs_line_by_line
+from fxwrap.tuning import FirstCall, gpu_tuner
 from fxwrap.user_passes import run_emitted_pass, run_program_pass, run_source_passes
 from fxwrap.wrapper_ir import Ownership, Program, program_key, symbol_infos, verify
 
@@ -354,7 +354,7 @@ class _Pipeline:
 
     def _tunes_later(self, program: Program) -> bool:
         """Whether the first call may say more than the graph did of how kernels are best cut."""
-        if self._tuner is None or self._tunes_at_once() or not runs_line_by_line(program):
+        if self._tuner is None or self._tunes_at_once():
             return False
         return self._tuner.waits or (self._tuner.chooses and bool(symbol_infos(program)))
 

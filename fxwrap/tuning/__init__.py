@@ -1,7 +1,6 @@
 """Timing several ways to cut each kernel, and remembering the fastest."""
 
 from fxwrap.tuning.first_call import FirstCall as FirstCall
-from fxwrap.tuning.first_call import runs_line_by_line as runs_line_by_line
 from fxwrap.tuning.gpu_timer import gpu_name as gpu_name
 from fxwrap.tuning.gpu_timer import set_count as set_count
 from fxwrap.tuning.gpu_timer import time_on_gpu as time_on_gpu

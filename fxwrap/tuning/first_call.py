@@ -13,7 +13,7 @@ from fxwrap.converters.base import Handler
 from fxwrap.converters.emitted import Boxed, Emitted, Flat, guarded
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.errors import FxwrapError, TuningWarning
-from fxwrap.lines import ExtensionLine, RecordEvent, WaitEvent
+from fxwrap.lines import ExtensionLine
 from fxwrap.torch_compat import DisableAutocast, operators_are_watched
 from fxwrap.wrapper_ir import Block, Program
 
@@ -36,11 +36,6 @@ class NotingInterpreter(Interpreter):
         for name, number in self.symbols.items():
             if type(number) is int:
                 self.noted[name] = max(number, self.noted.get(name, number))
-
-
-def runs_line_by_line(program: Program) -> bool:
-    """Whether the interpreter can run a program; it does not know streams."""
-    return not any(isinstance(line, RecordEvent | WaitEvent) for line in program.lines())
 
 
 class FirstCall:
