@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import sympy
@@ -17,7 +18,7 @@ from fxwrap.lines import Launch
 from fxwrap.options import Options
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernels
-from fxwrap.runtime.native import build_bridge, provided_program
+from fxwrap.runtime.native import build_bridge, compile_ahead, provided_program
 from fxwrap.runtime.triton_compile import KernelUse
 from fxwrap.symbolic import Scalar, evaluate
 from fxwrap.wrapper_ir import Program, Value, typical_values
@@ -73,7 +74,10 @@ def compile_program_kernels(program: Program, emitted: Emitted, emitter: str) ->
         name: use for name, use in uses.items() if emitter == "cpp" and language_facts(use.kernel.language).linked
     }
     others = {name: use for name, use in uses.items() if name not in linked}
-    failures = _compile(others, launches)  # before the whole is built: what Triton compiles is linked in too
+    with ThreadPoolExecutor(1) as beside:
+        if emitter == "cpp" and others:
+            beside.submit(compile_ahead, emitted.source)  # what it raises, the build raises again
+        failures = _compile(others, launches)  # before the whole is built: what Triton compiles is linked in too
     if linked and not _builds(emitted):
         failures += _compile(linked, launches)
         if not failures:

@@ -16,7 +16,7 @@ from fxwrap.converters.cpp import linked_units, to_cpp
 from fxwrap.runtime import kernels
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import Program as NativeProgram
-from fxwrap.runtime.native import compile_cpp, launcher_class, load_program
+from fxwrap.runtime.native import build, compile_ahead, compile_cpp, launcher_class, load_program
 from fxwrap.runtime.triton_launchers import hold
 from fxwrap.runtime.triton_units import compiled_variants, variants_unit
 from fxwrap.wrapper_ir import KernelDefinition, print_kernel
@@ -85,6 +85,32 @@ def test_what_is_linked_in_is_launched(driver: FakeDriver, chip: object, by_pyth
     ((grid, arguments),) = by_python  # nothing is compiled for the number 1
     assert grid == (64, 1, 1) and arguments[2:] == (1, 2.5, False) and type(arguments[4]) is bool
     assert arguments[0].data_ptr() == arguments[1].data_ptr() == out.data_ptr()
+
+
+def test_the_text_is_compiled_beside_the_kernels(
+    driver: FakeDriver, chip: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What was compiled ahead is taken once; nothing of it is left, and nothing is missing without it."""
+    commands: list[str] = []
+    run = build._run
+
+    def watched(command: list[str], folder: Path) -> str:
+        commands.append(command[-3] if "-c" in command else "link")
+        return run(command, folder)
+
+    monkeypatch.setattr(build, "_run", watched)
+    kernel = fill(8)
+    compiled(kernel, driver.tensor(64), driver.tensor(64), 64, 0.5, True)
+    source = f"{to_cpp(program(kernel)).source}// {tmp_path}\n"  # which nobody has compiled
+    compile_ahead(source)
+    compile_ahead(source)
+    assert commands == ["program.cpp"]
+    library = compile_cpp(source, name="filled", extra_sources=linked_units([kernel]))
+    assert commands[1:] == ["filled_kernels_1.cpp", "link"] and library.is_file()
+    assert not list(library.parent.parent.glob("ahead-*"))
+    source += "// again\n"
+    compile_cpp(source, name="filled", extra_sources=linked_units([kernel]))
+    assert sorted(commands[3:]) == ["filled.cpp", "filled_kernels_1.cpp", "link"]
 
 
 def test_what_python_compiled_is_launched_by_emitted_code_too(

@@ -10,6 +10,7 @@ from .build import binary_target as binary_target
 from .build import binding_is_loaded as binding_is_loaded
 from .build import build_bridge as build_bridge
 from .build import cache_folder as cache_folder
+from .build import compile_ahead as compile_ahead
 from .build import compile_cpp as compile_cpp
 from .build import compiled_kernels as compiled_kernels
 from .build import compiler_identity as compiler_identity

@@ -136,18 +136,15 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
     )
 
     def build(folder: Path) -> None:
-        commands = []
-        objects = []
-        for index, source in enumerate(sources):
-            path = folder / (f"{stem}.cpp" if index == 0 else f"{stem}_kernels_{index}.cpp")
+        paths = [folder / f"{stem}.cpp", *[folder / f"{stem}_kernels_{index}.cpp" for index in range(1, len(sources))]]
+        units = list(zip(sources, paths, strict=True))
+        for source, path in units:
             path.write_text(source.text, encoding="utf-8")
             for file, content in source.files:
                 (folder / file).write_bytes(content)
-            objects.append(path.with_suffix(".o").name)
-            own = compiler.kernel_flags if source.flags == KERNEL_FLAGS else ()
-            flags = (*_COMMON_FLAGS, *source.flags, *own, "-I", str(_HERE))
-            commands.append([*compiler.command, *flags, "-c", path.name, "-o", objects[-1]])
-        _run_all(commands, folder)
+        ahead = _take_ahead(compiler, source_text, paths[0].with_suffix(".o"))
+        _run_all([_unit_command(compiler, source, path) for source, path in units[ahead:]], folder)
+        objects = [path.with_suffix(".o").name for path in paths]
         bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
         _run_all(
@@ -158,6 +155,45 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
             (folder / item).unlink()
 
     return _entry(cache_folder() / "programs" / key, build) / f"{stem}.so"
+
+
+def _unit_command(compiler: _Compiler, source: NativeSource, path: Path) -> list[str]:
+    own = compiler.kernel_flags if source.flags == KERNEL_FLAGS else ()
+    flags = (*_COMMON_FLAGS, *source.flags, *own, "-I", str(_HERE))
+    return [*compiler.command, *flags, "-c", path.name, "-o", path.with_suffix(".o").name]
+
+
+def compile_ahead(source_text: str) -> None:
+    """Compiles an emitted translation unit beside other work, for `compile_cpp` to take.
+
+    Raises as `compile_cpp` does.
+    """
+    compiler = _compiler()
+
+    def build(folder: Path) -> None:
+        path = folder / _AHEAD.with_suffix(".cpp")
+        path.write_text(source_text, encoding="utf-8")
+        _run(_unit_command(compiler, NativeSource(source_text, PROGRAM_FLAGS), path), folder)
+
+    _entry(_ahead_folder(compiler, source_text), build)
+
+
+_AHEAD = Path("program.o")
+
+
+def _ahead_folder(compiler: _Compiler, source_text: str) -> Path:
+    return cache_folder() / "programs" / f"ahead-{_digest(_environment(compiler), _bridge_digest(), source_text)}"
+
+
+def _take_ahead(compiler: _Compiler, source_text: str, target: Path) -> bool:
+    """Moves what was compiled ahead to its place; says whether there was something, and nobody else took it first."""
+    folder = _ahead_folder(compiler, source_text)
+    try:
+        os.replace(folder / _AHEAD, target)
+    except OSError:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
 
 
 def compiled_kernels(symbols: tuple[str, ...]) -> dict[str, Path]:
