@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fxwrap.runtime.native.build import use_driver
+from fxwrap.runtime.native import use_driver
 
 _CODES = {torch.float32: 6, torch.float64: 7, torch.int64: 4, torch.bool: 11, torch.bfloat16: 15}
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxwrap.runtime.native import launcher_class
-from fxwrap.runtime.native.build import use_driver
+from fxwrap.runtime.native import launcher_class, use_driver
 from tests.launch.fake_driver import FakeDriver
 
 # Classes, as launch.h has them.

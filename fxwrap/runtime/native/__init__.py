@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from .binding import Program as Program
+from .binding import binding_is_loaded as binding_is_loaded
+from .binding import launcher_class as launcher_class
+from .binding import load_program as load_program
+from .binding import use_driver as use_driver
 from .build import BRIDGE_LIBRARIES as BRIDGE_LIBRARIES
 from .build import PROGRAM_FLAGS as PROGRAM_FLAGS
 from .build import NativeSource as NativeSource
-from .build import Program as Program
 from .build import binary_target as binary_target
-from .build import binding_is_loaded as binding_is_loaded
 from .build import build_bridge as build_bridge
 from .build import cache_folder as cache_folder
 from .build import compile_ahead as compile_ahead
 from .build import compile_cpp as compile_cpp
 from .build import compiled_kernels as compiled_kernels
 from .build import compiler_identity as compiler_identity
-from .build import launcher_class as launcher_class
-from .build import load_program as load_program
 from .build import record_kernels as record_kernels
 from .build import unusable as unusable
 from .provided import provide_bridge as provide_bridge

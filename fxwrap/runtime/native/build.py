@@ -1,4 +1,4 @@
-"""Compiling emitted C++ with the user's compiler, and loading it, through a content-addressed cache on disk.
+"""Compiling emitted C++ with the user's compiler, through a content-addressed cache on disk.
 
 Two kinds of entries: the bridge with its Python binding, built once for each torch, Python and compiler; and
 programs. An entry is a folder made under a temporary name and renamed into place, so what can be seen is complete.
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.machinery
-import importlib.util
 import os
 import platform
 import re
@@ -27,12 +25,12 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
 from fxwrap.errors import NativeBuildError
-from fxwrap.runtime.native.provided import provided_bridge, provided_kernel
+from fxwrap.runtime.native.provided import provided_kernel
 
 _HERE = Path(__file__).parent
 _BRIDGE_SOURCES = (
@@ -61,31 +59,6 @@ KERNEL_FLAGS = (
 _CLANG_KERNEL_FLAGS = ("-fveclib=libmvec",)
 _VECTOR_MATH = "libmvec.so.1"
 _KERNEL_HEADER = "kernel.h"
-
-
-class Program(Protocol):
-    """A loaded program. Safe to call from several threads at once.
-
-    Inputs and outputs are flat, in the program's order: tensors, ints, floats, bools and None.
-    """
-
-    @property
-    def name(self) -> str:
-        """The program's own name."""
-
-    @property
-    def path(self) -> str:
-        """The library it was loaded from."""
-
-    @property
-    def constants(self) -> tuple[torch.Tensor, ...]:
-        """The tensors bound when it was loaded."""
-
-    def __call__(self, *inputs: object) -> tuple[Any, ...]:
-        """Run with inputs that the caller keeps. Raises InputError, or what the failing operator raises in eager."""
-
-    def boxed(self, inputs: list[Any]) -> tuple[Any, ...]:
-        """Empty `inputs`, then run: inputs that the program owns are freed where it drops them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,30 +195,6 @@ def _kernel_notes(symbols: Sequence[str]) -> list[Path]:
     compiler = _compiler()
     whole = _digest(_environment(compiler), _bridge_digest(), _kernel_header(), *KERNEL_FLAGS, _processor())
     return [cache_folder() / "kernels" / _digest(whole, symbol) for symbol in symbols]
-
-
-def load_program(path: Path | str, constants: Sequence[torch.Tensor] = (), symbol: str = "fxwrap_program") -> Program:
-    """Load a compiled program, binding `constants` to its constant slots; a library may have several, by symbol.
-
-    Raises ImportError when the file is not a program of this version, InputError for wrong constants.
-    """
-    return cast(Program, _binding().Program(str(path), constants=tuple(constants), symbol=symbol))
-
-
-def launcher_class() -> Any:
-    """Returns the bridge's type for launchers of GPU kernels (`triton_launchers.Launcher` says what it does).
-
-    Raises NativeBuildError where the bridge cannot be built.
-    """
-    return _binding().Launcher
-
-
-def use_driver(path: Path) -> None:
-    """Takes the functions of the CUDA driver, and torch's for the current stream, from a library: for tests.
-
-    Raises RuntimeError where the library cannot be opened or lacks one.
-    """
-    _binding().use_driver(str(path))
 
 
 def build_bridge() -> BridgeBuild:
@@ -488,23 +437,3 @@ def _instructions() -> list[str]:
     """Returns the instruction sets of this machine's processor, by the names that its system has for them."""
     line = next((s for s in _processor().splitlines() if s.startswith(("flags", "Features"))), "")
     return sorted(set(line.partition(":")[2].split()))
-
-
-def binding_is_loaded() -> bool:
-    """Returns whether this process has loaded a bridge; it then uses that one to its end."""
-    return _load_binding.cache_info().currsize > 0
-
-
-def _binding() -> Any:
-    return _load_binding(provided_bridge() or build_bridge().folder)
-
-
-@cache
-def _load_binding(folder: Path) -> Any:
-    loader = importlib.machinery.ExtensionFileLoader("_fxwrap_binding", str(folder / _BINDING))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    if spec is None:
-        raise ImportError(f"cannot load '{folder / _BINDING}'")
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
