@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from fxwrap.artifact import save_program
 from fxwrap.compile_cache import Lookup, Request, look_up
+from fxwrap.compile_log import StageTimes, log
 from fxwrap.converters.emitted import Boxed, Emitted, Flat
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.emission import checked as checked
@@ -267,6 +268,7 @@ class _Pipeline:
         known: MutableMapping[str, Compiled] | None,
     ) -> None:
         self.options = options
+        self._name = name
         self.known = known
         self.refused: frozenset[str] = frozenset()
         self.repeatable = True
@@ -294,6 +296,7 @@ class _Pipeline:
 
     def _compiled_for(self, symbols: Mapping[str, int]) -> Compiled:
         """Compiles the graph again, with its kernels timed, for these values of its symbols."""
+        log.info("'%s' is compiled again for the sizes of its first call: %s", self._name, dict(symbols))
         again = copy.copy(self)
         hints = {**self.options.symbol_hints, **symbols}
         again.options = self.options.replace(autotune=True, symbol_hints=hints)
@@ -306,8 +309,10 @@ class _Pipeline:
     def _run(self, refused: frozenset[str]) -> tuple[Compiled, list[KernelFailure]]:
         """Compiles with these nodes, and those before, not fused; returns with it the kernels that fail."""
         self.refused |= refused
+        times = StageTimes()
         options, lowered = self.options, self._lowered()
         program = lowered.program
+        times.end("lowering")
         stages = [Stage("lower", verify(program))]
 
         def changed(program: Program, made_by: str) -> Program:
@@ -339,11 +344,15 @@ class _Pipeline:
         same = None if self.known is None else self.known.get(program_key(program, options.text()))
         if same is not None and not program.constants and options.cacheable:
             return same, []
+        times.end("passes")
         graph = self._changed_graph(program, stages) if options.passes_at(FX_EMITTED) else None
         program = stages[-1].program
         runs_graph = graph is not None and _emitter(options) == "fx"
         emitted: Emitted = graph if graph is not None and runs_graph else _emitted(program, options, self._fakes)
+        times.end("emission")
         failures = compile_program_kernels(program, emitted, _emitter(options))
+        times.end("kernels")
+        times.tell(program, len(lowered.coverage))
         again = self._compiled_for if self._tunes_later(program) else None
         self.repeatable &= again is None
         return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan, again), failures

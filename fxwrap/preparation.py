@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from fxwrap.runtime.native import build_bridge, compile_ahead, provided_program
 from fxwrap.runtime.triton_compile import KernelUse
 from fxwrap.symbolic import Scalar, evaluate
 from fxwrap.wrapper_ir import Program, Value, typical_values
+
+log = logging.getLogger("fxwrap.kernels")
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ def warn_of(failures: Sequence[KernelFailure]) -> None:
     kernels = _listed([f"@{failure.kernel}" for failure in failures])
     operators = _listed([name for failure in failures for name in failure.operators])
     reasons = _listed([str(failure.error).strip() for failure in failures], "\n", 2)
+    for failure in failures:
+        log.info("the kernel @%s failed, and its operators are called: %s", failure.kernel, failure.error)
     warnings.warn(
         f"the kernels {kernels} cannot be compiled, and their operators ({operators}) are called instead: {reasons}",
         FusionWarning,

@@ -240,7 +240,7 @@ def shape_env_in(tree: Any) -> ShapeEnv | None:
 
 
 # Why: a compile cache must know all that a ShapeEnv can tell of a graph's symbols, most of which has no public reader.
-# Names that a version lacks are empty there. Checked on 2.11, 2.13.
+# Checked on 2.11, 2.13.
 
 
 def shape_facts(
@@ -261,8 +261,7 @@ def shape_facts(
     while len(found) < len(more := [group for group in groups if group & known]):
         found = more
         known |= set().union(*found)
-    hints: Mapping[Any, Any] = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
-    chosen: Mapping[Any, Any] = getattr(shape_env, "var_to_hint_override", {})
+    hints, chosen = shape_env.backed_var_to_val, shape_env.var_to_hint_override
     for symbol in sorted(known, key=lambda symbol: str(symbol)):
         bounds, size = shape_env.var_to_range.get(symbol), symbol in shape_env.size_like
         yield f"{text(symbol)} {bounds} {hints.get(symbol)} {chosen.get(symbol)} {size}"

@@ -31,7 +31,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("printers", "user_kernels"),
     ("passes", "memory_planning", "provenance", "converters", "fx_passes", "matching"),  # level 3
     ("lowering", "inference"),  # level 4
-    ("tuning", "preparation", "user_passes", "emission", "environment", "cache_limit", "devices"),  # level 5
+    ("tuning", "preparation", "user_passes", "emission", "environment", "devices"),  # level 5
+    ("cache_limit", "compile_log"),
     ("artifact",),
     ("compile_cache",),
     ("compiler",),

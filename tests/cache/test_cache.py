@@ -196,6 +196,16 @@ def test_control_flow_is_taken(cache_here: Path) -> None:
         torch.testing.assert_close(result, given[1].sin() + 1 if flag else given[1].cos() - 1)
 
 
+def test_the_log_says_what_a_compile_did(cache_here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fxwrap"):
+        compiled(CALLS, name="layer")
+    (text,) = [record.getMessage() for record in caplog.records if record.name == "fxwrap.compile"]
+    assert text.startswith("'layer': 3 calls became 7 lines with 0 launches of 0 kernels in "), text
+    assert [stage.split()[0] for stage in text.partition("(")[2].split(", ")] == [
+        "lowering", "passes", "emission", "kernels",
+    ]  # fmt: skip
+
+
 def test_what_a_warning_was_given_for_is_compiled_again(
     cache_here: Path, entries: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -301,8 +301,9 @@ print(key_of(by_hand()), key_of(dynamic_layer(guard=9)), compiled(CALLS.replace(
 def test_another_process_has_the_same_keys_and_takes_what_this_one_compiled(cache_here: Path) -> None:
     assert not compiled(CALLS.replace(emitter="fx")).cached
     root = str(Path(__file__).parents[2])
-    environment_ = {**os.environ, "PYTHONPATH": root, "PYTHONHASHSEED": "123"}
+    environment_ = {**os.environ, "PYTHONPATH": root, "PYTHONHASHSEED": "123", "TORCH_LOGS": "+fxwrap"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=environment_, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "'program' was found in the cache" in done.stderr
     assert done.stdout.split() == [key_of(by_hand()), key_of(dynamic_layer(guard=9)), "True"]
