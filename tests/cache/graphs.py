@@ -44,6 +44,15 @@ def compiled(options: Options = CALLS, **keywords: Any) -> Compiled:
     return fxwrap.compile_graph(graph(), options=options, **keywords)
 
 
+def plain_layer() -> Compiled:
+    """Something of an input, compiled from a graph without metadata, which only its example tells the size of."""
+    made = Graph()
+    x = made.placeholder("x")
+    shifted = made.call_function(_ATEN.add.Tensor, (x, 1))
+    made.output((made.call_function(_ATEN.relu.default, (shifted,)), x))
+    return fxwrap.compile_graph(GraphModule({}, made), (torch.ones(2, 3),), options=CALLS)
+
+
 def assert_same(results: Sequence[Tensor], given: Sequence[Any] = ()) -> None:
     """Checks a layer's results."""
     for result, wanted in zip(results, layer(*(given or inputs())), strict=True):
