@@ -124,10 +124,15 @@ def compile_triton_kernels(uses: Sequence[KernelUse]) -> list[FxwrapError | None
     start = time.perf_counter()
     for position in set(range(len(uses))) - set(positions):
         finish(position, None)
-    POOL.run([*jobs.values()], lambda place, answer: finish(positions[place], answer), os.cpu_count() or 1)
+    POOL.run([*jobs.values()], lambda place, answer: finish(positions[place], answer), _threads())
     seconds = time.perf_counter() - start
     log.info("%d Triton kernels compiled in %.3f s, %d by other processes", len(uses), seconds, len(by_workers))
     return errors
+
+
+def _threads() -> int:
+    """Returns how many kernels this process compiles at once."""
+    return os.cpu_count() or 1
 
 
 def start_workers(device_type: str) -> None:
