@@ -127,6 +127,14 @@ def _workspace(writer: DirectWriter, node: Node) -> str:
     return f"{allocated}.zero_()" if zeroed else allocated
 
 
+def _enter_device(writer: DirectWriter, node: Node) -> str:
+    device, stream = [*node.args, 0][:2]
+    if node.kwargs or not isinstance(device, torch.device) or not isinstance(stream, int):
+        raise NotDirect
+    name = "enter_" + str(device).replace(":", "_") + (f"_stream_{stream}" if stream else "")
+    return f"{writer.named(name, library.entering(device, stream), name)}()"
+
+
 def _reuse(writer: DirectWriter, node: Node) -> str:
     memory, sizes, strides, dtype = named_arguments(node, "memory", "sizes", "strides", "dtype")
     if _dtype_of(memory) == dtype:
@@ -288,6 +296,7 @@ DIRECT_FORMS: Mapping[Any, Form] = {
     _ATEN.empty_strided.default: _empty_strided,
     _OURS.pool.default: _pool,
     _OURS.workspace.default: _workspace,
+    _OURS.enter_device.default: _enter_device,
     _OURS.reuse.default: _reuse,
     _OURS.pool_slice.default: _pool_slice,
     _OURS.check_layout.default: _check_layout,

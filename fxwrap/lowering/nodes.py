@@ -18,7 +18,7 @@ from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.collectives import flight_of, group_of, starts_flight
 from fxwrap.lowering.fallbacks import lower_placing, placing_of
 from fxwrap.lowering.source import location_of
-from fxwrap.lowering.streams import StreamPlan, stream_call
+from fxwrap.lowering.streams import StreamPlan, is_own_guard, stream_call
 from fxwrap.lowering.windows import lower_window
 from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
 from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves
@@ -48,6 +48,8 @@ def lower_call(builder: Builder, node: Node, dying: Collection[str] = frozenset(
         lower_item(builder, node, fake)
     elif node.target is torch.ops.aten._assert_scalar.default:
         lower_assert(builder, node, literal(builder, node.args[0], node), str(node.args[1]))
+    elif is_own_guard(node):
+        builder.env[node] = None
     elif starts_flight(node):
         _lower_start(builder, node, node.target, fake)
     elif (started := flight_of(node)) is not None:

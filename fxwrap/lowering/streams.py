@@ -124,6 +124,8 @@ class StreamPlan:
 
 
 _EVENT = OpaqueType("Event")
+_OWN_GUARDS = frozenset({"enter_device", "exit_device"})
+_OWN = _OWN_GUARDS | {"record_event", "wait_event", "record_stream"}
 
 
 def stream_plan(
@@ -139,6 +141,20 @@ def stream_call(node: Node) -> str:
     """Returns the name of the operator of `torch.ops.streams` that a node calls; "" for any other node."""
     target = node.target
     return target._opname if isinstance(target, OpOverload) and target.namespace == "streams" else ""
+
+
+def is_own_guard(node: Node) -> bool:
+    """Returns whether a node is a device guard of an emitted graph's, which the last pass places anew.
+
+    Raises GraphError for what emitted graphs do with streams: a line could not say which calls it is about.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "fxwrap" or target._opname not in _OWN:
+        return False
+    if target._opname in _OWN_GUARDS and (*node.args, 0)[1] == 0:
+        return True
+    reason = "it is about streams of an emitted graph"
+    raise GraphError(node.name, reason, "Read the graph back with fxwrap.from_fx", location_of(node))
 
 
 def stream_number(node: Node) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +13,17 @@ from fxwrap.device_registry import Allocate, DeviceRuntime, missing_function, ru
 from fxwrap.runtime.kernels import CPP_KERNELS, TRITON_KERNELS
 from fxwrap.torch_compat import allocator as torch_allocator
 from fxwrap.torch_compat import external_object, external_stream
+
+
+class NoGuard:
+    """A guard where nothing is to be made current: there is one device of the type, or it has no streams."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
 
 # --- what programs call ---------------------------------------------------------------------------------------------
 
@@ -47,7 +58,9 @@ def on(device: str | torch.device, stream: int = 0) -> Callable[[], AbstractCont
 def _on(runtime: DeviceRuntime, device: torch.device, stream: int) -> Callable[[], AbstractContextManager[Any]]:
     if stream:
         return partial(torch_stream_guard if runtime.stream is None else runtime.stream, device, stream)
-    return partial(_of_torch(device, "device", "guard") if runtime.guard is None else runtime.guard, device)
+    if runtime.guard is None:
+        return partial(_of_torch(device, "device", "guard"), device)
+    return NoGuard if type(runtime.guard(device)) is NoGuard else partial(runtime.guard, device)
 
 
 def stream_id(device: torch.device, stream: int) -> int:
@@ -152,14 +165,12 @@ def torch_record_stream(tensor: torch.Tensor, device: torch.device, stream: int)
 
 # --- the CPU --------------------------------------------------------------------------------------------------------
 
-_NOTHING = nullcontext()
-
 CPU_RUNTIME = DeviceRuntime(
     kernels=CPP_KERNELS,
     allocator=lambda device: torch_allocator(str(device)),
-    guard=lambda _device: _NOTHING,
+    guard=lambda _device: NoGuard(),
     current_stream=lambda _device: 0,
-    stream=lambda _device, _number: _NOTHING,  # what is called has run when the call returns, so all is in order
+    stream=lambda _device, _number: NoGuard(),  # what is called has run when the call returns, so all is in order
     stream_id=lambda _device, _number: 0,
     record_event=lambda _device, _stream, _event: None,
     wait_event=lambda _event, _device, _stream: None,
@@ -172,7 +183,7 @@ CPU_RUNTIME = DeviceRuntime(
 
 
 def _cuda_guard(device: torch.device) -> AbstractContextManager[Any]:
-    return _NOTHING if _only_one_gpu() else torch.cuda.device(device.index)
+    return NoGuard() if _only_one_gpu() else torch.cuda.device(device.index)
 
 
 @cache

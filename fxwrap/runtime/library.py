@@ -237,6 +237,18 @@ def _enter_device(device: torch.device, stream: int = 0) -> None:
     _ENTERED.guards.append(guard)
 
 
+def entering(device: torch.device, stream: int = 0) -> Callable[[], None]:
+    """Returns what `fxwrap::enter_device` does for a device and a stream, worked out once."""
+    guard_of = devices.on(device, stream)
+
+    def enter() -> None:
+        guard = guard_of()
+        guard.__enter__()
+        _ENTERED.guards.append(guard)
+
+    return enter
+
+
 def _exit_device(_device: torch.device, _stream: int = 0) -> None:
     _ENTERED.guards.pop().__exit__(None, None, None)
 

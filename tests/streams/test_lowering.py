@@ -253,3 +253,19 @@ def test_tensors_on_two_devices_have_kernels_and_guards_of_their_own() -> None:
     ]  # fmt: skip
     text = fxwrap.to_python(program).source
     assert "    with on_cuda_0():\n" in text and "    with on_cuda_1():\n" in text and "allocate_cuda_0(" in text
+
+
+def test_guards_of_an_emitted_graph_are_placed_anew() -> None:
+    text = """
+program @p(%x: borrowed f32[4]@cpu) {
+  device.enter() device="cpu" STREAM
+  %a = extern.call @aten.exp.default(%x) STREAM : f32[4]@cpu
+  device.exit() device="cpu" STREAM
+  control.return(%a)
+}
+"""
+    graph = fxwrap.to_fx(fxwrap.parse(text.replace("STREAM", ""))).graph_module
+    assert work(lowered(graph, fuse=False)) == ["exp 0"]
+    graph = fxwrap.to_fx(fxwrap.parse(text.replace("STREAM", "stream=1"))).graph_module
+    with pytest.raises(GraphError, match=r"it is about streams of an emitted graph. Read the graph back with fxwrap"):
+        lowered(graph)
