@@ -33,9 +33,17 @@ class Launcher(Protocol):
         """Launches the kernel on its tensors' GPU, on torch's current stream there."""
 
     def hold(
-        self, name: str, threads: int, shared: int, classes: bytes, passed: bytes, device: int, function: int
+        self,
+        name: str,
+        threads: int,
+        shared: int,
+        classes: bytes,
+        passed: bytes,
+        device: int,
+        function: int,
+        owner: Any,
     ) -> None:
-        """Launches for arguments of these classes start this function from now on."""
+        """Launches for arguments of these classes start this function from now on; its owner is kept alive."""
 
 
 def native_launcher(kernel: KernelText, constants: Collection[str], by_triton: Otherwise) -> Callable[..., Any]:
@@ -63,7 +71,7 @@ def held_launcher(kernel: KernelText, constants: Collection[str], by_triton: Oth
             compiled = by_triton(grid, *arguments)
         if compiled is not None and id(compiled) not in seen:
             hold(launcher, compiled, constants, tensor.device.index)
-            seen[id(compiled)] = compiled  # the bridge starts functions of a module that it keeps loaded
+            seen[id(compiled)] = compiled
 
     launcher: Launcher = launcher_class()(kernel.symbol, ", ".join(kernel.signature), otherwise)
     return launcher
@@ -75,5 +83,5 @@ def hold(launcher: Launcher, compiled: Any, constants: Collection[str], device: 
     if variant is not None:
         launcher.hold(
             *(variant.name, variant.threads, variant.shared, variant.classes, variant.passed, device),
-            compiled.function,
+            *(compiled.function, compiled),
         )

@@ -38,7 +38,7 @@ def launcher(signature: str, *held: tuple[bytes, bytes, int], device: int = 0) -
     otherwise = Otherwise()
     made = launcher_class()(f"kernel_of_tests_{next(COUNTS)}", signature, otherwise)
     for classes, passed, function in held:
-        made.hold("kernel", 128, 0, classes, passed, device, function)
+        made.hold("kernel", 128, 0, classes, passed, device, function, None)
     return made, otherwise
 
 
@@ -128,7 +128,7 @@ def test_a_launch_runs_where_its_tensors_are(driver: FakeDriver) -> None:
     """On torch's stream of their device, whatever device is current, which stays as it was: also on other threads."""
     held = (bytes([F32_ALIGNED]), bytes([WHOLE]))
     launch, _ = launcher("*f32", (*held, 5))
-    launch.hold("kernel", 64, 32, *held, 1, 6)
+    launch.hold("kernel", 64, 32, *held, 1, 6, None)
     x, y = driver.tensor(4), driver.tensor(4, device=1)
     driver.enter(0)
     launch((1, 1, 1), x)
@@ -178,13 +178,16 @@ def test_what_is_held_is_shared_and_held_once(driver: FakeDriver) -> None:
     launch, _ = launcher("*f32")
     made = launcher_class()("kernel_shared", "*f32", Otherwise())
     again = launcher_class()("kernel_shared", "*f32", Otherwise())
+    owner = Otherwise()
+    before = sys.getrefcount(owner)
     for function in (5, 6):
-        made.hold("kernel", 32, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, function)
+        made.hold("kernel", 32, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, function, owner)
+    assert sys.getrefcount(owner) == before + 1  # it may unload what is launched
     assert (launch.held, made.held, again.held) == (0, 1, 1)
     again((1, 1, 1), driver.tensor(4))
     assert driver.log()[-1].startswith("launch 5 ")
     with pytest.raises(ValueError, match="a kernel of 1 parameters has classes for 2 and ways to pass 1"):
-        made.hold("kernel", 32, 0, bytes([F32, F32]), bytes([WHOLE]), 0, 7)
+        made.hold("kernel", 32, 0, bytes([F32, F32]), bytes([WHOLE]), 0, 7, None)
 
 
 def test_calls_keep_nothing_alive(driver: FakeDriver) -> None:

@@ -121,15 +121,16 @@ uint8_t* copied(const char* data, Py_ssize_t size) {
   return copy;
 }
 
-// hold(name, threads, shared, classes, passed, device, function): what it copies stays for the life of the process.
+// hold(name, threads, shared, classes, passed, device, function, owner): what it holds stays for the life of the process.
 PyObject* hold(PyObject* object, PyObject* values) {
   auto* self = reinterpret_cast<LauncherObject*>(object);
   const char *name = nullptr, *classes = nullptr, *passed = nullptr;
   int threads = 0, shared = 0, device = 0;
   Py_ssize_t class_count = 0, passed_count = 0;
   unsigned long long function = 0;
-  if (!PyArg_ParseTuple(values, "siiy#y#iK", &name, &threads, &shared, &classes, &class_count, &passed, &passed_count,
-                        &device, &function)) {
+  PyObject* owner = nullptr;
+  if (!PyArg_ParseTuple(values, "siiy#y#iKO", &name, &threads, &shared, &classes, &class_count, &passed, &passed_count,
+                        &device, &function, &owner)) {
     return nullptr;
   }
   const auto count = Py_ssize_t(self->kernel->parameters().size());
@@ -143,6 +144,7 @@ PyObject* hold(PyObject* object, PyObject* values) {
       const Variant variant{reinterpret_cast<char*>(copied(name, Py_ssize_t(std::strlen(name)))), nullptr, nullptr, 0,
                             false, threads, shared, copied(classes, count), copied(passed, count)};
       self->kernel->hold_loaded(variant, device, reinterpret_cast<void*>(function));
+      Py_INCREF(owner);
     }
   } catch (...) {
     set_python_error(std::current_exception());
@@ -188,8 +190,8 @@ PyObject* launcher_held(PyObject* object, void*) {
 
 PyMethodDef methods[] = {
     {"hold", hold, METH_VARARGS,
-     "hold(name, threads, shared, classes, passed, device, function)\n\nLaunches with arguments of these classes, on "
-     "this device, start this function of the driver's from now on."},
+     "hold(name, threads, shared, classes, passed, device, function, owner)\n\nLaunches with arguments of these classes, "
+     "on this device, start this function of the driver's from now on. Its owner, who may unload it, is kept alive."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef attributes[] = {
