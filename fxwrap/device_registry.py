@@ -68,6 +68,7 @@ class DeviceRuntime:
             freed, before the work so far of a stream is done.
         random_state: `random_state(device)` gives the generator's state, a uint8 tensor on the CPU.
         set_random_state: `set_random_state(device, state)` sets it.
+        recorder: `recorder(device)` gives what records work on a device and replays it, a `runtime.replay.Recorder`.
     """
 
     kernels: KernelRuntime | None = None
@@ -81,6 +82,7 @@ class DeviceRuntime:
     record_stream: Callable[[torch.Tensor, torch.device, int], None] | None = None
     random_state: Callable[[torch.device], torch.Tensor] | None = None
     set_random_state: Callable[[torch.device, torch.Tensor], None] | None = None
+    recorder: Callable[[torch.device], Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)

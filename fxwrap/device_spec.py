@@ -58,6 +58,7 @@ class DeviceSpec:
         all_atomics: whether kernels can combine into one element in every mode and dtype. Else there is no product, and
             no integer below 4 bytes.
         saves_batch_norm: whether batch norm's forward keeps memory for the backward of another library.
+        replays: whether work on the device can be recorded and replayed (CUDA graphs), by its runtime's `recorder`.
         random_state_bytes: the length of the state of the device's generator; None where programs cannot keep it.
     """
 
@@ -74,6 +75,7 @@ class DeviceSpec:
     rounds_as_cpu: bool = False
     all_atomics: bool = False
     saves_batch_norm: bool = False
+    replays: bool = False
     random_state_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -103,7 +105,7 @@ CPU = DeviceSpec(
 )  # fmt: skip
 CUDA = DeviceSpec(
     "cuda", TRITON.name, alignment=512, wide=True, channels_last=_HALF,  # tensor cores; float32 is as fast either way
-    saves_batch_norm=True, random_state_bytes=16,
+    saves_batch_norm=True, replays=True, random_state_bytes=16,
 )  # fmt: skip
 
 DEVICE_SPECS: tuple[DeviceSpec, ...] = (CPU, CUDA)

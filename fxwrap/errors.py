@@ -237,5 +237,9 @@ class TuningWarning(UserWarning):
     """Kernels could not be timed and run as they were compiled; results are the same."""
 
 
+class ReplayWarning(UserWarning):
+    """Part of a program cannot be recorded, or not as often as its calls want; results are the same."""
+
+
 class PassWarning(UserWarning):
     """A pass without a key: caches outside cannot tell it from another, so nothing that it made may be cached."""

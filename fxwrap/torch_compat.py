@@ -861,3 +861,35 @@ def external_stream(number: int) -> torch.Stream | None:
 
 def _current_stream_has_a_place() -> bool:
     return hasattr(sys.modules.get(_EXTERNAL_OBJECTS), "CURRENT_STREAM_INDEX")
+
+
+# Why: replayed functions hand out memory that they write again once nobody holds it. Only a storage's count of
+# references knows that, and no public function gives it, or compares many addresses at once, or copies many tensors
+# by one kernel. Inductor's CUDA graphs use the same. Checked on 2.11, 2.13.
+
+
+def storage_uses(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Give how many tensors and the like hold a storage, and how many references there are to its Python object."""
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+def _same_addresses(tensors: Sequence[Any], addresses: Sequence[int], positions: Sequence[int]) -> bool:
+    return all(tensors[position].data_ptr() == address for position, address in zip(positions, addresses, strict=True))
+
+
+same_addresses: Callable[[Sequence[Any], Sequence[int], Sequence[int]], bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _same_addresses
+)
+"""`same_addresses(tensors, addresses, positions)`: whether the tensors at these positions begin at these addresses.
+
+The first argument is a list."""
+
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+"""`copy_all(to, from)` copies each tensor of a list, by few kernels."""
+
+
+def clear_cublas_workspaces() -> None:
+    """Let go of the workspaces of NVIDIA's libraries; they are made again when they are needed."""
+    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()

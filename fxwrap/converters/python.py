@@ -55,6 +55,7 @@ from fxwrap.lines import (
 )  # fmt: skip
 from fxwrap.runtime.kernels import prepare_kernels
 from fxwrap.runtime.modules import load_module
+from fxwrap.runtime.replay import Memory, owning
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import out_argument_names
 from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, leaves, program_arguments
@@ -378,6 +379,8 @@ class PythonConverter(Converter):
     def call_function(self, line: CallFunction) -> None:
         block = dict(self.program.functions)[line.function]
         function = self._function(line.function, block)
+        if line.replay:
+            function = self.module.replayed(function, line, block)
         operands = self._arguments(line.operands)
         self._bind_results(line.results, f"{function}([{operands}]{self.module.captured(block)})")
 
@@ -487,4 +490,4 @@ def _build(source: str, program: Program, function: str) -> Boxed:
     if program.constants:
         module.load_constants(program.store.tensors)
     built: Boxed = getattr(module, function)
-    return built
+    return owning(built, [item for item in vars(module).values() if isinstance(item, Memory)])

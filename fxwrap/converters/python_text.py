@@ -13,15 +13,17 @@ import torch
 
 from fxwrap.converters.torch_calls import Kind, kind_of, torch_call
 from fxwrap.device_registry import language_facts
+from fxwrap.lines import CallFunction
+from fxwrap.lines.blocks import device_of
 from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
 from fxwrap.wrapper_ir import Block, KernelDefinition, TensorType, Value, outer_symbols
 
-_RUNTIME_MODULES = ("checks", "control", "devices", "kernels", "tensors")
+_RUNTIME_MODULES = ("checks", "control", "devices", "kernels", "replay", "tensors")
 _BUILTINS = ("bool", "float", "int", "max", "min", "round", "len")
 _RESERVED = frozenset(
     {"torch", "math", "operator", "arguments", "_", "load_constants", *keyword.kwlist, *_BUILTINS, *_RUNTIME_MODULES}
 )
-_RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "range_", "allocate_", "on_")
+_RESERVED_PREFIXES = ("aten_", "op_", "kernel_", "device_", "range_", "allocate_", "on_", "replay_")
 INDENT = "    "
 _WIDTH = 100
 
@@ -117,9 +119,22 @@ class PythonModule:
         self.functions.append(function_text(signature, block.arguments, statements, self))
         return name
 
+    def replayed(self, function: str, line: CallFunction, block: Block) -> str:
+        """Returns the name of what records and replays a function for one line that calls it."""
+        device, replayed = str(device_of(block)), self.runtime("replay", "Replayed")
+        name = "replay_memory_" + device.replace(":", "_")
+        memory = self.defined(name, f"{self.runtime('replay', 'Memory')}({device!r})")
+        texts = [function, memory, repr(line.function), str(line.replay)]
+        places = {"fixed": line.places(line.fixed), "written": line.places(line.writes)}
+        texts += [f"{field}={positions!r}" for field, positions in places.items() if positions]
+        made = f"replay_{function}_{len(self.functions)}"
+        self.functions.append(f"{made} = {replayed}({', '.join(texts)})")
+        return made
+
     def captured(self, block: Block) -> str:
         """Returns the arguments that a call of a block's function ends with: the symbols it uses from outside."""
-        return "".join([f", {symbol}" for symbol in outer_symbols(block, functions=self._shared)])
+        symbols = outer_symbols(block, argument_types=True, functions=self._shared)
+        return "".join([f", {symbol}" for symbol in symbols])
 
     def text(self, title: str, function: str) -> str:
         """Returns the module's text."""

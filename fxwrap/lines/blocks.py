@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
+import torch
 
 from fxwrap.symbolic import expression_kind
-from fxwrap.wrapper_ir import ScalarType, TensorType, Type, Value, leaves, print_type, types_agree
+from fxwrap.wrapper_ir import Block, ScalarType, TensorType, Type, Value, defined, leaves, print_type, types_agree
 
 
 def types_of(values: Any) -> list[Type | None]:
@@ -25,6 +26,13 @@ def _type_of(leaf: Any) -> Type | None:
     if isinstance(leaf, int | sympy.Basic):
         return ScalarType(expression_kind(leaf))
     return ScalarType(type(leaf).__name__)
+
+
+def device_of(block: Block) -> torch.device:
+    """Returns the device that a block works on: that of its first tensor, the CPU without any."""
+    values = (*block.arguments, *[value for line in block.lines for value in defined(line)])
+    found = [value.type.device for value in values if isinstance(value.type, TensorType)]
+    return found[0] if found else torch.device("cpu")
 
 
 def slice_types(values: tuple[Value, ...]) -> list[Type | None]:

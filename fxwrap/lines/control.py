@@ -12,6 +12,7 @@ import sympy
 import torch
 
 from fxwrap.lines.blocks import mismatch, slice_types, stacked_mismatch, types_of
+from fxwrap.lines.results import wrong_writes
 from fxwrap.symbolic import expression_kind
 from fxwrap.wrapper_ir import (
     Block,
@@ -24,9 +25,11 @@ from fxwrap.wrapper_ir import (
     attribute,
     block,
     define,
+    leaves,
     line_class,
     read,
     target,
+    write,
 )
 
 
@@ -209,19 +212,52 @@ class Map(LineBase):
 class CallFunction(LineBase):
     """Runs a function of the program, a block that several lines share. Source: torch's `invoke_subgraph`.
 
-    The function sees the symbols that are defined where it is called.
+    The function sees the symbols that are defined where it is called. The operands that it writes stand in `writes`.
 
-    Example: `%y = control.call @layer(%x, %w) : f32[4, 8]@cpu`
+    With `replay` above 0 the function's work on its device may be recorded once for each value of its symbols, and
+    replayed from then on; `replay` is the most recordings that are kept. A recording copies what it reads to a place of
+    its own first, but for the operands in `fixed`, which keep their address from call to call. It means the same with
+    and without.
+
+    Example: `%y = control.call @layer(%x, %w) replay=8 fixed=(%w) : f32[4, 8]@cpu`
     """
 
     results: tuple[Any, ...] = define(Form.RESULTS)
     function: str = target("function")
     operands: tuple[Any, ...] = read(Form.ARGUMENTS)
+    writes: tuple[Value, ...] = write(Form.SEQUENCE, default=())
+    replay: int = attribute(default=0)
+    fixed: tuple[Value, ...] = attribute(default=(), form=Form.SEQUENCE)
+
+    def verify_self(self) -> str | None:
+        if self.replay < 0:
+            return f"replay is the number of recordings that are kept, not {self.replay}"
+        if self.fixed and not self.replay:
+            return "what is fixed is for recordings, which need replay"
+        operands = list(leaves(self.operands))
+        for value in self.fixed:
+            if value not in operands:
+                return f"%{value.name} is fixed but is no operand"
+        return wrong_writes(operands, self.writes)
 
     def verify_target(self, target: Any) -> str | None:
-        return mismatch("arguments", types_of(target.arguments), types_of(self.operands)) or mismatch(
-            "results", types_of(_yielded(target) or ()), types_of(self.results)
+        return (
+            mismatch("arguments", types_of(target.arguments), types_of(self.operands))
+            or mismatch("results", types_of(_yielded(target) or ()), types_of(self.results))
+            or self._wrong_writes(target)
         )
+
+    def places(self, values: tuple[Value, ...]) -> tuple[int, ...]:
+        """Returns the positions of the operands that are among these values."""
+        names = {value.name for value in values}
+        operands = enumerate(self.operands)
+        return tuple([index for index, item in operands if isinstance(item, Value) and item.name in names])
+
+    def _wrong_writes(self, target: Any) -> str | None:
+        for argument, operand in zip(target.arguments, self.operands):
+            if argument.name in target.written and operand not in self.writes:
+                return f"it writes its argument %{argument.name}, so %{operand.name} stands in `writes`"
+        return None
 
 
 @line_class("control.yield")

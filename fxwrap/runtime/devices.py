@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxwrap.device_registry import Allocate, DeviceRuntime, missing_function, runtime_of
+from fxwrap.runtime.cuda_graphs import CudaGraphs
 from fxwrap.runtime.kernels import CPP_KERNELS, TRITON_KERNELS
 from fxwrap.torch_compat import allocator as torch_allocator
 from fxwrap.torch_compat import external_object, external_stream
@@ -198,4 +199,5 @@ CUDA_RUNTIME = DeviceRuntime(
     current_stream=lambda device: int(torch.cuda.current_stream(device).cuda_stream),
     random_state=torch.cuda.get_rng_state,
     set_random_state=lambda device, state: torch.cuda.set_rng_state(state, device),
+    recorder=CudaGraphs,
 )

@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from fxwrap.errors import ValueKindError, VerifyError
@@ -55,8 +56,9 @@ def verify(program: Program) -> Program:
     scope = _Scope(program)
     for name, function in program.functions:
         scope.free_symbols = set()
-        _BlockVerifier(scope, function, _borrowed(function.arguments)).run("block")
-        scope.functions[name] = (function, scope.free_symbols)
+        walk = _BlockVerifier(scope, function, _borrowed(function.arguments), in_function=True)
+        walk.run("block")
+        scope.functions[name] = FunctionFacts(function, scope.free_symbols, walk.written_arguments)
     scope.free_symbols = None
     arguments: list[tuple[Value, str]] = []
     for item in program.inputs:
@@ -71,6 +73,25 @@ def verify(program: Program) -> Program:
     return program
 
 
+@dataclass(frozen=True)
+class FunctionFacts:
+    """A function, the symbols that it takes from where it is called, and which of its arguments it writes, by name."""
+
+    block: Block
+    symbols: set[str]
+    written: set[str]
+
+    @property
+    def arguments(self) -> tuple[Value, ...]:
+        """The function's arguments."""
+        return self.block.arguments
+
+    @property
+    def lines(self) -> tuple[LineBase, ...]:
+        """The function's lines."""
+        return self.block.lines
+
+
 def _borrowed(values: Iterable[Value]) -> list[tuple[Value, str]]:
     return [(value, _BORROWED) for value in values]
 
@@ -78,8 +99,8 @@ def _borrowed(values: Iterable[Value]) -> list[tuple[Value, str]]:
 class _Scope:
     """What all blocks of a program have in common.
 
-    `symbols` are those defined here and now, `symbol_names` all that ever were; `functions` those verified so far, each
-    with the symbols it takes from where it is called; `free_symbols` collects them while a function is verified.
+    `symbols` are those defined here and now, `symbol_names` all that ever were; `functions` those verified so far;
+    `free_symbols` collects what a function takes from where it is called while it is verified.
     """
 
     def __init__(self, program: Program) -> None:
@@ -89,7 +110,7 @@ class _Scope:
         self.free_symbols: set[str] | None = None
         self.uses_streams = uses_streams(program)
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
-        self.functions: dict[str, tuple[Block, set[str]]] = {}
+        self.functions: dict[str, FunctionFacts] = {}
         symbols = [item.name for item in program.inputs if not isinstance(item.value, Value)]
         for what, names in (
             ("kernel", [kernel.name for kernel in program.kernels]),
@@ -104,8 +125,12 @@ class _Scope:
 class _BlockVerifier:
     """The walk over one block: whose memory each value is a window on, and the state of that memory."""
 
-    def __init__(self, scope: _Scope, block: Block, arguments: list[tuple[Value, str]]) -> None:
+    def __init__(
+        self, scope: _Scope, block: Block, arguments: list[tuple[Value, str]], *, in_function: bool = False
+    ) -> None:
         self.scope = scope
+        self.in_function = in_function
+        self.written_arguments: set[str] = set()  # of a function, whose callers must own what it writes
         self.block = block
         self.arguments = arguments
         self.position = 0
@@ -166,15 +191,26 @@ class _BlockVerifier:
         if refers == "kernel":
             target = self.scope.kernels.get(name)
         elif name in self.scope.functions:
-            target, symbols = self.scope.functions[name]
-            for symbol in symbols:
+            target = self.scope.functions[name]
+            for symbol in target.symbols:
                 self._use_symbol(symbol, f"function @{name} uses symbol {symbol}, which no line before defines")
+            self._check_written_apart(line)
         if target is None:
             order = "; a function calls only those before it" if refers == "function" else ""
             self._fail(refers, f"the program defines no {refers} @{name}{order}")
         reason = line.verify_target(target)
         if reason is not None:
             self._fail(refers, f"@{name}: {reason}")
+
+    def _check_written_apart(self, line: LineBase) -> None:
+        """Each operand is memory of its own to a function, so what it writes may be no other operand's too."""
+        written = writes(line)
+        if not written:
+            return
+        count = Counter([self.root_of.get(value.name) for value in reads(line)])
+        for value in written:
+            if count[self.root_of.get(value.name)] > 1:
+                self._fail("function", f"%{value.name} is written, and another operand is the same memory")
 
     def _check_symbols(self, line: LineBase) -> None:
         made = defined_symbol(line)
@@ -231,7 +267,9 @@ class _BlockVerifier:
     def _check_writable(self, line: LineBase, value: Value) -> None:
         root = self._touch(line, value)
         ownership = self.ownership[root]
-        if ownership not in (_OWNED, _MUTABLE):
+        if self.in_function and ownership == _BORROWED:
+            self.written_arguments.add(root)
+        elif ownership not in (_OWNED, _MUTABLE):
             self._fail("readonly", f"%{value.name} is written but its memory, %{root}, is {ownership}")
         if self.borrows[root]:
             self._fail("flight", f"%{value.name} is written while a collective still reads it")

@@ -1,0 +1,65 @@
+"""CUDA graphs by torch: how `replay` records and replays on a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxwrap.torch_compat import clear_cublas_workspaces
+
+_CAPTURE = threading.Lock()
+"""torch allows one capture at a time in a process."""
+
+
+class CudaGraphs:
+    """Records work on one GPU as CUDA graphs.
+
+    torch keeps the state of the default random number generator: each replay draws on from where the generator is, as
+    the calls themselves would. Capture fails only by what this thread does, so other threads may work meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._side: torch.cuda.Stream | None = None
+
+    def pool(self) -> Any:
+        """Returns the handle of a new private pool of torch's caching allocator."""
+        return torch.cuda.graph_pool_handle()
+
+    def record(
+        self, run: Callable[[], Sequence[torch.Tensor]], pool: Any
+    ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        """Captures what `run` launches on a side stream. Raises what it raises, and torch's errors of captures."""
+        graph = torch.cuda.CUDAGraph()
+        with _CAPTURE, torch.cuda.device(self.device):
+            if self._side is None:
+                self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            # A library's workspace that is made within is in the pool, so nobody else may go on using it.
+            clear_cublas_workspaces()
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=self._side, capture_error_mode="thread_local"):
+                    results = run()
+            finally:
+                clear_cublas_workspaces()
+        return graph.replay, results
+
+    def is_ready(self) -> bool:
+        """Whether the current stream is not being captured already."""
+        return not torch.cuda.is_current_stream_capturing()
+
+    def stream(self) -> int:
+        """Returns the handle of the device's current stream."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def follow(self, stream: int) -> None:
+        """Makes the device's current stream wait for another, by its handle."""
+        other = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream(self.device).wait_stream(other)
+
+    def wait(self) -> None:
+        """Waits until the device has done all that it was given."""
+        torch.cuda.synchronize(self.device)

@@ -1,0 +1,110 @@
+"""A recorder for the CPU that really runs what it recorded, and does the worst to memory that a GPU's may do."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import fxwrap.devices
+from fxwrap.device_spec import CPP, CPU
+from fxwrap.printers import cpp_ways
+from fxwrap.runtime.devices import CPU_RUNTIME
+
+
+class CpuRecorder:
+    """Runs the function again at each replay, on the very operands it was recorded with.
+
+    As on a GPU, nothing is done while it records: results hold rubbish until the first replay. Temporary memory may lie
+    wherever a later recording of the pool has its results, so a replay first fills those with rubbish, held or not.
+    """
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replayed = 0
+        self.waits = 0
+        self.ready = True
+        self.current = 1
+        self.followed: list[int] = []
+        self.fails: Exception | None = None
+
+    def pool(self) -> list[list[weakref.ref[torch.Tensor]]]:
+        return []
+
+    def record(
+        self, run: Callable[[], Sequence[torch.Tensor]], pool: list[list[weakref.ref[torch.Tensor]]]
+    ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        if self.fails is not None:
+            raise self.fails
+        assert isinstance(run, partial)
+        body, operands, numbers = run.args
+        shapes = run.func(body, [_copy(item) for item in operands], numbers)
+        results = [_rubbish(torch.empty_strided(item.shape, item.stride(), dtype=item.dtype)) for item in shapes]
+        pool.append([weakref.ref(item) for item in results])
+        position = len(pool)
+        places = [_at_address(item) for item in operands]
+        run = partial(_run_at, body, places, numbers)
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            for others in pool[position:]:
+                for other in others:
+                    found = other()
+                    if found is not None:
+                        _rubbish(found)
+            for result, made in zip(results, run(), strict=True):
+                result.copy_(made)
+
+        return replay, results
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def stream(self) -> int:
+        return self.current
+
+    def follow(self, stream: int) -> None:
+        self.followed.append(stream)
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def _copy(item: Any) -> Any:
+    """Returns an operand's copy, so that recording writes nothing; its layout where elements lie on one another."""
+    return item.clone() if isinstance(item, torch.Tensor) else item
+
+
+def _at_address(item: Any) -> Any:
+    """Returns a tensor at an operand's address, as a graph has it: it does not keep the memory alive."""
+    if not isinstance(item, torch.Tensor) or not item.numel():
+        return item
+    length = item.dtype.itemsize * (1 + sum((size - 1) * stride for size, stride in zip(item.shape, item.stride())))
+    memory = (ctypes.c_byte * length).from_address(item.data_ptr())
+    return torch.frombuffer(memory, dtype=item.dtype).as_strided(item.shape, item.stride())
+
+
+def _run_at(body: Callable[..., Any], operands: list[Any], numbers: tuple[Any, ...]) -> Sequence[torch.Tensor]:
+    result: Sequence[torch.Tensor] = body([*operands], *numbers)
+    return result
+
+
+def _rubbish(item: torch.Tensor) -> torch.Tensor:
+    return item.fill_(float("nan")) if item.is_floating_point() else item.fill_(77)
+
+
+@contextmanager
+def cpu_that_records() -> Iterator[CpuRecorder]:
+    """Registers the CPU as a device that records until the end of a `with` block; gives its recorder."""
+    recorder = CpuRecorder()
+    runtime = replace(CPU_RUNTIME, recorder=lambda _device: recorder)
+    spec = replace(CPU, replays=True)
+    with fxwrap.devices.registered(spec, printer=cpp_ways, runtime=runtime, language=CPP):
+        yield recorder
