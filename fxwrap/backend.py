@@ -84,7 +84,7 @@ class _GraphCompiler:
             options = options.replace(autotune=True)  # the graph is given away before any call
         compiled = self.compile_with(
             graph_module, example_inputs, options=options, ownership=ownership, name=self.kind,
-            free_outputs=facts.saved_outputs,
+            free_outputs=facts.saved_outputs, static_inputs=_static_inputs(self.kind, graph_module, facts),
         )  # fmt: skip
         if facts.saved_outputs:
             report_output_strides(_fixed_strides(compiled.program))

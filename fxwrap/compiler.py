@@ -29,6 +29,8 @@ from fxwrap.pass_spec import FX_BEFORE_LOWERING, FX_EMITTED, IR_BEFORE_EMISSION,
 from fxwrap.passes import fold_views
 from fxwrap.passes.given_memory import fill_given_memory
 from fxwrap.passes.order import reorder_for_peak_memory
+from fxwrap.passes.partition import partition
+from fxwrap.passes.recordable import Recordable
 from fxwrap.passes.place_guards import place_guards
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.preparation import KernelFailure, begin_kernels, compile_program_kernels, warn_of
@@ -185,6 +187,7 @@ def compile_graph(
     ownership: Mapping[int, Ownership] | None = None,
     name: str = "program",
     free_outputs: Collection[int] = (),
+    static_inputs: Collection[int] = (),
     known: MutableMapping[str, Compiled] | None = None,
 ) -> Compiled:
     """Compiles a graph of ATen operators; usable inside and outside of Dynamo.
@@ -197,6 +200,8 @@ def compile_graph(
         ownership: what the program may do with each input, by position; see `Ownership`.
         name: the program's name, also of files in the cache.
         free_outputs: positions of outputs whose strides are the program's choice; it says them in their types.
+        static_inputs: positions of inputs that keep their address from call to call (parameters and buffers): what is
+            recorded with the option `cuda_graphs` reads and writes them where they are.
         known: what was compiled before, by `Compiled.key`. Where the program is one of these, and has no constants,
             that is given back, with the names and the provenance it has; else what is compiled is added.
 
@@ -209,11 +214,11 @@ def compile_graph(
     # AOTAutograd's fake mode is on when it compiles: the numbers that passes compute with tensors would be fake.
     with without_fake_mode():
         options = (options or Options()).with_devices()
-        lookup = look_up(Request(graph, example_inputs, options, ownership or {}, name, free_outputs))
+        lookup = look_up(Request(graph, example_inputs, options, ownership or {}, name, free_outputs, static_inputs))
         compiled = None if lookup is None else _from_cache(lookup, graph, known)
         if compiled is None:
             begin_kernels(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
-            pipeline = _Pipeline(graph, example_inputs, options, ownership, name, free_outputs, known)
+            pipeline = _Pipeline(graph, example_inputs, options, ownership, name, free_outputs, static_inputs, known)
             compiled = pipeline.compiled()
             is_new = known is None or known.get(compiled.key) is not compiled
             if lookup is not None and is_new and pipeline.repeatable:
@@ -265,10 +270,12 @@ class _Pipeline:
         ownership: Mapping[int, Ownership] | None,
         name: str,
         free_outputs: Collection[int],
+        static_inputs: Collection[int],
         known: MutableMapping[str, Compiled] | None,
     ) -> None:
         self.options = options
         self._name = name
+        self.static_inputs = frozenset(static_inputs)
         self.known = known
         self.refused: frozenset[str] = frozenset()
         self.repeatable = True
@@ -331,6 +338,8 @@ class _Pipeline:
         program = by_user(changed(fold_views(program), "fold_views"), IR_BEFORE_PLANNING)
         if options.reorder_for_peak_memory:
             program = changed(reorder_for_peak_memory(program).program, "reorder_for_peak_memory")
+        if options.cuda_graphs:
+            program = changed(self._partitioned(program), "partition")
         plan = None
         if options.memory_planning == "reuse":
             program = changed(reuse_memory(program), "reuse_memory")
@@ -356,6 +365,13 @@ class _Pipeline:
         again = self._compiled_for if self._tunes_later(program) else None
         self.repeatable &= again is None
         return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan, again), failures
+
+    def _partitioned(self, program: Program) -> Program:
+        """Cuts what devices can record and replay out into functions; calls in them keep their numbers."""
+        replaying = [spec.device_type for spec in self.options.device_specs().values() if spec.replays]
+        judge = Recordable(program, replaying, self.options.keep_out_of_graphs)
+        fixed = [item.name for position, item in enumerate(program.inputs) if position in self.static_inputs]
+        return partition(program, judge, recordings=self.options.cuda_graph_limit, fixed=fixed)
 
     def _tunes_at_once(self) -> bool:
         """Whether kernels are timed now; a program whose memory is watched runs in no other way than that."""

@@ -62,7 +62,11 @@ class Options:
         runtime_asserts: whether the conditions that a graph asserts (`torch._check`, `torch._assert_async`, those of
             torch.export) are checked when it runs. Without, they are trusted: a program may read outside of a tensor
             when one does not hold.
-        cuda_graphs: record and replay CUDA graphs where a program allows it; accepted, and without effect yet.
+        cuda_graphs: cut out of a program what a GPU can record (CUDA graphs): it is recorded at the second call for the
+            same sizes and replayed from then on. Programs for the CPU alone stay as they are.
+        cuda_graph_limit: how many recordings of each part of a program are kept, for other sizes or since results of
+            the others are in use; the one that was used the longest ago makes room.
+        keep_out_of_graphs: overloads ("aten.mm.default") and kernels that are never recorded.
         autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices. True times
             them when a graph is compiled, for the sizes or hints that it was traced with; "first_call" at the first
             call, for that call's sizes, those that are computed in it included.
@@ -97,6 +101,8 @@ class Options:
     fallback: str = "warn"
     runtime_asserts: bool = True
     cuda_graphs: bool = False
+    cuda_graph_limit: int = 8
+    keep_out_of_graphs: frozenset[str] = frozenset()
     autotune: bool | str = False
     reorder_for_peak_memory: bool = False
     memory_planning: str = "none"
@@ -126,7 +132,11 @@ class Options:
         slack: Any = self.memory_slack
         if isinstance(slack, bool) or not isinstance(slack, int | float) or not 0 <= slack <= 1:
             raise OptionError(f"option 'memory_slack' is a number from 0 to 1, not {slack!r}")
+        limit: Any = self.cuda_graph_limit
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise OptionError(f"option 'cuda_graph_limit' is a whole number from 1 on, not {limit!r}")
         object.__setattr__(self, "keep", frozenset(self.keep))
+        object.__setattr__(self, "keep_out_of_graphs", frozenset(self.keep_out_of_graphs))
         object.__setattr__(self, "devices", _specs(self.devices))
         object.__setattr__(self, "passes", passes_of(self.passes))
 

@@ -37,6 +37,7 @@ class Request:
     ownership: Mapping[int, Ownership]
     name: str
     free_outputs: Collection[int]
+    static_inputs: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def make_key(request: Request) -> Key:
         f"format {FORMAT}", graph.text(), symbols,
         f"name {request.name}", f"options {request.options.text()}",
         f"ownership {sorted([(place, item.value) for place, item in request.ownership.items()])}",
-        f"free {sorted(request.free_outputs)}",
+        f"free {sorted(request.free_outputs)}", f"static {sorted(request.static_inputs)}",
         *[_device_text(device) for device in graph.devices],
         *_torch_settings(), *_process_parts(), compiler_identity(),
     )  # fmt: skip

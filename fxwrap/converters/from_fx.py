@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.converters import from_fx_calls
 from fxwrap.converters.emitted import Emitted
-from fxwrap.converters.from_fx_control import CONTROL, find_parts
+from fxwrap.converters.from_fx_control import CONTROL, call_replayed, find_parts
 from fxwrap.converters.from_fx_kernel_table import Kernels
 from fxwrap.converters.from_fx_kernels import KERNELS
 from fxwrap.converters.from_fx_memory import MEMORY
@@ -267,7 +267,9 @@ def read_call(reader: Reader, node: Node) -> None:
     """Reads a call by what it calls."""
     target: Any = node.target
     found = _TABLE.get(target)
-    if found is not None:
+    if node.op == "call_module":
+        call_replayed(reader, node)
+    elif found is not None:
         found(reader, node)
     elif target is operator.getitem:
         _getitem(reader, node)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from fxwrap.converters.from_fx_calls import can_be_known, named
 from fxwrap.converters.from_fx_reader import Reader, Table, failure, origin_of
 from fxwrap.converters.from_fx_world import find_filled
+from fxwrap.converters.fx_replay import replay_facts, replayed_submodule
 from fxwrap.lines import Bind, Call, CallFunction, Cond, Map, Scan, While, Yield
 from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import expression_kind, make_symbol
@@ -24,8 +25,10 @@ from fxwrap.wrapper_ir import (
     Type,
     Value,
     contiguous_strides,
+    roots,
     type_symbols,
     types_agree,
+    writes,
 )
 
 _HIGHER = torch.ops.higher_order
@@ -338,19 +341,47 @@ def _map(reader: Reader, node: Node) -> None:
 
 def _call_function(reader: Reader, node: Node) -> None:
     body_item, label, *items = node.args
+    _called(reader, node, _submodule(reader, node, body_item), str(label), items)
+
+
+def call_replayed(reader: Reader, node: Node) -> None:
+    """Reads a call of a submodule whose work is recorded and replayed."""
+    module = replayed_submodule(reader.module, node)
+    assert module is not None
+    _called(reader, node, module, str(node.target), node.args)
+
+
+def _called(reader: Reader, node: Node, module: GraphModule, label: str, items: Sequence[Any]) -> None:
     operands = _operands(reader, node, items)
-    module = _submodule(reader, node, body_item)
     key = (id(module), tuple([_key(item) for item in operands]))
     known = reader.shared.called.get(key)
     if known is None:
         block = _block(reader, node, module, operands)
-        name = _function_name(reader, str(label))
+        name = _function_name(reader, label)
         reader.shared.functions[name] = block.block
         known = reader.shared.called[key] = (name, block)
     name, block = known
+    line = reader.hint(node, CallFunction)
     types = [_outer_type(reader, item) for item in block.yielded]
-    results = _results(reader, node, reader.hint(node, CallFunction), types)
-    _given(reader, node, CallFunction(results, name, block.of(operands), origin=origin_of(node)))
+    results = _results(reader, node, line, types)
+    taken = block.of(operands)
+    written = _written(block.block)
+    facts = replay_facts(module) if node.op == "call_module" else None
+    places = facts.fixed if facts is not None else ()
+    made = CallFunction(
+        results, name, taken,
+        tuple([item for argument, item in zip(block.block.arguments, taken) if argument.name in written]),
+        0 if facts is None else facts.recordings,
+        tuple([operands[place] for place in places if isinstance(operands[place], Value)]),
+        origin=origin_of(node),
+    )  # fmt: skip
+    _given(reader, node, made)
+
+
+def _written(block: Block) -> set[str]:
+    """Returns the arguments that a block writes, by name."""
+    root_of = roots(block.lines, block.arguments)
+    return {root_of[value.name] for line in block.lines for value in writes(line)}
 
 
 def _key(operand: Any) -> Any:

@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx_reader import failure
+from fxwrap.converters.fx_replay import replayed_submodule
 
 
 def flattened(module: GraphModule) -> GraphModule:
@@ -30,8 +31,8 @@ def flattened(module: GraphModule) -> GraphModule:
 
 
 def _called(module: GraphModule, node: Node) -> GraphModule | None:
-    """Returns the graph that a node calls, if it calls one."""
-    if node.op != "call_module":
+    """Returns the graph that a node calls, if it calls one; one that is replayed is a function of the program."""
+    if node.op != "call_module" or replayed_submodule(module, node) is not None:
         return None
     found: Any = module
     for part in str(node.target).split("."):

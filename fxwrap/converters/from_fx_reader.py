@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from fxwrap.converters.from_fx_kernel_table import Kernels
 from fxwrap.converters.from_fx_rules import Rules
 from fxwrap.converters.from_fx_symbols import Symbols
+from fxwrap.converters.fx_replay import replayed_submodule
 from fxwrap.errors import ReadBackError
 from fxwrap.lines import Alloc, Bind, Call, Comment, SizeOf, StartCollective, Workspace
 from fxwrap.symbolic import Number, SymbolInfo, make_symbol
@@ -140,6 +141,8 @@ class Reader:
         self.comments(node)
         match node.op:
             case "call_function":
+                self.read_call(self, node)
+            case "call_module" if replayed_submodule(self.module, node) is not None:
                 self.read_call(self, node)
             case "get_attr":
                 self.env[node] = self.attribute(node)

@@ -155,7 +155,7 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
     starts = [place for place, piece in enumerate(body) if piece.startswith(_COUNTER)]
     for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
         node = nodes[int(body[start].removeprefix(_COUNTER))]
-        if node.op != "call_function":
+        if node.op not in ("call_function", "call_module"):
             continue
         places = [place for place in range(start + 1, end) if _assigns(body[place], repr(node))]
         text = writer.call(node) if places else None

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.converters.fx_nodes import GraphWriter
+from fxwrap.converters.fx_replay import ReplayFacts, mark_replayed
 from fxwrap.converters.fx_values import FakeValues
 from fxwrap.errors import Unsupported
 from fxwrap.lines import CallFunction, Cond, Map, Scan, While
@@ -96,6 +97,14 @@ def submodule(
 
     With `lone` it gives its only result by itself, not in a tuple.
     """
+    name = _module_name(converter, line, label, block, symbols, lone)
+    return converter.writer.node("get_attr", name, (), {}, name, None)
+
+
+def _module_name(
+    converter: BlockConverter, line: LineBase, label: str, block: Block, symbols: tuple[str, ...], lone: bool = False
+) -> str:
+    """Emits a block as a submodule, if it is none yet; returns its name."""
     name = converter.modules.known(block)
     if name is None:
         for symbol in symbols:
@@ -103,7 +112,7 @@ def submodule(
                 raise converter.unsupported(line, f"torch's operator takes no float such as {symbol} into a block")
         made = converter.modules.of_block.get(id(block)) or converter.nested().module(block, symbols, lone)
         name = converter.modules.emitted(block, label, made)
-    return converter.writer.node("get_attr", name, (), {}, name, None)
+    return name
 
 
 def _operands(converter: BlockConverter, values: Sequence[Any], symbols: Sequence[str] = ()) -> tuple[Any, ...]:
@@ -162,11 +171,16 @@ def map_over(converter: BlockConverter, line: Map) -> None:
 
 
 def call_function(converter: BlockConverter, line: CallFunction) -> None:
-    """Writes `invoke_subgraph`, identified by the function's name."""
+    """Writes `invoke_subgraph`, identified by the function's name; a plain call of the submodule if it is replayed."""
     block = dict(converter.program.functions)[line.function]
     symbols = _symbols_of(converter, block)
-    body = submodule(converter, line, line.function, block, symbols)
     operands = _operands(converter, line.operands, symbols)
+    if line.replay:
+        name = _module_name(converter, line, line.function, block, symbols)
+        mark_replayed(converter.modules.attributes[name], ReplayFacts.of(line, block))
+        results(converter, line, name, operands)
+        return
+    body = submodule(converter, line, line.function, block, symbols)
     results(converter, line, _HIGHER.invoke_subgraph, [body, line.function, *operands])
 
 

@@ -13,11 +13,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
+from fxwrap.converters.fx_replay import replayed_call
 from fxwrap.converters.fx_types import known_types, unseen_views
 from fxwrap.converters.torch_calls import Kind, kind_of, torch_call
 from fxwrap.device_registry import language_facts
 from fxwrap.runtime import direct, library, tensors
 from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.replay import Memory
 from fxwrap.torch_compat import OpOverload
 
 _ONCE = (1, 1, 1)
@@ -51,12 +53,13 @@ class DirectWriter:
         self.kernels = direct.Kernels()
         self.globals: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
+        self._memories: dict[str, Memory] = {}
         self._kernel_names: dict[tuple[str, bool], str] = {}
         self._unseen = unseen_views(nodes)
         self._types = known_types(nodes)
 
     def call(self, node: Node) -> str | None:
-        """Returns a call_function node as an expression; None where it has no direct form."""
+        """Returns a call of a function or submodule as an expression; None where it has no direct form."""
         try:
             return self._call(node)
         except NotDirect:
@@ -64,6 +67,8 @@ class DirectWriter:
 
     def _call(self, node: Node) -> str:
         target: Any = node.target
+        if node.op == "call_module":
+            return self.replayed(node)
         window = self.window(node) if node in self._unseen else None
         if window is not None:
             return window
@@ -75,6 +80,14 @@ class DirectWriter:
         if target.namespace == "fxwrap":
             return self.ours(node)
         return self.operator(node)
+
+    def replayed(self, node: Node) -> str:
+        """Returns a call of a submodule whose work is recorded and replayed."""
+        found = replayed_call(node, self._memories)
+        if found is None:
+            raise NotDirect
+        name = self.named(f"replay_{node.target}", found[0], ("replay", node.name))
+        return f"{name}({', '.join([self.text(item) for item in found[1]])})"
 
     # --- names ------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from fxwrap.lines import CheckLayout, SizeOf
 from fxwrap.runtime import checks
 from fxwrap.runtime.direct import INSTEAD
 from fxwrap.runtime.library import left_when_it_raises
+from fxwrap.runtime.replay import Replayed, owning
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import graph_python_code
 from fxwrap.wrapper_ir import Program, Value
@@ -45,7 +46,8 @@ def boxed_entry(graph_module: GraphModule) -> Boxed:
     code = graph_python_code(graph_module.graph, BoxedCode(unused))
     namespace = dict(code.globals)
     exec(compile(code.src, f"<boxed {type(graph_module).__name__}>", "exec"), namespace)
-    return partial(namespace["forward"], graph_module)
+    replayed = [item.memory for item in namespace.values() if isinstance(item, Replayed)]
+    return owning(partial(namespace["forward"], graph_module), replayed)
 
 
 class EmittedGraph(Emitted):

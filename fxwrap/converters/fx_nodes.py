@@ -60,14 +60,14 @@ class GraphWriter:
 
     def call(
         self,
-        target: Callable[..., Any],
+        target: Callable[..., Any] | str,
         arguments: Sequence[Any],
         keywords: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
         val: Any = None,
     ) -> Node:
-        """Adds a call; `name` is the wish for the node's name, `val` what it gives."""
+        """Adds a call, of a submodule by its name too; `name` is the wish for the node's name, `val` what it gives."""
         made = self._call(target, arguments, keywords or {}, name, val)
         if self.line is not None:
             made.meta["fxwrap_line"] = self.line
@@ -75,14 +75,15 @@ class GraphWriter:
 
     def _call(
         self,
-        target: Callable[..., Any],
+        target: Callable[..., Any] | str,
         arguments: Sequence[Any],
         keywords: Mapping[str, Any],
         name: str | None,
         val: Any,
     ) -> Node:
         wish = name or str(getattr(target, "__name__", target)).partition(".")[0]
-        return self.node("call_function", target, arguments, dict(keywords), wish, val)
+        op = "call_module" if isinstance(target, str) else "call_function"
+        return self.node(op, target, arguments, dict(keywords), wish, val)
 
     def placeholder(self, value: Value | SymbolInfo, val: Any) -> Node:
         """Adds an input, and makes the value or symbol stand for it."""

@@ -55,7 +55,8 @@ def partition(
     (views) are made again wherever they are needed, memory is allocated where it is first written, and memory that a
     line takes over from outside of its function is allocated anew. Functions give what is used after them, and lines
     that they write stand in `writes`. Brackets stay where they are, and so do blocks inside of lines. It runs before
-    memory is planned: what touches a pool stays outside, and programs that use streams stay as they are. n log n in the number of lines.
+    memory is planned: what touches a pool stays outside, and programs that use streams stay as they are. n log n in the
+    number of lines.
 
     Args:
         program: the program. It is not changed.
