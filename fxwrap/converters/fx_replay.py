@@ -64,7 +64,7 @@ def replayed_call(node: Node, memories: dict[str, Memory]) -> tuple[Replayed, li
     """
     module = replayed_submodule(node.graph.owning_module, node)
     facts = replay_facts(module)
-    if facts is None or node.kwargs or len(node.args) < facts.count:
+    if module is None or facts is None or node.kwargs or len(node.args) < facts.count:
         return None
     memory = memories.setdefault(facts.device, Memory(facts.device))
     found = Replayed(partial(_run, module), memory, str(node.target), facts.recordings, facts.fixed, facts.written)

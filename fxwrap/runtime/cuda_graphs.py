@@ -22,8 +22,7 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device(device.type, index)
+        self.device = device
         self._side: torch.cuda.Stream | None = None
 
     def pool(self) -> Any:

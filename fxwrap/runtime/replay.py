@@ -27,7 +27,7 @@ import traceback
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -198,7 +198,7 @@ class Recording:
                 return True
         return False
 
-    def run(self, arguments: Sequence[Any], written: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def run(self, arguments: Sequence[Any], written: Collection[int]) -> tuple[torch.Tensor, ...]:
         """Replays the work for these operands and hands out the results."""
         if self.copied:
             copy_all([to for _, to, _ in self.copied], [_readable(arguments[at], to) for at, to, _ in self.copied])
