@@ -30,8 +30,8 @@ from fxwrap.passes import fold_views
 from fxwrap.passes.given_memory import fill_given_memory
 from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.passes.partition import partition
-from fxwrap.passes.recordable import Recordable
 from fxwrap.passes.place_guards import place_guards
+from fxwrap.passes.recordable import Recordable
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.preparation import KernelFailure, begin_kernels, compile_program_kernels, warn_of
 from fxwrap.printers import print_kernel
