@@ -9,6 +9,13 @@ from typing import Any, ClassVar
 import fxwrap.runtime.library  # noqa: F401  # whose operators programs call that use streams
 from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.cpp_loops import write_map, write_scan, write_while
+from fxwrap.converters.cpp_replay import (
+    ReplayingProgram,
+    function_program,
+    is_replayed,
+    replayed_functions,
+    write_replay,
+)
 from fxwrap.converters.cpp_text import CppUnit, Table, comment_text, indented, place, string_text
 from fxwrap.converters.cpp_writer import CppWriter
 from fxwrap.converters.emitted import Emitted
@@ -93,6 +100,8 @@ class CppConverter(Converter):
         self.outside: set[str] = set()
         self.ranges: list[str] = []
         self.kernels: dict[str, KernelDefinition] = {}
+        self.replays: list[CallFunction] = []
+        self.replay_handle = ""  # the slot of what names the replayed functions
         self._functions: dict[str, tuple[str, Block, tuple[Any, ...]] | None] = {}
 
     def run(self) -> list[str]:
@@ -160,7 +169,11 @@ class CppConverter(Converter):
             self._launch_triton(line, kernel, tensors, numbers)
         else:
             self._launch_by_operator(line, kernel, tensors, numbers)
-        for value in line.outs:
+        self._mark_written(line.outs)
+
+    def _mark_written(self, values: Sequence[Value]) -> None:
+        """Moves the version counters of tensors from outside on, which kernels know nothing of."""
+        for value in values:
             if self.writer.scope.root_of[value.name] in self.outside:
                 self.writer.say(f"mark_written(f, {self.writer.name_of(value)});")
 
@@ -310,6 +323,11 @@ class CppConverter(Converter):
         write_map(self.writer, line)
 
     def call_function(self, line: CallFunction) -> None:
+        if is_replayed(line):
+            self.replay_handle = self.replay_handle or self.unit.fresh_slot("replayed_functions")
+            write_replay(self.writer, self.program, line, self.replay_handle, len(self.replays))
+            self.replays.append(line)
+            return
         if line.function not in self._functions:
             self._write_function(line.function)
         written = self._functions[line.function]
@@ -320,6 +338,7 @@ class CppConverter(Converter):
         self.writer.say(f"{name}(f);")
         self.writer.hand_over(line.results, given)
         self.writer.own_results(line.results)
+        self._mark_written(line.writes)
 
     def _write_function(self, label: str) -> None:
         """Writes a function, whose results stay in their slots for the line that called it."""
@@ -420,9 +439,10 @@ def to_cpp(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | N
     """
     unit = CppUnit()
     inputs = Table("inputs", "Input", [_input_text(unit, item) for item in program.inputs])
-    constants = Table("constants", "Arg", [unit.slot(constant.value.name) for constant in program.constants])
+    slots = [unit.slot(constant.value.name) for constant in program.constants]
     converter = CppConverter(program, unit, handlers)
     run = converter.run()
+    constants = Table("constants", "Arg", [*slots, *filter(None, [converter.replay_handle])])
     outputs = Table("outputs", "Arg", converter.writer.scope.given)
     title = "\n".join([f"Program {program.name}, emitted by fxwrap.", *[f"{k}: {text}" for k, text in program.header]])
     source = unit.text(title, program.name, run, (inputs, constants, outputs))
@@ -448,7 +468,7 @@ def _input_text(unit: CppUnit, item: Input) -> str:
             raise Unsupported(f"%{value.name}", CppConverter.name, reason)
 
 
-def _load(source: str, program: Program, converter: CppConverter) -> NativeProgram:
+def _load(source: str, program: Program, converter: CppConverter) -> NativeProgram | ReplayingProgram:
     path = provided_program(source)
     if path is None:
         kernels = [
@@ -456,7 +476,12 @@ def _load(source: str, program: Program, converter: CppConverter) -> NativeProgr
             for kernel in converter.kernels.values()
         ]
         path = compile_cpp(source, name=program.name, extra_sources=linked_units(kernels))
-    return load_program(path, [program.store.tensors[constant.value.name] for constant in program.constants])
+    constants = [program.store.tensors[constant.value.name] for constant in program.constants]
+    if not converter.replays:
+        return load_program(path, constants)
+    bodies = [to_cpp(function_program(program, line), converter.handlers) for line in converter.replays]
+    functions = replayed_functions(program, converter.replays, bodies)
+    return ReplayingProgram(load_program(path, [*constants, functions.handle]), functions)
 
 
 def linked_units(kernels: Sequence[KernelText]) -> list[NativeSource]:

@@ -19,6 +19,7 @@ from fxwrap.passes.partition import Judge, partition
 from fxwrap.wrapper_ir import LineBase, Ownership, Program, canonical, print_line, verify
 from tests.converters.test_random_programs import assert_same
 from tests.cuda_graphs.recorder import cpu_that_records
+from tests.memory_planning.programs import parsed
 from tests.strategies.programs import RandomProgram, random_programs
 
 _CPU = torch.device("cpu")
@@ -95,3 +96,60 @@ def test_a_program_that_is_replayed_means_the_same(emitter: str, made: RandomPro
     calls = [line for line in cut.body.lines if isinstance(line, CallFunction) and line.replay]
     numbers_change = any(isinstance(line, Item) for line in cut.lines())
     assert numbers_change or recorder.replayed == 3 * len(calls)
+
+
+_WRITES = """
+program @p(%x: borrowed f32[s0, 3]@cpu, %w: mutable f32[3]@cpu) {
+  s0 = symbol.size(%x) dim=0
+  %y = control.call @part(%x, %w) writes=(%w) replay=8 fixed=(%w) : f32[s0, 3]@cpu
+  %z = extern.call @aten.mul.Scalar(%y, s0) : f32[s0, 3]@cpu
+  memory.free(%y)
+  control.return(%z)
+}
+function @part(%part_x: f32[s0, 3]@cpu, %part_w: f32[3]@cpu) {
+  extern.mutate @aten.add_.Scalar(%part_w, 1) writes=(%part_w)
+  %part_y = extern.call @aten.mul.Tensor(%part_x, %part_w) : f32[s0, 3]@cpu
+  control.yield(%part_y)
+}
+"""
+
+
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "fx", "cpp"])
+def test_each_emitter_replays_a_function_that_writes(emitter: str) -> None:
+    program, w, twin = parsed(_WRITES), torch.zeros(3), torch.zeros(3)
+    with cpu_that_records() as recorder:
+        compiled = emit(program, emitter)
+        for step in range(7):
+            x = torch.randn(2 + step % 2, 3)
+            (wanted,) = fxwrap.run(program, [x, twin])
+            version = w._version
+            (result,) = compiled(x, w)
+            torch.testing.assert_close((result, w), (wanted, twin), rtol=0, atol=0)
+            assert w._version > version
+    assert (recorder.recorded, recorder.replayed) == ((0, 0) if emitter == "interpreter" else (2, 5))
+
+
+def test_lines_outside_run_before_a_function_or_after_it() -> None:
+    """One call in the middle that cannot be recorded, and needs nothing, goes first; one that needs something cuts."""
+    program = parsed("""
+program @p(%x: borrowed f32[4]@cpu) {
+  %a = extern.call @aten.sin.default(%x) : f32[4]@cpu
+  %first = extern.call @aten.cos.default(%x) : f32[4]@cpu
+  %b = extern.call @aten.tanh.default(%a) : f32[4]@cpu
+  memory.free(%a)
+  %second = extern.call @aten.cos.default(%b) : f32[4]@cpu
+  %c = extern.call @aten.mul.Tensor(%b, %first) : f32[4]@cpu
+  memory.free(%first)
+  memory.free(%b)
+  %d = extern.call @aten.mul.Tensor(%c, %second) : f32[4]@cpu
+  memory.free(%c)
+  memory.free(%second)
+  control.return(%d)
+}
+""")
+    cut = verify(partition(program, _any_but("cos"), fewest=1))
+    assert _calls(cut) == ["cos", "partition_0", "cos", "partition_1"]
+    assert [len(block.lines) for _, block in cut.functions] == [5, 2]
+    assert partition(program, _any_but("cos"), fewest=4) is program
+    x = torch.randn(4)
+    assert_same(fxwrap.run(cut, [x])[0], fxwrap.run(program, [x])[0])
