@@ -7,8 +7,9 @@ Rules, by the name an error carries:
 - `symbol`: a symbol before its definition. Those in the types of inputs and results may be defined by the symbol lines
   that follow directly (frees may stand between).
 - `dead`: memory touched or taken after it was taken. `root`: a window taken instead of its root. `borrowed`: memory
-  taken that is not owned. `readonly`: memory written that is neither owned nor mutable. `unwritten`: memory read before
-  anything wrote it. `leak`: an owned root that is neither taken nor given back.
+  taken that is not owned. `readonly`: memory written that is neither owned nor mutable; a function writes arguments
+  where its callers say so and may. `unwritten`: memory read before anything wrote it. `leak`: an owned root that is
+  neither taken nor given back.
 - `yield`: a block that gives back what it does not own, or one root twice. `terminator`: a block without its end.
 - `bracket`: brackets that do not nest. `flight`: memory touched while a collective works on it, a missing wait.
 - `race`: memory that work on another stream may still be at, since no event orders the two; see the module streams.
