@@ -74,14 +74,14 @@ _SETTINGS = {"suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_to
 
 
 @pytest.mark.parametrize("emitter", ["interpreter", "python"])
-@settings(max_examples=30, **_SETTINGS)  # type: ignore[arg-type]
+@settings(max_examples=20, **_SETTINGS)  # type: ignore[arg-type]
 @given(made=random_programs(), salt=st.integers(0, 1000))
 def test_a_program_in_parts_means_the_same(emitter: str, made: RandomProgram, salt: int) -> None:
     _check_same(made, _by_hash(salt), emitter)
 
 
 @pytest.mark.parametrize("emitter", ["python"])
-@settings(max_examples=15, **_SETTINGS)  # type: ignore[arg-type]
+@settings(max_examples=10, **_SETTINGS)  # type: ignore[arg-type]
 @given(made=random_programs(), salt=st.integers(0, 1000))
 def test_a_program_that_is_replayed_means_the_same(emitter: str, made: RandomProgram, salt: int) -> None:
     cut = partition(made.program, _by_hash(salt), fewest=1, fixed=[item.name for item in made.program.inputs[1:2]])
