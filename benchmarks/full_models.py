@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.models import ModelCase
+
+_library: Any = transformers  # whose configurations take more keywords than their types say
 
 
 @dataclass(frozen=True)
@@ -64,59 +67,59 @@ def full_case(name: str, small: bool = False) -> ModelCase:
 
 
 def _gpt2(size: Size, dropout: float, layers: int) -> nn.Module:
-    config = transformers.GPT2Config(
+    config = _library.GPT2Config(
         vocab_size=size.words, n_positions=max(64, size.length), n_embd=size.width, n_layer=layers, n_head=size.heads,
         n_inner=size.inner, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0,
         eos_token_id=0, use_cache=False,
     )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config)
+    model = _library.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # else it is looked up by class name, fails, and warns: a graph break
     return model
 
 
 def _llama(size: Size, dropout: float, layers: int) -> nn.Module:
-    config = transformers.LlamaConfig(
+    config = _library.LlamaConfig(
         vocab_size=size.words, hidden_size=size.width, num_hidden_layers=layers, num_attention_heads=size.heads,
         num_key_value_heads=size.key_heads, intermediate_size=size.inner, max_position_embeddings=2048,
         attention_dropout=dropout, use_cache=False, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    return _library.LlamaForCausalLM(config)
 
 
 def _bert(size: Size, dropout: float, layers: int) -> nn.Module:
-    config = transformers.BertConfig(
+    config = _library.BertConfig(
         vocab_size=size.words, hidden_size=size.width, num_hidden_layers=layers, num_attention_heads=size.heads,
         intermediate_size=size.inner, max_position_embeddings=max(64, size.length), hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout, use_cache=False,
     )  # fmt: skip
-    return transformers.BertForMaskedLM(config)
+    return _library.BertForMaskedLM(config)
 
 
 def _t5(size: Size, dropout: float, layers: int) -> nn.Module:
-    config = transformers.T5Config(
+    config = _library.T5Config(
         vocab_size=size.words, d_model=size.width, d_kv=size.width // size.heads, d_ff=size.inner, num_layers=layers,
         num_decoder_layers=layers, num_heads=size.heads, dropout_rate=dropout, use_cache=False, pad_token_id=0,
         eos_token_id=1, decoder_start_token_id=0,
     )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
+    return _library.T5ForConditionalGeneration(config)
 
 
 def _vit(size: Size, dropout: float, layers: int) -> nn.Module:
-    config = transformers.ViTConfig(
+    config = _library.ViTConfig(
         hidden_size=size.width, num_hidden_layers=layers, num_attention_heads=size.heads, intermediate_size=size.inner,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, image_size=size.length, patch_size=16,
         num_labels=size.words,
     )  # fmt: skip
-    return transformers.ViTForImageClassification(config)
+    return _library.ViTForImageClassification(config)
 
 
 def _resnet(size: Size, _dropout: float, _layers: int) -> nn.Module:
     """ResNet-50: `width` channels after the first convolution, 32 times as many after the last."""
-    config = transformers.ResNetConfig(
+    config = _library.ResNetConfig(
         embedding_size=size.width, hidden_sizes=[size.width * factor for factor in (4, 8, 16, 32)],
         depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=size.words,
     )  # fmt: skip
-    return transformers.ResNetForImageClassification(config)
+    return _library.ResNetForImageClassification(config)
 
 
 _MODELS = {"gpt2": _gpt2, "llama": _llama, "bert": _bert, "t5": _t5, "vit": _vit, "resnet": _resnet}

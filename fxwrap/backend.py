@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.converters.fx_module import boxed_function
 from fxwrap.lines import Return
-from fxwrap.lowering import decomposition_table
+from fxwrap.lowering import decomposition_table, partitioner
 from fxwrap.options import FIRST_CALL, Options
 from fxwrap.torch_compat import TracingFacts, aot_autograd, report_output_strides, tracing_facts
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
@@ -62,7 +62,7 @@ def make_backend(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
-        partition_fn=options.partitioner,
+        partition_fn=partitioner(options),
         decompositions=dict(decomposition_table(options)),
         keep_inference_input_mutations=True,
     )

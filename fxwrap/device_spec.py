@@ -52,6 +52,13 @@ class DeviceSpec:
         wide: whether a kernel needs thousands of elements at once to keep the device busy, as a GPU does: long rows are
             then cut into parts, and a kernel with few rows takes no whole tensors along. Else few threads walk over it.
         channels_last: dtypes in which convolutions of images are faster with channels last.
+        activated_products: dtypes in which a library adds a bias to a product of matrices and applies relu, or the tanh
+            form of GELU, before it writes it, and computes them at least as exactly as they are stored.
+        joined_products: bytes of a matrix that take less to copy than one product of two small matrices costs besides
+            its arithmetic; 0 where products of one tensor with several matrices are never computed as one.
+        instructions_per_byte: how many instructions on each element of a large tensor the device does while it moves
+            a byte of each; 0 where caches make that hard to say. With it, cheap tensors are computed again rather than
+            stored, and slow functions of few elements are tables.
         raises: whether a launch raises where a kernel's requirement does not hold. Else it fails on the device.
         rounds_as_cpu: whether operators of torch's on the device compute as those for CPUs do: numbers are rounded to a
             tensor's dtype, `arange` counts in float64, and what is added to one place is added in order.
@@ -71,6 +78,9 @@ class DeviceSpec:
     streams: bool = True
     wide: bool = False
     channels_last: frozenset[torch.dtype] = frozenset()
+    activated_products: frozenset[torch.dtype] = frozenset()
+    joined_products: int = 0
+    instructions_per_byte: int = 0
     raises: bool = False
     rounds_as_cpu: bool = False
     all_atomics: bool = False
@@ -105,6 +115,7 @@ CPU = DeviceSpec(
 )  # fmt: skip
 CUDA = DeviceSpec(
     "cuda", TRITON.name, alignment=512, wide=True, channels_last=_HALF,  # tensor cores; float32 is as fast either way
+    activated_products=_HALF, joined_products=2 << 20, instructions_per_byte=4,
     saves_batch_norm=True, replays=True, random_state_bytes=16,
 )  # fmt: skip
 

@@ -385,16 +385,23 @@ def shared_or_written(node: torch.fx.Node) -> list[torch.fx.Node]:
 # Dynamo takes over a second to import, which a program that only runs need not pay. Checked on 2.11, 2.13.
 
 
-def aot_autograd(*, partition_fn: Callable[..., Any] | None, **compilers: Any) -> Callable[..., Any]:
+def aot_autograd(*, partition_fn: Callable[..., Any], **compilers: Any) -> Callable[..., Any]:
     """Give the backend that traces forward and backward with AOTAutograd and has each graph compiled.
 
-    `compilers` are AOTAutograd's own arguments; `partition_fn` splits the joint graph, or the min-cut partitioner.
+    `compilers` are AOTAutograd's own arguments; `partition_fn` splits the joint graph.
     """
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd as make
 
-    backend: Callable[..., Any] = make(partition_fn=partition_fn or min_cut_rematerialization_partition, **compilers)
+    backend: Callable[..., Any] = make(partition_fn=partition_fn, **compilers)
     return backend
+
+
+def min_cut_partition() -> Callable[..., Any]:
+    """Give torch's partitioner, which saves as little for the backward as it can, and computes the rest again."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    partition: Callable[..., Any] = min_cut_rematerialization_partition
+    return partition
 
 
 @dataclass(frozen=True)

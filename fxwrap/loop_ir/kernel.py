@@ -201,6 +201,21 @@ class Kernel:
         return tuple(found)
 
     @cached_property
+    def addressed(self) -> tuple[frozenset[Axis], ...]:
+        """For each operation, the axes that the place it reads or writes depends on, through positions it reads too."""
+        depends: list[frozenset[Axis]] = []
+        found: list[frozenset[Axis]] = []
+        reduced = frozenset(self.reduced)
+        for operation in self.operations:
+            own = frozenset(axis for index in indices(operation) for axis in index.axes())
+            gathered = [atom.operation for index in indices(operation) for atom in index.atoms()
+                        if isinstance(atom, Gathered)]  # fmt: skip
+            found.append(own.union(*[depends[position] for position in gathered]))
+            all_of_it = own.union(*[depends[operand] for operand in operands(operation)])
+            depends.append(all_of_it - reduced if isinstance(operation, Reduce) else all_of_it)
+        return tuple(found)
+
+    @cached_property
     def stages(self) -> tuple[int, ...]:
         """For each operation, how many reductions in a row must be complete before it can run."""
         found: list[int] = []

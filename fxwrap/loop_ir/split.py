@@ -134,9 +134,10 @@ def _divisor(size: Size, wanted: int) -> int | None:
 
 def _reduces_across(kernel: Kernel) -> bool:
     """Whether what is read lies contiguous along a parallel axis."""
-    indices = [operation.index for operation in kernel.operations if isinstance(operation, Load)]
-    most = max([len(index.axes()) for index in indices], default=0)
-    indices = [index for index in indices if len(index.axes()) == most]
+    loads = [(operation.index, len(axes)) for operation, axes in zip(kernel.operations, kernel.addressed, strict=True)
+             if isinstance(operation, Load)]  # fmt: skip
+    most = max([count for _, count in loads], default=0)
+    indices = [index for index, count in loads if count == most]
     along = sum(index.stride(axis) == ONE for index in indices for axis in kernel.reduced)
     beside = sum(index.stride(axis) == ONE for index in indices for axis in kernel.axes)
     return beside > along

@@ -4,6 +4,7 @@ from fxwrap.lowering.decompositions import decomposition_table, default_decompos
 from fxwrap.lowering.define import Outcome
 from fxwrap.lowering.fake import fake_values
 from fxwrap.lowering.graph import Lowered, lower, lower_with_coverage
+from fxwrap.lowering.joint import partitioner
 from fxwrap.lowering.source import GraphSource, check_graph, graph_source
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "graph_source",
     "lower",
     "lower_with_coverage",
+    "partitioner",
 ]

@@ -114,7 +114,7 @@ class Body:
 
     def _uses(self, defining: Defining, hint: Callable[[Size], int]) -> Uses:
         """Records what every definition reads, what is needed in memory, and decides what else is."""
-        uses = Uses(hint)
+        uses = Uses(hint, self.request.options.device_specs())
         for definition, position in defining.position_of.items():
             uses.add(definition, position)
         read = [definition for step in defining.steps for definition in step.reads]

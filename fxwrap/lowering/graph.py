@@ -23,10 +23,12 @@ from fxwrap.lowering.control import lower_higher_order
 from fxwrap.lowering.define import Outcome
 from fxwrap.lowering.effects import attribute_of, is_token
 from fxwrap.lowering.emit import KernelRefused
+from fxwrap.lowering.equal_calls import with_equal_calls_once
 from fxwrap.lowering.fake import fake_values
 from fxwrap.lowering.layouts import with_layouts
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.peak import peak_note
+from fxwrap.lowering.products import with_products
 from fxwrap.lowering.source import GraphSource, graph_source
 from fxwrap.lowering.symbols import bind_sizes, check_ranges, check_ranks, input_symbol, replace_unsolvable
 from fxwrap.options import Options
@@ -130,6 +132,8 @@ class _Lowering:
         free_outputs: Collection[int] = (),
     ) -> None:
         fakes = fake_values(source.graph_module, example_inputs)
+        source, fakes = with_equal_calls_once(source, fakes, request.options)
+        source, fakes = with_products(source, fakes, request.options)
         source, fakes = with_layouts(source, fakes, request.options, example_inputs, free_outputs)
         self.source = source
         self.request = request

@@ -264,7 +264,7 @@ class _Relayout:
         old = self.old[node]
         try:
             new = self._run(node, operands)
-        except RuntimeError:  # views that these strides do not allow
+        except (RuntimeError, ValueError):  # views that these strides do not allow
             return False
         if len(_items(new)) != len(_items(old)):
             return False

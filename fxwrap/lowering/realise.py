@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from fxwrap.device_spec import DeviceSpec
 from fxwrap.lowering.definitions import Definition, Pointwise, Reduced, Scanned, Scattered, Viewed
 from fxwrap.lowering.tracing import Tracer, space_of
 from fxwrap.symbolic import Size, product
@@ -13,6 +14,8 @@ from fxwrap.symbolic import Size, product
 _CHEAP = 8
 """Instructions that are cheaper to repeat than a value is to write and read."""
 _CHEAP_BROADCAST = 16
+_SLOW, _TABLE = 12, 16
+"""Instructions of a function that is worth a table, and how often an element of the table is read."""
 _MOST_INLINED = 400
 _MOST_READS = 24
 _STENCIL = 3
@@ -48,7 +51,9 @@ class Use:
 class Uses:
     """All definitions of a graph, in the order in which they can be computed."""
 
-    def __init__(self, hint: Callable[[Size], int]) -> None:
+    def __init__(self, hint: Callable[[Size], int], specs: Mapping[str, DeviceSpec]) -> None:
+        """`specs` has the facts about each device type that has kernels."""
+        self._specs = specs
         self.tracer = Tracer()
         self.by_definition: dict[Definition, Use] = {}
         self._hint = hint
@@ -117,10 +122,27 @@ class Uses:
             return False
         widest = max([self._count(space_of(consumer.definition)[0]) for consumer in use.consumers], default=own)
         if widest > 2 * own:
-            return use.cost <= _CHEAP_BROADCAST
+            return use.cost <= _CHEAP_BROADCAST and not self._is_table(use, widest / own)
         if len(use.consumers) <= 1 and use.most_read < _STENCIL:
             return True
-        return use.cost <= _CHEAP and self._bytes(use.reads) <= self._bytes([use.definition]) * 1.25
+        if use.cost <= _CHEAP and self._bytes(use.reads) <= self._bytes([use.definition]) * 1.25:
+            return True
+        return self._quick_to_repeat(use, own)
+
+    def _quick_to_repeat(self, use: Use, own: int) -> bool:
+        """Whether a device computes a tensor again for each reader in less time than it writes and reads it."""
+        spec = self._specs.get(use.definition.device.type)
+        moved = 0 if spec is None else spec.instructions_per_byte
+        readers = max(len(use.consumers), use.most_read)
+        repeated = (readers - 1) * (use.cost + moved * self._bytes(use.reads) / own)
+        return repeated <= moved * use.definition.dtype.itemsize * readers  # the first has it at hand when it writes it
+
+    def _is_table(self, use: Use, times: float) -> bool:
+        """Whether each element takes long, and so many read it that they had better find it in a cache."""
+        spec = self._specs.get(use.definition.device.type)
+        after = any(isinstance(other, Reduced) for other in use.reads)  # which is at hand where rows are
+        slow = self.tracer.trace(use.definition).cost >= _SLOW
+        return slow and times >= _TABLE and not after and spec is not None and spec.instructions_per_byte > 0
 
     def _ends_rows(self, use: Use, own: int) -> bool:
         """Whether a definition computes on the results of a reduction, one for one, what another reduction combines.

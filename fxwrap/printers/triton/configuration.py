@@ -255,18 +255,20 @@ def _full_loads(kernel: Kernel) -> int:
     return sum(isinstance(operation, Load) and varies for operation, varies in pairs)
 
 
-def _whole(kernel: Kernel, load: Load) -> bool:
-    """Whether a load varies along the rows and along every parallel axis."""
-    return {*kernel.axes, *kernel.reduced} <= load.index.axes()
+def _tiles(kernel: Kernel) -> list[Load]:
+    """Returns the loads that vary along the rows and along every parallel axis."""
+    whole = {*kernel.axes, *kernel.reduced}
+    pairs = zip(kernel.operations, kernel.addressed, strict=True)
+    return [operation for operation, axes in pairs if isinstance(operation, Load) and whole <= axes]
 
 
 def _held(kernel: Kernel) -> int:
     """Returns the bytes that are loaded for each element of the whole space."""
-    return sum(item.dtype.itemsize for item in kernel.operations if isinstance(item, Load) and _whole(kernel, item))
+    return sum(item.dtype.itemsize for item in _tiles(kernel))
 
 
 def _tile_loads(kernel: Kernel) -> int:
-    return sum(isinstance(operation, Load) and _whole(kernel, operation) for operation in kernel.operations)
+    return len(_tiles(kernel))
 
 
 def _reads_again(kernel: Kernel) -> bool:
@@ -285,11 +287,11 @@ def _itemsize(kernel: Kernel, access: Load | Store) -> int:
 def _scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...] = (Load, Store)) -> dict[Axis, int]:
     """Returns for each axis the bytes moved by accesses that walk over it element by element."""
     found: dict[Axis, int] = {}
-    for access in kernel.operations:
+    for access, axes in zip(kernel.operations, kernel.addressed, strict=True):
         if not isinstance(access, Load | Store) or not isinstance(access, only):
             continue
         weight = _itemsize(kernel, access)
-        for axis in access.index.axes():
+        for axis in axes:
             weight *= max(hint(axis.size), 1)
         for axis in access.index.axes():
             if access.index.stride(axis) == ONE:
