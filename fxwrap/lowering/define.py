@@ -178,9 +178,7 @@ class Defining:
         self._became(node, "call", reason)
 
     def _became(self, node: Node, kind: str, reason: str = "") -> None:
-        named = isinstance(node.target, OpOverload | HigherOrderOperator)
-        operator = str(node.target) if named else getattr(node.target, "__name__", "")
-        self.outcomes.append(Outcome(self.builder.qualified(node), operator, kind, reason, location_of(node)))
+        self.outcomes.append(outcome_of(node, self.builder.qualified(node), kind, reason))
 
     # --- definitions ------------------------------------------------------------------------------------------------
 
@@ -473,6 +471,13 @@ class Defining:
             return False
         known = self.builder.known_symbols
         return all(symbol.name in known or symbol in self._bound for symbol in _symbols(self.builder.expression(fake)))
+
+
+def outcome_of(node: Node, name: str, kind: str, reason: str = "") -> Outcome:
+    """Returns the outcome of a node under a name."""
+    named = isinstance(node.target, OpOverload | HigherOrderOperator)
+    operator = str(node.target) if named else getattr(node.target, "__name__", "")
+    return Outcome(name, operator, kind, reason, location_of(node))
 
 
 def copy_of(source: Definition) -> Pointwise:

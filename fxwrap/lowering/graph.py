@@ -20,7 +20,7 @@ from fxwrap.lowering.blocks import BlockLowering
 from fxwrap.lowering.body import Body, Request
 from fxwrap.lowering.builder import Builder, ProgramState
 from fxwrap.lowering.control import lower_higher_order
-from fxwrap.lowering.define import Outcome
+from fxwrap.lowering.define import Outcome, outcome_of
 from fxwrap.lowering.effects import attribute_of, is_token
 from fxwrap.lowering.emit import KernelRefused
 from fxwrap.lowering.equal_calls import with_equal_calls_once
@@ -168,7 +168,8 @@ class _Lowering:
         if program.kernels:
             note = peak_note(program, builder, list(self.source.graph_module.graph.nodes), hint)
             program = program.replace(header=tuple(sorted([*program.header, *([("peak", note)] if note else [])])))
-        return Lowered(program, tuple(self.state.outcomes), self.request.refused)
+        replaced = [outcome_of(node, node.name, became) for node, became in self.source.replaced.items()]
+        return Lowered(program, (*replaced, *self.state.outcomes), self.request.refused)
 
     def _placeholder(self, node: Node) -> None:
         builder, fake = self.builder, self.builder.fakes[node]

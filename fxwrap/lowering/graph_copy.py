@@ -64,6 +64,7 @@ class GraphCopy:
         self._source = source
         self._old = fakes
         self._replaced: dict[Node, Node] = {}
+        self._became: dict[Node, str] = {}
         self.graph = Graph()
         self.made_of: dict[Node, Node] = {}
         self.fakes: dict[Node, Any] = {}
@@ -81,8 +82,12 @@ class GraphCopy:
         self.fakes[made] = fake
         return made
 
-    def substitute(self, node: Node, made: Node, gone: Sequence[Node] = ()) -> None:
-        """Has one of the copy's nodes take the place of a node; with it go nodes that nothing else reads."""
+    def substitute(self, node: Node, made: Node, became: str = "view", gone: Sequence[Node] = ()) -> None:
+        """Has one of the copy's nodes take the place of a node; with it go nodes that nothing else reads.
+
+        `became` is what coverage says of them: they show what another call gives, or are "fused" with it.
+        """
+        self._became |= dict.fromkeys((node, *gone), became)
         self.made_of[node].replace_all_uses_with(made)
         self._replaced |= {item: self.made_of[item] for item in (node, *gone)}
         self.made_of[node] = made
@@ -103,7 +108,8 @@ class GraphCopy:
             self.fakes.pop(self._replaced[node], None)
             self.graph.erase_node(self._replaced[node])
         module = GraphModule(self._source.graph_module, self.graph)
-        return replace(self._source, graph_module=module), self.fakes
+        replaced = {**self._source.replaced, **{node: self._became[node] for node in self._replaced}}
+        return replace(self._source, graph_module=module, replaced=replaced), self.fakes
 
 
 def nodes_by_storage(nodes: Sequence[Node], fakes: Mapping[Node, Any]) -> dict[int, list[Node]]:

@@ -112,7 +112,7 @@ def _outer(source: GraphSource, fakes: Mapping[Node, Any], options: Options) -> 
     copy = GraphCopy(source, fakes)
     for node in found:
         made = copy.made_of[node]
-        copy.substitute(node, copy.call(made, _aten.mul.Tensor, made.args, {}, f"{node.name}_outer"))
+        copy.substitute(node, copy.call(made, _aten.mul.Tensor, made.args, {}, f"{node.name}_outer"), "fused")
     return copy
 
 
@@ -279,8 +279,8 @@ def _activate(copy: GraphCopy, activation: _Activation, zeros: dict[tuple[Any, .
     name = f"{product.node.name}_activated"
     found = copy.call(made, _aten._addmm_activation.default, operands, keywords, name)
     shown = found if activation.shown is product.node else copy.made_of[activation.shown]
-    copy.substitute(end, shown, gone=[node for node in activation.inside if node is not end])
-    copy.substitute(product.node, found)
+    copy.substitute(end, shown, "fused", gone=[node for node in activation.inside if node is not end])
+    copy.substitute(product.node, found, "fused")
 
 
 # --- several products of one tensor -----------------------------------------------------------------------------------

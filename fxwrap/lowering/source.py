@@ -44,12 +44,14 @@ class GraphSource:
 
     `constants` maps placeholder names to tensors of the program's own (the others are inputs, in order);
     `gives_written` says that what is copied into an input or constant at last may be given back as that itself.
+    `replaced` are calls of the graph as it was given that others stand for: whether each is "view" or "fused" with one.
     """
 
     graph_module: GraphModule
     name: str
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     gives_written: bool = False
+    replaced: Mapping[Node, str] = field(default_factory=dict)
 
     @property
     def output(self) -> Node:
