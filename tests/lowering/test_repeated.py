@@ -1,4 +1,4 @@
-"""What devices that compute much faster than they move bytes compute again, and what they keep; rows behind positions."""
+"""What devices that compute much faster than they move bytes compute again, and keep; rows behind positions."""
 
 from __future__ import annotations
 
