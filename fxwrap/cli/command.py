@@ -160,6 +160,8 @@ def _graphs(chosen: argparse.Namespace) -> list[CapturedGraph]:
 def _options(chosen: argparse.Namespace) -> Options:
     """Returns the options that a command line gives. Raises CommandError for one that there is not."""
     given: dict[str, Any] = {}
+    if getattr(chosen, "stages", False):
+        given["compile_cache"] = False  # what comes from there has no stages
     for text in chosen.option:
         name, equals, value = text.partition("=")
         if not equals:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fxwrap
 from fxwrap import Compiled, Options
 from fxwrap.backend import make_backend
+from fxwrap.cli import main
 from fxwrap.compile_cache import Cached, cache
 from fxwrap.compile_cache.entry import write_entry
 from fxwrap.compile_cache.graph_text import NotCacheable
@@ -205,6 +206,20 @@ def test_the_log_says_what_a_compile_did(cache_here: Path, caplog: pytest.LogCap
     assert [stage.split()[0] for stage in text.partition("(")[2].split(", ")] == [
         "lowering", "passes", "emission", "kernels",
     ]  # fmt: skip
+
+
+def test_the_command_line_shows_stages_of_what_is_in_the_cache(
+    cache_here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_dynamo: None
+) -> None:
+    model = tmp_path / "model.py"
+    function = "def f(x):\n    return torch.relu(x)\n"
+    model.write_text(f"import torch\n{function}def f_example_inputs():\n    return (torch.ones(2),)\n")
+    shown = []
+    for arguments in ([], ["--stages"], ["--stages"]):
+        torch.compiler.reset()
+        assert main(["show", f"{model}:f", "--option", "fuse=false", *arguments]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "--- after lower" in shown[1] and shown[1] == shown[2]
 
 
 def test_what_a_warning_was_given_for_is_compiled_again(
