@@ -374,8 +374,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _run_all(commands: list[list[str]], folder: Path) -> None:
-    if len(commands) == 1:
-        _run(commands[0], folder)
+    if len(commands) < 2:
+        for command in commands:
+            _run(command, folder)
         return
     with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
         for _ in pool.map(lambda command: _run(command, folder), commands):
