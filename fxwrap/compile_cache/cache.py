@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,18 @@ def is_on() -> bool:
     return os.environ.get(SWITCH, "1") != "0"
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keeps Python from looking for garbage: with torch's tracing loaded that takes longer than an entry does."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @dataclass
 class Lookup:
     """The place of one compile in the cache."""
@@ -55,7 +69,8 @@ class Lookup:
             return None
         start = time.perf_counter()
         try:
-            found = read_entry(path, self.key.digest, self.key.graph.tensors)
+            with _without_collection():
+                found = read_entry(path, self.key.digest, self.key.graph.tensors)
         except (ArtifactError, OSError) as error:
             log.warning("an entry of the cache is of no use, and '%s' is compiled again: %s", self.request.name, error)
             return None
