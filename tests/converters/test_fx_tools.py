@@ -162,8 +162,9 @@ def _prepare(captured: CapturedGraph) -> Prepared:
     return Prepared(program, inputs, list(fxwrap.run(program, left)), left)
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize(
+    ("name", "tool"), [*[("gpt2", tool) for tool in TOOLS], ("resnet", "copied"), ("resnet", "retraced")]
+)
 @torch.no_grad()
 def test_a_tool_keeps_the_outputs_of_a_model(name: str, tool: str, fresh_dynamo: None) -> None:
     for made in _prepared(name):
