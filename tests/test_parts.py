@@ -155,7 +155,7 @@ def test_what_dynamo_captures_is_compiled_in_parts(fresh_dynamo: None) -> None:
     assert len(_parts(seen[0])) == 3
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(graphs(), st.randoms(use_true_random=False))
 def test_any_choice_of_nodes_gives_the_same(graph: RandomGraph, random: Any) -> None:
     traced = make_fx(graph.module, tracing_mode="fake")(*graph.inputs)

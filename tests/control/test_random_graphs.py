@@ -23,7 +23,7 @@ def test_random_blocks_are_eager() -> None:
     drawn: list[tuple[RandomGraph, fxwrap.Program]] = []
 
     @given(control_graphs())
-    @settings(max_examples=24, phases=[Phase.generate], database=None, suppress_health_check=QUIET)
+    @settings(max_examples=16, phases=[Phase.generate], database=None, suppress_health_check=QUIET)
     def draw(graph: RandomGraph) -> None:
         drawn.append((graph, fxwrap.lower(graph.module, graph.inputs)))
 

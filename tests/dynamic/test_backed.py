@@ -106,7 +106,7 @@ def test_one_training_program_serves_all_sizes() -> None:
 
 
 def test_gpt2_is_compiled_once_for_batch_and_length() -> None:
-    """Six sizes, forward and backward, without another compile; the benchmark of dynamic sizes takes twenty."""
+    """Four sizes, forward and backward, without another compile; the benchmark of dynamic sizes takes twenty."""
     model = MODELS["gpt2"].build(0, layers=1)
     generator = torch.Generator().manual_seed(0)
 
@@ -116,7 +116,7 @@ def test_gpt2_is_compiled_once_for_batch_and_length() -> None:
 
     subject = CompiledFunction(loss, Options(), dynamic=True)
     torch.compiler.reset()
-    for number in range(6):
+    for number in range(4):
         batch, length = [int(torch.randint(3, most, (), generator=generator)) for most in (7, 30)]
         tokens = torch.randint(2, 100, (batch, length), generator=generator)
         wanted, gradient = _gradient(model, loss, tokens)
