@@ -20,16 +20,15 @@ from tests.read_back import assert_equal
 
 TOLERANCE = 1e-5
 
-FORWARD = [pytest.param(case, id=name) for name, case in MODELS.items() if name not in ("gpt2_eager_attention", "bert")]
+CASES = [pytest.param(case, id=case.name) for case in MODELS.values()]
 STEPS = [
     pytest.param(case, dropout, id=f"{case.name}-{'dropout' if dropout else 'no_dropout'}")
     for case in MODELS.values()
-    for dropout in (False, True)
-    if (case.has_dropout if dropout else case.name in ("gpt2", "llama") or not case.has_dropout)
+    for dropout in ((False, True) if case.has_dropout else (False,))
 ]
 
 
-@pytest.mark.parametrize("case", FORWARD)
+@pytest.mark.parametrize("case", CASES)
 def test_forward_in_eval_mode(case: ModelCase) -> None:
     report = assert_emitters_agree(case.build(seed=0), case.inputs(seed=1), tolerance=TOLERANCE)
     assert report.graphs == 1

@@ -70,7 +70,7 @@ def _ones(fake: torch.Tensor) -> torch.Tensor:
 
 OPTIONS = {"emitter": "fx"}
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
-THROUGH_THE_BACKEND = ("resnet",)
+THROUGH_THE_BACKEND = ("gpt2", "resnet")
 
 
 @pytest.mark.parametrize("name", THROUGH_THE_BACKEND)
