@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -880,16 +880,16 @@ def storage_uses(storage: torch.UntypedStorage) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
-def _same_addresses(tensors: Sequence[Any], addresses: Sequence[int], positions: Sequence[int]) -> bool:
-    return all(tensors[position].data_ptr() == address for position, address in zip(positions, addresses, strict=True))
+def _same_addresses(tensors: list[Any], addresses: list[int | None], positions: list[int]) -> bool:
+    return all(tensors[position].data_ptr() == addresses[position] for position in positions)
 
 
-same_addresses: Callable[[Sequence[Any], Sequence[int], Sequence[int]], bool] = getattr(
+same_addresses: Callable[[list[Any], list[int | None], list[int]], bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _same_addresses
 )
-"""`same_addresses(tensors, addresses, positions)`: whether the tensors at these positions begin at these addresses.
+"""`same_addresses(tensors, addresses, positions)`: whether the tensors at these positions begin at their addresses.
 
-The first argument is a list."""
+All three are lists; `addresses` has an item for each tensor, of which those at `positions` are read."""
 
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 """`copy_all(to, from)` copies each tensor of a list, by few kernels."""
@@ -900,3 +900,9 @@ def clear_cublas_workspaces() -> None:
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
+
+
+def stop_allocating_to(pool: tuple[int, int], device: torch.device) -> None:
+    """Let go of a private pool of a GPU that a capture has failed in: torch's `capture_end` raises before it does."""
+    with suppress(RuntimeError):  # the capture has let go of it
+        torch._C._cuda_endAllocateToPool(device.index, pool)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled, set_grad_enabled
+from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled, set_grad_enabled, without_fake_mode
 from fxwrap.wrapper_ir import Program
 
 Boxed = Callable[[list[Any]], Any]
@@ -44,7 +44,7 @@ class Emitted:
     @cached_property
     def boxed(self) -> Boxed:
         """The boxed entry; built (imported, compiled) the first time it is asked for."""
-        with self._lock:
+        with self._lock, without_fake_mode():  # torch.compile asks while its tensors are fake
             if "boxed" not in self.__dict__:  # another thread may have built it meanwhile
                 self.__dict__["boxed"] = self._build()
             built: Boxed = self.__dict__["boxed"]
@@ -53,7 +53,10 @@ class Emitted:
     @cached_property
     def flat(self) -> Flat:
         """The flat entry; built the first time it is asked for."""
-        return guarded(self.boxed) if self._flat is None else self._flat()
+        if self._flat is None:
+            return guarded(self.boxed)
+        with without_fake_mode():
+            return self._flat()
 
     def __call__(self, *inputs: Any) -> Any:
         return self.flat(*inputs)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from fxwrap.torch_compat import clear_cublas_workspaces
+from fxwrap.torch_compat import clear_cublas_workspaces, stop_allocating_to
 
 _CAPTURE = threading.Lock()
 """torch allows one capture at a time in a process."""
@@ -32,19 +33,49 @@ class CudaGraphs:
     def record(
         self, run: Callable[[], Sequence[torch.Tensor]], pool: Any
     ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
-        """Captures what `run` launches on a side stream. Raises what it raises, and torch's errors of captures."""
+        """Captures what `run` launches on a side stream. Raises what it raises, else torch's errors of captures."""
         graph = torch.cuda.CUDAGraph()
         with _CAPTURE, torch.cuda.device(self.device):
             if self._side is None:
                 self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
             # A library's workspace that is made within is in the pool, so nobody else may go on using it.
             clear_cublas_workspaces()
             try:
-                with torch.cuda.graph(graph, pool=pool, stream=self._side, capture_error_mode="thread_local"):
-                    results = run()
+                with torch.cuda.stream(self._side):
+                    results = self._capture(graph, run, pool)
             finally:
                 clear_cublas_workspaces()
         return graph.replay, results
+
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, run: Callable[[], Sequence[torch.Tensor]], pool: Any
+    ) -> Sequence[torch.Tensor]:
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            results = run()
+        except BaseException:
+            with suppress(RuntimeError):  # which only says that something failed before
+                self._end(graph, pool)
+            raise
+        self._end(graph, pool)
+        return results
+
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Ends a capture. One that fails leaves torch half-way, and is followed by one that does not.
+
+        Otherwise the pool would stay the one that is allocated from, and the generator would wait for the end.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            stop_allocating_to(pool, self.device)
+            other = torch.cuda.CUDAGraph()
+            other.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self.device)  # torch warns of a graph that is empty
+            other.capture_end()
+            raise
 
     def is_ready(self) -> bool:
         """Whether the current stream is not being captured already."""

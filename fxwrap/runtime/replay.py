@@ -142,14 +142,21 @@ class Recording:
         key: Any,
         pool: _Pool,
         copied: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
-        places: Sequence[tuple[int, int]],
+        addresses: list[int | None],
     ) -> None:
-        """`copied` are positions with the memory that is read instead, and how it is written; `places` addresses."""
+        """Makes one of which nothing is recorded yet.
+
+        Args:
+            key: what calls that it serves have in common.
+            pool: where its memory is from.
+            copied: positions of operands, with the memory that is read instead, and how that is written.
+            addresses: of each operand, where it has to begin; None where that does not matter.
+        """
         self.key = key
         self.pool = pool
         self.copied = copied
-        self.positions = [position for position, _ in places]
-        self.addresses = [address for _, address in places]
+        self.addresses = addresses
+        self.positions = [position for position, address in enumerate(addresses) if address is not None]
         self.replay: Callable[[], None] = _nothing
         self.results: list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]] = []
         self.storages: list[torch.UntypedStorage] = []
@@ -168,14 +175,14 @@ class Recording:
     def _uses(self) -> list[tuple[int, int]]:
         return [storage_uses(storage) for storage in self.storages]
 
-    def fits(self, arguments: Sequence[Any]) -> bool:
+    def fits(self, arguments: list[Any]) -> bool:
         """Whether all that is read in place is where it was."""
         return same_addresses(arguments, self.addresses, self.positions)
 
     def moved(self, arguments: Sequence[Any], fixed: frozenset[int]) -> list[int]:
         """Returns the positions of operands that should have stayed where they were and did not."""
-        return [position for position, address in zip(self.positions, self.addresses)
-                if position in fixed and arguments[position].data_ptr() != address]  # fmt: skip
+        return [position for position in self.positions
+                if position in fixed and arguments[position].data_ptr() != self.addresses[position]]  # fmt: skip
 
     def is_held(self) -> bool:
         """Whether anybody holds memory that the recording gave."""
@@ -287,7 +294,7 @@ class Replayed:
                 return given
         return self.body(arguments, *numbers)
 
-    def _recording(self, arguments: Sequence[Any], numbers: tuple[Any, ...]) -> Recording | None:
+    def _recording(self, arguments: list[Any], numbers: tuple[Any, ...]) -> Recording | None:
         """Returns the recording that serves a call, a new one if need be; None where the function must run as it is."""
         others = tuple([item for item in arguments if not isinstance(item, torch.Tensor)])
         key = (numbers, others) if others else numbers
@@ -333,19 +340,19 @@ class Replayed:
         recorder, pool = self.memory.recorder, self.memory.pool_without(self, key)
         assert recorder is not None
         copied: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        places: list[tuple[int, int]] = []
+        addresses: list[int | None] = [None] * len(arguments)
         operands: list[Any] = []
         for position, item in enumerate(arguments):
             if not isinstance(item, torch.Tensor):
                 operands.append(item)
             elif position in self.fixed or item.untyped_storage()._cdata in _OWNERS:
-                places.append((position, item.data_ptr()))
+                addresses[position] = item.data_ptr()
                 operands.append(item)
             else:
                 own, whole = _own_memory(item)
                 copied.append((position, own, whole))
                 operands.append(whole)
-        recording = Recording(key, pool, copied, places)
+        recording = Recording(key, pool, copied, addresses)
         try:
             recording.keep(*recorder.record(partial(_run, self.body, operands, numbers), pool.handle))
         except Exception as error:  # noqa: BLE001  the function runs as it is, and says itself what is wrong with it

@@ -60,7 +60,8 @@ def test_another_process_takes_kernels_without_compiling_them(
         assert not compiled.cached and compiled.program.kernels
         torch.testing.assert_close(compiled(x)[0], wanted)
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path / "second")}
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "second")}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

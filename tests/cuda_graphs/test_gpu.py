@@ -15,6 +15,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.errors import ReplayWarning
 from fxwrap.lines import CallFunction
+from fxwrap.runtime.cuda_graphs import CudaGraphs
 from fxwrap.runtime.replay import Memory, Replayed
 
 pytestmark = pytest.mark.gpu
@@ -234,10 +235,30 @@ def test_what_waits_for_the_gpu_cannot_be_recorded_and_runs() -> None:
             (result,) = function([x])
             torch.testing.assert_close(result, x + x.sum())
     assert function.is_plain
-    torch.manual_seed(0)
-    drawn = torch.randn(4, device=DEVICE)
-    torch.manual_seed(0)
-    assert torch.equal(drawn, torch.randn(4, device=DEVICE))
+
+
+def test_a_capture_that_fails_leaves_all_else_as_it_was() -> None:
+    """The current stream, the generator, what is freed, and the next capture in the same pool."""
+    x = torch.randn(1000, device=DEVICE)
+    recorder = CudaGraphs(torch.device(DEVICE))
+    pool, stream = recorder.pool(), torch.cuda.current_stream()
+    for error, fails in ((RuntimeError, lambda: x.sum().item()), (ValueError, lambda: int("no number"))):
+        before = torch.cuda.memory_allocated()
+        with pytest.raises(error):
+            recorder.record(lambda fails=fails: [x + fails() + torch.rand_like(x)], pool)  # type: ignore[misc]
+        assert torch.cuda.current_stream() == stream
+        torch.manual_seed(0)
+        drawn = torch.randn(4, device=DEVICE)
+        torch.manual_seed(0)
+        assert torch.equal(drawn, torch.randn(4, device=DEVICE))
+        del drawn
+        assert torch.cuda.memory_allocated() == before
+    replay, (result,) = recorder.record(lambda: [x * 2 + torch.rand_like(x)], pool)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        replay()
+        torch.manual_seed(seed)
+        torch.testing.assert_close(result, x * 2 + torch.rand_like(x))
 
 
 def test_another_stream_waits() -> None:

@@ -26,7 +26,7 @@ from fxwrap.lines import Launch, PoolSlice
 from fxwrap.options import EMITTERS, Options
 from fxwrap.pass_spec import Pass
 from fxwrap.runtime import library, tensors
-from fxwrap.runtime.devices import CPU_RUNTIME, CUDA_RUNTIME
+from fxwrap.runtime.devices import CPU_RUNTIME, CUDA_RUNTIME, guard, on
 from fxwrap.runtime.kernels import load_function, load_kernel
 from tests.devices import abacus, abacus_runtime, copy_engine
 from tests.devices.abacus_runtime import RUNTIME, WORK
@@ -319,12 +319,12 @@ def test_guards_and_random_numbers_go_through_the_registered_half() -> None:
 
 def _has_all(runtime: DeviceRuntime, device: torch.device) -> None:
     """Every function of a half does what its name says."""
-    assert runtime.allocator and runtime.guard and runtime.current_stream and runtime.stream
+    assert runtime.allocator and runtime.current_stream
     assert runtime.random_state and runtime.set_random_state
     made = runtime.allocator(device)((2, 3), (1, 2), torch.float16)
     assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.float16, device.type)
     current = runtime.current_stream(device)
-    with runtime.guard(device), runtime.stream(device, 0):
+    with guard(device), on(device, 0)():
         assert runtime.current_stream(device) == current
     state = runtime.random_state(device)
     first = torch.rand(4, device=device)
@@ -342,11 +342,11 @@ def test_the_cpus_half() -> None:
 def test_cudas_half() -> None:
     device = torch.device("cuda", 0)
     _has_all(CUDA_RUNTIME, device)
-    assert CUDA_RUNTIME.current_stream and CUDA_RUNTIME.stream
+    assert CUDA_RUNTIME.current_stream
     before = CUDA_RUNTIME.current_stream(device)
-    with CUDA_RUNTIME.stream(device, 1):
+    with on(device, 1)():
         first = CUDA_RUNTIME.current_stream(device)
-    with CUDA_RUNTIME.stream(device, 1):
+    with on(device, 1)():
         assert CUDA_RUNTIME.current_stream(device) == first != before
     assert CUDA_RUNTIME.current_stream(device) == before
 

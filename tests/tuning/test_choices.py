@@ -308,7 +308,7 @@ def test_torch_compile_tunes_and_leaves_random_numbers_alone(tmp_path: Path, mon
     (gradient,) = torch.autograd.grad(compiled(x), x)
     assert all(torch.equal(*pair) for pair in zip(before, (torch.cuda.get_rng_state(), torch.get_rng_state())))
     assert list((cache_folder() / "tuning").iterdir())
-    torch.testing.assert_close(gradient, torch.autograd.grad(loss(x), x)[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient, torch.autograd.grad(loss(x), x)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
