@@ -17,15 +17,24 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import fxwrap
 from fxwrap import Options
 from fxwrap.compare import COMPARED
+from fxwrap.compiler import emit
 from fxwrap.errors import InputError
 from fxwrap.lines import Launch
-from fxwrap.symbolic import SymbolInfo
+from fxwrap.symbolic import SymbolInfo, evaluate, expression_kind, parse_expr
 from tests.control.cases import random
 from tests.dynamic.sizes import serve_all
 
 EMITTERS = COMPARED
 X = random(4, 6)
 ATEN = torch.ops.aten
+
+
+POWERS = (
+    "s0**3*s1", "-s0**2", "(s0 - s1)**3", "(s0 + 1)**-2", "2*s0**-1", "-f0**-3", "1/3*f0**2", "f0**-1 + s0**-1",
+    "sqrt(s0)", "pow_by_natural(-2, s0)", "float_pow(f0, 2.5)", "floordiv(s0**2 - 20, s1)", "mod(s0 - 9, s1)",
+    "min(s0**2, s1)", "floordiv(s0 - 9, -2)", "ceildiv(s0 - 9, 4)", "modular_indexing(s0**2, 2, 3)",
+    "int_true_div(s0, s1**2)",
+)  # fmt: skip
 
 
 class Symbolic:
@@ -162,3 +171,19 @@ def test_a_truth_value_that_torch_hands_to_the_backward(fresh_dynamo: None) -> N
         graphs = serve_all(function, [given, (given[0], torch.tensor(False))], training=True, dynamic=None)
     backward = graphs[-1].compiled.program
     assert next(item.value.name for item in backward.inputs if isinstance(item.value, SymbolInfo)).startswith("b")
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_powers_and_quotients(emitter: str) -> None:
+    """Negative powers, those of negative numbers and of sums; quotients of negative numbers are rounded down."""
+    expressions = [parse_expr(text) for text in POWERS]
+    names = [f"{expression_kind(item)[0].replace('i', 'n')}{number}" for number, item in enumerate(expressions, 1)]
+    lines = [f"{name} = symbol.let expr={text}" for name, text in zip(names, POWERS, strict=True)]
+    sizes = ("s0 = symbol.size(%x) dim=0", "s1 = symbol.size(%x) dim=1")
+    body = "\n  ".join((*sizes, *lines, f"control.return({', '.join(names)})"))
+    program = fxwrap.parse(f"program @powers(%x: borrowed f32[s0, s1]@cpu, f0: float) {{\n  {body}\n}}\n")
+    result = emit(program, emitter)(torch.zeros(3, 5), 1.5)
+    known = {"s0": 3, "s1": 5, "f0": 1.5}
+    expected = [evaluate(item, known) for item in expressions]
+    assert [type(number) for number in result] == [type(number) for number in expected]
+    assert result == pytest.approx(expected, rel=1e-15)

@@ -25,6 +25,7 @@ from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.symbolic import make_symbol
 from tests.printers.cpp_kernels import BF16, F32, check, matrix, pointwise, reduction
+from tests.printers.triton_kernels import squares_kernel
 
 DTYPES = (F32, torch.float64, torch.int64, torch.int32, torch.uint8)
 
@@ -315,6 +316,11 @@ def test_symbolic_sizes(rows: int, columns: int, dim: int) -> None:
     outputs = [Buffer("out", F32, s0 * s1), Buffer("mean", F32, (s0, s1)[1 - dim])]
     kernel = body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", F32, s0 * s1)], outputs)
     check(kernel, {"s0": rows, "s1": columns}, rtol=1e-4)
+
+
+def test_powers_of_symbols() -> None:
+    for sizes in ((3, 4), (1, 1), (2, 0)):
+        check(squares_kernel(), dict(zip(("s0", "s1"), sizes, strict=True)))
 
 
 def test_numbers_of_the_program() -> None:

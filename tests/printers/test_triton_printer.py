@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -18,15 +19,17 @@ from fxwrap.loop_ir import (
     Buffer,
     Index,
     Kernel,
+    KernelError,
     OperationSpec,
     Scalar,
     as_index,
     linear_index,
+    with_named_numbers,
 )
 from fxwrap.printers.triton import Configuration, configurations, print_triton
 from fxwrap.runtime.kernels import load_kernel
-from fxwrap.symbolic import make_symbol
-from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, random, softmax_kernel
+from fxwrap.symbolic import canonical, evaluate, expression_kind, make_symbol, parse_expr
+from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, random, softmax_kernel, squares_kernel
 
 # NumPy, which the interpreter computes with, warns of what these tests are about: overflow, NaN, division by zero.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -397,6 +400,46 @@ def test_symbolic_sizes_and_numbers() -> None:
         numbers = {"s0": sizes[0], "s1": sizes[1], "f0": 0.1}
         for configuration in (*configurations(kernel), Configuration(y=(p,), y_block=2, r_block=8, looped=True)):
             check(kernel, configuration, numbers=numbers)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (1, 1), (2, 0)])
+def test_powers_of_symbols(sizes: tuple[int, int]) -> None:
+    kernel = squares_kernel()
+    for configuration in (configurations(kernel)[0], Configuration(y=kernel.axes, y_block=4, r_block=8, looped=True)):
+        assert "**" not in check(kernel, configuration, numbers=dict(zip(("s0", "s1"), sizes, strict=True)))
+
+
+def test_a_power_that_is_no_product_is_refused() -> None:
+    axis = Axis("p0", make_symbol("s0"))
+
+    def write(body: Body) -> None:
+        body.store("out", as_index(axis), body.number(make_symbol("s0") ** -1, F64))
+
+    kernel = build([axis], [], {}, {"out": (F64, make_symbol("s0"))}, write)
+    with pytest.raises(KernelError, match=re.escape("a kernel computes no s0**-1: a launch has to pass its value")):
+        print_triton(kernel)
+    check(with_named_numbers(kernel)[0], numbers={"s0": 4, "f0": 0.25})
+
+
+def test_quotients_and_extremes_of_symbols_are_computed_by_the_launch() -> None:
+    """Among them are those that Triton would round towards zero, or has no function for."""
+    s0 = make_symbol("s0")
+    texts = ("floordiv(s0 - 9, 2)", "mod(s0 - 9, 4)", "max(s0, s1)", "min(s0**2, s1)", "2*s0**-1", "sqrt(s0)")
+    formulas = [parse_expr(text) for text in texts]
+    kinds = [F64 if expression_kind(formula) == "float" else I64 for formula in formulas]
+    p, q = Axis("p0", parse_expr("max(s0, s1) + floordiv(s0, 2)")), Axis("p1", s0**2)
+
+    def write(body: Body) -> None:
+        for name, formula, kind in zip(texts, formulas, kinds, strict=True):
+            body.store(name, linear_index([p, q], [p.size, q.size]), body.number(formula, kind))
+
+    count = canonical(p.size * q.size)
+    outputs = {name: (kind, count) for name, kind in zip(texts, kinds, strict=True)}
+    kernel, named = with_named_numbers(build([p, q], [], {}, outputs, write))
+    known = {"s0": 4, "s1": 5}
+    passed = {symbol.name: evaluate(formula, known) for symbol, formula in named.items()}
+    assert set(passed.values()) >= {-3, 3, 5, 2, 0.5}
+    check(kernel, numbers=known | passed)
 
 
 def test_indices_are_wide_where_32_bits_do_not_do() -> None:

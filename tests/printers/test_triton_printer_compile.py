@@ -27,7 +27,7 @@ from fxwrap.printers.triton import Configuration, configurations, print_triton
 from fxwrap.runtime.modules import load_module
 from fxwrap.symbolic import make_symbol
 from tests.printers.test_triton_printer import layer_norm_kernel
-from tests.printers.triton_kernels import BF16, F32, F64, I64, build, softmax_kernel
+from tests.printers.triton_kernels import BF16, F32, F64, I64, build, softmax_kernel, squares_kernel
 
 ROWS, COLUMNS = 8192, 4096
 SPILLED = re.compile(r"st\.local|ld\.local")
@@ -158,6 +158,12 @@ def test_symbolic_sizes_still_move_whole_vectors() -> None:
     inputs = {"x": (BF16, s0 * s1), "bias": (BF16, s1)}
     text = instructions(build([i, j], [], inputs, {"out": (BF16, s0 * s1)}, write))
     assert re.search(r"ld\.global\S*\.v[48]\.", text)
+
+
+def test_powers_of_symbols_compile() -> None:
+    kernel = squares_kernel()
+    assert instructions(kernel)
+    assert instructions(kernel, Configuration(y=kernel.axes, y_block=4, r_block=64, looped=True))
 
 
 @pytest.mark.parametrize("dtype", sorted(KERNEL_DTYPES, key=str), ids=str)

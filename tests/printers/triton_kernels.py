@@ -10,7 +10,7 @@ from fxwrap.loop_ir import Axis, Body, Buffer, Kernel, evaluate_kernel, linear_i
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.triton import Configuration, print_triton
 from fxwrap.runtime.kernels import load_kernel
-from fxwrap.symbolic import evaluate
+from fxwrap.symbolic import evaluate, make_symbol
 
 BF16, F32, F64, I64 = torch.bfloat16, torch.float32, torch.float64, torch.int64
 
@@ -87,6 +87,21 @@ def launch_interpreted(
 
 def _told(name: str, source: str) -> Callable[[str], str]:
     return lambda message: f"output {name}: {message}\n{source}"
+
+
+def squares_kernel() -> Kernel:
+    """Sums over s1 x s1 elements for each of s0 x s0 places, less the mean over s0 + 1 squared: powers of symbols."""
+    s0, s1 = make_symbol("s0"), make_symbol("s1")
+    p, q, r, t = Axis("p0", s0), Axis("p1", s0), Axis("r0", s1), Axis("r1", s1)
+    cube = Axis("p2", (s0 + 1) ** 2)
+
+    def write(body: Body) -> None:
+        x = body.load("x", linear_index([p, q, cube, r, t], [s0, s0, cube.size, s1, s1]), F32)
+        (total,) = body.reduce("sum", x)
+        body.store("out", linear_index([p, q, cube], [s0, s0, cube.size]), total)
+
+    parallel = s0**2 * cube.size
+    return build([p, q, cube], [r, t], {"x": (F32, parallel * s1**2)}, {"out": (F32, parallel)}, write)
 
 
 def softmax_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel:

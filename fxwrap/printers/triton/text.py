@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import sympy
 from typing_extensions import assert_never
 
-from fxwrap.loop_ir import Atom, Axis, FloorDivide, Gathered, Index, Modulo, SizeAtom
+from fxwrap.loop_ir import Atom, Axis, FloorDivide, Gathered, Index, KernelError, Modulo, SizeAtom
 from fxwrap.printers.triton.helpers import HELPERS
 from fxwrap.symbolic import PythonPrinter, Size
 from fxwrap.symbolic.printing import Precedence
@@ -31,7 +31,12 @@ def size_text(size: Size) -> str:
 
 
 class _SizePrinter(PythonPrinter):
-    """Prints sizes for Triton, whose integer division rounds towards zero: `-(-s0 // 64)` would be rounded down."""
+    """Prints sizes for Triton, which has no powers, and whose integer division rounds towards zero, unlike Python's."""
+
+    def power(self, base: sympy.Basic, exponent: int) -> tuple[str, Precedence]:
+        if exponent < 1:
+            raise KernelError(f"a kernel computes no {base}**{exponent}: a launch has to pass its value")
+        return "*".join([self.operand(base, Precedence.UNARY)] * exponent), Precedence.MULTIPLY
 
     def _ceiling_division(self, base: sympy.Basic, divisor: sympy.Basic) -> tuple[str, Precedence]:
         return self.call("tl.cdiv", (base, divisor))
