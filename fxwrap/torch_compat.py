@@ -42,6 +42,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 # Why: the promotion rules of pointwise operators; torch.result_type knows only the default one. Checked on 2.11, 2.13.
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
 from torch._prims_common import elementwise_dtypes as elementwise_dtypes
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -62,6 +63,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.node import has_side_effect
 from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.torch_version import TorchVersion
 from torch.utils._device import DeviceContext
 
 # Why: nested inputs and outputs are flattened as torch.compile does it; torch.utils.pytree is not public yet.
@@ -510,6 +512,38 @@ def lacks_fake_rule(error: BaseException) -> bool:
 def depends_on_data(error: BaseException) -> bool:
     """Say whether an operator failed on fake tensors because what it gives depends on what is in them."""
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode)
+
+
+# Why: torch 2.11's rules for fake tensors say that the places and counts which `unique` and its like give have the
+# dtype of what is looked through, and `_unique` has no rule, so that it gives one element. A graph that is traced with
+# them lacks conversions that it needs, and no reader of it can know. torch's own rules have no public table, and
+# corrections must be there when Dynamo traces. Checked on 2.11 (wrong), 2.13 (right, left as it is).
+
+
+def _as_positions(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.new_empty(tensor.shape, dtype=torch.int64) for tensor in tensors]
+
+
+def _correct_rules_of_unique(rules: dict[OpOverload, Callable[..., Sequence[torch.Tensor]]]) -> None:
+    """Make the table's rules say that places and counts are whole numbers, and how many values `_unique` gives."""
+    aten = torch.ops.aten
+
+    def corrected(rule: Callable[..., Sequence[torch.Tensor]], *arguments: Any, **keywords: Any) -> Any:
+        values, *others = rule(*arguments, **keywords)
+        return (values, *_as_positions(others))
+
+    for operator in (aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default):
+        rules[operator] = partial(corrected, rules[operator])
+    unique = rules[aten._unique2.default]
+
+    def without_counts(mode: Any, _operator: Any, *arguments: Any, **keywords: Any) -> Any:
+        return unique(mode, aten._unique2.default, *arguments, **keywords)[:2]
+
+    rules.setdefault(aten._unique.default, without_counts)
+
+
+if TorchVersion("2.13") > torch.__version__:
+    _correct_rules_of_unique(op_implementations_dict)
 
 
 # Why: composite operators with symbolic sizes run on fake tensors only by torch's Python rules, which have no public

@@ -203,6 +203,7 @@ DATA_DEPENDENT: dict[str, Any] = {
     "unique": lambda x: torch.unique(x, return_inverse=True, return_counts=True),
     "unique_dim": lambda x: torch.unique(x, dim=0, return_inverse=True, return_counts=True),
     "unique_consecutive": lambda x: torch.unique_consecutive(x, return_inverse=True, return_counts=True),
+    "without_counts": lambda x: (*aten._unique(x, True, True), x.new_ones((), dtype=torch.int64)),
 }
 
 

@@ -52,10 +52,6 @@ KNOWN = (
         seen=r"^\(\['float32\[1, 2(, 4, 5)?\]'.* relative error .*e-0[4-6]", form="gradient",
     ),
     Known(
-        "index_fill", "torch 2.11's fake tensors say that _unique gives one element; torch 2.13's say how many",
-        seen=r"'int64\[5\]', 'float32\[\]'.* relative error 8.1e-01", form="gradient",
-    ),
-    Known(
         "as_strided.*|squeeze.*|unsqueeze|resize_|transpose|t|swap.*",
         "it gives its operand other sizes or strides, which AOTAutograd does outside of the graph",
         seen="InputError: input 'arg0_1': expected", form="inplace",
