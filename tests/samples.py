@@ -518,6 +518,21 @@ group="0" : [f32[16]@cuda:0, f32[16]@cuda:0]
         cpu_runnable=False,
     ),
     Sample(
+        "a_list_of_any_length",
+        """
+program @a_list_of_any_length(%x: borrowed f32[s0, 4]@cpu) {
+  s0 = symbol.size(%x) dim=0
+  %rows = extern.call @aten.unbind_copy.int(%x) : list<f32[u0]@cpu>
+  u0 = symbol.bind(%rows) path=(element(0), size(0))
+  u1 = symbol.bind(%rows) path=(element(-1), size(0), divide(2))
+  %y = extern.call @aten.stack.default(%rows, 1) : f32[u0, s0]@cpu
+  memory.free(%rows)
+  control.return(%y, u0, u1)
+}
+""",
+        symbols={"s0": 5},
+    ),
+    Sample(
         "types",
         """
 program @types(%group: borrowed opaque<ProcessGroup>, %many: borrowed list<f32[2]@cpu>, \

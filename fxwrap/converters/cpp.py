@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import fxwrap.runtime.library  # noqa: F401  # whose operators programs call that use streams
 from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.cpp_loops import write_map, write_scan, write_while
+from fxwrap.converters.cpp_paths import followed
 from fxwrap.converters.cpp_replay import (
     ReplayingProgram,
     function_program,
@@ -73,6 +74,7 @@ from fxwrap.wrapper_ir import (
     Block,
     Input,
     KernelDefinition,
+    ListType,
     OpaqueType,
     Ownership,
     Program,
@@ -274,19 +276,9 @@ class CppConverter(Converter):
 
     def bind(self, line: Bind) -> None:
         self.writer.check_type(line, line.source)
-        name = self.writer.name_of(line.source)
-        text = place(name, line.source.type.kind) if isinstance(line.source.type, ScalarType) else ""
-        for step in line.path:
-            match step.name:
-                case "size" | "stride" | "storage_offset":
-                    text = f"{step.name}({', '.join(['f', name, *map(str, step.arguments)])})"
-                case "divide":
-                    text = f"{text} / {step.arguments[0]}"
-                case "truth":
-                    text = f"{text} != 0" if text else f"item_bool(f, {name})"
-                case _:
-                    raise self.unsupported(line, f"C++ has no step '{step.name}' of a key path")
+        text, taken = followed(self.writer, line)
         self._assign(line.symbol, text)
+        self.writer.drop(taken)
 
     def assertion(self, line: Assert) -> None:
         arguments = [string_text(line.text)]
@@ -359,6 +351,8 @@ class CppConverter(Converter):
     def _output(self, line: Return, item: Any) -> str:
         if isinstance(item, complex | str):
             raise self.unsupported(line, f"C++ gives tensors and real numbers, not {item!r}")
+        if isinstance(item, Value) and isinstance(item.type, ListType):
+            raise self.unsupported(line, f"C++ gives tensors and real numbers, and %{item.name} is a list")
         (text,) = self.writer.argument(line, item)
         return text
 

@@ -30,8 +30,9 @@ thread_local throw true try typedef typeid typename union unsigned using virtual
 """
 _BRIDGE_NAMES = """
 Arg Args BoolSymbol DType Device FloatSymbol Frame FxwrapValue Grid Input Inputs IntSymbol Ints Kernel Layout
-MemoryFormat Number Numbers Operator Program Site Slot Slots Variant Variants abi_version alias call check_alignment
-check_layout check_rank complex count data_ptr defined drop empty_strided enter_device enter_stream exit_device
+ListSlot MemoryFormat Number Numbers Operator Program Site Slot Slots Variant Variants abi_version alias call
+check_alignment check_layout check_rank complex count data_ptr defined drop element element_bool element_float
+element_int empty_strided enter_device enter_stream exit_device
 fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int launch list mark_written move named
 none owned pool_slice restore_random_state reuse save_random_state size size_t std storage_offset stride view
 """
@@ -103,6 +104,7 @@ class CppUnit:
     slots: list[str] = field(default_factory=list)
     ints: list[tuple[str, str]] = field(default_factory=list)
     floats: list[str] = field(default_factory=list)
+    lists: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -149,6 +151,13 @@ class CppUnit:
         found, new = self._named("value", name, name)
         if new:
             self.slots.append(found)
+        return found
+
+    def list_slot(self, name: str) -> str:
+        """Returns the slot of a list of any length by its value's name."""
+        found, new = self._named("value", name, name)
+        if new:
+            self.lists.append(found)
         return found
 
     def fresh_slot(self, prefix: str) -> str:
@@ -301,6 +310,7 @@ class CppUnit:
             ("IntSymbol", [name if kind == "int" else "" for name, kind in self.ints]),
             ("BoolSymbol", [name if kind == "bool" else "" for name, kind in self.ints]),
             ("FloatSymbol", self.floats),
+            ("ListSlot", self.lists),
         ):
             declared = [f"{name}{{{index}}}" for index, name in enumerate(names) if name]
             if declared:
@@ -312,7 +322,7 @@ class CppUnit:
 
     def _export(self, name: str, tables: Sequence[str]) -> str:
         fields = [f".name = {string_text(name)}"]
-        counts = (("slots", self.slots), ("ints", self.ints), ("floats", self.floats))
+        counts = (("slots", self.slots), ("ints", self.ints), ("floats", self.floats), ("lists", self.lists))
         fields += [f".{counted} = {len(items)}" for counted, items in counts if items]
         fields += [f".{table} = program::{table}" for table in tables]
         fields.append(".run = program::run")

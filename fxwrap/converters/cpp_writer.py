@@ -20,7 +20,7 @@ from fxwrap.converters.cpp_text import (
 )
 from fxwrap.errors import Unsupported
 from fxwrap.symbolic import expression_kind
-from fxwrap.wrapper_ir import Block, LineBase, ScalarType, Size, TensorType, Value, leaves, print_line
+from fxwrap.wrapper_ir import Block, LineBase, ListType, ScalarType, Size, TensorType, Value, leaves, print_line
 
 
 @dataclass
@@ -68,13 +68,13 @@ class CppWriter:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def own(self, value: Value, base: Value | None = None) -> None:
-        """Notes a tensor and the root it is a window on, so that a free lets go of all windows."""
-        if not isinstance(value.type, TensorType):
+        """Notes a tensor, or a list of them, and the root it is a window on, so that a free lets go of all windows."""
+        if not isinstance(value.type, TensorType | ListType):
             return
         roots = self.scope.root_of
         root = roots[base.name] if base is not None else value.name
         roots[value.name] = root
-        self.scope.windows.setdefault(root, {})[value.name] = self.unit.slot(value.name)
+        self.scope.windows.setdefault(root, {})[value.name] = self.name_of(value)
 
     def define(self, value: Value, base: Value | None = None) -> str:
         """Notes a tensor that the next statement makes; returns its slot."""
@@ -82,16 +82,20 @@ class CppWriter:
         return self.unit.slot(value.name)
 
     def name_of(self, value: Value) -> str:
-        """Returns the slot of a tensor, or the symbol of a number."""
-        if isinstance(value.type, ScalarType):
-            return self.unit.scalar(value.name, value.type.kind)
-        return self.unit.slot(value.name)
+        """Returns the slot of a tensor or a list, or the symbol of a number."""
+        match value.type:
+            case ScalarType(kind):
+                return self.unit.scalar(value.name, kind)
+            case ListType():
+                return self.unit.list_slot(value.name)
+            case _:
+                return self.unit.slot(value.name)
 
     def check_type(self, line: LineBase, value: Value) -> None:
-        """Raises Unsupported for a value that is neither a tensor nor a real number."""
+        """Raises Unsupported for a value that is neither a tensor, a list nor a real number."""
         real = isinstance(value.type, ScalarType) and value.type.kind in ("int", "float", "bool")
-        if not real and not isinstance(value.type, TensorType):
-            raise unsupported(line, f"%{value.name} is neither a tensor nor a real number")
+        if not real and not isinstance(value.type, TensorType | ListType):
+            raise unsupported(line, f"%{value.name} is neither a tensor, a list nor a real number")
 
     def drop(self, slots: Sequence[str]) -> None:
         """Lets go of tensors."""

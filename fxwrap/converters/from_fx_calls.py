@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx_numbers import item_of_list, number_result
-from fxwrap.converters.from_fx_reader import Match, Reader, failure, name_of_item, origin_of
+from fxwrap.converters.from_fx_reader import Element, Match, Reader, failure, name_of_item, origin_of
 from fxwrap.converters.from_fx_rules import Given, RuleError
 from fxwrap.converters.from_fx_symbols import new_prefix
 from fxwrap.lines import Bind, Call, Mutate, StartCollective
@@ -345,7 +345,11 @@ def take_item(reader: Reader, node: Node) -> bool:
     whole: Any = node.args[0]
     if not isinstance(whole, Node):
         return False
-    found, index = reader.operand(node, whole), node.args[1]
+    found, index = reader.env.get(whole), node.args[1]
+    if isinstance(found, Element) and isinstance(found.type, ListType):
+        item_of_list(reader, node, found)
+        return True
+    found = reader.operand(node, whole)
     if isinstance(found, dict):
         reader.env[node] = found[index]
         return True

@@ -14,7 +14,7 @@ from fxwrap.converters.from_fx_symbols import new_prefix
 from fxwrap.errors import ExpressionError
 from fxwrap.lines import Assert, Bind, Item, Let, SizeOf
 from fxwrap.symbolic import CHAINED, Number, SymbolInfo, as_computed, computed, make_symbol, print_expr, product
-from fxwrap.wrapper_ir import ScalarType, Tag, Value
+from fxwrap.wrapper_ir import ListType, ScalarType, Tag, TensorType, Value, element_type
 
 _ATEN = torch.ops.aten
 
@@ -24,12 +24,13 @@ _ATEN = torch.ops.aten
 
 def arithmetic(reader: Reader, node: Node) -> None:
     """Reads a call of a Python function on numbers. Raises ReadBackError for a function that no expression has."""
-    plain = _computed(reader, node)
     info = node.meta.get("fxwrap_symbol")
-    if info is not None and info.name not in reader.shared.symbols.defined and isinstance(plain, sympy.Basic | int):
-        bound = bind(reader, node, info)
-        if not bound:
-            _let(reader, node, info, _exact(reader, node, plain))
+    info = None if info is not None and info.name in reader.shared.symbols.defined else info
+    if info is not None and bind(reader, node, info):
+        return
+    plain = _computed(reader, node)
+    if info is not None and isinstance(plain, sympy.Basic | int):
+        _let(reader, node, info, _exact(reader, node, plain))
         return
     reader.set_number(node, _exact(reader, node, plain), plain)
 
@@ -128,6 +129,10 @@ def _reads_size(of: str) -> Any:
         info = node.meta.get("fxwrap_symbol")
         if info is not None and info.name not in reader.shared.symbols.defined and bind(reader, node, info):
             return
+        element = reader.env.get(node.args[0]) if isinstance(node.args[0], Node) else None
+        if isinstance(element, Element) and isinstance(element.type, TensorType):
+            reader.env[node] = Element(element.source, (*element.path, _step(reader, node, of)), ScalarType("int"))
+            return
         tensor = reader.tensor(node, node.args[0])
         dim = reader.argument(node, node.args[1]) if len(node.args) > 1 else 0
         type_ = tensor.tensor_type
@@ -188,7 +193,6 @@ def bind(reader: Reader, node: Node, info: SymbolInfo) -> bool:
             return False
         found = found.args[0]
     source = reader.env.get(found) if isinstance(found, Node) else None
-    source = source.source if isinstance(source, Element) else source
     if not isinstance(source, Value):
         return False
     info = reader.shared.symbols.to_define(info)
@@ -216,11 +220,22 @@ def number_result(reader: Reader, node: Node, value: Value) -> None:
         _stand_for(reader, node, info)
 
 
-def item_of_list(reader: Reader, node: Node, value: Value) -> None:
+def item_of_list(reader: Reader, node: Node, found: Value | Element) -> None:
     """Reads an element that is taken out of a list: a step of a key path."""
     info = node.meta.get("fxwrap_symbol")
     if info is None or not bind(reader, node, info):
-        reader.env[node] = Element(value)
+        source, path = (found.source, found.path) if isinstance(found, Element) else (found, ())
+        type_ = element_type(found.type) if isinstance(found.type, ListType) else found.type
+        reader.env[node] = Element(source, (*path, _step(reader, node, "element")), type_)
+
+
+def _step(reader: Reader, node: Node, name: str) -> Tag:
+    """Returns the step of a key path that a node takes."""
+    positions = [reader.argument(node, item) for item in node.args[1:]]
+    for position in positions:
+        if type(position) is not int:
+            raise failure(node, f"it takes what is at {position}, and a key path has constants", "Name a constant one")
+    return Tag(name, tuple(positions))
 
 
 def item(reader: Reader, node: Node) -> None:

@@ -24,6 +24,7 @@ from fxwrap.wrapper_ir import (
     LineBase,
     Origin,
     Role,
+    ScalarType,
     Size,
     Source,
     Tag,
@@ -76,9 +77,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Element:
-    """An element of a list: something that only a key path goes through."""
+    """What a key path through a list leads to: an element, or a number of one that no symbol stands for yet."""
 
     source: Value
+    path: tuple[Tag, ...]
+    type: Type
 
 
 def target_text(node: Node) -> str:
@@ -208,8 +211,8 @@ class Reader:
             raise failure(node, reason, "Put the node that it uses before it, and into the same graph")
         found = self.env[item]
         if isinstance(found, Element):
-            reason = f"it uses '{item.name}', an element of a list, which no line has"
-            raise failure(node, reason, "Pass the list whole")
+            self._bind(node, item, found)
+            found = self.env[item]
         if self.taken:
             self._check_there(node, item, found)
         return found
@@ -223,6 +226,16 @@ class Reader:
             if taker is not None:
                 reason = f"it uses '{item.name}' after '{taker.name}' ({target_text(taker)}) took its memory"
                 raise failure(node, reason, f"Use it before '{taker.name}', or allocate memory in place of the reuse")
+
+    def _bind(self, node: Node, item: Node, found: Element) -> None:
+        """Binds a symbol to a number in a list that a node uses."""
+        if not isinstance(found.type, ScalarType):
+            reason = f"it uses '{item.name}', an element of a list, which no line has"
+            raise failure(node, reason, "Pass the list whole")
+        info = self.shared.symbols.fresh({"int": "u", "float": "uf", "bool": "b"}[found.type.kind])
+        self.emit(Bind(info, found.source, found.path, origin=origin_of(item)), item)
+        self.set_number(item, make_symbol(info.name))
+        self.shared.symbols.stands_for(item.meta.get("val"), make_symbol(info.name))
 
     def tensor(self, node: Node, item: Any) -> Value:
         """Returns an argument that must be a tensor."""

@@ -66,7 +66,7 @@ from fxwrap.torch_compat import (
     out_argument_names,
     without_fake_mode,
 )
-from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, symbol_infos
+from fxwrap.wrapper_ir import Block, LineBase, ListType, Program, TensorType, Value, element_type, symbol_infos
 
 _ATEN = torch.ops.aten
 _OURS = torch.ops.fxwrap
@@ -311,14 +311,15 @@ class FxConverter(Converter):
         self.writer.symbol(line.symbol, node)
 
     def bind(self, line: Bind) -> None:
-        node = self.writer.argument(line.source)
+        node, type_ = self.writer.argument(line.source), line.source.type
         for step in line.path:
             match step.name:
                 case "size" | "stride" | "storage_offset":
                     val = _READ[step.name](node.meta["val"], *step.arguments)
                     node = self.writer.call(_SIZES[step.name], [node, *step.arguments], val=val)
                 case "element":
-                    val = node.meta["val"][step.arguments[0]] if node.meta["val"] else None
+                    type_ = element_type(type_) if isinstance(type_, ListType) else type_
+                    val = self.fakes.root(Value("", type_))
                     node = self.writer.call(operator.getitem, [node, *step.arguments], val=val)
                 case "divide":
                     node = self.writer.apply(operator.floordiv, node, step.arguments[0])

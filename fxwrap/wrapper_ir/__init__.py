@@ -99,6 +99,7 @@ from fxwrap.wrapper_ir.types import (
     Type,
     Value,
     contiguous_strides,
+    element_type,
     holds_memory,
     types_agree,
 )
@@ -156,6 +157,7 @@ __all__ = [
     "defined",
     "defined_symbol",
     "effects_conflict",
+    "element_type",
     "holds_memory",
     "is_assertion",
     "is_one_of_several",

@@ -129,6 +129,12 @@ class OptionalType:
     element: Type
 
 
+def element_type(type_: ListType) -> Type:
+    """Returns the type that the elements of a list have where they are not none."""
+    element = type_.element
+    return element.element if isinstance(element, OptionalType) else element
+
+
 @dataclass(frozen=True, slots=True)
 class OpaqueType:
     """Something the IR only passes on: "ProcessGroup", "DeviceMesh", "ScriptObject", "Generator", "Event"."""

@@ -9,6 +9,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -79,6 +80,17 @@ c10::List<at::Tensor> tensor_list(Frame& f, Slots slots) {
   return list;
 }
 
+const c10::IValue& element_at(const Frame& f, ListSlot list, Ints path) {
+  const c10::IValue* found = &list_at(f, list);
+  for (int64_t index : path) {
+    const auto items = found->toListRef();
+    const int64_t count = int64_t(items.size());
+    TORCH_CHECK_INDEX(-count <= index && index < count, "list index out of range");
+    found = &items[index < 0 ? index + count : index];
+  }
+  return *found;
+}
+
 at::Scalar scalar_for(const Number& number, Parameter parameter) {
   if (number.is_real) return number.real;
   if (parameter == Parameter::truth) return number.integer != 0;
@@ -106,7 +118,10 @@ std::unique_ptr<PreparedCall> prepare_call(const Site& site) {
   // The first item of each list is the marker that CALL puts there.
   auto arguments = prepare_arguments(handle.schema(), site.arguments.data + 1, site.arguments.size - 1);
   auto results = prepare_results(handle.schema(), site.results.data + 1, site.results.size - 1);
-  if (auto typed = make_typed_call(handle, arguments, results)) {
+  // A list of any length is passed on as it is, which typed calls know no form for.
+  const bool has_lists = std::any_of(arguments.begin(), arguments.end(),
+                                     [](const Value& value) { return value.source == Value::Source::WholeList; });
+  if (auto typed = has_lists ? nullptr : make_typed_call(handle, arguments, results)) {
     return typed;
   }
   return std::make_unique<BoxedCall>(handle, std::move(arguments), std::move(results));
@@ -180,6 +195,21 @@ void move(Frame& f, Slot out, Slot from) {
   tensor_at(f, out) = std::move(taken);
 }
 void drop(Frame& f, Slot slot) { tensor_at(f, slot).reset(); }
+
+void alias(Frame& f, ListSlot out, ListSlot from) { list_at(f, out) = list_at(f, from); }
+void move(Frame& f, ListSlot out, ListSlot from) {
+  c10::IValue taken = std::move(list_at(f, from));
+  list_at(f, out) = std::move(taken);
+}
+void drop(Frame& f, ListSlot slot) { list_at(f, slot) = c10::IValue(); }
+
+void element(Frame& f, Slot out, ListSlot list, Ints path) {
+  const c10::IValue& found = element_at(f, list, path);
+  tensor_at(f, out) = found.isNone() ? at::Tensor() : found.toTensor();
+}
+int64_t element_int(Frame& f, ListSlot list, Ints path) { return element_at(f, list, path).toScalar().toLong(); }
+double element_float(Frame& f, ListSlot list, Ints path) { return element_at(f, list, path).toScalar().toDouble(); }
+bool element_bool(Frame& f, ListSlot list, Ints path) { return element_at(f, list, path).toScalar().toBool(); }
 
 bool defined(Frame& f, Slot slot) { return tensor_at(f, slot).defined(); }
 int64_t size(Frame& f, Slot slot, int64_t dim) { return tensor_at(f, slot).size(dim); }

@@ -44,13 +44,14 @@
 namespace fxwrap {
 
 // Raised whenever a change here would break a library compiled before it.
-constexpr int64_t abi_version = 1;
+constexpr int64_t abi_version = 2;
 
 // Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
 enum Slot : int32_t {};
 enum IntSymbol : int32_t {};    // index in Frame::ints
 enum BoolSymbol : int32_t {};   // index in Frame::ints, holding 0 or 1
 enum FloatSymbol : int32_t {};  // index in Frame::floats
+enum ListSlot : int32_t {};     // index in Frame::lists
 
 // torch's dtypes under torch's names; the values are those of c10::ScalarType.
 enum class DType : int8_t {
@@ -77,6 +78,7 @@ struct Arg {
     IntSymbolIndex, FloatSymbolIndex, BoolSymbolIndex,
     List,  // `integer` items follow
     Name,  // the next argument is passed by this name
+    WholeList,  // what an operator gave as a list, of any length
   };
   Kind kind;
   union {
@@ -101,6 +103,7 @@ struct Arg {
   constexpr Arg(IntSymbol symbol) : kind(IntSymbolIndex), integer(symbol) {}
   constexpr Arg(FloatSymbol symbol) : kind(FloatSymbolIndex), integer(symbol) {}
   constexpr Arg(BoolSymbol symbol) : kind(BoolSymbolIndex), integer(symbol) {}
+  constexpr Arg(ListSlot slot) : kind(WholeList), integer(slot) {}
   constexpr Arg(DType dtype) : kind(DTypeCode), integer(int64_t(dtype)) {}
   constexpr Arg(Layout layout) : kind(LayoutCode), integer(int64_t(layout)) {}
   constexpr Arg(MemoryFormat format) : kind(MemoryFormatCode), integer(int64_t(format)) {}
@@ -133,6 +136,7 @@ struct Frame {
   void* tensors;  // at::Tensor[slots]
   int64_t* ints;
   double* floats;
+  void* lists;    // c10::IValue[lists]
 };
 
 // One call of an operator; `prepared` is the bridge's.
@@ -145,7 +149,7 @@ struct Site {
 
 // CALL(f, operator, (arguments...), (results...)): positional arguments in the schema's order, then named("out"), y.
 // What is left out takes the schema's default. Results: a Slot or symbol each, `none` for one that is not kept,
-// list(n) and n slots for a Tensor[]. An undefined tensor leaves its slot undefined.
+// list(n) and n slots for a Tensor[] of n items, a ListSlot for a list of any length. An undefined tensor leaves its slot undefined.
 #define FXWRAP_ARGS(...) {fxwrap::none, __VA_ARGS__}
 #define CALL(frame, operator_, arguments, results)                                      \
   do {                                                                                  \
@@ -168,6 +172,15 @@ FXWRAP_API void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints s
 FXWRAP_API void alias(Frame& f, Slot out, Slot from);  // both name the same tensor
 FXWRAP_API void move(Frame& f, Slot out, Slot from);   // `from` is left empty
 FXWRAP_API void drop(Frame& f, Slot slot);
+FXWRAP_API void alias(Frame& f, ListSlot out, ListSlot from);
+FXWRAP_API void move(Frame& f, ListSlot out, ListSlot from);
+FXWRAP_API void drop(Frame& f, ListSlot slot);
+
+// An element of a list, or of a list in it and so on: `path` are positions, as Python counts them. IndexError for none.
+FXWRAP_API void element(Frame& f, Slot out, ListSlot list, Ints path);
+FXWRAP_API int64_t element_int(Frame& f, ListSlot list, Ints path);
+FXWRAP_API double element_float(Frame& f, ListSlot list, Ints path);
+FXWRAP_API bool element_bool(Frame& f, ListSlot list, Ints path);
 
 // Facts about a tensor. item_* read its one element (and wait for its device).
 FXWRAP_API bool defined(Frame& f, Slot slot);
@@ -277,6 +290,7 @@ struct Program {
   int64_t slots = 0;   // length of Frame::tensors
   int64_t ints = 0;    // length of Frame::ints
   int64_t floats = 0;  // length of Frame::floats
+  int64_t lists = 0;   // length of Frame::lists
   Inputs inputs = {};
   Args constants = {};
   Args outputs = {};

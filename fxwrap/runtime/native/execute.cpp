@@ -11,9 +11,12 @@
 
 namespace fxwrap {
 
+constexpr int64_t list_words = 2;
+
 Execution::Execution(const Program& program) : program_(program), storage_(inline_storage_) {
   static_assert(sizeof(at::Tensor) == sizeof(int64_t) && sizeof(double) == sizeof(int64_t));
-  const int64_t words = program.slots + program.ints + program.floats;
+  static_assert(sizeof(c10::IValue) == list_words * sizeof(int64_t) && alignof(c10::IValue) <= alignof(int64_t));
+  const int64_t words = program.slots + program.ints + program.floats + list_words * program.lists;
   if (words > inline_words) {
     storage_ = static_cast<int64_t*>(std::malloc(size_t(words) * sizeof(int64_t)));
     if (storage_ == nullptr) throw std::bad_alloc();
@@ -25,6 +28,10 @@ Execution::Execution(const Program& program) : program_(program), storage_(inlin
   frame_.tensors = tensors;
   frame_.ints = storage_ + program.slots;
   frame_.floats = reinterpret_cast<double*>(frame_.ints + program.ints);
+  frame_.lists = frame_.floats + program.floats;
+  for (int64_t i = 0; i < program.lists; ++i) {
+    new (&list_at(frame_, i)) c10::IValue();
+  }
 }
 
 void Execution::forget(const Arg& value) {
@@ -40,6 +47,9 @@ Execution::~Execution() {
   }
   for (int64_t i = 0; i < program_.slots; ++i) {
     tensor_at(frame_, i).~Tensor();
+  }
+  for (int64_t i = 0; i < program_.lists; ++i) {
+    list_at(frame_, i).~IValue();
   }
   if (storage_ != inline_storage_) std::free(storage_);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <stdexcept>
 #include <string>
@@ -19,6 +20,8 @@ class FXWRAP_API InputError : public std::runtime_error {
 inline at::Tensor& tensor_at(const Frame& f, int64_t slot) {
   return static_cast<at::Tensor*>(f.tensors)[slot];
 }
+
+inline c10::IValue& list_at(const Frame& f, int64_t slot) { return static_cast<c10::IValue*>(f.lists)[slot]; }
 
 // One run of a program: set the inputs and constants, `run()`, read the outputs' slots. Small frames live inside the
 // object, so it belongs on the stack. The destructor releases what is left and leaves borrowed tensors alone.

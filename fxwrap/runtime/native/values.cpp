@@ -14,7 +14,7 @@ using c10::TypePtr;
 constexpr const char* kind_names[] = {
     "None",      "a tensor", "a tensor",        "an int",   "a float",       "a bool",         "a complex",     "a string",
     "a dtype",   "a layout", "a memory format", "a device", "an int symbol", "a float symbol", "a bool symbol", "a list",
-    "a name"};
+    "a name",    "a list of any length"};
 
 // Walks the flat arguments of one call site.
 class Reader {
@@ -37,6 +37,13 @@ class Reader {
       optional = true;
     }
     const Arg& argument = take();
+    if (argument.kind == Arg::WholeList && type->kind() == TypeKind::ListType) {
+      Value result;
+      result.source = Value::Source::WholeList;
+      result.index = int32_t(argument.integer);
+      result.type = type;
+      return result;
+    }
     if (argument.kind == Arg::None && (optional || type->kind() == TypeKind::NoneType)) {
       return constant(IValue(), type);
     }
@@ -266,6 +273,8 @@ IValue read_value(const Frame& f, const Value& value) {
       return tensor_at(f, value.index);
     case Value::Source::List:
       return read_list(f, value);
+    case Value::Source::WholeList:
+      return list_at(f, value.index);
     default:
       break;
   }
@@ -333,6 +342,9 @@ void store_result(Frame& f, const Result& result, IValue value) {
       return;
     case Arg::BoolSymbolIndex:
       f.ints[result.index] = value.toScalar().toBool();
+      return;
+    case Arg::WholeList:
+      list_at(f, result.index) = std::move(value);
       return;
     case Arg::List: {
       const auto list = value.toListRef();

@@ -13,7 +13,7 @@ namespace fxwrap {
 
 // One argument. Constants are converted when the site is prepared; the rest is read from the frame at each call.
 struct Value {
-  enum class Source : uint8_t { Constant, Tensor, Int, Float, Bool, List };
+  enum class Source : uint8_t { Constant, Tensor, Int, Float, Bool, List, WholeList };
   Source source = Source::Constant;
   int32_t index = -1;        // slot or symbol
   c10::TypePtr type;         // the schema's type, Optional taken off; for a List the element's type
@@ -28,7 +28,7 @@ struct Value {
   bool is_none() const { return source == Source::Constant && constant.isNone(); }
 };
 
-// Where one result goes: a slot, a symbol, nowhere, or a list of these.
+// Where one result goes: a slot, a symbol, nowhere, or a list of these; a list of any length as a whole.
 struct Result {
   Arg::Kind kind = Arg::None;
   int32_t index = -1;
