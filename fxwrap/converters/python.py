@@ -328,9 +328,11 @@ class PythonConverter(Converter):
         return self.module.function(label, block, lambda: PythonConverter(self.program, self.module, self.handlers))
 
     def _targets(self, results: tuple[Any, ...]) -> str:
+        """Returns the names that results are unpacked into; a place that gives nothing has none."""
         for value in results:
-            self.own(value.name)
-        return ", ".join([self.module.local(value.name) for value in results]) + ("," if len(results) == 1 else "")
+            if value is not None:
+                self.own(value.name)
+        return ", ".join([self._pattern(value) for value in results]) + ("," if len(results) == 1 else "")
 
     def _bind_results(self, results: tuple[Any, ...], text: str) -> None:
         self.say(f"{self._targets(results)} = {text}" if results else text)

@@ -29,22 +29,52 @@ def to_device(tree: Any, device: str) -> Any:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """What one release of torch, as "2.11", refuses itself before any backend sees a graph, and part of its message."""
+
+    release: str
+    message: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether this is that release."""
+        return torch.__version__.startswith(f"{self.release}.")
+
+
+@dataclass(frozen=True)
 class Case:
     """A function and the inputs, one tuple a call, that are to reach all of it: both branches, no round at all.
 
-    All calls are compiled together. `training` also compares gradients, `dynamic` is as for `torch.compile`.
+    All calls are compiled together. `training` also compares gradients, `dynamic` is as for `torch.compile`. Where torch
+    refuses the function itself, what is checked is that its own error is what the user sees.
     """
 
     function: Callable[..., Any]
     inputs: tuple[tuple[Any, ...], ...]
     training: bool = False
     dynamic: bool = False
+    refusal: Refusal | None = None
 
     def check(self, device: str) -> None:
         """Compares every emitter with eager, on inputs moved to a device."""
         if isinstance(self.function, torch.nn.Module):
             self.function.to(device)
-        replace(self, inputs=tuple([to_device(inputs, device) for inputs in self.inputs])).check_as_given()
+        moved = replace(self, inputs=tuple([to_device(inputs, device) for inputs in self.inputs]))
+        if self.refusal is not None and self.refusal.holds:
+            moved.check_refusal(self.refusal.message)
+        else:
+            moved.check_as_given()
+
+    def check_refusal(self, message: str) -> None:
+        """Checks that torch raises this with a backend of its own, and with fxwrap the same."""
+        errors = []
+        for backend in ("aot_eager", "fxwrap"):
+            torch.compiler.reset()
+            with pytest.raises(Exception, match=message) as raised:
+                torch.compile(self.function, backend=backend, fullgraph=True, dynamic=self.dynamic)(*self.inputs[0])
+            errors.append(raised.type)
+        torch.compiler.reset()
+        assert errors[0] is errors[1]
 
     def check_as_given(self) -> None:
         """Compares every emitter with eager, on inputs where they are."""
@@ -68,12 +98,14 @@ class AllCalls(torch.nn.Module):
 class Cases(dict[str, Case]):
     """Cases by the names of their functions."""
 
-    def add(self, *inputs: tuple[Any, ...], training: bool = False, dynamic: bool = False) -> Callable[..., Any]:
+    def add(
+        self, *inputs: tuple[Any, ...], training: bool = False, dynamic: bool = False, refusal: Refusal | None = None
+    ) -> Callable[..., Any]:
         """Returns a decorator that adds a function, or a class of modules, with these inputs."""
 
         def decorate(function: Any) -> Any:
             called = function().eval() if isinstance(function, type) else function
-            self[function.__name__] = Case(called, inputs, training, dynamic)
+            self[function.__name__] = Case(called, inputs, training, dynamic, refusal)
             return function
 
         return decorate

@@ -35,6 +35,11 @@ class ClosureOverParametersAndBuffers(nn.Module):
         self.register_buffer("scale", random(8, seed=3))
         self.constant = torch.tensor([2.0, 3.0] * 4)
 
+    def _apply(self, function: Any, recurse: bool = True) -> Any:
+        """Moves the constant, too, which torch leaves where it is: it is neither a parameter nor a buffer."""
+        self.constant = function(self.constant)
+        return super()._apply(function, recurse)
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda a: self.linear(a) * self.scale, lambda a: a * self.constant, (x,))
 

@@ -128,6 +128,38 @@ function @outer(%g: f32[4]@cpu) {
 """
 
 
+RESULTS_THAT_ARE_NONE = """
+program @gradients(%x: borrowed f32[4]@cpu, %flag: borrowed bool[]@cpu) {
+  _, %y = control.call @half(%x) : none, f32[4]@cpu
+  _, %z = control.cond(%flag, %y) : none, f32[4]@cpu {
+  ^then(%a: f32[4]@cpu):
+    %b = extern.call @aten.exp.default(%a) : f32[4]@cpu
+    control.yield(none, %b)
+  ^else(%c: f32[4]@cpu):
+    %d = extern.call @aten.neg.default(%c) : f32[4]@cpu
+    control.yield(none, %d)
+  }
+  memory.free(%y)
+  control.return(none, %z)
+}
+function @half(%e: f32[4]@cpu) {
+  %f = extern.call @aten.mul.Scalar(%e, 0.5) : f32[4]@cpu
+  control.yield(none, %f)
+}
+"""
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_results_that_are_none(flag: bool) -> None:
+    """torch's partitioner makes such functions: the gradient of what needs none."""
+    program, x = fxwrap.verify(fxwrap.parse(RESULTS_THAT_ARE_NONE)), torch.arange(4.0)
+    inputs = [x, torch.tensor(flag)]
+    assert_programs_agree(program, inputs)
+    nothing, z = fxwrap.run(program, inputs)
+    assert nothing is None
+    torch.testing.assert_close(z, (x / 2).exp() if flag else -x / 2)
+
+
 @pytest.mark.parametrize("rows", [3, 5])
 def test_a_symbol_reaches_a_function_that_a_function_calls_in_a_branch(rows: int) -> None:
     program = fxwrap.verify(fxwrap.parse(SYMBOL_IN_A_FUNCTION))
