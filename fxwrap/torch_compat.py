@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -393,9 +393,17 @@ def aot_autograd(*, partition_fn: Callable[..., Any], **compilers: Any) -> Calla
     `compilers` are AOTAutograd's own arguments; `partition_fn` splits the joint graph.
     """
     from torch._dynamo.backends.common import aot_autograd as make
+    from torch._functorch import config
 
     backend: Callable[..., Any] = make(partition_fn=partition_fn, **compilers)
-    return backend
+
+    def with_eagers_numbers(graph_module: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        # Why: on GPUs the partitioner would have checkpointed operators draw from generators of its own making, so
+        # that CUDA graphs can hold them; those do not give the numbers that eager draws. Checked on 2.11, 2.13.
+        with config.patch(graphsafe_rng_functionalization=False):
+            return cast("Callable[..., Any]", backend(graph_module, example_inputs))
+
+    return with_eagers_numbers
 
 
 def min_cut_partition() -> Callable[..., Any]:

@@ -14,13 +14,14 @@ from torch.fx import GraphModule, Node
 from fxwrap.errors import GraphError
 from fxwrap.lines import Alloc, Bind, Mutate, Yield
 from fxwrap.lines.frees import insert_frees
+from fxwrap.lowering.associative_scans import with_associative_scans
 from fxwrap.lowering.body import Body, Request
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.effects import attribute_of
 from fxwrap.lowering.emit import contiguous_strides
 from fxwrap.lowering.fake import fake_values
 from fxwrap.lowering.nodes import literal
-from fxwrap.lowering.source import location_of
+from fxwrap.lowering.source import GraphSource, location_of
 from fxwrap.lowering.symbols import bind_sizes, symbol_info
 from fxwrap.wrapper_ir import Block, TensorType, Value, defined, print_type, types_agree
 
@@ -132,8 +133,10 @@ class BlockLowering:
         if len(placeholders) != len(operands):
             reason = f"'{graph.target}' takes {len(placeholders)} operands, but {len(operands)} are given"
             raise _error(node, reason, "Give it one operand a placeholder")
-        fakes = fake_values(module, examples)
-        builder = self.builder.nested(fakes, str(graph.target))
+        source, fakes = with_associative_scans(GraphSource(module, str(graph.target)), fake_values(module, examples))
+        module = source.graph_module
+        placeholders = module.graph.find_nodes(op="placeholder")
+        builder = self.builder.nested(fakes, source.name)
         lowered = LoweredBlock(builder, self.scope)
         for position, (placeholder, operand) in enumerate(zip(placeholders, operands, strict=True)):
             lowered.arguments.append(_argument(builder, placeholder, operand, position < carried))

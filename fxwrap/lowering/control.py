@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import CallFunction, Cond, Map, Scan, View, While
+from fxwrap.lines import Call, CallFunction, Cond, Map, Scan, View, While
 from fxwrap.lowering.binding import bind_values, new_values
 from fxwrap.lowering.blocks import BlockLowering, LoweredBlock, check_branches, check_fits, copied
 from fxwrap.lowering.builder import Builder
@@ -217,6 +217,44 @@ def _scan(blocks: BlockLowering, node: Node) -> None:
     _finish(builder, node, fakes, results)
 
 
+def _associative_scan(blocks: BlockLowering, node: Node) -> None:
+    """A scan whose length is not known: a loop from the second element on, which carries what it gives."""
+    builder = blocks.builder
+    graph, over_items, extra_items = _arguments(node, 3)
+    over, extra = _operands(builder, node, over_items), _operands(builder, node, extra_items)
+    first = [_window(builder, value, 0) for value in over]
+    rest = [_window(builder, value, slice(1, None)) for value in over]
+    slices = [_slice_example(builder, value) for value in rest]
+    examples = [*_examples(builder, first), *slices, *_examples(builder, extra)]
+    count, operands = len(over), (*first, *rest, *extra)
+    body = blocks.lower(node, graph, operands, examples, carried=count, wanted=_types(first))
+    check_fits(node, "the combine function", body.yielded, "an element", _types(first))
+    body.yielded = (*body.yielded, *[copied(body.builder, value) for value in body.yielded])
+    taken, (constants, outer) = body.taken(operands), _captures(builder, body)
+    results = new_values(builder, node, [builder.fake_of[value.name] for value in (*first, *rest)])
+    line = Scan(
+        results, taken[:count], taken[count : 2 * count], body.block(constants), (*taken[2 * count :], *outer),
+        origin=builder.origin(node),
+    )  # fmt: skip
+    builder.emit(line)
+    fakes = builder.fakes[node]
+    whole = new_values(builder, node, fakes)
+    for value, start, end in zip(whole, over, results[count:], strict=True):
+        parts = (_window(builder, start, slice(0, 1)), end)
+        builder.emit(Call((value,), "aten.cat.default", (parts, 0), origin=builder.origin(node)))
+    _finish(builder, node, fakes, whole)
+
+
+def _window(builder: Builder, value: Value, index: Any) -> Value:
+    """Returns a window on a tensor: what an index along its first dimension gives."""
+    fake = builder.fake_of[value.name]
+    with fake.fake_mode:  # type: ignore[attr-defined]
+        shown = fake[index]
+    window = builder.add_window(value.name, shown, value)
+    builder.emit(View(window, value))
+    return window
+
+
 def _map(blocks: BlockLowering, node: Node) -> None:
     builder = blocks.builder
     graph, over_items, extra_items = _arguments(node, 3)
@@ -298,6 +336,7 @@ _RULES: Mapping[str, Callable[[BlockLowering, Node], None]] = {
     "while_loop": _while_loop,
     "while_loop_stack_output": lambda blocks, node: _while_loop(blocks, node, stacked=True),
     "scan": _scan,
+    "associative_scan": _associative_scan,
     "map_impl": _map,
     "invoke_subgraph": _invoke_subgraph,
 }

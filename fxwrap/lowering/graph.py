@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from fxwrap.errors import FusionWarning, GraphError
 from fxwrap.lines import CheckLayout, Return
 from fxwrap.lines.frees import insert_frees
+from fxwrap.lowering.associative_scans import with_associative_scans
 from fxwrap.lowering.blocks import BlockLowering
 from fxwrap.lowering.body import Body, Request
 from fxwrap.lowering.builder import Builder, ProgramState
@@ -132,6 +133,7 @@ class _Lowering:
         free_outputs: Collection[int] = (),
     ) -> None:
         fakes = fake_values(source.graph_module, example_inputs)
+        source, fakes = with_associative_scans(source, fakes)
         source, fakes = with_equal_calls_once(source, fakes, request.options)
         source, fakes = with_products(source, fakes, request.options)
         source, fakes = with_layouts(source, fakes, request.options, example_inputs, free_outputs)

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.lowering.effects import written_operands
 from fxwrap.lowering.source import GraphSource
-from fxwrap.torch_compat import FakeTensor, OpOverload, storage_identity
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, storage_identity
 
 
 def items_of(fake: Any) -> Sequence[Any]:
@@ -34,10 +34,14 @@ def expression_of(number: Any) -> Any:
 
 def call_on_fakes(target: Callable[..., Any], arguments: Any, keywords: Any, like: Any = None) -> Any:
     """Runs a call on fake values; one without any is given a fake tensor that it is to be like."""
-    items = [item for part in (*arguments, *keywords.values(), like) for item in items_of(part)]
-    mode = next((item.fake_mode for item in items if isinstance(item, FakeTensor)), None)
+    mode = _mode_among((*arguments, *keywords.values(), like))
     with mode or nullcontext():
         return target(*arguments, **keywords)
+
+
+def _mode_among(fakes: Sequence[Any]) -> FakeTensorMode | None:
+    items = [item for part in fakes for item in items_of(part)]
+    return next((item.fake_mode for item in items if isinstance(item, FakeTensor)), None)
 
 
 def run_on_fakes(node: Node, fakes: Mapping[Node, Any], like: Any = None) -> Any:
@@ -73,13 +77,26 @@ class GraphCopy:
             if node in fakes:
                 self.fakes[made] = fakes[node]
 
-    def call(self, before: Node, target: Callable[..., Any], arguments: Any, keywords: Any, name: str) -> Node:
-        """Puts a call in front of a node of the copy, whose metadata it takes."""
+    def call(
+        self, before: Node, target: Callable[..., Any], arguments: Any, keywords: Any, name: str, fake: Any = None
+    ) -> Node:
+        """Puts a call in front of a node of the copy, whose metadata it takes. Its fake value is found, or given."""
         with self.graph.inserting_before(before):
             made = self.graph.create_node("call_function", target, arguments, keywords, name)
-        fake = run_on_fakes(made, self.fakes, self.fakes[before])
+        if fake is None:
+            fake = run_on_fakes(made, self.fakes, self.fakes[before])
         made.meta = {**before.meta, "val": fake}
         self.fakes[made] = fake
+        return made
+
+    def attribute(self, before: Node, path: str, payload: Any) -> Node:
+        """Puts an attribute of the graph's module, which this is, in front of a node of the copy."""
+        with self.graph.inserting_before(before):
+            made = self.graph.create_node("get_attr", path)
+        mode = _mode_among((self.fakes[before],))
+        is_real = isinstance(payload, torch.Tensor) and not isinstance(payload, FakeTensor)
+        fake = mode.from_tensor(payload, static_shapes=True) if is_real and mode is not None else payload
+        self.fakes[made] = made.meta["val"] = fake
         return made
 
     def substitute(self, node: Node, made: Node, became: str = "view", gone: Sequence[Node] = ()) -> None:
@@ -99,7 +116,7 @@ class GraphCopy:
         for node in nodes:
             shows = any(operand in moved and storages_of(self._old[operand]) & storages_of(self._old.get(node))
                         for operand in node.all_input_nodes)  # fmt: skip
-            if shows and node not in moved:
+            if shows and node not in moved and can_run_again(node):
                 moved.add(node)
                 made = self.made_of[node]
                 self.fakes[made] = made.meta["val"] = run_on_fakes(made, self.fakes)

@@ -45,8 +45,8 @@ class Refusal:
 class Case:
     """A function and the inputs, one tuple a call, that are to reach all of it: both branches, no round at all.
 
-    All calls are compiled together. `training` also compares gradients, `dynamic` is as for `torch.compile`. Where torch
-    refuses the function itself, what is checked is that its own error is what the user sees.
+    All calls are compiled together. `training` also compares gradients, `dynamic` is as for `torch.compile`. Where
+    torch refuses the function itself, what is checked is that its own error is what the user sees.
     """
 
     function: Callable[..., Any]

@@ -96,3 +96,14 @@ def map_graph(body: GraphModule, over: int, stacked: int) -> GraphModule:
         return results(graph, call, stacked)
 
     return written(over, write, {"body": body})
+
+
+def associative_scan_graph(combine: GraphModule, over: int, extra: int = 0) -> GraphModule:
+    """Returns a graph of an associative scan over its placeholders, the last ones of which every combination gets."""
+
+    def write(graph: Graph, *placeholders: Node) -> Any:
+        lists = list(placeholders[:over]), tuple(placeholders[over:])
+        call = graph.call_function(higher.associative_scan, (graph.get_attr("combine"), *lists))
+        return results(graph, call, over)
+
+    return written(over + extra, write, {"combine": combine})

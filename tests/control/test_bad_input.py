@@ -13,6 +13,7 @@ import fxwrap
 from fxwrap.errors import GraphError
 from tests.control.cases import random
 from tests.control.graphs import (
+    associative_scan_graph,
     block,
     cond_graph,
     condition,
@@ -62,6 +63,12 @@ def test_a_predicate_that_is_no_truth_value(predicate: torch.Tensor, shown: str)
     graph = cond_graph(block(lambda x: x + 1, X), block(lambda x: x * 2, X))
     message = f"node 'cond': the predicate is {shown}. Pass a bool, or a boolean tensor of one element"
     refused(graph, (predicate, X), (X,), message)
+
+
+def test_a_combine_function_that_is_not_of_single_elements() -> None:
+    graph = associative_scan_graph(block(lambda a, b: a.sum(0) + b.sum(0), X[0], X[0]), 1)
+    with pytest.raises(GraphError, match=r"not one of single elements\. Use combine_mode='generic'"):
+        fxwrap.lower(graph, [random(5, 8)])
 
 
 def test_a_number_as_a_predicate() -> None:

@@ -55,3 +55,18 @@ def test_random_numbers_are_those_of_eager(function: Any, device: str, fresh_dyn
         result, gradient, next_numbers = run(compiled)
         assert torch.equal(result == 0, wanted[0] == 0) and torch.equal(next_numbers, wanted[2]), emitter
         torch.testing.assert_close((result, gradient), wanted[:2], rtol=1e-5, atol=1e-6)
+
+
+def test_the_partitioner_leaves_the_default_generator_in_use(fresh_dynamo: None) -> None:
+    """On GPUs it would take generators of its own, which do not give eager's numbers; what is set comes back after."""
+    from functorch.compile import config, default_partition
+
+    seen: list[bool] = []
+
+    def partition(*arguments: Any, **keywords: Any) -> Any:
+        seen.append(config.graphsafe_rng_functionalization)
+        return default_partition(*arguments, **keywords)
+
+    options = {"partitioner": partition, "emitter": "interpreter", "fuse": False}
+    torch.compile(checkpointed, backend="fxwrap", options=options)(random(4, 8), random(8, 8, gradient=True))
+    assert seen == [False] and config.graphsafe_rng_functionalization

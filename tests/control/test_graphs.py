@@ -17,9 +17,11 @@ from torch.fx import Graph
 import fxwrap
 from fxwrap.compare import COMPARED
 from fxwrap.compiler import emit
+from fxwrap.lines import Scan
 from fxwrap.testing import assert_emitters_agree
 from tests.control.cases import random
 from tests.control.graphs import (
+    associative_scan_graph,
     block,
     cond_graph,
     condition,
@@ -75,6 +77,14 @@ def test_blocks_without_operands_capture_constants() -> None:
     for flag in (YES, NO):
         program = agree(cond_graph(*graphs, operands=0), flag, wanted=(constant * 2 if flag else constant + 1,))
         assert len(program.constants) == 1
+
+
+def test_an_associative_scan_with_a_constant_and_an_operand_for_all() -> None:
+    factor = torch.arange(8.0) / 8
+    combine = block(lambda a, b, c: a * b * factor + (a + b) * c, X[0], X[0], X[0])
+    eager = torch.ops.higher_order.associative_scan(combine, [ROWS], (X[0],))
+    program = agree(associative_scan_graph(combine, 1, 1), ROWS, X[0], wanted=eager)
+    assert len(program.constants) == 1 and not any(isinstance(line, Scan) for line in program.lines())
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 4])

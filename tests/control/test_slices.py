@@ -19,7 +19,7 @@ CASES = Cases()
 ROWS, WEIGHTS = random(5, 8), random(8, 8, seed=1, gradient=True)
 
 SOME_WITHOUT_GRADIENT = Refusal("2.11", "scan might be aliasing the input or the output")
-"""In 2.11, the backward's body gives the zeros that are the gradients of such operands as they came, a view of itself."""
+"""In 2.11, the backward's body gives the zeros that are such operands' gradients as it got them: its own operands."""
 
 
 def _tanh(carried: Tensor, row: Tensor) -> Any:
@@ -120,6 +120,38 @@ def generic_associative_scans_also_of_trees_from_the_last(x: Tensor) -> Any:
 @CASES.add((random(5, 8, gradient=True),), training=True)
 def generic_associative_scan_in_training(x: Tensor) -> Any:
     return associative_scan(torch.add, x, 0, combine_mode="generic")
+
+
+def _pointwise_scan(combine: Any, *xs: Tensor) -> Any:
+    """What `associative_scan` calls with `combine_mode="pointwise"`; the operator, unlike it, also takes the CPU."""
+    return torch.ops.higher_order.associative_scan(combine, list(xs), ())
+
+
+@CASES.add((ROWS,), (random(1, 8),), (random(2, 3),), (random(16, 2),))
+def pointwise_associative_scans_of_any_length(x: Tensor) -> Any:
+    sums = _pointwise_scan(lambda a, b: [a + b], x)
+    products = _pointwise_scan(lambda a, b, c, d: [a * c, b * c + d], x.sin(), x)
+    return sums, products[1] * 2, _pointwise_scan(lambda a, b: [torch.where(a > b, a, b * 0.5 + 1)], x.t())
+
+
+@CASES.add((ROWS,), dynamic=True)
+def pointwise_associative_scans_with_symbols(x: Tensor) -> Any:
+    products = _pointwise_scan(lambda a, b, c, d: [a * c, b * c + d], x.sin(), x * 2)
+    (largest,) = _pointwise_scan(lambda a, b: [torch.maximum(a, b)], x.t())
+    return products[0], products[1] + 1, largest.t()
+
+
+@CASES.add((ROWS, torch.tensor(True)), (ROWS, torch.tensor(False)))
+def a_pointwise_associative_scan_in_a_cond(x: Tensor, flag: Tensor) -> Any:
+    def then(a: Tensor) -> Tensor:
+        return _pointwise_scan(lambda b, c: [b + c], a)[0] + 1
+
+    return torch.cond(flag, then, lambda a: a * 2, (x,))
+
+
+@CASES.add((random(5, 8, gradient=True),), training=True)
+def pointwise_associative_scan_in_training(x: Tensor) -> Any:
+    return _pointwise_scan(lambda a, b: [a * b], x.cos())[0] * 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
