@@ -318,7 +318,7 @@ class _Relayout:
         """Returns a node whose tensor is channels-last, a copy where it is not."""
         made = self.env[node]
         fake = self.fakes[made]
-        if fake.is_contiguous(memory_format=torch.channels_last):
+        if _is_channels_last(fake):
             return made
         lasting = self._written.isdisjoint(_storages(self.old[node]))
         if lasting and node in self._images:
@@ -458,7 +458,17 @@ def _follows(node: Node) -> bool:
 
 
 def _is_channels_last(fake: Any) -> bool:
-    return not isinstance(fake, torch.Tensor) or fake.is_contiguous(memory_format=torch.channels_last)
+    """Whether what a convolution reads or gives is channels-last; torch 2.11 cannot say so of sizes that are symbols."""
+    if not isinstance(fake, torch.Tensor):
+        return True
+    step: Any = 1
+    for dim in (1, 3, 2, 0):
+        size = _expression(fake.shape[dim])
+        if size != 1:
+            if _expression(fake.stride(dim)) != step:
+                return False
+            step *= size
+    return True
 
 
 def _hinted(number: Any) -> int:

@@ -114,7 +114,7 @@ def test_a_check_comes_before_what_it_is_about() -> None:
 
 def test_asserts_are_kept_although_nothing_uses_them_and_left_out_when_asked() -> None:
     def function(n: Tensor, x: Tensor) -> Tensor:
-        torch._check(n.item() > 2)
+        torch._check((n + 0).item() > 2)  # of an input, torch 2.11 drops a check that the traced number passes
         torch._assert_async((x < 100).all(), "too large")
         return x + 1
 

@@ -23,6 +23,7 @@ from fxwrap.lines import Launch
 from fxwrap.symbolic import SymbolInfo, evaluate, expression_kind, parse_expr
 from tests.control.cases import random
 from tests.dynamic.sizes import serve_all
+from tests.versions import is_before
 
 EMITTERS = COMPARED
 X = random(4, 6)
@@ -137,7 +138,8 @@ def test_numbers_that_operators_read_are_given_back(emitter: str) -> None:
 class Exported(torch.nn.Module):
     def forward(self, x: Tensor, f: Tensor, b: Tensor) -> Any:
         real = f.item()
-        torch._check(real > -100)
+        if not is_before("2.13"):  # whose export cannot print a condition on such a number
+            torch._check(real > -100)
         return (x * real).cos(), real, b.item()
 
 

@@ -75,7 +75,7 @@ def symbols_are_of_nested_results() -> Any:
 
 def numbers_are_read_from_tensors() -> Any:
     inputs = random(4), torch.tensor(2.5), torch.tensor(3), torch.tensor(True)
-    return exported(lambda x, f, n, b: (x * f.item() + n.item(), b.item()), *inputs)
+    return make_fx(lambda x, f, n, b: (x * f.item() + n.item(), b.item()), tracing_mode="fake")(*inputs)
 
 
 def a_number_is_asserted() -> Any:

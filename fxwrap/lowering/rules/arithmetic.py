@@ -115,6 +115,8 @@ def _nextafter(call: Call, x: Definition, y: Definition) -> Result | str:
 
 @bound("aten.clamp.default", "aten.clamp.Tensor", "aten.clip.default", "aten.clip.Tensor")
 def _clamp_rule(call: Call, x: Definition, lower: Any, upper: Any) -> Result | str:
+    if any(isinstance(limit, float) and math.isnan(limit) for limit in (lower, upper)):
+        return "a limit that is no number: torch 2.11 leaves it out if it is the only one, later ones give NaN"
     return elementwise(call, (x, lower, upper), "DEFAULT", _clamp, accepts="number")
 
 
