@@ -458,7 +458,7 @@ def _follows(node: Node) -> bool:
 
 
 def _is_channels_last(fake: Any) -> bool:
-    """Whether what a convolution reads or gives is channels-last; torch 2.11 cannot say so of sizes that are symbols."""
+    """Whether what a convolution reads or gives is channels-last; torch 2.11 says no of sizes that are symbols."""
     if not isinstance(fake, torch.Tensor):
         return True
     step: Any = 1
