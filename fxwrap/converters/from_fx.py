@@ -16,7 +16,7 @@ from fxwrap.converters.from_fx_control import CONTROL, call_replayed, find_parts
 from fxwrap.converters.from_fx_kernel_table import Kernels
 from fxwrap.converters.from_fx_kernels import KERNELS
 from fxwrap.converters.from_fx_memory import MEMORY
-from fxwrap.converters.from_fx_modules import flattened
+from fxwrap.converters.from_fx_modules import flattened, held_tensors
 from fxwrap.converters.from_fx_numbers import NUMBERS, arithmetic, choice
 from fxwrap.converters.from_fx_reader import Reader, Shared, failure, origin_of, target_text
 from fxwrap.converters.from_fx_rules import Rules
@@ -99,9 +99,8 @@ class _Reading:
         for node in nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
-        for node in nodes:
-            if node.op == "get_attr":
-                self._constant(node)
+        for path, node, tensor in held_tensors(self.module):
+            self._constant(path, node, tensor)
         find_parts(reader)
         for node in nodes:
             if node.op not in ("placeholder", "output"):
@@ -165,23 +164,25 @@ class _Reading:
         )
         return types_agree(TensorType(val.dtype, sizes, strides, known.device), _without_place(known))
 
-    def _constant(self, node: Node) -> None:
-        key, shared = str(node.target), self.shared
-        found: Any = self.module
-        for part in key.split("."):
-            found = getattr(found, part, None)
-        if not isinstance(found, torch.Tensor) or key in shared.constants:
+    def _constant(self, path: str, node: Node, found: torch.Tensor) -> None:
+        """Makes a constant of a tensor that a node gets, or one inside of a graph within; there, equal ones are one."""
+        reader, shared = self.reader, self.shared
+        is_inside = node.graph is not self.module.graph
+        if path in shared.constants or (is_inside and id(found) in reader.held):
             return
         known = node.meta.get("fxwrap_type")
         type_ = TensorType(found.dtype, tuple(found.shape), found.stride(), found.device)
         if isinstance(known, TensorType) and types_agree(_without_place(known), type_):
             type_ = known
-        value = shared.constants[key] = self.reader.value(key.replace(".", "_"), type_)
+        value = shared.constants[path] = reader.value(path.replace(".", "_"), type_)
+        reader.held.setdefault(id(found), value)
+        if not is_inside:
+            reader.attributes[path] = value
         shared.payloads[value.name] = found
         if node.meta.get("fxwrap_mutable"):
             shared.declared_mutable.add(value.name)
-        self.reader.given[value.name] = value
-        self.reader.define(value)
+        reader.given[value.name] = value
+        reader.define(value)
 
     # --- the program ------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.converters.from_fx_calls import can_be_known, named
+from fxwrap.converters.from_fx_modules import flattened, held_tensors
 from fxwrap.converters.from_fx_reader import Reader, Table, failure, origin_of
 from fxwrap.converters.from_fx_world import find_filled
+from fxwrap.converters.fx_attributes import attribute_of
 from fxwrap.converters.fx_replay import replay_facts, replayed_submodule
 from fxwrap.lines import Bind, Call, CallFunction, Cond, Map, Scan, While, Yield
 from fxwrap.lines.frees import insert_frees
@@ -40,22 +42,34 @@ _FLIP = torch.ops.aten.flip.default
 
 @dataclass(frozen=True, eq=False)
 class ReadBlock:
-    """A submodule as a block, what it yields, and which of the operands are its arguments."""
+    """A submodule as a block, what it yields, which of the operands are its arguments, and which tensors more."""
 
     block: Block
     yielded: tuple[Any, ...]
     taken: tuple[bool, ...]
+    held: tuple[torch.Tensor, ...]
 
-    def of(self, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns those of the operands that are arguments."""
-        return tuple([item for item, is_taken in zip(operands, self.taken, strict=True) if is_taken])
+    def of(self, reader: Reader, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns those of the operands that are arguments, then what is passed for the tensors it holds."""
+        taken = [item for item, is_taken in zip(operands, self.taken, strict=True) if is_taken]
+        return (*taken, *[reader.held[id(tensor)] for tensor in self.held])
 
 
 def _submodule(reader: Reader, node: Node, item: Any) -> GraphModule:
     found = reader.env.get(item) if isinstance(item, Node) else None
     if not isinstance(found, GraphModule):
         raise failure(node, f"its operand '{item}' is no graph", "Pass a GraphModule of the module, by a get_attr node")
-    return found
+    return _flat(reader, found)
+
+
+def _flat(reader: Reader, module: GraphModule) -> GraphModule:
+    """Returns a graph without calls of graphs, the same object each time."""
+    return reader.shared.flat.setdefault(id(module), (module, flattened(module)))[1]
+
+
+def _held(*modules: GraphModule) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors that graphs hold, and those inside of them: each once."""
+    return tuple({id(tensor): tensor for module in modules for _, _, tensor in held_tensors(module)}.values())
 
 
 def _type_of(item: Any) -> Type:
@@ -74,12 +88,14 @@ def _block(
     types: Sequence[Type] | None = None,
     changing: int = 0,
     results: Sequence[Type | None] | None = None,
+    held: tuple[torch.Tensor, ...] | None = None,
 ) -> ReadBlock:
     """Reads a submodule as a block.
 
     `types` are those of the arguments, those of the operands if not given; the first `changing` operands change from
     round to round, so that they are arguments also where they are numbers. Other numbers are what they are outside,
     unless the placeholder says that it is an argument. `results` are the types that the block must yield.
+    `held` are the tensors that it is passed for those that it holds, all of its own if not given.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(operands):
@@ -97,6 +113,12 @@ def _block(
             arguments.append(_argument(inner, placeholder, type_))
         else:
             inner.set_number(placeholder, operand)
+    held = _held(module) if held is None else held
+    arguments += [_passed(reader, inner, tensor) for tensor in held]
+    for child in module.graph.find_nodes(op="get_attr"):
+        tensor = attribute_of(module, child.target)
+        if isinstance(tensor, torch.Tensor):
+            inner.attributes[str(child.target)] = inner.held[id(tensor)]
     find_parts(inner)
     for child in module.graph.nodes:
         if child.op not in ("placeholder", "output"):
@@ -106,12 +128,21 @@ def _block(
     yielded = _yielded(inner, output, results)
     inner.emit(Yield(yielded, origin=origin_of(output)), output)
     block = Block(tuple(arguments), insert_frees(inner.lines, arguments, ()))
-    return ReadBlock(block, yielded, tuple(taken))
+    return ReadBlock(block, yielded, tuple(taken), held)
 
 
 def _is_argument(placeholder: Node, operand: Any, changes: bool) -> bool:
     is_number = not isinstance(operand, Value) or isinstance(operand.type, ScalarType)
     return changes or not is_number or isinstance(placeholder.meta.get("fxwrap_type"), ScalarType)
+
+
+def _passed(reader: Reader, inner: Reader, tensor: torch.Tensor) -> Value:
+    """Makes the argument that stands for a tensor which a graph holds."""
+    outer = reader.held[id(tensor)]
+    value = inner.held[id(tensor)] = inner.value(outer.name, _own(outer.type))
+    inner.given[value.name] = value
+    inner.define(value)
+    return value
 
 
 def _argument(inner: Reader, placeholder: Node, type_: Type) -> Value:
@@ -246,15 +277,16 @@ def _cond(reader: Reader, node: Node) -> None:
     operands = _operands(reader, node, items)
     then_module, else_module = _submodule(reader, node, then_item), _submodule(reader, node, else_item)
     first = _as_arguments(operands, [then_module, else_module])
-    then = _block(reader, node, then_module, operands, changing=first)
-    otherwise = _block(reader, node, else_module, operands, changing=first)
+    held = _held(then_module, else_module)
+    then = _block(reader, node, then_module, operands, changing=first, held=held)
+    otherwise = _block(reader, node, else_module, operands, changing=first, held=held)
     if len(then.yielded) != len(otherwise.yielded):
         reason = f"one branch gives {len(then.yielded)} results, the other {len(otherwise.yielded)}"
         raise failure(node, reason, "Make both give as many")
     types = [_common(reader, one, other) for one, other in zip(then.yielded, otherwise.yielded)]
     results = _results(reader, node, reader.hint(node, Cond), types)
     condition = reader.argument(node, predicate)
-    taken = then.of(operands)
+    taken = then.of(reader, operands)
     _given(reader, node, Cond(results, condition, taken, then.block, otherwise.block, origin=origin_of(node)))
 
 
@@ -272,14 +304,16 @@ def _while(reader: Reader, node: Node) -> None:
     cond_item, body_item, carried_items, extra_items = (*node.args, (), ())[:4]
     carried, extra = _operands(reader, node, carried_items), _operands(reader, node, extra_items)
     operands, count = [*carried, *extra], len(carried)
-    cond = _block(reader, node, _submodule(reader, node, cond_item), operands, changing=count)
+    cond_module, body_module = _submodule(reader, node, cond_item), _submodule(reader, node, body_item)
+    held = _held(cond_module, body_module)
+    cond = _block(reader, node, cond_module, operands, changing=count, held=held)
     types = [_own(_type_of(item)) for item in carried]
-    body = _block(reader, node, _submodule(reader, node, body_item), operands, changing=count, results=types)
+    body = _block(reader, node, body_module, operands, changing=count, results=types, held=held)
     stacked = node.target is while_loop_stack_output
     line = reader.hint(node, While)
     given = [_stacked(reader, type_) for type_ in types] if stacked else types
     results = _results(reader, node, line, given)
-    taken = cond.of(operands)[count:]
+    taken = cond.of(reader, operands)[count:]
     made = While(results, tuple(carried), cond.block, body.block, taken, stacked, origin=origin_of(node))
     _given(reader, node, made)
 
@@ -308,7 +342,7 @@ def _scan(reader: Reader, node: Node) -> None:
     body = _block(reader, node, _submodule(reader, node, body_item), operands, types, count, wanted)
     stacked = [_stack(node, over, item) for item in body.yielded[count:]]
     results = _results(reader, node, reader.hint(node, Scan), [*wanted, *stacked])
-    taken = body.of(operands)[count + len(over) :]
+    taken = body.of(reader, operands)[count + len(over) :]
     made = Scan(results, tuple(carried), over, body.block, taken, reverse, origin=origin_of(node))
     _given(reader, node, made)
     if reverse:
@@ -335,7 +369,7 @@ def _map(reader: Reader, node: Node) -> None:
     body = _block(reader, node, _submodule(reader, node, body_item), [*over, *extra], types)
     stacked = [_stack(node, over, item) for item in body.yielded]
     results = _results(reader, node, reader.hint(node, Map), stacked)
-    taken = body.of([*over, *extra])[len(over) :]
+    taken = body.of(reader, [*over, *extra])[len(over) :]
     _given(reader, node, Map(results, over, body.block, taken, origin=origin_of(node)))
 
 
@@ -348,7 +382,7 @@ def call_replayed(reader: Reader, node: Node) -> None:
     """Reads a call of a submodule whose work is recorded and replayed."""
     module = replayed_submodule(reader.module, node)
     assert module is not None
-    _called(reader, node, module, str(node.target), node.args)
+    _called(reader, node, _flat(reader, module), str(node.target), node.args)
 
 
 def _called(reader: Reader, node: Node, module: GraphModule, label: str, items: Sequence[Any]) -> None:
@@ -364,9 +398,9 @@ def _called(reader: Reader, node: Node, module: GraphModule, label: str, items: 
     line = reader.hint(node, CallFunction)
     types = [_outer_type(reader, item) for item in block.yielded]
     results = _results(reader, node, line, types)
-    taken = block.of(operands)
+    taken = block.of(reader, operands)
     written = _written(block.block)
-    facts = replay_facts(module) if node.op == "call_module" else None
+    facts = replay_facts(replayed_submodule(reader.module, node))
     places = facts.fixed if facts is not None else ()
     made = CallFunction(
         results, name, taken,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx_reader import failure
+from fxwrap.converters.fx_attributes import attribute_of
 from fxwrap.converters.fx_replay import replayed_submodule
 
 
@@ -22,7 +24,8 @@ def flattened(module: GraphModule) -> GraphModule:
     if not any(_called(module, node) is not None for node in module.graph.nodes):
         return module
     graph = Graph()
-    given = _copy(module, graph, "", None)
+    own = {id(attribute_of(module, node.target)): str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    given = _copy(module, graph, "", None, own)
     output = graph.output(given)
     output.meta = dict(module.graph.output_node().meta)
     made = GraphModule(module, graph)
@@ -34,17 +37,28 @@ def _called(module: GraphModule, node: Node) -> GraphModule | None:
     """Returns the graph that a node calls, if it calls one; one that is replayed is a function of the program."""
     if node.op != "call_module" or replayed_submodule(module, node) is not None:
         return None
-    found: Any = module
-    for part in str(node.target).split("."):
-        found = getattr(found, part, None)
+    found = attribute_of(module, node.target)
     return found if isinstance(found, GraphModule) else None
 
 
-def _copy(module: GraphModule, graph: Graph, prefix: str, given: Mapping[Node, Any] | None) -> Any:
+def held_tensors(module: GraphModule, path: str = "") -> Iterator[tuple[str, Node, torch.Tensor]]:
+    """Yields the tensors that nodes of a graph and of those inside of it get, each with its path and its node."""
+    for node in module.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            found = attribute_of(module, node.target)
+            if isinstance(found, torch.Tensor):
+                yield f"{path}{node.target}", node, found
+            elif isinstance(found, GraphModule):
+                yield from held_tensors(found, f"{path}{node.target}.")
+
+
+def _copy(
+    module: GraphModule, graph: Graph, prefix: str, given: Mapping[Node, Any] | None, known: dict[int, str]
+) -> Any:
     """Copies a module's nodes to the end of a graph and returns what it gives.
 
     `prefix` is the path of the module in the outermost one; `given` is what its placeholders stand for, None for those
-    of the outermost one.
+    of the outermost one. `known` are the names of attributes by id: one that several modules hold keeps one name.
     """
     env: dict[Node, Any] = dict(given or {})
     for node in module.graph.nodes:
@@ -55,13 +69,14 @@ def _copy(module: GraphModule, graph: Graph, prefix: str, given: Mapping[Node, A
             continue
         whole = env.get(node.args[0]) if node.target is operator.getitem and isinstance(node.args[0], Node) else None
         if called is not None:
-            env[node] = _copy(called, graph, f"{prefix}{node.target}.", _passed(node, called, env))
+            env[node] = _copy(called, graph, f"{prefix}{node.target}.", _passed(node, called, env), known)
         elif isinstance(whole, tuple | list):
             env[node] = whole[node.args[1]]
         else:
             env[node] = copied = graph.node_copy(node, env.__getitem__)
-            if node.op in ("get_attr", "call_module"):
-                copied.target = prefix + str(node.target)
+            if prefix and node.op in ("get_attr", "call_module"):
+                found, path = attribute_of(module, node.target), prefix + str(node.target)
+                copied.target = path if found is None else known.setdefault(id(found), path)
     raise AssertionError("a graph ends with its output")
 
 

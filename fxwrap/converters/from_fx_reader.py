@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from fxwrap.converters.from_fx_kernel_table import Kernels
 from fxwrap.converters.from_fx_rules import Rules
 from fxwrap.converters.from_fx_symbols import Symbols
+from fxwrap.converters.fx_attributes import attribute_of
 from fxwrap.converters.fx_replay import replayed_submodule
 from fxwrap.errors import ReadBackError
 from fxwrap.lines import Alloc, Bind, Call, Comment, SizeOf, StartCollective, Workspace
@@ -48,8 +49,9 @@ _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.la
 class Shared:
     """What all graphs of one program make together.
 
-    `symbols` names them, `rules` say what operators give, `kernels` are known by hash; `constants` are values by what
-    names them in the module, with their `payloads`, and those that the metadata calls mutable; `functions` are blocks
+    `symbols` names them, `rules` say what operators give, `kernels` are known by hash; `flat` are graphs inside of
+    others by id, without calls of graphs; `constants` are values by their path in the module, with their `payloads`,
+    and those that the metadata calls mutable; `functions` are blocks
     by name, `called` what is known of them by module; `node_of` says which node a line is of, by the line's id.
     """
 
@@ -57,6 +59,7 @@ class Shared:
     rules: Rules
     kernels: Kernels
     names: set[str] = field(default_factory=set)
+    flat: dict[int, tuple[GraphModule, GraphModule]] = field(default_factory=dict)
     constants: dict[str, Value] = field(default_factory=dict)
     payloads: dict[str, torch.Tensor] = field(default_factory=dict)
     declared_mutable: set[str] = field(default_factory=set)
@@ -128,6 +131,8 @@ class Reader:
         self.awaited: dict[str, Value] = {}  # symbols that the next lines must define, and where they are found
         self.ranks: dict[str, tuple[Value, int]] = {}  # checks of ranks that no line holds yet
         self.given: dict[str, Value] = {}  # values that came from outside, by name
+        self.attributes: dict[str, Value] = {}  # the tensors that nodes of this graph get, by the node's target
+        self.held: dict[int, Value] = {}  # these, and those that graphs inside of it get, by the tensor's id
         self.bound: dict[str, sympy.Symbol] = {}  # the symbols of results that are numbers, by the name of the value
         self.sizes: dict[tuple[str, str, int], sympy.Symbol] = {}  # sizes that lines have read, by value
         self.claimed = {
@@ -161,20 +166,15 @@ class Reader:
 
     def attribute(self, node: Node) -> Any:
         """Returns what a `get_attr` node stands for: a constant as its value, a submodule itself."""
-        found: Any = self.module
-        for part in str(node.target).split("."):
-            found = getattr(found, part, None)
+        found = attribute_of(self.module, node.target)
         if isinstance(found, GraphModule):
             return found
-        value = self.shared.constants.get(str(node.target))
-        if isinstance(found, torch.Tensor) and value is not None and value.name in self.root_of:
-            return value
-        reason = f"'{node.target}' is a {type(found).__name__}, which no line of this graph takes"
+        if isinstance(found, torch.Tensor):
+            return self.attributes[str(node.target)]
+        reason = f"'{node.target}' is a {type(found).__name__}, which no line of a graph takes"
         if found is None:
             reason = f"the module has no attribute '{node.target}'"
-        elif isinstance(found, torch.Tensor):
-            reason = "a graph inside of another one takes tensors as operands only"
-        raise failure(node, reason, "Pass it as an operand, or register a tensor as a buffer of the outermost module")
+        raise failure(node, reason, "Pass it as an operand, or register a tensor as a buffer of the module")
 
     def hint(self, node: Node, *classes: type[LineBase]) -> Any:
         """Returns the line that a node was made for, or None: if it is of these classes and its symbols are clear."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from fxwrap.converters.fx_attributes import attribute_of
 from fxwrap.lines import CallFunction
 from fxwrap.lines.blocks import device_of
 from fxwrap.runtime.replay import Memory, Replayed
@@ -51,9 +52,7 @@ def replay_facts(module: Any) -> ReplayFacts | None:
 
 def replayed_submodule(owner: Any, node: Node) -> GraphModule | None:
     """Returns the submodule that a node of a module's graph calls, if its work is replayed."""
-    found = owner
-    for part in str(node.target).split(".") if node.op == "call_module" else ():
-        found = getattr(found, part, None)
+    found = attribute_of(owner, node.target) if node.op == "call_module" else None
     return None if replay_facts(found) is None else found
 
 
