@@ -69,6 +69,8 @@ class GraphCopy:
         self._old = fakes
         self._replaced: dict[Node, Node] = {}
         self._became: dict[Node, str] = {}
+        self._laid: set[Node] = set()
+        self._given: list[tuple[Node, Any, dict[str, Any], str]] = []
         self.graph = Graph()
         self.made_of: dict[Node, Node] = {}
         self.fakes: dict[Node, Any] = {}
@@ -109,10 +111,20 @@ class GraphCopy:
         self._replaced |= {item: self.made_of[item] for item in (node, *gone)}
         self.made_of[node] = made
 
+    def lay(self, node: Node, fake: Any) -> None:
+        """Has a node's tensor lie in memory as a fake one does."""
+        made = self.made_of[node]
+        self.fakes[made] = made.meta["val"] = fake
+        self._laid.add(node)
+
+    def give_back(self, node: Node, target: Callable[..., Any], keywords: dict[str, Any], name: str) -> None:
+        """Has the graph give back what an operator makes of a node's tensor, as it is in the end."""
+        self._given.append((node, target, keywords, name))
+
     def finished(self) -> tuple[GraphSource, dict[Node, Any]]:
         """Returns the changed graph and the fake values of its nodes: views of what was replaced are made again."""
         nodes = list(self._source.graph_module.graph.nodes)
-        moved = set(self._replaced)
+        moved = {*self._replaced, *self._laid}
         for node in nodes:
             shows = any(operand in moved and storages_of(self._old[operand]) & storages_of(self._old.get(node))
                         for operand in node.all_input_nodes)  # fmt: skip
@@ -120,6 +132,8 @@ class GraphCopy:
                 moved.add(node)
                 made = self.made_of[node]
                 self.fakes[made] = made.meta["val"] = run_on_fakes(made, self.fakes)
+        for node, target, keywords, name in self._given:
+            self._give(node, target, keywords, name)
         order = {node: place for place, node in enumerate(nodes)}
         for node in sorted(self._replaced, key=order.__getitem__, reverse=True):
             self.fakes.pop(self._replaced[node], None)
@@ -127,6 +141,14 @@ class GraphCopy:
         module = GraphModule(self._source.graph_module, self.graph)
         replaced = {**self._source.replaced, **{node: self._became[node] for node in self._replaced}}
         return replace(self._source, graph_module=module, replaced=replaced), self.fakes
+
+    def _give(self, node: Node, target: Callable[..., Any], keywords: dict[str, Any], name: str) -> None:
+        output, made = next(reversed(self.graph.nodes)), self.made_of[node]
+        with self.graph.inserting_before(output):
+            given = self.graph.create_node("call_function", target, (made,), keywords, name)
+        self.fakes[given] = run_on_fakes(given, self.fakes)
+        given.meta = {**made.meta, "val": self.fakes[given]}
+        output.replace_input_with(made, given)
 
 
 def nodes_by_storage(nodes: Sequence[Node], fakes: Mapping[Node, Any]) -> dict[int, list[Node]]:

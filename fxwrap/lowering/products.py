@@ -19,22 +19,11 @@ import torch
 from torch.fx import Node
 
 from fxwrap.device_spec import DeviceSpec
-from fxwrap.lowering.graph_copy import (
-    GraphCopy,
-    call_on_fakes,
-    can_run_again,
-    expression_of,
-    items_of,
-    nodes_by_storage,
-    run_on_fakes,
-    storages_of,
-    written_storages,
-)
-from fxwrap.lowering.rules import RULES
+from fxwrap.lowering.graph_copy import GraphCopy, call_on_fakes
 from fxwrap.lowering.source import GraphSource
+from fxwrap.lowering.storage_views import StorageViews, same_layout, same_layouts
 from fxwrap.options import Options
-from fxwrap.torch_compat import FakeTensor, OpOverload
-from fxwrap.wrapper_ir.operators import operator_facts
+from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
 
@@ -52,12 +41,6 @@ _FORMULA: Mapping[Any, Callable[..., float]] = {
 }
 """What formulas of an activation by its hyperbolic tangent are made of."""
 _LONGEST_FORMULA = 16
-
-_ANY_ROWS = frozenset({
-    "aten._scaled_dot_product_cudnn_attention.default", "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-})  # fmt: skip
-"""Operators without a lowering rule that take rows of any distance without copying them."""
 
 
 def with_products(
@@ -130,7 +113,7 @@ def _is_outer(node: Node, fakes: Mapping[Node, Any], options: Options) -> bool:
     if type(columns) is not int or columns != 1:
         return False
     made = call_on_fakes(_aten.mul.Tensor, (left, right), {})
-    return made.dtype == result.dtype and _same_strides(made, result)  # type: ignore[union-attr]
+    return made.dtype == result.dtype and same_layouts(made, result)  # type: ignore[union-attr]
 
 
 # --- activations ----------------------------------------------------------------------------------------------------
@@ -183,7 +166,7 @@ def _activation(product: _Product, fakes: Mapping[Node, Any], options: Options) 
     if inside is None:
         return None
     fake, result = fakes[shown], fakes.get(inside[-1])
-    if not isinstance(result, FakeTensor) or result.dtype != fake.dtype or not _same_layout(result, fake):
+    if not isinstance(result, FakeTensor) or result.dtype != fake.dtype or not same_layout(result, fake):
         return None
     if inside[0].target == _aten.relu.default:
         return _Activation(product, shown, inside, is_gelu=False)
@@ -328,7 +311,7 @@ def _joined(source: GraphSource, fakes: Mapping[Node, Any], options: Options) ->
     if not any(spec.joined_products for spec in specs.values()):
         return None
     nodes = list(source.graph_module.graph.nodes)
-    views = _Views(nodes, fakes)
+    views = StorageViews(nodes, fakes)
     groups: dict[tuple[Any, ...], list[_Joinable]] = {}
     for node in nodes:
         product = _product(node, fakes, options)
@@ -342,7 +325,7 @@ def _joined(source: GraphSource, fakes: Mapping[Node, Any], options: Options) ->
         spec = specs.get(fakes[group[0].product.node].device.type)
         if spec is None or not spec.joined_products or len(group) < 2:
             continue
-        members = [item for item in group if _is_static(item, fakes) and views.may_be_slice(item.product.node)]
+        members = [item for item in group if _is_static(item, fakes) and _may_be_slice(views, item.product.node)]
         if _pays(members, fakes, spec.joined_products):
             chosen.append(members)
     if not chosen:
@@ -375,59 +358,14 @@ def _bytes(fake: torch.Tensor) -> int:
     return fake.numel() * fake.dtype.itemsize
 
 
-class _Views:
-    """Says whether a tensor may become a slice of a wider one: by all that shows its memory, and all that reads it."""
-
-    def __init__(self, nodes: Sequence[Node], fakes: Mapping[Node, Any]) -> None:
-        output = next(node for node in nodes if node.op == "output")
-        self._fakes = fakes
-        self._fixed = written_storages(nodes, fakes)
-        self._fixed |= {storage for node in output.all_input_nodes for storage in storages_of(fakes.get(node))}
-        self._on_storage = nodes_by_storage(nodes, fakes)
-
-    def may_be_slice(self, node: Node) -> bool:
-        """Whether all views of a matrix can be views of a slice of another, and all that reads them gives the same."""
-        fake = self._fakes[node]
-        own = storages_of(fake)
-        if own & self._fixed or not fake.is_contiguous():
-            return False
-        shown = {item: None for storage in own for item in self._on_storage[storage]}
-        readers = {user: None for item in shown for user in item.users if user not in shown}
-        if not all(can_run_again(item) and "as_strided" not in str(item.target) for item in shown):
-            return False
-        if not all(_takes_any_rows(reader) for reader in readers):
-            return False
-        rows, columns = fake.shape
-        wide = call_on_fakes(_aten.new_empty.default, (fake, [rows, 2 * columns]), {})
-        found = {**self._fakes, node: call_on_fakes(_aten.slice.Tensor, (wide, 1, 0, columns), {})}
-        try:
-            for item in (*[item for item in shown if item is not node], *readers):
-                found[item] = run_on_fakes(item, found)
-        except (RuntimeError, ValueError):  # a view that needs rows beside each other
-            return False
-        return all(_same_strides(found[reader], self._fakes[reader]) for reader in readers)
-
-
-def _takes_any_rows(node: Node) -> bool:
-    """Whether a call reads a tensor whose rows lie apart as fast as any, without a copy of it."""
-    if not isinstance(node.target, OpOverload) or not operator_facts(node.target).name:
+def _may_be_slice(views: StorageViews, node: Node) -> bool:
+    """Whether a product may be a slice of a wider one."""
+    fake = views.fakes[node]
+    if views.is_written(node) or views.is_given_back(node) or not fake.is_contiguous():
         return False
-    name = operator_facts(node.target).name
-    return name in _ANY_ROWS or name in RULES
-
-
-def _same_strides(one: Any, other: Any) -> bool:
-    pairs = zip(items_of(one), items_of(other), strict=True)
-    return all(
-        _same_layout(mine, theirs) for mine, theirs in pairs
-        if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
-    )  # fmt: skip
-
-
-def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have equal sizes and strides, as far as is known without asking for it."""
-    mine, theirs = [[*map(expression_of, (*item.shape, *item.stride()))] for item in (one, other)]
-    return mine == theirs
+    rows, columns = fake.shape
+    wide = call_on_fakes(_aten.new_empty.default, (fake, [rows, 2 * columns]), {})
+    return views.may_lie_as(node, call_on_fakes(_aten.slice.Tensor, (wide, 1, 0, columns), {}))
 
 
 def _join(copy: GraphCopy, members: Sequence[_Joinable]) -> None:

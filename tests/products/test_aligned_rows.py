@@ -1,0 +1,270 @@
+"""Rows of products of matrices are aligned, in memory of the program's own, and nobody can tell.
+
+A CPU with a GPU's facts, which pays for nothing, shows what a GPU's programs are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.device_spec import CPU, CUDA
+from fxwrap.lines import Alloc, Call, Launch, Return
+from fxwrap.lowering import aligned_rows
+from fxwrap.torch_compat import FakeTensorMode
+
+aten = torch.ops.aten
+ALIKE = dataclasses.replace(CPU, aligned_products=frozenset({torch.float32, torch.bfloat16}))
+OPTIONS = Options(devices=(ALIKE,))
+
+
+_NOTHING = {"_LEAST": 1, "_COPY": 0, "_SAVED": 1e3}
+
+
+@pytest.fixture
+def for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of any size are worth a copy."""
+    for name, value in _NOTHING.items():
+        monkeypatch.setattr(aligned_rows, name, value)
+
+
+@pytest.fixture(scope="module")
+def for_nothing_at_all() -> Iterator[None]:
+    """The same for a test of many examples."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _NOTHING.items():
+            patch.setattr(aligned_rows, name, value)
+        yield
+
+
+def lowered(function: Callable[..., Any], *inputs: Tensor) -> fxwrap.Program:
+    return fxwrap.lower(make_fx(function, tracing_mode="fake")(*inputs), options=OPTIONS)
+
+
+def strides(program: fxwrap.Program) -> list[tuple[Any, ...]]:
+    """Of what the program allocates, in order."""
+    return [line.result.tensor_type.strides for line in program.body.lines if isinstance(line, Alloc)]
+
+
+def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Of 6 x 8 and 9 x 8: rows of 8 are aligned, rows of 9 are not."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*size, generator=generator).to(dtype) for size in ((6, 8), (9, 8))]
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w.t()).sin()
+
+
+def seen_otherwise(x: Tensor, w: Tensor) -> Tensor:
+    return torch.softmax((x @ w.t()).view(2, 3, 9), -1)
+
+
+def given_back(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w.t()
+
+
+def view_given_back(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w.t()
+    return y.view(2, 3, 9), y.exp()
+
+
+def computed(x: Tensor, w: Tensor) -> Tensor:
+    return torch.softmax(w @ x.t(), 0).t() @ w
+
+
+def gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    gradient = torch.sigmoid((x[:, None, :1] * w[None, :, 0]).view(-1, 9)).view(2, 3, 9).view(6, 9)
+    return gradient @ w, gradient.t() @ x
+
+
+def batches(x: Tensor, w: Tensor) -> Tensor:
+    return torch.bmm(torch.bmm(x[None], w.t()[None]).tanh(), w[None])
+
+
+def a_chain(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w.t()) @ w
+
+
+def with_bias(x: Tensor, w: Tensor) -> Tensor:
+    return aten.addmm(w[:, 0], x, w.t()).cos()
+
+
+def operand_given(x: Tensor, w: Tensor) -> Tensor:
+    return w.view(8, 9) @ torch.cat([x, x[:3]])
+
+
+def operand_given_turned(x: Tensor, w: Tensor) -> Tensor:
+    return w.view(8, 9).t() @ w[:8]
+
+
+APART: dict[Callable[..., Any], list[tuple[int, ...]]] = {
+    product: [(12, 1), (9, 1)], seen_otherwise: [(12, 1), (27, 9, 1)], given_back: [(12, 1), (9, 1)],
+    view_given_back: [(12, 1), (9, 1), (27, 9, 1)], computed: [(8, 1), (8, 1)], gradients: [(12, 1)],
+    batches: [(72, 12, 1), (72, 12, 1)], a_chain: [(12, 1)], with_bias: [(12, 1), (9, 1)],
+    operand_given: [(8, 1), (12, 1)], operand_given_turned: [(12, 1)],
+}  # fmt: skip
+"""Functions, and the strides of what their programs allocate: 9 columns of float32 are 12 in aligned rows, 6 are 8."""
+
+
+@pytest.mark.parametrize("function", APART, ids=lambda item: item.__name__)
+def test_rows_lie_apart(function: Callable[..., Any], for_nothing: None) -> None:
+    assert strides(lowered(function, *operands())) == APART[function]
+
+
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp", "fx"])
+def test_nobody_can_tell(emitter: str, for_nothing: None) -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Any, ...]:
+        return tuple([item(x, w) for item in APART])
+
+    graph = make_fx(function, tracing_mode="fake")(*operands())
+    found = fxwrap.compile_graph(graph, options=OPTIONS.replace(emitter=emitter))(*operands())
+    wanted = tree_leaves(function(*operands()))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()
+
+
+OTHERWISE: dict[str, Callable[..., Any]] = {
+    "aligned": lambda x, w: (x[:4] @ w[:8].t()).sin(),
+    "one column": lambda x, w: (x @ w[:1].t()).sin(),
+    "read by strides": lambda x, w: (x @ w.t()).as_strided((3, 9), (18, 1)).sin(),
+    "written": lambda x, w: (x @ w.t()).add_(1.0).sin_(),
+    "read by another operator": lambda x, w: torch.linalg.svdvals(x @ w.t()),
+    "one dimension": lambda x, w: (x @ w.t()).view(-1).sin(),
+    "another dtype": lambda x, w: (x.double() @ w.double().t()).sin(),
+}
+
+
+@pytest.mark.parametrize("reason", OTHERWISE)
+def test_rows_stay(reason: str, for_nothing: None) -> None:
+    program = lowered(OTHERWISE[reason], *operands())
+    assert not any(12 in item for item in strides(program))
+
+
+def test_what_is_called_as_it_is_stays(for_nothing: None) -> None:
+    graph = make_fx(product, tracing_mode="fake")(*operands())
+    for options in (OPTIONS.replace(keep=frozenset({"aten.mm.default"})), OPTIONS.replace(fuse=False)):
+        assert not any(12 in item for item in strides(fxwrap.lower(graph, options=options)))
+
+
+def test_only_large_products_pay() -> None:
+    """4096 x 768 by 768 x 50257 does, also for a copy of what is given back; 64 rows and 257 columns do not."""
+    with FakeTensorMode():
+        found = [
+            lowered(given_back, *[torch.empty(size, 768, dtype=torch.bfloat16) for size in sizes])
+            for sizes in ((4096, 50257), (64, 257))
+        ]
+    assert strides(found[0]) == [(50264, 1), (50257, 1)]
+    assert strides(found[1]) == []
+
+
+def test_any_number_of_rows(for_nothing: None, fresh_dynamo: None) -> None:
+    programs: list[fxwrap.Program] = []
+
+    def keep(program: fxwrap.Program) -> fxwrap.Program:
+        programs.append(program)
+        return program
+
+    compiled = torch.compile(product, backend="fxwrap", options={"devices": (ALIKE,), "passes": (keep,)})
+    w = operands()[1]
+    for rows in (6, 11):
+        x = torch.randn(rows, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x, w), product(x, w))
+    assert [strides(program) for program in programs] == [[(12, 1), (9, 1)]]
+
+
+def test_what_a_forward_saves_lies_apart(for_nothing: None, fresh_dynamo: None) -> None:
+    programs: list[fxwrap.Program] = []
+
+    def keep(program: fxwrap.Program) -> fxwrap.Program:
+        programs.append(program)
+        return program
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return product(x, w).sum()
+
+    x, w = [item.requires_grad_() for item in operands()]
+    wanted = torch.autograd.grad(loss(x, w), (x, w))
+    compiled = torch.compile(loss, backend="fxwrap", options={"devices": (ALIKE,), "passes": (keep,)})
+    torch.testing.assert_close(torch.autograd.grad(compiled(x, w), (x, w)), wanted)
+    forward, backward = programs
+    assert strides(forward)[0] == (12, 1), "the product"
+    (call,) = [line for line in forward.body.lines if isinstance(line, Call)]
+    assert call.outs[0] in cast(Return, forward.body.lines[-1]).values, "which is saved as it is"
+    assert strides(backward) == [(12, 1)], "its gradient, which two products read"
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[Callable[..., Any], list[Tensor]]:
+    """Products of matrices with any number of columns, with views and pointwise operators between, some given back."""
+    sizes = [draw(st.integers(1, 13)) for _ in range(4)]
+    steps = [draw(st.sampled_from(["mm", "addmm", "relu", "softmax", "double"])) for _ in range(4)]
+    shown = draw(st.lists(st.booleans(), min_size=4, max_size=4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 100)))
+    weights = [torch.randn(13, 13, generator=generator) for _ in range(2)]
+
+    def function(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        given = []
+        for step, (kind, is_shown) in enumerate(zip(steps, shown, strict=True)):
+            w = weights[step % 2]
+            columns = sizes[step]
+            match kind:
+                case "mm":
+                    x = x @ w[: x.shape[1], :columns]
+                case "addmm":
+                    x = aten.addmm(w[0, :columns], x, w.t()[: x.shape[1], :columns])
+                case "relu":
+                    x = torch.relu(x)
+                case "softmax":
+                    x = torch.softmax(x.view(2, -1, x.shape[1]), -1).view(-1, x.shape[1])
+                case _:
+                    x = torch.cat([x, x])
+            if is_shown:
+                given.append(x)
+        return (*given, x.t() @ x)
+
+    return function, [torch.randn(4, 7, generator=generator), *weights]
+
+
+@settings(max_examples=15)
+@given(graphs())
+def test_any_graph(for_nothing_at_all: None, found: tuple[Callable[..., Any], list[Tensor]]) -> None:
+    function, inputs = found
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    results = fxwrap.compile_graph(graph, options=OPTIONS.replace(emitter="interpreter"))(*inputs)
+    for got, want in zip(results, function(*inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        assert got.stride() == want.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_a_vocabulary_on_a_gpu(emitter: str) -> None:
+    """The library takes rows that lie apart, and reads and writes none of what lies between."""
+    x, w = torch.randn(512, 768, device="cuda").bfloat16(), torch.randn(50257, 768, device="cuda").bfloat16()
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x @ w.t()
+        gradient = torch.softmax(y, -1)
+        return y, gradient @ w, gradient.t() @ x
+
+    graph = make_fx(function, tracing_mode="fake")(x, w)
+    compiled = fxwrap.compile_graph(graph, options=Options(emitter=emitter))
+    assert CUDA.aligned_products and sum(item == (50264, 1) for item in strides(compiled.program)) == 2
+    assert any(isinstance(line, Launch) for line in compiled.program.body.lines)
+    for got, want in zip(compiled(x, w), function(x, w), strict=True):
+        assert got.stride() == want.stride()
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
