@@ -222,7 +222,7 @@ def compile_graph(
             compiled = pipeline.compiled()
             is_new = known is None or known.get(compiled.key) is not compiled
             if lookup is not None and is_new and pipeline.repeatable:
-                lookup.keep(compiled.program, compiled.source, compiled.coverage, compiled.plan)
+                lookup.keep(compiled.program, compiled.emitted, compiled.coverage, compiled.plan)
     if known is not None:
         known.setdefault(compiled.key, compiled)
     return compiled

@@ -18,7 +18,8 @@ from typing import Any
 
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.cache_limit import limit_cache, mark_used
-from fxwrap.converters.cpp import is_compiled_by_triton, linked_units, to_cpp
+from fxwrap.converters.cpp import to_cpp
+from fxwrap.converters.cpp_library import is_compiled_by_triton
 from fxwrap.converters.emitted import kernel_texts
 from fxwrap.device_registry import language_facts
 from fxwrap.errors import FxwrapError
@@ -30,12 +31,10 @@ from fxwrap.runtime.native import (
     binding_is_loaded,
     build_bridge,
     cache_folder,
-    compile_cpp,
     provide_bridge,
     provide_kernels,
     provide_program,
     provided_bridge,
-    provided_program,
     source_key,
     unusable,
 )
@@ -60,8 +59,8 @@ def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[s
     in_cpp = [kernel for kernel in texts if language_facts(kernel.language).linked]
     found: dict[str, Any] = {}
     if "cpp" in emitters:
-        source = to_cpp(program).source
-        found["program"] = {"source": source_key(source), "entry": _add(writer, program_library(source, program))}
+        libraries = to_cpp(program).libraries()
+        found["programs"] = [{"source": key, "entry": _add(writer, path)} for key, path in libraries.items()]
     if in_cpp and emitters - {"cpp"}:
         symbols = list(dict.fromkeys([kernel.symbol for kernel in in_cpp]))
         found["kernels"] = {"symbols": symbols, "entry": _add(writer, kernel_library(in_cpp))}
@@ -82,15 +81,6 @@ def write_triton(writer: ArchiveWriter, kernels: Iterable[KernelText]) -> list[d
 def bridge_folder() -> Path:
     """Returns the folder of the bridge that C++ runs with. Raises NativeBuildError where it cannot be built."""
     return provided_bridge() or build_bridge().folder
-
-
-def program_library(source: str, program: Program) -> Path:
-    """Returns the library of a program in C++ whose text this is, compiled now where it is not yet.
-
-    Raises NativeBuildError where it does not compile.
-    """
-    kernels = [kernel for kernel in kernel_texts(program) if kernel.symbol in source]
-    return provided_program(source) or compile_cpp(source, name=program.name, extra_sources=linked_units(kernels))
 
 
 def _add(writer: ArchiveWriter, library: Path) -> str:
@@ -123,7 +113,7 @@ def use_binaries(archive: Archive, program: Program, emitter: str) -> str:
     described = archive.manifest.get("binaries", {})
     try:
         put_back_triton(archive, described.get("triton", ()))
-        wanted = "program" if emitter == "cpp" else "kernels"
+        wanted = "programs" if emitter == "cpp" else "kernels"
         symbols = {kernel.symbol for kernel in kernel_texts(program) if language_facts(kernel.language).linked}
         if emitter != "cpp" and not symbols:
             return ""
@@ -133,7 +123,9 @@ def use_binaries(archive: Archive, program: Program, emitter: str) -> str:
         if reason:
             return reason
         if emitter == "cpp":
-            same = described["program"]["source"] == source_key(to_cpp(program).source)
+            emitted = to_cpp(program)
+            sources = {source_key(unit.source) for unit in (emitted, *emitted.functions)}
+            same = sources <= {item["source"] for item in described["programs"]}
         else:
             same = symbols <= set(described["kernels"]["symbols"])
         if not same:
@@ -144,26 +136,27 @@ def use_binaries(archive: Archive, program: Program, emitter: str) -> str:
 
 
 def _use_libraries(archive: Archive, described: Mapping[str, Any], wanted: str) -> str:
-    item = described[wanted]
+    items = described[wanted] if wanted == "programs" else [described[wanted]]
     bridge = {str(name): archive.read(str(entry)) for name, entry in described["bridge"].items()}
-    library = archive.read(str(item["entry"]))
+    libraries = [archive.read(str(item["entry"])) for item in items]
     if sorted(bridge) != sorted(BRIDGE_LIBRARIES):
         raise archive.error("manifest.json", f"it names the libraries {sorted(bridge)}, which are not the bridge's")
     try:
         if not binding_is_loaded() and provided_bridge() is None:
             provide_bridge(_on_disk(bridge))
-        path = _on_disk({"program.so": library}) / "program.so"
+        paths = [_on_disk({"program.so": library}) / "program.so" for library in libraries]
     except OSError as error:
         return f"compiled code cannot be written to a folder: {error.strerror}"
     bridge_folder = provided_bridge()
     if bridge_folder is not None:
-        failure = _fails_to_load((str(bridge_folder / BRIDGE_LIBRARIES[0]), str(path)))
+        failure = _fails_to_load((str(bridge_folder / BRIDGE_LIBRARIES[0]), *map(str, paths)))
         if failure:
             return failure
-    if wanted == "program":
-        provide_program(str(item["source"]), path)
-    else:
-        provide_kernels([str(symbol) for symbol in item["symbols"]], path)
+    for item, path in zip(items, paths, strict=True):
+        if wanted == "programs":
+            provide_program(str(item["source"]), path)
+        else:
+            provide_kernels([str(symbol) for symbol in item["symbols"]], path)
     return ""
 
 

@@ -15,6 +15,7 @@ from fxwrap.cache_limit import limit_cache, mark_used
 from fxwrap.compile_cache.entry import Cached, read_entry, write_entry
 from fxwrap.compile_cache.graph_text import NotCacheable
 from fxwrap.compile_cache.key import Key, Request, make_key
+from fxwrap.converters.emitted import Emitted
 from fxwrap.errors import ArtifactError, FxwrapError
 from fxwrap.lowering import Outcome
 from fxwrap.memory_planning import MemoryPlan
@@ -79,7 +80,7 @@ class Lookup:
         log.info("'%s' was found in the cache in %.3f s: %s", self.request.name, seconds, self.key.digest)
         return found
 
-    def keep(self, program: Program, source: str, coverage: Sequence[Outcome], plan: MemoryPlan | None) -> None:
+    def keep(self, program: Program, emitted: Emitted, coverage: Sequence[Outcome], plan: MemoryPlan | None) -> None:
         """Writes what was compiled into the cache; the log says why where that cannot be."""
         name = self.request.name
         if self.key.graph.symbols_text() != self.key.symbols:
@@ -88,7 +89,7 @@ class Lookup:
         found, emitter = Cached(program, tuple(coverage), plan), self.request.options.emitter
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_entry(self.path, self.key.digest, found, emitter, source, self.key.graph.tensors)
+            write_entry(self.path, self.key.digest, found, emitter, emitted, self.key.graph.tensors)
         except (NotCacheable, FxwrapError, OSError) as error:
             log.info("'%s' is not kept in the cache: %s", name, error)
             return

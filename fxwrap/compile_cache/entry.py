@@ -20,12 +20,13 @@ from typing import IO, Any
 import torch
 
 from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter, write_file
-from fxwrap.artifact.binaries import bridge_folder, program_library, put_back_triton, write_triton
+from fxwrap.artifact.binaries import bridge_folder, put_back_triton, write_triton
 from fxwrap.artifact.parts import check_kernels, read_program, write_program
 from fxwrap.artifact.saving import PLAN
 from fxwrap.cache_limit import mark_used
 from fxwrap.compile_cache.graph_text import NotCacheable
-from fxwrap.converters.emitted import kernel_texts
+from fxwrap.converters.cpp_library import EmittedCpp
+from fxwrap.converters.emitted import Emitted, kernel_texts
 from fxwrap.device_registry import language_facts
 from fxwrap.errors import PlanningError
 from fxwrap.lowering import Outcome
@@ -39,7 +40,6 @@ from fxwrap.runtime.native import (
     provide_kernels,
     provide_program,
     provided_bridge,
-    source_key,
 )
 from fxwrap.wrapper_ir import ConstantStore, Program
 
@@ -63,15 +63,15 @@ class Cached:
 # --- into a file ----------------------------------------------------------------------------------------------------
 
 
-def write_entry(path: Path, key: str, found: Cached, emitter: str, source: str, tensors: Places) -> None:
-    """Writes an entry; `source` is the text of what runs, `tensors` what the graph holds.
+def write_entry(path: Path, key: str, found: Cached, emitter: str, emitted: Emitted, tensors: Places) -> None:
+    """Writes an entry; `emitted` is what runs, `tensors` what the graph holds.
 
     Raises NotCacheable for a program that cannot be had from a file, ArtifactError where nothing can be written.
     """
     program = found.program
     check_kernels(program, str(path))
     constants = _places_of(program, tensors)
-    libraries = _libraries(program, emitter, source)
+    libraries = _libraries(program, emitter, emitted)
 
     def write(file: IO[bytes]) -> None:
         with ArchiveWriter(file) as writer:
@@ -100,12 +100,13 @@ def _places_of(program: Program, tensors: Places) -> dict[str, list[str]]:
     return found
 
 
-def _libraries(program: Program, emitter: str, source: str) -> dict[str, Any]:
+def _libraries(program: Program, emitter: str, emitted: Emitted) -> dict[str, Any]:
     """Returns the libraries in the cache folder that run a program: each with its size and hash."""
     linked = [kernel for kernel in kernel_texts(program) if language_facts(kernel.language).linked]
     found: dict[str, Any] = {}
     if emitter == "cpp":
-        found["program"] = {"source": source_key(source), **_described(program_library(source, program))}
+        libraries = emitted.libraries() if isinstance(emitted, EmittedCpp) else {}
+        found["programs"] = [{"source": key, **_described(path)} for key, path in libraries.items()]
     elif linked:
         made: dict[Path, list[str]] = {}
         for symbol, library in compiled_kernels(tuple([kernel.symbol for kernel in linked])).items():
@@ -163,10 +164,10 @@ def _use_libraries(described: Mapping[str, Any]) -> None:
         return
     if not binding_is_loaded() and provided_bridge() is None:
         provide_bridge(bridge[0].parent)  # type: ignore[union-attr]
-    if "program" in described:
-        library = _whole(described["program"])
+    for item in described.get("programs", ()):
+        library = _whole(item)
         if library is not None:
-            provide_program(str(described["program"]["source"]), library)
+            provide_program(str(item["source"]), library)
     for item in described.get("kernels", ()):
         library = _whole(item)
         if library is not None:

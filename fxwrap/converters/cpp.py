@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, ClassVar
 
 import fxwrap.runtime.library  # noqa: F401  # whose operators programs call that use streams
 from fxwrap.converters.base import Converter, Handler
+from fxwrap.converters.cpp_library import EmittedCpp, is_compiled_by_triton
 from fxwrap.converters.cpp_loops import write_map, write_scan, write_while
 from fxwrap.converters.cpp_paths import followed
-from fxwrap.converters.cpp_replay import (
-    ReplayingProgram,
-    function_program,
-    is_replayed,
-    replayed_functions,
-    write_replay,
-)
+from fxwrap.converters.cpp_replay import is_replayed, write_replay
 from fxwrap.converters.cpp_text import CppUnit, Table, comment_text, indented, place, string_text
 from fxwrap.converters.cpp_writer import CppWriter
-from fxwrap.converters.emitted import Emitted
 from fxwrap.device_registry import language_facts
-from fxwrap.device_spec import KernelLanguage
 from fxwrap.errors import Unsupported
 from fxwrap.lines import (
     SCATTER_OPERATORS,
@@ -63,11 +55,9 @@ from fxwrap.lines import (
     Workspace,
     Yield,
 )  # fmt: skip
-from fxwrap.runtime.cpp_kernels import KernelText, cpp_declaration, cpp_kernel_units, cpp_symbol
+from fxwrap.runtime.cpp_kernels import cpp_declaration, cpp_symbol
 from fxwrap.runtime.kernels import options_text
-from fxwrap.runtime.native import NativeSource, compile_cpp, load_program, provided_program
-from fxwrap.runtime.native import Program as NativeProgram
-from fxwrap.runtime.triton_units import compiled_variants, variants_symbol, variants_unit
+from fxwrap.runtime.triton_units import variants_symbol
 from fxwrap.symbolic import SymbolInfo, symbol_kind
 from fxwrap.torch_compat import out_argument_names
 from fxwrap.wrapper_ir import (
@@ -423,7 +413,7 @@ def _is_tensor(item: Any) -> bool:
     return isinstance(item, Value) and isinstance(item.type, TensorType)
 
 
-def to_cpp(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> Emitted:
+def to_cpp(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> EmittedCpp:
     """Returns the program as a C++ translation unit, which is compiled when it is first called.
 
     `handlers` say how lines of vendors' own are written, by default what registered devices say; without one, such a
@@ -440,8 +430,8 @@ def to_cpp(program: Program, handlers: Mapping[type[ExtensionLine], Handler] | N
     outputs = Table("outputs", "Arg", converter.writer.scope.given)
     title = "\n".join([f"Program {program.name}, emitted by fxwrap.", *[f"{k}: {text}" for k, text in program.header]])
     source = unit.text(title, program.name, run, (inputs, constants, outputs))
-    load = cache(lambda: _load(source, program, converter))
-    return Emitted(source, lambda: load().boxed, load)  # native code runs below autograd: its flat entry needs no guard
+    kernels = list(converter.kernels.values())
+    return EmittedCpp(source, program, kernels, converter.replays, lambda part: to_cpp(part, converter.handlers))
 
 
 def _input_text(unit: CppUnit, item: Input) -> str:
@@ -460,32 +450,3 @@ def _input_text(unit: CppUnit, item: Input) -> str:
         case _:
             reason = "C++ takes tensors and numbers, neither lists nor objects"
             raise Unsupported(f"%{value.name}", CppConverter.name, reason)
-
-
-def _load(source: str, program: Program, converter: CppConverter) -> NativeProgram | ReplayingProgram:
-    path = provided_program(source)
-    if path is None:
-        kernels = [
-            KernelText(kernel.language, kernel.source, kernel.signature, kernel.options)
-            for kernel in converter.kernels.values()
-        ]
-        path = compile_cpp(source, name=program.name, extra_sources=linked_units(kernels))
-    constants = [program.store.tensors[constant.value.name] for constant in program.constants]
-    if not converter.replays:
-        return load_program(path, constants)
-    bodies = [to_cpp(function_program(program, line), converter.handlers) for line in converter.replays]
-    functions = replayed_functions(program, converter.replays, bodies)
-    return ReplayingProgram(load_program(path, [*constants, functions.handle]), functions)
-
-
-def linked_units(kernels: Sequence[KernelText]) -> list[NativeSource]:
-    """Returns what emitted C++ is linked with, of its kernels: those in C++, and what Triton has compiled by now."""
-    in_cpp = [kernel for kernel in kernels if language_facts(kernel.language).linked]
-    by_triton = [kernel for kernel in kernels if is_compiled_by_triton(language_facts(kernel.language))]
-    variants = {kernel.symbol: compiled_variants(kernel) for kernel in by_triton}
-    return [*cpp_kernel_units(in_cpp), *variants_unit(variants)]
-
-
-def is_compiled_by_triton(facts: KernelLanguage) -> bool:
-    """Says whether kernels of a language are launched with what Triton compiled before; the user's are tuned first."""
-    return facts.is_triton and not facts.by_user

@@ -203,7 +203,7 @@ def test_content_that_is_wrong_although_its_hash_is_right(
         lambda manifest: manifest["constants"]["windows"][0].update(dtype="f64"),
         lambda manifest: manifest["constants"]["windows"][0].update(strides=[-1, 1]),
         lambda manifest: manifest["binaries"].pop("bridge"),
-        lambda manifest: manifest["binaries"].update(program=3),
+        lambda manifest: manifest["binaries"].update(programs=3),
         lambda manifest: manifest.update(binaries=[]),
         lambda manifest: manifest.update(kernels=7),
         lambda manifest: manifest["entries"].update({"program.ir": 3}),

@@ -15,7 +15,10 @@ import torch
 
 import fxwrap
 from fxwrap.errors import ArtifactError
+from fxwrap.lines import Call, Launch
+from fxwrap.passes.partition import partition
 from fxwrap.runtime.native import binary_target, unusable
+from fxwrap.wrapper_ir import LineBase
 from tests.artifact.programs import batch, compiled
 from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
 from tests.capture import capture_graphs
@@ -66,9 +69,42 @@ def test_programs_run_where_nothing_can_be_compiled(tmp_path: Path) -> None:
         inputs = tuple([_input_for(fake) for fake in captured.example_inputs])
         torch.save(inputs, tmp_path / f"{name}.inputs")
         wanted[name] = saved(*inputs)
+    parts, inputs = in_parts(), (batch(4),)
+    fxwrap.save(parts, tmp_path / "parts.fxw", emitters=["cpp"])
+    torch.save(inputs, tmp_path / "parts.inputs")
+    wanted["parts"] = fxwrap.run(parts, [*inputs])
     assert run_apart(tmp_path, list(wanted)) == {name: [] for name in wanted}
     for name, results in wanted.items():
         torch.testing.assert_close(torch.load(tmp_path / f"{name}.results"), results, rtol=0, atol=0)
+
+
+def in_parts() -> fxwrap.Program:
+    """The small program cut into functions that would be replayed on a GPU, with kernels in them and around them."""
+
+    def judge(line: LineBase) -> torch.device | str:
+        return "a product" if isinstance(line, Call) else torch.device("cpu")
+
+    compiled("cpp").program.store.tensors["b_calls"].zero_()
+    cut = partition(compiled("cpp").program, judge, fewest=1)
+    replayed = [name for name, block in cut.functions if any(isinstance(line, Launch) for line in block.lines)]
+    assert replayed
+    return cut
+
+
+def test_the_code_of_functions_that_are_replayed_is_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "parts.fxw"
+    fxwrap.save(in_parts(), path, emitters=["cpp"])
+    entries = entries_of(path.read_bytes())
+    described = json.loads(entries["manifest.json"])["binaries"]["programs"]
+    assert len(described) > 1 and len({item["entry"] for item in described}) == len(described)
+    assert fxwrap.load(path, binaries="required").rebuilt == ""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["binaries"]["programs"].pop()
+
+    path.write_bytes(archive_of(with_manifest(entries, change)))
+    with pytest.raises(ArtifactError, match="of another text"):
+        fxwrap.load(path, binaries="required")
 
 
 def _input_for(fake: torch.Tensor) -> torch.Tensor:
@@ -102,7 +138,7 @@ def test_code_compiled_from_another_text_is_not_used(emitter: str, tmp_path: Pat
     entries = entries_of(path.read_bytes())
 
     def change(manifest: dict[str, Any]) -> None:
-        manifest["binaries"].update({"program": {"source": "0"}, "kernels": {"symbols": ["kernel_0"]}})
+        manifest["binaries"].update({"programs": [{"source": "0"}], "kernels": {"symbols": ["kernel_0"]}})
 
     path.write_bytes(archive_of(with_manifest(entries, change)))
     assert "of another text" in fxwrap.load(path).rebuilt

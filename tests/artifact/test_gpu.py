@@ -30,7 +30,8 @@ torch.cuda.synchronize()
 seconds = time.perf_counter() - start
 torch.save(result, f"{folder}/result.pt")
 stages = [name for _, _, names in os.walk(os.environ["TRITON_CACHE_DIR"]) for name in names if name.endswith(".ttir")]
-print(json.dumps({"seconds": seconds, "compiled": stages, "tracing": "torch._dynamo" in sys.modules}))
+own = os.listdir(os.environ["FXWRAP_CACHE_DIR"])
+print(json.dumps({"seconds": seconds, "compiled": stages, "own": own, "tracing": "torch._dynamo" in sys.modules}))
 """
 
 
@@ -39,11 +40,13 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 8)).cuda().eval()
 
 
-@pytest.mark.parametrize("emitter", EMITTERS)
-def test_another_process_compiles_no_kernel(emitter: str, tmp_path: Path) -> None:
-    subject, x = model(), torch.randn(32, 64, device="cuda")
+@pytest.mark.parametrize(("emitter", "graphs"), [*[(emitter, False) for emitter in EMITTERS], ("cpp", True)])
+def test_another_process_compiles_no_kernel(emitter: str, graphs: bool, tmp_path: Path) -> None:
+    subject, x = nn.Sequential(model(), nn.Linear(8, 64).cuda(), model()), torch.randn(32, 64, device="cuda")
     graph = torch.export.export(subject, (x,))
-    compiled = fxwrap.compile_graph(graph, options=fxwrap.Options(emitter=emitter, fallback="error"))
+    options = fxwrap.Options(emitter=emitter, fallback="error", cuda_graphs=graphs)
+    compiled = fxwrap.compile_graph(graph, options=options)
+    assert bool(compiled.program.functions) == graphs
     assert any(kernel.language == "triton" for kernel in compiled.program.kernels)
     (wanted,) = compiled(x)
     compiled.save(tmp_path / "model.fxw")
@@ -55,6 +58,7 @@ def test_another_process_compiles_no_kernel(emitter: str, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["compiled"] == [] and not found["tracing"], found
+    assert emitter != "cpp" or "programs" not in found["own"], "C++ was compiled"
     torch.testing.assert_close(torch.load(tmp_path / "result.pt"), wanted, rtol=0, atol=0)
 
 

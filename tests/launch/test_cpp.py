@@ -12,7 +12,8 @@ import torch
 
 import fxwrap
 from fxwrap.artifact.archive import Archive
-from fxwrap.converters.cpp import linked_units, to_cpp
+from fxwrap.converters.cpp import to_cpp
+from fxwrap.converters.cpp_library import linked_units
 from fxwrap.runtime import kernels
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import Program as NativeProgram
@@ -174,5 +175,5 @@ def test_a_saved_program_brings_what_is_linked_in(driver: FakeDriver, chip: obje
     made = compiled(kernel, x, out, 64, 0.5, True)
     fxwrap.save(program(kernel), tmp_path / "f.fxw", emitters=["cpp"])
     with Archive(tmp_path / "f.fxw") as archive:
-        library = archive.read(archive.manifest["binaries"]["program"]["entry"])
+        library = archive.read(archive.manifest["binaries"]["programs"][0]["entry"])
     assert library.count(made.asm["cubin"]) == 1
