@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from fxwrap.lines import CORE_LINES, ExtensionLine, Line, Mutate, Reuse
 from fxwrap.symbolic import Scalar, SymbolInfo, evaluate
 from fxwrap.wrapper_ir import (
+    GENERATOR,
     ConstantStore,
     Effect,
     KernelDefinition,
@@ -90,10 +91,17 @@ class Sample:
         for item in self.program().inputs:
             if isinstance(item.value, SymbolInfo):
                 found.append(self.symbols[item.name])
+            elif item.value.type == GENERATOR:
+                found.append(torch.Generator().manual_seed(seed))
             else:
                 limit = self.limits.get(item.name, 8)
                 found.append(random_tensor(item.value.tensor_type, self.symbols, generator, limit))
         return found
+
+
+def contents(inputs: Sequence[Any]) -> list[Any]:
+    """Returns what is compared of inputs: tensors and numbers as they are, the states of generators."""
+    return [item.get_state() if isinstance(item, torch.Generator) else item for item in inputs]
 
 
 def random_tensor(

@@ -443,6 +443,38 @@ program @random_state(%x: borrowed f32[6]@cpu) {
 """,
     ),
     Sample(
+        "generator",
+        """
+program @generator(%x: borrowed f32[6]@cpu, %g: borrowed opaque<Generator>) {
+  random.exchange(%g) device="cpu"
+  %r0 = extern.call @aten.rand_like.default(%x) effect_set=(random("cpu")) : f32[6]@cpu
+  random.exchange(%g) device="cpu"
+  %r1 = extern.call @aten.rand.generator([6], generator=%g) effect_set=(random("cpu")) : f32[6]@cpu
+  %r2 = extern.call @aten.rand_like.default(%x) effect_set=(random("cpu")) : f32[6]@cpu
+  control.return(%r0, %r1, %r2)
+}
+""",
+    ),
+    Sample(
+        "generators_of_a_function",
+        """
+program @drawing(%x: borrowed f32[6]@cpu, %g: borrowed opaque<Generator>, %h: borrowed opaque<Generator>) {
+  %a = control.call @drawn(%x, %g) : f32[6]@cpu
+  %b = control.call @drawn(%a, %h) : f32[6]@cpu
+  %c = control.call @drawn(%b, %g) : f32[6]@cpu
+  control.return(%a, %b, %c)
+}
+function @drawn(%y: f32[6]@cpu, %own: opaque<Generator>) {
+  random.exchange(%own) device="cpu"
+  %r = extern.call @aten.rand_like.default(%y) effect_set=(random("cpu")) : f32[6]@cpu
+  random.exchange(%own) device="cpu"
+  %z = extern.call @aten.add.Tensor(%y, %r) : f32[6]@cpu
+  memory.free(%r)
+  control.yield(%z)
+}
+""",
+    ),
+    Sample(
         "notes",
         """
 program @notes(%x: borrowed f32[0, 4]@cpu) {

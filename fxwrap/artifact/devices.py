@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxwrap.device_registry import registered_spec
-from fxwrap.lines import EnterDevice, ExitDevice, RecordEvent, RestoreState, SaveState, WaitEvent
+from fxwrap.lines import EnterDevice, ExchangeState, ExitDevice, RecordEvent, RestoreState, SaveState, WaitEvent
 from fxwrap.wrapper_ir import (
     Block,
     Constant,
@@ -28,7 +28,7 @@ from fxwrap.wrapper_ir import (
 
 Devices = Mapping[torch.device, torch.device]
 
-_BY_NAME = (EnterDevice, ExitDevice, RecordEvent, WaitEvent, SaveState, RestoreState)
+_BY_NAME = (EnterDevice, ExitDevice, RecordEvent, WaitEvent, SaveState, RestoreState, ExchangeState)
 """The lines that say a device by its name."""
 
 

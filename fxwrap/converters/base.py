@@ -21,6 +21,7 @@ from fxwrap.lines import (
     Cond,
     EnterDevice,
     EnterRange,
+    ExchangeState,
     ExitDevice,
     ExitRange,
     ExtensionLine,
@@ -152,6 +153,8 @@ class Converter(ABC):
                 self.save_state(line)
             case RestoreState():
                 self.restore_state(line)
+            case ExchangeState():
+                self.exchange_state(line)
             case EnterDevice():
                 self.entered.append((line.device, line.stream))
                 self.enter_device(line)
@@ -269,6 +272,9 @@ class Converter(ABC):
 
     @abstractmethod
     def restore_state(self, line: RestoreState) -> None: ...
+
+    @abstractmethod
+    def exchange_state(self, line: ExchangeState) -> None: ...
 
     @abstractmethod
     def enter_device(self, line: EnterDevice) -> None: ...

@@ -12,7 +12,7 @@ from fxwrap.converters.cpp_loops import write_map, write_scan, write_while
 from fxwrap.converters.cpp_paths import followed
 from fxwrap.converters.cpp_replay import is_replayed, write_replay
 from fxwrap.converters.cpp_text import CppUnit, Table, comment_text, indented, place, string_text
-from fxwrap.converters.cpp_writer import CppWriter
+from fxwrap.converters.cpp_writer import CppWriter, is_whole
 from fxwrap.device_registry import language_facts
 from fxwrap.errors import Unsupported
 from fxwrap.lines import (
@@ -27,6 +27,7 @@ from fxwrap.lines import (
     Cond,
     EnterDevice,
     EnterRange,
+    ExchangeState,
     ExitDevice,
     ExitRange,
     ExtensionLine,
@@ -64,7 +65,6 @@ from fxwrap.wrapper_ir import (
     Block,
     Input,
     KernelDefinition,
-    ListType,
     OpaqueType,
     Ownership,
     Program,
@@ -341,8 +341,8 @@ class CppConverter(Converter):
     def _output(self, line: Return, item: Any) -> str:
         if isinstance(item, complex | str):
             raise self.unsupported(line, f"C++ gives tensors and real numbers, not {item!r}")
-        if isinstance(item, Value) and isinstance(item.type, ListType):
-            raise self.unsupported(line, f"C++ gives tensors and real numbers, and %{item.name} is a list")
+        if isinstance(item, Value) and is_whole(item.type):
+            raise self.unsupported(line, f"C++ gives tensors and real numbers, and %{item.name} is neither")
         (text,) = self.writer.argument(line, item)
         return text
 
@@ -355,6 +355,10 @@ class CppConverter(Converter):
     def restore_state(self, line: RestoreState) -> None:
         device = self.unit.device_named(line.device)
         self.writer.say(f"restore_random_state(f, {self.writer.name_of(line.state)}, {device});")
+
+    def exchange_state(self, line: ExchangeState) -> None:
+        device = self.unit.device_named(line.device)
+        self.writer.say(f"exchange_random_state(f, {self.writer.name_of(line.generator)}, {device});")
 
     def enter_device(self, line: EnterDevice) -> None:
         device = self.unit.device_named(line.device)
@@ -447,6 +451,8 @@ def _input_text(unit: CppUnit, item: Input) -> str:
             return f"{{{name}, {unit.scalar(value.name, kind)}}}"
         case OpaqueType("NoneType"):
             return f"{{{name}, {unit.slot(value.name)}}}"
+        case OpaqueType("Generator"):
+            return f"{{{name}, {unit.list_slot(value.name)}}}"
         case _:
-            reason = "C++ takes tensors and numbers, neither lists nor objects"
+            reason = "C++ takes tensors, numbers and generators, neither lists nor other objects"
             raise Unsupported(f"%{value.name}", CppConverter.name, reason)

@@ -32,7 +32,7 @@ _BRIDGE_NAMES = """
 Arg Args BoolSymbol DType Device FloatSymbol Frame FxwrapValue Grid Input Inputs IntSymbol Ints Kernel Layout
 ListSlot MemoryFormat Number Numbers Operator Program Site Slot Slots Variant Variants abi_version alias call
 check_alignment check_layout check_rank complex count data_ptr defined drop element element_bool element_float
-element_int empty_strided enter_device enter_stream exit_device
+element_int empty_strided enter_device enter_stream exchange_random_state exit_device
 fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int launch list mark_written move named
 none owned pool_slice restore_random_state reuse save_random_state size size_t std storage_offset stride view
 """
@@ -154,7 +154,7 @@ class CppUnit:
         return found
 
     def list_slot(self, name: str) -> str:
-        """Returns the slot of a list of any length by its value's name."""
+        """Returns the slot of a list of any length, or of a generator, by its value's name."""
         found, new = self._named("value", name, name)
         if new:
             self.lists.append(found)

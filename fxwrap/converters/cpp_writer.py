@@ -20,7 +20,19 @@ from fxwrap.converters.cpp_text import (
 )
 from fxwrap.errors import Unsupported
 from fxwrap.symbolic import expression_kind
-from fxwrap.wrapper_ir import Block, LineBase, ListType, ScalarType, Size, TensorType, Value, leaves, print_line
+from fxwrap.wrapper_ir import (
+    GENERATOR,
+    Block,
+    LineBase,
+    ListType,
+    ScalarType,
+    Size,
+    TensorType,
+    Type,
+    Value,
+    leaves,
+    print_line,
+)  # fmt: skip
 
 
 @dataclass
@@ -41,6 +53,11 @@ class Scope:
 def unsupported(line: LineBase, reason: str) -> Unsupported:
     """Returns the error for a line that C++ cannot express."""
     return Unsupported(print_line(line).partition("\n")[0], "cpp", reason)
+
+
+def is_whole(type_: Type) -> bool:
+    """Whether values of a type are kept as one thing, whatever is in it: lists of any length, and generators."""
+    return isinstance(type_, ListType) or type_ == GENERATOR
 
 
 class CppWriter:
@@ -68,8 +85,8 @@ class CppWriter:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def own(self, value: Value, base: Value | None = None) -> None:
-        """Notes a tensor, or a list of them, and the root it is a window on, so that a free lets go of all windows."""
-        if not isinstance(value.type, TensorType | ListType):
+        """Notes a value that holds something, and the root it is a window on, so that a free lets go of all windows."""
+        if not isinstance(value.type, TensorType) and not is_whole(value.type):
             return
         roots = self.scope.root_of
         root = roots[base.name] if base is not None else value.name
@@ -82,20 +99,16 @@ class CppWriter:
         return self.unit.slot(value.name)
 
     def name_of(self, value: Value) -> str:
-        """Returns the slot of a tensor or a list, or the symbol of a number."""
-        match value.type:
-            case ScalarType(kind):
-                return self.unit.scalar(value.name, kind)
-            case ListType():
-                return self.unit.list_slot(value.name)
-            case _:
-                return self.unit.slot(value.name)
+        """Returns the slot of a tensor, a list or a generator, or the symbol of a number."""
+        if isinstance(value.type, ScalarType):
+            return self.unit.scalar(value.name, value.type.kind)
+        return self.unit.list_slot(value.name) if is_whole(value.type) else self.unit.slot(value.name)
 
     def check_type(self, line: LineBase, value: Value) -> None:
-        """Raises Unsupported for a value that is neither a tensor, a list nor a real number."""
+        """Raises Unsupported for a value that is neither a tensor, a list, a generator nor a real number."""
         real = isinstance(value.type, ScalarType) and value.type.kind in ("int", "float", "bool")
-        if not real and not isinstance(value.type, TensorType | ListType):
-            raise unsupported(line, f"%{value.name} is neither a tensor, a list nor a real number")
+        if not real and not isinstance(value.type, TensorType) and not is_whole(value.type):
+            raise unsupported(line, f"%{value.name} is neither a tensor, a list, a generator nor a real number")
 
     def drop(self, slots: Sequence[str]) -> None:
         """Lets go of tensors."""

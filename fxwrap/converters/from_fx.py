@@ -28,6 +28,7 @@ from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import SymbolInfo, make_symbol
 from fxwrap.torch_compat import FakeTensor, HigherOrderOperator, OpOverload, OpOverloadPacket, without_fake_mode
 from fxwrap.wrapper_ir import (
+    GENERATOR,
     Block,
     Constant,
     ConstantStore,
@@ -142,6 +143,8 @@ class _Reading:
 
     def _type(self, node: Node, known: Type | None, val: Any) -> Type:
         """Returns an input's type: the one it was emitted with, where the metadata does not say another one by now."""
+        if isinstance(val, torch.Generator):
+            return GENERATOR
         if not isinstance(val, torch.Tensor):
             if known is None and val is not None:
                 raise failure(node, f"it stands for a {type(val).__name__}", "Give each value a placeholder of its own")

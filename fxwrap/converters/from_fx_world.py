@@ -15,6 +15,7 @@ from fxwrap.lines import (
     CheckLayout,
     EnterDevice,
     EnterRange,
+    ExchangeState,
     ExitDevice,
     ExitRange,
     Free,
@@ -28,7 +29,7 @@ from fxwrap.lines import (
     WaitEvent,
 )
 from fxwrap.torch_compat import operator_overload
-from fxwrap.wrapper_ir import OpaqueType, TensorType, Value
+from fxwrap.wrapper_ir import GENERATOR, OpaqueType, TensorType, Value
 
 _ATEN, _OURS = torch.ops.aten, torch.ops.fxwrap
 _TWO = "aten.scatter_reduce_.two"
@@ -52,6 +53,13 @@ def _save_state(reader: Reader, node: Node) -> None:
 def _restore_state(reader: Reader, node: Node) -> None:
     state, device = reader.tensor(node, node.args[0]), str(reader.argument(node, node.args[1]))
     _only(reader, node, RestoreState(state, device, origin=origin_of(node)))
+
+
+def _exchange_state(reader: Reader, node: Node) -> None:
+    generator, device = reader.argument(node, node.args[0]), str(reader.argument(node, node.args[1]))
+    if not isinstance(generator, Value) or generator.type != GENERATOR:
+        raise failure(node, "what it exchanges states with is no generator", "Pass an input that stands for one")
+    _only(reader, node, ExchangeState(generator, device, origin=origin_of(node)))
 
 
 def _only(reader: Reader, node: Node, line: Any) -> None:
@@ -190,6 +198,7 @@ _SCATTERS = {name for pair in SCATTER_OPERATORS.values() for name in pair if nam
 WORLD: Table = {
     _OURS.random_state.default: _save_state,
     _OURS.set_random_state.default: _restore_state,
+    _OURS.exchange_random_state.default: _exchange_state,
     _OURS.enter_device.default: _enter_device,
     _OURS.exit_device.default: _exit_device,
     _OURS.record_event.default: _record_event,

@@ -30,6 +30,7 @@ from fxwrap.lines import (
     Cond,
     EnterDevice,
     EnterRange,
+    ExchangeState,
     ExitDevice,
     ExitRange,
     ExtensionLine,
@@ -375,6 +376,10 @@ class FxConverter(Converter):
     def restore_state(self, line: RestoreState) -> None:
         arguments = [self.writer.argument(line.state), torch.device(line.device)]
         self.ours(line, _OURS.set_random_state.default, arguments)
+
+    def exchange_state(self, line: ExchangeState) -> None:
+        arguments = [self.writer.argument(line.generator), torch.device(line.device)]
+        self.ours(line, _OURS.exchange_random_state.default, arguments)
 
     def enter_device(self, line: EnterDevice) -> None:
         self.ours(line, _OURS.enter_device.default, [torch.device(line.device), *_stream(line)])

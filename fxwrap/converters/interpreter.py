@@ -26,6 +26,7 @@ from fxwrap.lines import (
     Cond,
     EnterDevice,
     EnterRange,
+    ExchangeState,
     ExitDevice,
     ExitRange,
     ExtensionLine,
@@ -323,6 +324,9 @@ class Interpreter(Converter):
 
     def restore_state(self, line: RestoreState) -> None:
         tensors.set_random_state(line.device, self.values[line.state.name])
+
+    def exchange_state(self, line: ExchangeState) -> None:
+        tensors.exchange_random_state(line.device, self.values[line.generator.name])
 
     def enter_device(self, line: EnterDevice) -> None:
         self.guards.append(devices.on(line.device, line.stream)())

@@ -25,6 +25,7 @@ from fxwrap.lines import (
     Cond,
     EnterDevice,
     EnterRange,
+    ExchangeState,
     ExitDevice,
     ExitRange,
     ExtensionLine,
@@ -399,6 +400,10 @@ class PythonConverter(Converter):
 
     def restore_state(self, line: RestoreState) -> None:
         self.say(f"{self._runtime('tensors', 'set_random_state')}({line.device!r}, {self.text(line.state)})")
+
+    def exchange_state(self, line: ExchangeState) -> None:
+        exchange = self._runtime("tensors", "exchange_random_state")
+        self.say(f"{exchange}({line.device!r}, {self.text(line.generator)})")
 
     def enter_device(self, line: EnterDevice) -> None:
         self.say(f"with {self.module.guard(line.device, line.stream)}():")

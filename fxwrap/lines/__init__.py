@@ -11,7 +11,7 @@ from fxwrap.lines.extern import SCATTER_OPERATORS, Call, IndexPut, Mutate, Scatt
 from fxwrap.lines.kernel import Launch
 from fxwrap.lines.memory import Alloc, Free, Pool, PoolSlice, Reuse, View, Workspace
 from fxwrap.lines.note import Comment, EnterRange, ExitRange
-from fxwrap.lines.random import RestoreState, SaveState
+from fxwrap.lines.random import ExchangeState, RestoreState, SaveState
 from fxwrap.lines.symbol import Assert, Bind, Item, Let, SizeOf
 from fxwrap.wrapper_ir import LineBase
 
@@ -21,7 +21,7 @@ CORE_LINES: tuple[type[LineBase], ...] = (
     Call, Mutate, Scatter, IndexPut,
     SizeOf, Let, Item, Bind, Assert,
     Cond, While, Scan, Map, CallFunction, Yield, Return,
-    SaveState, RestoreState,
+    SaveState, RestoreState, ExchangeState,
     EnterDevice, ExitDevice, RecordEvent, WaitEvent,
     StartCollective, WaitCollective,
     CheckLayout,
@@ -35,7 +35,7 @@ Line: TypeAlias = (
     | Call | Mutate | Scatter | IndexPut
     | SizeOf | Let | Item | Bind | Assert
     | Cond | While | Scan | Map | CallFunction | Yield | Return
-    | SaveState | RestoreState
+    | SaveState | RestoreState | ExchangeState
     | EnterDevice | ExitDevice | RecordEvent | WaitEvent
     | StartCollective | WaitCollective
     | CheckLayout
@@ -57,6 +57,7 @@ __all__ = [
     "Cond",
     "EnterDevice",
     "EnterRange",
+    "ExchangeState",
     "ExitDevice",
     "ExitRange",
     "ExtensionLine",

@@ -179,6 +179,9 @@ def _argument(builder: Builder, placeholder: Node, operand: Any, carried: bool) 
     if isinstance(fake, torch.Tensor):
         value = builder.env[placeholder] = builder.add_root(placeholder.name, fake)
         return value
+    if isinstance(fake, torch.Generator):
+        value = builder.env[placeholder] = builder.add_generator(placeholder.name, fake)
+        return value
     if operand is None or isinstance(operand, str):
         builder.env[placeholder] = operand
         return None

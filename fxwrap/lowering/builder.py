@@ -16,6 +16,7 @@ from fxwrap.lowering.streams import StreamPlan
 from fxwrap.symbolic import SymbolInfo, canonical, floor_divide, make_symbol, product, total
 from fxwrap.torch_compat import guarded_bounds, storage_identity, symbol_bounds
 from fxwrap.wrapper_ir import (
+    GENERATOR,
     Block,
     KernelDefinition,
     LineBase,
@@ -95,7 +96,7 @@ class Builder:
         self.lines: list[LineBase] = []
         self.env: dict[Node, Any] = {}
         self.root_of: dict[str, Value] = {}
-        self.fake_of: dict[str, torch.Tensor] = {}
+        self.fake_of: dict[str, Any] = {}  # tensors, and generators that are given
         self.root_by_storage: dict[int, Value] = {}
         self.mutated: set[str] = set()
         self.symbols: dict[sympy.Symbol, Any] = {}  # a ShapeEnv's as symbols or expressions of the program
@@ -237,6 +238,12 @@ class Builder:
         self.root_of[value.name] = value
         self.fake_of[value.name] = fake
         self.root_by_storage.setdefault(storage_identity(fake), value)
+        return value
+
+    def add_generator(self, name: str, generator: torch.Generator) -> Value:
+        """Makes a value for a random number generator that is given."""
+        value = Value(self.unique(name), GENERATOR)
+        self.fake_of[value.name] = generator
         return value
 
     def add_buffer(self, name: str, type_: TensorType) -> Value:

@@ -23,6 +23,7 @@ from fxwrap.lowering.side_effects import (
     lower_print,
     lower_run_and_save,
     lower_run_with,
+    lower_run_with_generator,
     lower_with_effects,
 )
 from fxwrap.lowering.source import location_of
@@ -248,7 +249,7 @@ def _associative_scan(blocks: BlockLowering, node: Node) -> None:
 def _window(builder: Builder, value: Value, index: Any) -> Value:
     """Returns a window on a tensor: what an index along its first dimension gives."""
     fake = builder.fake_of[value.name]
-    with fake.fake_mode:  # type: ignore[attr-defined]
+    with fake.fake_mode:
         shown = fake[index]
     window = builder.add_window(value.name, shown, value)
     builder.emit(View(window, value))
@@ -283,7 +284,7 @@ def _slice_types(stacked: Sequence[Any]) -> list[Any]:
 
 def _slice_example(builder: Builder, value: Any) -> Any:
     fake = builder.fake_of[value.name]
-    with fake.fake_mode:  # type: ignore[attr-defined]
+    with fake.fake_mode:
         return fake[0]
 
 
@@ -347,5 +348,6 @@ _AROUND_ONE: Mapping[str, Callable[[Builder, Node], None]] = {
     "print": lower_print,
     "run_and_save_rng_state": lower_run_and_save,
     "run_with_rng_state": lower_run_with,
+    "graphsafe_run_with_rng_state": lower_run_with_generator,
 }
 """The lowering of higher-order operators that call one operator."""

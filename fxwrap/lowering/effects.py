@@ -15,7 +15,9 @@ from fxwrap.wrapper_ir.operators import operator_facts
 FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
 """Higher-order operators that call an operator which writes its operands on copies of them."""
 
-_ORDERED = frozenset({"with_effects", "run_and_save_rng_state", "run_with_rng_state", "print"})
+_ORDERED = frozenset({
+    "with_effects", "run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state", "print",
+})  # fmt: skip
 """Higher-order operators that are there for what an operator does besides giving results."""
 
 

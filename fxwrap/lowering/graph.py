@@ -188,6 +188,9 @@ class _Lowering:
         elif isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
             builder.env[node] = builder.expression(fake)
             self.inputs.append((node, input_symbol(builder, fake)))
+        elif isinstance(fake, torch.Generator):
+            builder.env[node] = builder.add_generator(node.name, fake)
+            self.inputs.append((node, builder.env[node]))
         elif isinstance(fake, tuple | list | dict):
             raise GraphError(node.name, "it stands for several values", "Give each a placeholder of its own")
         else:

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.device_registry import registered_spec
 from fxwrap.errors import GraphError
-from fxwrap.lines import Alloc, Call, Mutate, RestoreState, SaveState, View
+from fxwrap.lines import Alloc, Call, ExchangeState, Mutate, RestoreState, SaveState, View
 from fxwrap.lowering.binding import bind_values, new_values
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.copies import writable
@@ -20,7 +20,7 @@ from fxwrap.lowering.effects import operator_label
 from fxwrap.lowering.nodes import literal
 from fxwrap.lowering.source import location_of
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, functionalized_views
-from fxwrap.wrapper_ir import OUTPUT, UNKNOWN, Effect, TensorType, Value, leaves
+from fxwrap.wrapper_ir import GENERATOR, OUTPUT, UNKNOWN, Effect, TensorType, Value, leaves
 from fxwrap.wrapper_ir.operators import operator_facts
 
 
@@ -167,6 +167,22 @@ def lower_run_with(builder: Builder, node: Node) -> None:
     builder.emit(RestoreState(state, device, origin=origin))
     found = _call(builder, node, overload, arguments, keywords, tuple(_flat(fake)))
     builder.emit(RestoreState(current, device, origin=origin))
+    builder.env[node] = found if isinstance(fake, tuple | list) else found[0]
+
+
+def lower_run_with_generator(builder: Builder, node: Node) -> None:
+    """An operator that draws random numbers from a generator which is an input, in place of the default one."""
+    overload = _overload(node, 0)
+    fake, source = builder.fakes[node], node.kwargs.get("rng_state")
+    generator = literal(builder, source, node)
+    if not isinstance(source, Node) or not isinstance(generator, Value) or generator.type != GENERATOR:
+        raise _error(node, "its 'rng_state' is no generator", "Pass a placeholder that stands for a torch.Generator")
+    arguments, named = _literals(builder, node, 1)
+    keywords = tuple([(name, item) for name, item in named if name != "rng_state"])
+    exchange = ExchangeState(generator, str(builder.fakes[source].device), origin=builder.origin(node))
+    builder.emit(exchange)
+    found = _call(builder, node, overload, arguments, keywords, tuple(_flat(fake)))
+    builder.emit(exchange)
     builder.env[node] = found if isinstance(fake, tuple | list) else found[0]
 
 

@@ -22,7 +22,7 @@ INSTEAD = (
 )
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN_CLASSES = _TENSORS | {int, float, bool, complex, type(None), str, torch.dtype, torch.device}
+_PLAIN_CLASSES = _TENSORS | {int, float, bool, complex, type(None), str, torch.dtype, torch.device, torch.Generator}
 
 _address = torch.Tensor.data_ptr  # 0 for what has no memory, and for what is empty
 _is_negated = torch.Tensor.is_neg

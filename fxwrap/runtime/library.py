@@ -221,6 +221,10 @@ def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
     tensors.set_random_state(str(device), state)
 
 
+def _exchange_random_state(generator: torch.Generator, device: torch.device) -> None:
+    tensors.exchange_random_state(str(device), generator)
+
+
 class _Entered(threading.local):
     """The guards that a thread has entered and not yet left."""
 
@@ -330,6 +334,9 @@ _OPERATORS = (
     _Operator("require(Scalar condition, str message, str error, SymInt? shown) -> ()", _require, has_effect=True),
     _Operator("random_state(Device device) -> Tensor", _random_state, _random_state_fake, has_effect=True),
     _Operator("set_random_state(Tensor state, Device device) -> ()", _set_random_state, has_effect=True),
+    _Operator(
+        "exchange_random_state(Generator generator, Device device) -> ()", _exchange_random_state, has_effect=True
+    ),
     _Operator("enter_device(Device device, int stream=0) -> ()", _enter_device, has_effect=True),
     _Operator("exit_device(Device device, int stream=0) -> ()", _exit_device, has_effect=True),
     _Operator("stream_id(Device device, int stream) -> int", _stream_id, lambda *_: 0, has_effect=True),

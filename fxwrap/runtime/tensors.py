@@ -12,7 +12,8 @@ from fxwrap.runtime.devices import allocator
 from fxwrap.torch_compat import window
 
 __all__ = [
-    "allocator", "copy", "follow", "random_state", "reinterpret", "scatter", "set_random_state", "window",
+    "allocator", "copy", "exchange_random_state", "follow", "random_state", "reinterpret", "scatter",
+    "set_random_state", "window",
 ]  # fmt: skip
 
 
@@ -78,3 +79,10 @@ def random_state(device: str) -> torch.Tensor:
 def set_random_state(device: str, state: torch.Tensor) -> None:
     """Sets the state of a device's default generator."""
     devices.set_random_state(torch.device(device), state)
+
+
+def exchange_random_state(device: str, generator: torch.Generator) -> None:
+    """Exchanges the states of a device's default generator and another generator."""
+    state = random_state(device)
+    set_random_state(device, generator.get_state())
+    generator.set_state(state)

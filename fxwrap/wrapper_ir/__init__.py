@@ -90,6 +90,7 @@ from fxwrap.wrapper_ir.streams import (
 from fxwrap.wrapper_ir.types import (
     DTYPE_NAMES,
     DTYPES,
+    GENERATOR,
     ListType,
     OpaqueType,
     OptionalType,
@@ -109,6 +110,7 @@ __all__ = [
     "ASSERT",
     "DTYPES",
     "DTYPE_NAMES",
+    "GENERATOR",
     "MAIN",
     "OUTPUT",
     "START",

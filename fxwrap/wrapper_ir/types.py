@@ -142,6 +142,10 @@ class OpaqueType:
     name: str
 
 
+GENERATOR = OpaqueType("Generator")
+"""The type of a random number generator that is no device's default one."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenType:
     """An ordering token: it carries no data."""

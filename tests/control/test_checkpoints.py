@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import fxwrap
 from fxwrap.compare import COMPARED
+from fxwrap.compiler import emit
+from fxwrap.errors import GraphError, InputError
+from fxwrap.lines import ExchangeState
+from fxwrap.passes.recordable import Recordable
 from tests.control.cases import DEVICES, random, to_device
+from tests.control.graphs import written
 
 aten = torch.ops.aten
 
@@ -70,3 +79,102 @@ def test_the_partitioner_leaves_the_default_generator_in_use(fresh_dynamo: None)
     options = {"partitioner": partition, "emitter": "interpreter", "fuse": False}
     torch.compile(checkpointed, backend="fxwrap", options=options)(random(4, 8), random(8, 8, gradient=True))
     assert seen == [False] and config.graphsafe_rng_functionalization
+
+
+higher = torch.ops.higher_order
+
+
+def drawing(device: str) -> tuple[GraphModule, tuple[Any, ...]]:
+    """What AOTAutograd makes of checkpointed operators where it may: they draw from generators that are inputs."""
+
+    def write(graph: Graph, x: Node, one: Node, other: Node) -> Any:
+        drawn = torch._prims.rng_prims.graphsafe_run_with_rng_state
+        first = graph.call_function(drawn, (aten.rand_like.default, x), {"rng_state": one})
+        both = graph.call_function(drawn, (aten.native_dropout.default, x, 0.5, True), {"rng_state": other})
+        dropped = graph.call_function(operator.getitem, (both, 0))
+        again = graph.call_function(drawn, (aten.bernoulli.p, x), {"p": 0.5, "rng_state": one})
+        own = graph.call_function(aten.rand_like.default, (x,))
+        return tuple([graph.call_function(aten.add.Tensor, (item, x)) for item in (first, dropped, again, own)])
+
+    generators = [torch.Generator(device).manual_seed(seed) for seed in (3, 4)]
+    return written(3, write), (random(4, 8).to(device), *generators)
+
+
+def _drawn_in_eager(x: Tensor, one: torch.Generator, other: torch.Generator) -> tuple[Tensor, ...]:
+    def drawn(generator: torch.Generator, function: Any, *arguments: Any) -> Any:
+        devices = [x.device] if x.is_cuda else []
+        with torch.random.fork_rng(devices):
+            module = torch.cuda if x.is_cuda else torch.random
+            module.set_rng_state(generator.get_state())
+            result = function(*arguments)
+            generator.set_state(module.get_rng_state())
+            return result
+
+    first = drawn(one, torch.rand_like, x)
+    dropped = drawn(other, torch.native_dropout, x, 0.5, True)[0]
+    again = drawn(one, torch.bernoulli, x, 0.5)
+    return first + x, dropped + x, again + x, torch.rand_like(x) + x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators_draw_from_generators_that_are_inputs(device: str, tmp_path: Path) -> None:
+    graph, inputs = drawing(device)
+    x = inputs[0]
+    program = fxwrap.lower(graph, inputs)
+    again = fxwrap.from_fx(fxwrap.to_fx(program).graph_module)
+    fxwrap.save(program, tmp_path / "drawing.fxw")
+    forms = {emitter: emit(program, emitter) for emitter in COMPARED} | {"read back": emit(again, "python")}
+    loaded = fxwrap.load(tmp_path / "drawing.fxw", emitter="fx")
+    results = []
+    for name, call in {"eager": _drawn_in_eager, **forms, "loaded": loaded}.items():
+        torch.manual_seed(11)
+        generators = [torch.Generator(device).manual_seed(seed) for seed in (3, 4)]
+        drawn = [call(x, *generators) for _ in range(2)]  # the second call goes on where the first one ended
+        left = [torch.rand(3, device=device), *[torch.rand(3, device=device, generator=item) for item in generators]]
+        results.append((name, [*drawn[0], *drawn[1], *left]))
+    for name, found in results[1:]:
+        assert all(map(torch.equal, found, results[0][1])), name
+    assert str(fxwrap.parse(str(program))) == str(program)
+
+
+def test_a_function_takes_the_generator_that_each_call_passes() -> None:
+    """As AOTAutograd has it for compiled regions."""
+    x = random(4, 8)
+
+    def draw(graph: Graph, a: Node, generator: Node) -> Any:
+        drawn = torch._prims.rng_prims.graphsafe_run_with_rng_state
+        return (graph.call_function(drawn, (aten.rand_like.default, a), {"rng_state": generator}),)
+
+    def write(graph: Graph, a: Node, one: Node, other: Node) -> Any:
+        layer = graph.get_attr("layer")
+        calls = [graph.call_function(higher.invoke_subgraph, (layer, "layer", a, item)) for item in (one, other, one)]
+        return tuple([graph.call_function(operator.getitem, (call, 0)) for call in calls])
+
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    program = fxwrap.lower(written(3, write, {"layer": written(2, draw)}), [x, *generators])
+    assert len(program.functions) == 1
+    first, second = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    wanted = [torch.rand(4, 8, generator=item) for item in (first, second, first)]
+    for emitter in COMPARED:
+        generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+        assert all(map(torch.equal, emit(program, emitter)(x, *generators), wanted)), emitter
+
+
+def test_what_is_no_generator_is_refused() -> None:
+    program = fxwrap.lower(*drawing("cpu"))
+    x = random(4, 8)
+    with pytest.raises(InputError, match=r"input 'x1': expected a torch.Generator, got NoneType"):
+        emit(program, "cpp")(x, None, torch.Generator())
+    drawn = torch._prims.rng_prims.graphsafe_run_with_rng_state
+    graph = written(1, lambda graph, a: graph.call_function(drawn, (aten.rand_like.default, a), {"rng_state": None}))
+    with pytest.raises(GraphError, match=r"'rng_state' is no generator\. Pass a placeholder that stands for"):
+        fxwrap.lower(graph, [x])
+
+
+def test_draws_from_other_generators_are_not_recorded() -> None:
+    """The lines around them run on the host, and keep their turn."""
+    graph, inputs = drawing("cpu")
+    program = fxwrap.lower(graph, inputs, options=fxwrap.Options(fuse=False))
+    judge = Recordable(program, ["cpu"])
+    verdicts = [judge(line) for line in program.body.lines if isinstance(line, ExchangeState)]
+    assert verdicts == ["random.exchange runs on the host"] * 6

@@ -25,7 +25,7 @@ from fxwrap.symbolic import SymbolInfo, evaluate
 from fxwrap.torch_compat import FakeTensor, storage_identity, triton_kernel_at
 from tests.capture import capture_graphs
 from tests.models import MODELS
-from tests.sample import DmaCopy, Sample
+from tests.sample import DmaCopy, Sample, contents
 from tests.samples import SAMPLES
 from tests.strategies.expressions import any_expressions, environments
 
@@ -49,7 +49,7 @@ def test_samples_run_as_the_interpreter_does(sample: Sample) -> None:
     result = emitted(*ours)
     assert_same(result, wanted)
     assert [type(item) for item in result] == [type(item) for item in wanted]
-    assert_same(list(ours), list(theirs))
+    assert_same(contents(ours), contents(theirs))
 
 
 # --- metadata -------------------------------------------------------------------------------------------------------

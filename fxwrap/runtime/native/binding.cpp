@@ -138,6 +138,12 @@ bool set_input(Execution& execution, const char* name, const Arg& place, PyObjec
       if (!PyFloat_Check(object) && !PyLong_Check(object)) return wrong_kind(name, "a float", object);
       f.floats[place.integer] = PyFloat_AsDouble(object);
       return !PyErr_Occurred();
+    case Arg::WholeList: {
+      const int is_generator = PyObject_IsInstance(object, THPGeneratorClass);
+      if (is_generator <= 0) return is_generator == 0 && wrong_kind(name, "a torch.Generator", object);
+      list_at(f, place.integer) = THPGenerator_Unwrap(object);
+      return true;
+    }
     default:
       return true;
   }

@@ -3,11 +3,14 @@
 
 #include <Python.h>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
 // Of libtorch_python, declared here because its own headers bring in pybind11 (15 s of compile time).
 extern PyObject* THPVariableClass;
 extern PyObject* ParameterClass;
+extern PyObject* THPGeneratorClass;
+at::Generator THPGenerator_Unwrap(PyObject* object);
 
 namespace fxwrap::binding {
 

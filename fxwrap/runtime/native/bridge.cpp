@@ -233,6 +233,16 @@ void restore_random_state(Frame& f, Slot state, Device& device) {
   generator.set_state(tensor_at(f, state));
 }
 
+void exchange_random_state(Frame& f, ListSlot generator, Device& device) {
+  at::Generator own = at::globalContext().defaultGenerator(resolve_device(device));
+  at::Generator given = list_at(f, generator).toGenerator();
+  if (own == given) return;
+  std::scoped_lock lock(own.mutex(), given.mutex());
+  const at::Tensor state = own.get_state();
+  own.set_state(given.get_state());
+  given.set_state(state);
+}
+
 void fail_assert(const char* message, const char* error) {
   const std::string_view name(error);
   if (name == "InputError") throw InputError(message);

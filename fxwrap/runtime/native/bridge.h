@@ -51,7 +51,7 @@ enum Slot : int32_t {};
 enum IntSymbol : int32_t {};    // index in Frame::ints
 enum BoolSymbol : int32_t {};   // index in Frame::ints, holding 0 or 1
 enum FloatSymbol : int32_t {};  // index in Frame::floats
-enum ListSlot : int32_t {};     // index in Frame::lists
+enum ListSlot : int32_t {};     // index in Frame::lists: a list of any length, or a generator
 
 // torch's dtypes under torch's names; the values are those of c10::ScalarType.
 enum class DType : int8_t {
@@ -78,7 +78,7 @@ struct Arg {
     IntSymbolIndex, FloatSymbolIndex, BoolSymbolIndex,
     List,  // `integer` items follow
     Name,  // the next argument is passed by this name
-    WholeList,  // what an operator gave as a list, of any length
+    WholeList,  // what an operator gave as a list, of any length; a generator
   };
   Kind kind;
   union {
@@ -252,6 +252,9 @@ FXWRAP_API void launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots
 FXWRAP_API void save_random_state(Frame& f, Slot out, Device& device);
 FXWRAP_API void restore_random_state(Frame& f, Slot state, Device& device);
 
+// Exchanges the states of a device's default generator and another one, so that operators draw from that.
+FXWRAP_API void exchange_random_state(Frame& f, ListSlot generator, Device& device);
+
 // Makes a device current, and a stream of it by torch's number for that, until `exit_device`. What is still entered when
 // the program ends or throws is left then.
 FXWRAP_API void enter_device(Frame& f, Device& device);
@@ -267,7 +270,7 @@ FXWRAP_API void check_alignment(Frame& f, Slot slot, const char* name, int64_t a
 [[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error = "RuntimeError");
 [[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error, int64_t shown);
 
-// An input by the name that error messages give it: a Slot, owned(Slot) or a symbol.
+// An input by the name that error messages give it: a Slot, owned(Slot), a symbol, or the ListSlot of a generator.
 // A borrowed input's slot must never be dropped, moved, reused or written as a result.
 struct Input {
   const char* name;

@@ -81,6 +81,8 @@ void set_input(Execution& execution, const Arg& place, FxwrapValue value) {
     case Arg::FloatSymbolIndex:
       f.floats[place.integer] = value.real;
       return;
+    case Arg::WholeList:
+      throw InputError("the program takes a generator, which only Python can pass");
     default:
       return;
   }

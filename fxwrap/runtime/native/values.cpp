@@ -14,7 +14,7 @@ using c10::TypePtr;
 constexpr const char* kind_names[] = {
     "None",      "a tensor", "a tensor",        "an int",   "a float",       "a bool",         "a complex",     "a string",
     "a dtype",   "a layout", "a memory format", "a device", "an int symbol", "a float symbol", "a bool symbol", "a list",
-    "a name",    "a list of any length"};
+    "a name",    "a list of any length, or a generator"};
 
 // Walks the flat arguments of one call site.
 class Reader {
@@ -37,7 +37,8 @@ class Reader {
       optional = true;
     }
     const Arg& argument = take();
-    if (argument.kind == Arg::WholeList && type->kind() == TypeKind::ListType) {
+    if (argument.kind == Arg::WholeList &&
+        (type->kind() == TypeKind::ListType || type->kind() == TypeKind::GeneratorType)) {
       Value result;
       result.source = Value::Source::WholeList;
       result.index = int32_t(argument.integer);
