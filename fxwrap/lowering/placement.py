@@ -109,6 +109,14 @@ def placements(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iter
 
     None of them is checked for what the two read of one another.
     """
+    scans = isinstance(definition, Scanned) or kernel.scans()
+    for placement in _ways(kernel, definition, trace):
+        if not scans or len(placement.reduced) == 1:  # a scan runs along one axis
+            yield placement
+
+
+def _ways(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iterator[Placement]:
+    """Yields ways in which a definition's space and a kernel's are one, also such as cut what scans run along."""
     own_count, count = count_points(trace.axes), count_points(kernel.space)
     own_reduced = trace.axes[trace.kept :]
     if own_count == 0:
@@ -143,7 +151,7 @@ def _moves_to(kernel: KernelPlan, trace: Trace, definition: Definition) -> Itera
             kernel_at[len(kernel.axes) :], kernel.reduced, reduced
         ):
             continue
-        yield Placement(kept, reduced, mapping, own)
+        yield Placement(kept, reduced or kernel.reduced, mapping, own)  # a reduction over one element keeps its axis
 
 
 def _keeps_kinds(kernel: KernelPlan, trace: Trace, at: Multi) -> bool:

@@ -38,6 +38,25 @@ def test_what_depends_on_the_order_of_reduced_axes_keeps_it(case: str) -> None:
     check(ORDERED[case], x)
 
 
+AXES: dict[str, Callable[[Tensor], Any]] = {
+    "an element beside a sum": lambda x: (mask := x > 0, mask.sum(), mask[0] * 2),
+    "an element beside a position": lambda x: (y := x * 2, y.argmax(), y[0] + 1),
+    "an element beside a scan": lambda x: (y := x * 2, y.cumsum(0), y[0] + 1),
+    "an element after its sum": lambda x: (y := x + 1, y.sum(), (y[0] * 3).expand(1).sum()),
+    "a sum of all dimensions before a scan": lambda x: (x.view(-1, 1).expand(-1, 2).sum(), x.cumsum(0)),
+    "a sum of two dimensions before a scan": lambda x: (x.view(x.numel() // 3 or 1, -1).sum(), x.cumsum(0)),
+    "a scan before a sum of two dimensions": lambda x: (x.cumsum(0), x.view(x.numel() // 3 or 1, -1).sum()),
+    "three in one order": lambda x: (x.view(x.numel() // 3 or 1, -1).sum(), x.argmax(), (x * 2).cumsum(0)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 6])
+@pytest.mark.parametrize("case", AXES)
+def test_reductions_and_scans_keep_the_axes_they_run_along(case: str, size: int) -> None:
+    """A reduction over one element has an axis to run over still, and a scan has only one."""
+    check(AXES[case], torch.randn(size, generator=torch.Generator().manual_seed(size)))
+
+
 def test_long_chains_are_one_kernel() -> None:
     def function(x: Tensor) -> Tensor:
         for _ in range(120):
