@@ -143,7 +143,7 @@ class GraphCopy:
         return replace(self._source, graph_module=module, replaced=replaced), self.fakes
 
     def _give(self, node: Node, target: Callable[..., Any], keywords: dict[str, Any], name: str) -> None:
-        output, made = next(reversed(self.graph.nodes)), self.made_of[node]
+        (output,), made = self.graph.find_nodes(op="output"), self.made_of[node]
         with self.graph.inserting_before(output):
             given = self.graph.create_node("call_function", target, (made,), keywords, name)
         self.fakes[given] = run_on_fakes(given, self.fakes)
