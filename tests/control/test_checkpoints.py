@@ -18,9 +18,11 @@ from fxwrap.compare import COMPARED
 from fxwrap.compiler import emit
 from fxwrap.errors import GraphError, InputError
 from fxwrap.lines import ExchangeState
+from fxwrap.passes.partition import partition
 from fxwrap.passes.recordable import Recordable
 from tests.control.cases import DEVICES, random, to_device
 from tests.control.graphs import written
+from tests.cuda_graphs.recorder import cpu_that_records
 
 aten = torch.ops.aten
 
@@ -171,10 +173,21 @@ def test_what_is_no_generator_is_refused() -> None:
         fxwrap.lower(graph, [x])
 
 
-def test_draws_from_other_generators_are_not_recorded() -> None:
-    """The lines around them run on the host, and keep their turn."""
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_what_draws_is_recorded_and_the_exchange_around_it_is_not(emitter: str) -> None:
+    """A recording draws from the default generator, whose state is another one's then."""
     graph, inputs = drawing("cpu")
     program = fxwrap.lower(graph, inputs, options=fxwrap.Options(fuse=False))
     judge = Recordable(program, ["cpu"])
     verdicts = [judge(line) for line in program.body.lines if isinstance(line, ExchangeState)]
     assert verdicts == ["random.exchange runs on the host"] * 6
+    ours, theirs = ([torch.Generator().manual_seed(seed) for seed in (3, 4)] for _ in range(2))
+    with cpu_that_records() as recorder:
+        call = emit(fxwrap.verify(partition(program, judge, fewest=1)), emitter)
+        for seed in range(4):
+            x = random(4, 8, seed=seed)
+            torch.manual_seed(seed)
+            found = call(x, *ours)
+            torch.manual_seed(seed)
+            assert all(map(torch.equal, found, fxwrap.run(program, [x, *theirs])))
+        assert recorder.replayed == 4 * 3  # four functions; the first call runs them as they are

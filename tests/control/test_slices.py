@@ -172,6 +172,19 @@ def test_a_pointwise_associative_scan_on_a_cpu_gives_torchs_own_error(fresh_dyna
     assert errors[0] is errors[1]
 
 
+def _sums_along_the_rows(x: Tensor) -> Any:
+    return associative_scan(torch.add, x, 1, combine_mode="pointwise")
+
+
+def _trees_from_the_last(x: Tensor) -> Any:
+    def combine(a: Any, b: Any) -> Any:
+        return a[0] * b[0], a[1] * b[0] + b[1]
+
+    return associative_scan(combine, (x, x * 2), 0, reverse=True, combine_mode="pointwise")
+
+
 @pytest.mark.gpu
-def test_a_pointwise_associative_scan_on_a_gpu(fresh_dynamo: None) -> None:
-    assert_emitters_agree(lambda x: associative_scan(torch.add, x, 0, combine_mode="pointwise"), (ROWS.cuda(),))
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [_sums_along_the_rows, _trees_from_the_last])
+def test_a_pointwise_associative_scan_on_a_gpu(function: Any, dynamic: bool, fresh_dynamo: None) -> None:
+    assert_emitters_agree(function, (ROWS.cuda(),), dynamic=dynamic)
