@@ -17,6 +17,7 @@ from fxwrap.lines.frees import insert_frees
 from fxwrap.lowering.associative_scans import with_associative_scans
 from fxwrap.lowering.body import Body, Request
 from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.define import outcome_of
 from fxwrap.lowering.effects import attribute_of
 from fxwrap.lowering.emit import contiguous_strides
 from fxwrap.lowering.fake import fake_values
@@ -137,6 +138,8 @@ class BlockLowering:
         module = source.graph_module
         placeholders = module.graph.find_nodes(op="placeholder")
         builder = self.builder.nested(fakes, source.name)
+        replaced = source.replaced.items()
+        builder.state.outcomes += [outcome_of(old, builder.qualified(old), became) for old, became in replaced]
         lowered = LoweredBlock(builder, self.scope)
         for position, (placeholder, operand) in enumerate(zip(placeholders, operands, strict=True)):
             lowered.arguments.append(_argument(builder, placeholder, operand, position < carried))

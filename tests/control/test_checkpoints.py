@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,36 @@ def test_random_numbers_are_those_of_eager(function: Any, device: str, fresh_dyn
         result, gradient, next_numbers = run(compiled)
         assert torch.equal(result == 0, wanted[0] == 0) and torch.equal(next_numbers, wanted[2]), emitter
         torch.testing.assert_close((result, gradient), wanted[:2], rtol=1e-5, atol=1e-6)
+
+
+def checkpointed_layers(x: Tensor, w: Tensor) -> Tensor:
+    def layer(x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(((x @ w).sin() @ w).cos() @ w, 0.5) @ w
+
+    for _ in range(2):
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+_ON_GPU = [pytest.param("cuda", emitter, marks=pytest.mark.gpu) for emitter in ("python", "cpp", "fx")]
+
+
+@pytest.mark.parametrize(("device", "emitter"), [("cpu", "python"), *_ON_GPU])
+def test_recordings_draw_the_numbers_of_eager(device: str, emitter: str, fresh_dynamo: None) -> None:
+    x, w = to_device((random(4, 8), random(8, 8, seed=1, gradient=True)), device)
+    with cpu_that_records() if device == "cpu" else nullcontext() as recorder:
+        options = {"emitter": emitter, "cuda_graphs": True, "fuse": False}
+        compiled = torch.compile(checkpointed_layers, backend="fxwrap", fullgraph=True, options=options)
+        for seed in range(5):
+            found = []
+            for called in (checkpointed_layers, compiled):
+                torch.manual_seed(seed)
+                w.grad = None
+                result = called(x, w)
+                result.square().sum().backward()
+                found.append((result.detach().clone(), w.grad.clone(), torch.rand(3, device=device)))
+            torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+        assert recorder is None or recorder.replayed >= 8
 
 
 def test_the_partitioner_leaves_the_default_generator_in_use(fresh_dynamo: None) -> None:

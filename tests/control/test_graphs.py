@@ -87,6 +87,14 @@ def test_an_associative_scan_with_a_constant_and_an_operand_for_all() -> None:
     assert len(program.constants) == 1 and not any(isinstance(line, Scan) for line in program.lines())
 
 
+def test_an_associative_scan_in_a_branch_is_taken_apart_too() -> None:
+    then = associative_scan_graph(block(lambda a, b: a + b, X[0], X[0]), 1)
+    graph = cond_graph(then, block(lambda x: x * 2, X))
+    agree(graph, YES, X, wanted=(X.cumsum(0),))
+    outcomes = {item.node: item.kind for item in fxwrap.compile_graph(graph, [YES, X]).coverage}
+    assert outcomes["then.associative_scan"] == "fused"
+
+
 @pytest.mark.parametrize("rounds", [0, 1, 4])
 def test_a_loop_that_swaps_what_it_carries(rounds: int) -> None:
     cond = condition(lambda i, x, y, end: i < end, ZERO, X, X, ZERO)
