@@ -55,15 +55,6 @@ def with_symbols_and_closures(x: Tensor, w: Tensor) -> Any:
     return scan(combine, x.new_zeros(8), x)
 
 
-@CASES.add((ROWS.clone().requires_grad_(), WEIGHTS), training=True)
-def scan_in_training_with_gradients_of_everything(x: Tensor, w: Tensor) -> Any:
-    def combine(carried: Tensor, row: Tensor) -> Any:
-        new = (carried @ w + row).tanh()
-        return new, new * 2
-
-    return scan(combine, x.sum(0), x)
-
-
 @CASES.add((ROWS, WEIGHTS), training=True, refusal=SOME_WITHOUT_GRADIENT)
 def scan_in_training(x: Tensor, w: Tensor) -> Any:
     def combine(carried: Tensor, row: Tensor) -> Any:
@@ -73,9 +64,10 @@ def scan_in_training(x: Tensor, w: Tensor) -> Any:
     return scan(combine, x.new_zeros(8), x)
 
 
-@CASES.add((ROWS, WEIGHTS), training=True, dynamic=True, refusal=SOME_WITHOUT_GRADIENT)
+@CASES.add((ROWS.clone().requires_grad_(), WEIGHTS), training=True, dynamic=True)
 def scan_in_training_with_symbols(x: Tensor, w: Tensor) -> Any:
-    return scan(lambda carried, row: ((carried @ w).sin() + row, carried.exp()), x.new_zeros(8), x)[1]
+    """Everything has a gradient."""
+    return scan(lambda carried, row: ((carried @ w).sin() + row, carried.exp()), x.sum(0), x)[1]
 
 
 @CASES.add((ROWS, torch.tensor(3)), (ROWS, torch.tensor(-3)))
@@ -127,7 +119,7 @@ def _pointwise_scan(combine: Any, *xs: Tensor) -> Any:
     return torch.ops.higher_order.associative_scan(combine, list(xs), ())
 
 
-@CASES.add((ROWS,), (random(1, 8),), (random(2, 3),), (random(16, 2),))
+@CASES.add((ROWS[:, :4],), (random(2, 1),))
 def pointwise_associative_scans_of_any_length(x: Tensor) -> Any:
     sums = _pointwise_scan(lambda a, b: [a + b], x)
     products = _pointwise_scan(lambda a, b, c, d: [a * c, b * c + d], x.sin(), x)
@@ -139,14 +131,6 @@ def pointwise_associative_scans_with_symbols(x: Tensor) -> Any:
     products = _pointwise_scan(lambda a, b, c, d: [a * c, b * c + d], x.sin(), x * 2)
     (largest,) = _pointwise_scan(lambda a, b: [torch.maximum(a, b)], x.t())
     return products[0], products[1] + 1, largest.t()
-
-
-@CASES.add((ROWS, torch.tensor(True)), (ROWS, torch.tensor(False)))
-def a_pointwise_associative_scan_in_a_cond(x: Tensor, flag: Tensor) -> Any:
-    def then(a: Tensor) -> Tensor:
-        return _pointwise_scan(lambda b, c: [b + c], a)[0] + 1
-
-    return torch.cond(flag, then, lambda a: a * 2, (x,))
 
 
 @CASES.add((random(5, 8, gradient=True),), training=True)
