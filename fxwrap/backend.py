@@ -86,7 +86,7 @@ class _GraphCompiler:
             graph_module, example_inputs, options=options, ownership=ownership, name=self.kind,
             free_outputs=facts.saved_outputs, static_inputs=_static_inputs(self.kind, graph_module, facts),
         )  # fmt: skip
-        if facts.saved_outputs:
+        if facts.saved_outputs or options.output_strides == "any":
             report_output_strides(_fixed_strides(compiled.program))
         if options.on_graph is None:
             return _boxed(compiled.boxed)

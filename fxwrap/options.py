@@ -54,8 +54,9 @@ class Options:
         on_graph: under torch.compile, receives each emitted FX graph and what is known about it; what it returns runs.
         fuse: generate fused kernels; without, every operator is a call.
         layout: "auto" has convolutions read and give channels-last tensors where that is estimated to pay, and what is
-            computed from them follow; inputs are converted, and results have eager's strides. "keep" leaves layouts
-            as they are.
+            computed from them follow; inputs are converted. "keep" leaves layouts as they are.
+        output_strides: "eager" has outputs lie in memory as eager's do, if need be by a copy; with "any" they may have
+            the strides that are quickest, as TorchInductor gives them: rows apart, channels last.
         cpu_kernels: the language of kernels for the CPU: "cpp", or "triton" (in Triton's interpreter, slowly).
         fallback: what happens where a kernel cannot be generated or compiled: "warn" calls the operators instead and
             warns once, "error" raises.
@@ -97,6 +98,7 @@ class Options:
     on_graph: Callable[..., Any] | None = None
     fuse: bool = True
     layout: str = "auto"
+    output_strides: str = "eager"
     cpu_kernels: str = "cpp"
     fallback: str = "warn"
     runtime_asserts: bool = True
@@ -211,6 +213,8 @@ _KINDS: Mapping[str, type] = {
 }
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
+    "layout": ("auto", "keep"),
+    "output_strides": ("eager", "any"),
     "cpu_kernels": ("cpp", "triton"),
     "fallback": ("warn", "error"),
     "memory_planning": ("none", "reuse", *PLANNERS),

@@ -37,6 +37,7 @@ from fxwrap.options import Options
 from fxwrap.passes.order_streams import order_streams
 from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.provenance import number_calls
+from fxwrap.torch_compat import tree_flatten
 from fxwrap.wrapper_ir import (
     Block,
     Constant,
@@ -137,6 +138,8 @@ class _Lowering:
         source, fakes = with_associative_scans(source, fakes)
         source, fakes = with_equal_calls_once(source, fakes, request.options)
         source, fakes = with_products(source, fakes, request.options)
+        if request.options.output_strides == "any":
+            free_outputs = range(len(tree_flatten(source.output.args)[0]))
         source, fakes = with_layouts(source, fakes, request.options, example_inputs, free_outputs)
         source, fakes = with_aligned_rows(source, fakes, request.options, free_outputs)
         self.source = source

@@ -207,6 +207,23 @@ def test_what_a_forward_saves_lies_apart(for_nothing: None, fresh_dynamo: None) 
     assert strides(backward) == [(12, 1)], "its gradient, which two products read"
 
 
+def test_outputs_of_any_strides(for_nothing: None, fresh_dynamo: None) -> None:
+    options = OPTIONS.replace(output_strides="any")
+    graph = make_fx(view_given_back, tracing_mode="fake")(*operands())
+    for emitter in ("python", "cpp", "fx"):
+        found = fxwrap.compile_graph(graph, options=options.replace(emitter=emitter))(*operands())
+        assert [item.stride() for item in found] == [(36, 12, 1), (9, 1)]
+        torch.testing.assert_close(tuple(found), view_given_back(*operands()))
+    x, w = [item.requires_grad_() for item in operands()]
+    compiled = torch.compile(given_back, backend="fxwrap", options={"devices": (ALIKE,), "output_strides": "any"})
+    with torch.no_grad():
+        assert compiled(x, w).stride() == (12, 1)
+    result = compiled(x, w)
+    assert result.stride() == (12, 1)
+    found = torch.autograd.grad(result.sin().sum(), (x, w))
+    torch.testing.assert_close(found, torch.autograd.grad(given_back(x, w).sin().sum(), (x, w)))
+
+
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[Callable[..., Any], list[Tensor]]:
     """Products of matrices with any number of columns, with views and pointwise operators between, some given back."""
