@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.converters.fx_module import boxed_function
 from fxwrap.lines import Return
-from fxwrap.lowering import decomposition_table, partitioner
+from fxwrap.lowering import decomposition_table, partitioner, with_stream_calls
 from fxwrap.options import FIRST_CALL, Options
 from fxwrap.torch_compat import TracingFacts, aot_autograd, report_output_strides, tracing_facts
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
@@ -58,7 +58,7 @@ def make_backend(
     `compile_graph` is; its result's `boxed` is what runs. Another function than `compile_graph` may watch the graphs.
     """
     compilers = {kind: _GraphCompiler(kind, options, compile_with) for kind in ("forward", "backward", "inference")}
-    return aot_autograd(
+    traced = aot_autograd(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
@@ -66,6 +66,11 @@ def make_backend(
         decompositions=dict(decomposition_table(options)),
         keep_inference_input_mutations=True,
     )
+
+    def backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return traced(with_stream_calls(graph_module), example_inputs)  # type: ignore[no-any-return]
+
+    return backend
 
 
 @dataclass(frozen=True)

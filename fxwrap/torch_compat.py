@@ -6,6 +6,7 @@ Each item says why the public API does not do and on which versions it was check
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -882,14 +883,59 @@ It is no view in autograd's sense, has its own version counter and no base; size
 
 
 # Why: the streams and events of a model are in a table of Dynamo's without a public name; graphs say their places
-# there. In 2.11 place 0 may be any of them; in 2.13 it is the stream that is current. Numbers of ours keep 0 for that.
-# It must not import Dynamo, which takes over a second. Checked on 2.11, 2.13.
+# there. In 2.13 place 0 is the stream that is current, in 2.11 it may be any of them. In both AOTAutograd gives it more
+# places: what makes an object anew for each call, a function in another table, says which they are.
+# Numbers of ours keep 0 for that. It must not import Dynamo, which takes over a second. Checked on 2.11, 2.13.
 _EXTERNAL_OBJECTS = "torch._dynamo.graph_bytecode_inputs"
 
 
 def external_number(place: int) -> int:
     """Give the number that programs have for a stream or an event at a place of Dynamo's table."""
+    if _is_current_stream(place):
+        return 0
     return place if _current_stream_has_a_place() else place + 1
+
+
+def _is_current_stream(place: int) -> bool:
+    """Say whether what is at a place of Dynamo's table is, as far as that says it, the stream current at each call."""
+    table = sys.modules.get(_EXTERNAL_OBJECTS)
+    constructor = None if table is None else table.index_to_bytecode_constructor.get(place)
+    if constructor is None:
+        return False
+    made_of = inspect.getclosurevars(constructor).nonlocals
+    if "source" in made_of:  # in a model
+        return type(made_of["source"]).__name__ == "CurrentStreamSource"
+    return getattr(made_of.get("construct_fn"), "__qualname__", "").startswith("get_current_stream.")  # AOTAutograd's
+
+
+def external_place(node: torch.fx.Node) -> int:
+    """Give the place in Dynamo's table of the stream or event that a node of its graph gives."""
+    assert node.target is get_external_object()
+    place = node.args[0]
+    assert isinstance(place, int)
+    return place
+
+
+def copy_dynamo_node(graph: torch.fx.Graph, node: torch.fx.Node, copies: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
+    """Copy a node of a graph of Dynamo's into another graph, with what AOTAutograd wants to know of inputs."""
+    made = graph.node_copy(node, copies.__getitem__)
+    if hasattr(node, "_dynamo_source"):
+        made._dynamo_source = node._dynamo_source
+    return made
+
+
+def get_external_object() -> Callable[[int], Any]:
+    """Give the function that graphs of Dynamo's call for the stream or event at a place of its table."""
+    from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+
+    return get_external_object_by_index
+
+
+def new_external_event() -> int:
+    """Make an event for the graph that Dynamo is having compiled, and give its place."""
+    from torch._dynamo.variables.streams import new_event
+
+    return new_event()
 
 
 def external_object(number: int) -> Any:

@@ -6,6 +6,7 @@ from fxwrap.lowering.fake import fake_values
 from fxwrap.lowering.graph import Lowered, lower, lower_with_coverage
 from fxwrap.lowering.joint import partitioner
 from fxwrap.lowering.source import GraphSource, check_graph, graph_source
+from fxwrap.lowering.stream_calls import with_stream_calls
 
 __all__ = [
     "GraphSource",
@@ -19,4 +20,5 @@ __all__ = [
     "lower",
     "lower_with_coverage",
     "partitioner",
+    "with_stream_calls",
 ]

@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.errors import FxwrapError, GraphError
 from fxwrap.lowering.source import check_desugared, location_of
+from fxwrap.lowering.streams import stream_call
 from fxwrap.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -31,7 +32,7 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None)
     """
     nodes = list(graph_module.graph.nodes)
     calls = [node for node in nodes if node.op in ("placeholder", "call_function")]
-    if all(_has_fake(node) for node in calls):
+    if all(_has_fake(node) or stream_call(node) for node in calls):
         return _with_views_on_their_bases(nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     if example_inputs is None:
@@ -124,7 +125,8 @@ class _Recorder(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         try:
-            value = super().run_node(n)
+            # Operators about streams give nothing, and torch 2.11 has no rule for some of them, or a wrong one.
+            value = None if stream_call(n) else super().run_node(n)
         except FxwrapError:
             raise
         except Exception as error:

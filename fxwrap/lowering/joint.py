@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.lowering.graph_copy import run_on_fakes
+from fxwrap.lowering.stream_calls import unwrapped
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor, min_cut_partition
 
@@ -27,6 +28,7 @@ def partitioner(options: Options) -> Callable[..., Any]:
         return options.partitioner
 
     def partition(joint: GraphModule, *arguments: Any, **keywords: Any) -> Any:
+        joint = unwrapped(joint)
         take_apart(joint, options)
         return min_cut_partition()(joint, *arguments, **keywords)
 

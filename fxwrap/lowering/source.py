@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from fxwrap.errors import GraphError
 from fxwrap.lowering.decompositions import decompose, exported_table
 from fxwrap.lowering.effects import submodules
+from fxwrap.lowering.stream_calls import unwrapped
 from fxwrap.lowering.write_back import without_tokens, write_back
 from fxwrap.options import Options
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_desugared
@@ -73,7 +74,7 @@ def graph_source(
             decomposed = graph.run_decompositions(exported_table(options))
         return _exported_source(decomposed, name)
     check_graph(graph)
-    return GraphSource(decompose(graph, example_inputs, options), name)
+    return GraphSource(decompose(unwrapped(graph), example_inputs, options), name)
 
 
 def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:

@@ -91,6 +91,8 @@ class StreamPlan:
         if call in ("fork", "join"):
             reason = "it changes the current stream in a way that lines do not say"
             raise GraphError(node.name, reason, "Use `with torch.cuda.stream(...)`", location_of(node))
+        if call.startswith("synchronize"):
+            return None  # the host itself waits, also where a graph has no work on a device with streams
         if device is None:
             return []
         if call == _RECORD:
@@ -125,6 +127,8 @@ class StreamPlan:
 
 _EVENT = OpaqueType("Event")
 _OWN_GUARDS = frozenset({"enter_device", "exit_device"})
+_SYNCHRONIZING = frozenset({"synchronize", "synchronize_device"})
+"""Operators of fxwrap's that stand for what torch 2.11 has none for."""
 _OWN = _OWN_GUARDS | {"record_event", "wait_event", "record_stream"}
 
 
@@ -138,9 +142,12 @@ def stream_plan(
 
 
 def stream_call(node: Node) -> str:
-    """Returns the name of the operator of `torch.ops.streams` that a node calls; "" for any other node."""
+    """Returns the name of the operator about streams that a node calls; "" for any other node."""
     target = node.target
-    return target._opname if isinstance(target, OpOverload) and target.namespace == "streams" else ""
+    if not isinstance(target, OpOverload):
+        return ""
+    own = target.namespace == "fxwrap" and target._opname in _SYNCHRONIZING
+    return target._opname if own or target.namespace == "streams" else ""
 
 
 def is_own_guard(node: Node) -> bool:

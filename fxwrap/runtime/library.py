@@ -28,6 +28,7 @@ from fxwrap.torch_compat import (
     declare_side_effect,
     functional_content,
     functional_update,
+    get_external_object,
     triton_launch,
 )
 
@@ -288,6 +289,15 @@ def _wait_event(event: torch.Tensor, device: torch.device, stream: int) -> None:
     devices.wait_event(event.event, device, stream)  # type: ignore[attr-defined]
 
 
+def _synchronize(place: int) -> None:
+    """Waits for a stream or an event of the model's, by its place in Dynamo's table."""
+    get_external_object()(place).synchronize()
+
+
+def _synchronize_device(device: torch.device | None = None) -> None:
+    torch.accelerator.synchronize(device)
+
+
 def _record_stream(tensor: torch.Tensor, device: torch.device, stream: int) -> None:
     devices.record_stream(tensor, device, stream)
 
@@ -346,6 +356,8 @@ _OPERATORS = (
     ),
     _Operator("wait_event(Tensor event, Device device, int stream) -> ()", _wait_event, has_effect=True),
     _Operator("record_stream(Tensor tensor, Device device, int stream) -> ()", _record_stream, has_effect=True),
+    _Operator("synchronize(int place) -> ()", _synchronize, has_effect=True),
+    _Operator("synchronize_device(Device? device=None) -> ()", _synchronize_device, has_effect=True),
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ from fxwrap.wrapper_ir.line import (
 from fxwrap.wrapper_ir.printer import print_line
 from fxwrap.wrapper_ir.program import Ownership, Program
 from fxwrap.wrapper_ir.roles import Role
-from fxwrap.wrapper_ir.streams import StreamOrder, stream_device, stream_name, stream_of, uses_streams
+from fxwrap.wrapper_ir.streams import MAIN, StreamOrder, stream_device, stream_name, stream_of, uses_streams
 from fxwrap.wrapper_ir.types import TensorType, Value, holds_memory
 
 _CONSTANT = "constant"
@@ -308,7 +308,8 @@ class _BlockVerifier:
             remedy = f"record an event there and wait for it on {stream_name(found.later)}"
             self._fail("race", f"%{found.value} is touched on {stream_name(found.later)} while {still}; {remedy}")
         guard = next((opened for opened in reversed(self.brackets) if getattr(opened, "stream", 0)), None)
-        if guard is not None and not line.bracket[1] and not line.on_host and not is_release(line):
+        needs_none = line.on_host or is_release(line) or (bool(line.event_step) and stream_of(line) != MAIN)
+        if guard is not None and not line.bracket[1] and not needs_none:
             entered = stream_of(guard)
             if str(getattr(line, "device", None) or stream_device(line)) == entered[0] and stream_of(line) != entered:
                 where = f"runs on {stream_name(stream_of(line))} where {stream_name(entered)} is made current"

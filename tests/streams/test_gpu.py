@@ -11,8 +11,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
+from fxwrap.compare.driver import capture
 from fxwrap.emission import emit
-from fxwrap.lines import EnterDevice, Launch, RecordEvent
+from fxwrap.lines import Call, EnterDevice, Launch, RecordEvent
 from fxwrap.options import EMITTERS, Options
 from tests.conftest import NO_SECOND_CUDA
 from tests.streams.test_lowering import CURRENT, SIDE, Model
@@ -68,6 +69,7 @@ def _fake(model: Model, size: int) -> torch.Tensor:
         return torch.empty(size, size, device="cuda:0")
 
 
+@pytest.mark.usefixtures("empty_table")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_a_side_stream_computes_is_there_when_it_is_read(form: str) -> None:
     compiled = fxwrap.compile_graph(side_chain(12), options=Options(emitter="python"))
@@ -83,6 +85,7 @@ def test_what_a_side_stream_computes_is_there_when_it_is_read(form: str) -> None
         close(beside, x_after.exp())
 
 
+@pytest.mark.usefixtures("empty_table")
 @pytest.mark.parametrize("form", FORMS)
 def test_freed_memory_waits_for_the_stream_that_reads_it(form: str) -> None:
     """The current stream fills new memory at once; the side stream is at a long chain, and still reads the old."""
@@ -157,9 +160,10 @@ def test_a_model_with_streams_gives_what_eager_gives(make: Any, emitter: str, fr
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_gradients_through_streams_are_eagers(emitter: str, fresh_dynamo: None) -> None:
+@pytest.mark.parametrize("make", [with_streams, with_events])
+def test_gradients_through_streams_are_eagers(make: Any, emitter: str, fresh_dynamo: None) -> None:
     side = torch.cuda.Stream()
-    model = with_streams(side)
+    model = make(side)
     compiled = torch.compile(model, backend="fxwrap", options={"emitter": emitter})
     x, w = random(SIZE, SIZE), random(SIZE, SIZE).requires_grad_()
     model(x, w).sum().backward()
@@ -167,6 +171,49 @@ def test_gradients_through_streams_are_eagers(emitter: str, fresh_dynamo: None) 
     wanted, w.grad = w.grad, None
     compiled(x, w).sum().backward()
     torch.testing.assert_close(w.grad, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_the_calls_of_a_model_about_streams_are_in_its_program(emitter: str, fresh_dynamo: None) -> None:
+    """Also those that no tensor of the program needs: what ran before it on the side stream is done when it reads."""
+    side = torch.cuda.Stream()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_stream().wait_stream(side)
+        return x + 1
+
+    (graph,) = capture(model, (random(SIZE, SIZE),), options=Options(emitter=emitter))
+    steps = [line.stream != 0 for line in graph.compiled.program.lines() if line.event_step]
+    assert steps == [True, False]  # recorded on the side stream, waited for on the current one
+    compiled = torch.compile(model, backend="fxwrap", options={"emitter": emitter})
+    for _ in range(4):
+        x = random(SIZE, SIZE)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = chain(x, 24)
+        result = compiled(y)
+        torch.cuda.synchronize()
+        close(result, chain(x, 24) + 1)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_the_host_waits_where_a_model_says_so(emitter: str, fresh_dynamo: None) -> None:
+    side = torch.cuda.Stream()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = chain(x, 12).to("cpu", non_blocking=True)
+        side.synchronize()
+        return y + 1
+
+    (graph,) = capture(model, (random(SIZE, SIZE),), options=Options(emitter=emitter))
+    called = [line.target for line in graph.compiled.program.lines() if isinstance(line, Call)]
+    assert any("synchronize" in target for target in called)
+    compiled = torch.compile(model, backend="fxwrap", options={"emitter": emitter})
+    for _ in range(4):
+        x = random(SIZE, SIZE)
+        close(compiled(x), chain(x, 12).cpu() + 1)
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ from fxwrap.passes.place_guards import place_guards
 from fxwrap.torch_compat import external_number
 from fxwrap.wrapper_ir import Program
 from tests.streams.recording import Recording
+
+pytestmark = pytest.mark.usefixtures("empty_table")
 
 ATEN, STREAMS = torch.ops.aten, torch.ops.streams
 CURRENT, SIDE, OTHER = 0, 1, 2  # places in Dynamo's table
@@ -58,15 +59,6 @@ class Model:
         """Returns the graph."""
         self.graph.output(outputs)
         return GraphModule({}, self.graph)
-
-
-@pytest.fixture(autouse=True)
-def current_stream_has_a_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The table as it is from 2.12 on, in which place 0 is the current stream's; it is empty here."""
-    table = torch._dynamo.graph_bytecode_inputs
-    monkeypatch.setattr(table, "CURRENT_STREAM_INDEX", 0, raising=False)
-    monkeypatch.setattr(table, "index_to_external_object_weakref", {})
-    yield
 
 
 def side_stream(device: str) -> GraphModule:
