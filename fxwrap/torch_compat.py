@@ -465,11 +465,12 @@ def fresh_fake_mode() -> FakeTensorMode:
 
 def unknown_number(shape_env: ShapeEnv, kind: str) -> Any:
     """Give a symbolic number of a kind ("int", "float" or "bool") of which nothing is known."""
-    if kind == "bool":
-        return shape_env.create_unbacked_symbool()
-    if kind == "float":
-        return shape_env.create_unbacked_symfloat()
-    return shape_env.create_unbacked_symint()
+    with apart_from_pending_symbols(shape_env):
+        if kind == "bool":
+            return shape_env.create_unbacked_symbool()
+        if kind == "float":
+            return shape_env.create_unbacked_symfloat()
+        return shape_env.create_unbacked_symint()
 
 
 def shape_env_of(mode: FakeTensorMode) -> ShapeEnv:
@@ -493,12 +494,8 @@ def symbolic_number(shape_env: ShapeEnv, expression: sympy.Basic, kind: str) -> 
 
 def new_symbol(shape_env: ShapeEnv, name: str, kind: str, hint: int | None) -> Any:
     """Give a new SymInt, SymFloat or SymBool: backed by a hint when there is one and it is an int, else unbacked."""
-    if kind == "float":
-        return shape_env.create_unbacked_symfloat()
-    if kind == "bool":
-        return shape_env.create_unbacked_symbool()
-    if hint is None:
-        return shape_env.create_unbacked_symint()
+    if kind != "int" or hint is None:
+        return unknown_number(shape_env, kind)
     from torch._dynamo.source import ConstantSource
 
     symbol = shape_env.create_symbol(
@@ -555,6 +552,36 @@ if TorchVersion("2.13") > torch.__version__:
     _correct_rules_of_unique(op_implementations_dict)
 
 
+# Why: a ShapeEnv has the unbacked symbols that an operator makes wait until the node is traced which gives them, and
+# tracing raises where others wait too. Operators that run for their fake values alone make such that no node gives.
+# Checked on 2.11, 2.13.
+
+
+@contextmanager
+def apart_from_pending_symbols(shape_env: ShapeEnv | None) -> Iterator[None]:
+    """Run as if no unbacked symbol waited for its node; those that wait before wait afterwards, and no others."""
+    if shape_env is None:
+        yield
+        return
+    waiting = shape_env.pending_fresh_unbacked_symbols
+    before = [*waiting]
+    waiting.clear()
+    try:
+        yield
+    finally:
+        waiting[:] = before
+
+
+@contextmanager
+def in_fake_mode(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Run operators on a mode's fake tensors for what they give alone: no node is traced. None changes nothing."""
+    if mode is None:
+        yield
+        return
+    with mode, apart_from_pending_symbols(mode.shape_env):
+        yield
+
+
 # Why: composite operators with symbolic sizes run on fake tensors only by torch's Python rules, which have no public
 # switch. Checked on 2.13.
 
@@ -562,7 +589,7 @@ if TorchVersion("2.13") > torch.__version__:
 @contextmanager
 def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
     """Run operators on a mode's fake tensors, composite ones with symbolic sizes too, by torch's Python rules."""
-    with mode, enable_python_dispatcher():
+    with in_fake_mode(mode), enable_python_dispatcher():
         yield
 
 

@@ -15,7 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxwrap.lowering.effects import submodules
 from fxwrap.options import Options
-from fxwrap.torch_compat import OpOverload, composite_decompositions, get_decompositions
+from fxwrap.torch_compat import (
+    OpOverload,
+    apart_from_pending_symbols,
+    composite_decompositions,
+    get_decompositions,
+    shape_env_in,
+)
 
 _aten = torch.ops.aten
 
@@ -52,7 +58,9 @@ def decompose(graph: GraphModule, example_inputs: Sequence[Any] | None, options:
         return graph
     if example_inputs is None:
         example_inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    return make_fx(Interpreter(graph).run, decomposition_table=dict(table), tracing_mode="symbolic")(*example_inputs)
+    traced = make_fx(Interpreter(graph).run, decomposition_table=dict(table), tracing_mode="symbolic")
+    with apart_from_pending_symbols(shape_env_in(list(example_inputs))):
+        return traced(*example_inputs)
 
 
 def _holds_any(graph: GraphModule, targets: Mapping[OpOverload, Any]) -> bool:

@@ -18,6 +18,7 @@ from fxwrap.torch_compat import (
     OpOverload,
     detect_fake_mode,
     fresh_fake_mode,
+    in_fake_mode,
     is_composite,
     lacks_fake_rule,
     storage_identity,
@@ -60,7 +61,7 @@ def _with_views_on_their_bases(nodes: Sequence[Node]) -> dict[Node, Any]:
             first = value[0] if isinstance(value, tuple | list) and value else value
             if isinstance(first, FakeTensor) and storage_identity(first) != storage_identity(base):
                 arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
-                with base.fake_mode:
+                with in_fake_mode(base.fake_mode):
                     value = node.target(*arguments, **keywords)  # type: ignore[operator]
         values[node] = value
     return values
@@ -109,7 +110,8 @@ def _propagate(graph_module: GraphModule, placeholders: list[Node], inputs: Sequ
             example = mode.from_tensor(example, static_shapes=True)
         fakes.append(example)
     recorder = _Recorder(graph_module, mode)
-    with mode, torch.no_grad():  # some operators are refused for inputs that need gradients, which nobody asks for here
+    # Some operators are refused for inputs that need gradients, which nobody asks for here.
+    with in_fake_mode(mode), torch.no_grad():
         recorder.run(*fakes)
     return recorder.values
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.lowering.effects import written_operands
 from fxwrap.lowering.source import GraphSource
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, storage_identity
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode, storage_identity
 
 
 def items_of(fake: Any) -> Sequence[Any]:
@@ -35,7 +34,7 @@ def expression_of(number: Any) -> Any:
 def call_on_fakes(target: Callable[..., Any], arguments: Any, keywords: Any, like: Any = None) -> Any:
     """Runs a call on fake values; one without any is given a fake tensor that it is to be like."""
     mode = _mode_among((*arguments, *keywords.values(), like))
-    with mode or nullcontext():
+    with in_fake_mode(mode):
         return target(*arguments, **keywords)
 
 

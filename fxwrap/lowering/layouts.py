@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from fxwrap.lowering.effects import written_operands
 from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.source import GraphSource
 from fxwrap.options import Options
-from fxwrap.torch_compat import FakeTensor, OpOverload, storage_identity, symbol_hint
+from fxwrap.torch_compat import FakeTensor, OpOverload, in_fake_mode, storage_identity, symbol_hint
 from fxwrap.wrapper_ir.operators import operator_facts
 
 _aten = torch.ops.aten
@@ -302,7 +301,7 @@ class _Relayout:
     def _faked(self, target: Any, arguments: Any, keywords: Any) -> Any:
         items = [item for part in (*arguments, *keywords.values()) for item in _items(part)]
         mode = next((item.fake_mode for item in items if isinstance(item, FakeTensor)), None)
-        with mode or nullcontext():
+        with in_fake_mode(mode):
             return target(*arguments, **keywords)
 
     def _shows_operand(self, node: Node) -> bool:

@@ -21,7 +21,13 @@ from fxwrap.lowering.effects import submodules
 from fxwrap.lowering.stream_calls import unwrapped
 from fxwrap.lowering.write_back import without_tokens, write_back
 from fxwrap.options import Options
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_desugared
+from fxwrap.torch_compat import (
+    HigherOrderOperator,
+    OpOverload,
+    apart_from_pending_symbols,
+    is_desugared,
+    shape_env_in,
+)
 from fxwrap.wrapper_ir import Source
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -69,7 +75,9 @@ def graph_source(
     Raises GraphError for a graph with nodes fxwrap does not take.
     """
     if isinstance(graph, ExportedProgram):
-        with warnings.catch_warnings():
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        shape_env = shape_env_in([node.meta.get("val") for node in placeholders])
+        with warnings.catch_warnings(), apart_from_pending_symbols(shape_env):
             warnings.simplefilter("ignore", FutureWarning)  # torch's own copy of its own tree specification warns
             decomposed = graph.run_decompositions(exported_table(options))
         return _exported_source(decomposed, name)
