@@ -112,7 +112,7 @@ def test_a_list_is_not_given_back_by_cpp() -> None:
     program = fxwrap.verify(fxwrap.parse(text))
     (rows,) = emit(program, "python")(torch.ones(3, 5))
     assert len(rows) == 3
-    with pytest.raises(Unsupported, match="C\\+\\+ gives tensors and real numbers, and %rows is a list"):
+    with pytest.raises(Unsupported, match=r"C\+\+ gives tensors and real numbers, and %rows is neither"):
         fxwrap.to_cpp(program)
 
 
