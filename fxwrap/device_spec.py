@@ -54,8 +54,8 @@ class DeviceSpec:
         channels_last: dtypes in which convolutions of images are faster with channels last.
         activated_products: dtypes in which a library adds a bias to a product of matrices and applies relu, or the tanh
             form of GELU, before it writes it, and computes them at least as exactly as they are stored.
-        aligned_products: dtypes in which products of matrices are several times as fast where rows begin at multiples
-            of 16 bytes.
+        aligned_products: dtypes in which products of matrices are several times as fast where the lengths of rows are
+            multiples of ROW_ALIGNMENT.
         joined_products: bytes of a matrix that take less to copy than one product of two small matrices costs besides
             its arithmetic; 0 where products of one tensor with several matrices are never computed as one.
         instructions_per_byte: how many instructions on each element of a large tensor the device does while it moves
@@ -105,6 +105,9 @@ class DeviceSpec:
 def _text(given: object) -> str:
     return str(sorted(map(str, given))) if isinstance(given, frozenset) else repr(given)
 
+
+ROW_ALIGNMENT = 16
+"""Bytes that the length of a matrix's rows is a multiple of where libraries are fast."""
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from fxwrap.errors import FusionWarning, GraphError
 from fxwrap.lines import CheckLayout, Return
 from fxwrap.lines.frees import insert_frees
-from fxwrap.lowering.aligned_rows import with_aligned_rows
+from fxwrap.lowering.aligned_products import with_aligned_products
 from fxwrap.lowering.associative_scans import with_associative_scans
 from fxwrap.lowering.blocks import BlockLowering
 from fxwrap.lowering.body import Body, Request
@@ -141,7 +141,7 @@ class _Lowering:
         if request.options.output_strides == "any":
             free_outputs = range(len(tree_flatten(source.output.args)[0]))
         source, fakes = with_layouts(source, fakes, request.options, example_inputs, free_outputs)
-        source, fakes = with_aligned_rows(source, fakes, request.options, free_outputs)
+        source, fakes = with_aligned_products(source, fakes, request.options, free_outputs)
         self.source = source
         self.request = request
         self.ownership = ownership

@@ -68,7 +68,6 @@ class GraphCopy:
         self._old = fakes
         self._replaced: dict[Node, Node] = {}
         self._became: dict[Node, str] = {}
-        self._laid: set[Node] = set()
         self._given: list[tuple[Node, Any, dict[str, Any], str]] = []
         self.graph = Graph()
         self.made_of: dict[Node, Node] = {}
@@ -110,12 +109,6 @@ class GraphCopy:
         self._replaced |= {item: self.made_of[item] for item in (node, *gone)}
         self.made_of[node] = made
 
-    def lay(self, node: Node, fake: Any) -> None:
-        """Has a node's tensor lie in memory as a fake one does."""
-        made = self.made_of[node]
-        self.fakes[made] = made.meta["val"] = fake
-        self._laid.add(node)
-
     def give_back(self, node: Node, target: Callable[..., Any], keywords: dict[str, Any], name: str) -> None:
         """Has the graph give back what an operator makes of a node's tensor, as it is in the end."""
         self._given.append((node, target, keywords, name))
@@ -123,7 +116,7 @@ class GraphCopy:
     def finished(self) -> tuple[GraphSource, dict[Node, Any]]:
         """Returns the changed graph and the fake values of its nodes: views of what was replaced are made again."""
         nodes = list(self._source.graph_module.graph.nodes)
-        moved = {*self._replaced, *self._laid}
+        moved = set(self._replaced)
         for node in nodes:
             shows = any(operand in moved and storages_of(self._old[operand]) & storages_of(self._old.get(node))
                         for operand in node.all_input_nodes)  # fmt: skip

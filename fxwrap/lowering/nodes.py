@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import Alloc, Call, Mutate, StartCollective, View, WaitCollective
+from fxwrap.lines import Call, Mutate, StartCollective, View, WaitCollective
 from fxwrap.lowering.binding import bind_results, fails_at_run_time, lower_assert, lower_item
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.collectives import flight_of, group_of, starts_flight
@@ -20,7 +20,6 @@ from fxwrap.lowering.fallbacks import lower_placing, placing_of
 from fxwrap.lowering.source import location_of
 from fxwrap.lowering.streams import StreamPlan, is_own_guard, stream_call
 from fxwrap.lowering.windows import lower_window
-from fxwrap.passes.given_memory import OUT_FORMS
 from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
 from fxwrap.wrapper_ir import Effect, TensorType, Value, leaves
 from fxwrap.wrapper_ir.operators import OperatorFacts, operator_facts, used_items
@@ -135,8 +134,6 @@ def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any,
         _lower_mutation(builder, node, facts, arguments, keywords, fake)
     elif facts.aliased is not None and (base := _view_base(builder, node, facts, arguments, fake)) is not None:
         builder.env[node] = _views(builder, node, base, fake)
-    elif facts.name in OUT_FORMS and not builder.tensor_type(fake).is_contiguous:
-        _lower_into_rows(builder, node, OUT_FORMS[facts.name], arguments, keywords, fake)
     else:
         effects = facts.effects(_devices(arguments, keywords, fake))
         results, aliases = _results(builder, node, facts, fake, arguments, keywords)
@@ -152,16 +149,6 @@ def _lower_operator(builder: Builder, node: Node, target: OpOverload, fake: Any,
             )
         )
         _finish(builder, node, facts, results)
-
-
-def _lower_into_rows(
-    builder: Builder, node: Node, target: str, arguments: Any, keywords: Any, fake: torch.Tensor
-) -> None:
-    """Lowers a product whose rows lie further apart than those that its operator makes, by the out= form."""
-    origin = builder.origin(node)
-    value = builder.env[node] = builder.add_root(node.name, fake)
-    builder.emit(Alloc(value, origin=origin))
-    builder.emit(Call((), target, arguments, keywords, outs=(value,), origin=origin))
 
 
 def _placed(argument: Any, fake: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.device_spec import DeviceSpec
+from fxwrap.device_spec import ROW_ALIGNMENT, DeviceSpec
 from fxwrap.lowering.graph_copy import GraphCopy, call_on_fakes
 from fxwrap.lowering.source import GraphSource
 from fxwrap.lowering.storage_views import StorageViews, same_layout, same_layouts
@@ -125,7 +125,7 @@ def _activated(source: GraphSource, fakes: Mapping[Node, Any], options: Options)
     nodes = source.graph_module.graph.nodes
     found = [
         activation for node in nodes
-        if (product := _product(node, fakes, options)) is not None and _may_activate(fakes.get(node), specs)
+        if (product := _product(node, fakes, options)) is not None and _may_activate(product, fakes, specs)
         and (activation := _activation(product, fakes, options)) is not None
     ]  # fmt: skip
     if not found:
@@ -137,9 +137,14 @@ def _activated(source: GraphSource, fakes: Mapping[Node, Any], options: Options)
     return copy
 
 
-def _may_activate(fake: Any, specs: Mapping[str, DeviceSpec]) -> bool:
+def _may_activate(product: _Product, fakes: Mapping[Node, Any], specs: Mapping[str, DeviceSpec]) -> bool:
+    """Whether a library activates a product before it rounds it: where rows are aligned, as its fast kernels need."""
+    fake = fakes.get(product.node)
     spec = specs.get(fake.device.type) if isinstance(fake, FakeTensor) else None
-    return spec is not None and fake.dtype in spec.activated_products and type(fake.shape[1]) is int
+    if fake is None or spec is None or fake.dtype not in spec.activated_products:
+        return False
+    lengths = (fake.shape[1], fakes[product.left].shape[1])
+    return all(type(length) is int and length * fake.dtype.itemsize % ROW_ALIGNMENT == 0 for length in lengths)
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,12 @@ from fxwrap.lowering.rules import RULES
 from fxwrap.torch_compat import FakeTensor, OpOverload
 from fxwrap.wrapper_ir.operators import operator_facts
 
-PRODUCTS = frozenset({
+_ANY_ROWS = frozenset({
     "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
     "aten._addmm_activation.default",
-})  # fmt: skip
-"""Products of matrices by a library."""
-
-_ANY_ROWS = PRODUCTS | {
     "aten._scaled_dot_product_cudnn_attention.default", "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
-}
+})  # fmt: skip
 """Operators without a lowering rule that take rows of any distance without copying them."""
 
 
@@ -56,13 +52,18 @@ class StorageViews:
         """Whether the graph gives back a tensor on the storage of a node's."""
         return not self._given.isdisjoint(storages_of(self.fakes.get(node)))
 
+    def readers(self, node: Node) -> list[Node]:
+        """Returns what reads a tensor or a view of it, but for the graph's output."""
+        shown = self.shown(node)
+        users = {user: None for item in shown for user in item.users}
+        return [user for user in users if user not in shown and user.op != "output"]
+
     def may_lie_as(self, node: Node, fake: FakeTensor) -> bool:
         """Whether all views of a tensor can be views of another, its rows further apart, and all readers give the same.
 
         What the graph gives back is not looked at: whether it may have other strides is the caller's to know.
         """
-        shown = self.shown(node)
-        readers = {user: None for item in shown for user in item.users if user not in shown and user.op != "output"}
+        shown, readers = self.shown(node), self.readers(node)
         if not all(can_run_again(item) and "as_strided" not in str(item.target) for item in shown):
             return False
         if not all(_takes_any_rows(reader) for reader in readers):

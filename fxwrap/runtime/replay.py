@@ -86,6 +86,7 @@ class _Pool:
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.recordings: list[Recording] = []
+        self.takes_more = True  # until recording fails in it: the allocator may be left waiting for the end of that
 
 
 class Memory:
@@ -110,10 +111,10 @@ class Memory:
         return self._recorder
 
     def pool_without(self, function: Replayed, key: Any) -> _Pool:
-        """Returns the first pool that has no recording of a function for these numbers, a new one if all have."""
+        """Returns a pool that takes more and has no recording of a function for these numbers, a new one if need be."""
         taken = {id(item.pool) for item in function.recordings.get(key, ())}
         for pool in self.pools:
-            if id(pool) not in taken:
+            if pool.takes_more and id(pool) not in taken:
                 return pool
         assert self.recorder is not None
         self.pools.append(_Pool(self.recorder.pool()))
@@ -357,6 +358,7 @@ class Replayed:
             recording.keep(*recorder.record(partial(_run, self.body, operands, numbers), pool.handle))
         except Exception as error:  # noqa: BLE001  the function runs as it is, and says itself what is wrong with it
             self.is_plain = True
+            pool.takes_more = False
             what = f"{self.name} cannot be recorded{_failed_at(error, self.body)}"
             self._warn(f"{what}, and runs as it is from now on: {type(error).__name__}: {error}")
             return None

@@ -238,14 +238,14 @@ def test_what_waits_for_the_gpu_cannot_be_recorded_and_runs() -> None:
 
 
 def test_a_capture_that_fails_leaves_all_else_as_it_was() -> None:
-    """The current stream, the generator, what is freed, and the next capture in the same pool."""
+    """The current stream, the generator, what is freed, and the next capture, in another pool."""
     x = torch.randn(1000, device=DEVICE)
     recorder = CudaGraphs(torch.device(DEVICE))
-    pool, stream = recorder.pool(), torch.cuda.current_stream()
+    stream = torch.cuda.current_stream()
     for error, fails in ((RuntimeError, lambda: x.sum().item()), (ValueError, lambda: int("no number"))):
         before = torch.cuda.memory_allocated()
         with pytest.raises(error):
-            recorder.record(lambda fails=fails: [x + fails() + torch.rand_like(x)], pool)  # type: ignore[misc]
+            recorder.record(lambda fails=fails: [x + fails() + torch.rand_like(x)], recorder.pool())  # type: ignore[misc]
         assert torch.cuda.current_stream() == stream
         torch.manual_seed(0)
         drawn = torch.randn(4, device=DEVICE)
@@ -253,7 +253,7 @@ def test_a_capture_that_fails_leaves_all_else_as_it_was() -> None:
         assert torch.equal(drawn, torch.randn(4, device=DEVICE))
         del drawn
         assert torch.cuda.memory_allocated() == before
-    replay, (result,) = recorder.record(lambda: [x * 2 + torch.rand_like(x)], pool)
+    replay, (result,) = recorder.record(lambda: [x * 2 + torch.rand_like(x)], recorder.pool())
     for seed in range(3):
         torch.manual_seed(seed)
         replay()

@@ -302,6 +302,11 @@ def test_what_cannot_be_recorded_runs_as_it_is(recorder: CpuRecorder) -> None:
             function([state, _x(seed)])
             torch.testing.assert_close(state, twin, rtol=0, atol=0)
     assert len(seen) == 1
+    recorder.fails = None
+    other = _function(memory=function.memory)
+    for seed in range(3):
+        _check(other, _x(seed), _x(9))
+    assert [len(pool.recordings) for pool in function.memory.pools] == [0, 1], "one takes no more"
 
 
 def test_a_warning_shows_the_line_that_failed(recorder: CpuRecorder) -> None:

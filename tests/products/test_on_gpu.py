@@ -57,7 +57,8 @@ def test_activated_products(name: str, dtype: torch.dtype, emitter: str) -> None
 def test_products_without_bias_of_odd_sizes(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     rows, terms, columns = sizes
     inputs = [torch.randn(*size, device="cuda").to(dtype) for size in ((rows, terms), (terms, columns))]
-    check(lambda x, w: torch.relu(x @ w), inputs, "python", ["aten._addmm_activation.default"])
+    calls = ["aten.mm.default" if columns % 8 else "aten._addmm_activation.default"]
+    check(lambda x, w: torch.relu(x @ w), inputs, "python", calls)
 
 
 class Attention(nn.Module):

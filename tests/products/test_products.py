@@ -103,7 +103,7 @@ LEFT = {"gelu": F.gelu, "almost": almost, "silu": F.silu, "tanh": torch.tanh}
 
 def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(*size, generator=generator, dtype=dtype) for size in ((6, 5), (5, 4), (4,))]
+    return [torch.randn(*size, generator=generator, dtype=dtype) for size in ((6, 8), (8, 4), (4,))]
 
 
 @pytest.mark.parametrize("name", [*TAKEN, *LEFT])
@@ -118,7 +118,7 @@ def test_a_product_without_bias_gets_zeros() -> None:
     def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return torch.relu(torch.relu(x @ w) @ v)
 
-    x, w, v = torch.randn(6, 5), torch.randn(5, 4), torch.randn(4, 4)
+    x, w, v = torch.randn(6, 8), torch.randn(8, 4), torch.randn(4, 4)
     program = lowered(function, x, w, v)
     assert called(program) == [ACTIVATED] * 2
     assert sum(isinstance(line, Launch) for line in program.body.lines) == 1, "one tensor of zeros"
@@ -129,6 +129,8 @@ OTHERWISE: dict[str, tuple[Callable[..., Any], torch.dtype, dict[str, Any]]] = {
     "read by two": (lambda x, w, b: aten.addmm(b, x, w).relu() * aten.addmm(b, x, w).sin(), torch.float32, {}),
     "given back": (lambda x, w, b: ((y := aten.addmm(b, x, w)), y.relu()), torch.float32, {}),
     "another dtype": (lambda x, w, b: aten.addmm(b, x, w).relu(), torch.float64, {}),
+    "terms that are not aligned": (lambda x, w, b: aten.addmm(b, x[:, :5], w[:5]).relu(), torch.float32, {}),
+    "columns that are not aligned": (lambda x, w, b: aten.addmm(b[:3], x, w[:, :3]).relu(), torch.float32, {}),
     "a factor": (lambda x, w, b: aten.addmm(b, x, w, alpha=2).relu(), torch.float32, {}),
     "a bias of rows": (lambda x, w, b: aten.addmm(x[:, :4], x, w).relu(), torch.float32, {}),
     "kept": (lambda x, w, b: aten.addmm(b, x, w).relu(), torch.float32, {"keep": frozenset({"aten.relu.default"})}),

@@ -1,4 +1,4 @@
-"""Rows of products of matrices are aligned, in memory of the program's own, and nobody can tell.
+"""Products of matrices get rows of aligned lengths, and nobody can tell.
 
 A CPU with a GPU's facts, which pays for nothing, shows what a GPU's programs are.
 """
@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.device_spec import CPU, CUDA
-from fxwrap.lines import Alloc, Call, Launch, Return
-from fxwrap.lowering import aligned_rows
+from fxwrap.device_spec import CPU
+from fxwrap.lines import Alloc, Call, Return
+from fxwrap.lowering import aligned_products
 from fxwrap.torch_compat import FakeTensorMode
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ _NOTHING = {"_LEAST": 1, "_COPY": 0, "_SAVED": 1e3}
 def for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of any size are worth a copy."""
     for name, value in _NOTHING.items():
-        monkeypatch.setattr(aligned_rows, name, value)
+        monkeypatch.setattr(aligned_products, name, value)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def for_nothing_at_all() -> Iterator[None]:
     """The same for a test of many examples."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _NOTHING.items():
-            patch.setattr(aligned_rows, name, value)
+            patch.setattr(aligned_products, name, value)
         yield
 
 
@@ -52,9 +52,13 @@ def lowered(function: Callable[..., Any], *inputs: Tensor) -> fxwrap.Program:
     return fxwrap.lower(make_fx(function, tracing_mode="fake")(*inputs), options=OPTIONS)
 
 
-def strides(program: fxwrap.Program) -> list[tuple[Any, ...]]:
-    """Of what the program allocates, in order."""
-    return [line.result.tensor_type.strides for line in program.body.lines if isinstance(line, Alloc)]
+_TARGETS = ("aten.mm.default", "aten.addmm.default")
+
+
+def products(program: fxwrap.Program) -> list[tuple[Any, ...]]:
+    """The sizes of the products of matrices that a program calls, in order."""
+    calls = [line for line in program.body.lines if isinstance(line, Call) and line.target in _TARGETS]
+    return [line.results[0].type.sizes for line in calls]
 
 
 def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -89,10 +93,6 @@ def gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return gradient @ w, gradient.t() @ x
 
 
-def batches(x: Tensor, w: Tensor) -> Tensor:
-    return torch.bmm(torch.bmm(x[None], w.t()[None]).tanh(), w[None])
-
-
 def a_chain(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w.t()) @ w
 
@@ -109,24 +109,34 @@ def operand_given_turned(x: Tensor, w: Tensor) -> Tensor:
     return w.view(8, 9).t() @ w[:8]
 
 
-APART: dict[Callable[..., Any], list[tuple[int, ...]]] = {
-    product: [(12, 1), (9, 1)], seen_otherwise: [(12, 1), (27, 9, 1)], given_back: [(12, 1), (9, 1)],
-    view_given_back: [(12, 1), (9, 1), (27, 9, 1)], computed: [(8, 1), (8, 1)], gradients: [(12, 1)],
-    batches: [(72, 12, 1), (72, 12, 1)], a_chain: [(12, 1)], with_bias: [(12, 1), (9, 1)],
-    operand_given: [(8, 1), (12, 1)], operand_given_turned: [(12, 1)],
+def by_itself(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return w.view(8, 9).t() @ w.view(8, 9), x @ x.t()
+
+
+LARGER: dict[Callable[..., Any], list[tuple[int, ...]]] = {
+    product: [(6, 12)], seen_otherwise: [(6, 12)], given_back: [(6, 12)], view_given_back: [(6, 12)],
+    computed: [(9, 8), (8, 8)], gradients: [(6, 8), (12, 8)], a_chain: [(6, 12), (6, 8)], with_bias: [(6, 12)],
+    operand_given: [(8, 8)], operand_given_turned: [(12, 8)], by_itself: [(12, 12), (6, 8)],
 }  # fmt: skip
-"""Functions, and the strides of what their programs allocate: 9 columns of float32 are 12 in aligned rows, 6 are 8."""
+"""Functions, and the sizes of the products that their programs compute: 9 columns of float32 become 12, 6 become 8."""
 
 
-@pytest.mark.parametrize("function", APART, ids=lambda item: item.__name__)
-def test_rows_lie_apart(function: Callable[..., Any], for_nothing: None) -> None:
-    assert strides(lowered(function, *operands())) == APART[function]
+@pytest.mark.parametrize("function", LARGER, ids=lambda item: item.__name__)
+def test_products_are_larger(function: Callable[..., Any], for_nothing: None) -> None:
+    assert products(lowered(function, *operands())) == LARGER[function]
+
+
+def test_what_a_kernel_computes_for_products_has_the_zeros(for_nothing: None) -> None:
+    """One kernel, which two products read, and none that copies it."""
+    program = lowered(gradients, *operands())
+    made = [line.result.tensor_type.sizes for line in program.body.lines if isinstance(line, Alloc)]
+    assert sorted(made) == [(6, 12), (12, 8)], "it, and a copy of the weight"
 
 
 @pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp", "fx"])
 def test_nobody_can_tell(emitter: str, for_nothing: None) -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Any, ...]:
-        return tuple([item(x, w) for item in APART])
+        return tuple([item(x, w) for item in LARGER])
 
     graph = make_fx(function, tracing_mode="fake")(*operands())
     found = fxwrap.compile_graph(graph, options=OPTIONS.replace(emitter=emitter))(*operands())
@@ -144,67 +154,70 @@ OTHERWISE: dict[str, Callable[..., Any]] = {
     "read by another operator": lambda x, w: torch.linalg.svdvals(x @ w.t()),
     "one dimension": lambda x, w: (x @ w.t()).view(-1).sin(),
     "another dtype": lambda x, w: (x.double() @ w.double().t()).sin(),
+    "a factor": lambda x, w: aten.addmm(w[:, 0], x, w.t(), beta=2).sin(),
 }
 
 
 @pytest.mark.parametrize("reason", OTHERWISE)
-def test_rows_stay(reason: str, for_nothing: None) -> None:
-    program = lowered(OTHERWISE[reason], *operands())
-    assert not any(12 in item for item in strides(program))
+def test_products_stay(reason: str, for_nothing: None) -> None:
+    function = OTHERWISE[reason]
+    program = lowered(function, *operands())
+    assert (6, 12) not in products(program) and (6, 12) not in [
+        line.result.tensor_type.sizes for line in program.body.lines if isinstance(line, Alloc)
+    ]
 
 
 def test_what_is_called_as_it_is_stays(for_nothing: None) -> None:
     graph = make_fx(product, tracing_mode="fake")(*operands())
     for options in (OPTIONS.replace(keep=frozenset({"aten.mm.default"})), OPTIONS.replace(fuse=False)):
-        assert not any(12 in item for item in strides(fxwrap.lower(graph, options=options)))
+        assert (6, 12) not in products(fxwrap.lower(graph, options=options))
 
 
 def test_only_large_products_pay() -> None:
-    """4096 x 768 by 768 x 50257 does, also for a copy of what is given back; 64 rows and 257 columns do not."""
+    """4096 x 768 by 768 x 50257 does, also for copies of weight and result; 64 rows and 257 columns do not."""
     with FakeTensorMode():
         found = [
             lowered(given_back, *[torch.empty(size, 768, dtype=torch.bfloat16) for size in sizes])
             for sizes in ((4096, 50257), (64, 257))
         ]
-    assert strides(found[0]) == [(50264, 1), (50257, 1)]
-    assert strides(found[1]) == []
+    assert [products(program) for program in found] == [[(4096, 50264)], [(64, 257)]]
 
 
-def test_any_number_of_rows(for_nothing: None, fresh_dynamo: None) -> None:
+def compiled_programs(function: Callable[..., Any], **options: Any) -> tuple[Any, list[fxwrap.Program]]:
+    """A compiled function, and the programs that it will consist of."""
     programs: list[fxwrap.Program] = []
 
     def keep(program: fxwrap.Program) -> fxwrap.Program:
         programs.append(program)
         return program
 
-    compiled = torch.compile(product, backend="fxwrap", options={"devices": (ALIKE,), "passes": (keep,)})
+    given = {"devices": (ALIKE,), "passes": (keep,), **options}
+    return torch.compile(function, backend="fxwrap", options=given), programs
+
+
+def test_any_number_of_rows(for_nothing: None, fresh_dynamo: None) -> None:
+    compiled, programs = compiled_programs(product)
     w = operands()[1]
     for rows in (6, 11):
         x = torch.randn(rows, 8)
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(x, w), product(x, w))
-    assert [strides(program) for program in programs] == [[(12, 1), (9, 1)]]
+    ((size,),) = [products(program) for program in programs]
+    assert size[1] == 12
 
 
-def test_what_a_forward_saves_lies_apart(for_nothing: None, fresh_dynamo: None) -> None:
-    programs: list[fxwrap.Program] = []
-
-    def keep(program: fxwrap.Program) -> fxwrap.Program:
-        programs.append(program)
-        return program
-
+def test_what_a_forward_saves_is_not_copied(for_nothing: None, fresh_dynamo: None) -> None:
     def loss(x: Tensor, w: Tensor) -> Tensor:
         return product(x, w).sum()
 
     x, w = [item.requires_grad_() for item in operands()]
     wanted = torch.autograd.grad(loss(x, w), (x, w))
-    compiled = torch.compile(loss, backend="fxwrap", options={"devices": (ALIKE,), "passes": (keep,)})
+    compiled, programs = compiled_programs(loss)
     torch.testing.assert_close(torch.autograd.grad(compiled(x, w), (x, w)), wanted)
     forward, backward = programs
-    assert strides(forward)[0] == (12, 1), "the product"
-    (call,) = [line for line in forward.body.lines if isinstance(line, Call)]
-    assert call.outs[0] in cast(Return, forward.body.lines[-1]).values, "which is saved as it is"
-    assert strides(backward) == [(12, 1)], "its gradient, which two products read"
+    (saved,) = [item for item in cast(Return, forward.body.lines[-1]).values if item.tensor_type.sizes == (6, 9)]
+    assert saved.tensor_type.strides == (12, 1), "a slice of the product"
+    assert products(backward) == [(12, 8), (6, 8)], "its gradient, with zeros, is read by both"
 
 
 def test_outputs_of_any_strides(for_nothing: None, fresh_dynamo: None) -> None:
@@ -215,13 +228,13 @@ def test_outputs_of_any_strides(for_nothing: None, fresh_dynamo: None) -> None:
         assert [item.stride() for item in found] == [(36, 12, 1), (9, 1)]
         torch.testing.assert_close(tuple(found), view_given_back(*operands()))
     x, w = [item.requires_grad_() for item in operands()]
-    compiled = torch.compile(given_back, backend="fxwrap", options={"devices": (ALIKE,), "output_strides": "any"})
+    compiled, _ = compiled_programs(given_back, output_strides="any")
     with torch.no_grad():
         assert compiled(x, w).stride() == (12, 1)
     result = compiled(x, w)
     assert result.stride() == (12, 1)
-    found = torch.autograd.grad(result.sin().sum(), (x, w))
-    torch.testing.assert_close(found, torch.autograd.grad(given_back(x, w).sin().sum(), (x, w)))
+    gradients = torch.autograd.grad(result.sin().sum(), (x, w))
+    torch.testing.assert_close(gradients, torch.autograd.grad(given_back(x, w).sin().sum(), (x, w)))
 
 
 @st.composite
@@ -270,7 +283,7 @@ def test_any_graph(for_nothing_at_all: None, found: tuple[Callable[..., Any], li
 @pytest.mark.gpu
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
 def test_a_vocabulary_on_a_gpu(emitter: str) -> None:
-    """The library takes rows that lie apart, and reads and writes none of what lies between."""
+    """Products in which each size is the vocabulary's."""
     x, w = torch.randn(512, 768, device="cuda").bfloat16(), torch.randn(50257, 768, device="cuda").bfloat16()
 
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,8 +293,7 @@ def test_a_vocabulary_on_a_gpu(emitter: str) -> None:
 
     graph = make_fx(function, tracing_mode="fake")(x, w)
     compiled = fxwrap.compile_graph(graph, options=Options(emitter=emitter))
-    assert CUDA.aligned_products and sum(item == (50264, 1) for item in strides(compiled.program)) == 2
-    assert any(isinstance(line, Launch) for line in compiled.program.body.lines)
+    assert products(compiled.program) == [(512, 50264), (512, 768), (50264, 768)]
     for got, want in zip(compiled(x, w), function(x, w), strict=True):
         assert got.stride() == want.stride()
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
