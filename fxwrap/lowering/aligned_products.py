@@ -16,12 +16,12 @@ import torch
 from torch.fx import Node
 
 from fxwrap.device_spec import ROW_ALIGNMENT
-from fxwrap.lowering.graph_copy import GraphCopy, call_on_fakes, expression_of
+from fxwrap.lowering.graph_copy import GraphCopy, bytes_of, call_on_fakes, expression_of, hinted
 from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.source import GraphSource
 from fxwrap.lowering.storage_views import StorageViews
 from fxwrap.options import Options
-from fxwrap.torch_compat import FakeTensor, symbol_hint, tree_flatten
+from fxwrap.torch_compat import FakeTensor, tree_flatten
 from fxwrap.wrapper_ir import contiguous_strides
 
 _aten = torch.ops.aten
@@ -158,12 +158,8 @@ def _missing(size: Any, step: int) -> int:
 def _saved(*sizes: Any) -> float:
     operations = 2.0
     for size in sizes:
-        operations *= _hinted(size)
+        operations *= hinted(size)
     return operations * _SAVED
-
-
-def _hinted(number: Any) -> int:
-    return number if type(number) is int else int(symbol_hint(number) or 1)
 
 
 def _is_contiguous(fake: torch.Tensor) -> bool:
@@ -186,7 +182,7 @@ def _worth(
     if not all(_is_contiguous(fakes[node]) for node in copied):
         return None
     made = [node for node, _, pads in larger.operands if any(pads) and not _is_computed_for(node, views, products)]
-    cost = sum(_COPY + 2 * _bytes(fakes[node]) for node in (*made, *copied))
+    cost = sum(_COPY + 2 * bytes_of(fakes[node]) for node in (*made, *copied))
     return copied if _saved(*fakes[product].shape, fakes[product.args[-2]].shape[1]) > cost else None  # type: ignore[index]
 
 
@@ -215,13 +211,6 @@ def _fixed_outputs(node: Node, views: StorageViews, free_outputs: Collection[int
 def _has_plain_strides(fake: torch.Tensor) -> bool:
     """Whether a tensor's strides will be known before it is made, as those who are told of them want it."""
     return all(type(stride) is int for stride in fake.stride())
-
-
-def _bytes(fake: torch.Tensor) -> int:
-    count = fake.dtype.itemsize
-    for size in fake.shape:
-        count *= _hinted(size)
-    return count
 
 
 # --- what it becomes --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.lowering.effects import written_operands
 from fxwrap.lowering.source import GraphSource
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode, storage_identity
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode, storage_identity, symbol_hint
 
 
 def items_of(fake: Any) -> Sequence[Any]:
@@ -29,6 +29,19 @@ def storages_of(fake: Any) -> set[int]:
 def expression_of(number: Any) -> Any:
     """Returns a size or stride without asking what it is: an int, or a symbolic number's expression."""
     return number if type(number) is int else number.node.expr
+
+
+def hinted(number: Any) -> int:
+    """Returns a size or stride, or what a symbolic one is expected to be; 1 where nothing is."""
+    return number if type(number) is int else int(symbol_hint(number) or 1)
+
+
+def bytes_of(fake: torch.Tensor) -> int:
+    """Returns how many bytes a tensor's elements take, by the hints of its sizes."""
+    count: int = fake.dtype.itemsize
+    for size in fake.shape:
+        count *= hinted(size)
+    return count
 
 
 def call_on_fakes(target: Callable[..., Any], arguments: Any, keywords: Any, like: Any = None) -> Any:

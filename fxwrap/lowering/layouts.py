@@ -19,10 +19,19 @@ from torch.fx.node import map_arg
 
 from fxwrap.device_spec import DeviceSpec
 from fxwrap.lowering.effects import written_operands
+from fxwrap.lowering.graph_copy import (
+    bytes_of,
+    call_on_fakes,
+    expression_of,
+    hinted,
+    items_of,
+    run_on_fakes,
+    storages_of,
+)
 from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.source import GraphSource
 from fxwrap.options import Options
-from fxwrap.torch_compat import FakeTensor, OpOverload, in_fake_mode, storage_identity, symbol_hint
+from fxwrap.torch_compat import FakeTensor, OpOverload
 from fxwrap.wrapper_ir.operators import operator_facts
 
 _aten = torch.ops.aten
@@ -153,35 +162,16 @@ def _is_image(fake: FakeTensor, specs: Mapping[str, DeviceSpec]) -> bool:
 def _writes_computed(nodes: Sequence[Node], fakes: Mapping[Node, Any]) -> bool:
     """Whether a graph overwrites a tensor that it has computed, which a copy in another layout would not follow."""
     given = [fakes.get(node) for node in nodes if node.op in ("placeholder", "get_attr")]
-    inputs = {storage for fake in given for storage in _storages(fake)}
+    inputs = {storage for fake in given for storage in storages_of(fake)}
     return any(
-        not _storages(fakes.get(operand)) <= inputs
+        not storages_of(fakes.get(operand)) <= inputs
         for node in nodes if node.op == "call_function" for operand in written_operands(node, fakes)
     )  # fmt: skip
 
 
-def _storages(fake: Any) -> set[int]:
-    return {storage_identity(item) for item in _items(fake) if isinstance(item, torch.Tensor)}
-
-
-def _items(fake: Any) -> Sequence[Any]:
-    return fake if isinstance(fake, tuple | list) else tuple(fake.values()) if isinstance(fake, dict) else (fake,)
-
-
 def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of equal sizes have equal strides, as far as is known without asking for it."""
-    return [_expression(item) for item in one.stride()] == [_expression(item) for item in other.stride()]
-
-
-def _expression(number: Any) -> Any:
-    return number if type(number) is int else number.node.expr
-
-
-def _bytes(fake: torch.Tensor) -> int:
-    count = fake.dtype.itemsize
-    for size in fake.shape:
-        count *= _hinted(size)
-    return count
+    return [expression_of(item) for item in one.stride()] == [expression_of(item) for item in other.stride()]
 
 
 class _Relayout:
@@ -212,7 +202,7 @@ class _Relayout:
         nodes = source.graph_module.graph.nodes
         self._written = {
             storage for node in nodes if node.op == "call_function"
-            for operand in written_operands(node, fakes) for storage in _storages(fakes.get(operand))
+            for operand in written_operands(node, fakes) for storage in storages_of(fakes.get(operand))
         }  # fmt: skip
 
     def run(self) -> tuple[GraphSource, dict[Node, Any]]:
@@ -253,7 +243,7 @@ class _Relayout:
             return
         if not self._follow(node, operands):
             self._wall(node)
-        if operands is not self.env and not _is_channels_last(_items(self.fakes[self.env[node]])[0]):
+        if operands is not self.env and not _is_channels_last(items_of(self.fakes[self.env[node]])[0]):
             raise _CannotKeep  # torch has no such convolution here, a build without the device's library for example
 
     def _follow(self, node: Node, operands: Mapping[Node, Node]) -> bool:
@@ -265,11 +255,11 @@ class _Relayout:
             new = self._run(node, operands)
         except (RuntimeError, ValueError):  # views that these strides do not allow
             return False
-        if len(_items(new)) != len(_items(old)):
+        if len(items_of(new)) != len(items_of(old)):
             return False
         same = all(
             not isinstance(mine, torch.Tensor) or _same_strides(mine, theirs)
-            for mine, theirs in zip(_items(new), _items(old), strict=True)
+            for mine, theirs in zip(items_of(new), items_of(old), strict=True)
         )
         made = self.graph.node_copy(node, operands.__getitem__)
         if same and not self._shows_operand(node):
@@ -292,24 +282,14 @@ class _Relayout:
 
     def _run(self, node: Node, operands: Mapping[Node, Node]) -> Any:
         """Runs a call on the fake values of its new operands."""
-        if node.target is operator.getitem:
-            found = self.fakes[operands[node.args[0]]]  # type: ignore[index]
-            return found[node.args[1]]
-        arguments, keywords = map_arg((node.args, node.kwargs), lambda item: self.fakes[operands[item]])
-        return self._faked(node.target, arguments, keywords)
-
-    def _faked(self, target: Any, arguments: Any, keywords: Any) -> Any:
-        items = [item for part in (*arguments, *keywords.values()) for item in _items(part)]
-        mode = next((item.fake_mode for item in items if isinstance(item, FakeTensor)), None)
-        with in_fake_mode(mode):
-            return target(*arguments, **keywords)
+        return run_on_fakes(node, {operand: self.fakes[operands[operand]] for operand in node.all_input_nodes})
 
     def _shows_operand(self, node: Node) -> bool:
         """Whether a node's result is on the memory of what it is computed from; an item of several is as these are."""
         if node.target is operator.getitem:
             return self._shows_operand(node.args[0])  # type: ignore[arg-type]
-        own = _storages(self.old.get(node))
-        return any(own & _storages(self.old.get(operand)) for operand in node.all_input_nodes)
+        own = storages_of(self.old.get(node))
+        return any(own & storages_of(self.old.get(operand)) for operand in node.all_input_nodes)
 
     # --- layouts ----------------------------------------------------------------------------------------------------
 
@@ -319,7 +299,7 @@ class _Relayout:
         fake = self.fakes[made]
         if _is_channels_last(fake):
             return made
-        lasting = self._written.isdisjoint(_storages(self.old[node]))
+        lasting = self._written.isdisjoint(storages_of(self.old[node]))
         if lasting and node in self._images:
             return self._images[node]
         copy = self._converted_constant(node, fake) if lasting else None
@@ -340,7 +320,7 @@ class _Relayout:
         with self.graph.inserting_after(self.env[node]):
             made = self.graph.placeholder(name)
         self.constants[made.name] = payload.detach().contiguous(memory_format=torch.channels_last)
-        self.fakes[made] = self._faked(_aten.clone.default, (fake,), {"memory_format": torch.channels_last})
+        self.fakes[made] = call_on_fakes(_aten.clone.default, (fake,), {"memory_format": torch.channels_last})
         made.meta = {"val": self.fakes[made]}
         return made
 
@@ -372,7 +352,7 @@ class _Relayout:
         ones = [dim for dim, size in enumerate(old.shape) if type(size) is int and size == 1]
         others = [dim for dim in range(old.ndim) if dim not in ones]
         new = self.fakes[made].stride()
-        if not ones or any(_expression(new[dim]) != _expression(old.stride(dim)) for dim in others):
+        if not ones or any(expression_of(new[dim]) != expression_of(old.stride(dim)) for dim in others):
             return None
         squeezed = self._emit(node, _aten.squeeze.dims, (made, ones), {}, "squeezed")
         found = self._emit(node, _aten.view.default, (squeezed, list(old.shape)), {}, "as_before")
@@ -380,7 +360,7 @@ class _Relayout:
 
     def _copied_back(self, node: Node, old: torch.Tensor) -> Node:
         """Returns a copy of a node's tensor in the strides that it had: dense ones, its dimensions in any order."""
-        magnitudes = [_hinted(stride) for stride in old.stride()]
+        magnitudes = [hinted(stride) for stride in old.stride()]
         order = sorted(range(old.ndim), key=lambda dim: -magnitudes[dim])
         made = self.env[node]
         self._pay(node, old)
@@ -401,7 +381,7 @@ class _Relayout:
         """Puts in a call that has to do with a node."""
         made = self.graph.create_node("call_function", target, arguments, keywords, f"{node.name}_{suffix}")
         arguments, keywords = map_arg((arguments, keywords), self.fakes.__getitem__)
-        self.fakes[made] = self._faked(target, arguments, keywords)
+        self.fakes[made] = call_on_fakes(target, arguments, keywords)
         made.meta = {**node.meta, "val": self.fakes[made]}
         return made
 
@@ -436,12 +416,12 @@ class _Relayout:
             self.copies = replace(self.copies, saved=self.copies.saved + _REORDERING)
             return  # a large matrix product takes either layout
         images = [image, *(others or [self.old[node]])]
-        self.copies = replace(self.copies, saved=self.copies.saved + _REORDERING + sum(map(_bytes, images)))
+        self.copies = replace(self.copies, saved=self.copies.saved + _REORDERING + sum(map(bytes_of, images)))
 
     def _pay(self, node: Node, fake: torch.Tensor) -> None:
         """Counts a copy, unless the kernel that computes the tensor writes the other layout in its place."""
         if node not in self._fused:
-            self.copies = replace(self.copies, copied=self.copies.copied + _bytes(fake))
+            self.copies = replace(self.copies, copied=self.copies.copied + bytes_of(fake))
 
 
 def _follows(node: Node) -> bool:
@@ -462,13 +442,9 @@ def _is_channels_last(fake: Any) -> bool:
         return True
     step: Any = 1
     for dim in (1, 3, 2, 0):
-        size = _expression(fake.shape[dim])
+        size = expression_of(fake.shape[dim])
         if size != 1:
-            if _expression(fake.stride(dim)) != step:
+            if expression_of(fake.stride(dim)) != step:
                 return False
             step *= size
     return True
-
-
-def _hinted(number: Any) -> int:
-    return number if type(number) is int else int(symbol_hint(number) or 1)

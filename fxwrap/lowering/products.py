@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.device_spec import ROW_ALIGNMENT, DeviceSpec
-from fxwrap.lowering.graph_copy import GraphCopy, call_on_fakes
+from fxwrap.lowering.graph_copy import GraphCopy, bytes_of, call_on_fakes
 from fxwrap.lowering.source import GraphSource
 from fxwrap.lowering.storage_views import StorageViews, same_layout, same_layouts
 from fxwrap.options import Options
@@ -354,13 +354,9 @@ def _is_static(item: _Joinable, fakes: Mapping[Node, Any]) -> bool:
 
 def _pays(members: Sequence[_Joinable], fakes: Mapping[Node, Any], worth: int) -> bool:
     """Whether the calls that are saved cost more than the matrices are to copy; biases are one more copy."""
-    copied = sum(_bytes(fakes[item.weight.base]) for item in members)
+    copied = sum(bytes_of(fakes[item.weight.base]) for item in members)
     biased = any(item.product.bias is not None for item in members)
     return len(members) > 1 and copied <= worth * (len(members) - 1 - biased)
-
-
-def _bytes(fake: torch.Tensor) -> int:
-    return fake.numel() * fake.dtype.itemsize
 
 
 def _may_be_slice(views: StorageViews, node: Node) -> bool:
