@@ -210,7 +210,7 @@ def test_equal_kernels_share_one_place_in_the_table() -> None:
 # --- expressions ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(any_expressions(), environments())
 def test_expressions_become_nodes_that_compute_them(expression: Any, environment: dict[str, Any]) -> None:
     try:

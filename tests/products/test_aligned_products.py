@@ -269,7 +269,7 @@ def graphs(draw: st.DrawFn) -> tuple[Callable[..., Any], list[Tensor]]:
     return function, [torch.randn(4, 7, generator=generator), *weights]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(graphs())
 def test_any_graph(for_nothing_at_all: None, found: tuple[Callable[..., Any], list[Tensor]]) -> None:
     function, inputs = found
