@@ -31,6 +31,17 @@ def expression_of(number: Any) -> Any:
     return number if type(number) is int else number.node.expr
 
 
+def expressions_of(numbers: Sequence[Any]) -> list[Any]:
+    """Returns sizes or strides as ints and expressions, whose comparison installs no guard."""
+    return [expression_of(number) for number in numbers]
+
+
+def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have equal sizes and strides, as far as is known without asking for it."""
+    mine, theirs = [expressions_of((*item.shape, *item.stride())) for item in (one, other)]
+    return mine == theirs
+
+
 def hinted(number: Any) -> int:
     """Returns a size or stride, or what a symbolic one is expected to be; 1 where nothing is."""
     return number if type(number) is int else int(symbol_hint(number) or 1)

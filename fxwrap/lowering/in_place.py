@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxwrap.lowering.effects import attribute_of, has_effect, launches_kernel, operator_label, shown_operands
+from fxwrap.lowering.graph_copy import expressions_of, same_layout
 from fxwrap.lowering.operators import IN_PLACE_FORMS
 from fxwrap.lowering.windows import Window, overwritten_window
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
@@ -197,7 +198,7 @@ class _Graph:
             return False
         if old.dtype != new.dtype or old.device != new.device or not _is_dense(old):
             return False
-        return _numbers(old.shape) == _numbers(new.shape) and _numbers(old.stride()) == _numbers(new.stride())
+        return same_layout(old, new)
 
     def _is_hidden(self, result: Collection[Node], own: Collection[Node], following: int | None) -> bool:
         """Whether nobody else writes a result, and it is read before the following call writes it."""
@@ -224,7 +225,7 @@ class _Graph:
         if not any(self.place[user] > last for user in [*users, *chain.end.users]):
             return True
         old, new = self.fakes[chain.target], self.fakes[chain.links[-1].result]
-        return _numbers([old.storage_offset()]) == _numbers([new.storage_offset()])
+        return expressions_of([old.storage_offset()]) == expressions_of([new.storage_offset()])
 
 
 def _may_show_operands(node: Node) -> bool:
@@ -248,7 +249,7 @@ def _same_attribute(one: Node, other: Node) -> bool:
 
 def _is_dense(fake: torch.Tensor) -> bool:
     """Whether a tensor fills its memory, each element in a place of its own; False where that is not known."""
-    sizes, strides = _numbers(fake.shape), _numbers(fake.stride())
+    sizes, strides = expressions_of(fake.shape), expressions_of(fake.stride())
     left = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
     step: Any = 1
     while left:
@@ -258,11 +259,6 @@ def _is_dense(fake: torch.Tensor) -> bool:
         left.remove(inner)
         step = inner[0] * step
     return True
-
-
-def _numbers(items: Sequence[Any]) -> list[Any]:
-    """Returns sizes or strides as ints and expressions, whose comparison installs no guard."""
-    return [item if type(item) is int else item.node.expr for item in items]
 
 
 def _users(nodes: Collection[Node]) -> Iterator[Node]:

@@ -23,6 +23,7 @@ from fxwrap.lowering.graph_copy import (
     bytes_of,
     call_on_fakes,
     expression_of,
+    expressions_of,
     hinted,
     items_of,
     run_on_fakes,
@@ -171,7 +172,7 @@ def _writes_computed(nodes: Sequence[Node], fakes: Mapping[Node, Any]) -> bool:
 
 def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of equal sizes have equal strides, as far as is known without asking for it."""
-    return [expression_of(item) for item in one.stride()] == [expression_of(item) for item in other.stride()]
+    return expressions_of(one.stride()) == expressions_of(other.stride())
 
 
 class _Relayout:

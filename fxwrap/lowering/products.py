@@ -19,9 +19,9 @@ import torch
 from torch.fx import Node
 
 from fxwrap.device_spec import ROW_ALIGNMENT, DeviceSpec
-from fxwrap.lowering.graph_copy import GraphCopy, bytes_of, call_on_fakes
+from fxwrap.lowering.graph_copy import GraphCopy, bytes_of, call_on_fakes, same_layout
 from fxwrap.lowering.source import GraphSource
-from fxwrap.lowering.storage_views import StorageViews, same_layout, same_layouts
+from fxwrap.lowering.storage_views import StorageViews, same_layouts
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
 

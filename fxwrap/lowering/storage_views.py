@@ -10,10 +10,10 @@ from torch.fx import Node
 
 from fxwrap.lowering.graph_copy import (
     can_run_again,
-    expression_of,
     items_of,
     nodes_by_storage,
     run_on_fakes,
+    same_layout,
     storages_of,
     written_storages,
 )
@@ -92,9 +92,3 @@ def same_layouts(one: Any, other: Any) -> bool:
         same_layout(mine, theirs) for mine, theirs in pairs
         if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
     )  # fmt: skip
-
-
-def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have equal sizes and strides, as far as is known without asking for it."""
-    mine, theirs = [[*map(expression_of, (*item.shape, *item.stride()))] for item in (one, other)]
-    return mine == theirs
