@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A row may import every row above it in this table, and never its neighbours in the same
 # row. Rows that share a level of the design are that level's own order.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "torch_compat"),  # level 0
+    ("errors", "torch_compat", "kernel_names"),  # level 0
     ("symbolic", "device_spec", "live_kernels", "pass_spec"),
     ("device_registry",),
     ("options",),
@@ -45,7 +45,9 @@ RANKS: Mapping[str, int] = {name: rank for rank, row in enumerate(ROWS) for name
 
 # What emitted code needs while it runs stands aside: it knows level 0 only, and few may import it.
 RUNTIME = "runtime"
-RUNTIME_IMPORTS = frozenset({"errors", "torch_compat", "device_spec", "device_registry", "live_kernels"})
+RUNTIME_IMPORTS = frozenset(
+    {"errors", "torch_compat", "kernel_names", "device_spec", "device_registry", "live_kernels"}
+)
 RUNTIME_USERS_BELOW_COMPILER = ("fxwrap.converters",)
 
 # The one file that may name torch's private parts.

@@ -315,8 +315,8 @@ class Emission:
 
         hint = kernel_hints(self.builder, kernel, formulas) if kernel.numbers else self.hint
         try:
-            device = plan.members[0].use.definition.device
-            return self.print_kernel(KernelRequest(kernel, language, device, hint, limits))
+            device, name = plan.members[0].use.definition.device, kernel_name(built.computed)
+            return self.print_kernel(KernelRequest(kernel, language, device, hint, limits, name))
         except FxwrapError as error:
             raise KernelRefused(frozenset(self._origin(built.computed).nodes), str(error)) from error
 

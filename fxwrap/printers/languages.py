@@ -23,7 +23,7 @@ class KernelRequest:
     """A kernel that is to be printed, and what is known of its launch.
 
     Fields: `language` of the printer; `device` it will run on; `hint` gives a typical value of a symbolic size;
-    `limits` the largest values that symbols can have, by name.
+    `limits` the largest values that symbols can have, by name; `name` says what it does, for profilers to show.
     """
 
     kernel: Kernel
@@ -31,6 +31,7 @@ class KernelRequest:
     device: torch.device
     hint: Callable[[Size], int]
     limits: Mapping[str, int] = field(default_factory=dict)
+    name: str = ""
 
 
 KernelPrinter: TypeAlias = Callable[[KernelRequest], PrintedKernel]
@@ -45,15 +46,16 @@ def print_kernel(request: KernelRequest) -> PrintedKernel:
     kernel = request.kernel
     if kernel.numbers:
         return candidate_kernels(request)[0]()
-    return _printed_once(kernel, kernel.details, request.language, request.device, _printer(request.language))
+    printer = _printer(request.language)
+    return _printed_once(kernel, kernel.details, request.language, request.device, request.name, printer)
 
 
 @lru_cache(maxsize=1024)
 def _printed_once(
-    kernel: Kernel, details: tuple[str, ...], language: str, device: torch.device, _printer: Printer
+    kernel: Kernel, details: tuple[str, ...], language: str, device: torch.device, name: str, _printer: Printer
 ) -> PrintedKernel:
     """Prints a kernel of fixed sizes, once for all equal layers of a model."""
-    return candidate_kernels(KernelRequest(kernel, language, device, int))[0]()
+    return candidate_kernels(KernelRequest(kernel, language, device, int, name=name))[0]()
 
 
 def candidate_kernels(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
@@ -77,10 +79,10 @@ def _printer(language: str) -> Printer:
 
 def cpp_ways(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
     """Returns what prints a kernel as C++, in the one way there is."""
-    return (partial(print_cpp_kernel, request.kernel),)
+    return (partial(print_cpp_kernel, request.kernel, request.name),)
 
 
 def triton_ways(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
     """Returns what prints a kernel as Triton's Python, in each way to cut it, the best guess first."""
     ways = configurations(request.kernel, request.hint)
-    return tuple([partial(print_triton, request.kernel, way, request.limits) for way in ways])
+    return tuple([partial(print_triton, request.kernel, way, request.limits, request.name) for way in ways])

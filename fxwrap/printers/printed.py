@@ -11,9 +11,9 @@ from fxwrap.symbolic import Size
 class PrintedKernel:
     """A kernel in a kernel language.
 
-    `source` names the function `kernel`; its parameters are the kernel's inputs, its outputs and its numbers, in this
-    order. `signature` has an entry for each ("*f32", "i64"), `options` are launch metadata as sorted pairs, `grid` the
-    sizes of the launch grid.
+    `source` names its function as `fxwrap/kernel_names.py` says; the function's parameters are the kernel's inputs,
+    its outputs and its numbers, in this order. `signature` has an entry for each ("*f32", "i64"), `options` are launch
+    metadata as sorted pairs, `grid` the sizes of the launch grid.
     """
 
     language: str

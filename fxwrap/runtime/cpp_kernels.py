@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from fxwrap.errors import FxwrapError
+from fxwrap.kernel_names import function_in
 from fxwrap.runtime.native import NativeSource
 
 KernelOptions: TypeAlias = tuple[tuple[str, str | int | float | bool], ...]
@@ -45,7 +46,7 @@ class KernelText:
 
 def cpp_symbol(source: str, signature: tuple[str, ...], options: KernelOptions) -> str:
     """Returns the symbol that a C++ kernel is linked under: equal kernels have equal symbols."""
-    return f"kernel_{hashlib.sha256(repr((signature, options, source)).encode()).hexdigest()[:24]}"
+    return f"{function_in(source)}_{hashlib.sha256(repr((signature, options, source)).encode()).hexdigest()[:24]}"
 
 
 def cpp_declaration(symbol: str, signature: Sequence[str]) -> str:
@@ -70,7 +71,7 @@ def cpp_kernel_units(kernels: Sequence[KernelText]) -> list[NativeSource]:
             shared.append(kernel)
         else:
             chosen = NativeSource(kernel.source).flags if flags is None else tuple(shlex.split(flags))
-            units.append(NativeSource(kernel.source, (*chosen, f"-Dkernel={kernel.symbol}")))
+            units.append(NativeSource(kernel.source, (*chosen, f"-D{function_in(kernel.source)}={kernel.symbol}")))
     return [*[NativeSource(_unit(group)) for group in _groups(shared)], *units]
 
 
@@ -103,10 +104,10 @@ def _groups(kernels: Sequence[KernelText]) -> list[list[KernelText]]:
 
 
 def _unit(kernels: Sequence[KernelText]) -> str:
-    parts = [
-        f"#define kernel {kernel.symbol}\n{kernel.source.removeprefix(GENERATED).strip()}\n#undef kernel\n"
-        for kernel in kernels
-    ]
+    parts = []
+    for kernel in kernels:
+        name, text = function_in(kernel.source), kernel.source.removeprefix(GENERATED).strip()
+        parts.append(f"#define {name} {kernel.symbol}\n{text}\n#undef {name}\n")
     return "\n".join([GENERATED, *parts])
 
 

@@ -1,7 +1,8 @@
 """Kernels by language, ready to launch.
 
-A kernel is a source text in which the function is called `kernel`, a signature with one entry a parameter ("*f32" for a
-tensor, "i64" or "f64" for a number), and options. Its parameters are tensors first, then numbers.
+A kernel is a source text in which the function is called `kernel` (in fxwrap's own as `fxwrap/kernel_names.py` says), a
+signature with one entry a parameter ("*f32" for a tensor, "i64" or "f64" for a number), and options. Its parameters are
+tensors first, then numbers.
 """
 
 from __future__ import annotations

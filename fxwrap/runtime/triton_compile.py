@@ -23,6 +23,7 @@ import torch
 
 from fxwrap.device_spec import CUDA
 from fxwrap.errors import FxwrapError, KernelBuildError
+from fxwrap.kernel_names import function_in
 from fxwrap.runtime.compile_workers import POOL
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.modules import load_module, write_module
@@ -87,8 +88,8 @@ def gpu_function(source: str, signature: tuple[str, ...], options: KernelOptions
 
 
 def kernel_of(source: str) -> Any:
-    """Returns the function 'kernel' of a new module made from the text. Raises FxwrapError where there is none."""
-    found = getattr(load_module(source, MODULE_NAME), "kernel", None)
+    """Returns the kernel of a new module made from the text. Raises FxwrapError where there is none."""
+    found = getattr(load_module(source, MODULE_NAME), function_in(source), None)
     if found is None:
         raise FxwrapError("the text of a Triton kernel defines a function called 'kernel' with @triton.jit")
     return found
@@ -162,6 +163,7 @@ def worker_job(use: KernelUse, target: Any) -> dict[str, Any]:
     environment = {name: text for name, text in os.environ.items() if name.startswith("TRITON")}
     return {
         "path": str(write_module(use.kernel.source, MODULE_NAME)),
+        "function": function_in(use.kernel.source),
         "target": [target.backend, target.arch, target.warp_size],
         "arguments": arguments,
         "constants": constants,

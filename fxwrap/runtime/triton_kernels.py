@@ -30,9 +30,9 @@ _CORE = "triton.language.core"
 def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Callable[..., None]:
     """Returns `launcher(grid, *tensors, *numbers)` of a text that defines a `@triton.jit` function called `kernel`.
 
-    Options in capitals are its constant parameters; the others (num_warps, num_stages, num_ctas, maxnreg,
-    enable_fp_fusion) say how it is compiled. Raises FxwrapError where Triton is missing, for a text without `kernel`,
-    and for an unknown option.
+    Those of fxwrap's own texts have names (`fxwrap/kernel_names.py`). Options in capitals are its constant parameters;
+    the others (num_warps, num_stages, num_ctas, maxnreg, enable_fp_fusion) say how it is compiled. Raises FxwrapError
+    where Triton is missing, for a text without the function, and for an unknown option.
     """
     constants, choices = launch_keywords(options)
     triton()

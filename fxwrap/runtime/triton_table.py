@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from fxwrap.errors import FxwrapError
+from fxwrap.kernel_names import function_in
 from fxwrap.runtime.cpp_kernels import KernelOptions
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.runtime.triton_compile import gpu_function, launch_keywords
@@ -29,10 +30,11 @@ class CpuTritonKernel:
 
 def triton_parameters(source: str) -> list[str]:
     """Returns the names of a Triton kernel's parameters, constants included. Raises FxwrapError where there is none."""
+    name = function_in(source)
     for statement in ast.parse(source).body:
-        if isinstance(statement, ast.FunctionDef) and statement.name == "kernel":
+        if isinstance(statement, ast.FunctionDef) and statement.name == name:
             return [argument.arg for argument in statement.args.args]
-    raise FxwrapError("the source of a Triton kernel defines no function 'kernel'")
+    raise FxwrapError(f"the source of a Triton kernel defines no function '{name}'")
 
 
 @cache

@@ -14,7 +14,7 @@ from fxwrap.runtime.triton_variants import TritonVariant, variant_of
 
 def variants_symbol(symbol: str) -> str:
     """Returns the name under which the compilations of a kernel are linked, by the symbol of the kernel."""
-    return f"variants_{symbol.removeprefix('kernel_')}"
+    return f"variants_of_{symbol}"
 
 
 def compiled_variants(kernel: KernelText) -> list[TritonVariant]:

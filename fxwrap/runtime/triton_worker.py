@@ -56,15 +56,15 @@ def _argument(item: Any) -> Any:
     return _ELEMENT_TYPES[name]
 
 
-def _function(path: str) -> Any:
-    """Returns the function 'kernel' of a module's file, under the name that it has in the other process."""
+def _function(path: str, name: str) -> Any:
+    """Returns a function of a module's file, under the name that it has in the other process."""
     found = _FUNCTIONS.get(path)
     if found is None:
         module = ModuleType(os.path.splitext(os.path.basename(path))[0])
         module.__file__ = path
         with open(path, encoding="utf-8") as file:
             exec(compile(file.read(), path, "exec", dont_inherit=True), module.__dict__)
-        found = _FUNCTIONS[path] = module.__dict__["kernel"]
+        found = _FUNCTIONS[path] = module.__dict__[name]
     return found
 
 
@@ -81,7 +81,7 @@ def _compile(job: dict[str, Any], chip: _Chip) -> None:
     _set_environment(job["environment"])
     chip.target = GPUTarget(*job["target"])
     arguments = [_argument(item) for item in job["arguments"]]
-    _function(job["path"]).warmup(*arguments, grid=(1,), **job["constants"], **job["choices"])
+    _function(job["path"], job["function"]).warmup(*arguments, grid=(1,), **job["constants"], **job["choices"])
 
 
 def _watch(owner: int) -> None:

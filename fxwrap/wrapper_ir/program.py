@@ -56,9 +56,10 @@ class KernelDefinition:
     """A kernel that `kernel.launch` lines call by name.
 
     `language` is an open name ("triton", "cpp", "user_triton" for a Triton kernel of the user's); `source` the text, in
-    which the function is called `kernel`, never by the readable `name`; `signature` one entry a parameter, e.g. "*f32"
-    for a tensor, "i64" for a size, for a user's kernel with the parameter's name ("i64 n"); `options` launch metadata
-    as sorted pairs (num_warps, constants). The hash covers everything but the name.
+    which the function is called `kernel`, or, where fxwrap printed it, by what it does, "fxwrap_..." (profilers show
+    it); `signature` one entry a parameter, e.g. "*f32" for a tensor, "i64" for a size, for a user's kernel with the
+    parameter's name ("i64 n"); `options` launch metadata as sorted pairs (num_warps, constants). The hash covers
+    everything but `name`.
     """
 
     name: str

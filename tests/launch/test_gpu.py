@@ -13,6 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
+from fxwrap.kernel_names import function_in
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel
@@ -216,6 +217,20 @@ def test_ten_thousand_calls_leak_nothing(emitter: str) -> None:
 def _host_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("emitter", [emitter for emitter in EMITTERS if emitter != "interpreter"])
+def test_profilers_show_what_a_kernel_does(emitter: str) -> None:
+    x = torch.randn(300, 1024, device="cuda")
+    graph = make_fx(lambda x: ((x * 0.5).softmax(-1), x.sin().sum(0)))(x)
+    compiled = fxwrap.compile_graph(graph, [x], options=fxwrap.Options(emitter=emitter))
+    compiled(x)
+    with torch.profiler.profile() as profile:
+        compiled(x)
+        torch.cuda.synchronize()
+    names = [function_in(kernel.source) for kernel in compiled.program.kernels]
+    assert names and all(name.startswith("fxwrap_") for name in names)
+    assert {*names} <= {event.name for event in profile.events()}
 
 
 def test_a_failure_of_the_driver_is_an_error_with_its_words() -> None:

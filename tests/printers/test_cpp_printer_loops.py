@@ -359,8 +359,7 @@ def test_the_text_reads_well() -> None:
 SOFTMAX = """\
 #include "kernel.h"
 
-// softmax
-extern "C" void kernel(const float* x, float* out) {
+extern "C" void fxwrap_softmax(const float* x, float* out) {
   #pragma omp parallel for schedule(static)
   for (int64_t row = 0; row < 1024; ++row) {
     float exp_3_row[256];

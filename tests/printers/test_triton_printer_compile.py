@@ -24,7 +24,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.printed import PrintedKernel
 from fxwrap.printers.triton import Configuration, configurations, print_triton
-from fxwrap.runtime.modules import load_module
+from fxwrap.runtime.triton_compile import kernel_of
 from fxwrap.symbolic import make_symbol
 from tests.printers.test_triton_printer import layer_norm_kernel
 from tests.printers.triton_kernels import BF16, F32, F64, I64, build, softmax_kernel, squares_kernel
@@ -35,7 +35,7 @@ SPILLED = re.compile(r"st\.local|ld\.local")
 
 def compiled(printed: PrintedKernel) -> Any:
     """A kernel compiled for compute capability 9.0, its pointers and numbers divisible by 16."""
-    function = load_module(printed.source, "triton_kernel").kernel
+    function = kernel_of(printed.source)
     names = {"f16": "fp16", "f32": "fp32", "f64": "fp64"}
     types = [names.get(entry.removeprefix("*"), entry.removeprefix("*")) for entry in printed.signature]
     kinds = [

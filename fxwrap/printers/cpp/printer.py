@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from fxwrap.kernel_names import function_name
 from fxwrap.loop_ir import Axis, Buffer, Index, Kernel, Load, Operation, Store, as_index, map_operation
 from fxwrap.printers.cpp.body import Writer
 from fxwrap.printers.cpp.columns import ColumnPrinter
@@ -31,7 +32,7 @@ _RESERVED = frozenset(_RESERVED_WORDS.split())
 
 
 def print_cpp_kernel(kernel: Kernel, name: str = "", origins: bool = True) -> PrintedKernel:
-    """Returns a kernel as C++ source. `name` is a comment; `origins` says whether statements carry theirs."""
+    """Returns a kernel as C++ source. `name` says what it does; `origins` says whether statements carry theirs."""
     kernel = with_plain_reductions(_with_safe_names(kernel))
     writer = Writer()
     _loops(make_plan(kernel), writer, origins).print_kernel()
@@ -41,15 +42,14 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origins: bool = True) -> Pr
         *[f"{CPP_TYPES[item.dtype]}* {item.name}" for item in kernel.outputs],
         *[f"{types[1]} {text}" for types, text in numbers],
     ]
-    head = f'extern "C" void kernel({", ".join(parameters)}) {{'
+    head = f'extern "C" void {function_name(name)}({", ".join(parameters)}) {{'
     body = "\n".join(writer.lines)
     includes = INCLUDE + ("#include <cmath>\n#include <limits>\n" if "std::" in body else "")
-    comment = f"// {name}\n" if name else ""
     signature = (
         *[SIGNATURE_ENTRIES[item.dtype] for item in (*kernel.inputs, *kernel.outputs)],
         *[types[0] for types, _ in numbers],
     )
-    return PrintedKernel("cpp", f"{includes}\n{comment}{head}\n{body}\n}}\n", signature)
+    return PrintedKernel("cpp", f"{includes}\n{head}\n{body}\n}}\n", signature)
 
 
 def _loops(plan: Plan, writer: Writer, origins: bool) -> LoopPrinter:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from typing_extensions import assert_never
 
+from fxwrap.kernel_names import function_name
 from fxwrap.loop_ir import (
     Axis,
     Compute,
@@ -51,12 +52,16 @@ _INT32 = 2**31 - 1
 
 
 def print_triton(
-    kernel: Kernel, configuration: Configuration | None = None, limits: Mapping[str, int] | None = None
+    kernel: Kernel,
+    configuration: Configuration | None = None,
+    limits: Mapping[str, int] | None = None,
+    name: str = "",
 ) -> PrintedKernel:
     """Returns a kernel as Triton source with its launch.
 
     `configuration` says how it is cut, the best guess of `configurations` without one; `limits` gives the largest
-    values of symbols, so that sizes made of them may be found to fit 32-bit indices. The grid has one dimension. Raises
+    values of symbols, so that sizes made of them may be found to fit 32-bit indices; `name` says what it does, and the
+    function's name adds a few digits that tell it from others that do the same. The grid has one dimension. Raises
     KernelError for what Triton has no form of: atomic stores of dtypes and modes that GPUs have no instruction for.
     """
     chosen = configuration or configurations(kernel)[0]
@@ -64,14 +69,20 @@ def print_triton(
     picked: Mapping[int, PickedElement] = {}
     if not chosen.looped and len(make_tile(kernel, chosen).dimensions) == 1:  # a program has one row
         kernel, picked = with_picked_elements(kernel)
-    return _Printer(kernel, chosen, limits or {}, picked).run()
+    return _Printer(kernel, chosen, limits or {}, picked, name).run()
 
 
 class _Printer:
     def __init__(
-        self, kernel: Kernel, cut: Configuration, limits: Mapping[str, int], picked: Mapping[int, PickedElement]
+        self,
+        kernel: Kernel,
+        cut: Configuration,
+        limits: Mapping[str, int],
+        picked: Mapping[int, PickedElement],
+        name: str,
     ) -> None:
         self.kernel = kernel
+        self.name = name
         self.picked = picked
         self.configuration = cut
         self.tile: Tile = make_tile(kernel, cut)
@@ -115,15 +126,11 @@ class _Printer:
             options["LOOP_STAGES"] = self.configuration.num_stages
         pointers = [f"*{SIGNATURES[item.dtype]}" for item in (*self.kernel.inputs, *self.kernel.outputs)]
         numbers = [{"int": "i64", "float": "f64", "bool": "i1"}[symbol_kind(s.name)] for s in self.kernel.numbers]
-        return PrintedKernel(
-            "triton",
-            self._source(list(options)),
-            (*pointers, *numbers),
-            tuple(sorted({**options, **launch}.items())),
-            (self.tile.programs, 1, 1),
-        )
+        chosen = tuple(sorted({**options, **launch}.items()))
+        source = self._source(list(options), str(chosen))
+        return PrintedKernel("triton", source, (*pointers, *numbers), chosen, (self.tile.programs, 1, 1))
 
-    def _source(self, constants: list[str]) -> str:
+    def _source(self, constants: list[str], chosen: str) -> str:
         floats = {symbol: ': "fp64"' if symbol_kind(symbol.name) == "float" else "" for symbol in self.kernel.numbers}
         parameters = [
             *self.pointers.values(),
@@ -134,7 +141,8 @@ class _Printer:
         helpers = "".join([f"{text}\n\n\n" for text in helper_texts(self.helpers)])
         library = "from triton.language.extra import libdevice\n" if "libdevice." in helpers + body else ""
         head = f"import triton\nimport triton.language as tl\n{library}\n\n{helpers}"
-        return f"{head}@triton.jit\ndef kernel({', '.join(parameters)}):\n{body}\n"
+        function = f"({', '.join(parameters)}):\n{body}\n"
+        return f"{head}@triton.jit\ndef {function_name(self.name, function + chosen)}{function}"
 
     def _line(self, text: str, origin: str = "") -> None:
         indent = "    " * self.depth
