@@ -48,11 +48,11 @@ PARTS = 3
 """In how many goes the rounds are run; after each the medians so far are printed."""
 
 CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("generated", re.compile(r"^fxwrap_|^triton_|cpp_kernel|cpp_fused")),
     ("attention", re.compile(r"flash|fmha|sdpa|attention|mem_eff", re.IGNORECASE)),
     ("convolution", re.compile(r"conv(?!ert)|implicit_gemm|winograd|fprop|dgrad|wgrad", re.IGNORECASE)),
     ("product", re.compile(r"gemm|gemv|cutlass|cublas|nvjet|splitk|::mm|::addmm|::bmm|_addmm", re.IGNORECASE)),
     ("copy", re.compile(r"memcpy|memset|direct_copy|copy_kernel|CatArray|fill_", re.IGNORECASE)),
-    ("generated", re.compile(r"^kernel$|^kernel_|^triton_|cpp_kernel|fused")),
 )
 """Classes of a device's work by names of kernels, the first that matches; the rest is "other"."""
 
