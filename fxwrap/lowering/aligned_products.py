@@ -3,13 +3,14 @@
 Tensor cores are fed 16 bytes at a time, so a product of matrices with rows of another length (a vocabulary of 50257
 words) takes several times as long. Such a product becomes one of larger matrices, whose further elements are zeros, and
 a slice of its result. Operands that kernels compute are computed with the zeros, others are copied. What the graph
-gives back has the strides it had before, if need be by a copy.
+gives back has the strides it had before: it is copied there, some columns of the product after others, so that there
+are never two of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,11 +38,18 @@ _COPY = 10_000_000
 _LEAST = 3_000_000
 """What has to be saved at least, in such bytes."""
 
+_PART_COLUMNS = 2048
+"""What parts of a product that is copied have a multiple of in columns: many tiles of any kernel, whole 16 bytes."""
+_PARTS = 8
+"""About how many such parts there are: more hold less, and keep the device less busy."""
+
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 
 
 Pads = tuple[int, ...]
 """What `constant_pad_nd` takes: how much is appended to the last dimension, and to the one before, each after a 0."""
+_Part = tuple[Node, Pads, tuple[int, int] | None]
+"""A matrix or vector, what is appended to it, and from where to where it is taken along its first dimension."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,12 @@ def with_aligned_products(
     if not chosen:
         return source, fakes
     copy = GraphCopy(source, fakes)
-    padded: dict[tuple[Node, Pads], Node] = {}
+    padded: dict[_Part, Node] = {}
     for larger, copied in chosen:
+        width = _part_columns(larger, fakes)
+        if copied and width:
+            _compute_in_parts(copy, larger, width, padded)
+            continue
         _compute(copy, larger, padded)
         for node in copied:
             keywords = {"memory_format": torch.contiguous_format}
@@ -200,6 +212,16 @@ def _is_computed_for(node: Node, views: StorageViews, products: Collection[Node]
     return computed and not views.is_given_back(node) and all(reader in products for reader in views.readers(node))
 
 
+def _part_columns(larger: _Larger, fakes: Mapping[Node, Any]) -> int:
+    """Returns how many columns of a product are computed at a time before they are copied; 0 for all of them.
+
+    Its second matrix has to lie so that as many of its columns are aligned by themselves.
+    """
+    columns = fakes[larger.product].shape[1]
+    width = max(round(columns / _PARTS / _PART_COLUMNS), 1) * _PART_COLUMNS
+    return width if larger.right.turned and width < columns else 0
+
+
 def _fixed_outputs(node: Node, views: StorageViews, free_outputs: Collection[int]) -> list[Node]:
     """Returns the nodes on a tensor's storage that the graph gives back with strides that it is known to have."""
     (output,) = node.graph.find_nodes(op="output")
@@ -216,22 +238,60 @@ def _has_plain_strides(fake: torch.Tensor) -> bool:
 # --- what it becomes --------------------------------------------------------------------------------------------------
 
 
-def _compute(copy: GraphCopy, larger: _Larger, padded: dict[tuple[Node, Pads], Node]) -> None:
+def _compute(copy: GraphCopy, larger: _Larger, padded: dict[_Part, Node]) -> None:
     """Puts a slice of a larger product in the place of one; `padded` are the operands that there are already."""
+    copy.substitute(larger.product, _computed(copy, larger, None, padded))
+
+
+def _compute_in_parts(copy: GraphCopy, larger: _Larger, width: int, padded: dict[_Part, Node]) -> None:
+    """Puts a tensor in the place of a product, into which so many columns at a time are copied."""
     product, before = larger.product, copy.made_of[larger.product]
-    operands = []
-    for node, turned, pads in larger.operands:
-        given = copy.made_of[node]
-        if any(pads):
-            if (node, pads) not in padded:
-                name = f"{node.name}_padded"
-                padded[node, pads] = copy.call(before, _aten.constant_pad_nd.default, (given, list(pads)), {}, name)
-            given = padded[node, pads]
-        operands.append(copy.call(before, _aten.t.default, (given,), {}, f"{node.name}_turned") if turned else given)
+    like = copy.fakes[before]
+    keywords = {"dtype": like.dtype, "device": like.device}
+    found = copy.call(before, _aten.empty.memory_format, (list(like.shape),), keywords, f"{product.name}_whole")
+    for start in range(0, like.shape[1], width):
+        end = min(start + width, like.shape[1])
+        last = end == like.shape[1]
+        part = _computed(copy, larger if last else replace(larger, columns=0), (start, end), padded)
+        computed = copy.call(before, _aten.clone.default, (part,), {}, f"{product.name}_columns")
+        arguments = (found, computed, 1, start, end)
+        found = copy.call(before, _aten.slice_scatter.default, arguments, {}, f"{product.name}_until_{end}")
+    copy.substitute(product, found)
+
+
+def _computed(
+    copy: GraphCopy, larger: _Larger, columns: tuple[int, int] | None, padded: dict[_Part, Node]
+) -> Node:
+    """Returns a product as a slice of a larger one, or these columns of it."""
+    product, before = larger.product, copy.made_of[larger.product]
+    *bias, left, right = larger.operands
+    operands = [_operand(copy, before, operand, columns, padded) for operand in bias]
+    operands += [_operand(copy, before, left, None, padded), _operand(copy, before, right, columns, padded)]
     assert callable(product.target)
     found = copy.call(before, product.target, tuple(operands), {}, f"{product.name}_larger")
-    for dim, more in ((0, larger.rows), (1, larger.columns)):
+    start, end = columns or (0, copy.fakes[before].shape[1])
+    for dim, more, size in ((0, larger.rows, copy.fakes[before].shape[0]), (1, larger.columns, end - start)):
         if more:
-            size = copy.fakes[before].shape[dim]
             found = copy.call(before, _aten.slice.Tensor, (found, dim, 0, size), {}, f"{product.name}_part")
-    copy.substitute(product, found)
+    return found
+
+
+def _operand(
+    copy: GraphCopy,
+    before: Node,
+    operand: tuple[Node, bool, Pads],
+    columns: tuple[int, int] | None,
+    padded: dict[_Part, Node],
+) -> Node:
+    """Returns an operand of a larger product, or what these columns of the product need of it."""
+    node, turned, pads = operand
+    found = copy.made_of[node]
+    if columns is not None:
+        found = copy.call(before, _aten.slice.Tensor, (found, 0, *columns), {}, f"{node.name}_part")
+    if any(pads):
+        if (node, pads, columns) not in padded:
+            arguments = (found, list(pads))
+            made = copy.call(before, _aten.constant_pad_nd.default, arguments, {}, f"{node.name}_padded")
+            padded[node, pads, columns] = made
+        found = padded[node, pads, columns]
+    return copy.call(before, _aten.t.default, (found,), {}, f"{node.name}_turned") if turned else found

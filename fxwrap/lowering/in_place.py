@@ -3,7 +3,8 @@
 A functionalized graph says `y = call(copy of x)`, ..., `x.copy_(y)`. Where nothing can tell, the call may write `x`,
 what reads `y` reads `x`, and the copy back is nothing. So it is for several calls in a row, each on what the one before
 has written. A call that puts a tensor in the place of a slice becomes a write of that slice. Updating a cache then
-costs what is written, and no copies of the cache.
+costs what is written, and no copies of the cache. A large new tensor that is filled slice by slice is written so too:
+what each slice is computed from need not be there at the same time.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxwrap.lowering.effects import attribute_of, has_effect, launches_kernel, operator_label, shown_operands
-from fxwrap.lowering.graph_copy import expressions_of, same_layout
-from fxwrap.lowering.operators import IN_PLACE_FORMS
+from fxwrap.lowering.graph_copy import bytes_of, expressions_of, same_layout
+from fxwrap.lowering.operators import EMPTY, IN_PLACE_FORMS
 from fxwrap.lowering.windows import Window, overwritten_window
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
 from fxwrap.wrapper_ir.operators import operator_facts, operator_name
+
+_LEAST_FILLED = 2**24
+"""Bytes from which on a new tensor is filled slice by slice: a launch for each costs nothing beside."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,15 @@ class _Link:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Calls from `target` on, each on the result of the one before; `end` copies the last result into the target."""
+    """Calls from `target` on, each on the result of the one before; `end` copies the last result into the target.
+
+    Of a new tensor that nobody has seen before (`fills`), `end` is where the graph ends.
+    """
 
     target: Node
     links: tuple[_Link, ...]
     end: Node
+    fills: bool = False
 
 
 def calls_in_place(
@@ -73,18 +81,20 @@ def calls_in_place(
         gives_written: whether what is copied into a placeholder may be given back as the placeholder itself.
         kept: operators, "aten.index_put.default", whose calls and copies stay as they are.
     """
-    copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
-    if not copies:
+    copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default and not node.kwargs]
+    found = [_chain(node, *node.args, fakes, kept) for node in copies if len(node.args) == 2]
+    found += [_filling(node, nodes[-1], fakes, kept) for node in nodes if node.target in EMPTY]
+    chains = [chain for chain in found if chain is not None]
+    if not chains:
         return InPlace()
     graph = _Graph(nodes, fakes, gives_written)
     written: dict[Node, dict[Any, Node]] = {}
     windows: dict[Node, Window] = {}
-    dropped = set()
-    for node in copies:
-        chain = _chain(node, *node.args[:2], fakes, kept) if len(node.args) == 2 and not node.kwargs else None
-        if chain is None or not graph.take(chain):
+    dropped: set[Node] = set()
+    for chain in chains:
+        if not graph.take(chain):
             continue
-        dropped.add(chain.end)
+        dropped.update(() if chain.fills else (chain.end,))
         for link in chain.links:
             written.setdefault(link.call, {})[link.key] = link.operand
             if link.window is not None:
@@ -107,6 +117,25 @@ def _chain(
         found.insert(0, link)
         source = link.operand
     return _Chain(target, tuple(found), end) if found else None
+
+
+def _filling(
+    node: Node, output: Node, fakes: Mapping[Node, Any], kept: Collection[str]
+) -> _Chain | None:
+    """Returns the calls that put one slice after another into a large new tensor, or None where it is another one."""
+    fake = fakes.get(node)
+    if not isinstance(fake, torch.Tensor) or bytes_of(fake) < _LEAST_FILLED:
+        return None
+    found: list[_Link] = []
+    last = node
+    while len(last.users) == 1:
+        (user,) = last.users
+        window = None if str(user.target) in kept else overwritten_window(user, fakes)
+        if window is None or window.base is not last or window.source is None:
+            break
+        found.append(_Link(user, None, user, last, window))
+        last = user
+    return _Chain(node, tuple(found), output, fills=True) if found else None
 
 
 def _link(node: Any, fakes: Mapping[Node, Any]) -> _Link | None:
@@ -210,8 +239,11 @@ class _Graph:
         return True
 
     def _may_be_shown(self, chain: _Chain, link: _Link) -> bool:
-        """Whether a result may be given back: an exported program's is the buffer itself in eager's module too."""
-        return self.gives_written and link is chain.links[-1]
+        """Whether a result may be given back: an exported program's is the buffer itself in eager's module too.
+
+        A new tensor's is its own.
+        """
+        return (self.gives_written or chain.fills) and link is chain.links[-1]
 
     def _is_read_in_time(self, chain: _Chain, before: Collection[Node], own: Collection[Node]) -> bool:
         """Whether the target's old content is read before the first call writes it, and nobody else writes there.

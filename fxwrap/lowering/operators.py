@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
+_aten = torch.ops.aten
+
+EMPTY = (
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
+    _aten.new_empty.default, _aten.new_empty_strided.default,
+)  # fmt: skip
+"""Operators whose results hold nothing yet."""
+
 _PLACING = (
     "scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two",
     "scatter_add.default", "index_put.default", "index_put.hacked_twin", "_index_put_impl.default",

@@ -14,16 +14,11 @@ from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.copies import writable
 from fxwrap.lowering.effects import written_operands
 from fxwrap.lowering.nodes import literal
+from fxwrap.lowering.operators import EMPTY
 from fxwrap.lowering.source import location_of
 from fxwrap.torch_compat import triton_kernel_at
 from fxwrap.user_kernels import KernelCallError, define_user_kernel, sort_arguments, table_arguments
 from fxwrap.wrapper_ir import Value
-
-_EMPTY = (
-    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
-)  # fmt: skip
-"""Operators whose results hold nothing yet."""
 
 
 def lower_user_kernel(builder: Builder, node: Node, dying: Collection[str]) -> None:
@@ -73,7 +68,7 @@ def _written(
     written, restored = {}, []
     for name in names:
         operand = call["kwargs"][name]
-        is_read = operand.target not in _EMPTY
+        is_read = operand.target not in EMPTY
         fake = builder.fakes[node][name]
         written[name] = writable(builder, node, tensors[name], fake, dying, others, is_read=is_read)
         others.add(builder.root_of[written[name].name].name)

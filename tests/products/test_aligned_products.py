@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 import fxwrap
 from fxwrap import Options
 from fxwrap.device_spec import CPU
-from fxwrap.lines import Alloc, Call, Return
-from fxwrap.lowering import aligned_products
+from fxwrap.lines import Alloc, Call, Launch, Return
+from fxwrap.lowering import aligned_products, in_place
 from fxwrap.torch_compat import FakeTensorMode
+from fxwrap.wrapper_ir import live_bytes
 
 aten = torch.ops.aten
 ALIKE = dataclasses.replace(CPU, aligned_products=frozenset({torch.float32, torch.bfloat16}))
@@ -30,6 +31,8 @@ OPTIONS = Options(devices=(ALIKE,))
 
 
 _NOTHING = {"_LEAST": 1, "_COPY": 0, "_SAVED": 1e3}
+VOCABULARY = [(4096, 6144)] * 8 + [(4096, 1112)]
+"""Products of 4096 x 768 by 768 x 50257 that is copied: the columns that are computed at a time."""
 
 
 @pytest.fixture
@@ -180,7 +183,39 @@ def test_only_large_products_pay() -> None:
             lowered(given_back, *[torch.empty(size, 768, dtype=torch.bfloat16) for size in sizes])
             for sizes in ((4096, 50257), (64, 257))
         ]
-    assert [products(program) for program in found] == [[(4096, 50264)], [(64, 257)]]
+    assert [products(program) for program in found] == [VOCABULARY, [(64, 257)]]
+
+
+def test_there_are_never_two_of_a_product_that_is_copied() -> None:
+    with FakeTensorMode():
+        x, w = [torch.empty(size, 768, dtype=torch.bfloat16) for size in (4096, 50257)]
+        program = lowered(given_back, x, w)
+    result, part, weight = [2 * rows * columns for rows, columns in ((4096, 50257), (4096, 6144), (1112, 768))]
+    assert live_bytes(program).peak - sum(2 * item.numel() for item in (x, w)) <= result + max(part, weight) * 1.01
+    copies = [line for line in program.body.lines if isinstance(line, Launch) and "copy" in line.kernel]
+    assert len(copies) == len(VOCABULARY) and len({line.kernel for line in copies}) == 2
+
+
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp", "fx"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_columns_after_columns(
+    turned: bool, emitter: str, for_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        y = aten.addmm(bias, x.t() if turned else x, w.t())
+        return y.view(2, 3, 21), y.exp()
+
+    monkeypatch.setattr(aligned_products, "_PART_COLUMNS", 8)
+    monkeypatch.setattr(in_place, "_LEAST_FILLED", 1)
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(*size, generator=generator) for size in ((7, 6) if turned else (6, 7), (21, 7), (21,))]
+    graph = make_fx(function, tracing_mode="fake")(*given)
+    compiled = fxwrap.compile_graph(graph, options=OPTIONS.replace(emitter=emitter))
+    rows = 8 if turned else 6
+    assert products(compiled.program) == [(rows, 8), (rows, 8), (rows, 8)]
+    for got, want in zip(compiled(*given), function(*given), strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()
 
 
 def compiled_programs(function: Callable[..., Any], **options: Any) -> tuple[Any, list[fxwrap.Program]]:
@@ -293,7 +328,8 @@ def test_a_vocabulary_on_a_gpu(emitter: str) -> None:
 
     graph = make_fx(function, tracing_mode="fake")(x, w)
     compiled = fxwrap.compile_graph(graph, options=Options(emitter=emitter))
-    assert products(compiled.program) == [(512, 50264), (512, 768), (50264, 768)]
+    columns = [(512, columns) for _, columns in VOCABULARY]
+    assert products(compiled.program) == [*columns, (512, 768), (50264, 768)]
     for got, want in zip(compiled(x, w), function(x, w), strict=True):
         assert got.stride() == want.stride()
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
