@@ -56,6 +56,8 @@ class DeviceSpec:
             form of GELU, before it writes it, and computes them at least as exactly as they are stored.
         aligned_products: dtypes in which products of matrices are several times as fast where the lengths of rows are
             multiples of ROW_ALIGNMENT.
+        separate_biases: dtypes in which a library takes longer for a product with a bias than a kernel that reads the
+            product takes to add it.
         joined_products: bytes of a matrix that take less to copy than one product of two small matrices costs besides
             its arithmetic; 0 where products of one tensor with several matrices are never computed as one.
         instructions_per_byte: how many instructions on each element of a large tensor the device does while it moves
@@ -82,6 +84,7 @@ class DeviceSpec:
     channels_last: frozenset[torch.dtype] = frozenset()
     activated_products: frozenset[torch.dtype] = frozenset()
     aligned_products: frozenset[torch.dtype] = frozenset()
+    separate_biases: frozenset[torch.dtype] = frozenset()
     joined_products: int = 0
     instructions_per_byte: int = 0
     raises: bool = False
@@ -121,8 +124,8 @@ CPU = DeviceSpec(
 )  # fmt: skip
 CUDA = DeviceSpec(
     "cuda", TRITON.name, alignment=512, wide=True, channels_last=_HALF,  # tensor cores; float32 is as fast either way
-    activated_products=_HALF, aligned_products=_HALF, joined_products=2 << 20, instructions_per_byte=4,
-    saves_batch_norm=True, replays=True, random_state_bytes=16,
+    activated_products=_HALF, aligned_products=_HALF, separate_biases=frozenset({torch.float32}),
+    joined_products=2 << 20, instructions_per_byte=4, saves_batch_norm=True, replays=True, random_state_bytes=16,
 )  # fmt: skip
 
 DEVICE_SPECS: tuple[DeviceSpec, ...] = (CPU, CUDA)

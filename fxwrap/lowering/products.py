@@ -1,10 +1,10 @@
-"""Products of matrices: what an activation behind one, several of one tensor, and a single term between them become.
+"""Products of matrices: what an activation or a bias, several of one tensor, and a single term between them become.
 
 A library that adds a bias and applies an activation while a product is still in registers saves a kernel that would
 read and write all of it. Several products of one tensor with small matrices (queries, keys and values) are bound by
 what each call costs besides its arithmetic, so one product with the matrices side by side is faster, although they must
-be copied for it. `DeviceSpec` says of each device type where that is so. A product over one term is a multiplication,
-which fuses with what reads it.
+be copied for it. Where a library is slow with a bias, what reads the product adds it. `DeviceSpec` says of each device
+type where that is so. A product over one term is a multiplication, which fuses with what reads it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from fxwrap.device_spec import ROW_ALIGNMENT, DeviceSpec
 from fxwrap.lowering.graph_copy import GraphCopy, bytes_of, call_on_fakes, same_layout
+from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.source import GraphSource
 from fxwrap.lowering.storage_views import StorageViews, same_layouts
 from fxwrap.options import Options
@@ -53,7 +54,7 @@ def with_products(
     """
     if not options.fuse:
         return source, fakes
-    for change in (_outer, _activated, _joined):
+    for change in (_outer, _activated, _joined, _unbiased):
         copy = change(source, fakes, options)
         if copy is not None:
             source, fakes = copy.finished()
@@ -392,3 +393,44 @@ def _join(copy: GraphCopy, members: Sequence[_Joinable]) -> None:
         made = copy.call(before, _aten.slice.Tensor, (joined, 1, start, end), {}, f"{node.name}_part")
         copy.substitute(node, made)
         start = end
+
+
+# --- biases -----------------------------------------------------------------------------------------------------------
+
+
+def _unbiased(source: GraphSource, fakes: Mapping[Node, Any], options: Options) -> GraphCopy | None:
+    """Returns a copy of the graph in which kernels that read products add their biases, or None."""
+    specs = options.device_specs()
+    if not any(spec.separate_biases for spec in specs.values()):
+        return None
+    nodes = list(source.graph_module.graph.nodes)
+    found = [product for node in nodes if (product := _product(node, fakes, options)) is not None
+             and _is_separate(product, fakes, specs)]  # fmt: skip
+    views = StorageViews(nodes, fakes)
+    chosen = [product for product in found if _is_read_by_kernels(product.node, views, options)]
+    if not chosen:
+        return None
+    copy = GraphCopy(source, fakes)
+    for product in chosen:
+        made = copy.made_of[product.node]
+        bias, *operands = made.args
+        plain = copy.call(made, _aten.mm.default, tuple(operands), {}, f"{product.node.name}_plain")
+        added = copy.call(made, _aten.add.Tensor, (plain, bias), {}, f"{product.node.name}_biased")
+        copy.substitute(product.node, added, "fused")
+    return copy
+
+
+def _is_separate(product: _Product, fakes: Mapping[Node, Any], specs: Mapping[str, DeviceSpec]) -> bool:
+    """Whether a library adds a bias to a product more slowly than a kernel that reads it."""
+    fake = fakes.get(product.node)
+    spec = specs.get(fake.device.type) if isinstance(fake, FakeTensor) else None
+    separate = fake is not None and spec is not None and fake.dtype in spec.separate_biases
+    return separate and product.bias is not None and fakes[product.bias].dtype == fake.dtype  # type: ignore[union-attr]
+
+
+def _is_read_by_kernels(node: Node, views: StorageViews, options: Options) -> bool:
+    """Whether kernels are all that reads a tensor."""
+    if views.is_written(node) or views.is_given_back(node):
+        return False
+    called = {*options.keep, *options.lowerings}
+    return all(str(user.target) in RULES and str(user.target) not in called for user in views.readers(node))

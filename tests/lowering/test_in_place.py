@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.export import Dim
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
@@ -486,26 +487,31 @@ def test_a_lowering_of_the_users_keeps_its_operator() -> None:
     assert seen == ["index_put"]
 
 
-def _filled(x: Tensor, y: Tensor, before: bool = False) -> Tensor:
-    found = torch.empty(4, 16)
-    found = aten.slice_scatter(found, x @ y, 1, 0, 8)
-    if before:
-        return aten.slice_scatter(found, y.cos(), 1, 8, 16) + found
+def _filled(x: Tensor, y: Tensor) -> Tensor:
+    found = aten.slice_scatter(torch.empty(4, 16), x @ y, 1, 0, 8)
     return aten.slice_scatter(found, y.cos(), 1, 8, 16)
 
 
-@pytest.mark.parametrize(("least", "before"), [(1, False), (1000, False), (1, True)])
-def test_a_large_new_tensor_is_filled_slice_by_slice(
-    least: int, before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not where something reads it between, nor a small one: one kernel then computes all of it."""
+def _read_between(x: Tensor, y: Tensor) -> Tensor:
+    found = aten.slice_scatter(torch.empty(4, 16), x @ y, 1, 0, 8)
+    return aten.slice_scatter(found, y.cos(), 1, 8, 16) + found[:, :8].exp().sum()
+
+
+FILLED: dict[str, tuple[Any, int, list[tuple[int, int]], int]] = {
+    "large": (_filled, 1, [(4, 8)], 1),
+    "small": (_filled, 1000, [(4, 16)], 0),
+    "read between": (_read_between, 1, [(), (4, 16)], 1),
+}
+"""A function, the bytes from which on a tensor is large, what kernels write, how many slices calls' results take."""
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_a_large_new_tensor_is_filled_slice_by_slice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, least, written, copied = FILLED[name]
     monkeypatch.setattr("fxwrap.lowering.in_place._LEAST_FILLED", least)
     x, y = torch.randn(4, 4), torch.randn(4, 8)
-    function = lambda x, y: _filled(x, y, before)  # noqa: E731
-    program = fxwrap.lower(make_fx(function, tracing_mode="fake")(x, y), [x, y])
-    in_slices = least == 1 and not before
-    assert [line.outs[0].type.sizes for line in lines_of(program, Launch)] == ([(4, 8)] if in_slices else [(4, 16)])
-    assert len(lines_of(program, Mutate)) == in_slices, "what an operator gave is copied"
-    if not before:
-        assert_emitters_agree(program, [x, y])
-        torch.testing.assert_close(fxwrap.run(program, [x, y])[0], function(x, y))
+    program = fxwrap.lower(make_fx(functionalize(function), tracing_mode="fake")(x, y), [x, y])
+    assert [line.outs[0].tensor_type.sizes for line in lines_of(program, Launch)] == written
+    assert len(lines_of(program, Mutate)) == copied
+    assert_emitters_agree(program, [x, y])
+    torch.testing.assert_close(fxwrap.run(program, [x, y])[0], function(x, y))

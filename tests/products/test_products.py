@@ -1,4 +1,4 @@
-"""Products of matrices: outer ones fuse, activations go into the call, several of one tensor become one.
+"""Products of matrices: outer ones fuse, activations go into the call, biases out of it, several become one.
 
 A CPU with a GPU's facts shows what a GPU's programs are; what its library computes, tests on one show.
 """
@@ -239,3 +239,38 @@ def test_sizes_that_change_stay_apart(fresh_dynamo: None) -> None:
     x, given = torch.randn(6, 5), weights(3, 5, 4)
     torch.testing.assert_close(compiled(x, *given), columns(x, *given))
     assert [called(program) for program in programs] == [["aten.mm.default"] * 3]
+
+
+# --- biases -----------------------------------------------------------------------------------------------------------
+
+SEPARATE = Options(devices=(dataclasses.replace(CPU, separate_biases=frozenset({torch.float32})),))
+BIASES: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "read by a kernel": (lambda b, x, w: aten.addmm(b, x, w).cos(), "aten.mm.default"),
+    "read by kernels through views": (
+        lambda b, x, w: torch.softmax(aten.addmm(b, x, w).view(2, 2, 6), 2), "aten.mm.default",
+    ),
+    "read by a call": (lambda b, x, w: torch.linalg.svdvals(aten.addmm(b, x, w)), "aten.addmm.default"),
+    "read by a kernel and a call": (
+        lambda b, x, w: (y := aten.addmm(b, x, w)).cos().sum() + torch.linalg.svdvals(y), "aten.addmm.default",
+    ),
+    "given back": (lambda b, x, w: aten.addmm(b, x, w), "aten.addmm.default"),
+    "written": (lambda b, x, w: aten.addmm(b, x, w).relu_().cos(), "aten.addmm.default"),
+    "of other numbers": (lambda b, x, w: aten.addmm(b.double(), x.double(), w.double()).cos(), "aten.addmm.default"),
+    "a factor": (lambda b, x, w: aten.addmm(b, x, w, alpha=2).cos(), "aten.addmm.default"),
+    "a matrix": (lambda b, x, w: aten.addmm(b.expand(4, 6), x, w).cos(), "aten.addmm.default"),
+}  # fmt: skip
+"""What becomes of a product with a bias, by what reads it."""
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_kernels_that_read_a_product_add_its_bias(name: str) -> None:
+    function, wanted = BIASES[name]
+    inputs = torch.randn(6), torch.randn(4, 5), torch.randn(5, 6)
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    compiled = fxwrap.compile_graph(graph, options=SEPARATE)
+    assert [target for target in called(compiled.program) if "mm" in target] == [wanted]
+    if wanted == "aten.mm.default":
+        assert sum(isinstance(line, Launch) for line in compiled.program.body.lines) == 1
+    torch.testing.assert_close(compiled(*inputs)[0], function(*inputs))
+    kept = fxwrap.lower(graph, options=SEPARATE.replace(keep=frozenset({"aten.addmm.default"})))
+    assert "aten.addmm.default" in called(kept)
