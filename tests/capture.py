@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,8 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
+from fxwrap.compare import copied
+from fxwrap.torch_compat import tree_map
 from tests.models import ModelCase
 
 Kind = Literal["inference", "forward", "backward"]
@@ -18,11 +20,15 @@ Kind = Literal["inference", "forward", "backward"]
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """One graph as a backend gets it; `example_inputs` are its placeholders' fake tensors or sizes."""
+    """One graph as a backend gets it; `example_inputs` are its placeholders' fake tensors or sizes.
+
+    `inputs` are copies of what the graph was called with.
+    """
 
     kind: Kind
     graph_module: GraphModule
     example_inputs: tuple[Any, ...]
+    inputs: list[Any] = field(default_factory=list)
 
 
 def capture_graphs(
@@ -30,10 +36,13 @@ def capture_graphs(
     training: bool,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     dropout: bool = False,
+    device: str = "cpu",
+    dynamic: bool = False,
 ) -> list[CapturedGraph]:
     """The inference graph of a model, or its forward and backward graphs in train mode, in that order.
 
-    The graphs run once, eagerly, as captured. A graph break is an error.
+    The graphs run once, eagerly, as captured. A graph break is an error. With `dynamic` the size of the batch is a
+    symbol.
     """
     graphs: list[CapturedGraph] = []
     backend = aot_autograd(
@@ -45,10 +54,14 @@ def capture_graphs(
         keep_inference_input_mutations=True,
     )
     torch.compiler.reset()
-    model = case.build(seed=0, dropout=dropout).train(training)
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    model = case.build(seed=0, dropout=dropout).to(device).train(training)
+    inputs = {name: item.to(device) for name, item in case.inputs(seed=1, training=training).items()}
+    if dynamic:
+        for item in inputs.values():
+            torch._dynamo.mark_dynamic(item, 0)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=None if dynamic else False)
     with torch.set_grad_enabled(training):
-        output = compiled(**case.inputs(seed=1, training=training))
+        output = compiled(**inputs)
     if training:
         case.loss(output).backward()
     torch.compiler.reset()
@@ -58,7 +71,17 @@ def capture_graphs(
 def _recorder(graphs: list[CapturedGraph], kind: Kind) -> Callable[..., Any]:
     def compile_graph(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         fakes = tuple(node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder"))
-        graphs.append(CapturedGraph(kind, graph_module, fakes))
-        return make_boxed_func(graph_module.forward)
+        captured = CapturedGraph(kind, graph_module, fakes)
+        graphs.append(captured)
+
+        def run(*inputs: Any) -> Any:
+            captured.inputs[:] = copied(tree_map(_detached, inputs))
+            return graph_module.forward(*inputs)
+
+        return make_boxed_func(run)
 
     return compile_graph
+
+
+def _detached(item: Any) -> Any:
+    return item.detach() if isinstance(item, torch.Tensor) else item

@@ -61,6 +61,13 @@ def fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.fixture
+def exact_convolutions() -> Iterator[None]:
+    """The same cuDNN algorithm each time, in full float32: eager and compiled code then agree to rounding."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fxwrap.lines import ExtensionLine
 from fxwrap.wrapper_ir import Block, Program, canonical
 
@@ -14,10 +16,11 @@ def in_core_lines(program: Program) -> Program:
     return program.replace(body=Block((), tuple(lines)))
 
 
-def assert_equal(program: Program, other: Program) -> None:
-    """Both are one program up to names, with payloads of constants that are the same tensors."""
+def assert_equal(program: Program, other: Program, copied: bool = False) -> None:
+    """Both are one program up to names, with payloads of constants that are the same tensors, or copies of them."""
     wanted, got = canonical(in_core_lines(program)), canonical(other)
     assert str(got) == str(wanted)
     assert got == wanted
     for name, tensor in wanted.store.tensors.items():
-        assert got.store.tensors[name] is tensor
+        found = got.store.tensors[name]
+        assert torch.equal(found, tensor) if copied else found is tensor

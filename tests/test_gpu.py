@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -19,16 +19,9 @@ from fxwrap.wrapper_ir import live_bytes
 from tests.models import MODELS, ModelCase, TrainingStep, train_step
 from tests.samples import SAMPLES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_convolutions")]
 
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def exact_convolutions() -> Iterator[None]:
-    """The same cuDNN algorithm each time, in full float32: eager and compiled code then agree to rounding."""
-    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
-        yield
 
 
 def on_gpu(tree: Any) -> Any:

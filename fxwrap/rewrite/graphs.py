@@ -112,9 +112,18 @@ class _Flow:
         self.sources[made] = node
         self.holders[made] = node
         content[node] = made
-        for operand in _written(node):
+        written = _written(node)
+        gives_it = len(written) == 1 and isinstance(node.meta.get("val"), torch.Tensor)  # as operators in place do
+        for place, operand in enumerate(written):
             self._wrote(node, operand)
-            content[operand] = made
+            content[operand] = made if gives_it else self._part(made, place, operand)
+
+    def _part(self, made: Node, place: int, operand: Node) -> Node:
+        """Returns a node for what memory holds that a node has written, and does not give."""
+        part = self.graph.call_function(operator.getitem, (made, place))
+        self.sources[part] = self.sources[made]
+        self.holders[part] = operand
+        return part
 
     def _launch(self, kernel: KernelNode, content: dict[Node, Node]) -> None:
         updated = [out for out in kernel.outs if content[out].target not in _FRESH]
@@ -122,14 +131,13 @@ class _Flow:
         made = self.graph.call_function(KernelTarget(kernel.operators), operands)
         self.sources[made] = kernel.node
         content[kernel.node] = made
-        parts = [made]
-        if len(kernel.outs) > 1:
-            parts = [self.graph.call_function(operator.getitem, (made, place)) for place in range(len(kernel.outs))]
-        for out, part in zip(kernel.outs, parts, strict=True):
+        for place, out in enumerate(kernel.outs):
             self._wrote(kernel.node, out)
-            self.sources[part] = kernel.node
-            self.holders[part] = out
-            content[out] = part
+            if len(kernel.outs) > 1:
+                content[out] = self._part(made, place, out)
+            else:
+                self.holders[made] = out
+                content[out] = made
 
     def _wrote(self, node: Node, operand: Node) -> None:
         storage = _storage(operand)

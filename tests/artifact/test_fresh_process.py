@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,63 +17,35 @@ from fxwrap.lines import Call, Launch
 from fxwrap.passes.partition import partition
 from fxwrap.runtime.native import binary_target, unusable
 from fxwrap.wrapper_ir import LineBase
+from tests.artifact.apart import run_apart
 from tests.artifact.programs import batch, compiled
 from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
 from tests.capture import capture_graphs
 from tests.models import MODELS
 
-SCRIPT = """
-import json, sys
-import torch, fxwrap
-folder, found = sys.argv[1], {}
-for name in json.loads(sys.argv[2]):
-    loaded = fxwrap.load(f"{folder}/{name}.fxw", binaries="required")
-    inputs = torch.load(f"{folder}/{name}.inputs")
-    torch.save(loaded(*inputs), f"{folder}/{name}.results")
-    found[name] = [module for module in ("torch._dynamo", "torch._inductor", "functorch.compile",
-                   "torch._functorch.aot_autograd") if module in sys.modules]
-print(json.dumps(found))
-"""
-
-
-def run_apart(folder: Path, names: list[str]) -> dict[str, list[str]]:
-    """Runs saved programs in another process, on a machine without a compiler and with an empty cache."""
-    (folder / "path").mkdir()
-    root = str(Path(fxwrap.__file__).parents[1])
-    environment = {**os.environ, "FXWRAP_CACHE_DIR": str(folder / "cache"), "PATH": str(folder / "path"),
-                   "PYTHONPATH": root}  # fmt: skip
-    environment.pop("CXX", None)
-    command = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(names)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
-
 
 def test_programs_run_where_nothing_can_be_compiled(tmp_path: Path) -> None:
-    wanted = {}
+    wanted: dict[str, Any] = {}
+    inputs: dict[str, Sequence[Any]] = {}
     for emitter, dynamic in (("python", False), ("cpp", True), ("fx", False), ("fx", True)):
         name = f"{emitter}-{dynamic}"
         saved = compiled(emitter, dynamic)
         saved.program.store.tensors["b_calls"].zero_()
         saved.save(tmp_path / f"{name}.fxw")
-        inputs = (batch(9 if dynamic else 4),)
-        torch.save(inputs, tmp_path / f"{name}.inputs")
-        wanted[name] = saved(*inputs)
+        inputs[name] = (batch(9 if dynamic else 4),)
+        wanted[name] = saved(*inputs[name])
     for name, emitter in (("gpt2", "cpp"), ("resnet", "python")):
         (captured,) = capture_graphs(replace(MODELS[name], layers=1), training=False)
         saved = fxwrap.compile_graph(captured.graph_module, name=name, options=fxwrap.Options(emitter=emitter))
         saved.save(tmp_path / f"{name}.fxw")
-        inputs = tuple([_input_for(fake) for fake in captured.example_inputs])
-        torch.save(inputs, tmp_path / f"{name}.inputs")
-        wanted[name] = saved(*inputs)
-    parts, inputs = in_parts(), (batch(4),)
+        inputs[name], wanted[name] = captured.inputs, saved(*captured.inputs)
+    parts, inputs["parts"] = in_parts(), (batch(4),)
     fxwrap.save(parts, tmp_path / "parts.fxw", emitters=["cpp"])
-    torch.save(inputs, tmp_path / "parts.inputs")
-    wanted["parts"] = fxwrap.run(parts, [*inputs])
-    assert run_apart(tmp_path, list(wanted)) == {name: [] for name in wanted}
+    wanted["parts"] = fxwrap.run(parts, list(inputs["parts"]))
+    found = run_apart(tmp_path, inputs)
+    assert found.tracing == {name: [] for name in wanted}
     for name, results in wanted.items():
-        torch.testing.assert_close(torch.load(tmp_path / f"{name}.results"), results, rtol=0, atol=0)
+        torch.testing.assert_close(found.results[name], results, rtol=0, atol=0)
 
 
 def in_parts() -> fxwrap.Program:
@@ -105,15 +75,6 @@ def test_the_code_of_functions_that_are_replayed_is_in_the_file(tmp_path: Path) 
     path.write_bytes(archive_of(with_manifest(entries, change)))
     with pytest.raises(ArtifactError, match="of another text"):
         fxwrap.load(path, binaries="required")
-
-
-def _input_for(fake: torch.Tensor) -> torch.Tensor:
-    """Random numbers in the layout of an input; positive, as variances are."""
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-    generator = torch.Generator().manual_seed(made.numel())
-    if fake.dtype == torch.int64:
-        return made.copy_(torch.randint(0, 60, fake.shape, generator=generator))
-    return made.copy_(torch.rand(fake.shape, generator=generator))
 
 
 def test_compiled_code_is_required_or_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,25 +10,9 @@ from torch import nn
 
 import fxwrap
 from fxwrap.options import EMITTERS
+from tests.artifact.apart import run_apart
 
 pytestmark = pytest.mark.gpu
-
-SCRIPT = """
-import json, os, sys, time
-import torch, fxwrap
-folder = sys.argv[1]
-x = torch.load(f"{folder}/x.pt")
-torch.zeros(1, device="cuda")  # CUDA starts in seconds, whatever is loaded
-start = time.perf_counter()
-loaded = fxwrap.load(f"{folder}/model.fxw")
-(result,) = loaded(x)
-torch.cuda.synchronize()
-seconds = time.perf_counter() - start
-torch.save(result, f"{folder}/result.pt")
-stages = [name for _, _, names in os.walk(os.environ["TRITON_CACHE_DIR"]) for name in names if name.endswith(".ttir")]
-own = os.listdir(os.environ["FXWRAP_CACHE_DIR"])
-print(json.dumps({"seconds": seconds, "compiled": stages, "own": own, "tracing": "torch._dynamo" in sys.modules}))
-"""
 
 
 def model() -> nn.Module:
@@ -48,18 +28,12 @@ def test_another_process_compiles_no_kernel(emitter: str, graphs: bool, tmp_path
     compiled = fxwrap.compile_graph(graph, options=options)
     assert bool(compiled.program.functions) == graphs
     assert any(kernel.language == "triton" for kernel in compiled.program.kernels)
-    (wanted,) = compiled(x)
+    wanted = compiled(x)
     compiled.save(tmp_path / "model.fxw")
-    torch.save(x, tmp_path / "x.pt")
-    folders = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "FXWRAP_CACHE_DIR": str(tmp_path / "own")}
-    environment = {**os.environ, **folders, "PYTHONPATH": str(Path(fxwrap.__file__).parents[1])}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["compiled"] == [] and not found["tracing"], found
-    assert emitter != "cpp" or "programs" not in found["own"], "C++ was compiled"
-    torch.testing.assert_close(torch.load(tmp_path / "result.pt"), wanted, rtol=0, atol=0)
+    found = run_apart(tmp_path, {"model": [x]}, compiler=True, binaries="auto")
+    assert found.by_triton == [] and found.tracing == {"model": []}, found
+    assert emitter != "cpp" or "programs" not in found.own, "C++ was compiled"
+    torch.testing.assert_close(found.results["model"], wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mmap", [True, False])

@@ -1,4 +1,7 @@
-"""FX graphs read back as programs: as emitted, after torch's tools, after rewrites, and what cannot be read."""
+"""FX graphs read back as programs: as emitted, after torch's tools, after rewrites, and what cannot be read.
+
+Those of models are read back in `tests/test_model_graphs.py` and `tests/test_models.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import copy
 import importlib
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +22,12 @@ from torch.fx.subgraph_rewriter import replace_pattern
 
 import fxwrap
 from fxwrap.errors import ReadBackError
-from fxwrap.lines import Alloc, Call, Launch, Mutate, View
+from fxwrap.lines import Alloc, Call, Mutate, View
 from fxwrap.memory_planning import apply_plan, plan_memory
 from fxwrap.passes import fold_views
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.runtime import library
 from fxwrap.wrapper_ir import Ownership, Program
-from tests.capture import capture_graphs
-from tests.models import MODELS
 from tests.read_back import assert_equal
 from tests.sample import Sample
 from tests.samples import SAMPLES
@@ -72,18 +72,6 @@ def test_samples_come_back(sample: Sample) -> None:
 @given(made=random_programs())
 def test_random_programs_come_back(made: RandomProgram) -> None:
     assert_equal(made.program, fxwrap.from_fx(fxwrap.to_fx(made.program)))
-
-
-@pytest.mark.parametrize("name", ["resnet"])
-def test_models_come_back(name: str, fresh_dynamo: None) -> None:
-    """Inference; `tests/test_models.py` reads the graphs of all training steps back."""
-    for captured in capture_graphs(replace(MODELS[name], layers=1), training=False):
-        program = fxwrap.lower(captured.graph_module, captured.example_inputs)
-        assert program.kernels
-        read = fxwrap.from_fx(fxwrap.to_fx(program))
-        assert_equal(program, read)
-        launches = [[line.origin for line in made.lines() if isinstance(line, Launch)] for made in (program, read)]
-        assert launches[0] == launches[1]
 
 
 DYNAMIC = """
@@ -230,29 +218,6 @@ def test_a_retraced_graph_without_symbols_is_the_same_program(name: str) -> None
     sample = SAMPLES[name]
     retraced = TOOLS["make_fx"](fxwrap.to_fx(sample.program()).graph_module, sample.inputs(1))
     assert_equal(sample.program(), fxwrap.from_fx(retraced))
-
-
-@pytest.mark.parametrize("name", ["gpt2"])
-@torch.no_grad()
-def test_a_retraced_model_is_the_same_program(name: str, fresh_dynamo: None) -> None:
-    """But for the checks of inputs, which trace as nodes too, and what the metadata of inputs said."""
-    with torch.enable_grad():
-        graphs = capture_graphs(replace(MODELS[name], layers=1), training=True)
-    for captured in graphs:
-        program = fxwrap.lower(captured.graph_module, captured.example_inputs)
-        generator = torch.Generator().manual_seed(0)
-        inputs = [_like(fake, generator) for fake in captured.example_inputs]
-        retraced = make_fx(fxwrap.to_fx(program).graph_module, tracing_mode="fake")(*inputs)
-        assert not any("fxwrap_line" in node.meta for node in retraced.graph.nodes)
-        read = fxwrap.from_fx(retraced, name=program.name).replace(header=program.header)
-        assert [kernel.hash for kernel in read.kernels] == [kernel.hash for kernel in program.kernels]
-        assert_equal(program, read)
-
-
-def _like(fake: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-    content = torch.rand(fake.shape, generator=generator) + 0.1
-    return made.copy_(content if fake.dtype.is_floating_point else (content > 0.6))
 
 
 def test_kernels_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:

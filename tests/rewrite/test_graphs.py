@@ -107,6 +107,28 @@ def test_what_a_kernel_writes_into_an_input_is_copied_there() -> None:
     assert graph_module.graph.find_nodes(op="call_function", target=aten.copy_.default)
 
 
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_memory_with_windows_is_an_operand(language: str) -> None:
+    """A kernel writes it, so what a product reads is the memory, not what the launch gives, which is nothing."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        hidden = torch.tanh(x) * 2
+        return hidden.t(), hidden @ w, hidden[1:]
+
+    given = inputs()[:2]
+    graph_module = emitted(function, given, cpu_kernels=language)
+    (launch,) = rw.kernel_nodes(graph_module)
+    found = rw.replace_in_graph(
+        graph_module,
+        lambda x, w: aten.mm.default(x, w),
+        lambda x, w: aten.squeeze.dim(aten.bmm.default(aten.unsqueeze.default(x, 0), aten.unsqueeze.default(w, 0)), 0),
+        where=lambda nodes: nodes["x"] is launch.outs[0],
+    )
+    assert [item.refused for item in found] == [""]
+    torch.testing.assert_close(tuple(graph_module(*given)), function(*given))
+    torch.testing.assert_close(fxwrap.run(fxwrap.from_fx(graph_module), list(given)), function(*given))
+
+
 def test_memory_that_is_written_between_forbids_a_match() -> None:
     def function(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         product = x @ y

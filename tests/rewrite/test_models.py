@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap import Options, Pass
+from fxwrap import Compiled, Options, Pass
 from fxwrap import rewrite as rw
 from fxwrap.lines import Call, Launch
-from fxwrap.wrapper_ir import canonical
+from fxwrap.wrapper_ir import Program, canonical, type_symbols
 from tests.models import MODELS, ModelCase
 from tests.rewrite.test_identity import made_again
 
@@ -32,24 +33,39 @@ def through_out(match: rw.Match, builder: rw.LineBuilder) -> Any:
 
 
 PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.convolution.default")
-IN_PROGRAM = rw.rewriting(rw.call(PRODUCTS, ...), through_out, key="1")
 
 
-def in_graph(graph_module: GraphModule) -> None:
-    """Takes each addmm apart, by torch.fx's matcher."""
+def is_product(line: Any) -> bool:
+    """Whether a call is a product that torch traces in out= form, as it does no convolution of unknown sizes."""
+    symbolic = line.target == "aten.convolution.default" and any(type_symbols(value.type) for value in line.results)
+    return line.target in PRODUCTS and not symbolic
 
-    def pattern(bias: Any, x: Any, w: Any) -> Any:
+
+IN_PROGRAM = rw.rewriting(rw.call(is_product, ...), through_out, key="1")
+
+
+def in_graph(graph_module: GraphModule) -> list[rw.GraphMatch]:
+    """Takes each addmm apart, and makes each product of two matrices one of batches, by torch.fx's matcher."""
+
+    def addmm(bias: Any, x: Any, w: Any) -> Any:
         return aten.addmm.default(bias, x, w)
 
     def apart(bias: Any, x: Any, w: Any) -> Any:
         return aten.add.Tensor(aten.mm.default(x, w), bias)
 
-    rw.replace_in_graph(graph_module, pattern, apart)
+    def mm(x: Any, w: Any) -> Any:
+        return aten.mm.default(x, w)
+
+    def batch_of_one(x: Any, w: Any) -> Any:
+        return aten.squeeze.dim(aten.bmm.default(aten.unsqueeze.default(x, 0), aten.unsqueeze.default(w, 0)), 0)
+
+    return [*rw.replace_in_graph(graph_module, addmm, apart), *rw.replace_in_graph(graph_module, mm, batch_of_one)]
 
 
-def traced(case: ModelCase, kind: str) -> tuple[GraphModule, list[torch.Tensor]]:
+def traced(case: ModelCase, kind: str, device: str = "cpu") -> tuple[GraphModule, list[torch.Tensor]]:
     """A model as a graph of its parameters, buffers and inputs: its outputs, or its loss and its gradients."""
-    model, given = case.build(seed=0, layers=1), case.inputs(seed=1, training=kind == "training")
+    model = case.build(seed=0, layers=1).to(device)
+    given = {name: item.to(device) for name, item in case.inputs(seed=1, training=kind == "training").items()}
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     names = [*parameters, *buffers]
 
@@ -80,22 +96,40 @@ def again(match: rw.Match, builder: rw.LineBuilder) -> Any:
     return line.outs
 
 
-def assert_fused_program_is_rebuilt(graph: GraphModule, given: list[torch.Tensor]) -> None:
-    program = fxwrap.lower(graph, given)
+def assert_program_is_rebuilt(program: Program) -> None:
+    """All calls, then all launches, made again are the same program."""
     for pattern in (rw.call(lambda line: True, ...), rw.launch(lambda kernel, line: True, ...)):
         done = rw.rewrite(program, pattern, again)
         assert canonical(done.program) == canonical(program) and done.matches and not done.refusals, done.report()
 
 
+def products_through_out(graph: GraphModule, given: Sequence[Any], options: Options) -> Compiled:
+    """A graph compiled with its products in out= form, by a pass over lines."""
+    compiled = fxwrap.compile_graph(graph, given, options=options.replace(passes=[IN_PROGRAM]))
+    (rewritten,) = [stage.program for stage in compiled.stages if stage.made_by == IN_PROGRAM.name]
+    lines = [line for line in rewritten.lines() if isinstance(line, Call)]
+    assert any(line.outs for line in lines) and not any(is_product(line) for line in lines)
+    return compiled
+
+
+def products_in_graph(graph: GraphModule, given: Sequence[Any], options: Options) -> Compiled:
+    """A graph compiled with its products of matrices as others, by a pass over the emitted graph."""
+    found: list[rw.GraphMatch] = []
+    change = Pass(lambda module: found.extend(in_graph(module)), key="1", at="fx_emitted", name="in_graph")
+    compiled = fxwrap.compile_graph(graph, given, options=options.replace(passes=[change], emitter="fx"))
+    assert found and not any(match.refused for match in found)
+    targets = {node.target for node in compiled.graph_module.graph.nodes}
+    assert aten.bmm.default in targets and not targets & {aten.mm.default, aten.addmm.default}
+    return compiled
+
+
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_products_of_a_model_are_rewritten(name: str, kind: str) -> None:
     graph, given = traced(MODELS[name], kind)
+    options = Options(fuse=False, check_inputs=False)
     with torch.no_grad():
-        assert_fused_program_is_rebuilt(graph, given)
+        assert_program_is_rebuilt(fxwrap.lower(graph, given))
         wanted = graph(*given)
-        options = Options(fuse=False, check_inputs=False, passes=[IN_PROGRAM, Pass(in_graph, key="1", at="fx_emitted")])
-        compiled = fxwrap.compile_graph(graph, given, options=options)
-        lines = [line for line in compiled.stages[2].program.lines() if isinstance(line, Call)]
-        assert any(line.outs for line in lines) and not any(line.target in PRODUCTS for line in lines)
-        for result, expected in zip(compiled(*given), wanted, strict=True):
-            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+        for rewritten in (products_through_out, products_in_graph):
+            for result, expected in zip(rewritten(graph, given, options)(*given), wanted, strict=True):
+                torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,200 @@
+"""The models' graphs, for inference, training and any size of batch, as programs with fused kernels: read back from
+emitted graphs, saved and loaded, and rewritten. On a GPU all models with Triton kernels, on the CPU one of them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap import Compiled, Options
+from fxwrap.compare import SMALL_SHARE, copied, tensor_error
+from fxwrap.lines import Launch
+from fxwrap.wrapper_ir import Program, symbol_infos
+from tests.artifact.apart import run_apart
+from tests.capture import capture_graphs
+from tests.models import MODELS
+from tests.read_back import assert_equal
+from tests.rewrite.test_models import SIX, assert_program_is_rebuilt, products_in_graph, products_through_out, traced
+
+pytestmark = pytest.mark.usefixtures("exact_convolutions")
+
+LANGUAGES = {"cpu": "cpp", "cuda": "triton"}
+ON_GPU = [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in SIX]
+cases = pytest.mark.parametrize(("device", "name"), [("cpu", "gpt2"), *ON_GPU])
+
+Runs = Callable[..., Any]
+
+
+class Case:
+    """A graph of a model, what it is called with, what it gives then, and what it was compiled to."""
+
+    def __init__(self, graph: GraphModule, inputs: Sequence[Any], device: str, atomic: bool = False) -> None:
+        self.graph, self.inputs = graph, list(inputs)
+        self.options = Options(emitter="fx", fallback="error", check_inputs=False)
+        self.atomic = atomic and device == "cuda"
+        self.wanted = results(graph, inputs)
+        self.compiled: Compiled = fxwrap.compile_graph(graph, options=self.options)
+        assert {kernel.language for kernel in self.compiled.program.kernels} == {LANGUAGES[device]}
+        assert any(isinstance(line, Launch) for line in self.compiled.program.lines())
+        self.found = results(self.compiled, inputs)
+        self.assert_right(self.found)
+
+    def assert_right(self, found: Sequence[Any]) -> None:
+        """Asserts that these are eager's results, up to rounding."""
+        floor = SMALL_SHARE * math.hypot(*[norm(item) for item in self.wanted])
+        assert len(found) == len(self.wanted)
+        for place, (item, wanted) in enumerate(zip(found, self.wanted)):
+            if not isinstance(wanted, torch.Tensor):
+                assert item == wanted
+            elif place not in self.unwritten:
+                assert (item.dtype, item.stride()) == (wanted.dtype, wanted.stride())
+                assert tensor_error(item, wanted, floor).relative < 1e-5, f"result {place}"
+
+    def assert_same(self, found: Sequence[Any]) -> None:
+        """Asserts that these are the compiled graph's results to the bit: but for sums that a GPU adds up in any
+        order, as gradients of embeddings are."""
+        if self.atomic:
+            self.assert_right(found)
+            return
+        for place, (item, wanted) in enumerate(zip(found, self.found, strict=True)):
+            if place not in self.unwritten:
+                torch.testing.assert_close(item, wanted, rtol=0, atol=0, equal_nan=True)
+
+    @property
+    def unwritten(self) -> set[int]:
+        """Places of results that attention on a GPU gives for its backward, and may leave unwritten: the state of
+        random numbers that nothing is drawn from, sums of rows that are not there."""
+        (outputs,) = self.graph.graph.output_node().args
+        return {place for place, item in enumerate(outputs) if isinstance(item, Node) and _of_attention(item)}
+
+
+def _of_attention(node: Node) -> bool:
+    made_by = node.args[0] if node.args else None
+    return isinstance(made_by, Node) and "attention" in str(made_by.target) and node.args[1:] > (0,)
+
+
+def norm(item: Any) -> float:
+    """The norm of a result with floating point numbers, 0 of others."""
+    is_real = isinstance(item, torch.Tensor) and item.is_floating_point()
+    return float(torch.where(item.isfinite(), item, 0.0).double().norm()) if is_real else 0.0
+
+
+def results(run: Runs, inputs: Sequence[Any]) -> list[Any]:
+    """What a graph or program gives for copies of inputs, and what it leaves in them."""
+    given = copied(list(inputs))
+    with torch.no_grad():
+        return [*run(*given), *given]
+
+
+@cache
+def cases_of(device: str, name: str) -> dict[str, Case]:
+    """The graphs of a model with one layer; each is captured and compiled once."""
+    shallow = replace(MODELS[name], layers=1)
+    (dynamic,) = capture_graphs(shallow, training=False, device=device, dynamic=True)
+    forward, backward = capture_graphs(shallow, training=True, device=device)
+    return {
+        "inference": Case(*traced(shallow, "inference", device), device),
+        "dynamic": Case(dynamic.graph_module, dynamic.inputs, device),
+        "forward": Case(forward.graph_module, forward.inputs, device),
+        "backward": Case(backward.graph_module, backward.inputs, device, atomic=True),
+    }
+
+
+def larger(case: Case) -> list[Any]:
+    """Inputs with one more row in each batch."""
+    fakes = [node.meta["val"] for node in case.graph.graph.find_nodes(op="placeholder")]
+    assert any(isinstance(fake, torch.SymInt) for fake in fakes)
+    return [_larger(item, fake) for item, fake in zip(case.inputs, fakes, strict=True)]
+
+
+def _larger(item: Any, fake: Any) -> Any:
+    if isinstance(fake, torch.SymInt):
+        return item + 1
+    has_batch = isinstance(fake, torch.Tensor) and fake.dim() and isinstance(fake.shape[0], torch.SymInt)
+    return torch.cat([item, item[-1:]]) if has_batch else item
+
+
+@cases
+def test_come_back(device: str, name: str) -> None:
+    """As emitted, copied and cleaned by torch.fx, and traced again under fake tensors."""
+    for case in cases_of(device, name).values():
+        program = case.compiled.program
+        module = fxwrap.to_fx(program).graph_module
+        read = fxwrap.from_fx(module)
+        assert_equal(program, read)
+        assert origins(read) == origins(program)
+        cleaned = copy.deepcopy(module)
+        cleaned.graph.eliminate_dead_code()
+        cleaned.recompile()
+        assert_equal(program, fxwrap.from_fx(cleaned), copied=True)
+        retraced = make_fx(module, tracing_mode="fake", _allow_non_fake_inputs=True)(*case.inputs)
+        assert not any("fxwrap_line" in node.meta for node in retraced.graph.nodes)
+        read = fxwrap.from_fx(retraced, name=program.name).replace(header=program.header)
+        assert [kernel.hash for kernel in read.kernels] == [kernel.hash for kernel in program.kernels]
+        if symbol_infos(program):  # sizes, and what is read from constants, are literals now
+            case.assert_right(results(fxwrap.to_fx(read).graph_module, case.inputs))
+        else:
+            assert_equal(program, read)
+
+
+def origins(program: Program) -> list[Any]:
+    """Where each launch came from."""
+    return [line.origin for line in program.lines() if isinstance(line, Launch)]
+
+
+@cases
+def test_any_size_of_batch(device: str, name: str) -> None:
+    case = cases_of(device, name)["dynamic"]
+    inputs = larger(case)
+    wanted, found = results(case.graph, inputs), results(case.compiled, inputs)
+    for item, other in zip(found, wanted, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert tensor_error(item, other).relative < 1e-5
+
+
+@cases
+def test_saved_and_loaded(device: str, name: str, tmp_path: Path) -> None:
+    for kind, case in cases_of(device, name).items():
+        path = tmp_path / f"{kind}.fxw"
+        case.compiled.save(path)
+        for emitter in ("fx", "python"):
+            loaded = fxwrap.load(path, emitter=emitter)
+            assert loaded.emitter == emitter
+            assert loaded.program == case.compiled.program and loaded.key == case.compiled.key
+            case.assert_same(results(loaded, case.inputs))
+
+
+@cases
+def test_rewritten(device: str, name: str) -> None:
+    for case in cases_of(device, name).values():
+        assert_program_is_rebuilt(case.compiled.program)
+        for rewritten in (products_through_out, products_in_graph):
+            compiled = rewritten(case.graph, None, case.options)
+            assert {kernel.language for kernel in compiled.program.kernels} == {LANGUAGES[device]}
+            case.assert_right(results(compiled, case.inputs))
+
+
+EMITTER = dict(zip(SIX, ("fx", "python", "cpp", "fx", "python", "fx"), strict=True))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_another_process_runs_all_models(device: str, tmp_path: Path) -> None:
+    """By each emitter, without tracing and without a kernel compiled; `tests/artifact` does so on the CPU."""
+    found = {name: cases_of(device, name)["inference"] for name in SIX}
+    for name, case in found.items():
+        fxwrap.save(case.compiled.program, tmp_path / f"{name}.fxw", emitters=[EMITTER[name]])
+    apart = run_apart(tmp_path, {name: case.inputs for name, case in found.items()}, compiler=device == "cuda")
+    assert apart.by_triton == [] and apart.tracing == {name: [] for name in SIX}
+    for name, case in found.items():
+        case.assert_same([*apart.results[name], *case.inputs])
