@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import sympy
 import torch
 
 from fxwrap.errors import ValueKindError
-from fxwrap.symbolic import Size, product
+from fxwrap.symbolic import Size, canonical, product
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float32: "f32",
@@ -105,7 +106,8 @@ class TensorType:
         last: Size = 1
         for size, stride in zip(self.sizes, self.strides):
             last = last + (size - 1) * stride
-        return last * self.dtype.itemsize
+        bytes_ = last * self.dtype.itemsize
+        return bytes_ if isinstance(bytes_, int) else canonical(sympy.expand(bytes_))  # equal for equal memory
 
 
 @dataclass(frozen=True, slots=True)
