@@ -3,7 +3,9 @@
 For each of some sizes a forward pass (or, with `--training`, a forward and a backward pass) is timed in turns: fxwrap
 compiled with dynamic=True on the first size, fxwrap compiled for this size alone, Inductor with dynamic=True. Times are
 the host's with the device's work, medians. Ratios are printed for each size and as geometric means, with how many
-graphs each dynamic backend compiled after the first size (it should be none), and the largest error. Run:
+graphs each dynamic backend compiled after the first size (it should be none), and the largest error. What torch itself
+takes for a call, dynamic and static, is timed with a backend that computes nothing. Interrupted, it prints what it has.
+Run:
 
     python benchmarks/dynamic.py [--device cuda] [--sizes 20] [--layers 12] [--training] [--json FILE]
 """
@@ -22,7 +24,9 @@ from typing import Any
 
 import torch
 import transformers
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -79,20 +83,19 @@ def main() -> None:
     torch._dynamo.config.cache_size_limit = 64
     ours = Contender("fxwrap dynamic", function, options, True)
     theirs = Contender("Inductor dynamic", function, "inductor", True)
-    rows = []
+    rows: list[dict[str, float]] = []
     print(describe(environment(device, {})) if chosen.json is None else "", flush=True)
     print(f"GPT-2, {layers} layers, {'forward and backward' if chosen.training else 'forward'}, on {device}")
     print(f"{'batch':>5} {'length':>6} {'dynamic':>10} {'static':>10} {'Inductor':>10} {'/static':>8} {'/Inductor':>9}")
-    for number, (batch, length) in enumerate(sizes):
-        tokens = torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(number))
-        rows.append(_measure(function, tokens.to(device), options, ours, theirs))
-        if number == 0:
-            ours.first_graphs, theirs.first_graphs = ours.compiled_graphs, theirs.compiled_graphs
-        row = rows[-1]
-        print(
-            f"{batch:5} {length:6} {row['dynamic']:7.3f} ms {row['static']:7.3f} ms {row['inductor']:7.3f} ms "
-            f"{row['dynamic'] / row['static']:8.3f} {row['dynamic'] / row['inductor']:9.3f}", flush=True,
-        )  # fmt: skip
+    try:
+        for number, size in enumerate(sizes):
+            tokens = torch.randint(0, config.vocab_size, size, generator=torch.Generator().manual_seed(number))
+            rows.append(_measure(function, tokens.to(device), options, ours, theirs))
+            if number == 0:
+                ours.first_graphs, theirs.first_graphs = ours.compiled_graphs, theirs.compiled_graphs
+            print(_row(size, rows[-1]), flush=True)
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(rows)} of {len(sizes)} sizes")
     for other in ("static", "inductor"):
         ratios = [row["dynamic"] / row[other] for row in rows]
         print(f"dynamic to {other}: geometric mean {geometric_mean(ratios):.3f}, largest {max(ratios):.3f}")
@@ -100,9 +103,18 @@ def main() -> None:
         again = contender.compiled_graphs - contender.first_graphs
         print(f"{contender.name}: {contender.first_graphs} graphs for the first size, {again} compiled after it")
     print(f"largest error against eager: {max(row['error'] for row in rows):.1e}")
+    alone = [_torch_alone(function, tokens.to(device), dynamic) for dynamic in (True, False)]
+    print(f"torch alone, without a program: {alone[0] * 1e3:.0f} us a call, static {alone[1] * 1e3:.0f}")
     if chosen.json is not None:
-        found = {"environment": environment(device, {}), "sizes": sizes, "rows": rows}
+        found = {"environment": environment(device, {}), "sizes": sizes[: len(rows)], "rows": rows}
         chosen.json.write_text(json.dumps(found, indent=1))
+
+
+def _row(size: tuple[int, int], row: dict[str, float]) -> str:
+    return (
+        f"{size[0]:5} {size[1]:6} {row['dynamic']:7.3f} ms {row['static']:7.3f} ms {row['inductor']:7.3f} ms "
+        f"{row['dynamic'] / row['static']:8.3f} {row['dynamic'] / row['inductor']:9.3f}"
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -148,6 +160,24 @@ def _measure(
             _run(call, tokens)
             samples[name].append((time.perf_counter() - before) * 1e3)
     return {**{name: statistics.median(taken) for name, taken in samples.items()}, "error": error}
+
+
+def _torch_alone(function: Callable[[Tensor], Any], tokens: Tensor, dynamic: bool) -> float:
+    """What Dynamo and AOTAutograd take for a call, in milliseconds: the graph that they call gives what is at hand."""
+    found = function(tokens)
+
+    def compile_nothing(*_: Any) -> Any:
+        return make_boxed_func(lambda *_: [found])
+
+    backend = aot_autograd(fw_compiler=compile_nothing, inference_compiler=compile_nothing)
+    call = torch.compile(fresh_function(function), backend=backend, dynamic=dynamic)
+    samples = []
+    with torch.no_grad():
+        for _ in range(2 * ROUNDS):
+            before = time.perf_counter()
+            _run(call, tokens)
+            samples.append((time.perf_counter() - before) * 1e3)
+    return statistics.median(samples)
 
 
 def _run(call: Callable[[Tensor], Any], tokens: Tensor) -> Tensor:
