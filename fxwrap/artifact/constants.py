@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -284,24 +287,40 @@ def windows_on(
     }
 
 
-def read_tensor_file(path: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a safetensors file, on the CPU. Raises ArtifactError for what is none."""
+def read_tensor_file(path: str, mapped: bool = True) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a safetensors file, on the CPU. Raises ArtifactError for what is none.
+
+    With `mapped` their memory is the file's, where their elements are aligned; writes into it stay in this process.
+    """
     remedy = "Give a file in the safetensors format"
     try:
         with open(path, "rb") as file:
-            content = file.read()
+            content = _content(file, mapped)
     except OSError as error:
         raise ArtifactError(path, "", f"it cannot be read: {error.strerror}", remedy) from error
     try:
-        length = header_size(content[:8], len(content))
-        described = parse_header(content[:length], len(content))
+        length = header_size(bytes(content[:8]), len(content))
+        described = parse_header(bytes(content[:length]), len(content))
     except TensorFileError as error:
         raise ArtifactError(path, "", str(error), remedy) from None
-    found = {}
-    for name, item in described.items():
-        memory = torch.empty(item.end - item.start, dtype=torch.uint8)
-        memory_of(memory)[:] = content[length + item.start : length + item.end]
-        found[name] = memory.view(item.dtype).reshape(item.sizes) if memory.numel() else memory.new_empty(
-            item.sizes, dtype=item.dtype
-        )  # fmt: skip
-    return found
+    return {name: _tensor(content, length + item.start, item) for name, item in described.items()}
+
+
+def _content(file: IO[bytes], mapped: bool) -> mmap.mmap | bytearray:
+    """Returns what a file holds, as memory that may be written to."""
+    size = os.fstat(file.fileno()).st_size
+    if mapped and size:
+        with suppress(OSError):  # where nothing can be mapped
+            return mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    content = bytearray(size)
+    return content if file.readinto(content) == size else bytearray()  # type: ignore[attr-defined]
+
+
+def _tensor(content: mmap.mmap | bytearray, start: int, item: Described) -> torch.Tensor:
+    """Returns the tensor at a byte of a file, without a copy where its elements are aligned in memory."""
+    if item.start == item.end:
+        return torch.empty(item.sizes, dtype=item.dtype)
+    found = torch.frombuffer(content, dtype=torch.uint8, count=item.end - item.start, offset=start)
+    if found.data_ptr() % item.dtype.itemsize:
+        found = found.clone()
+    return found.view(item.dtype).reshape(item.sizes)

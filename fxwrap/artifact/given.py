@@ -83,7 +83,8 @@ def laid_out(
 ) -> dict[str, torch.Tensor]:
     """Returns constants on their devices, laid out as the program wants them; checked tensors come in.
 
-    A tensor that is so already is taken as it is, without a copy. Where constants share memory, they are copied into
+    A tensor that is so already is taken as it is, without a copy. Where constants share memory, all are windows on what
+    is given for the one that is all of it, if the others are such windows or are not given; else they are copied into
     memory that they share, and what is given for them must agree.
     """
     found: dict[str, torch.Tensor] = {}
@@ -92,30 +93,56 @@ def laid_out(
         if len(group) == 1:
             found[group[0].name] = _alone(group[0], present[group[0].name], devices[group[0].name])
         else:
-            found.update(_together(key, group, present, devices[group[0].name], refuse))
+            device = devices[group[0].name]
+            found.update(_as_given(key, group, present, device) or _together(key, group, present, device, refuse))
     return {window.name: found[window.name] for window in layout.windows}
+
+
+def _lies_as(window: Window, tensor: torch.Tensor) -> bool:
+    same = all(size < 2 or a == b for size, a, b in zip(window.sizes, tensor.stride(), window.strides))
+    return same and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _alone(window: Window, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     tensor = tensor.to(device)
-    same = all(size < 2 or a == b for size, a, b in zip(window.sizes, tensor.stride(), window.strides))
-    if same and not tensor.is_conj() and not tensor.is_neg():
+    if _lies_as(window, tensor):
         return tensor
     made = torch.empty_strided(window.sizes, window.strides, dtype=window.dtype, device=device)
     _copy(made, tensor)
     return made
 
 
+def _as_given(
+    key: str, group: Sequence[Window], present: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor] | None:
+    """Returns constants as windows on memory as it is given; None where it does not lie as the program has it."""
+    windows = {window.name: window for window in group}
+    whole = present.get(key)
+    if whole is None or not all(_lies_as(windows[name], tensor) for name, tensor in present.items()):
+        return None
+    first = whole.data_ptr() - windows[key].start
+    if any(tensor.device != whole.device or tensor.data_ptr() != first + windows[name].start
+           for name, tensor in present.items()):  # fmt: skip
+        return None
+    whole = whole.to(device)
+    start = int(whole.storage_offset()) * whole.element_size() - windows[key].start
+    if any((start + window.start) % window.dtype.itemsize for window in group):
+        return None
+    return {window.name: _window(window, whole, start) for window in group}
+
+
+def _window(window: Window, memory: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """Returns a constant as a window on memory that begins at this byte of a tensor's storage."""
+    return torch.empty(0, dtype=window.dtype, device=memory.device).set_(
+        memory.untyped_storage(), (start + window.start) // window.dtype.itemsize, window.sizes, window.strides
+    )
+
+
 def _together(
     key: str, group: Sequence[Window], present: Mapping[str, torch.Tensor], device: torch.device, refuse: Refuse
 ) -> dict[str, torch.Tensor]:
     memory = torch.zeros(max(window.end for window in group), dtype=torch.uint8, device=device)
-    made = {
-        window.name: torch.empty(0, dtype=window.dtype, device=device).set_(
-            memory.untyped_storage(), window.start // window.dtype.itemsize, window.sizes, window.strides
-        )
-        for window in group
-    }
+    made = {window.name: _window(window, memory) for window in group}
     order = sorted(present, key=lambda name: name != key)  # the one that is all of it first
     for name in order:
         _copy(made[name], present[name])

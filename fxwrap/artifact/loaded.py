@@ -133,7 +133,9 @@ class Loaded:
 
     # --- constants --------------------------------------------------------------------------------------------------
 
-    def load_constants(self, constants: Mapping[str, torch.Tensor] | str | Path, *, strict: bool = True) -> None:
+    def load_constants(
+        self, constants: Mapping[str, torch.Tensor] | str | Path, *, strict: bool = True, mmap: bool = True
+    ) -> None:
         """Gives the program its constants: a mapping, or the path of a safetensors file.
 
         Args:
@@ -141,11 +143,12 @@ class Loaded:
                 ("layers.0.weight"). One that is laid out as the program wants it, on its device, is not copied: later
                 writes into it are seen. Constants that share memory may be given by the one that is all of it.
             strict: whether tensors that the program has no constant for are an error; else they are left out.
+            mmap: whether the tensors of a safetensors file are the file's own memory, as `fxwrap.load` has it.
 
         Entries taken before (`flat`, `boxed`) keep the constants that they had. Raises ArtifactError that names what is
         missing, surplus, or of another dtype or size; the constants then stay as they were.
         """
-        given, surplus = self._named(constants)
+        given, surplus = self._named(constants, mmap)
         check_given(self._layout, given, surplus if strict else (), self._refuse, all_of_them=True)
         tensors = laid_out(self._layout, given, self._devices(), self._refuse)
         with self._lock:
@@ -166,9 +169,9 @@ class Loaded:
         overwrite(self._program.store.tensors, given)
 
     def _named(
-        self, constants: Mapping[str, torch.Tensor] | str | Path
+        self, constants: Mapping[str, torch.Tensor] | str | Path, mmap: bool = True
     ) -> tuple[dict[str, torch.Tensor], list[str]]:
-        found = read_tensor_file(str(constants)) if isinstance(constants, str | Path) else constants
+        found = read_tensor_file(str(constants), mmap) if isinstance(constants, str | Path) else constants
         return by_program_names(found, [window.name for window in self._layout.windows], self._refuse)
 
     def _devices(self) -> dict[str, torch.device]:

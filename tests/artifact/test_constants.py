@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap.artifact.constants import layout_of
+from fxwrap.artifact.tensor_file import header_bytes
 from fxwrap.errors import ArtifactError
 from fxwrap.options import EMITTERS
 from fxwrap.wrapper_ir import DTYPE_NAMES, ConstantStore, contiguous_strides
@@ -156,12 +157,41 @@ def test_constants_that_share_memory_are_given_together(tmp_path: Path) -> None:
         loaded.load_constants({"turned": base.t(), "row": base[1]})
     with pytest.raises(ArtifactError, match="share memory in the program, and what is given for them differs"):
         loaded.load_constants({"whole": base, "row": torch.ones(4)})
-    for given in ({"whole": base}, {"whole": base.clone(), "turned": base.t().clone(), "row": base[1].clone()}):
+    wanted = base.clone()
+    wanted[1] **= 2
+    shared, apart = base.clone(), base.clone()
+    for given, is_taken in (
+        ({"whole": base.clone()}, True),
+        ({"whole": shared, "turned": shared.t(), "row": shared[1]}, True),
+        ({"whole": apart, "turned": apart.t().clone(), "row": apart[1].clone()}, False),
+        ({"whole": base.t().contiguous().t()}, False),
+    ):
         loaded.load_constants(given)
+        assert (loaded.program.store.tensors["row"].data_ptr() == given["whole"][1].data_ptr()) == is_taken
         whole, turned, row = loaded()
-        wanted = base.clone()
-        wanted[1] **= 2
         assert whole.equal(wanted) and turned.equal(wanted.t()) and row.equal(wanted[1])
+        assert given["whole"].equal(wanted if is_taken else base)
+
+
+def test_a_tensor_file_is_memory(tmp_path: Path) -> None:
+    """Its tensors are the file's memory, of which writes stay in the process; what lies at odd places is copied."""
+    tensors = {"a": torch.arange(5, dtype=torch.uint8), "b": torch.randn(3, 4), "c": torch.empty(0, 2)}
+    names = [(name, item.dtype, tuple(item.shape)) for name, item in tensors.items()]
+    content = header_bytes(names) + b"".join([item.numpy().tobytes() for item in tensors.values()])
+    fxwrap.save(program_of(tensors, written="b"), tmp_path / "f.fxw", constants=False)
+    (tmp_path / "weights").write_bytes(content)
+    for mmap in (True, False):
+        loaded = fxwrap.load(tmp_path / "f.fxw")
+        loaded.load_constants(tmp_path / "weights", mmap=mmap)
+        found = loaded()
+        assert found[0].equal(tensors["a"]) and found[1].equal(tensors["b"] ** 2) and found[2].shape == (0, 2)
+        assert loaded.program.store.tensors["b"].data_ptr() % 4 == 0
+        assert (tmp_path / "weights").read_bytes() == content
+    for length in (0, 7, len(content) - 1):
+        (tmp_path / "weights").write_bytes(content[:length])
+        for mmap in (True, False):
+            with pytest.raises(ArtifactError, match=r"table of tensors|bytes, and|tensors have"):
+                loaded.load_constants(tmp_path / "weights", mmap=mmap)
 
 
 def test_layouts_are_made_right(tmp_path: Path) -> None:
