@@ -33,11 +33,12 @@ from fxwrap.errors import NativeBuildError
 from fxwrap.runtime.native.provided import provided_kernel
 
 _HERE = Path(__file__).parent
-_BRIDGE_SOURCES = (
-    *("values.cpp", "typed_calls.cpp", "bridge.cpp", "checks.cpp", "streams.cpp", "execute.cpp", "driver.cpp"),
-    "launch.cpp",
+# Files that are compiled together: reading torch's headers takes longer than all else that most of them need.
+_BRIDGE_UNITS = (
+    ("typed_calls.cpp",),
+    ("values.cpp", "bridge.cpp", "checks.cpp", "streams.cpp", "execute.cpp", "driver.cpp", "launch.cpp"),
 )
-_BINDING_SOURCES = ("binding.cpp", "launcher.cpp")
+_BINDING_UNITS = (("binding.cpp",), ("launcher.cpp",))
 _HEADERS = ("bridge.h", "frame.h", "values.h", "calls.h", "checks.h", "driver.h", "launch.h", "binding.h")
 BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 """The files of the bridge: its library, and its Python binding."""
@@ -45,7 +46,7 @@ BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 _BRIDGE, _BINDING = BRIDGE_LIBRARIES
 
 _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
-_BRIDGE_FLAGS = ("-O2", "-DNDEBUG")
+_BRIDGE_FLAGS = ("-O2", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
 # Straight-line calls: no optimisation runs as fast and compiles fastest (benchmarks/bridge_calls.py).
 PROGRAM_FLAGS = ("-O0",)
 # Compilers tune for half the width of the vectors that AVX-512 has; loops over whole rows are faster with all of it.
@@ -116,14 +117,13 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
             for file, content in source.files:
                 (folder / file).write_bytes(content)
         ahead = _take_ahead(compiler, source_text, paths[0].with_suffix(".o"))
-        _run_all([_unit_command(compiler, source, path) for source, path in units[ahead:]], folder)
+        commands = [_unit_command(compiler, source, path) for source, path in units[ahead:]]
+        _in_parallel(lambda command: _run(command, folder), commands)
         objects = [path.with_suffix(".o").name for path in paths]
         bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
-        _run_all(
-            [[*compiler.command, "-shared", *shared, *objects, *bridge_flags, *compiler.runtime, "-o", f"{stem}.so"]],
-            folder,
-        )
+        linked = [*shared, *objects, *bridge_flags, *compiler.runtime]
+        _run([*compiler.command, "-shared", *linked, "-o", f"{stem}.so"], folder)
         for item in (*objects, *[file for source in sources for file, _ in source.files]):
             (folder / item).unlink()
 
@@ -219,25 +219,29 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
     include = ["-isystem", str(torch_root / "include"), "-isystem", sysconfig.get_paths()["include"]]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     flags = [*_COMMON_FLAGS, *_BRIDGE_FLAGS, abi, *include]
-    sources = sorted((*_BRIDGE_SOURCES, *_BINDING_SOURCES), key=lambda s: (_HERE / s).stat().st_size, reverse=True)
-    _run_all(
-        [[*compiler.command, *flags, "-c", str(_HERE / s), "-o", Path(s).stem + ".o"] for s in sources],
-        folder,
-    )
-    objects = [Path(source).stem + ".o" for source in _BRIDGE_SOURCES]
+
+    def compiled(unit: Sequence[str]) -> str:
+        text, made = folder / unit[0], Path(unit[0]).with_suffix(".o").name
+        text.write_text("".join([f'#include "{_HERE / source}"\n' for source in unit]), encoding="utf-8")
+        _run([*compiler.command, *flags, "-c", text.name, "-o", made], folder)
+        text.unlink()
+        return made
+
+    objects = _in_parallel(compiled, [*_BRIDGE_UNITS, *_BINDING_UNITS])
+    bridge_objects, binding_objects = objects[: len(_BRIDGE_UNITS)], objects[len(_BRIDGE_UNITS) :]
     torch_flags = [f"-L{library_folder}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library_folder}", *compiler.runtime]
-    link = [*compiler.command, "-shared", *objects, *torch_flags, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE]
-    _run_all([link], folder)
+    link = [*compiler.command, "-shared", *bridge_objects, *torch_flags, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE]
+    _run(link, folder)
     binding = [
-        *[Path(source).stem + ".o" for source in _BINDING_SOURCES],
+        *binding_objects,
         "-L.",
         "-lfxwrap_bridge",
         "-Wl,-rpath,$ORIGIN",
         "-ltorch_python",
     ]
-    _run_all([[*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING]], folder)
-    for item in folder.glob("*.o"):
-        item.unlink()
+    _run([*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING], folder)
+    for item in objects:
+        (folder / item).unlink()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +320,7 @@ def _environment(compiler: _Compiler) -> str:
 
 @cache
 def _bridge_digest() -> str:
-    files = (*_HEADERS, *_BRIDGE_SOURCES, *_BINDING_SOURCES)
+    files = (*_HEADERS, *[file for unit in (*_BRIDGE_UNITS, *_BINDING_UNITS) for file in unit])
     return _digest(*_BRIDGE_FLAGS, *((_HERE / name).read_text(encoding="utf-8") for name in files))
 
 
@@ -373,14 +377,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _run_all(commands: list[list[str]], folder: Path) -> None:
-    if len(commands) < 2:
-        for command in commands:
-            _run(command, folder)
-        return
-    with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
-        for _ in pool.map(lambda command: _run(command, folder), commands):
-            pass
+def _in_parallel(function: Callable[[Any], str], items: Sequence[Any]) -> list[str]:
+    """Returns what a function gives for each item; several threads call it, as it waits for the compiler."""
+    count = min(len(items), os.cpu_count() or 1)
+    if count < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(function, items))
 
 
 def _run(command: list[str], folder: Path) -> str:
