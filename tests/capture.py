@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -32,25 +33,27 @@ class CapturedGraph:
 
 
 def capture_graphs(
-    case: ModelCase,
-    training: bool,
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
-    dropout: bool = False,
-    device: str = "cpu",
-    dynamic: bool = False,
-) -> list[CapturedGraph]:
+    case: ModelCase, training: bool, dropout: bool = False, device: str = "cpu", dynamic: bool = False
+) -> tuple[CapturedGraph, ...]:
     """The inference graph of a model, or its forward and backward graphs in train mode, in that order.
 
-    The graphs run once, eagerly, as captured. A graph break is an error. With `dynamic` the size of the batch is a
-    symbol.
+    The graphs run once, eagerly, as captured; all tests of a process share them, as nothing may change a graph that it
+    is given. A graph break is an error. With `dynamic` the size of the batch is a symbol.
     """
+    return _captured(case, training, dropout, device, dynamic)
+
+
+@cache
+def _captured(
+    case: ModelCase, training: bool, dropout: bool, device: str, dynamic: bool
+) -> tuple[CapturedGraph, ...]:
     graphs: list[CapturedGraph] = []
     backend = aot_autograd(
         fw_compiler=_recorder(graphs, "forward"),
         bw_compiler=_recorder(graphs, "backward"),
         inference_compiler=_recorder(graphs, "inference"),
         partition_fn=min_cut_rematerialization_partition,
-        decompositions=dict(decompositions or {}),
+        decompositions={},
         keep_inference_input_mutations=True,
     )
     torch.compiler.reset()
@@ -62,10 +65,10 @@ def capture_graphs(
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=None if dynamic else False)
     with torch.set_grad_enabled(training):
         output = compiled(**inputs)
-    if training:
-        case.loss(output).backward()
+        if training:
+            case.loss(output).backward()
     torch.compiler.reset()
-    return graphs
+    return tuple(graphs)
 
 
 def _recorder(graphs: list[CapturedGraph], kind: Kind) -> Callable[..., Any]:

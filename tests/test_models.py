@@ -38,7 +38,7 @@ def test_forward_in_eval_mode(case: ModelCase) -> None:
 
 @pytest.mark.parametrize(("case", "dropout"), STEPS)
 def test_one_training_step(case: ModelCase, dropout: bool, fresh_dynamo: None, tmp_path: Path) -> None:
-    layers = case.layers if dropout or not case.has_dropout else 1  # without dropout there is less to go wrong
+    layers = case.layers if dropout and case.name == "gpt2" else 1  # what several layers share, one model shows
     model, inputs = case.build(seed=0, dropout=dropout, layers=layers), case.inputs(seed=1, training=True)
     subject = CompiledFunction(model, Options(), dynamic=False)
     expected = train_step(model, model, inputs, seed=2)
