@@ -44,9 +44,7 @@ def capture_graphs(
 
 
 @cache
-def _captured(
-    case: ModelCase, training: bool, dropout: bool, device: str, dynamic: bool
-) -> tuple[CapturedGraph, ...]:
+def _captured(case: ModelCase, training: bool, dropout: bool, device: str, dynamic: bool) -> tuple[CapturedGraph, ...]:
     graphs: list[CapturedGraph] = []
     backend = aot_autograd(
         fw_compiler=_recorder(graphs, "forward"),
