@@ -1,13 +1,14 @@
 """GPT-2 compiled once for every batch and length: fxwrap's dynamic program, its static ones, Inductor's dynamic one.
 
 For each of some sizes a forward pass (or, with `--training`, a forward and a backward pass) is timed in turns: fxwrap
-compiled with dynamic=True on the first size, fxwrap compiled for this size alone, Inductor with dynamic=True. Times are
-the host's with the device's work, medians. Ratios are printed for each size and as geometric means, with how many
-graphs each dynamic backend compiled after the first size (it should be none), and the largest error. What torch itself
-takes for a call, dynamic and static, is timed with a backend that computes nothing. Interrupted, it prints what it has.
-Run:
+compiled once for any batch and length, fxwrap compiled for this size alone, Inductor compiled once. Batch and length
+are marked as dynamic; with `--all`, all is dynamic that may be (dynamic=True), the model's Python numbers too, of
+which torch 2.11 makes tensors in each call. Times are the host's with the device's work, medians. Ratios are printed
+for each size and as geometric means, with how many graphs each dynamic backend compiled after the first size (it
+should be none), and the largest error. What torch itself takes for a call, dynamic and static, is timed with a
+backend that computes nothing. Interrupted, it prints what it has. Run:
 
-    python benchmarks/dynamic.py [--device cuda] [--sizes 20] [--layers 12] [--training] [--json FILE]
+    python benchmarks/dynamic.py [--device cuda] [--sizes 20] [--layers 12] [--training] [--all] [--json FILE]
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ROUNDS = 30
 class Contender:
     """A way to compile the function, and how often it has compiled a graph."""
 
-    def __init__(self, name: str, function: Callable[[Tensor], Any], backend: Any, dynamic: bool) -> None:
+    def __init__(self, name: str, function: Callable[[Tensor], Any], backend: Any, dynamic: bool | None) -> None:
         self.name = name
         self.compiled_graphs = 0
         self.first_graphs = 0
@@ -81,16 +82,19 @@ def main() -> None:
     options = Options(emitter=chosen.emitter)
     function = _step(model) if chosen.training else _forward(model)
     torch._dynamo.config.cache_size_limit = 64
-    ours = Contender("fxwrap dynamic", function, options, True)
-    theirs = Contender("Inductor dynamic", function, "inductor", True)
+    dynamic = True if chosen.all else None
+    ours = Contender("fxwrap dynamic", function, options, dynamic)
+    theirs = Contender("Inductor dynamic", function, "inductor", dynamic)
     rows: list[dict[str, float]] = []
-    print(describe(environment(device, {})) if chosen.json is None else "", flush=True)
+    facts = environment(device, {"emitter": chosen.emitter})
+    print(describe(facts), flush=True)
     print(f"GPT-2, {layers} layers, {'forward and backward' if chosen.training else 'forward'}, on {device}")
     print(f"{'batch':>5} {'length':>6} {'dynamic':>10} {'static':>10} {'Inductor':>10} {'/static':>8} {'/Inductor':>9}")
     try:
         for number, size in enumerate(sizes):
             tokens = torch.randint(0, config.vocab_size, size, generator=torch.Generator().manual_seed(number))
-            rows.append(_measure(function, tokens.to(device), options, ours, theirs))
+            tokens = _marked(tokens.to(device))
+            rows.append(_measure(function, tokens, options, ours, theirs))
             if number == 0:
                 ours.first_graphs, theirs.first_graphs = ours.compiled_graphs, theirs.compiled_graphs
             print(_row(size, rows[-1]), flush=True)
@@ -103,10 +107,10 @@ def main() -> None:
         again = contender.compiled_graphs - contender.first_graphs
         print(f"{contender.name}: {contender.first_graphs} graphs for the first size, {again} compiled after it")
     print(f"largest error against eager: {max(row['error'] for row in rows):.1e}")
-    alone = [_torch_alone(function, tokens.to(device), dynamic) for dynamic in (True, False)]
+    alone = [_torch_alone(function, given, how) for given, how in ((tokens, dynamic), (tokens.clone(), False))]
     print(f"torch alone, without a program: {alone[0] * 1e3:.0f} us a call, static {alone[1] * 1e3:.0f}")
     if chosen.json is not None:
-        found = {"environment": environment(device, {}), "sizes": sizes[: len(rows)], "rows": rows}
+        found = {"environment": facts, "sizes": sizes[: len(rows)], "rows": rows}
         chosen.json.write_text(json.dumps(found, indent=1))
 
 
@@ -124,8 +128,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="12 on a GPU and 2 on a CPU, unless given")
     parser.add_argument("--emitter", default="python")
     parser.add_argument("--training", action="store_true")
+    parser.add_argument("--all", action="store_true", help="compile with dynamic=True")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
+
+
+def _marked(tokens: Tensor) -> Tensor:
+    """The tokens, of a batch and length that may be any."""
+    for dim in range(tokens.ndim):
+        torch._dynamo.mark_dynamic(tokens, dim)
+    return tokens
 
 
 def _forward(model: nn.Module) -> Callable[[Tensor], Any]:
@@ -148,21 +160,22 @@ def _measure(
 ) -> dict[str, float]:
     """Times the contenders on one size, in milliseconds, after a first call of each."""
     static = Contender("fxwrap static", function, options, False)
-    calls = {"dynamic": ours.call, "static": static.call, "inductor": theirs.call}
-    wanted = _run(function, tokens)
-    found = {name: _run(call, tokens) for name, call in calls.items()}
+    unmarked = tokens.clone()
+    calls = {"dynamic": (ours.call, tokens), "static": (static.call, unmarked), "inductor": (theirs.call, tokens)}
+    wanted = _run(function, unmarked)
+    found = {name: _run(*call) for name, call in calls.items()}
     error = float((found["dynamic"] - wanted).norm() / wanted.norm())
     samples: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     while len(samples["static"]) < ROUNDS and time.perf_counter() - start < SECONDS * len(calls):
         for name, call in calls.items():
             before = time.perf_counter()
-            _run(call, tokens)
+            _run(*call)
             samples[name].append((time.perf_counter() - before) * 1e3)
     return {**{name: statistics.median(taken) for name, taken in samples.items()}, "error": error}
 
 
-def _torch_alone(function: Callable[[Tensor], Any], tokens: Tensor, dynamic: bool) -> float:
+def _torch_alone(function: Callable[[Tensor], Any], tokens: Tensor, dynamic: bool | None) -> float:
     """What Dynamo and AOTAutograd take for a call, in milliseconds: the graph that they call gives what is at hand."""
     found = function(tokens)
 
