@@ -99,6 +99,8 @@ def main() -> None:
                 ours.first_graphs, theirs.first_graphs = ours.compiled_graphs, theirs.compiled_graphs
             print(_row(size, rows[-1]), flush=True)
     except KeyboardInterrupt:
+        if not rows:
+            raise
         print(f"interrupted after {len(rows)} of {len(sizes)} sizes")
     for other in ("static", "inductor"):
         ratios = [row["dynamic"] / row[other] for row in rows]

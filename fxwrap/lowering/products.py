@@ -406,6 +406,8 @@ def _unbiased(source: GraphSource, fakes: Mapping[Node, Any], options: Options) 
     nodes = list(source.graph_module.graph.nodes)
     found = [product for node in nodes if (product := _product(node, fakes, options)) is not None
              and _is_separate(product, fakes, specs)]  # fmt: skip
+    if not found:
+        return None
     views = StorageViews(nodes, fakes)
     chosen = [product for product in found if _is_read_by_kernels(product.node, views, options)]
     if not chosen:
