@@ -2,7 +2,8 @@
 
 What the cut saves for the backward is chosen by torch's partitioner, which computes a tensor again where that is cheap.
 It knows so of additions and exponentials, not of operators made of them: a log softmax that is one operator is saved,
-in float32 and as large as all logits, although it is a subtraction from logits that are there anyway.
+in float32 and as large as all logits, although it is a subtraction from logits that are there anyway. Nor does it know
+what can be said in fewer bytes: where a maximum was is eight, and one if only its place in its window is told.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.lowering.graph_copy import run_on_fakes
+from fxwrap.lowering.products import is_outer_product
+from fxwrap.lowering.rules.pooling import of_each_dimension
 from fxwrap.lowering.stream_calls import unwrapped
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor, min_cut_partition
@@ -42,6 +45,7 @@ def take_apart(joint: GraphModule, options: Options) -> None:
     """
     kept = {*options.keep, *options.lowerings, *map(str, options.decompositions or ())}
     sums: dict[Node, Node] = {}
+    specs = options.device_specs()
     output = next(node for node in reversed(joint.graph.nodes) if node.op == "output")
     for node in list(joint.graph.nodes):
         if node.target is _aten.detach.default and node not in output.all_input_nodes:
@@ -52,7 +56,8 @@ def take_apart(joint: GraphModule, options: Options) -> None:
         parts = _PARTS.get(node.target)
         if parts is None or str(node.target) in kept or not _is_plain(node):
             continue
-        made = parts(_Maker(joint.graph, node, sums), *node.args)
+        spec = specs.get(node.meta["val"].device.type)
+        made = parts(_Maker(joint.graph, node, sums, gathers=spec is not None and spec.wide), *node.args)
         if made is not None:
             node.replace_all_uses_with(made)
             joint.graph.erase_node(node)
@@ -70,13 +75,16 @@ def _is_plain(node: Node) -> bool:
 class _Maker:
     """Puts calls in front of a node, with its metadata and fake values of their own.
 
-    `sums` holds what the rows of some matrices add up to, where that is known without adding.
+    `replaced` is the node's fake value; `gathers` says whether backwards of pools look for their gradients on its
+    device; `sums` holds what the rows of some matrices add up to, where that is known without adding.
     """
 
-    def __init__(self, graph: Graph, node: Node, sums: dict[Node, Node]) -> None:
+    def __init__(self, graph: Graph, node: Node, sums: dict[Node, Node], gathers: bool) -> None:
         self._graph = graph
         self._node = node
+        self.replaced: FakeTensor = node.meta["val"]
         self.sums = sums
+        self.gathers = gathers
 
     def call(self, target: Callable[..., Any], *arguments: Any, **keywords: Any) -> Node:
         """Returns the node of a new call."""
@@ -94,6 +102,11 @@ class _Maker:
     def exact(self, operand: Node) -> Node:
         """Returns an operand in the dtype that operators compute in."""
         return self.cast(operand, torch.float32) if operand.meta["val"].dtype in _HALF else operand
+
+    def divided(self, value: Node, divisor: int) -> tuple[Node, Node]:
+        """Returns quotient and remainder of integers that are not negative."""
+        quotient = self.call(_aten.div.Tensor_mode, value, divisor, rounding_mode="floor")
+        return quotient, self.call(_aten.remainder.Scalar, value, divisor)
 
     def one_less(self, value: Node) -> Node:
         """Returns 1 - value."""
@@ -157,11 +170,52 @@ def _loss_backward(
 
 _NONE, _MEAN = 0, 1
 
+
+def _outer_product(maker: _Maker, left: Node, right: Node) -> Node | None:
+    """A column times a row is a multiplication, which may be done again."""
+    operands = left.meta["val"], right.meta["val"]
+    return maker.call(_aten.mul.Tensor, left, right) if is_outer_product(*operands, maker.replaced) else None
+
+
+def _max_pool_backward(
+    maker: _Maker, gradient: Node, x: Node, kernel: Any, stride: Any, padding: Any, dilation: Any,
+    ceil_mode: bool, positions: Node,
+) -> Node | None:  # fmt: skip
+    """Where maxima are in their plane follows from where they are in their windows, which a byte can say."""
+    row = x.meta["val"].shape[-1]
+    counts = gradient.meta["val"].shape[-2:]
+    options = (kernel, stride or kernel, padding, dilation)
+    (height, width), steps, pads, dilations = [of_each_dimension(option, 2) for option in options]
+    known = all(type(size) is int for size in (row, *counts)) and {*dilations} == {1}
+    if not maker.gathers or not known or width > row or height * width > _IN_A_BYTE:
+        return None
+    down, across = [
+        maker.call(_aten.arange.start_step, -pad, count * step - pad, step, device=x.meta["val"].device)
+        for count, step, pad in zip(counts, steps, pads, strict=True)
+    ]
+    down = maker.call(_aten.mul.Tensor, maker.call(_aten.unsqueeze.default, down, 1), row)
+    first = maker.call(_aten.add.Tensor, down, across)  # of each window, which may be in the padding
+    further = maker.divided(maker.call(_aten.sub.Tensor, positions, first), row)
+    place = maker.call(_aten.add.Tensor, maker.call(_aten.mul.Tensor, further[0], width), further[1])
+    place = maker.cast(maker.cast(place, torch.int8), torch.int64)
+    further = maker.divided(place, width)
+    further_in_plane = maker.call(_aten.add.Tensor, maker.call(_aten.mul.Tensor, further[0], row), further[1])
+    found = maker.call(_aten.add.Tensor, first, further_in_plane)
+    given = gradient, x, kernel, stride, padding, dilation, ceil_mode, found
+    return maker.call(_aten.max_pool2d_with_indices_backward.default, *given)
+
+
+_IN_A_BYTE = 128
+
+
 _PARTS: Mapping[Any, Callable[..., Node | None]] = {
     _aten._log_softmax.default: _log_softmax,
     _aten._log_softmax_backward_data.default: _log_softmax_backward,
     _aten.nll_loss_backward.default: _loss_backward,
     _aten.tanh_backward.default: _tanh_backward,
     _aten.sigmoid_backward.default: _sigmoid_backward,
+    _aten.mm.default: _outer_product,
+    _aten.bmm.default: _outer_product,
+    _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
 }
 """Operators that are taken apart: they are cheap, or seem to need what is large. None where one stays."""

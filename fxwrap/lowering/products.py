@@ -110,11 +110,15 @@ def _is_outer(node: Node, fakes: Mapping[Node, Any], options: Options) -> bool:
     result = fakes.get(node)
     if node.kwargs or not all(isinstance(item, FakeTensor) for item in (left, right, result)):
         return False
-    columns = left.shape[-1]  # type: ignore[union-attr]
-    if type(columns) is not int or columns != 1:
+    return is_outer_product(left, right, result)  # type: ignore[arg-type]
+
+
+def is_outer_product(left: FakeTensor, right: FakeTensor, result: FakeTensor) -> bool:
+    """Whether a product of matrices is that of columns and rows, and a multiplication gives the same tensor."""
+    if type(left.shape[-1]) is not int or left.shape[-1] != 1:
         return False
     made = call_on_fakes(_aten.mul.Tensor, (left, right), {})
-    return made.dtype == result.dtype and same_layouts(made, result)  # type: ignore[union-attr]
+    return made.dtype == result.dtype and same_layouts(made, result)
 
 
 # --- activations ----------------------------------------------------------------------------------------------------

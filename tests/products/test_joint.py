@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fxwrap
+from fxwrap.device_spec import CPU
 from fxwrap.lines import Return
 from fxwrap.wrapper_ir import TensorType, Value
 
@@ -50,23 +52,28 @@ SAVED: dict[Callable[..., Tensor], int] = {mean_of_counted: 1, summed: 1, one_by
 FUNCTIONS = (*SAVED, weighted, log_softmax_of_columns)
 
 
-def run(
-    function: Callable[..., Tensor], dtype: torch.dtype, options: dict[str, Any] | None
-) -> tuple[list[Tensor], list[fxwrap.Program]]:
-    """The loss and the gradients, eagerly or compiled, and the programs of forward and backward."""
-    programs: list[fxwrap.Program] = []
+def kept_in(programs: list[fxwrap.Program]) -> Callable[[fxwrap.Program], fxwrap.Program]:
+    """A pass that changes nothing and keeps each program that it is given."""
 
     def keep(program: fxwrap.Program) -> fxwrap.Program:
         programs.append(program)
         return program
 
+    return keep
+
+
+def run(
+    function: Callable[..., Tensor], dtype: torch.dtype, options: dict[str, Any] | None
+) -> tuple[list[Tensor], list[fxwrap.Program]]:
+    """The loss and the gradients, eagerly or compiled, and the programs of forward and backward."""
+    programs: list[fxwrap.Program] = []
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, WIDTH, generator=generator).to(dtype).requires_grad_()
     w = torch.randn(WIDTH, CLASSES, generator=generator).to(dtype).requires_grad_()
     labels = torch.tensor([0, 3, -100, 8, 3, 1] if function is mean_of_counted else [0, 3, 2, 8, 3, 1])
     if options is not None:
         torch._dynamo.reset()
-        given = {"emitter": "interpreter", "passes": (keep,), **options}
+        given = {"emitter": "interpreter", "passes": (kept_in(programs),), **options}
         loss = torch.compile(function, backend="fxwrap", fullgraph=True, options=given)(x, w, labels)
     else:
         loss = function(x, w, labels)
@@ -75,12 +82,17 @@ def run(
     return [loss.detach(), x.grad, w.grad], programs
 
 
-def saved(program: fxwrap.Program) -> int:
-    """How many of a forward's results are as large as the product."""
+def given_back(program: fxwrap.Program) -> list[TensorType]:
+    """The types of the tensors that a program returns."""
     last = program.body.lines[-1]
     assert isinstance(last, Return)
     types = [item.type for item in last.values if isinstance(item, Value)]
-    return sum(isinstance(type_, TensorType) and type_.sizes == (ROWS, CLASSES) for type_ in types)
+    return [type_ for type_ in types if isinstance(type_, TensorType)]
+
+
+def saved(program: fxwrap.Program) -> int:
+    """How many of a forward's results are as large as the product."""
+    return sum(type_.sizes == (ROWS, CLASSES) for type_ in given_back(program))
 
 
 def in_double(tensors: list[Tensor]) -> list[Tensor]:
@@ -126,3 +138,43 @@ def test_fused(fresh_dynamo: None) -> None:
     wide, _ = run(mean_of_counted, torch.float64, None)
     found, _ = run(mean_of_counted, torch.float32, {"emitter": "python"})
     torch.testing.assert_close(in_double(found), in_double(wide), rtol=1e-5, atol=1e-5)
+
+
+POOLS = [(3, 2, 1, False), ((2, 3), None, (0, 1), False), (3, (1, 2), 1, True), ((1, 2), 2, 0, True)]
+"""Windows, steps, paddings, and whether a last window may go beyond."""
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "ceil"), POOLS)
+def test_a_pool_saves_a_byte_for_each_maximum(
+    kernel: Any, stride: Any, padding: Any, ceil: bool, fresh_dynamo: None
+) -> None:
+    """Where a backward looks for its gradients; with maxima that occur twice, and one that is no number."""
+
+    def pool(x: Tensor) -> Tensor:
+        return F.max_pool2d(x.sin(), kernel, stride, padding, ceil_mode=ceil) * 2
+
+    programs: list[fxwrap.Program] = []
+    options = {"emitter": "python", "devices": [replace(CPU, wide=True)], "passes": (kept_in(programs),)}
+    x = torch.randint(0, 4, (2, 3, 7, 9), generator=torch.Generator().manual_seed(0)).double()
+    x[1, 2, 3, 3] = torch.nan
+    gradients = []
+    for function in (pool, torch.compile(pool, backend="fxwrap", fullgraph=True, options=options)):
+        x = x.detach().requires_grad_()
+        function(x).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, equal_nan=True)
+    assert [item.dtype for item in given_back(programs[0]) if not item.dtype.is_floating_point] == [torch.int8]
+
+
+def test_an_outer_product_is_not_saved(fresh_dynamo: None) -> None:
+    def waves(x: Tensor, y: Tensor) -> Tensor:
+        return (x[:, None] @ y[None, :]).sin().cos()
+
+    programs: list[fxwrap.Program] = []
+    options = {"emitter": "interpreter", "fuse": False, "passes": (kept_in(programs),)}
+    x, y = torch.linspace(-1, 1, ROWS, requires_grad=True), torch.linspace(0, 2, CLASSES)
+    torch.compile(waves, backend="fxwrap", fullgraph=True, options=options)(x, y).sum().backward()
+    found, x.grad = x.grad, None
+    waves(x, y).sum().backward()
+    torch.testing.assert_close(found, x.grad)
+    assert saved(programs[0]) == 1  # the result

@@ -78,7 +78,7 @@ def _plane(
 ) -> Plane | str:
     """Returns the windows of each of the last dimensions of `x`, as many as `kernel` has, or a refusal."""
     rank = len(results)
-    options = [_each(option, rank) for option in (kernel, stride or kernel, padding, dilation)]
+    options = [of_each_dimension(option, rank) for option in (kernel, stride or kernel, padding, dilation)]
     if any(not isinstance(number, int) for option in options for number in option):
         return "its windows are symbolic"
     if math.prod(options[0]) > _MOST_ELEMENTS:
@@ -87,7 +87,7 @@ def _plane(
     return tuple([Windows(*numbers) for numbers in zip(sizes, results, *options, strict=True)])
 
 
-def _each(option: Any, rank: int) -> list[Any]:
+def of_each_dimension(option: Any, rank: int) -> list[Any]:
     """Returns an option for each dimension; one number is for all."""
     numbers = list(option) if isinstance(option, list | tuple) else [option]
     return numbers * rank if len(numbers) == 1 else numbers
