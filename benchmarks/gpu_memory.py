@@ -3,7 +3,8 @@
 GPT-2, a Llama and ResNet-50 at full size in bfloat16, inference and training, with eager, Inductor and fxwrap without
 pools, with pools, and with pools that may exceed the peak by 2%. A peak is `torch.cuda.max_memory_allocated` during a
 call less what was allocated before it. The plan's figure for a program is what its live ranges add up to at the worst
-line, beyond the memory that it is given; "worst / plan" is the worst over the model's programs. Scratch memory of
+line, beyond the memory that it is given; "worst / plan" is the worst over the model's programs, first of what is
+allocated, then of what is requested: torch's allocator gives up to 1 MiB more than was asked for. Scratch memory of
 operators is in what is measured and in no plan. Run:
 
     python benchmarks/gpu_memory.py [--models gpt2,llama,resnet] [--small]
@@ -46,7 +47,7 @@ class Watched:
     """Compiles graphs for fxwrap's backend, and measures the peak of each call of what it gives beside the plan."""
 
     def __init__(self) -> None:
-        self.ratios: dict[int, float] = {}
+        self.ratios: dict[int, tuple[float, float]] = {}
 
     def compile(self, *arguments: Any, **keywords: Any) -> Any:
         """What `compile_graph` gives, as far as the backend uses it."""
@@ -57,24 +58,31 @@ class Watched:
         def run(inputs: list[Any]) -> Any:
             with Peak() as peak:
                 found = boxed(inputs)
-            self.ratios[place] = peak.bytes / planned if planned else 1.0
+            self.ratios[place] = (peak.bytes / planned, peak.requested / planned) if planned else (1.0, 1.0)
             return found
 
         return SimpleNamespace(program=compiled.program, boxed=run)
 
 
 class Peak:
-    """The most memory allocated between its beginning and its end, less what was there before, in `bytes`."""
+    """The most memory allocated between its beginning and its end, less what was there before, in `bytes`.
 
-    bytes = 0
+    `requested` is the same of what was asked for, which the allocator rounds up.
+    """
+
+    bytes = requested = 0
 
     def __enter__(self) -> Peak:
-        self._before = torch.cuda.memory_allocated()
+        self._before = self._now("current")
         torch.cuda.reset_peak_memory_stats()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bytes = torch.cuda.max_memory_allocated() - self._before
+        self.bytes, self.requested = [peak - before for peak, before in zip(self._now("peak"), self._before)]
+
+    def _now(self, which: str) -> list[int]:
+        stats = torch.cuda.memory_stats()
+        return [stats[f"{kind}_bytes.all.{which}"] for kind in ("allocated", "requested")]
 
 
 def own_peak(program: Program) -> int:
@@ -102,7 +110,7 @@ def step_of(job: Job, side: str, watched: Watched | None) -> Callable[[int], Non
     return run
 
 
-def peak_of(job: Job, side: str) -> tuple[int, float | None]:
+def peak_of(job: Job, side: str) -> tuple[int, tuple[float, float] | None]:
     """The peak of a step in bytes, and the worst of its programs' peaks over their plans."""
     watched = Watched()
     run = step_of(job, side, watched)
@@ -138,7 +146,7 @@ def show(models: Sequence[str], small: bool) -> None:
                     gc.collect()
                     torch.cuda.empty_cache()
                 beside = f"{peaks[side] / peaks['inductor']:.3f}" if peaks.get("inductor") else "-"
-                plan = "-" if worst is None else f"{worst:.3f}"
+                plan = "-" if worst is None else f"{worst[0]:.3f}, {worst[1]:.3f}"
                 print(f"{side} | {peaks[side] / 1e6:.1f} | {beside} | {plan}", flush=True)
 
 

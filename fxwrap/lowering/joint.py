@@ -177,6 +177,18 @@ def _outer_product(maker: _Maker, left: Node, right: Node) -> Node | None:
     return maker.call(_aten.mul.Tensor, left, right) if is_outer_product(*operands, maker.replaced) else None
 
 
+def _repeated(maker: _Maker, tensors: list[Node], dim: int = 0) -> Node | None:
+    """The same tensor put side by side, which torch's partitioner would save; a copy it computes again."""
+    shape, found = tensors[0].meta["val"].shape, maker.replaced
+    if len({*tensors}) > 1 or not all(type(size) is int for size in shape) or not found.is_contiguous():
+        return None
+    dim %= len(shape)
+    repeated = maker.call(_aten.unsqueeze.default, tensors[0], dim)
+    repeated = maker.call(_aten.expand.default, repeated, [*shape[:dim], len(tensors), *shape[dim:]])
+    copied = maker.call(_aten.clone.default, repeated, memory_format=torch.contiguous_format)
+    return maker.call(_aten.view.default, copied, list(found.shape))
+
+
 def _max_pool_backward(
     maker: _Maker, gradient: Node, x: Node, kernel: Any, stride: Any, padding: Any, dilation: Any,
     ceil_mode: bool, positions: Node,
@@ -216,6 +228,7 @@ _PARTS: Mapping[Any, Callable[..., Node | None]] = {
     _aten.sigmoid_backward.default: _sigmoid_backward,
     _aten.mm.default: _outer_product,
     _aten.bmm.default: _outer_product,
+    _aten.cat.default: _repeated,
     _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
 }
 """Operators that are taken apart: they are cheap, or seem to need what is large. None where one stays."""

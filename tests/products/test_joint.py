@@ -166,15 +166,21 @@ def test_a_pool_saves_a_byte_for_each_maximum(
     assert [item.dtype for item in given_back(programs[0]) if not item.dtype.is_floating_point] == [torch.int8]
 
 
-def test_an_outer_product_is_not_saved(fresh_dynamo: None) -> None:
-    def waves(x: Tensor, y: Tensor) -> Tensor:
-        return (x[:, None] @ y[None, :]).sin().cos()
+def outer_product(x: Tensor, y: Tensor) -> Tensor:
+    return (x[:, None] @ y[None, :]).sin().cos()
 
+
+def repeated(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x[:, None] + y[:3]] * 3, -1).sin().cos()
+
+
+@pytest.mark.parametrize("function", [outer_product, repeated], ids=lambda item: item.__name__)
+def test_what_is_not_saved(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
     programs: list[fxwrap.Program] = []
     options = {"emitter": "interpreter", "fuse": False, "passes": (kept_in(programs),)}
     x, y = torch.linspace(-1, 1, ROWS, requires_grad=True), torch.linspace(0, 2, CLASSES)
-    torch.compile(waves, backend="fxwrap", fullgraph=True, options=options)(x, y).sum().backward()
+    torch.compile(function, backend="fxwrap", fullgraph=True, options=options)(x, y).sum().backward()
     found, x.grad = x.grad, None
-    waves(x, y).sum().backward()
+    function(x, y).sum().backward()
     torch.testing.assert_close(found, x.grad)
     assert saved(programs[0]) == 1  # the result
