@@ -8,6 +8,8 @@
 #include <sstream>
 #include <string>
 
+#include "fake_driver.h"
+
 namespace {
 
 std::mutex mutex;
@@ -17,21 +19,20 @@ std::string sizes = "";            // of the parameters of the functions that ar
 thread_local int64_t context = 0;  // of device n it is 100 + n
 thread_local int capture_mode = 0;
 
-void note(const std::string& line) {
-  std::lock_guard<std::mutex> lock(mutex);
-  log_text += line + "\n";
-}
-
 int64_t setting(const std::string& name) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = settings.find(name);
   return found == settings.end() ? 0 : found->second;
 }
 
-// What a function answers: 0, or the error that a test set under its name.
-int status(const char* name) { return int(setting(name)); }
-
 }  // namespace
+
+void note(const std::string& line) {
+  std::lock_guard<std::mutex> lock(mutex);
+  log_text += line + "\n";
+}
+int status(const char* name) { return int(setting(name)); }
+int fake_capture_mode() { return capture_mode; }
 
 extern "C" {
 

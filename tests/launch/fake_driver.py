@@ -15,7 +15,7 @@ import torch
 
 from fxwrap.runtime.native import use_driver
 
-_CODES = {torch.float32: 6, torch.float64: 7, torch.int64: 4, torch.bool: 11, torch.bfloat16: 15}
+_CODES = {torch.float32: 6, torch.float64: 7, torch.int64: 4, torch.bool: 11, torch.bfloat16: 15, torch.float16: 5}
 
 
 def build(folder: Path) -> Path:
@@ -23,9 +23,9 @@ def build(folder: Path) -> Path:
     root = Path(torch.__file__).parent
     library = folder / "libfake_driver.so"
     compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-    source = Path(__file__).with_suffix(".cpp")
+    sources = [str(Path(__file__).with_name(name)) for name in ("fake_driver.cpp", "fake_products.cpp")]
     command = [
-        *(*compiler.split(), "-std=c++20", "-O0", "-fPIC", "-shared", str(source), "-isystem", str(root / "include")),
+        *(*compiler.split(), "-std=c++20", "-O0", "-fPIC", "-shared", *sources, "-isystem", str(root / "include")),
         *(f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}", "-o", str(library)),
     ]
     subprocess.run(command, check=True, capture_output=True)
@@ -66,6 +66,10 @@ class FakeDriver:
     def expect(self, kinds: str) -> None:
         """Says what functions take: p for a pointer, i and l for 32 and 64 bits, b a bool, f a float, d a double."""
         self._library.fake_expect(" ".join(kinds).encode())
+
+    def memory(self) -> torch.Tensor:
+        """Returns what the newest tensor begins in, on the host: the elements that it skips, and it."""
+        return self._memory[-1]
 
     def enter(self, device: int) -> None:
         """Makes a device's context current, as torch does."""

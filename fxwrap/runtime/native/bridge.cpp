@@ -7,7 +7,6 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <mutex>
@@ -52,12 +51,6 @@ class BoxedCall final : public PreparedCall {
 
 at::IntArrayRef ref(Ints values) { return {values.begin(), values.size()}; }
 
-// Modes and Python tensors must see an operator; plain tensors may be made directly.
-bool only_plain_tensors() {
-  return !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python);
-}
-
-// A tensor over another one's storage, `offset` bytes from its start.
 // A tensor that begins `distance` bytes after the first element of `memory`.
 at::Tensor tensor_on(const at::Tensor& memory, int64_t distance, at::IntArrayRef sizes, at::IntArrayRef strides,
                      DType dtype) {
@@ -116,15 +109,14 @@ std::unique_ptr<PreparedCall> prepare_call(const Site& site) {
   const c10::OperatorHandle handle =
       c10::Dispatcher::singleton().findSchemaOrThrow(site.operator_->name, site.operator_->overload);
   // The first item of each list is the marker that CALL puts there.
-  auto arguments = prepare_arguments(handle.schema(), site.arguments.data + 1, site.arguments.size - 1);
-  auto results = prepare_results(handle.schema(), site.results.data + 1, site.results.size - 1);
+  const auto arguments = prepare_arguments(handle.schema(), site.arguments.data + 1, site.arguments.size - 1);
+  const auto results = prepare_results(handle.schema(), site.results.data + 1, site.results.size - 1);
   // A list of any length is passed on as it is, which typed calls know no form for.
   const bool has_lists = std::any_of(arguments.begin(), arguments.end(),
                                      [](const Value& value) { return value.source == Value::Source::WholeList; });
-  if (auto typed = has_lists ? nullptr : make_typed_call(handle, arguments, results)) {
-    return typed;
-  }
-  return std::make_unique<BoxedCall>(handle, std::move(arguments), std::move(results));
+  auto by_operator = has_lists ? nullptr : make_typed_call(handle, arguments, results);
+  if (by_operator == nullptr) by_operator = std::make_unique<BoxedCall>(handle, arguments, results);
+  return with_plans(handle.schema(), arguments, results, std::move(by_operator));
 }
 
 void call(Frame& f, Site& site) {

@@ -36,10 +36,13 @@ _HERE = Path(__file__).parent
 # Files that are compiled together: reading torch's headers takes longer than all else that most of them need.
 _BRIDGE_UNITS = (
     ("typed_calls.cpp",),
-    ("values.cpp", "bridge.cpp", "checks.cpp", "streams.cpp", "execute.cpp", "driver.cpp", "launch.cpp"),
+    (
+        *("values.cpp", "bridge.cpp", "checks.cpp", "streams.cpp", "execute.cpp", "driver.cpp", "launch.cpp"),
+        *("cublas.cpp", "products.cpp"),
+    ),
 )
 _BINDING_UNITS = (("binding.cpp",), ("launcher.cpp",))
-_HEADERS = ("bridge.h", "frame.h", "values.h", "calls.h", "checks.h", "driver.h", "launch.h", "binding.h")
+_HEADERS = ("bridge.h", "frame.h", "values.h", "calls.h", "checks.h", "driver.h", "launch.h", "cublas.h", "binding.h")
 BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 """The files of the bridge: its library, and its Python binding."""
 

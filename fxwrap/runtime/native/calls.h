@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <memory>
 
@@ -9,7 +10,7 @@
 
 namespace fxwrap {
 
-// Immutable once made, shared by all threads, kept for the life of the process.
+// Shared by all threads, and kept for the life of the process.
 class PreparedCall {
  public:
   PreparedCall(std::vector<Value> arguments, std::vector<Result> results)
@@ -23,9 +24,17 @@ class PreparedCall {
 };
 
 // A call with the operator's own C++ signature, or null if it is not one of those in typed_calls.cpp.
-std::unique_ptr<PreparedCall> make_typed_call(const c10::OperatorHandle& handle, std::vector<Value>& arguments,
-                                              std::vector<Result>& results);
+std::unique_ptr<PreparedCall> make_typed_call(const c10::OperatorHandle& handle, const std::vector<Value>& arguments,
+                                              const std::vector<Result>& results);
+
+// A product of matrices that the library keeps a plan for (products.cpp), with a call of its operator for all others; the
+// call of the operator alone where that multiplies no matrices.
+std::unique_ptr<PreparedCall> with_plans(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
+                                         const std::vector<Result>& results, std::unique_ptr<PreparedCall> by_operator);
 
 std::unique_ptr<PreparedCall> prepare_call(const Site& site);
+
+// Modes and Python tensors must see an operator; plain tensors may be made and used directly.
+inline bool only_plain_tensors() { return !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python); }
 
 }  // namespace fxwrap

@@ -150,41 +150,6 @@ const DeviceState& state_of(const Functions& driver, int index) {
   return *kept;
 }
 
-// Makes a context the thread's current one until the end of the scope. Contexts are current for one thread: a thread
-// of autograd's, or one that has not used CUDA yet, has another or none.
-class InContext {
- public:
-  InContext(const Functions& driver, Context wanted) : driver_(driver) {
-    Context current = nullptr;
-    check(driver, driver.current_context(&current), "cuCtxGetCurrent");
-    pushed_ = current != wanted;
-    if (pushed_) check(driver, driver.push_context(wanted), "cuCtxPushCurrent");
-  }
-  ~InContext() {
-    Context popped = nullptr;
-    if (pushed_) driver_.pop_context(&popped);
-  }
-  InContext(const InContext&) = delete;
-  InContext& operator=(const InContext&) = delete;
-
- private:
-  const Functions& driver_;
-  bool pushed_;
-};
-
-// Lets the thread load modules although it captures a stream: what is loaded is not part of the graph.
-class WhileCapturing {
- public:
-  explicit WhileCapturing(const Functions& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
-  ~WhileCapturing() { driver_.exchange_capture_mode(&mode_); }
-  WhileCapturing(const WhileCapturing&) = delete;
-  WhileCapturing& operator=(const WhileCapturing&) = delete;
-
- private:
-  const Functions& driver_;
-  CaptureMode mode_ = relaxed_capture;
-};
-
 bool cubin_runs_on(const Image& image, int capability) {
   if (image.one_chip) return capability == image.capability;
   return capability / 10 == image.capability / 10 && capability >= image.capability;
@@ -218,6 +183,31 @@ unsigned extent(int64_t size, const char* name) {
 
 }  // namespace
 
+On::On(int device) {
+  const Functions& driver = functions();
+  const Context wanted = state_of(driver, device).context;
+  Context current = nullptr;
+  check(driver, driver.current_context(&current), "cuCtxGetCurrent");
+  pushed_ = current != wanted;
+  if (pushed_) check(driver, driver.push_context(wanted), "cuCtxPushCurrent");
+}
+
+On::~On() {
+  Context popped = nullptr;
+  if (pushed_) functions().pop_context(&popped);
+}
+
+WhileCapturing::WhileCapturing() : mode_(relaxed_capture) { functions().exchange_capture_mode(&mode_); }
+WhileCapturing::~WhileCapturing() { functions().exchange_capture_mode(&mode_); }
+
+Stream current_stream(int device) {
+  Stream stream = nullptr;
+  if (functions().current_stream(device, &stream) != 0) {
+    throw std::runtime_error("torch has no current stream for the GPU");
+  }
+  return stream;
+}
+
 bool runs_on(const Image& image, int device) {
   const int capability = state_of(functions(), device).capability;
   return cubin_runs_on(image, capability) || ptx_runs_on(image, capability);
@@ -226,8 +216,8 @@ bool runs_on(const Image& image, int device) {
 Function load(const Image& image, const char* name, int32_t shared, int device) {
   const Functions& driver = functions();
   const DeviceState& state = state_of(driver, device);
-  const InContext there(driver, state.context);
-  const WhileCapturing anyway(driver);
+  const On there(device);
+  const WhileCapturing anyway;
   Module module = nullptr;
   Function function = nullptr;
   const void* code = cubin_runs_on(image, state.capability) ? image.cubin : image.ptx;
@@ -240,11 +230,9 @@ Function load(const Image& image, const char* name, int32_t shared, int device) 
 void launch(Function function, const char* name, int device, const Grid& grid, int32_t threads, int32_t shared,
             void** parameters) {
   const Functions& driver = functions();
-  const DeviceState& state = state_of(driver, device);
-  Stream stream = nullptr;
-  if (driver.current_stream(device, &stream) != 0) throw std::runtime_error("torch has no current stream for the GPU");
+  Stream stream = current_stream(device);
   const unsigned x = extent(grid.x, name), y = extent(grid.y, name), z = extent(grid.z, name);
-  const InContext there(driver, state.context);
+  const On there(device);
   const Status status =
       driver.launch(function, x, y, z, unsigned(threads), 1, 1, unsigned(shared), stream, parameters, nullptr);
   if (status != 0) {

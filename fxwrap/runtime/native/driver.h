@@ -33,6 +33,34 @@ Function load(const Image& image, const char* name, int32_t shared, int device);
 void launch(Function function, const char* name, int device, const Grid& grid, int32_t threads, int32_t shared,
             void** parameters);
 
+// Makes a device's primary context the thread's current one until the end of the scope. Contexts are current for one
+// thread: a thread of autograd's, or one that has not used CUDA yet, has another or none. Throws std::runtime_error.
+class On {
+ public:
+  explicit On(int device);
+  ~On();
+  On(const On&) = delete;
+  On& operator=(const On&) = delete;
+
+ private:
+  bool pushed_;
+};
+
+// Lets the thread load and make what lasts although it captures a stream: it is not part of the graph.
+class WhileCapturing {
+ public:
+  WhileCapturing();
+  ~WhileCapturing();
+  WhileCapturing(const WhileCapturing&) = delete;
+  WhileCapturing& operator=(const WhileCapturing&) = delete;
+
+ private:
+  int mode_;  // CUstreamCaptureMode
+};
+
+// torch's current stream of a device. Throws std::runtime_error.
+void* current_stream(int device);
+
 // Takes the driver's functions, and that of torch which gives the current stream, from this library from now on: for
 // tests. What was loaded before must not be launched any more. Throws std::runtime_error where it cannot.
 FXWRAP_API void use(const char* path);

@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "binding.h"
+#include "cublas.h"
 #include "launch.h"
 
 namespace {
@@ -223,6 +224,7 @@ PyObject* use_driver(PyObject*, PyObject* path) {
   if (text == nullptr) return nullptr;
   try {
     fxwrap::driver::use(text);
+    fxwrap::cublas::use(text);
   } catch (...) {
     set_python_error(std::current_exception());
     return nullptr;
@@ -232,7 +234,7 @@ PyObject* use_driver(PyObject*, PyObject* path) {
 
 PyMethodDef functions[] = {
     {"use_driver", use_driver, METH_O,
-     "use_driver(path)\n\nTakes the functions of the CUDA driver from this library: for tests."},
+     "use_driver(path)\n\nTakes the functions of the CUDA driver and of cuBLASLt from this library: for tests."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -17,10 +17,6 @@ using at::Tensor;
 using c10::TypeKind;
 using std::optional;
 
-const Tensor& read_tensor(const Frame& f, const Value& value) {
-  return value.source == Value::Source::Tensor ? tensor_at(f, value.index) : value.tensor;
-}
-
 int64_t read_int(const Frame& f, const Value& value) {
   if (value.source != Value::Source::Constant) return f.ints[value.index];
   return value.constant.toInt();
@@ -404,14 +400,15 @@ using Signatures = SignatureList<
     Tensor&(T, T, S, Tensor&),            // add.out
     Tensor&(T, T, T, S, S, Tensor&)>;     // addmm.out
 
-using Maker = std::unique_ptr<PreparedCall> (*)(const c10::OperatorHandle&, std::vector<Value>&, std::vector<Result>&);
+using Maker = std::unique_ptr<PreparedCall> (*)(const c10::OperatorHandle&, const std::vector<Value>&,
+                                                const std::vector<Result>&);
 
 template <class Signature>
-std::unique_ptr<PreparedCall> make(const c10::OperatorHandle& handle, std::vector<Value>& arguments,
-                                   std::vector<Result>& results) {
+std::unique_ptr<PreparedCall> make(const c10::OperatorHandle& handle, const std::vector<Value>& arguments,
+                                   const std::vector<Result>& results) {
   // typed() throws when the registered C++ signature is another one.
   auto typed = handle.typed<Signature>();
-  return std::make_unique<TypedCall<Signature>>(typed, std::move(arguments), std::move(results));
+  return std::make_unique<TypedCall<Signature>>(typed, arguments, results);
 }
 
 template <class... S>
@@ -458,8 +455,8 @@ std::string spell_schema(const c10::FunctionSchema& schema) {
 
 }  // namespace
 
-std::unique_ptr<PreparedCall> make_typed_call(const c10::OperatorHandle& handle, std::vector<Value>& arguments,
-                                              std::vector<Result>& results) {
+std::unique_ptr<PreparedCall> make_typed_call(const c10::OperatorHandle& handle, const std::vector<Value>& arguments,
+                                              const std::vector<Result>& results) {
   static const std::unordered_multimap<std::string, Maker> makers = spell(Signatures{});
   const auto candidates = makers.equal_range(spell_schema(handle.schema()));
   for (auto candidate = candidates.first; candidate != candidates.second; ++candidate) {

@@ -39,6 +39,9 @@ struct Result {
 std::vector<Value> prepare_arguments(const c10::FunctionSchema& schema, const Arg* data, int64_t size);
 std::vector<Result> prepare_results(const c10::FunctionSchema& schema, const Arg* data, int64_t size);
 
+inline const at::Tensor& read_tensor(const Frame& f, const Value& value) {
+  return value.source == Value::Source::Tensor ? tensor_at(f, value.index) : value.tensor;
+}
 c10::IValue read_value(const Frame& f, const Value& value);
 at::Scalar read_scalar(const Frame& f, const Value& value);
 at::Tensor number_tensor(const at::Scalar& scalar);
