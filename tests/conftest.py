@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -16,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # there are processes enough
 import hypothesis
 import pytest
 import torch
+import torch._dynamo.guards
 from torch._dynamo.utils import counters
 
 NO_CUDA = "needs a CUDA device"
@@ -32,6 +34,10 @@ hypothesis.settings.register_profile("fxwrap", deadline=None, derandomize="CI" i
 hypothesis.settings.load_profile("fxwrap")
 
 torch.set_num_threads(1)
+
+# After each compile Dynamo empties the processor's caches to time the guards, for its log: 25 ms nobody here reads.
+assert callable(torch._dynamo.guards.profile_guard_manager)
+torch._dynamo.guards.profile_guard_manager = lambda *_guards: 0.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,6 +72,12 @@ def exact_convolutions() -> Iterator[None]:
     """The same cuDNN algorithm each time, in full float32: eager and compiled code then agree to rounding."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
         yield
+
+
+def pytest_collection_finish() -> None:
+    """Leaves modules and collected tests out of garbage collections, which walk through them again and again."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ kernels, and through `_scaled_dot_product_flash_attention_for_cpu` it gave wrong
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,13 @@ _DECOMPOSED: tuple[OpOverload, ...] = (
 
 def default_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Returns fxwrap's table, overload -> function; a new dict, for the caller to change."""
-    return {overload: get_decompositions([overload])[overload] for overload in _DECOMPOSED}
+    return dict(_default_table())
+
+
+@cache
+def _default_table() -> Mapping[OpOverload, Callable[..., Any]]:
+    found = get_decompositions(_DECOMPOSED)
+    return {overload: found[overload] for overload in _DECOMPOSED}
 
 
 def decomposition_table(options: Options) -> Mapping[OpOverload, Callable[..., Any]]:
