@@ -15,19 +15,6 @@ namespace fxwrap::cublas {
 using Status = int;  // cublasStatus_t
 using Pointer = void*;
 
-namespace {
-
-constexpr const char* library_names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-
-// Values of the library's enums.
-constexpr int32_t in_float32 = 68;                          // CUBLAS_COMPUTE_32F
-constexpr int32_t float32 = 0, float16 = 2, bfloat16 = 14;  // cudaDataType_t
-constexpr int32_t turned = 1;                               // CUBLAS_OP_T
-constexpr int32_t first_turned = 3, second_turned = 4, epilogue = 7, bias_pointer = 8;  // CUBLASLT_MATMUL_DESC_*
-constexpr int32_t most_workspace = 1, first_alignment = 5;  // CUBLASLT_MATMUL_PREF_*; the other alignments follow
-
-constexpr uint64_t largest_workspace = 32 << 20;  // what torch gives the library on newer chips
-
 // cublasLtMatmulHeuristicResult_t
 struct Found {
   uint64_t algorithm[8];
@@ -36,8 +23,6 @@ struct Found {
   float waves;
   int reserved[4];
 };
-
-}  // namespace
 
 struct Functions {
   Status (*create)(Pointer*);
@@ -55,6 +40,17 @@ struct Functions {
 };
 
 namespace {
+
+constexpr const char* library_names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
+
+// Values of the library's enums.
+constexpr int32_t in_float32 = 68;                          // CUBLAS_COMPUTE_32F
+constexpr int32_t float32 = 0, float16 = 2, bfloat16 = 14;  // cudaDataType_t
+constexpr int32_t turned = 1;                               // CUBLAS_OP_T
+constexpr int32_t first_turned = 3, second_turned = 4, epilogue = 7, bias_pointer = 8;  // CUBLASLT_MATMUL_DESC_*
+constexpr int32_t most_workspace = 1, first_alignment = 5;  // CUBLASLT_MATMUL_PREF_*; the other alignments follow
+
+constexpr uint64_t largest_workspace = 32 << 20;  // what torch gives the library on newer chips
 
 std::mutex mutex;
 const Functions* loaded = nullptr;

@@ -131,8 +131,13 @@ class ProductCall final : public PreparedCall {
     if (!left.defined() || (left.scalar_type() != at::kBFloat16 && left.scalar_type() != at::kHalf)) return std::nullopt;
     if (!is_plain(left, left) || !is_plain(right, left) || !only_plain_tensors()) return std::nullopt;
     if (left.dim() != 2 || right.dim() != 2 || left.size(1) != right.size(0)) return std::nullopt;
-    Problem found{left.device().index(), left.scalar_type() == at::kBFloat16, form_.epilogue,
-                  left.size(0), left.size(1), right.size(1)};
+    Problem found;
+    found.device = left.device().index();
+    found.bfloat = left.scalar_type() == at::kBFloat16;
+    found.epilogue = form_.epilogue;
+    found.rows = left.size(0);
+    found.terms = left.size(1);
+    found.columns = right.size(1);
     if (!is_size(found.rows) || !is_size(found.terms) || !is_size(found.columns)) return std::nullopt;
     const auto left_layout = layout_of(left), right_layout = layout_of(right);
     if (!left_layout || !right_layout || !is_as_usual(left.scalar_type())) return std::nullopt;
