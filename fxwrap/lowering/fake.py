@@ -22,6 +22,8 @@ from fxwrap.torch_compat import (
     is_composite,
     lacks_fake_rule,
     storage_identity,
+    tree_flatten,
+    tree_map,
 )
 from fxwrap.wrapper_ir.operators import operator_facts
 
@@ -34,7 +36,7 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None)
     nodes = list(graph_module.graph.nodes)
     calls = [node for node in nodes if node.op in ("placeholder", "call_function")]
     if all(_has_fake(node) or stream_call(node) for node in calls):
-        return _with_views_on_their_bases(nodes)
+        return _with_views_on_their_bases(nodes, _in_one_mode(nodes))
     placeholders = [node for node in nodes if node.op == "placeholder"]
     if example_inputs is None:
         example_inputs = [node.meta.get("val") for node in placeholders]
@@ -46,7 +48,29 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[Any] | None)
     return _propagate(graph_module, placeholders, example_inputs)
 
 
-def _with_views_on_their_bases(nodes: Sequence[Node]) -> dict[Node, Any]:
+def _in_one_mode(nodes: Sequence[Node]) -> dict[Node, Any]:
+    """Returns the nodes' metadata, all of one mode: values of several can take no part in one call.
+
+    Where make_fx ran on real tensors each has a mode of its own; all but one are made anew.
+    """
+    values = {node: node.meta.get("val") for node in nodes}
+    fakes = [item for item in tree_flatten(list(values.values()))[0] if isinstance(item, FakeTensor)]
+    modes = list({id(fake.fake_mode): fake.fake_mode for fake in fakes}.values())
+    if len(modes) <= 1:
+        return values
+    # Sizes that are symbols stay in their mode.
+    mode = next((mode for mode in modes if mode.shape_env is not None), modes[0])
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, FakeTensor) or value.fake_mode is mode:
+            return value
+        with in_fake_mode(mode):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    return {node: tree_map(moved, value) for node, value in values.items()}
+
+
+def _with_views_on_their_bases(nodes: Sequence[Node], given: Mapping[Node, Any]) -> dict[Node, Any]:
     """Returns the nodes' metadata, with views made anew whose metadata is on another storage than their base's.
 
     What a call writes and gives back is the operand itself.
@@ -55,7 +79,7 @@ def _with_views_on_their_bases(nodes: Sequence[Node]) -> dict[Node, Any]:
     """
     values: dict[Node, Any] = {}
     for node in nodes:
-        value = _given_back(node, values, node.meta.get("val"))
+        value = _given_back(node, values, given[node])
         base = _viewed(node, values)
         if base is not None:
             first = value[0] if isinstance(value, tuple | list) and value else value

@@ -42,6 +42,21 @@ def run(function: Callable[..., Any], *inputs: Tensor) -> None:
     torch.testing.assert_close(tuple(results), wanted if isinstance(wanted, tuple) else (wanted,))
 
 
+def test_graphs_that_were_traced_with_real_tensors() -> None:
+    """Each of their values comes with a fake mode of its own."""
+    given = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
+
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.gelu(torch.addmm(bias, x, w.t()), approximate="tanh")
+        return hidden.add_(1), hidden[1:]
+
+    graph = make_fx(function)(*given)
+    program = fxwrap.lower(graph, options=Options(devices=(ALIKE,)))
+    assert called(program) == [ACTIVATED]
+    results = fxwrap.compile_graph(graph, given, options=Options(devices=(ALIKE,)))(*given)
+    torch.testing.assert_close(tuple(results), function(*given))
+
+
 # --- outer products ---------------------------------------------------------------------------------------------------
 
 
