@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
 
 import pytest
 import sympy
@@ -48,22 +50,19 @@ def kinds_and_dtypes() -> list[tuple[str, torch.dtype]]:
     return found
 
 
-def prepare(kernels: Iterable[Kernel]) -> None:
-    """Compiles kernels together, which takes a fraction of the time."""
-    printed = [print_cpp_kernel(kernel) for kernel in kernels]
-    prepare_kernels(tuple([KernelText(item.language, item.source, item.signature) for item in printed]))
+def compiled_together(kernels: Callable[[], Iterable[Kernel]]) -> Any:
+    """Returns a fixture that compiles kernels together, which takes a fraction of the time."""
 
+    @pytest.fixture(scope="module")
+    def compile_them() -> None:
+        printed = [print_cpp_kernel(kernel) for kernel in kernels()]
+        prepare_kernels(tuple([KernelText(item.language, item.source, item.signature) for item in printed]))
 
-@pytest.fixture(scope="module")
-def compiled_reductions() -> None:
-    """Compiles all reductions."""
-    prepare(reduction(kind, dtype, *shape) for kind, dtype in kinds_and_dtypes() for shape in SHAPES.values())
+    return compile_them
 
-
-@pytest.fixture(scope="module")
-def compiled_scans() -> None:
-    """Compiles all scans."""
-    prepare(scan(kind, dtype, sizes, dim) for kind, dtype, dim, sizes in SCAN_CASES)
+compiled_reductions = compiled_together(
+    lambda: (reduction(kind, dtype, *shape) for kind, dtype in kinds_and_dtypes() for shape in SHAPES.values())
+)
 
 
 @pytest.mark.usefixtures("compiled_reductions")
@@ -81,8 +80,16 @@ LONG = {
 }
 
 
+LONG_KINDS = ("sum", "max", "argmin", "welford", "softmax")
+
+compiled_long_reductions = compiled_together(
+    lambda: (reduction(kind, F32, *shape) for kind in LONG_KINDS for shape in LONG.values())
+)
+
+
+@pytest.mark.usefixtures("compiled_long_reductions")
 @pytest.mark.parametrize("shape", LONG)
-@pytest.mark.parametrize("kind", ["sum", "max", "argmin", "welford", "softmax"])
+@pytest.mark.parametrize("kind", LONG_KINDS)
 def test_long_reductions_in_parts(kind: str, shape: str) -> None:
     check(reduction(kind, F32, *LONG[shape]), rtol=1e-4)
 
@@ -142,6 +149,8 @@ SCAN_CASES = [
     if spec.domain.accepts(dtype)
 ]
 
+compiled_scans = compiled_together(lambda: (scan(kind, dtype, sizes, dim) for kind, dtype, dim, sizes in SCAN_CASES))
+
 
 @pytest.mark.usefixtures("compiled_scans")
 @pytest.mark.parametrize(("kind", "dtype", "dim", "sizes"), SCAN_CASES, ids=str)
@@ -168,10 +177,14 @@ def softmax(rows: int, columns: int, dtype: torch.dtype, dim: int) -> Kernel:
     return body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", dtype, count)], [Buffer("out", dtype, count)])
 
 
-@pytest.mark.parametrize("sizes", [(3, 100), (100, 3), (1, 1), (2, 40000), (3000, 40)])
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_softmax_in_one_kernel(dtype: torch.dtype, dim: int, sizes: tuple[int, int]) -> None:
+SOFTMAX_CASES = list(product([(3, 100), (100, 3), (1, 1), (2, 40000), (3000, 40)], (F32, BF16), (0, 1)))
+
+compiled_softmaxes = compiled_together(lambda: (softmax(*sizes, dtype, dim) for sizes, dtype, dim in SOFTMAX_CASES))
+
+
+@pytest.mark.usefixtures("compiled_softmaxes")
+@pytest.mark.parametrize(("sizes", "dtype", "dim"), SOFTMAX_CASES, ids=str)
+def test_softmax_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, dim: int) -> None:
     check(softmax(*sizes, dtype, dim))
 
 
@@ -194,10 +207,14 @@ def layer_norm(rows: int, columns: int, dtype: torch.dtype, dim: int) -> Kernel:
     return body.finish([axes[1 - dim]], [axes[dim]], inputs, [*outputs, Buffer("scale", F32, kept)])
 
 
-@pytest.mark.parametrize("sizes", [(3, 100), (100, 3), (5, 2000), (2, 40000), (1000, 70)])
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_layer_norm_in_one_kernel(dtype: torch.dtype, dim: int, sizes: tuple[int, int]) -> None:
+NORM_CASES = list(product([(3, 100), (100, 3), (5, 2000), (2, 40000), (1000, 70)], (F32, BF16), (0, 1)))
+
+compiled_norms = compiled_together(lambda: (layer_norm(*sizes, dtype, dim) for sizes, dtype, dim in NORM_CASES))
+
+
+@pytest.mark.usefixtures("compiled_norms")
+@pytest.mark.parametrize(("sizes", "dtype", "dim"), NORM_CASES, ids=str)
+def test_layer_norm_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, dim: int) -> None:
     check(layer_norm(*sizes, dtype, dim), rtol=1e-4)
 
 
@@ -221,15 +238,28 @@ def test_two_stores_of_one_element_read_it_first() -> None:
     check(body.finish([axis], [], [], [Buffer("x", F32, 50), Buffer("y", F32, 50)]))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (7, 33), (64, 64), (65, 130), (100, 144), (3, 1000)])
-@pytest.mark.parametrize("dtype", [F32, BF16, torch.float64], ids=str)
-def test_transposed_loads(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+def transposed(sizes: tuple[int, int], dtype: torch.dtype) -> Kernel:
+    """A sum of two matrices, of which one is transposed."""
+
     def formula(body: Body, row: Axis, column: Axis) -> None:
         turned = body.load("x", linear_index((column, row), (column.size, row.size)), dtype).to(F32)
         body.store("out", matrix(row, column), turned + body.load("y", matrix(row, column), F32))
 
     count = sizes[0] * sizes[1]
-    check(pointwise(formula, *sizes, Buffer("x", dtype, count), Buffer("y", F32, count)))
+    return pointwise(formula, *sizes, Buffer("x", dtype, count), Buffer("y", F32, count))
+
+
+TRANSPOSED_CASES = list(
+    product([(1, 1), (7, 33), (64, 64), (65, 130), (100, 144), (3, 1000)], (F32, BF16, torch.float64))
+)
+
+compiled_transposed = compiled_together(lambda: (transposed(*case) for case in TRANSPOSED_CASES))
+
+
+@pytest.mark.usefixtures("compiled_transposed")
+@pytest.mark.parametrize(("sizes", "dtype"), TRANSPOSED_CASES, ids=str)
+def test_transposed_loads(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    check(transposed(sizes, dtype))
 
 
 def test_masks_and_indices_with_divisions() -> None:
@@ -276,27 +306,47 @@ def test_gathered_indices() -> None:
     check(pointwise(formula, 4, 30, *inputs))
 
 
-@pytest.mark.parametrize("mode", ["add", "max", "min", "prod"])
-@pytest.mark.parametrize("dtype", [F32, torch.int64, BF16], ids=str)
-def test_stores_that_combine(mode: str, dtype: torch.dtype) -> None:
+def combining(mode: str, dtype: torch.dtype) -> Kernel:
+    """Rows that are combined with the rows of a table at positions that are read."""
     body, row, column = Body(), Axis("row", 50), Axis("column", 8)
     chosen = body.gathered(body.load("index", as_index(row), torch.int64), 9)
     value = body.load("x", matrix(row, column), dtype)
     mask = body.index(row) < 45
     body.store("out", chosen * 8 + column, value, mask, mode)
     inputs = [Buffer("index", torch.int64, 50), Buffer("x", dtype, 400)]
-    check(body.finish([row, column], [], inputs, [Buffer("out", dtype, 72)]), rtol=1e-4)
+    return body.finish([row, column], [], inputs, [Buffer("out", dtype, 72)])
 
 
-@pytest.mark.parametrize("columns", [16, 70, 1024])
-@pytest.mark.parametrize("dtype", [F32, torch.int64, BF16], ids=str)
-def test_rows_added_to_a_table_run_in_parallel_over_columns(columns: int, dtype: torch.dtype) -> None:
+COMBINING_CASES = list(product(("add", "max", "min", "prod"), (F32, torch.int64, BF16)))
+
+compiled_combining = compiled_together(lambda: (combining(*case) for case in COMBINING_CASES))
+
+
+@pytest.mark.usefixtures("compiled_combining")
+@pytest.mark.parametrize(("mode", "dtype"), COMBINING_CASES, ids=str)
+def test_stores_that_combine(mode: str, dtype: torch.dtype) -> None:
+    check(combining(mode, dtype), rtol=1e-4)
+
+
+def table_of_sums(columns: int, dtype: torch.dtype) -> Kernel:
+    """Many rows that are added to the few rows of a table."""
     body, row, column = Body(), Axis("row", 600), Axis("column", columns)
     chosen = body.gathered(body.load("index", as_index(row), torch.int64), 9)
     value = body.load("x", matrix(row, column), dtype)
     body.store("out", chosen * columns + column, value, body.index(row) < 550, "add")
     inputs = [Buffer("index", torch.int64, 600), Buffer("x", dtype, 600 * columns)]
-    kernel = body.finish([row, column], [], inputs, [Buffer("out", dtype, 9 * columns)])
+    return body.finish([row, column], [], inputs, [Buffer("out", dtype, 9 * columns)])
+
+
+TABLE_CASES = list(product((16, 70, 1024), (F32, torch.int64, BF16)))
+
+compiled_tables = compiled_together(lambda: (table_of_sums(*case) for case in TABLE_CASES))
+
+
+@pytest.mark.usefixtures("compiled_tables")
+@pytest.mark.parametrize(("columns", "dtype"), TABLE_CASES, ids=str)
+def test_rows_added_to_a_table_run_in_parallel_over_columns(columns: int, dtype: torch.dtype) -> None:
+    kernel = table_of_sums(columns, dtype)
     x = torch.randint(0, 2, (600 * columns,)).to(dtype)  # sums of whole numbers are exact in any order
     source = check(kernel, given={"x": x, "out": torch.zeros(9 * columns, dtype=dtype)})
     assert "parallel" in source or columns < 70
