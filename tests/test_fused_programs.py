@@ -183,16 +183,16 @@ def pieces_at_attention(module: GraphModule) -> list[GraphModule]:
     return [whole.get_submodule(node.target) for node in whole.graph.nodes if node.op == "call_module"]
 
 
-def test_a_model_in_twelve_pieces_builds_three_times_at_most(
+def test_a_model_in_six_pieces_builds_three_times_at_most(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_dynamo: None
 ) -> None:
     bridge = build_bridge().folder  # takes long to build, and is not what is tested
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
     (tmp_path / bridge.name).symlink_to(bridge)
-    (captured,) = capture_graphs(replace(MODELS["gpt2"], layers=12), training=False)
+    (captured,) = capture_graphs(replace(MODELS["gpt2"], layers=6), training=False)
     options = Options(check_inputs=False)  # checks name the inputs, which are called otherwise in each piece
     compiled = [fxwrap.compile_graph(piece, options=options) for piece in pieces_at_attention(captured.graph_module)]
-    assert len(compiled) == 12 and all(launches(item.program) for item in compiled)
+    assert len(compiled) == 6 and all(launches(item.program) for item in compiled)
     assert len({item.key for item in compiled}) <= 3
     for item in compiled:
         _ = item.boxed  # loads its kernels
