@@ -39,7 +39,7 @@ from fxwrap.provenance import Provenance, number_calls, provenance
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import FirstCall, gpu_tuner
 from fxwrap.user_passes import run_emitted_pass, run_program_pass, run_source_passes
-from fxwrap.wrapper_ir import Ownership, Program, program_key, symbol_infos, verify
+from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value, program_key, symbol_infos, verify
 
 
 @dataclass(frozen=True)
@@ -341,9 +341,10 @@ class _Pipeline:
         if options.cuda_graphs:
             program = changed(self._partitioned(program), "partition")
         plan = None
-        if options.memory_planning == "reuse":
+        planning = _planning(program, options)
+        if planning == "reuse":
             program = changed(reuse_memory(program), "reuse_memory")
-        elif options.memory_planning != "none":
+        elif planning != "none":
             program = changed(fill_given_memory(program), "fill_given_memory")
             plan = plan_program(program, options)
             program = changed(apply_plan(program, plan), "plan_memory")
@@ -424,6 +425,16 @@ def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     found = {node.name: node.meta.get("val") for node in placeholders}
     return {name: val for name, val in found.items() if isinstance(val, FakeTensor)}
+
+
+def _planning(program: Program, options: Options) -> str:
+    """Returns how the allocations of a program share memory: the option, or what its default stands for."""
+    if options.memory_planning != "default":
+        return options.memory_planning
+    pooled = {device_type for device_type, spec in options.device_specs().items() if spec.pools}
+    types = [item.value.type for item in program.inputs if isinstance(item.value, Value)]
+    is_pooled = any(isinstance(type_, TensorType) and type_.device.type in pooled for type_ in types)
+    return "auto" if is_pooled and _emitter(options) == "cpp" and not options.cuda_graphs else "none"
 
 
 def plan_program(program: Program, options: Options) -> MemoryPlan:

@@ -70,6 +70,7 @@ class DeviceSpec:
             no integer below 4 bytes.
         saves_batch_norm: whether batch norm's forward keeps memory for the backward of another library.
         replays: whether work on the device can be recorded and replayed (CUDA graphs), by its runtime's `recorder`.
+        pools: whether an allocation takes longer than emitted C++ takes to cut a tensor out of a pool.
         random_state_bytes: the length of the state of the device's generator; None where programs cannot keep it.
     """
 
@@ -92,6 +93,7 @@ class DeviceSpec:
     all_atomics: bool = False
     saves_batch_norm: bool = False
     replays: bool = False
+    pools: bool = False
     random_state_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -125,7 +127,8 @@ CPU = DeviceSpec(
 CUDA = DeviceSpec(
     "cuda", TRITON.name, alignment=512, wide=True, channels_last=_HALF,  # tensor cores; float32 is as fast either way
     activated_products=_HALF, aligned_products=_HALF, separate_biases=frozenset({torch.float32}),
-    joined_products=2 << 20, instructions_per_byte=4, saves_batch_norm=True, replays=True, random_state_bytes=16,
+    joined_products=2 << 20, instructions_per_byte=4, saves_batch_norm=True, replays=True, pools=True,
+    random_state_bytes=16,
 )  # fmt: skip
 
 DEVICE_SPECS: tuple[DeviceSpec, ...] = (CPU, CUDA)

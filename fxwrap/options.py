@@ -74,7 +74,8 @@ class Options:
         reorder_for_peak_memory: whether lines run in another order where that holds less memory at the worst moment.
         memory_planning: how allocations share memory: "none"; "reuse", freed memory serves a later allocation; or in
             pools: "auto" (the best of the quick algorithms, and a search where they waste memory and the program is
-            small), or one algorithm by name: see `assign_offsets`.
+            small), or one algorithm by name: see `assign_offsets`. "default" is "auto" where emitted C++ runs on a
+            device of which `DeviceSpec.pools` says so (GPUs) without `cuda_graphs`, and else "none".
         memory_slack: by what part of the peak without pools the one with pools may exceed it (0.02 for 2%), for fewer
             allocations. By default it never does.
         check_memory: run the program line by line, whatever the emitter, with its memory watched: it is filled with NaN
@@ -107,7 +108,7 @@ class Options:
     keep_out_of_graphs: frozenset[str] = frozenset()
     autotune: bool | str = False
     reorder_for_peak_memory: bool = False
-    memory_planning: str = "none"
+    memory_planning: str = "default"
     memory_slack: float = 0.0
     check_memory: bool = False
     compile_cache: bool = True
@@ -217,7 +218,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "output_strides": ("eager", "any"),
     "cpu_kernels": ("cpp", "triton"),
     "fallback": ("warn", "error"),
-    "memory_planning": ("none", "reuse", *PLANNERS),
+    "memory_planning": ("default", "none", "reuse", *PLANNERS),
 }
 
 

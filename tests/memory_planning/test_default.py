@@ -1,0 +1,39 @@
+"""Where memory is planned without being asked to: in emitted C++ for devices whose allocations take long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.device_spec import CPU
+
+POOLED = (replace(CPU, pools=True),)
+
+
+def function(x: Tensor) -> Tensor:
+    return (x @ x).softmax(1) @ x
+
+
+@pytest.mark.parametrize(
+    ("options", "planned"),
+    [
+        ({"emitter": "cpp", "devices": POOLED}, True),
+        ({"emitter": "cpp", "devices": POOLED, "memory_planning": "none"}, False),
+        ({"emitter": "cpp", "devices": POOLED, "cuda_graphs": True}, False),
+        ({"emitter": "cpp", "devices": POOLED, "check_memory": True}, False),
+        ({"emitter": "python", "devices": POOLED}, False),
+        ({"emitter": "cpp"}, False),
+        ({"emitter": "python", "memory_planning": "auto"}, True),
+    ],
+    ids=str,
+)
+def test_default(options: dict[str, object], planned: bool) -> None:
+    x = torch.randn(8, 8)
+    compiled = fxwrap.compile_graph(make_fx(function)(x), [x], options=fxwrap.Options(**options))  # type: ignore[arg-type]
+    assert (compiled.plan is not None) == planned
+    torch.testing.assert_close(compiled(x)[0], function(x))
