@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.conftest import NO_EXPECTTEST
+
+pytest.importorskip("expecttest", reason=NO_EXPECTTEST)  # before what follows imports it
+
 from torch.testing._internal.common_methods_invocations import op_db
 
 from benchmarks.torch_calls_probe import (

@@ -55,13 +55,14 @@ def lowered(function: Callable[..., Any], *inputs: Tensor) -> fxwrap.Program:
     return fxwrap.lower(make_fx(function, tracing_mode="fake")(*inputs), options=OPTIONS)
 
 
-_TARGETS = ("aten.mm.default", "aten.addmm.default")
+_TARGETS = ("aten.mm.default", "aten.addmm.default", "aten.mm.out", "aten.addmm.out")
 
 
 def products(program: fxwrap.Program) -> list[tuple[Any, ...]]:
     """The sizes of the products of matrices that a program calls, in order."""
     calls = [line for line in program.body.lines if isinstance(line, Call) and line.target in _TARGETS]
-    return [line.results[0].type.sizes for line in calls]
+    given = [line.outs[0] if line.outs else line.results[0] for line in calls]
+    return [value.type.sizes for value in given]
 
 
 def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
