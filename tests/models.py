@@ -8,7 +8,7 @@ hidden by a zero or a one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -211,3 +211,6 @@ MODELS: dict[str, ModelCase] = {
         ModelCase("resnet", _resnet, _image_inputs, layers=1, has_dropout=False),
     )
 }
+
+SHALLOW = {name: replace(case, layers=1) for name, case in MODELS.items()}
+"""The models with one layer, whose captured graphs many tests share."""

@@ -7,7 +7,6 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from fxwrap.lines import Launch
 from fxwrap.wrapper_ir import Program, symbol_infos
 from tests.artifact.apart import run_apart
 from tests.capture import capture_graphs
-from tests.models import MODELS
+from tests.models import SHALLOW
 from tests.read_back import assert_equal
 from tests.rewrite.test_models import SIX, assert_program_is_rebuilt, products_in_graph, products_through_out, traced
 
@@ -111,7 +110,7 @@ def results(run: Runs, inputs: Sequence[Any]) -> list[Any]:
 @cache
 def cases_of(device: str, name: str) -> dict[str, Case]:
     """The graphs of a model with one layer; each is captured and compiled once."""
-    shallow = replace(MODELS[name], layers=1)
+    shallow = SHALLOW[name]
     (dynamic,) = capture_graphs(shallow, training=False, device=device, dynamic=True)
     forward, backward = capture_graphs(shallow, training=True, device=device)
     graphs = {

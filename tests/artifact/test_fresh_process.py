@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.artifact.apart import run_apart
 from tests.artifact.programs import batch, compiled
 from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
 from tests.capture import capture_graphs
-from tests.models import MODELS
+from tests.models import SHALLOW
 
 
 def test_programs_run_where_nothing_can_be_compiled(tmp_path: Path) -> None:
@@ -35,7 +34,7 @@ def test_programs_run_where_nothing_can_be_compiled(tmp_path: Path) -> None:
         inputs[name] = (batch(9 if dynamic else 4),)
         wanted[name] = saved(*inputs[name])
     for name, emitter in (("gpt2", "cpp"), ("resnet", "python")):
-        (captured,) = capture_graphs(replace(MODELS[name], layers=1), training=False)
+        (captured,) = capture_graphs(SHALLOW[name], training=False)
         saved = fxwrap.compile_graph(captured.graph_module, name=name, options=fxwrap.Options(emitter=emitter))
         saved.save(tmp_path / f"{name}.fxw")
         inputs[name], wanted[name] = captured.inputs, saved(*captured.inputs)

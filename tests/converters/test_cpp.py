@@ -24,7 +24,7 @@ from fxwrap.errors import InputError, NativeBuildError, Unsupported
 from fxwrap.runtime import native
 from fxwrap.wrapper_ir import KernelDefinition, print_kernel
 from tests.capture import CapturedGraph, capture_graphs
-from tests.models import MODELS, train_step
+from tests.models import MODELS, SHALLOW, train_step
 from tests.sample import contents
 from tests.samples import SAMPLES, DmaCopy
 
@@ -117,10 +117,9 @@ def _run_recorded(graph: CapturedGraph, recorder: Recorder) -> None:
 def test_every_operator_call_of_the_models_gives_eagers_result() -> None:
     recorder = Recorder()
     for name in ("gpt2", "llama", "t5", "vit", "resnet"):  # the others add no operator
-        case = MODELS[name]
-        shallow = replace(case, layers=1)
+        case = SHALLOW[name]
         for training in (False, True) if name in ("gpt2", "resnet") else (True,):  # inference adds few calls
-            for graph in capture_graphs(shallow, training, dropout=training and case.has_dropout):
+            for graph in capture_graphs(case, training, dropout=training and case.has_dropout):
                 _run_recorded(graph, recorder)
     calls = list(recorder.calls.values())
     assert len({call.target for call in calls}) > 60
@@ -280,7 +279,7 @@ FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_origins_are_comments() -> None:
-    graph = capture_graphs(MODELS["bert"], training=False)[0]
+    graph = capture_graphs(SHALLOW["bert"], training=False)[0]
     options = fxwrap.Options(emitter="cpp")
     source = fxwrap.compile_graph(graph.graph_module, graph.example_inputs, options=options).source
     assert re.search(r"  // \w+: aten\.addmm  \S*\.py:\d+\n  CALL\(f, aten_addmm,", source)

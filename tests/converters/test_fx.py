@@ -24,7 +24,7 @@ from fxwrap.lines import CORE_LINES
 from fxwrap.symbolic import SymbolInfo, evaluate
 from fxwrap.torch_compat import FakeTensor, storage_identity, triton_kernel_at
 from tests.capture import capture_graphs
-from tests.models import MODELS
+from tests.models import SHALLOW
 from tests.sample import DmaCopy, Sample, contents
 from tests.samples import SAMPLES
 from tests.strategies.expressions import any_expressions, environments
@@ -127,7 +127,7 @@ def test_metadata_is_what_nodes_give(sample: Sample) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "resnet"])
 def test_metadata_of_a_model_is_of_its_own_fake_mode(name: str, fresh_dynamo: None) -> None:
-    for captured in capture_graphs(MODELS[name], training=True):
+    for captured in capture_graphs(SHALLOW[name], training=True):
         compiled = fxwrap.compile_graph(captured.graph_module, captured.example_inputs)
         module = compiled.graph_module
         generator = torch.Generator().manual_seed(0)

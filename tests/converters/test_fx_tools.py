@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,7 +24,7 @@ import fxwrap
 from fxwrap.errors import GraphModuleError
 from fxwrap.wrapper_ir import Ownership, Program
 from tests.capture import CapturedGraph, capture_graphs
-from tests.models import MODELS
+from tests.models import SHALLOW
 from tests.samples import SAMPLES
 
 Tool = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
@@ -150,7 +150,7 @@ class Prepared:
 def _prepared(name: str) -> list[Prepared]:
     """A model's forward and backward program, made once for all tools."""
     with torch.enable_grad():
-        graphs = capture_graphs(replace(MODELS[name], layers=1), training=True)
+        graphs = capture_graphs(SHALLOW[name], training=True)
     return [_prepare(graph) for graph in graphs]
 
 
