@@ -102,36 +102,34 @@ Pointer handle_of(const Functions& library, int device) {
 
 }  // namespace
 
-Plan::Plan(const Problem& problem) : problem_(problem) {
-  const Functions* library = functions();
-  if (library == nullptr || problem.device < 0 || problem.device >= driver::most_devices) return;
+Plan::Plan(const Problem& problem) : problem_(problem), library_(functions()) {
+  if (library_ == nullptr || problem.device < 0 || problem.device >= driver::most_devices) return;
   const driver::On there(problem.device);
   const driver::WhileCapturing anyway;
-  handle_ = handle_of(*library, problem.device);
+  handle_ = handle_of(*library_, problem.device);
   Pointer preference = nullptr;
-  usable_ = handle_ != nullptr && describe(*library) && library->create_preference(&preference) == 0 &&
-            find_algorithm(*library, preference);
-  if (preference != nullptr) library->destroy_preference(preference);
+  usable_ = handle_ != nullptr && describe() && library_->create_preference(&preference) == 0 &&
+            find_algorithm(preference);
+  if (preference != nullptr) library_->destroy_preference(preference);
 }
 
 Plan::~Plan() {
-  const Functions* library = functions();
   for (Pointer layout : layouts_) {
-    if (layout != nullptr) library->destroy_layout(layout);
+    if (layout != nullptr) library_->destroy_layout(layout);
   }
-  if (operation_ != nullptr) library->destroy_operation(operation_);
+  if (operation_ != nullptr) library_->destroy_operation(operation_);
 }
 
 // Makes the descriptors.
-bool Plan::describe(const Functions& library) {
-  if (library.create_operation(&operation_, in_float32, float32) != 0) return false;
+bool Plan::describe() {
+  if (library_->create_operation(&operation_, in_float32, float32) != 0) return false;
   const auto set = [&](int32_t attribute, const auto& value) {
-    return library.set_operation(operation_, attribute, &value, sizeof(value)) == 0;
+    return library_->set_operation(operation_, attribute, &value, sizeof(value)) == 0;
   };
   const auto add = [&](Pointer& layout, int64_t rows, int64_t columns, const Layout& given) {
     const int32_t type = problem_.bfloat ? bfloat16 : float16;
     if (!given.turned) std::swap(rows, columns);  // what lies by rows is another matrix by columns
-    return library.create_layout(&layout, type, uint64_t(rows), uint64_t(columns), given.step) == 0;
+    return library_->create_layout(&layout, type, uint64_t(rows), uint64_t(columns), given.step) == 0;
   };
   // Only the alignment of the bias is looked at, until there is one.
   const void* bias = reinterpret_cast<const void*>(uintptr_t(problem_.bias_alignment));
@@ -142,9 +140,9 @@ bool Plan::describe(const Functions& library) {
          add(layouts_[2], problem_.rows, problem_.columns, problem_.result);
 }
 
-bool Plan::find_algorithm(const Functions& library, Pointer preference) {
+bool Plan::find_algorithm(Pointer preference) {
   const auto wish = [&](int32_t which, const auto& value) {
-    return library.set_preference(preference, which, &value, sizeof(value)) == 0;
+    return library_->set_preference(preference, which, &value, sizeof(value)) == 0;
   };
   const uint32_t result = problem_.result.alignment;
   if (!wish(most_workspace, largest_workspace) || !wish(first_alignment, problem_.right.alignment) ||
@@ -156,7 +154,7 @@ bool Plan::find_algorithm(const Functions& library, Pointer preference) {
   int count = 0;
   const auto [right, left, given] = layouts_;
   const Status status =
-      library.find_algorithms(handle_, operation_, right, left, given, given, preference, 1, &found, &count);
+      library_->find_algorithms(handle_, operation_, right, left, given, given, preference, 1, &found, &count);
   if (status != 0 || count == 0 || found.state != 0) return false;
   std::copy(std::begin(found.algorithm), std::end(found.algorithm), algorithm_);
   workspace_ = found.workspace;
@@ -164,15 +162,14 @@ bool Plan::find_algorithm(const Functions& library, Pointer preference) {
 }
 
 bool Plan::run(const Operands& operands) {
-  const Functions& library = *functions();
   const float one = 1, zero = 0;
   const driver::On there(problem_.device);
   Pointer stream = driver::current_stream(problem_.device);
   usable_ = (operands.bias == nullptr ||
-             library.set_operation(operation_, bias_pointer, &operands.bias, sizeof(operands.bias)) == 0) &&
-            library.multiply(handle_, operation_, &one, operands.right, layouts_[0], operands.left, layouts_[1], &zero,
-                             operands.result, layouts_[2], operands.result, layouts_[2], algorithm_,
-                             operands.workspace, workspace_, stream) == 0;
+             library_->set_operation(operation_, bias_pointer, &operands.bias, sizeof(operands.bias)) == 0) &&
+            library_->multiply(handle_, operation_, &one, operands.right, layouts_[0], operands.left, layouts_[1], &zero,
+                               operands.result, layouts_[2], operands.result, layouts_[2], algorithm_,
+                               operands.workspace, workspace_, stream) == 0;
   return usable_;
 }
 

@@ -62,10 +62,11 @@ class Plan {
   bool run(const Operands& operands);
 
  private:
-  bool describe(const Functions& library);
-  bool find_algorithm(const Functions& library, void* preference);
+  bool describe();
+  bool find_algorithm(void* preference);
 
   const Problem problem_;
+  const Functions* const library_;
   bool usable_ = false;
   size_t workspace_ = 0;
   void* handle_ = nullptr;
