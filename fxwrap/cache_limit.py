@@ -22,7 +22,7 @@ LIMIT_VARIABLE = "FXWRAP_CACHE_LIMIT"
 DEFAULT_LIMIT = 4096
 """MiB that the cache folder may hold."""
 
-KINDS = ("compiled", "loaded", "programs", "python")
+KINDS = ("compiled", "loaded", "programs", "python", "units")
 """The folders whose items, files or folders, may go one by one: each is made again when it is wanted."""
 
 RECENT = 600.0

@@ -217,6 +217,30 @@ def test_generated_kernels_are_compiled_together(monkeypatch: pytest.MonkeyPatch
     assert len(list((tmp_path / "programs").iterdir())) == 1
 
 
+def test_kernels_are_compiled_once_for_all_emitters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Emitted C++ has them in its own library, but takes what the compiler made of them for the other emitters."""
+    _empty_cache(monkeypatch, tmp_path)
+    kernel = generated(11)
+    prepare_kernels.__wrapped__((kernel,))
+    (unit,) = (tmp_path / "units").iterdir()
+    (made,) = unit.iterdir()
+    at_first = made.stat().st_mtime_ns
+    definition = KernelDefinition("size11", kernel.language, kernel.source, kernel.signature, kernel.options)
+    program = parse(
+        """program @one() {
+  %a = memory.alloc() : f32[1]@cpu
+  kernel.launch @size11() outs=(%a)
+  control.return(%a)
+}
+"""
+        + print_kernel(definition)
+    )
+    assert to_cpp(program)()[0].item() == 11
+    assert len(list((tmp_path / "programs").iterdir())) == 2
+    assert [item.name for item in (tmp_path / "units").iterdir()] == [unit.name]
+    assert made.stat().st_mtime_ns == at_first
+
+
 def test_a_broken_kernel_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _empty_cache(monkeypatch, tmp_path)
     good, bad = generated(7), KernelText("cpp", '#include "kernel.h"\nwrong\n', ("*f32",))

@@ -120,8 +120,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
             for file, content in source.files:
                 (folder / file).write_bytes(content)
         ahead = _take_ahead(compiler, source_text, paths[0].with_suffix(".o"))
-        commands = [_unit_command(compiler, source, path) for source, path in units[ahead:]]
-        _in_parallel(lambda command: _run(command, folder), commands)
+        _in_parallel(lambda unit: _compile_unit(compiler, *unit), units[ahead:])
         objects = [path.with_suffix(".o").name for path in paths]
         bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
@@ -131,6 +130,27 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
             (folder / item).unlink()
 
     return _entry(cache_folder() / "programs" / key, build) / f"{stem}.so"
+
+
+def _compile_unit(compiler: _Compiler, source: NativeSource, path: Path) -> str:
+    """Compiles a translation unit to an object file beside it. One of CPU kernels is compiled once: programs of every
+    emitter have the same, each in a library of its own."""
+    if source.flags != KERNEL_FLAGS or source.files:
+        return _run(_unit_command(compiler, source, path), path.parent)
+    key = _digest(_environment(compiler), source.text, *KERNEL_FLAGS, _kernel_header(), _processor())
+
+    def build(folder: Path) -> None:
+        unit = folder / _UNIT
+        unit.write_text(source.text, encoding="utf-8")
+        _run(_unit_command(compiler, source, unit), folder)
+        unit.unlink()
+
+    made = _entry(cache_folder() / "units" / key, build) / _UNIT.with_suffix(".o")
+    shutil.copyfile(made, path.with_suffix(".o"))
+    return ""
+
+
+_UNIT = Path("kernels.cpp")
 
 
 def _unit_command(compiler: _Compiler, source: NativeSource, path: Path) -> list[str]:
