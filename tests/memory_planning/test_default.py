@@ -19,21 +19,21 @@ def function(x: Tensor) -> Tensor:
     return (x @ x).softmax(1) @ x
 
 
-@pytest.mark.parametrize(
-    ("options", "planned"),
-    [
-        ({"emitter": "cpp", "devices": POOLED}, True),
-        ({"emitter": "cpp", "devices": POOLED, "memory_planning": "none"}, False),
-        ({"emitter": "cpp", "devices": POOLED, "cuda_graphs": True}, False),
-        ({"emitter": "cpp", "devices": POOLED, "check_memory": True}, False),
-        ({"emitter": "python", "devices": POOLED}, False),
-        ({"emitter": "cpp"}, False),
-        ({"emitter": "python", "memory_planning": "auto"}, True),
-    ],
-    ids=str,
-)
-def test_default(options: dict[str, object], planned: bool) -> None:
-    x = torch.randn(8, 8)
+CASES: dict[str, tuple[dict[str, object], bool]] = {
+    "pooled, C++": ({"emitter": "cpp", "devices": POOLED}, True),
+    "pooled, C++, none": ({"emitter": "cpp", "devices": POOLED, "memory_planning": "none"}, False),
+    "pooled, C++, graphs": ({"emitter": "cpp", "devices": POOLED, "cuda_graphs": True}, False),
+    "pooled, watched": ({"emitter": "cpp", "devices": POOLED, "check_memory": True}, False),
+    "pooled, Python": ({"emitter": "python", "devices": POOLED}, False),
+    "C++": ({"emitter": "cpp"}, False),
+    "Python, auto": ({"emitter": "python", "memory_planning": "auto"}, True),
+}
+"""Options, and whether memory is planned."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_default(name: str) -> None:
+    (options, planned), x = CASES[name], torch.randn(8, 8)
     compiled = fxwrap.compile_graph(make_fx(function)(x), [x], options=fxwrap.Options(**options))  # type: ignore[arg-type]
     assert (compiled.plan is not None) == planned
     torch.testing.assert_close(compiled(x)[0], function(x))
