@@ -115,7 +115,7 @@ def test_the_plan_of_another_program_is_refused() -> None:
 
 
 def test_an_unknown_planner_is_refused() -> None:
-    with pytest.raises(OptionError, match="option 'memory_planning' is none or reuse or auto"):
+    with pytest.raises(OptionError, match="option 'memory_planning' is default or none or reuse or auto"):
         fxwrap.Options(memory_planning="best")
 
 
