@@ -262,12 +262,12 @@ def _vector(tensors: Iterable[Tensor]) -> Tensor:
 def _contender(job: Job, model: nn.Module, function: Any, make: Any) -> Any:
     """Calls, or steps of training, on rotating inputs."""
     sets = [job.inputs(200 + index) for index in range(INPUT_SETS)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=TIMED_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=TIMED_RATE) if job.training else None
 
     def sweep() -> None:
         for inputs in sets:
             call(job, function, inputs)
-            if job.training:
+            if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
