@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from fxwrap.errors import FxwrapError, GraphError
+from fxwrap.lowering.graph_copy import items_of
 from fxwrap.lowering.source import check_desugared, location_of
 from fxwrap.lowering.streams import stream_call
 from fxwrap.torch_compat import (
@@ -22,7 +23,6 @@ from fxwrap.torch_compat import (
     is_composite,
     lacks_fake_rule,
     storage_identity,
-    tree_flatten,
     tree_map,
 )
 from fxwrap.wrapper_ir.operators import operator_facts
@@ -54,7 +54,7 @@ def _in_one_mode(nodes: Sequence[Node]) -> dict[Node, Any]:
     Where make_fx ran on real tensors each has a mode of its own; all but one are made anew.
     """
     values = {node: node.meta.get("val") for node in nodes}
-    fakes = [item for item in tree_flatten(list(values.values()))[0] if isinstance(item, FakeTensor)]
+    fakes = [item for value in values.values() for item in items_of(value) if isinstance(item, FakeTensor)]
     modes = list({id(fake.fake_mode): fake.fake_mode for fake in fakes}.values())
     if len(modes) <= 1:
         return values
@@ -118,8 +118,7 @@ def _has_fake(node: Node) -> bool:
     value = node.meta.get("val", _MISSING)
     if value is _MISSING:
         return False
-    items = value if isinstance(value, tuple | list) else value.values() if isinstance(value, dict) else (value,)
-    return all(isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor) for item in items)
+    return all(isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor) for item in items_of(value))
 
 
 _MISSING = object()

@@ -91,7 +91,7 @@ class _Maker:
         with self._graph.inserting_before(self._node):
             made = self._graph.call_function(target, arguments, keywords)
         fakes = {operand: operand.meta["val"] for operand in made.all_input_nodes}
-        made.meta = {**self._node.meta, "val": run_on_fakes(made, fakes, self._node.meta["val"])}
+        made.meta = {**self._node.meta, "val": run_on_fakes(made, fakes, self.replaced)}
         return made
 
     def cast(self, operand: Node, dtype: torch.dtype) -> Node:
@@ -103,10 +103,11 @@ class _Maker:
         """Returns an operand in the dtype that operators compute in."""
         return self.cast(operand, torch.float32) if operand.meta["val"].dtype in _HALF else operand
 
-    def divided(self, value: Node, divisor: int) -> tuple[Node, Node]:
-        """Returns quotient and remainder of integers that are not negative."""
-        quotient = self.call(_aten.div.Tensor_mode, value, divisor, rounding_mode="floor")
-        return quotient, self.call(_aten.remainder.Scalar, value, divisor)
+    def relaid(self, place: Node, row: int, other: int) -> Node:
+        """Returns where what has a place among rows of a length is among rows of another."""
+        down = self.call(_aten.div.Tensor_mode, place, row, rounding_mode="floor")
+        across = self.call(_aten.remainder.Scalar, place, row)
+        return self.call(_aten.add.Tensor, self.call(_aten.mul.Tensor, down, other), across)
 
     def one_less(self, value: Node) -> Node:
         """Returns 1 - value."""
@@ -114,7 +115,7 @@ class _Maker:
 
     def result(self, value: Node) -> Node:
         """Returns a value in the dtype of the node."""
-        return self.cast(value, self._node.meta["val"].dtype)
+        return self.cast(value, self.replaced.dtype)
 
 
 def _log_softmax(maker: _Maker, x: Node, dim: int, _half_to_float: bool) -> Node:
@@ -207,12 +208,9 @@ def _max_pool_backward(
     ]
     down = maker.call(_aten.mul.Tensor, maker.call(_aten.unsqueeze.default, down, 1), row)
     first = maker.call(_aten.add.Tensor, down, across)  # of each window, which may be in the padding
-    further = maker.divided(maker.call(_aten.sub.Tensor, positions, first), row)
-    place = maker.call(_aten.add.Tensor, maker.call(_aten.mul.Tensor, further[0], width), further[1])
+    place = maker.relaid(maker.call(_aten.sub.Tensor, positions, first), row, width)
     place = maker.cast(maker.cast(place, torch.int8), torch.int64)
-    further = maker.divided(place, width)
-    further_in_plane = maker.call(_aten.add.Tensor, maker.call(_aten.mul.Tensor, further[0], row), further[1])
-    found = maker.call(_aten.add.Tensor, first, further_in_plane)
+    found = maker.call(_aten.add.Tensor, first, maker.relaid(place, width, row))
     given = gradient, x, kernel, stride, padding, dilation, ceil_mode, found
     return maker.call(_aten.max_pool2d_with_indices_backward.default, *given)
 
