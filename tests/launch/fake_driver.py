@@ -17,13 +17,15 @@ from fxwrap.runtime.native import use_driver
 
 _CODES = {torch.float32: 6, torch.float64: 7, torch.int64: 4, torch.bool: 11, torch.bfloat16: 15, torch.float16: 5}
 
+_SOURCES = ("fake_driver.cpp", "fake_products.cpp", "fake_convolutions.cpp")
+
 
 def build(folder: Path) -> Path:
     """Returns the driver as a library."""
     root = Path(torch.__file__).parent
     library = folder / "libfake_driver.so"
     compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-    sources = [str(Path(__file__).with_name(name)) for name in ("fake_driver.cpp", "fake_products.cpp")]
+    sources = [str(Path(__file__).with_name(name)) for name in _SOURCES]
     command = [
         *(*compiler.split(), "-std=c++20", "-O0", "-fPIC", "-shared", *sources, "-isystem", str(root / "include")),
         *(f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}", "-o", str(library)),
@@ -40,6 +42,7 @@ class FakeDriver:
         self._library.fake_log.restype = ctypes.c_char_p
         self._library.fake_tensor.restype = ctypes.c_void_p
         self._library.fake_context.restype = ctypes.c_int64
+        self._library.fake_descriptors.restype = ctypes.c_int64
         self._memory: list[torch.Tensor] = []
         self.expect("")
         use_driver(library)
@@ -78,6 +81,10 @@ class FakeDriver:
     def context(self) -> int:
         """Returns this thread's current context."""
         return int(self._library.fake_context())
+
+    def descriptors(self) -> int:
+        """Returns how many descriptors of convolutions are there."""
+        return int(self._library.fake_descriptors())
 
     def tensor(
         self, count: int, dtype: torch.dtype = torch.float32, *, device: int = 0, skipped: int = 0

@@ -1,13 +1,11 @@
 // cuBLASLt as the tests' driver has it: matrices by columns in host memory, multiplied one number after another.
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <sstream>
 
 #include "fake_driver.h"
+#include "fake_numbers.h"
 
 namespace {
 
@@ -37,18 +35,6 @@ struct Found {
 
 int16_t* place(const void* start, const Layout& layout, int64_t row, int64_t column) {
   return const_cast<int16_t*>(static_cast<const int16_t*>(start)) + column * layout.step + row;
-}
-
-float read(const int16_t* from, int32_t type) {
-  return type == 14 ? float(*reinterpret_cast<const c10::BFloat16*>(from)) : float(*reinterpret_cast<const c10::Half*>(from));
-}
-
-void write(int16_t* to, int32_t type, float value) {
-  if (type == 14) {
-    *reinterpret_cast<c10::BFloat16*>(to) = c10::BFloat16(value);
-  } else {
-    *reinterpret_cast<c10::Half*>(to) = c10::Half(value);
-  }
 }
 
 float activated(float value, int32_t epilogue) {
@@ -131,13 +117,13 @@ int cublasLtMatmul(void* handle, void* how, const float* alpha, const void* firs
   const int64_t terms = operation.turned[0] ? a.rows : a.columns;
   for (int64_t row = 0; row < d.rows; ++row) {
     for (int64_t column = 0; column < d.columns; ++column) {
-      float sum = operation.epilogue & 4 ? read(reinterpret_cast<const int16_t*>(operation.bias) + row, d.type) : 0;
+      float sum = operation.epilogue & 4 ? read(reinterpret_cast<const int16_t*>(operation.bias) + row, d.type == 14) : 0;
       for (int64_t term = 0; term < terms; ++term) {
         const int16_t* x = operation.turned[0] ? place(first, a, term, row) : place(first, a, row, term);
         const int16_t* y = operation.turned[1] ? place(second, b, column, term) : place(second, b, term, column);
-        sum += read(x, a.type) * read(y, b.type);
+        sum += read(x, a.type == 14) * read(y, b.type == 14);
       }
-      write(place(result, d, row, column), d.type, activated(sum, operation.epilogue));
+      write(place(result, d, row, column), d.type == 14, activated(sum, operation.epilogue));
     }
   }
   return 0;

@@ -38,11 +38,14 @@ _BRIDGE_UNITS = (
     ("typed_calls.cpp",),
     (
         *("values.cpp", "bridge.cpp", "checks.cpp", "streams.cpp", "execute.cpp", "driver.cpp", "launch.cpp"),
-        *("cublas.cpp", "products.cpp"),
+        *("plans.cpp", "cublas.cpp", "products.cpp", "cudnn.cpp", "convolutions.cpp"),
     ),
 )
 _BINDING_UNITS = (("binding.cpp",), ("launcher.cpp",))
-_HEADERS = ("bridge.h", "frame.h", "values.h", "calls.h", "checks.h", "driver.h", "launch.h", "cublas.h", "binding.h")
+_HEADERS = (
+    *("bridge.h", "frame.h", "values.h", "calls.h", "checks.h", "driver.h", "launch.h", "binding.h"),
+    *("plans.h", "library.h", "cublas.h", "cudnn.h"),
+)
 BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 """The files of the bridge: its library, and its Python binding."""
 

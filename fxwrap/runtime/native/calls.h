@@ -27,8 +27,8 @@ class PreparedCall {
 std::unique_ptr<PreparedCall> make_typed_call(const c10::OperatorHandle& handle, const std::vector<Value>& arguments,
                                               const std::vector<Result>& results);
 
-// A product of matrices that the library keeps a plan for (products.cpp), with a call of its operator for all others; the
-// call of the operator alone where that multiplies no matrices.
+// A product of matrices or a convolution that its library keeps plans for, and its operator for what no plan is for; the
+// call of the operator alone where it is neither (plans.h).
 std::unique_ptr<PreparedCall> with_plans(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
                                          const std::vector<Result>& results, std::unique_ptr<PreparedCall> by_operator);
 

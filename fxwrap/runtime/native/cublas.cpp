@@ -1,14 +1,12 @@
 // The library's functions by their names in libcublasLt, declared here as its documentation gives them.
 #include "cublas.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <iterator>
 #include <mutex>
-#include <type_traits>
 
 #include "driver.h"
+#include "library.h"
 
 namespace fxwrap::cublas {
 
@@ -37,11 +35,23 @@ struct Functions {
   Status (*find_algorithms)(Pointer, Pointer, Pointer, Pointer, Pointer, Pointer, Pointer, int, Found*, int*);
   Status (*multiply)(Pointer, Pointer, const void*, const void*, Pointer, const void*, Pointer, const void*,
                      const void*, Pointer, void*, Pointer, const void*, void*, size_t, Pointer);
+
+  explicit Functions(Symbols& symbols) {
+    symbols.take(create, "cublasLtCreate");
+    symbols.take(create_operation, "cublasLtMatmulDescCreate");
+    symbols.take(destroy_operation, "cublasLtMatmulDescDestroy");
+    symbols.take(set_operation, "cublasLtMatmulDescSetAttribute");
+    symbols.take(create_layout, "cublasLtMatrixLayoutCreate");
+    symbols.take(destroy_layout, "cublasLtMatrixLayoutDestroy");
+    symbols.take(create_preference, "cublasLtMatmulPreferenceCreate");
+    symbols.take(destroy_preference, "cublasLtMatmulPreferenceDestroy");
+    symbols.take(set_preference, "cublasLtMatmulPreferenceSetAttribute");
+    symbols.take(find_algorithms, "cublasLtMatmulAlgoGetHeuristic");
+    symbols.take(multiply, "cublasLtMatmul");
+  }
 };
 
 namespace {
-
-constexpr const char* library_names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 
 // Values of the library's enums.
 constexpr int32_t in_float32 = 68;                          // CUBLAS_COMPUTE_32F
@@ -52,57 +62,20 @@ constexpr int32_t most_workspace = 1, first_alignment = 5;  // CUBLASLT_MATMUL_P
 
 constexpr uint64_t largest_workspace = 32 << 20;  // what torch gives the library on newer chips
 
-std::mutex mutex;
-const Functions* loaded = nullptr;
-bool looked = false;
+Library<Functions> library({"libcublasLt.so.13", "libcublasLt.so.12"});
+std::mutex mutex;  // of the handles
 Pointer handles[driver::most_devices];
 
-// Returns the functions of a library that is open, for the life of the process; null where one is missing.
-const Functions* find_all(void* library) {
-  auto found = new Functions;
-  bool complete = library != nullptr;
-  const auto take = [&](auto& function, const char* name) {
-    if (complete) function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    complete = complete && function != nullptr;
-  };
-  take(found->create, "cublasLtCreate");
-  take(found->create_operation, "cublasLtMatmulDescCreate");
-  take(found->destroy_operation, "cublasLtMatmulDescDestroy");
-  take(found->set_operation, "cublasLtMatmulDescSetAttribute");
-  take(found->create_layout, "cublasLtMatrixLayoutCreate");
-  take(found->destroy_layout, "cublasLtMatrixLayoutDestroy");
-  take(found->create_preference, "cublasLtMatmulPreferenceCreate");
-  take(found->destroy_preference, "cublasLtMatmulPreferenceDestroy");
-  take(found->set_preference, "cublasLtMatmulPreferenceSetAttribute");
-  take(found->find_algorithms, "cublasLtMatmulAlgoGetHeuristic");
-  take(found->multiply, "cublasLtMatmul");
-  if (complete) return found;
-  delete found;
-  return nullptr;
-}
-
-// Only of a library that is there already: another copy than torch's would take its own memory.
-const Functions* functions() {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (!looked) {
-    for (const char* name : library_names) {
-      if (loaded == nullptr) loaded = find_all(dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD));
-    }
-    looked = true;
-  }
-  return loaded;
-}
-
 // The library's handle for a device, which must be current; null where there is none to be had.
-Pointer handle_of(const Functions& library, int device) {
+Pointer handle_of(const Functions& functions, int device) {
   std::lock_guard<std::mutex> lock(mutex);
-  if (handles[device] == nullptr && library.create(&handles[device]) != 0) handles[device] = nullptr;
+  if (handles[device] == nullptr && functions.create(&handles[device]) != 0) handles[device] = nullptr;
   return handles[device];
 }
 
 }  // namespace
 
-Plan::Plan(const Problem& problem) : problem_(problem), library_(functions()) {
+Plan::Plan(const Problem& problem) : problem_(problem), library_(library.functions()) {
   if (library_ == nullptr || problem.device < 0 || problem.device >= driver::most_devices) return;
   const driver::On there(problem.device);
   const driver::WhileCapturing anyway;
@@ -175,10 +148,8 @@ bool Plan::run(const Operands& operands) {
 
 void use(const char* path) {
   std::lock_guard<std::mutex> lock(mutex);
-  const Functions* found = find_all(dlopen(path, RTLD_NOW | RTLD_LOCAL));
   std::fill(std::begin(handles), std::end(handles), nullptr);
-  loaded = found;
-  looked = true;
+  library.use(path);
 }
 
 }  // namespace fxwrap::cublas

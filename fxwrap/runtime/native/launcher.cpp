@@ -8,6 +8,7 @@
 
 #include "binding.h"
 #include "cublas.h"
+#include "cudnn.h"
 #include "launch.h"
 
 namespace {
@@ -225,6 +226,7 @@ PyObject* use_driver(PyObject*, PyObject* path) {
   try {
     fxwrap::driver::use(text);
     fxwrap::cublas::use(text);
+    fxwrap::cudnn::use(text);
   } catch (...) {
     set_python_error(std::current_exception());
     return nullptr;
@@ -234,7 +236,7 @@ PyObject* use_driver(PyObject*, PyObject* path) {
 
 PyMethodDef functions[] = {
     {"use_driver", use_driver, METH_O,
-     "use_driver(path)\n\nTakes the functions of the CUDA driver and of cuBLASLt from this library: for tests."},
+     "use_driver(path)\n\nTakes the functions of the CUDA driver, cuBLASLt and cuDNN from this library: for tests."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

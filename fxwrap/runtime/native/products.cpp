@@ -1,16 +1,13 @@
-// Products of matrices on GPUs without torch's operators, which ask the library the same questions at each call.
+// Products of matrices on GPUs without torch's operators.
 #include <ATen/Context.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
 #include <c10/util/env.h>
 
-#include <bit>
-#include <mutex>
 #include <optional>
 
-#include "calls.h"
 #include "cublas.h"
+#include "plans.h"
 
 namespace fxwrap {
 namespace {
@@ -47,10 +44,9 @@ std::optional<Form> form_of(const c10::FunctionSchema& schema, const std::vector
   return form;
 }
 
-// Whether this process wants products from torch's operators: by a variable of ours, or to tune them.
-bool by_operators() {
-  static const bool wanted = c10::utils::check_env("FXWRAP_TORCH_PRODUCTS").value_or(false) ||
-                             c10::utils::check_env("PYTORCH_TUNABLEOP_ENABLED").value_or(false);
+// Whether this process has torch tune its products.
+bool are_tuned() {
+  static const bool wanted = c10::utils::check_env("PYTORCH_TUNABLEOP_ENABLED").value_or(false);
   return wanted;
 }
 
@@ -64,20 +60,10 @@ bool is_as_usual(at::ScalarType type) {
   return rounds && !context.deterministicAlgorithms() && !context._SMCarveout_EXPERIMENTAL().has_value();
 }
 
-bool is_plain(const at::Tensor& tensor, const at::Tensor& like) {
-  return tensor.defined() && tensor.is_cuda() && tensor.layout() == at::kStrided &&
-         tensor.scalar_type() == like.scalar_type() && tensor.device() == like.device() && !tensor.is_neg() &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
-}
-
-uint32_t alignment_of(const void* address) {
-  return 1u << std::countr_zero(reinterpret_cast<uintptr_t>(address) | 256u);
-}
-
 // How a matrix lies; nothing where neither its rows nor its columns lie together.
 std::optional<Layout> layout_of(const at::Tensor& matrix) {
   const int64_t rows = matrix.size(0), columns = matrix.size(1);
-  const uint32_t alignment = alignment_of(matrix.const_data_ptr());
+  const uint32_t alignment = alignment_of(matrix);
   if (matrix.stride(1) == 1 && matrix.stride(0) >= columns) return Layout{false, matrix.stride(0), alignment};
   if (matrix.stride(0) == 1 && matrix.stride(1) >= rows) return Layout{true, matrix.stride(1), alignment};
   return std::nullopt;
@@ -85,51 +71,37 @@ std::optional<Layout> layout_of(const at::Tensor& matrix) {
 
 bool is_size(int64_t size) { return size > 1 && size <= INT32_MAX; }
 
-class ProductCall final : public PreparedCall {
+class ProductCall final : public PlannedCall {
  public:
-  ProductCall(const Form& form, std::vector<Value> arguments, std::vector<Result> results,
-              std::unique_ptr<PreparedCall> by_operator)
-      : PreparedCall(std::move(arguments), std::move(results)), form_(form), by_operator_(std::move(by_operator)) {}
-
-  void run(Frame& f) const override {
-    if (!multiply(f)) by_operator_->run(f);
-  }
+  ProductCall(const Form& form, std::vector<Value> arguments, std::vector<Result> results)
+      : PlannedCall(std::move(arguments), std::move(results)), form_(form) {}
 
  private:
-  const at::Tensor& argument(const Frame& f, int index) const {
-    static const at::Tensor none;
-    return index < 0 ? none : read_tensor(f, arguments_[index]);
-  }
-
-  // Returns false, and has done nothing, where only the operator will do.
-  bool multiply(Frame& f) const {
+  bool run_planned(Frame& f) const override {
     const at::Tensor& left = argument(f, form_.left);
     at::Tensor result = argument(f, form_.out);
     const std::optional<Problem> problem = problem_of(f, result);
     if (!problem) return false;
     RECORD_FUNCTION(form_.name, c10::ArrayRef<const c10::IValue>{});
-    std::lock_guard<std::mutex> lock(mutex_);
-    Plan& plan = plan_for(*problem);
+    std::lock_guard<std::mutex> lock(plans_.mutex);
+    Plan& plan = plans_.find(*problem);
     if (!plan.usable()) return false;
     const bool given = result.defined();
     if (!given) result = at::empty_strided({problem->rows, problem->columns}, {problem->columns, 1}, left.options());
-    at::Tensor workspace;
-    if (plan.workspace() > 0) workspace = at::empty({int64_t(plan.workspace())}, left.options().dtype(at::kByte));
+    const at::Tensor workspace = workspace_of(plan.workspace(), left);
     const at::Tensor& bias = argument(f, form_.bias);
     const bool done = plan.run({left.const_data_ptr(), argument(f, form_.right).const_data_ptr(),
                                 bias.defined() ? bias.const_data_ptr() : nullptr, result.mutable_data_ptr(),
                                 workspace.defined() ? workspace.mutable_data_ptr() : nullptr});
     if (!done) return false;
-    if (given && !result.is_inference()) result.unsafeGetTensorImpl()->bump_version();
-    if (results_[0].kind == Arg::Tensor) tensor_at(f, results_[0].index) = std::move(result);
+    store(f, std::move(result), given);
     return true;
   }
 
   // What is to be done, where the library can: into `result` where it is defined, else into new memory.
   std::optional<Problem> problem_of(const Frame& f, const at::Tensor& result) const {
     const at::Tensor &left = argument(f, form_.left), &right = argument(f, form_.right), &bias = argument(f, form_.bias);
-    if (!left.defined() || (left.scalar_type() != at::kBFloat16 && left.scalar_type() != at::kHalf)) return std::nullopt;
-    if (!is_plain(left, left) || !is_plain(right, left) || !only_plain_tensors()) return std::nullopt;
+    if (!is_plain_half(left) || !is_plain(right, left) || !only_plain_tensors()) return std::nullopt;
     if (left.dim() != 2 || right.dim() != 2 || left.size(1) != right.size(0)) return std::nullopt;
     Problem found;
     found.device = left.device().index();
@@ -146,7 +118,7 @@ class ProductCall final : public PreparedCall {
     found.result = {false, found.columns, 256};
     if (form_.bias >= 0) {
       if (!is_plain(bias, left) || bias.dim() != 1 || bias.size(0) != found.columns || bias.stride(0) != 1) return {};
-      found.bias_alignment = alignment_of(bias.const_data_ptr());
+      found.bias_alignment = alignment_of(bias);
     }
     if (form_.out >= 0) {
       if (!is_plain(result, left) || result.dim() != 2 || result.size(0) != found.rows ||
@@ -160,32 +132,16 @@ class ProductCall final : public PreparedCall {
     return found;
   }
 
-  Plan& plan_for(const Problem& problem) const {
-    for (const auto& plan : plans_) {
-      if (plan->problem() == problem) return *plan;
-    }
-    auto made = std::make_unique<Plan>(problem);
-    if (plans_.size() < most_plans) return *plans_.emplace_back(std::move(made));
-    oldest_ = (oldest_ + 1) % most_plans;
-    return *(plans_[oldest_] = std::move(made));
-  }
-
-  static constexpr size_t most_plans = 8;
   const Form form_;
-  const std::unique_ptr<PreparedCall> by_operator_;
-  mutable std::mutex mutex_;  // of what follows
-  mutable std::vector<std::unique_ptr<Plan>> plans_;
-  mutable size_t oldest_ = 0;
+  mutable Plans<Plan, Problem> plans_;
 };
 
 }  // namespace
 
-std::unique_ptr<PreparedCall> with_plans(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
-                                         const std::vector<Result>& results,
-                                         std::unique_ptr<PreparedCall> by_operator) {
-  const std::optional<Form> form = by_operators() ? std::nullopt : form_of(schema, arguments);
-  if (!form) return by_operator;
-  return std::make_unique<ProductCall>(*form, arguments, results, std::move(by_operator));
+std::unique_ptr<PlannedCall> product_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
+                                          const std::vector<Result>& results) {
+  const std::optional<Form> form = are_tuned() ? std::nullopt : form_of(schema, arguments);
+  return form ? std::make_unique<ProductCall>(*form, arguments, results) : nullptr;
 }
 
 }  // namespace fxwrap
