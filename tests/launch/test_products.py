@@ -53,7 +53,7 @@ def program(call: str, left: str = "by rows", right: str = "by rows", *, dtype: 
 
 def by_operator() -> Any:
     """Expects what torch's operator says to tensors on a device that is not there."""
-    return pytest.raises(RuntimeError, match="CUDA|NVIDIA")
+    return pytest.raises(RuntimeError, match=r"CUDA|NVIDIA")
 
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch's operator would read host memory on the GPU")
