@@ -143,7 +143,8 @@ def show(models: Sequence[str], small: bool) -> None:
     for name in models:
         for training in (False, True):
             job = Job("", name, training, (), "cuda", size="small" if small else "full", dtype="bfloat16")
-            print(f"\n{name}, {'training' if training else 'inference'}: side | peak MB | / inductor | over plan: all | own | asked for")
+            print(f"\n{name}, {'training' if training else 'inference'}")
+            print("side | peak MB | / inductor | over plan: all | own | asked for")
             peaks: dict[str, int] = {}
             for side in SIDES:
                 try:
