@@ -17,7 +17,7 @@ from fxwrap.runtime.native import use_driver
 
 _CODES = {torch.float32: 6, torch.float64: 7, torch.int64: 4, torch.bool: 11, torch.bfloat16: 15, torch.float16: 5}
 
-_SOURCES = ("fake_driver.cpp", "fake_products.cpp", "fake_convolutions.cpp")
+_SOURCES = ("fake_driver.cpp", "fake_products.cpp", "fake_cudnn.cpp")
 
 
 def build(folder: Path) -> Path:

@@ -127,3 +127,25 @@ def test_nothing_is_left_behind() -> None:
         run(*given)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_workspaces_are_kept_for_each_stream() -> None:
+    """A product of few numbers of many terms is added up in memory of its own, which later calls find again."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for shape in ((16, 65536), (65536, 16))]
+    run = fxwrap.compile_graph(make_fx(torch.mm)(*given), given, options=fxwrap.Options(emitter="cpp")).flat
+    exact = given[0].double() @ given[1].double()
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    results = {}
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results[stream] = [run(*given) for _ in range(20)]
+        torch.cuda.synchronize()
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    assert allocated == 20 * len(streams)  # of the second turn: results alone
+    for found in results.values():
+        for item in found:
+            assert ((item.double() - exact).norm() / exact.norm()).item() < 0.01

@@ -38,7 +38,7 @@ _BRIDGE_UNITS = (
     ("typed_calls.cpp",),
     (
         *("values.cpp", "bridge.cpp", "checks.cpp", "streams.cpp", "execute.cpp", "driver.cpp", "launch.cpp"),
-        *("plans.cpp", "cublas.cpp", "products.cpp", "cudnn.cpp", "convolutions.cpp"),
+        *("plans.cpp", "cublas.cpp", "products.cpp", "cudnn.cpp", "convolutions.cpp", "attention.cpp"),
     ),
 )
 _BINDING_UNITS = (("binding.cpp",), ("launcher.cpp",))

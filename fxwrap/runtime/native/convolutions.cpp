@@ -63,11 +63,11 @@ class ConvolutionCall final : public PlannedCall {
   bool run_planned(Frame& f) const override {
     const at::Tensor &input = argument(f, form_.input), &weight = argument(f, form_.weight);
     at::Tensor result = argument(f, form_.out);
-    const std::optional<cudnn::Problem> problem = problem_of(input, weight, result);
+    const std::optional<cudnn::Convolution> problem = problem_of(input, weight, result);
     if (!problem) return false;
     RECORD_FUNCTION("aten::convolution", c10::ArrayRef<const c10::IValue>{});
     std::lock_guard<std::mutex> lock(plans_.mutex);
-    cudnn::Plan& plan = plans_.find(*problem);
+    cudnn::ConvolutionPlan& plan = plans_.find(*problem);
     if (!plan.usable()) return false;
     const bool given = result.defined();
     if (!given) {
@@ -75,28 +75,26 @@ class ConvolutionCall final : public PlannedCall {
       result = at::empty(at::IntArrayRef(sizes.data(), problem->dimensions),
                          input.options().memory_format(format_of(*problem)));
     }
-    const at::Tensor workspace = workspace_of(plan.workspace(), input);
-    const bool done = plan.run({input.const_data_ptr(), weight.const_data_ptr(), result.mutable_data_ptr(),
-                                workspace.defined() ? workspace.mutable_data_ptr() : nullptr});
-    if (!done) return false;
+    const Workspace workspace(plan.workspace(), input);
+    if (!plan.run({input.const_data_ptr(), weight.const_data_ptr(), result.mutable_data_ptr()}, workspace)) return false;
     store(f, std::move(result), given);
     return true;
   }
 
-  static at::MemoryFormat format_of(const cudnn::Problem& problem) {
+  static at::MemoryFormat format_of(const cudnn::Convolution& problem) {
     if (!problem.channels_last) return at::MemoryFormat::Contiguous;
     return problem.dimensions == 4 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
   }
 
   // What is to be done, where the library can: into `result` where it is defined, else into new memory.
-  std::optional<cudnn::Problem> problem_of(const at::Tensor& input, const at::Tensor& weight,
+  std::optional<cudnn::Convolution> problem_of(const at::Tensor& input, const at::Tensor& weight,
                                            const at::Tensor& result) const {
     const int dimensions = form_.spatial + 2;
     if (!is_plain_half(input) || !is_plain(weight, input) || !only_plain_tensors() || !is_usual_for_convolutions() ||
         input.dim() != dimensions || weight.dim() != dimensions || input.size(1) != weight.size(1)) {
       return std::nullopt;
     }
-    cudnn::Problem found;
+    cudnn::Convolution found;
     found.device = input.device().index();
     found.bfloat = input.scalar_type() == at::kBFloat16;
     found.dimensions = dimensions;
@@ -139,7 +137,7 @@ class ConvolutionCall final : public PlannedCall {
   }
 
   const ConvolutionForm form_;
-  mutable Plans<cudnn::Plan, cudnn::Problem> plans_;
+  mutable Plans<cudnn::ConvolutionPlan, cudnn::Convolution> plans_;
 };
 
 }  // namespace

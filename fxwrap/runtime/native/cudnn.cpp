@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <iterator>
 #include <mutex>
+#include <utility>
 
 #include "driver.h"
 #include "library.h"
@@ -45,24 +46,36 @@ struct Handle {
 namespace {
 
 // Values of the library's enums: cudnnBackendDescriptorType_t,
-constexpr int32_t convolution_descriptor = 1, choice_descriptor = 3, heuristic_descriptor = 4, plan_descriptor = 5;
-constexpr int32_t forward_descriptor = 10, graph_descriptor = 15, pack_descriptor = 16, tensor_descriptor = 17;
+constexpr int32_t pointwise_descriptor = 0, convolution_descriptor = 1, choice_descriptor = 3, heuristic_descriptor = 4;
+constexpr int32_t plan_descriptor = 5, forward_descriptor = 10, apply_descriptor = 13, graph_descriptor = 15;
+constexpr int32_t pack_descriptor = 16, tensor_descriptor = 17, product_descriptor = 18, multiply_descriptor = 19;
+constexpr int32_t reduction_descriptor = 21, reduce_descriptor = 22;
 // cudnnBackendAttributeType_t,
-constexpr int32_t of_handle = 0, of_dtype = 1, of_int64 = 3, of_float = 4, of_pointer = 6, of_convolution_mode = 7;
-constexpr int32_t of_heuristic_mode = 8, of_descriptor = 15;
+constexpr int32_t of_handle = 0, of_dtype = 1, of_bool = 2, of_int64 = 3, of_float = 4, of_pointer = 6;
+constexpr int32_t of_convolution_mode = 7, of_heuristic_mode = 8, of_pointwise_mode = 14, of_descriptor = 15;
+constexpr int32_t of_reduction_mode = 18;
 // cudnnDataType_t, cudnnConvolutionMode_t, cudnnBackendHeurMode_t,
-constexpr int32_t float32 = 0, float16 = 2, bfloat16 = 9, cross_correlation = 1, instantly = 0;
+constexpr int32_t float32 = 0, float16 = 2, bfloat16 = 9, cross_correlation = 1, instantly = 0, by_trees = 3;
+// cudnnPointwiseMode_t, cudnnReduceTensorOp_t,
+constexpr int32_t add = 0, times = 1, divide = 6, subtract = 9, exponential = 12, logarithm = 14;
+constexpr int32_t sum = 0, maximum = 3;
 // and cudnnBackendAttributeName_t.
-constexpr int32_t computes_in = 100, convolution_mode = 101, dilations = 102, strides_of_filter = 103;
+constexpr int32_t pointwise_mode = 0, pointwise_dtype = 1;
+constexpr int32_t convolution_dtype = 100, convolution_mode = 101, dilations = 102, strides_of_filter = 103;
 constexpr int32_t paddings_after = 104, paddings_before = 105, spatial_dimensions = 106;
 constexpr int32_t heuristic_mode = 200, heuristic_graph = 201, heuristic_results = 202;
 constexpr int32_t plan_handle = 400, plan_choice = 401, plan_workspace = 402;
 constexpr int32_t forward_alpha = 700, forward_beta = 701, forward_convolution = 702, forward_weight = 703;
-constexpr int32_t forward_input = 704, forward_result = 705, graph_handle = 800, graph_operations = 801;
+constexpr int32_t forward_input = 704, forward_result = 705;
+constexpr int32_t apply_what = 750, apply_x = 751, apply_y = 752, apply_result = 753;
+constexpr int32_t graph_handle = 800, graph_operations = 801;
 constexpr int32_t tensor_alignment = 900, tensor_dtype = 901, tensor_sizes = 902, tensor_strides = 903, tensor_name = 906;
+constexpr int32_t tensor_is_inside = 907, tensor_is_number = 908;
 constexpr int32_t pack_names = 1000, pack_addresses = 1001, pack_workspace = 1003;
+constexpr int32_t product_dtype = 1500, multiply_left = 1520, multiply_right = 1521, multiply_result = 1522;
+constexpr int32_t multiply_how = 1523;
+constexpr int32_t reduction_mode = 1600, reduction_dtype = 1601, reduce_x = 1610, reduce_result = 1611, reduce_how = 1612;
 
-constexpr int64_t names[] = {'x', 'w', 'y'};  // of tensors, as we please
 constexpr int most_choices = 8;
 
 Library<Functions> library({"libcudnn.so.9"});
@@ -76,24 +89,17 @@ Handle* handle_of(const Functions& functions, int device) {
   return found.handle == nullptr ? nullptr : &found;
 }
 
+int32_t half(bool is_bfloat) { return is_bfloat ? bfloat16 : float16; }
+
 }  // namespace
 
-Sizes Problem::result() const {
-  Sizes sizes{input[0], weight[0]};
-  for (int i = 0; i < dimensions - 2; ++i) {
-    const int64_t reach = dilation[i] * (weight[i + 2] - 1);
-    const int64_t room = input[i + 2] + 2 * padding[i] - reach - 1;
-    sizes[i + 2] = room < 0 ? 0 : room / stride[i] + 1;
-  }
-  return sizes;
-}
+// --- plans ------------------------------------------------------------------------------------------------------------
 
-Plan::Plan(const Problem& problem) : problem_(problem), library_(library.functions()) {
-  if (library_ == nullptr || problem.device < 0 || problem.device >= driver::most_devices) return;
-  const driver::On there(problem.device);
+Plan::Plan(int device) : device_(device), library_(library.functions()) {
+  if (library_ == nullptr || device < 0 || device >= driver::most_devices) return;
+  const driver::On there(device);
   const driver::WhileCapturing anyway;
-  handle_ = handle_of(*library_, problem.device);
-  usable_ = handle_ != nullptr && choose(graph());
+  handle_ = handle_of(*library_, device);
 }
 
 Plan::~Plan() {
@@ -103,93 +109,61 @@ Plan::~Plan() {
   }
 }
 
-// What follows makes descriptors, null where the library refuses. A null descriptor is refused by what takes it.
-
-Plan::Descriptor Plan::create(int32_t kind) {
+Plan::Descriptor Plan::make(int32_t kind) {
   Descriptor made = nullptr;
-  if (library_->create_descriptor(kind, &made) != 0) return nullptr;
+  if (handle_ == nullptr || library_->create_descriptor(kind, &made) != 0) return nullptr;
   made_.push_back(made);
   return made;
 }
 
-bool Plan::set(Descriptor to, int32_t attribute, int32_t type, int64_t count, const void* values) const {
+bool Plan::set(Descriptor to, int32_t attribute, int32_t type, const void* values, int64_t count) const {
   return to != nullptr && library_->set_attribute(to, attribute, type, count, values) == 0;
+}
+
+bool Plan::set(Descriptor to, int32_t attribute, Descriptor value) const {
+  return value != nullptr && set(to, attribute, of_descriptor, &value);
 }
 
 bool Plan::finish(Descriptor descriptor) const { return library_->finalize(descriptor) == 0; }
 
-Plan::Descriptor Plan::tensor(int64_t name, const Sizes& sizes, uint32_t alignment) {
-  Sizes strides{};
-  int64_t step = 1;
-  const auto add = [&](int dimension) {
-    strides[dimension] = step;
-    step *= sizes[dimension];
-  };
-  if (problem_.channels_last) add(1);
-  for (int dimension = problem_.dimensions - 1; dimension > 1; --dimension) add(dimension);
-  if (!problem_.channels_last) add(1);
-  add(0);
-  const int32_t dtype = problem_.bfloat ? bfloat16 : float16;
-  const int64_t bytes = alignment;
-  Descriptor made = create(tensor_descriptor);
-  const bool is_complete = set(made, tensor_dtype, of_dtype, 1, &dtype) && set(made, tensor_name, of_int64, 1, &name) &&
-                           set(made, tensor_alignment, of_int64, 1, &bytes) &&
-                           set(made, tensor_sizes, of_int64, problem_.dimensions, sizes.data()) &&
-                           set(made, tensor_strides, of_int64, problem_.dimensions, strides.data());
-  return is_complete && finish(made) ? made : nullptr;
+Plan::Descriptor Plan::tensor(const Tensor& what) {
+  const int64_t name = ++tensors_, bytes = what.alignment, dimensions = int64_t(what.sizes.size());
+  const Descriptor made = make(tensor_descriptor);
+  const bool is_complete = set(made, tensor_dtype, of_dtype, &what.dtype) && set(made, tensor_name, of_int64, &name) &&
+                           set(made, tensor_alignment, of_int64, &bytes) &&
+                           set(made, tensor_sizes, of_int64, what.sizes.data(), dimensions) &&
+                           set(made, tensor_strides, of_int64, what.strides.data(), dimensions) &&
+                           (!what.is_inside || set(made, tensor_is_inside, of_bool, &what.is_inside)) &&
+                           (!what.is_number || set(made, tensor_is_number, of_bool, &what.is_number));
+  if (!is_complete || !finish(made)) return nullptr;
+  if (!what.is_inside) names_.push_back(name);
+  return made;
 }
 
-// A graph of one operation.
-Plan::Descriptor Plan::graph() {
-  const Descriptor input = tensor(names[0], problem_.input, problem_.input_alignment);
-  const Descriptor weight = tensor(names[1], problem_.weight, problem_.weight_alignment);
-  const Descriptor result = tensor(names[2], problem_.result(), problem_.result_alignment);
-  if (input == nullptr || weight == nullptr || result == nullptr) return nullptr;
-  const int64_t spatial = problem_.dimensions - 2;
-  const Descriptor convolution = create(convolution_descriptor);
-  if (!set(convolution, computes_in, of_dtype, 1, &float32) ||
-      !set(convolution, convolution_mode, of_convolution_mode, 1, &cross_correlation) ||
-      !set(convolution, spatial_dimensions, of_int64, 1, &spatial) ||
-      !set(convolution, dilations, of_int64, spatial, problem_.dilation.data()) ||
-      !set(convolution, strides_of_filter, of_int64, spatial, problem_.stride.data()) ||
-      !set(convolution, paddings_before, of_int64, spatial, problem_.padding.data()) ||
-      !set(convolution, paddings_after, of_int64, spatial, problem_.padding.data()) || !finish(convolution)) {
-    return nullptr;
-  }
-  const float one = 1, zero = 0;
-  const Descriptor forward = create(forward_descriptor);
-  if (!set(forward, forward_convolution, of_descriptor, 1, &convolution) ||
-      !set(forward, forward_input, of_descriptor, 1, &input) || !set(forward, forward_weight, of_descriptor, 1, &weight) ||
-      !set(forward, forward_result, of_descriptor, 1, &result) || !set(forward, forward_alpha, of_float, 1, &one) ||
-      !set(forward, forward_beta, of_float, 1, &zero) || !finish(forward)) {
-    return nullptr;
-  }
-  const Descriptor made = create(graph_descriptor);
-  const bool is_complete = set(made, graph_handle, of_handle, 1, &handle_->handle) &&
-                           set(made, graph_operations, of_descriptor, 1, &forward);
-  return is_complete && finish(made) ? made : nullptr;
+void Plan::choose(const std::vector<Descriptor>& operations, int32_t mode) {
+  if (std::count(operations.begin(), operations.end(), nullptr) > 0) return;
+  const driver::On there(device_);
+  const driver::WhileCapturing anyway;
+  const Descriptor graph = make(graph_descriptor), heuristic = make(heuristic_descriptor);
+  usable_ = set(graph, graph_handle, of_handle, &handle_->handle) &&
+            set(graph, graph_operations, of_descriptor, operations.data(), int64_t(operations.size())) &&
+            finish(graph) && set(heuristic, heuristic_graph, graph) &&
+            set(heuristic, heuristic_mode, of_heuristic_mode, &mode) && finish(heuristic) && find_plan(heuristic);
 }
 
-// Takes the first of the ways that the library proposes which it then can go, as torch does.
-bool Plan::choose(Descriptor graph) {
-  const Descriptor heuristic = create(heuristic_descriptor);
-  if (graph == nullptr || !set(heuristic, heuristic_graph, of_descriptor, 1, &graph) ||
-      !set(heuristic, heuristic_mode, of_heuristic_mode, 1, &instantly) || !finish(heuristic)) {
-    return false;
-  }
+bool Plan::find_plan(Descriptor heuristic) {
   Descriptor choices[most_choices];
-  std::generate(std::begin(choices), std::end(choices), [&] { return create(choice_descriptor); });
+  std::generate(std::begin(choices), std::end(choices), [&] { return make(choice_descriptor); });
   int64_t count = 0;
   if (std::count(std::begin(choices), std::end(choices), nullptr) > 0 ||
       library_->get_attribute(heuristic, heuristic_results, of_descriptor, most_choices, &count, choices) != 0) {
     return false;
   }
   for (int64_t i = 0; i < std::min<int64_t>(count, most_choices); ++i) {
-    const Descriptor plan = create(plan_descriptor);
     int64_t values = 0;
-    if (set(plan, plan_handle, of_handle, 1, &handle_->handle) && set(plan, plan_choice, of_descriptor, 1, &choices[i]) &&
-        finish(plan) && library_->get_attribute(plan, plan_workspace, of_int64, 1, &values, &workspace_) == 0) {
-      plan_ = plan;
+    plan_ = make(plan_descriptor);
+    if (set(plan_, plan_handle, of_handle, &handle_->handle) && set(plan_, plan_choice, choices[i]) && finish(plan_) &&
+        library_->get_attribute(plan_, plan_workspace, of_int64, 1, &values, &workspace_) == 0) {
       return true;
     }
   }
@@ -197,29 +171,157 @@ bool Plan::choose(Descriptor graph) {
 }
 
 // Puts addresses where the library reads them, if they are not there already.
-bool Plan::pack(const Operands& operands) {
-  if (pack_ != nullptr && packed_ == operands) return true;
+bool Plan::pack(const std::vector<const void*>& memory, void* workspace) {
+  if (pack_ != nullptr && packed_ == memory && packed_workspace_ == workspace) return true;
   if (pack_ != nullptr) library_->destroy_descriptor(pack_);
   pack_ = nullptr;
-  if (library_->create_descriptor(pack_descriptor, &pack_) != 0) return false;
-  packed_ = operands;
-  const void* addresses[] = {operands.input, operands.weight, operands.result};
-  return set(pack_, pack_addresses, of_pointer, std::size(names), addresses) &&
-         set(pack_, pack_names, of_int64, std::size(names), names) &&
-         set(pack_, pack_workspace, of_pointer, 1, &operands.workspace) && finish(pack_);
+  if (memory.size() != names_.size() || library_->create_descriptor(pack_descriptor, &pack_) != 0) return false;
+  packed_ = memory;
+  packed_workspace_ = workspace;
+  const int64_t count = int64_t(names_.size());
+  return set(pack_, pack_addresses, of_pointer, packed_.data(), count) &&
+         set(pack_, pack_names, of_int64, names_.data(), count) && set(pack_, pack_workspace, of_pointer, &workspace) &&
+         finish(pack_);
 }
 
-bool Plan::run(const Operands& operands) {
-  const driver::On there(problem_.device);
-  Pointer stream = driver::current_stream(problem_.device);
+bool Plan::run(const std::vector<const void*>& memory, void* workspace) {
+  const driver::On there(device_);
+  Pointer stream = driver::current_stream(device_);
   std::lock_guard<std::mutex> lock(handle_->mutex);
-  usable_ = pack(operands);
+  usable_ = pack(memory, workspace);
   if (usable_ && handle_->stream != stream) {
     usable_ = library_->set_stream(handle_->handle, stream) == 0;
     if (usable_) handle_->stream = stream;
   }
   usable_ = usable_ && library_->execute(handle_->handle, plan_, pack_) == 0;
   return usable_;
+}
+
+// --- convolutions -----------------------------------------------------------------------------------------------------
+
+Sizes Convolution::result() const {
+  Sizes sizes{input[0], weight[0]};
+  for (int i = 0; i < dimensions - 2; ++i) {
+    const int64_t reach = dilation[i] * (weight[i + 2] - 1);
+    const int64_t room = input[i + 2] + 2 * padding[i] - reach - 1;
+    sizes[i + 2] = room < 0 ? 0 : room / stride[i] + 1;
+  }
+  return sizes;
+}
+
+ConvolutionPlan::ConvolutionPlan(const Convolution& problem) : Plan(problem.device), problem_(problem) {
+  choose({operation()}, instantly);
+}
+
+Plan::Descriptor ConvolutionPlan::operation() {
+  const auto dense = [&](const Sizes& sizes, uint32_t alignment) {
+    Tensor what{{sizes.begin(), sizes.begin() + problem_.dimensions}, {}, half(problem_.bfloat), alignment};
+    what.strides.resize(what.sizes.size());
+    int64_t step = 1;
+    const auto follow = [&](int dimension) {
+      what.strides[dimension] = step;
+      step *= sizes[dimension];
+    };
+    if (problem_.channels_last) follow(1);
+    for (int dimension = problem_.dimensions - 1; dimension > 1; --dimension) follow(dimension);
+    if (!problem_.channels_last) follow(1);
+    follow(0);
+    return tensor(what);
+  };
+  const Descriptor input = dense(problem_.input, problem_.input_alignment);
+  const Descriptor weight = dense(problem_.weight, problem_.weight_alignment);
+  const Descriptor result = dense(problem_.result(), problem_.result_alignment);
+  const int64_t spatial = problem_.dimensions - 2;
+  const Descriptor how = make(convolution_descriptor);
+  const bool is_known = set(how, convolution_dtype, of_dtype, &float32) &&
+                        set(how, convolution_mode, of_convolution_mode, &cross_correlation) &&
+                        set(how, spatial_dimensions, of_int64, &spatial) &&
+                        set(how, dilations, of_int64, problem_.dilation.data(), spatial) &&
+                        set(how, strides_of_filter, of_int64, problem_.stride.data(), spatial) &&
+                        set(how, paddings_before, of_int64, problem_.padding.data(), spatial) &&
+                        set(how, paddings_after, of_int64, problem_.padding.data(), spatial) && finish(how);
+  const float one = 1, zero = 0;
+  const Descriptor forward = make(forward_descriptor);
+  const bool is_complete = is_known && set(forward, forward_convolution, how) && set(forward, forward_input, input) &&
+                           set(forward, forward_weight, weight) && set(forward, forward_result, result) &&
+                           set(forward, forward_alpha, of_float, &one) && set(forward, forward_beta, of_float, &zero);
+  return is_complete && finish(forward) ? forward : nullptr;
+}
+
+// --- attention --------------------------------------------------------------------------------------------------------
+
+// The library knows attention by the operations that it is made of, in the order of its documentation; the logarithms of
+// the sums, which only a backward reads, are among them.
+AttentionPlan::AttentionPlan(const Attention& problem) : Plan(problem.device), problem_(problem) {
+  const auto given = [&](const Four& sizes, const Four& strides) {
+    return tensor({{sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, half(problem.bfloat)});
+  };
+  const auto turned = [](Four numbers) {
+    std::swap(numbers[2], numbers[3]);
+    return numbers;
+  };
+  const Descriptor query = given(problem.query, problem.query_strides);
+  const Descriptor key = given(turned(problem.key), turned(problem.key_strides));
+  const Descriptor products = scores(), number = tensor({{1, 1, 1, 1}, {1, 1, 1, 1}, float32, 16, false, true});
+  Descriptor scaled = scores();
+  multiply(query, key, products);
+  apply(times, {products, number}, scaled);
+  if (problem.has_bias) {
+    const Descriptor bias = given(problem.bias, problem.bias_strides), biased = scores();
+    apply(add, {scaled, bias}, biased);
+    scaled = biased;
+  }
+  const Descriptor largest = one_a_row(), shifted = scores(), exponentials = scores(), sums = one_a_row();
+  reduce(maximum, scaled, largest);
+  apply(subtract, {scaled, largest}, shifted);
+  apply(exponential, {shifted}, exponentials);
+  reduce(sum, exponentials, sums);
+  const Descriptor logarithms = one_a_row();
+  apply(logarithm, {sums}, logarithms);
+  apply(add, {largest, logarithms}, one_a_row());
+  const Descriptor shares = scores(half(problem.bfloat));
+  apply(divide, {exponentials, sums}, shares);
+  multiply(shares, given(problem.value, problem.value_strides), given(problem.query, problem.result_strides));
+  choose(operations_, by_trees);
+}
+
+Plan::Descriptor AttentionPlan::scores(int32_t dtype) {
+  const auto [batch, heads, rows, _] = problem_.query;
+  const int64_t columns = problem_.key[2];
+  return tensor({{batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, dtype, 16, true});
+}
+
+Plan::Descriptor AttentionPlan::one_a_row() {
+  const auto [batch, heads, rows, _] = problem_.query;
+  return tensor({{batch, heads, rows, 1}, {heads * rows, rows, 1, 1}, float32, 16, true});
+}
+
+void AttentionPlan::add_operation(Descriptor made, bool is_complete) {
+  operations_.push_back(is_complete && finish(made) ? made : nullptr);
+}
+
+void AttentionPlan::multiply(Descriptor left, Descriptor right, Descriptor result) {
+  const Descriptor how = make(product_descriptor), made = make(multiply_descriptor);
+  add_operation(made, set(how, product_dtype, of_dtype, &float32) && finish(how) && set(made, multiply_how, how) &&
+                          set(made, multiply_left, left) && set(made, multiply_right, right) &&
+                          set(made, multiply_result, result));
+}
+
+void AttentionPlan::apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result) {
+  const Descriptor how = make(pointwise_descriptor), made = make(apply_descriptor);
+  bool is_complete = set(how, pointwise_mode, of_pointwise_mode, &mode) &&
+                     set(how, pointwise_dtype, of_dtype, &float32) && finish(how) && set(made, apply_what, how) &&
+                     set(made, apply_result, result);
+  int32_t place = apply_x;
+  for (const Descriptor operand : operands) is_complete = is_complete && set(made, place++, operand);
+  add_operation(made, is_complete);
+}
+
+void AttentionPlan::reduce(int32_t mode, Descriptor x, Descriptor result) {
+  const Descriptor how = make(reduction_descriptor), made = make(reduce_descriptor);
+  add_operation(made, set(how, reduction_mode, of_reduction_mode, &mode) &&
+                          set(how, reduction_dtype, of_dtype, &float32) && finish(how) && set(made, reduce_how, how) &&
+                          set(made, reduce_x, x) && set(made, reduce_result, result));
 }
 
 void use(const char* path) {

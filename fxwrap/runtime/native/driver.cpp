@@ -42,6 +42,7 @@ struct Functions {
   Status (*push_context)(Context);
   Status (*pop_context)(Context*);
   Status (*exchange_capture_mode)(CaptureMode*);
+  Status (*is_capturing)(Stream, int*);
   Status (*load_module)(Module*, const void*);
   Status (*get_function)(Function*, Module, const char*);
   Status (*get_function_attribute)(int*, int, Function);
@@ -99,6 +100,7 @@ const Functions* find_all(const char* path, const char* torch_path, int torch_fl
   take(found->push_context, "cuCtxPushCurrent_v2");
   take(found->pop_context, "cuCtxPopCurrent_v2");
   take(found->exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+  take(found->is_capturing, "cuStreamIsCapturing");
   take(found->load_module, "cuModuleLoadData");
   take(found->get_function, "cuModuleGetFunction");
   take(found->get_function_attribute, "cuFuncGetAttribute");
@@ -206,6 +208,13 @@ Stream current_stream(int device) {
     throw std::runtime_error("torch has no current stream for the GPU");
   }
   return stream;
+}
+
+bool is_capturing(Stream stream) {
+  const Functions& driver = functions();
+  int status = 0;  // CUstreamCaptureStatus
+  check(driver, driver.is_capturing(stream, &status), "asking whether a stream is captured");
+  return status != 0;
 }
 
 bool runs_on(const Image& image, int device) {

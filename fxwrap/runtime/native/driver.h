@@ -61,6 +61,9 @@ class WhileCapturing {
 // torch's current stream of a device. Throws std::runtime_error.
 void* current_stream(int device);
 
+// Whether what a stream is given is recorded instead of run. Throws std::runtime_error.
+bool is_capturing(void* stream);
+
 // Takes the driver's functions, and that of torch which gives the current stream, from this library from now on: for
 // tests. What was loaded before must not be launched any more. Throws std::runtime_error where it cannot.
 FXWRAP_API void use(const char* path);

@@ -3,15 +3,52 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/env.h>
 
+#include <algorithm>
+#include <deque>
+
+#include "driver.h"
+
 namespace fxwrap {
+namespace {
+
+struct Kept {
+  int device;
+  void* stream;
+  at::Tensor memory;
+};
+
+constexpr size_t most_streams = 16;
+std::mutex kept_mutex;
+auto& kept = *new std::deque<Kept>;  // never destroyed: the allocator is gone before this library
+
+at::Tensor allocate(size_t bytes, const at::Tensor& like) {
+  return at::empty({int64_t(bytes)}, like.options().dtype(at::kByte));
+}
+
+}  // namespace
+
+Workspace::Workspace(size_t bytes, const at::Tensor& like) {
+  if (bytes == 0) return;
+  const int device = like.device().index();
+  void* const stream = driver::current_stream(device);
+  if (bytes > most_kept || driver::is_capturing(stream)) {
+    memory_ = allocate(bytes, like);
+    return;
+  }
+  std::lock_guard<std::mutex> lock(kept_mutex);
+  auto found = std::find_if(kept.begin(), kept.end(),
+                            [&](const Kept& item) { return item.device == device && item.stream == stream; });
+  if (found == kept.end()) {
+    if (kept.size() == most_streams) kept.pop_front();
+    found = kept.insert(kept.end(), {device, stream, {}});
+  }
+  if (!found->memory.defined() || size_t(found->memory.numel()) < bytes) found->memory = allocate(bytes, like);
+  memory_ = found->memory;
+}
 
 const at::Tensor& PlannedCall::argument(const Frame& f, int index) const {
   static const at::Tensor none;
   return index < 0 ? none : read_tensor(f, arguments_[index]);
-}
-
-at::Tensor PlannedCall::workspace_of(size_t bytes, const at::Tensor& like) {
-  return bytes == 0 ? at::Tensor() : at::empty({int64_t(bytes)}, like.options().dtype(at::kByte));
 }
 
 void PlannedCall::store(Frame& f, at::Tensor&& result, bool given) const {
@@ -37,6 +74,7 @@ std::unique_ptr<PreparedCall> with_plans(const c10::FunctionSchema& schema, cons
   if (!kept) return by_operator;
   std::unique_ptr<PlannedCall> planned = product_call(schema, arguments, results);
   if (planned == nullptr) planned = convolution_call(schema, arguments, results);
+  if (planned == nullptr) planned = attention_call(schema, arguments, results);
   if (planned == nullptr) return by_operator;
   planned->set_operator(std::move(by_operator));
   return planned;

@@ -13,6 +13,21 @@
 
 namespace fxwrap {
 
+// Memory of a tensor's device that a library may use on the current stream. Up to `most_kept` bytes are kept for each
+// stream, whose work is done in order, as torch keeps its libraries' workspaces; not in a graph that is being captured, which
+// has memory of its own.
+class Workspace {
+ public:
+  static constexpr size_t most_kept = 32 << 20;  // what torch gives cuBLAS on newer chips
+
+  Workspace(size_t bytes, const at::Tensor& like);
+  // Null for no bytes.
+  operator void*() const { return memory_.defined() ? memory_.mutable_data_ptr() : nullptr; }
+
+ private:
+  at::Tensor memory_;
+};
+
 // A call that is left to its operator where no plan will do. `Plan` is made of a `Problem` and says which.
 class PlannedCall : public PreparedCall {
  public:
@@ -28,8 +43,6 @@ class PlannedCall : public PreparedCall {
 
   // The tensor that an argument is; undefined for an index below 0.
   const at::Tensor& argument(const Frame& f, int index) const;
-  // Memory that the library may use until the call's work is done; undefined for none.
-  static at::Tensor workspace_of(size_t bytes, const at::Tensor& like);
   // Stores the result: one that was made here, or that was given and is written now.
   void store(Frame& f, at::Tensor&& result, bool given) const;
 
@@ -74,6 +87,8 @@ inline uint32_t alignment_of(const at::Tensor& tensor) {
 // Each returns null for calls that are none of its own.
 std::unique_ptr<PlannedCall> product_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
                                           const std::vector<Result>& results);
+std::unique_ptr<PlannedCall> attention_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
+                                            const std::vector<Result>& results);
 std::unique_ptr<PlannedCall> convolution_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
                                               const std::vector<Result>& results);
 

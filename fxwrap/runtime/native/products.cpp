@@ -88,11 +88,11 @@ class ProductCall final : public PlannedCall {
     if (!plan.usable()) return false;
     const bool given = result.defined();
     if (!given) result = at::empty_strided({problem->rows, problem->columns}, {problem->columns, 1}, left.options());
-    const at::Tensor workspace = workspace_of(plan.workspace(), left);
+    const Workspace workspace(plan.workspace(), left);
     const at::Tensor& bias = argument(f, form_.bias);
     const bool done = plan.run({left.const_data_ptr(), argument(f, form_.right).const_data_ptr(),
                                 bias.defined() ? bias.const_data_ptr() : nullptr, result.mutable_data_ptr(),
-                                workspace.defined() ? workspace.mutable_data_ptr() : nullptr});
+                                workspace});
     if (!done) return false;
     store(f, std::move(result), given);
     return true;

@@ -1,10 +1,11 @@
-// cuDNN as the tests' driver has it: descriptors that remember what they were told, and convolutions in host memory.
+// cuDNN as the tests' driver has it: descriptors that remember what they were told; it computes convolutions alone.
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <sstream>
+#include <string>
 #include <vector>
 
 #include "fake_driver.h"
@@ -36,13 +37,16 @@ int64_t count = 0;  // of descriptors that are there
 constexpr int32_t chosen_number = -1, chosen_graph = -2;  // what a choice is told here
 
 // Bytes of a value, by its type.
-int64_t size_of(int32_t type) { return type == 3 || type == 6 || type == 15 || type == 0 ? 8 : 4; }
+int64_t size_of(int32_t type) { return type == 2 ? 1 : type == 3 || type == 6 || type == 15 || type == 0 ? 8 : 4; }
 
 // Attributes that each kind of descriptor must have been told.
 const std::map<int32_t, std::vector<int32_t>> needed{
     {17, {900, 901, 902, 903, 906}}, {1, {100, 101, 102, 103, 104, 105, 106}}, {10, {700, 701, 702, 703, 704, 705}},
     {15, {800, 801}},                {4, {200, 201}},                          {5, {400, 401}},
-    {16, {1000, 1001, 1003}}};
+    {16, {1000, 1001, 1003}},        {0, {0, 1}},
+    {13, {750, 751, 753}},           {18, {1500}},
+    {19, {1520, 1521, 1522, 1523}},  {21, {1600, 1601}},
+    {22, {1610, 1611, 1612}}};
 
 struct Numbers {
   const Descriptor& like;
@@ -53,6 +57,31 @@ struct Numbers {
     return memory + offset;
   }
 };
+
+// A graph's operations: alignments of a convolution's tensors, other operations by what they do.
+std::string described(const Descriptor& graph) {
+  std::ostringstream text;
+  const int64_t operations = int64_t(graph.told.at(801).size() / sizeof(void*));
+  for (int64_t i = 0; i < operations; ++i) {
+    const Descriptor& operation = *graph.at<const Descriptor*>(801, i);
+    text << (i == 0 ? "" : " ");
+    switch (operation.kind) {
+      case 10:
+        text << operation.of(704).at<int64_t>(900) << " " << operation.of(703).at<int64_t>(900) << " "
+             << operation.of(705).at<int64_t>(900);
+        break;
+      case 13:
+        text << "apply" << operation.of(750).at<int32_t>(0);
+        break;
+      case 22:
+        text << "reduce" << operation.of(1612).at<int32_t>(1600);
+        break;
+      default:
+        text << "multiply";
+    }
+  }
+  return text.str();
+}
 
 // Counts a place up to sizes; false at the end.
 bool next(std::array<int64_t, 5>& place, const std::vector<int64_t>& sizes) {
@@ -142,11 +171,7 @@ int cudnnBackendGetAttribute(void* of, int32_t attribute, int32_t, int64_t most,
     *given = 1;
     return 0;
   }
-  const Descriptor& forward = descriptor.of(201).of(801);
-  std::ostringstream line;
-  line << "ask about";
-  for (int32_t tensor : {704, 703, 705}) line << " " << forward.of(tensor).at<int64_t>(900);
-  note(line.str());
+  note("ask about " + described(descriptor.of(201)));
   *given = std::min<int64_t>(most, 3);
   for (int32_t i = 0; i < *given; ++i) {
     Descriptor& choice = *static_cast<Descriptor**>(values)[i];
@@ -163,6 +188,7 @@ int cudnnBackendExecute(void* handle, void* plan_of, void* pack_of) {
   if (!plan.finished || !pack.finished) return 2000;
   if (const int failed = status("cudnnBackendExecute")) return failed;
   const Descriptor& forward = plan.of(401).of(chosen_graph).of(801);
+  if (forward.kind != 10) return 0;
   if (forward.at<float>(700) != 1 || forward.at<float>(701) != 0) return 2000;
   const auto numbers = [&](int32_t tensor) {
     const Descriptor& like = forward.of(tensor);

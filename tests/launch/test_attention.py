@@ -1,0 +1,110 @@
+"""Attention in emitted C++: how the library is asked; what it computes is compared on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxwrap
+from fxwrap.converters.cpp import to_cpp
+from fxwrap.runtime.native import Program as NativeProgram
+from fxwrap.runtime.native import compile_cpp, load_program
+from tests.launch.fake_driver import FakeDriver
+from tests.launch.test_products import by_operator, no_gpu
+
+pytestmark = no_gpu
+
+BATCH, HEADS, LENGTH, SIZE = 2, 3, 8, 16
+COUNT = BATCH * HEADS * LENGTH * SIZE
+HEAD = f"{BATCH}, {HEADS}, {LENGTH}, {SIZE}"
+RESULT = f"{HEAD} | {LENGTH * HEADS * SIZE}, {SIZE}, {HEADS * SIZE}, 1"
+
+_SCORES = "multiply apply1{bias} reduce3 apply9 apply12 reduce0 apply14 apply0 apply6 multiply"
+PLAIN, BIASED = [f"ask about {_SCORES.format(bias=bias)}" for bias in ("", " apply0")]
+
+
+def program(arguments: str = "none, false", name: str = "attention", kept: str = "_", bias: int = 1) -> NativeProgram:
+    """A program that attends, of flat tensors; one of a new name knows of no plan yet."""
+    taken = ", ".join(f"%{item}_memory: borrowed bf16[{COUNT}]@cuda:0" for item in ("q", "k", "v", "b"))
+    views = [f"  %{item} = memory.view(%{item}_memory) : bf16[{RESULT}]@cuda:0" for item in ("q", "k", "v")]
+    views.append(f"  %b = memory.view(%b_memory) : bf16[{BATCH}, 1, {bias}, {LENGTH}]@cuda:0")
+    kind = "none" if kept == "_" else f"f32[{BATCH}, {HEADS}, {LENGTH}, 1]@cuda:0"
+    call = f"extern.call @aten._scaled_dot_product_cudnn_attention.default(%q, %k, %v, {arguments})"
+    results = ", ".join([f"bf16[{RESULT}]@cuda:0", kind, *["none"] * 7])
+    text = "\n".join([
+        f"program @{name}({taken}) {{", *views,
+        f"  %out, {kept}, _, _, _, _, _, _, _ = {call} : {results}",
+        "  control.return(%out)", "}\n",
+    ])  # fmt: skip
+    return load_program(compile_cpp(to_cpp(fxwrap.parse(text)).source, name="attention"))
+
+
+def given(driver: FakeDriver, *, skipped: int = 0) -> list[Tensor]:
+    return [driver.tensor(COUNT, torch.bfloat16, skipped=skipped) for _ in range(4)]
+
+
+def asked(driver: FakeDriver, run: NativeProgram, *, skipped: int = 0) -> list[str]:
+    """What the library is asked by a call, which ends where memory is allocated on a device that is not there."""
+    with by_operator():
+        run(*given(driver, skipped=skipped))
+    return [line for line in driver.log() if line.startswith(("ask", "plan"))]
+
+
+def test_the_library_is_told_all_that_attention_is(driver: FakeDriver) -> None:
+    run = program(name="told")
+    assert asked(driver, run) == [PLAIN, "plan 0"]
+    assert asked(driver, run) == []
+
+
+@pytest.mark.parametrize("rows", [1, LENGTH])
+def test_a_bias_is_added(rows: int, driver: FakeDriver) -> None:
+    assert asked(driver, program("%b, false, 0.0, false, false, scale=0.5", f"biased_{rows}", bias=rows)) == [
+        BIASED, "plan 0",
+    ]  # fmt: skip
+
+
+_OTHERS = {
+    "causal": "none, false, 0.0, true",
+    "dropout": "none, false, 0.5",
+    "a mask to debug": "none, false, 0.0, false, true",
+}
+
+
+@pytest.mark.parametrize("name", _OTHERS)
+def test_other_attention_is_left_to_the_operator(name: str, driver: FakeDriver) -> None:
+    assert asked(driver, program(_OTHERS[name], f"left_{len(name)}")) == []
+
+
+def test_what_a_backward_needs_is_left_to_the_operator(driver: FakeDriver) -> None:
+    assert asked(driver, program("none, true", "backward", kept="%logarithms")) == []
+
+
+def test_addresses_that_16_does_not_divide_are_left_to_the_operator(driver: FakeDriver) -> None:
+    assert asked(driver, program(name="skipped"), skipped=1) == []
+
+
+def test_what_the_library_refuses_is_left_to_the_operator(driver: FakeDriver) -> None:
+    run = program(name="refused")
+    driver.set("heuristics", 3000)
+    try:
+        assert asked(driver, run) == [PLAIN]
+        assert asked(driver, run) == []
+    finally:
+        driver.set("heuristics", 0)
+
+
+@pytest.fixture
+def usual() -> Any:
+    """Puts torch's choices back."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_what_torch_is_told_to_do_otherwise_is_left_to_it(driver: FakeDriver, usual: None) -> None:
+    run: Callable[..., Any] = program(name="deterministic")
+    torch.use_deterministic_algorithms(True)
+    assert asked(driver, run) == []
