@@ -428,13 +428,21 @@ def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
 
 
 def _planning(program: Program, options: Options) -> str:
-    """Returns how the allocations of a program share memory: the option, or what its default stands for."""
+    """Returns how the allocations of a program share memory: the option, or what its default stands for.
+
+    A pool is there throughout. In a backward, which gives back what it is given, that would be on top of inputs that are
+    still there, and of memory that operators take for themselves, at moments when less was needed.
+    """
     if options.memory_planning != "default":
         return options.memory_planning
+    if _emitter(options) != "cpp" or options.cuda_graphs:
+        return "none"
     pooled = {device_type for device_type, spec in options.device_specs().items() if spec.pools}
-    types = [item.value.type for item in program.inputs if isinstance(item.value, Value)]
+    given = [item for item in program.inputs if isinstance(item.value, Value)]
+    types = [item.value.type for item in given if isinstance(item.value, Value)]
     is_pooled = any(isinstance(type_, TensorType) and type_.device.type in pooled for type_ in types)
-    return "auto" if is_pooled and _emitter(options) == "cpp" and not options.cuda_graphs else "none"
+    gives_back = any(item.ownership in (Ownership.OWNED, Ownership.SHARED) for item in given)
+    return "auto" if is_pooled and not gives_back else "none"
 
 
 def plan_program(program: Program, options: Options) -> MemoryPlan:

@@ -75,7 +75,8 @@ class Options:
         memory_planning: how allocations share memory: "none"; "reuse", freed memory serves a later allocation; or in
             pools: "auto" (the best of the quick algorithms, and a search where they waste memory and the program is
             small), or one algorithm by name: see `assign_offsets`. "default" is "auto" where emitted C++ runs on a
-            device of which `DeviceSpec.pools` says so (GPUs) without `cuda_graphs`, and else "none".
+            device of which `DeviceSpec.pools` says so (GPUs) without `cuda_graphs`, in programs that give back none of
+            their inputs, as a backward does; else "none".
         memory_slack: by what part of the peak without pools the one with pools may exceed it (0.02 for 2%), for fewer
             allocations. By default it never does.
         check_memory: run the program line by line, whatever the emitter, with its memory watched: it is filled with NaN

@@ -23,7 +23,7 @@ COUNT = BATCH * HEADS * LENGTH * SIZE
 HEAD = f"{BATCH}, {HEADS}, {LENGTH}, {SIZE}"
 RESULT = f"{HEAD} | {LENGTH * HEADS * SIZE}, {SIZE}, {HEADS * SIZE}, 1"
 
-_SCORES = "multiply apply1{bias} reduce3 apply9 apply12 reduce0 apply14 apply0 apply6 multiply"
+_SCORES = "multiply apply1{bias} reduce3 apply9 apply13 reduce0 apply15 apply0 apply6 multiply"
 PLAIN, BIASED = [f"ask about {_SCORES.format(bias=bias)}" for bias in ("", " apply0")]
 
 

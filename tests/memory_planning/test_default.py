@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.device_spec import CPU
+from fxwrap.wrapper_ir import Ownership
 
 POOLED = (replace(CPU, pools=True),)
 
@@ -37,3 +38,15 @@ def test_default(name: str) -> None:
     compiled = fxwrap.compile_graph(make_fx(function)(x), [x], options=fxwrap.Options(**options))  # type: ignore[arg-type]
     assert (compiled.plan is not None) == planned
     torch.testing.assert_close(compiled(x)[0], function(x))
+
+
+def test_a_program_that_gives_back_its_inputs_has_no_pools() -> None:
+    """As a backward does: a pool would be on top of what it has not given back yet."""
+    x = torch.randn(8, 8)
+    graph, options = make_fx(function)(x), fxwrap.Options(emitter="cpp", devices=POOLED)
+    planned = {
+        kind: fxwrap.compile_graph(graph, [x], options=options, ownership=[kind]).plan is not None for kind in Ownership
+    }
+    assert planned == {
+        Ownership.BORROWED: True, Ownership.MUTABLE: True, Ownership.SHARED: False, Ownership.OWNED: False,
+    }  # fmt: skip

@@ -57,7 +57,7 @@ constexpr int32_t of_reduction_mode = 18;
 // cudnnDataType_t, cudnnConvolutionMode_t, cudnnBackendHeurMode_t,
 constexpr int32_t float32 = 0, float16 = 2, bfloat16 = 9, cross_correlation = 1, instantly = 0, by_trees = 3;
 // cudnnPointwiseMode_t, cudnnReduceTensorOp_t,
-constexpr int32_t add = 0, times = 1, divide = 6, subtract = 9, exponential = 12, logarithm = 14;
+constexpr int32_t add = 0, times = 1, divide = 6, subtract = 9, exponential = 13, logarithm = 15;
 constexpr int32_t sum = 0, maximum = 3;
 // and cudnnBackendAttributeName_t.
 constexpr int32_t pointwise_mode = 0, pointwise_dtype = 1;
@@ -279,9 +279,10 @@ AttentionPlan::AttentionPlan(const Attention& problem) : Plan(problem.device), p
   const Descriptor logarithms = one_a_row();
   apply(logarithm, {sums}, logarithms);
   apply(add, {largest, logarithms}, one_a_row());
-  const Descriptor shares = scores(half(problem.bfloat));
+  const Descriptor shares = scores(half(problem.bfloat)), value = given(problem.value, problem.value_strides);
+  const Descriptor result = given(problem.query, problem.result_strides);
   apply(divide, {exponentials, sums}, shares);
-  multiply(shares, given(problem.value, problem.value_strides), given(problem.query, problem.result_strides));
+  multiply(shares, value, result);
   choose(operations_, by_trees);
 }
 
