@@ -430,8 +430,8 @@ def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
 def _planning(program: Program, options: Options) -> str:
     """Returns how the allocations of a program share memory: the option, or what its default stands for.
 
-    A pool is there throughout. In a backward, which gives back what it is given, that would be on top of inputs that are
-    still there, and of memory that operators take for themselves, at moments when less was needed.
+    A pool is there throughout. In a backward, which gives back what it is given, that would be on top of inputs that
+    are still there, and of memory that operators take for themselves, at moments when less was needed.
     """
     if options.memory_planning != "default":
         return options.memory_planning
