@@ -3,7 +3,7 @@
 Each line of its output is a JSON object with what was just found out, so that a process that is cut off has said
 something:
 
-    {"side": ..., "measure": "error" | "memory" | "counts" | "time" | "host" | "classes" | "compile" | "failure", ...}
+    {"side": ..., "measure": "error" | "memory" | "time" | "host" | "wrapper" | "classes" | "compile" | "failure", ...}
 
     python benchmarks/gpu_jobs.py JOB_AS_JSON
 """
@@ -17,10 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -159,6 +161,64 @@ def _counted(run: Callable[[int], Any], calls: int) -> Callable[[], object]:
     return sample
 
 
+def wrappers(job: Job) -> dict[str, Contender]:
+    """What each side without CUDA graphs made of the model's one graph, to be called without Dynamo and AOTAutograd."""
+    if job.training:
+        return {}
+    found = {}
+    for side in job.backends:
+        if side == "eager" or side.endswith("+graphs"):
+            continue
+        keeper = _Keeper()
+        torch._dynamo.reset()
+        try:
+            backend = _backend_around(job, side, keeper.around)
+            with torch._functorch.config.patch(enable_autograd_cache=False):  # by which no compiler would be asked
+                call(job, torch.compile(job.build(), backend=backend, fullgraph=True), job.inputs(0))
+        except Exception as problem:  # noqa: BLE001 - one side's failure is a cell of the table
+            say(side=side, measure="failure", text=first_line(problem))
+            continue
+        found[side] = Contender(keeper.again, 1)
+    return found
+
+
+class _Keeper:
+    """Keeps what a compiler gave for a graph, and the inputs of its last call."""
+
+    def __init__(self) -> None:
+        self._run: Callable[[list[Any]], Any]
+        self._inputs: list[Any]
+
+    def around(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiler, what it gives kept."""
+
+        def compiled(*arguments: Any, **keywords: Any) -> Any:
+            made = compiler(*arguments, **keywords)
+            self._run = made.boxed if isinstance(made, Compiled) else made
+
+            def boxed(inputs: list[Any]) -> Any:
+                self._inputs = list(inputs)
+                return self._run(inputs)
+
+            if isinstance(made, Compiled):
+                return SimpleNamespace(program=made.program, boxed=boxed)
+            boxed._boxed_call = True  # type: ignore[attr-defined]
+            return boxed
+
+        return compiled
+
+    def again(self) -> None:
+        """Calls it with the same inputs."""
+        with torch.no_grad():
+            self._run(list(self._inputs))
+
+
+def measure_wrappers(job: Job, contenders: Mapping[str, Contender]) -> None:
+    """Says medians of the host's time of one call of each, the device's queue empty before."""
+    for side, timed in interleaved_host_times(contenders, job.rounds, torch.device(job.device), wait=False).items():
+        say(side=side, measure="wrapper", seconds=timed.median)
+
+
 # Memory and counts
 
 
@@ -244,17 +304,8 @@ def measure_compile(job: Job) -> None:
     small function goes through the backend before, which pays what a process pays once.
     """
     (side,) = job.backends
-    name, chosen = switches(side)
     timer = _Timer()
-    if name == "fxwrap":
-        options = Options.from_mapping({**(job.options or {}), **chosen})
-        backend: Any = make_backend(options, timer.around(compile_graph))
-    else:
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-        def backend(graph: Any, inputs: Any) -> Any:
-            return compile_fx(graph, inputs, inner_compile=timer.around(compile_fx_inner), config_patches=chosen)
-
+    backend = _backend_around(job, side, timer.around)
     small = torch.compile(lambda x: torch.softmax(x * 2 + 1, dim=-1), backend=backend)
     with torch.set_grad_enabled(job.training):
         given = small(torch.randn(64, 64, device=job.device, requires_grad=job.training))
@@ -270,6 +321,20 @@ def measure_compile(job: Job) -> None:
     synchronize(torch.device(job.device))
     whole = time.perf_counter() - start
     say(side=side, measure="compile", seconds=timer.seconds, first_call=whole, setup=setup, **timer.counts)
+
+
+def _backend_around(job: Job, side: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """A side as a backend whose compiler of one graph has something around it."""
+    name, chosen = switches(side)
+    if name == "fxwrap":
+        options = Options.from_mapping({**(job.options or {}), **chosen})
+        return make_backend(options, around(compile_graph))
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return compile_fx(graph, inputs, inner_compile=around(compile_fx_inner), config_patches=chosen)
+
+    return backend
 
 
 class _Timer:
@@ -319,10 +384,12 @@ def main() -> None:
         if "compile" in tasks:
             measure_compile(job)
         sides = prepared(job) if {"run", "profile"} & set(tasks) else {}
+        alone_ones = wrappers(job) if "run" in tasks else {}
     with alone(job.lock):
         if "run" in tasks:
             measure_memory(job, sides)
             measure_times(job, sides)
+            measure_wrappers(job, alone_ones)
         if "profile" in tasks:
             measure_classes(job, sides)
 

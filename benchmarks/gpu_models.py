@@ -16,7 +16,8 @@ compiles. All sides of a model are timed in one process in interleaved rounds. C
 
 - ms: median of a call with the device's work, many calls in a row; "/ inductor" is its ratio to Inductor's of the same
   kind (`+graphs` to `inductor:+graphs`, else to `inductor`).
-- host us: median until one call returns, the device's queue empty before.
+- host us: median until one call returns, the device's queue empty before; wrapper us: the same of what the compiler
+  made of the model's graph, without Dynamo's guards and AOTAutograd's wrappers, which are torch's (forward only).
 - error: norm(difference) / norm(reference in float64), of the worst output; or of loss, all gradients, all weights.
 - peak MB: most memory that a call holds beyond what is there before it; held MB: what compiling and three calls left.
 - allocs: allocations of a call. Of the profile: kernels and microseconds a call by class, and what is idle between.
@@ -155,7 +156,10 @@ def number(value: Any, scale: float = 1.0, form: str = ".2f") -> str:
 
 def run_table(row: Row) -> str:
     """The run times of a model, a line a side."""
-    heads = ("ms", "/ inductor", "host us", "/ inductor", "error", "peak MB", "/ inductor", "held MB", "allocs")
+    heads = (
+        "ms", "/ inductor", "host us", "/ inductor", "wrapper us", "/ inductor", "error", "peak MB", "/ inductor",
+        "held MB", "allocs",
+    )  # fmt: skip
     lines = ["", f"{row.name:<22}" + "".join(f"{head:>12}" for head in heads)]
     for side, found in row.found.items():
         if "failure" in found:
@@ -166,6 +170,7 @@ def run_table(row: Row) -> str:
         cells = (
             number(row.fact(side, "time", "seconds"), 1e3, ".3f"), number(row.ratio(side, "time", "seconds")),
             number(row.fact(side, "host", "seconds"), 1e6, ".0f"), number(row.ratio(side, "host", "seconds")),
+            number(row.fact(side, "wrapper", "seconds"), 1e6, ".0f"), number(row.ratio(side, "wrapper", "seconds")),
             number(row.fact(side, "error", "error"), 1, ".1e"), number(row.fact(side, "memory", "peak"), 1e-6, ".1f"),
             number(row.ratio(side, "memory", "peak")), number(row.fact(side, "error", "held"), 1e-6, ".1f"),
             number(row.fact(side, "memory", "allocations"), 1, "d"),
@@ -202,8 +207,8 @@ def summary(rows: Sequence[Row]) -> str:
     """Geometric means over the models, and the worst, of each side's ratios to Inductor's."""
     lines = [""]
     for measure, name, title in (
-        ("time", "seconds", "time"), ("host", "seconds", "host time"), ("memory", "peak", "peak memory"),
-        ("compile", "seconds", "compile time"),
+        ("time", "seconds", "time"), ("host", "seconds", "host time"), ("wrapper", "seconds", "wrapper's time"),
+        ("memory", "peak", "peak memory"), ("compile", "seconds", "compile time"),
     ):  # fmt: skip
         for side in [side for side in SIDES if side.startswith("fxwrap")]:
             ratios = {row.name: ratio for row in rows if (ratio := row.ratio(side, measure, name))}

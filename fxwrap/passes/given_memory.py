@@ -16,6 +16,7 @@ OUT_FORMS: Mapping[str, str] = {
     "aten.baddbmm.default": "aten.baddbmm.out",
     "aten.mv.default": "aten.mv.out",
     "aten.addmv.default": "aten.addmv.out",
+    "aten._addmm_activation.default": "aten._addmm_activation.out",
 }
 """Operators whose out= form is the same computation, written where it is told to.
 
