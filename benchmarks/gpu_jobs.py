@@ -170,7 +170,6 @@ def wrappers(job: Job) -> dict[str, Contender]:
         if side == "eager" or side.endswith("+graphs"):
             continue
         keeper = _Keeper()
-        torch._dynamo.reset()
         try:
             backend = _backend_around(job, side, keeper.around)
             with torch._functorch.config.patch(enable_autograd_cache=False):  # by which no compiler would be asked
