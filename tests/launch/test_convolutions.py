@@ -168,17 +168,14 @@ def test_the_first_plan_that_can_be_made_is_taken(driver: FakeDriver) -> None:
     assert memory.seen[2].any()
 
 
-def test_descriptors_of_forgotten_plans_are_given_back(driver: FakeDriver) -> None:
-    """A call site keeps plans for eight problems: here alignments differ, and addresses at each call."""
+def test_descriptors_of_earlier_addresses_are_given_back(driver: FakeDriver) -> None:
     how = Convolution()
-    run = how.program("forgets")
+    run = how.program("moves")
     counts = []
-    for _ in range(4):
-        for skipped in (0, 1, 2, 4, 8, 16, 32, 64, 128):
-            memory = Memory(driver, how, skipped=skipped)
-            run(*memory.given)
+    for _ in range(20):
+        run(*Memory(driver, how, skipped=1).given)
         counts.append(driver.descriptors())
-    assert counts[1] == counts[2] == counts[3]
+    assert len(set(counts)) == 1
 
 
 @no_gpu
@@ -242,3 +239,11 @@ def test_a_weight_of_another_order_is_left_to_the_operator(channels_last: bool, 
     with by_operator():
         how.program()(*Memory(driver, how).given)
     assert not driver.log()
+
+
+def test_call_sites_with_one_problem_have_one_plan(driver: FakeDriver) -> None:
+    how = Convolution()
+    memory = Memory(driver, how)
+    for name in ("first", "second"):
+        how.program(name)(*memory.given)
+    assert sum(line.startswith("plan") for line in driver.log()) == 1

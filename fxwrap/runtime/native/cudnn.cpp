@@ -2,6 +2,7 @@
 #include "cudnn.h"
 
 #include <algorithm>
+#include <deque>
 #include <iterator>
 #include <mutex>
 #include <utility>
@@ -89,44 +90,68 @@ Handle* handle_of(const Functions& functions, int device) {
   return found.handle == nullptr ? nullptr : &found;
 }
 
+// The engines of this process by their problems, the newest last.
+template <class Problem>
+struct Engines {
+  static constexpr size_t most = 1024;
+  std::mutex mutex;
+  std::deque<std::pair<Problem, std::shared_ptr<const Engine>>> known;
+
+  template <class Made>
+  std::shared_ptr<const Engine> find(const Problem& problem) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = std::find_if(known.rbegin(), known.rend(), [&](const auto& item) { return item.first == problem; });
+    if (found != known.rend()) return found->second;
+    if (known.size() == most) known.pop_front();
+    return known.emplace_back(problem, std::make_shared<const Made>(problem)).second;
+  }
+  void forget() {
+    std::lock_guard<std::mutex> lock(mutex);
+    known.clear();
+  }
+};
+
+// Never destroyed: the library may be gone before this one.
+auto& convolutions = *new Engines<Convolution>;
+auto& attentions = *new Engines<Attention>;
+
 int32_t half(bool is_bfloat) { return is_bfloat ? bfloat16 : float16; }
 
 }  // namespace
 
-// --- plans ------------------------------------------------------------------------------------------------------------
+// --- engines and plans ------------------------------------------------------------------------------------------------
 
-Plan::Plan(int device) : device_(device), library_(library.functions()) {
+Engine::Engine(int device) : device_(device), library_(library.functions()) {
   if (library_ == nullptr || device < 0 || device >= driver::most_devices) return;
   const driver::On there(device);
   const driver::WhileCapturing anyway;
   handle_ = handle_of(*library_, device);
 }
 
-Plan::~Plan() {
-  if (pack_ != nullptr) library_->destroy_descriptor(pack_);
+Engine::~Engine() {
   for (auto descriptor = made_.rbegin(); descriptor != made_.rend(); ++descriptor) {
     library_->destroy_descriptor(*descriptor);
   }
 }
 
-Plan::Descriptor Plan::make(int32_t kind) {
+Engine::Descriptor Engine::make(int32_t kind) {
   Descriptor made = nullptr;
   if (handle_ == nullptr || library_->create_descriptor(kind, &made) != 0) return nullptr;
   made_.push_back(made);
   return made;
 }
 
-bool Plan::set(Descriptor to, int32_t attribute, int32_t type, const void* values, int64_t count) const {
+bool Engine::set(Descriptor to, int32_t attribute, int32_t type, const void* values, int64_t count) const {
   return to != nullptr && library_->set_attribute(to, attribute, type, count, values) == 0;
 }
 
-bool Plan::set(Descriptor to, int32_t attribute, Descriptor value) const {
+bool Engine::set(Descriptor to, int32_t attribute, Descriptor value) const {
   return value != nullptr && set(to, attribute, of_descriptor, &value);
 }
 
-bool Plan::finish(Descriptor descriptor) const { return library_->finalize(descriptor) == 0; }
+bool Engine::finish(Descriptor descriptor) const { return library_->finalize(descriptor) == 0; }
 
-Plan::Descriptor Plan::tensor(const Tensor& what) {
+Engine::Descriptor Engine::tensor(const Tensor& what) {
   const int64_t name = ++tensors_, bytes = what.alignment, dimensions = int64_t(what.sizes.size());
   const Descriptor made = make(tensor_descriptor);
   const bool is_complete = set(made, tensor_dtype, of_dtype, &what.dtype) && set(made, tensor_name, of_int64, &name) &&
@@ -140,10 +165,11 @@ Plan::Descriptor Plan::tensor(const Tensor& what) {
   return made;
 }
 
-void Plan::choose(const std::vector<Descriptor>& operations, int32_t mode) {
+void Engine::choose(const std::vector<Descriptor>& operations, int32_t mode) {
   if (std::count(operations.begin(), operations.end(), nullptr) > 0) return;
   const driver::On there(device_);
   const driver::WhileCapturing anyway;
+  std::lock_guard<std::mutex> lock(handle_->mutex);
   const Descriptor graph = make(graph_descriptor), heuristic = make(heuristic_descriptor);
   usable_ = set(graph, graph_handle, of_handle, &handle_->handle) &&
             set(graph, graph_operations, of_descriptor, operations.data(), int64_t(operations.size())) &&
@@ -151,7 +177,7 @@ void Plan::choose(const std::vector<Descriptor>& operations, int32_t mode) {
             set(heuristic, heuristic_mode, of_heuristic_mode, &mode) && finish(heuristic) && find_plan(heuristic);
 }
 
-bool Plan::find_plan(Descriptor heuristic) {
+bool Engine::find_plan(Descriptor heuristic) {
   Descriptor choices[most_choices];
   std::generate(std::begin(choices), std::end(choices), [&] { return make(choice_descriptor); });
   int64_t count = 0;
@@ -170,30 +196,39 @@ bool Plan::find_plan(Descriptor heuristic) {
   return false;
 }
 
+Plan::Plan(std::shared_ptr<const Engine> engine) : engine_(std::move(engine)), usable_(engine_->usable_) {}
+
+Plan::~Plan() {
+  if (pack_ != nullptr) engine_->library_->destroy_descriptor(pack_);
+}
+
 // Puts addresses where the library reads them, if they are not there already.
 bool Plan::pack(const std::vector<const void*>& memory, void* workspace) {
   if (pack_ != nullptr && packed_ == memory && packed_workspace_ == workspace) return true;
-  if (pack_ != nullptr) library_->destroy_descriptor(pack_);
+  const Functions& library = *engine_->library_;
+  if (pack_ != nullptr) library.destroy_descriptor(pack_);
   pack_ = nullptr;
-  if (memory.size() != names_.size() || library_->create_descriptor(pack_descriptor, &pack_) != 0) return false;
+  const std::vector<int64_t>& names = engine_->names_;
+  if (memory.size() != names.size() || library.create_descriptor(pack_descriptor, &pack_) != 0) return false;
   packed_ = memory;
   packed_workspace_ = workspace;
-  const int64_t count = int64_t(names_.size());
-  return set(pack_, pack_addresses, of_pointer, packed_.data(), count) &&
-         set(pack_, pack_names, of_int64, names_.data(), count) && set(pack_, pack_workspace, of_pointer, &workspace) &&
-         finish(pack_);
+  const int64_t count = int64_t(names.size());
+  return engine_->set(pack_, pack_addresses, of_pointer, packed_.data(), count) &&
+         engine_->set(pack_, pack_names, of_int64, names.data(), count) &&
+         engine_->set(pack_, pack_workspace, of_pointer, &workspace) && engine_->finish(pack_);
 }
 
 bool Plan::run(const std::vector<const void*>& memory, void* workspace) {
-  const driver::On there(device_);
-  Pointer stream = driver::current_stream(device_);
-  std::lock_guard<std::mutex> lock(handle_->mutex);
+  Handle& handle = *engine_->handle_;
+  const driver::On there(engine_->device_);
+  Pointer stream = driver::current_stream(engine_->device_);
+  std::lock_guard<std::mutex> lock(handle.mutex);
   usable_ = pack(memory, workspace);
-  if (usable_ && handle_->stream != stream) {
-    usable_ = library_->set_stream(handle_->handle, stream) == 0;
-    if (usable_) handle_->stream = stream;
+  if (usable_ && handle.stream != stream) {
+    usable_ = engine_->library_->set_stream(handle.handle, stream) == 0;
+    if (usable_) handle.stream = stream;
   }
-  usable_ = usable_ && library_->execute(handle_->handle, plan_, pack_) == 0;
+  usable_ = usable_ && engine_->library_->execute(handle.handle, engine_->plan_, pack_) == 0;
   return usable_;
 }
 
@@ -209,11 +244,22 @@ Sizes Convolution::result() const {
   return sizes;
 }
 
-ConvolutionPlan::ConvolutionPlan(const Convolution& problem) : Plan(problem.device), problem_(problem) {
-  choose({operation()}, instantly);
-}
+class ConvolutionEngine final : public Engine {
+ public:
+  explicit ConvolutionEngine(const Convolution& problem) : Engine(problem.device), problem_(problem) {
+    choose({operation()}, instantly);
+  }
 
-Plan::Descriptor ConvolutionPlan::operation() {
+ private:
+  Descriptor operation();
+
+  const Convolution problem_;
+};
+
+ConvolutionPlan::ConvolutionPlan(const Convolution& problem)
+    : Plan(convolutions.find<ConvolutionEngine>(problem)), problem_(problem) {}
+
+Engine::Descriptor ConvolutionEngine::operation() {
   const auto dense = [&](const Sizes& sizes, uint32_t alignment) {
     Tensor what{{sizes.begin(), sizes.begin() + problem_.dimensions}, {}, half(problem_.bfloat), alignment};
     what.strides.resize(what.sizes.size());
@@ -252,7 +298,26 @@ Plan::Descriptor ConvolutionPlan::operation() {
 
 // The library knows attention by the operations that it is made of, in the order of its documentation; the logarithms of
 // the sums, which only a backward reads, are among them.
-AttentionPlan::AttentionPlan(const Attention& problem) : Plan(problem.device), problem_(problem) {
+class AttentionEngine final : public Engine {
+ public:
+  explicit AttentionEngine(const Attention& problem);
+
+ private:
+  Descriptor scores(int32_t dtype = float32);  // tensors inside the engine, as those of the next
+  Descriptor one_a_row();
+  void add_operation(Descriptor made, bool is_complete);
+  void multiply(Descriptor left, Descriptor right, Descriptor result);
+  void apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result);
+  void reduce(int32_t mode, Descriptor x, Descriptor result);
+
+  const Attention problem_;
+  std::vector<Descriptor> operations_;
+};
+
+AttentionPlan::AttentionPlan(const Attention& problem)
+    : Plan(attentions.find<AttentionEngine>(problem)), problem_(problem) {}
+
+AttentionEngine::AttentionEngine(const Attention& problem) : Engine(problem.device), problem_(problem) {
   const auto given = [&](const Four& sizes, const Four& strides) {
     return tensor({{sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, half(problem.bfloat)});
   };
@@ -286,29 +351,29 @@ AttentionPlan::AttentionPlan(const Attention& problem) : Plan(problem.device), p
   choose(operations_, by_trees);
 }
 
-Plan::Descriptor AttentionPlan::scores(int32_t dtype) {
+Engine::Descriptor AttentionEngine::scores(int32_t dtype) {
   const auto [batch, heads, rows, _] = problem_.query;
   const int64_t columns = problem_.key[2];
   return tensor({{batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, dtype, 16, true});
 }
 
-Plan::Descriptor AttentionPlan::one_a_row() {
+Engine::Descriptor AttentionEngine::one_a_row() {
   const auto [batch, heads, rows, _] = problem_.query;
   return tensor({{batch, heads, rows, 1}, {heads * rows, rows, 1, 1}, float32, 16, true});
 }
 
-void AttentionPlan::add_operation(Descriptor made, bool is_complete) {
+void AttentionEngine::add_operation(Descriptor made, bool is_complete) {
   operations_.push_back(is_complete && finish(made) ? made : nullptr);
 }
 
-void AttentionPlan::multiply(Descriptor left, Descriptor right, Descriptor result) {
+void AttentionEngine::multiply(Descriptor left, Descriptor right, Descriptor result) {
   const Descriptor how = make(product_descriptor), made = make(multiply_descriptor);
   add_operation(made, set(how, product_dtype, of_dtype, &float32) && finish(how) && set(made, multiply_how, how) &&
                           set(made, multiply_left, left) && set(made, multiply_right, right) &&
                           set(made, multiply_result, result));
 }
 
-void AttentionPlan::apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result) {
+void AttentionEngine::apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result) {
   const Descriptor how = make(pointwise_descriptor), made = make(apply_descriptor);
   bool is_complete = set(how, pointwise_mode, of_pointwise_mode, &mode) &&
                      set(how, pointwise_dtype, of_dtype, &float32) && finish(how) && set(made, apply_what, how) &&
@@ -318,7 +383,7 @@ void AttentionPlan::apply(int32_t mode, std::initializer_list<Descriptor> operan
   add_operation(made, is_complete);
 }
 
-void AttentionPlan::reduce(int32_t mode, Descriptor x, Descriptor result) {
+void AttentionEngine::reduce(int32_t mode, Descriptor x, Descriptor result) {
   const Descriptor how = make(reduction_descriptor), made = make(reduce_descriptor);
   add_operation(made, set(how, reduction_mode, of_reduction_mode, &mode) &&
                           set(how, reduction_dtype, of_dtype, &float32) && finish(how) && set(made, reduce_how, how) &&
@@ -330,6 +395,8 @@ void use(const char* path) {
     std::lock_guard<std::mutex> lock(handle.mutex);
     handle.handle = handle.stream = nullptr;
   }
+  convolutions.forget();
+  attentions.forget();
   library.use(path);
 }
 

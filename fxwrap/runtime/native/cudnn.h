@@ -1,13 +1,14 @@
 // Convolutions and attention by cuDNN, found at run time where torch has loaded it. No CUDA header or toolkit takes part.
 //
-// torch looks its plan up by all that describes a call each time, after three operators have looked at the arguments. Here
-// a plan is kept for as long as sizes, layouts and alignments stay what they were.
+// torch looks up how by all that describes a call each time, after three operators have looked at the arguments. Here a call
+// site keeps that for as long as sizes, layouts and alignments stay what they were.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <vector>
 
 #include "bridge.h"
@@ -17,20 +18,13 @@ namespace fxwrap::cudnn {
 struct Functions;  // the library's
 struct Handle;     // of the library for a device
 
-// How the library does something. Used by one thread at a time.
-class Plan {
+// How the library does something, of which all call sites with one problem have the same: to make one may take it a tenth
+// of a second, since it compiles.
+class Engine {
  public:
-  ~Plan();
-  Plan(const Plan&) = delete;
-  Plan& operator=(const Plan&) = delete;
-
-  // Whether the library can do it; what follows is only then defined.
-  bool usable() const { return usable_; }
-  size_t workspace() const { return size_t(workspace_); }
-
-  // Starts it on torch's current stream of the device, with the memory of its tensors in the order of the plan's kind.
-  // Returns false, and is not usable any more, where the library refuses.
-  bool run(const std::vector<const void*>& memory, void* workspace);
+  virtual ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
 
  protected:
   using Descriptor = void*;  // null where the library refuses; what takes a null one is refused
@@ -40,13 +34,13 @@ class Plan {
     std::vector<int64_t> sizes, strides;
     int32_t dtype;
     uint32_t alignment = 16;
-    bool is_inside = false;  // of the plan: it has no memory
+    bool is_inside = false;  // of the engine: it has no memory
     bool is_number = false;  // on the host
   };
 
-  explicit Plan(int device);
+  explicit Engine(int device);
   // Asks the library how to do operations, and takes the first of the ways that it then can go, as torch does. Of the
-  // tensors that were made, those that have memory are given it by `run` in the order in which they were made.
+  // tensors that were made, those that have memory are given it in the order in which they were made.
   void choose(const std::vector<Descriptor>& operations, int32_t mode);
 
   Descriptor tensor(const Tensor& what);
@@ -56,8 +50,8 @@ class Plan {
   bool finish(Descriptor descriptor) const;
 
  private:
+  friend class Plan;
   bool find_plan(Descriptor heuristic);
-  bool pack(const std::vector<const void*>& memory, void* workspace);
 
   const int device_;
   const Functions* const library_;
@@ -66,9 +60,34 @@ class Plan {
   int64_t workspace_ = 0;
   int64_t tensors_ = 0;
   std::vector<int64_t> names_;    // of the tensors that have memory
-  std::vector<Descriptor> made_;  // all but the pack, in the order in which they were made
+  std::vector<Descriptor> made_;  // in the order in which they were made
   Descriptor plan_ = nullptr;
-  Descriptor pack_ = nullptr;  // the addresses of the last call, which follow
+};
+
+// An engine with the addresses of a call site's last call. Used by one thread at a time.
+class Plan {
+ public:
+  ~Plan();
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  // Whether the library can do it; what follows is only then defined.
+  bool usable() const { return usable_; }
+  size_t workspace() const { return size_t(engine_->workspace_); }
+
+  // Starts it on torch's current stream of the device, with the memory of its tensors in the order of the plan's kind.
+  // Returns false, and is not usable any more, where the library refuses.
+  bool run(const std::vector<const void*>& memory, void* workspace);
+
+ protected:
+  explicit Plan(std::shared_ptr<const Engine> engine);
+
+ private:
+  bool pack(const std::vector<const void*>& memory, void* workspace);
+
+  const std::shared_ptr<const Engine> engine_;
+  bool usable_;
+  void* pack_ = nullptr;  // the library's, of the addresses that follow
   std::vector<const void*> packed_;
   void* packed_workspace_ = nullptr;
 };
@@ -102,8 +121,6 @@ class ConvolutionPlan : public Plan {
   const Convolution& problem() const { return problem_; }
 
  private:
-  Descriptor operation();
-
   const Convolution problem_;
 };
 
@@ -129,18 +146,10 @@ class AttentionPlan : public Plan {
   const float* scale() const { return &problem_.scale; }
 
  private:
-  Descriptor scores(int32_t dtype = 0);  // of float32 or another; tensors inside the plan, as those of the next
-  Descriptor one_a_row();
-  void add_operation(Descriptor made, bool is_complete);
-  void multiply(Descriptor left, Descriptor right, Descriptor result);
-  void apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result);
-  void reduce(int32_t mode, Descriptor x, Descriptor result);
-
   const Attention problem_;
-  std::vector<Descriptor> operations_;
 };
 
-// Takes the library's functions from this file from now on, if it has them: for tests.
+// Takes the library's functions from this file from now on, if it has them, and forgets all engines: for tests.
 FXWRAP_API void use(const char* path);
 
 }  // namespace fxwrap::cudnn

@@ -61,7 +61,8 @@ class WhileCapturing {
 // torch's current stream of a device. Throws std::runtime_error.
 void* current_stream(int device);
 
-// Whether what a stream is given is recorded instead of run. Throws std::runtime_error.
+// Whether what a stream is given is recorded instead of run; true too where the driver does not tell, as of the default
+// stream while another is captured.
 bool is_capturing(void* stream);
 
 // Takes the driver's functions, and that of torch which gives the current stream, from this library from now on: for
