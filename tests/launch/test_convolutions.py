@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,32 +192,35 @@ def test_what_the_library_refuses_is_left_to_the_operator(failing: str, driver: 
         driver.set(failing, 0)
 
 
-@pytest.fixture
-def usual() -> Any:
-    """Puts torch's choices back."""
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.enabled = torch.backends.cudnn.allow_tf32 = True
-
-
-_OTHERS: dict[str, Callable[[], Any]] = {
-    "deterministic": lambda: torch.use_deterministic_algorithms(True),
-    "deterministic cuDNN": lambda: setattr(torch.backends.cudnn, "deterministic", True),
-    "timed": lambda: setattr(torch.backends.cudnn, "benchmark", True),
-    "without cuDNN": lambda: setattr(torch.backends.cudnn, "enabled", False),
-    "exact": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+_OTHERS: dict[str, dict[str, bool]] = {
+    "deterministic": {"deterministic": True},
+    "timed": {"benchmark": True},
+    "without cuDNN": {"enabled": False},
+    "exact": {"allow_tf32": False},
 }
 
 
 @no_gpu
 @pytest.mark.parametrize("name", _OTHERS)
-def test_what_torch_is_told_to_do_otherwise_is_left_to_it(name: str, driver: FakeDriver, usual: None) -> None:
+def test_what_torch_is_told_to_do_otherwise_is_left_to_it(name: str, driver: FakeDriver) -> None:
     how = Convolution()
     run = how.program()
-    _OTHERS[name]()
-    with by_operator():
+    flags: Any = torch.backends.cudnn.flags
+    with flags(**{"enabled": True, **_OTHERS[name]}), by_operator():
         run(*Memory(driver, how).given)
+    assert not driver.log()
+
+
+@no_gpu
+def test_deterministic_algorithms_are_left_to_the_operator(driver: FakeDriver) -> None:
+    how = Convolution()
+    run = how.program()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with by_operator():
+            run(*Memory(driver, how).given)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert not driver.log()
 
 
