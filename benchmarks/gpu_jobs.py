@@ -383,12 +383,12 @@ def main() -> None:
         if "compile" in tasks:
             measure_compile(job)
         sides = prepared(job) if {"run", "profile"} & set(tasks) else {}
-        alone_ones = wrappers(job) if "run" in tasks else {}
+        made_alone = wrappers(job) if "run" in tasks else {}
     with alone(job.lock):
         if "run" in tasks:
             measure_memory(job, sides)
             measure_times(job, sides)
-            measure_wrappers(job, alone_ones)
+            measure_wrappers(job, made_alone)
         if "profile" in tasks:
             measure_classes(job, sides)
 

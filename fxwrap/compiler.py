@@ -438,10 +438,9 @@ def _planning(program: Program, options: Options) -> str:
     if _emitter(options) != "cpp" or options.cuda_graphs:
         return "none"
     pooled = {device_type for device_type, spec in options.device_specs().items() if spec.pools}
-    given = [item for item in program.inputs if isinstance(item.value, Value)]
-    types = [item.value.type for item in given if isinstance(item.value, Value)]
+    types = [item.value.type for item in program.inputs if isinstance(item.value, Value)]
     is_pooled = any(isinstance(type_, TensorType) and type_.device.type in pooled for type_ in types)
-    gives_back = any(item.ownership in (Ownership.OWNED, Ownership.SHARED) for item in given)
+    gives_back = any(item.ownership in (Ownership.OWNED, Ownership.SHARED) for item in program.inputs)
     return "auto" if is_pooled and not gives_back else "none"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver as triton_driver
 
@@ -23,6 +25,14 @@ def driver(driver_library: Path) -> FakeDriver:
     found = FakeDriver(driver_library)
     found.log()
     return found
+
+
+@pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    """torch is to use deterministic algorithms only."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class _ChipThatIsNotHere:

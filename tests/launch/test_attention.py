@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -97,14 +94,5 @@ def test_what_the_library_refuses_is_left_to_the_operator(driver: FakeDriver) ->
         driver.set("heuristics", 0)
 
 
-@pytest.fixture
-def usual() -> Any:
-    """Puts torch's choices back."""
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def test_what_torch_is_told_to_do_otherwise_is_left_to_it(driver: FakeDriver, usual: None) -> None:
-    run: Callable[..., Any] = program(name="deterministic")
-    torch.use_deterministic_algorithms(True)
-    assert asked(driver, run) == []
+def test_deterministic_algorithms_are_left_to_the_operator(driver: FakeDriver, deterministic_algorithms: None) -> None:
+    assert asked(driver, program(name="deterministic")) == []

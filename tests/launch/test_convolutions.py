@@ -212,15 +212,10 @@ def test_what_torch_is_told_to_do_otherwise_is_left_to_it(name: str, driver: Fak
 
 
 @no_gpu
-def test_deterministic_algorithms_are_left_to_the_operator(driver: FakeDriver) -> None:
+def test_deterministic_algorithms_are_left_to_the_operator(driver: FakeDriver, deterministic_algorithms: None) -> None:
     how = Convolution()
-    run = how.program()
-    torch.use_deterministic_algorithms(True)
-    try:
-        with by_operator():
-            run(*Memory(driver, how).given)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with by_operator():
+        how.program()(*Memory(driver, how).given)
     assert not driver.log()
 
 

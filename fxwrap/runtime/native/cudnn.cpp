@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <initializer_list>
 #include <iterator>
 #include <mutex>
 #include <utility>
@@ -246,46 +247,44 @@ Sizes Convolution::result() const {
 
 class ConvolutionEngine final : public Engine {
  public:
-  explicit ConvolutionEngine(const Convolution& problem) : Engine(problem.device), problem_(problem) {
-    choose({operation()}, instantly);
+  explicit ConvolutionEngine(const Convolution& problem) : Engine(problem.device) {
+    choose({operation(problem)}, instantly);
   }
 
  private:
-  Descriptor operation();
-
-  const Convolution problem_;
+  Descriptor operation(const Convolution& problem);
 };
 
 ConvolutionPlan::ConvolutionPlan(const Convolution& problem)
     : Plan(convolutions.find<ConvolutionEngine>(problem)), problem_(problem) {}
 
-Engine::Descriptor ConvolutionEngine::operation() {
+Engine::Descriptor ConvolutionEngine::operation(const Convolution& problem) {
   const auto dense = [&](const Sizes& sizes, uint32_t alignment) {
-    Tensor what{{sizes.begin(), sizes.begin() + problem_.dimensions}, {}, half(problem_.bfloat), alignment};
+    Tensor what{{sizes.begin(), sizes.begin() + problem.dimensions}, {}, half(problem.bfloat), alignment};
     what.strides.resize(what.sizes.size());
     int64_t step = 1;
     const auto follow = [&](int dimension) {
       what.strides[dimension] = step;
       step *= sizes[dimension];
     };
-    if (problem_.channels_last) follow(1);
-    for (int dimension = problem_.dimensions - 1; dimension > 1; --dimension) follow(dimension);
-    if (!problem_.channels_last) follow(1);
+    if (problem.channels_last) follow(1);
+    for (int dimension = problem.dimensions - 1; dimension > 1; --dimension) follow(dimension);
+    if (!problem.channels_last) follow(1);
     follow(0);
     return tensor(what);
   };
-  const Descriptor input = dense(problem_.input, problem_.input_alignment);
-  const Descriptor weight = dense(problem_.weight, problem_.weight_alignment);
-  const Descriptor result = dense(problem_.result(), problem_.result_alignment);
-  const int64_t spatial = problem_.dimensions - 2;
+  const Descriptor input = dense(problem.input, problem.input_alignment);
+  const Descriptor weight = dense(problem.weight, problem.weight_alignment);
+  const Descriptor result = dense(problem.result(), problem.result_alignment);
+  const int64_t spatial = problem.dimensions - 2;
   const Descriptor how = make(convolution_descriptor);
   const bool is_known = set(how, convolution_dtype, of_dtype, &float32) &&
                         set(how, convolution_mode, of_convolution_mode, &cross_correlation) &&
                         set(how, spatial_dimensions, of_int64, &spatial) &&
-                        set(how, dilations, of_int64, problem_.dilation.data(), spatial) &&
-                        set(how, strides_of_filter, of_int64, problem_.stride.data(), spatial) &&
-                        set(how, paddings_before, of_int64, problem_.padding.data(), spatial) &&
-                        set(how, paddings_after, of_int64, problem_.padding.data(), spatial) && finish(how);
+                        set(how, dilations, of_int64, problem.dilation.data(), spatial) &&
+                        set(how, strides_of_filter, of_int64, problem.stride.data(), spatial) &&
+                        set(how, paddings_before, of_int64, problem.padding.data(), spatial) &&
+                        set(how, paddings_after, of_int64, problem.padding.data(), spatial) && finish(how);
   const float one = 1, zero = 0;
   const Descriptor forward = make(forward_descriptor);
   const bool is_complete = is_known && set(forward, forward_convolution, how) && set(forward, forward_input, input) &&
@@ -303,91 +302,81 @@ class AttentionEngine final : public Engine {
   explicit AttentionEngine(const Attention& problem);
 
  private:
-  Descriptor scores(int32_t dtype = float32);  // tensors inside the engine, as those of the next
-  Descriptor one_a_row();
-  void add_operation(Descriptor made, bool is_complete);
-  void multiply(Descriptor left, Descriptor right, Descriptor result);
-  void apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result);
-  void reduce(int32_t mode, Descriptor x, Descriptor result);
-
-  const Attention problem_;
-  std::vector<Descriptor> operations_;
+  // Each makes an operation, which it returns.
+  Descriptor multiply(Descriptor left, Descriptor right, Descriptor result);
+  Descriptor apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result);
+  Descriptor reduce(int32_t mode, Descriptor x, Descriptor result);
 };
 
 AttentionPlan::AttentionPlan(const Attention& problem)
     : Plan(attentions.find<AttentionEngine>(problem)), problem_(problem) {}
 
-AttentionEngine::AttentionEngine(const Attention& problem) : Engine(problem.device), problem_(problem) {
+AttentionEngine::AttentionEngine(const Attention& problem) : Engine(problem.device) {
+  const int64_t batch = problem.query[0], heads = problem.query[1], rows = problem.query[2], columns = problem.key[2];
+  const int32_t dtype = half(problem.bfloat);
   const auto given = [&](const Four& sizes, const Four& strides) {
-    return tensor({{sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, half(problem.bfloat)});
+    return tensor({{sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, dtype});
   };
+  // Tensors inside the engine: one number for each row and column, or for each row.
+  const auto scores = [&](int32_t of) {
+    return tensor({{batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, of, 16, true});
+  };
+  const auto one_a_row = [&] { return tensor({{batch, heads, rows, 1}, {heads * rows, rows, 1, 1}, float32, 16, true}); };
   const auto turned = [](Four numbers) {
     std::swap(numbers[2], numbers[3]);
     return numbers;
   };
+  std::vector<Descriptor> operations;
   const Descriptor query = given(problem.query, problem.query_strides);
   const Descriptor key = given(turned(problem.key), turned(problem.key_strides));
-  const Descriptor products = scores(), number = tensor({{1, 1, 1, 1}, {1, 1, 1, 1}, float32, 16, false, true});
-  Descriptor scaled = scores();
-  multiply(query, key, products);
-  apply(times, {products, number}, scaled);
+  const Descriptor products = scores(float32), number = tensor({{1, 1, 1, 1}, {1, 1, 1, 1}, float32, 16, false, true});
+  Descriptor scaled = scores(float32);
+  operations.push_back(multiply(query, key, products));
+  operations.push_back(apply(times, {products, number}, scaled));
   if (problem.has_bias) {
-    const Descriptor bias = given(problem.bias, problem.bias_strides), biased = scores();
-    apply(add, {scaled, bias}, biased);
+    const Descriptor bias = given(problem.bias, problem.bias_strides), biased = scores(float32);
+    operations.push_back(apply(add, {scaled, bias}, biased));
     scaled = biased;
   }
-  const Descriptor largest = one_a_row(), shifted = scores(), exponentials = scores(), sums = one_a_row();
-  reduce(maximum, scaled, largest);
-  apply(subtract, {scaled, largest}, shifted);
-  apply(exponential, {shifted}, exponentials);
-  reduce(sum, exponentials, sums);
-  const Descriptor logarithms = one_a_row();
-  apply(logarithm, {sums}, logarithms);
-  apply(add, {largest, logarithms}, one_a_row());
-  const Descriptor shares = scores(half(problem.bfloat)), value = given(problem.value, problem.value_strides);
+  const Descriptor largest = one_a_row(), shifted = scores(float32), exponentials = scores(float32);
+  const Descriptor sums = one_a_row(), logarithms = one_a_row(), stored = one_a_row();
+  const Descriptor shares = scores(dtype), value = given(problem.value, problem.value_strides);
   const Descriptor result = given(problem.query, problem.result_strides);
-  apply(divide, {exponentials, sums}, shares);
-  multiply(shares, value, result);
-  choose(operations_, by_trees);
+  operations.push_back(reduce(maximum, scaled, largest));
+  operations.push_back(apply(subtract, {scaled, largest}, shifted));
+  operations.push_back(apply(exponential, {shifted}, exponentials));
+  operations.push_back(reduce(sum, exponentials, sums));
+  operations.push_back(apply(logarithm, {sums}, logarithms));
+  operations.push_back(apply(add, {largest, logarithms}, stored));
+  operations.push_back(apply(divide, {exponentials, sums}, shares));
+  operations.push_back(multiply(shares, value, result));
+  choose(operations, by_trees);
 }
 
-Engine::Descriptor AttentionEngine::scores(int32_t dtype) {
-  const auto [batch, heads, rows, _] = problem_.query;
-  const int64_t columns = problem_.key[2];
-  return tensor({{batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, dtype, 16, true});
-}
-
-Engine::Descriptor AttentionEngine::one_a_row() {
-  const auto [batch, heads, rows, _] = problem_.query;
-  return tensor({{batch, heads, rows, 1}, {heads * rows, rows, 1, 1}, float32, 16, true});
-}
-
-void AttentionEngine::add_operation(Descriptor made, bool is_complete) {
-  operations_.push_back(is_complete && finish(made) ? made : nullptr);
-}
-
-void AttentionEngine::multiply(Descriptor left, Descriptor right, Descriptor result) {
+Engine::Descriptor AttentionEngine::multiply(Descriptor left, Descriptor right, Descriptor result) {
   const Descriptor how = make(product_descriptor), made = make(multiply_descriptor);
-  add_operation(made, set(how, product_dtype, of_dtype, &float32) && finish(how) && set(made, multiply_how, how) &&
-                          set(made, multiply_left, left) && set(made, multiply_right, right) &&
-                          set(made, multiply_result, result));
+  const bool is_complete = set(how, product_dtype, of_dtype, &float32) && finish(how) && set(made, multiply_how, how) &&
+                           set(made, multiply_left, left) && set(made, multiply_right, right) &&
+                           set(made, multiply_result, result);
+  return is_complete && finish(made) ? made : nullptr;
 }
 
-void AttentionEngine::apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result) {
+Engine::Descriptor AttentionEngine::apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result) {
   const Descriptor how = make(pointwise_descriptor), made = make(apply_descriptor);
   bool is_complete = set(how, pointwise_mode, of_pointwise_mode, &mode) &&
                      set(how, pointwise_dtype, of_dtype, &float32) && finish(how) && set(made, apply_what, how) &&
                      set(made, apply_result, result);
   int32_t place = apply_x;
   for (const Descriptor operand : operands) is_complete = is_complete && set(made, place++, operand);
-  add_operation(made, is_complete);
+  return is_complete && finish(made) ? made : nullptr;
 }
 
-void AttentionEngine::reduce(int32_t mode, Descriptor x, Descriptor result) {
+Engine::Descriptor AttentionEngine::reduce(int32_t mode, Descriptor x, Descriptor result) {
   const Descriptor how = make(reduction_descriptor), made = make(reduce_descriptor);
-  add_operation(made, set(how, reduction_mode, of_reduction_mode, &mode) &&
-                          set(how, reduction_dtype, of_dtype, &float32) && finish(how) && set(made, reduce_how, how) &&
-                          set(made, reduce_x, x) && set(made, reduce_result, result));
+  const bool is_complete = set(how, reduction_mode, of_reduction_mode, &mode) &&
+                           set(how, reduction_dtype, of_dtype, &float32) && finish(how) && set(made, reduce_how, how) &&
+                           set(made, reduce_x, x) && set(made, reduce_result, result);
+  return is_complete && finish(made) ? made : nullptr;
 }
 
 void use(const char* path) {

@@ -28,7 +28,7 @@ class Workspace {
   at::Tensor memory_;
 };
 
-// A call that is left to its operator where no plan will do. `Plan` is made of a `Problem` and says which.
+// A call that is left to its operator where no plan will do.
 class PlannedCall : public PreparedCall {
  public:
   using PreparedCall::PreparedCall;
@@ -50,7 +50,7 @@ class PlannedCall : public PreparedCall {
   std::unique_ptr<PreparedCall> by_operator_;
 };
 
-// Plans for the problems that one call site met last.
+// Plans for the problems that one call site met last. A `Plan` is made of a `Problem`, and says of which.
 template <class Plan, class Problem>
 class Plans {
  public:
