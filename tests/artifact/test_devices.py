@@ -72,7 +72,7 @@ def compiled_for_h100(program: fxwrap.Program) -> Any:
 
 def test_what_triton_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch itself needs a GPU; that its compilation finds the file's code in the cache does not."""
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "first"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
     x = torch.randn(1000)
     options = fxwrap.Options(cpu_kernels="triton")
     program = fxwrap.compile_graph(make_fx(lambda x: (x.exp() + 3,))(x), [x], options=options).program
@@ -83,7 +83,7 @@ def test_what_triton_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(function, "device_caches", cache)
     fxwrap.save(program, tmp_path / "f.fxw", emitters=["python"])
 
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "second"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
     torch.testing.assert_close(fxwrap.load(tmp_path / "f.fxw")(x)[0], x.exp() + 3)
     stages = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
     monkeypatch.setattr(stages, "make_cubin", None)
