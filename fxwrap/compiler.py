@@ -108,7 +108,7 @@ class Compiled(Emitted):
         self._result = _Result(tuple(stages), emitted, tuple(coverage), plan, fake_inputs)
         self._first_call: FirstCall | None = None
         if compile_again is None:
-            super().__init__(emitted.source, self._result.boxed, self._result.flat)
+            super().__init__("", self._result.boxed, self._result.flat)
             return
 
         def replaced(symbols: Mapping[str, int]) -> Compiled:
@@ -117,9 +117,9 @@ class Compiled(Emitted):
             self._result = after._result
             return after
 
-        entries = Emitted(emitted.source, self._result.boxed, self._result.flat)
+        entries = Emitted("", self._result.boxed, self._result.flat)
         first = self._first_call = FirstCall(self.program, entries, replaced)
-        super().__init__(emitted.source, lambda: first.boxed, lambda: first.flat)
+        super().__init__("", lambda: first.boxed, lambda: first.flat)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -390,7 +390,7 @@ class _Pipeline:
         for item in self.options.passes_at(FX_EMITTED):
             graph, program = run_emitted_pass(item, graph, check=self.options.verify)
             stages.append(Stage(item.name, program))
-        return EmittedGraph(program, graph)  # type: ignore[arg-type]  # a pass may return another class of module
+        return EmittedGraph(program, graph)
 
     def _lowered(self) -> Lowered:
         """Lowers the graph; again where timing its kernels has found faster ones."""

@@ -751,6 +751,27 @@ def declare_side_effect(operator: OpOverload | HigherOrderOperator) -> None:
         _register_effectful_op(operator, _EffectType.ORDERED)
 
 
+class UnwrittenModule(torch.fx.GraphModule):
+    """A GraphModule whose code is written by `write()`, not when it is made; copies have theirs.
+
+    Why: GraphModule writes its code at once, which costs as much as the nodes, also for graphs that are only read or
+    that run in another form. Dynamo cannot trace torch's own lazy class. Checked on 2.11, 2.13.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self.__dict__["_unwritten"] = True
+        super().__init__(*arguments)
+
+    def recompile(self) -> Any:
+        """Write the code again, where it was written before."""
+        return None if self.__dict__.get("_unwritten") else super().recompile()
+
+    def write(self) -> None:
+        """Write the code, if that has not been done."""
+        if self.__dict__.pop("_unwritten", False):
+            self.recompile()
+
+
 # Why: the code of a graph in another calling convention, without changing the graph's own. Checked on 2.11, 2.13.
 
 

@@ -30,7 +30,10 @@ class Emitted:
     """
 
     def __init__(self, source: str, build: Callable[[], Boxed], flat: Callable[[], Flat] | None = None) -> None:
-        """`build` makes the boxed entry, once; `flat` the flat one, where there is a cheaper way than the box."""
+        """`build` makes the boxed entry, once; `flat` the flat one, where there is a cheaper way than the box.
+
+        A class whose text is made later has a `source` of its own, and gives none here.
+        """
         self._source = source
         self._build = build
         self._flat = flat

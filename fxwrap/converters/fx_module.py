@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,11 +18,11 @@ from fxwrap.runtime.direct import INSTEAD
 from fxwrap.runtime.library import left_when_it_raises
 from fxwrap.runtime.replay import Replayed, owning
 from fxwrap.symbolic import symbol_kind
-from fxwrap.torch_compat import graph_python_code
+from fxwrap.torch_compat import UnwrittenModule, graph_python_code
 from fxwrap.wrapper_ir import Program, Value
 
 
-class ProgramModule(GraphModule):
+class ProgramModule(UnwrittenModule):
     """An emitted program: an ordinary GraphModule to look at, rewrite, copy, split and run.
 
     Two things that GraphModule does give wrong numbers for a graph that allocates memory and writes to it, and raise:
@@ -53,9 +53,21 @@ def boxed_entry(graph_module: GraphModule) -> Boxed:
 class EmittedGraph(Emitted):
     """A program as a GraphModule that runs. `graph_module` may be rewritten until `boxed` is first asked for."""
 
-    def __init__(self, program: Program, graph_module: ProgramModule) -> None:
-        super().__init__(graph_module.code, partial(_checked_entry, program, graph_module))
-        self.graph_module = graph_module
+    def __init__(self, program: Program, graph_module: GraphModule) -> None:
+        super().__init__("", partial(_checked_entry, program, graph_module))
+        self._made = graph_module
+
+    @property
+    def source(self) -> str:
+        """The text of the graph as it is now."""
+        return self.graph_module.code
+
+    @cached_property
+    def graph_module(self) -> GraphModule:
+        """The module, whose code is written when it is first asked for."""
+        if isinstance(self._made, UnwrittenModule):
+            self._made.write()
+        return self._made
 
 
 def _checked_entry(program: Program, graph_module: GraphModule) -> Boxed:

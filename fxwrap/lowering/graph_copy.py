@@ -8,12 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fxwrap.lowering.effects import written_operands
 from fxwrap.lowering.source import GraphSource
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode, storage_identity, symbol_hint
+from fxwrap.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    UnwrittenModule,
+    in_fake_mode,
+    storage_identity,
+    symbol_hint,
+)
 
 
 def items_of(fake: Any) -> Sequence[Any]:
@@ -154,7 +162,7 @@ class GraphCopy:
         for node in sorted(self._replaced, key=order.__getitem__, reverse=True):
             self.fakes.pop(self._replaced[node], None)
             self.graph.erase_node(self._replaced[node])
-        module = GraphModule(self._source.graph_module, self.graph)
+        module = UnwrittenModule(self._source.graph_module, self.graph)
         replaced = {**self._source.replaced, **{node: self._became[node] for node in self._replaced}}
         return replace(self._source, graph_module=module, replaced=replaced), self.fakes
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fxwrap.device_spec import DeviceSpec
@@ -32,7 +32,7 @@ from fxwrap.lowering.graph_copy import (
 from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.source import GraphSource
 from fxwrap.options import Options
-from fxwrap.torch_compat import FakeTensor, OpOverload
+from fxwrap.torch_compat import FakeTensor, OpOverload, UnwrittenModule
 from fxwrap.wrapper_ir.operators import operator_facts
 
 _aten = torch.ops.aten
@@ -218,7 +218,7 @@ class _Relayout:
                     self._keep(node, self.moved.get(node, self.old.get(node)))
                     if node in self.moved:
                         self.changed.add(node)
-        module = GraphModule(self.source.graph_module, self.graph)
+        module = UnwrittenModule(self.source.graph_module, self.graph)
         return replace(self.source, graph_module=module, constants=self.constants), self.fakes
 
     # --- nodes ------------------------------------------------------------------------------------------------------

@@ -140,6 +140,21 @@ def test_parameters_may_be_called_as_what_the_code_refers_to() -> None:
     _assert_right(_assert_direct(module, inputs), inputs)
 
 
+def test_the_module_s_own_code_is_written_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[GraphModule] = []
+    recompile = GraphModule.recompile
+    monkeypatch.setattr(GraphModule, "recompile", lambda module: (written.append(module), recompile(module))[1])
+    emitted = fxwrap.to_fx(_program("cpp"))
+    whole, sums = emitted.boxed(_inputs())
+    assert not written
+    torch.testing.assert_close(emitted.graph_module(*_inputs()), (whole, sums), rtol=0, atol=0)
+    assert written == [emitted.graph_module]
+    assert emitted.source == emitted.graph_module.code
+    emitted.graph_module.recompile()
+    assert len(written) == 2
+    assert copy.deepcopy(emitted.graph_module).code == emitted.source
+
+
 def test_inputs_of_the_boxed_entry_go_at_their_last_use() -> None:
     module = _emitted()
     seen: list[bool] = []
