@@ -38,7 +38,9 @@ from fxwrap.runtime.native import (
     source_key,
     unusable,
 )
-from fxwrap.runtime.triton_binaries import TritonBinary, compiled_triton, put_back
+from fxwrap.runtime.triton_binaries import compiled_triton, put_back
+from fxwrap.runtime.triton_provided import TritonBinary, provide_triton
+from fxwrap.runtime.triton_variants import TritonVariant
 from fxwrap.wrapper_ir import Program
 
 FOLDER = "binaries"
@@ -97,8 +99,21 @@ def _add_triton(writer: ArchiveWriter, kernel: KernelText) -> list[dict[str, Any
         for name, content in binary.files.items():
             files[name] = f"{FOLDER}/{hashlib.sha256(content).hexdigest()}{Path(name).suffix}"
             writer.add_bytes(files[name], content)
-        described.append({"key": binary.key, "files": files})
+        variant = _variant_row(writer, binary.variant)
+        described.append({"key": binary.key, "files": files, "symbol": kernel.symbol, "variant": variant})
     return described
+
+
+def _variant_row(writer: ArchiveWriter, variant: TritonVariant | None) -> dict[str, Any] | None:
+    """Returns a variant as data; its code is in entries of the file."""
+    if variant is None:
+        return None
+    row: dict[str, Any] = {name: getattr(variant, name) for name in ("name", "capability", "threads", "shared")}
+    row |= {name: getattr(variant, name).hex() for name in ("classes", "passed")}
+    for name, content in (("cubin", variant.cubin), ("ptx", variant.ptx.encode())):
+        row[name] = f"{FOLDER}/{hashlib.sha256(content).hexdigest()}.{name}"
+        writer.add_bytes(row[name], content)
+    return row
 
 
 # --- out of a file --------------------------------------------------------------------------------------------------
@@ -131,7 +146,7 @@ def use_binaries(archive: Archive, program: Program, emitter: str) -> str:
         if not same:
             return "the compiled code is of another text than this version of fxwrap emits"
         return _use_libraries(archive, described, wanted)
-    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
         raise archive.error("manifest.json", f"it does not describe the binaries: {error!r}") from None
 
 
@@ -172,14 +187,27 @@ def _fails_to_load(libraries: Sequence[str]) -> str:
 
 
 def put_back_triton(archive: Archive, described: Iterable[Mapping[str, Any]]) -> None:
-    """Puts what Triton compiled into Triton's cache; where there is no Triton, or no room, it says so when it runs.
+    """Makes what Triton compiled known to this process, and puts it into Triton's cache.
 
-    Raises ArtifactError for an entry that is damaged, KeyError, TypeError or AttributeError for a manifest that is.
+    Where there is no Triton, or no room, it says so when it runs. Raises ArtifactError for an entry that is damaged,
+    KeyError, TypeError, ValueError or AttributeError for a manifest that is.
     """
     for item in described:
         files = {str(name): archive.read(str(entry)) for name, entry in item["files"].items()}
+        binary = TritonBinary(str(item["key"]), files, _variant(archive, item["variant"]))
+        provide_triton(str(item["symbol"]), binary)
         with suppress(FxwrapError, OSError):
-            put_back(TritonBinary(str(item["key"]), files))
+            put_back(binary)
+
+
+def _variant(archive: Archive, row: Mapping[str, Any] | None) -> TritonVariant | None:
+    if row is None:
+        return None
+    return TritonVariant(
+        str(row["name"]), archive.read(str(row["cubin"])), archive.read(str(row["ptx"])).decode(),
+        int(row["capability"]), int(row["threads"]), int(row["shared"]),
+        bytes.fromhex(row["classes"]), bytes.fromhex(row["passed"]),
+    )  # fmt: skip
 
 
 def _on_disk(files: Mapping[str, bytes]) -> Path:

@@ -7,29 +7,25 @@ what is put back is found by that very compilation and no other.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.triton_compile import gpu_function, triton
+from fxwrap.runtime.triton_compile import gpu_function, launch_keywords, triton
+from fxwrap.runtime.triton_provided import TritonBinary, provided_triton
+from fxwrap.runtime.triton_variants import variant_of
 
-_KEPT = (".json", ".cubin", ".hsaco")
-"""The files of a compiled kernel that it is loaded from; the others are stages on the way."""
-
-
-@dataclass(frozen=True)
-class TritonBinary:
-    """A compiled kernel: the key that Triton has it under, and its files by name."""
-
-    key: str
-    files: Mapping[str, bytes]
+_KEPT = (".json", ".ptx", ".cubin", ".hsaco")
+"""The files of a compiled kernel that it is launched by; the others are stages on the way."""
 
 
 def compiled_triton(kernel: KernelText) -> list[TritonBinary]:
-    """Returns what this process has compiled a kernel to, for all its uses; nothing where it was interpreted only."""
-    return [taken(item) for item in compiled_by_triton(kernel)]
+    """Returns what this process has of a kernel, for all its uses: compiled by Triton here, or brought by files."""
+    constants, _ = launch_keywords(kernel.options)
+    here = [_binary(item, constants) for item in compiled_by_triton(kernel)]
+    known = {item.key for item in here}
+    return [*here, *[item for item in provided_triton(kernel.symbol) if item.key not in known]]
 
 
 def compiled_by_triton(kernel: KernelText) -> list[Any]:
@@ -39,10 +35,10 @@ def compiled_by_triton(kernel: KernelText) -> list[Any]:
     return [item for cache in list(caches.values()) for item in list(cache[0].values()) if hasattr(item, "hash")]
 
 
-def taken(compiled: Any) -> TritonBinary:
-    """Returns the files of a kernel that Triton compiled."""
+def _binary(compiled: Any, constants: Collection[str]) -> TritonBinary:
     files = {name: Path(path) for name, path in compiled.metadata_group.items() if name.endswith(_KEPT)}
-    return TritonBinary(compiled.hash, {name: path.read_bytes() for name, path in sorted(files.items())})
+    contents = {name: path.read_bytes() for name, path in sorted(files.items())}
+    return TritonBinary(compiled.hash, contents, variant_of(compiled, constants))
 
 
 def put_back(binary: TritonBinary) -> None:

@@ -27,6 +27,7 @@ from fxwrap.kernel_names import function_in
 from fxwrap.runtime.compile_workers import POOL
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.modules import load_module, write_module
+from fxwrap.runtime.triton_provided import launches_provided
 
 log = logging.getLogger("fxwrap.kernels")
 
@@ -99,17 +100,18 @@ def compile_triton_kernels(uses: Sequence[KernelUse]) -> list[FxwrapError | None
     """Compiles kernels for their GPUs and loads them there, several at once; returns for each what went wrong.
 
     Threads of this process and workers take one after another. What a worker compiles, this process finds in Triton's
-    cache.
+    cache. What a file brought along is left to its first launch.
     """
-    if not uses:
-        return []
+    errors: list[FxwrapError | None] = [None] * len(uses)
+    left = [position for position, use in enumerate(uses) if not _is_provided(use)]
+    if not left:
+        return errors
     try:
         target = triton().runtime.driver.active.get_current_target()  # before there are threads
     except FxwrapError as missing:
-        return [missing] * len(uses)
-    devices = [_index(use.device) for use in uses]
-    errors: list[FxwrapError | None] = [None] * len(uses)
-    jobs = {position: job for position, use in enumerate(uses) if (job := _job_if_any(use, target)) is not None}
+        return [missing if position in left else None for position in range(len(uses))]
+    devices = {position: _index(uses[position].device) for position in left}
+    jobs = {position: job for position in left if (job := _job_if_any(uses[position], target)) is not None}
     positions, by_workers = list(jobs), []
 
     def finish(position: int, answer: str | None) -> None:
@@ -123,11 +125,11 @@ def compile_triton_kernels(uses: Sequence[KernelUse]) -> list[FxwrapError | None
             errors[position] = _build_error(raised)
 
     start = time.perf_counter()
-    for position in set(range(len(uses))) - set(positions):
+    for position in set(left) - set(positions):
         finish(position, None)
     POOL.run([*jobs.values()], lambda place, answer: finish(positions[place], answer), _threads())
     seconds = time.perf_counter() - start
-    log.info("%d Triton kernels compiled in %.3f s, %d by other processes", len(uses), seconds, len(by_workers))
+    log.info("%d Triton kernels compiled in %.3f s, %d by other processes", len(left), seconds, len(by_workers))
     return errors
 
 
@@ -185,6 +187,13 @@ def _build_error(raised: Exception) -> FxwrapError:
     error = KernelBuildError(f"Triton cannot compile it: {type(raised).__name__}: {raised}")
     error.__cause__ = raised
     return error
+
+
+def _is_provided(use: KernelUse) -> bool:
+    if use.device.type != CUDA.device_type or not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    major, minor = torch.cuda.get_device_capability(use.device)
+    return launches_provided(use.kernel.symbol, 10 * major + minor)
 
 
 def _index(device: torch.device) -> int:

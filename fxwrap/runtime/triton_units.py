@@ -9,6 +9,7 @@ from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import PROGRAM_FLAGS, NativeSource
 from fxwrap.runtime.triton_binaries import compiled_by_triton
 from fxwrap.runtime.triton_compile import launch_keywords
+from fxwrap.runtime.triton_provided import provided_triton
 from fxwrap.runtime.triton_variants import TritonVariant, variant_of
 
 
@@ -18,10 +19,12 @@ def variants_symbol(symbol: str) -> str:
 
 
 def compiled_variants(kernel: KernelText) -> list[TritonVariant]:
-    """Returns what this process has compiled a kernel to, as far as it can be launched without Triton."""
+    """Returns what this process has of a kernel, compiled or from a file, that can be launched without Triton."""
     constants, _ = launch_keywords(kernel.options)
-    found = [variant_of(compiled, constants) for compiled in compiled_by_triton(kernel)]
-    return sorted({item for item in found if item is not None}, key=lambda item: (item.capability, item.classes))
+    found = [item.variant for item in provided_triton(kernel.symbol)]
+    found += [variant_of(compiled, constants) for compiled in compiled_by_triton(kernel)]
+    by_use = {(item.capability, item.classes): item for item in found if item is not None}
+    return [by_use[use] for use in sorted(by_use)]
 
 
 def variants_unit(kernels: Mapping[str, Sequence[TritonVariant]]) -> list[NativeSource]:

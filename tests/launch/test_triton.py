@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fxwrap.artifact.archive import Archive, ArchiveWriter
+from fxwrap.artifact.binaries import put_back_triton, write_triton
 from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.triton_binaries import compiled_triton
 from fxwrap.runtime.triton_launchers import held_launcher
+from fxwrap.runtime.triton_provided import launches_provided
+from fxwrap.runtime.triton_units import compiled_variants
 from fxwrap.runtime.triton_variants import variant_of
 from tests.launch.fake_driver import FakeDriver
 from tests.launch.kernels import compiled, fill
@@ -65,6 +71,47 @@ def test_each_call_starts_what_triton_would_start(
         launch((1, 1, 1), *arguments)
         assert driver.log()[1].startswith(f"launch {function} ")
     assert len(by_triton.functions) == len(cases) == launch.held == len(set(by_triton.functions))
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+def test_what_a_file_brought_along_is_launched_without_triton(
+    driver: FakeDriver, chip: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int
+) -> None:
+    """What Triton compiled for one kernel, written and read as the code of another, which nobody has compiled."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    chip.capability = capability
+    here, there = fill(70 + capability), fill(170 + capability)
+    x, out = driver.tensor(64), driver.tensor(64)
+    compiled(here, x, out, 48, 0.5, True)
+    assert compiled_triton(there) == compiled_variants(there) == []
+    with open(tmp_path / "file", "wb") as file, ArchiveWriter(file) as writer:
+        rows = write_triton(writer, [here])
+        assert [row["symbol"] for row in rows] == [here.symbol]
+        writer.close({"triton": [{**row, "symbol": there.symbol} for row in rows]})
+    with Archive(tmp_path / "file") as archive:
+        put_back_triton(archive, archive.manifest["triton"])
+    assert compiled_variants(there) == compiled_variants(here)
+    assert [item.files for item in compiled_triton(there)] == [item.files for item in compiled_triton(here)]
+    assert launches_provided(there.symbol, capability) and not launches_provided(there.symbol, 100)
+
+    by_triton = ByTriton(there)
+    launch = held_launcher(there, CONSTANTS, by_triton)
+    with driver.chips(capability, capability):
+        driver.expect("ppidb")
+        for _ in range(2):
+            launch((3, 1, 1), x, out, 48, 0.5, True)
+        asked = [line.split()[0] for line in driver.log()]
+        assert [word for word in asked if word in ("load", "launch")] == ["load", "launch", "launch"]
+        assert by_triton.functions == [] and launch.held == 1
+        driver.expect("ppdb")
+        launch((3, 1, 1), x, out, 1, 0.5, True)
+        assert len(by_triton.functions) == 1, "arguments of other classes are Triton's"
+        again = held_launcher(there, CONSTANTS, by_triton)
+        driver.expect("ppidb")
+        again((3, 1, 1), x, out, 48, 0.5, True)
+        assert len(by_triton.functions) == 1 and again.held == 2
+    with pytest.raises(ValueError, match="a kernel of 5 parameters has classes for 4"):
+        launch.hold_image("kernel", b"", b"", 90, 32, 0, bytes(4), bytes(5))
 
 
 def test_facts_of_a_compiled_kernel(driver: FakeDriver, chip: Any) -> None:

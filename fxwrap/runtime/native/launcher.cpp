@@ -123,6 +123,15 @@ uint8_t* copied(const char* data, Py_ssize_t size) {
   return copy;
 }
 
+// Sets an error and returns false where a compilation is of a kernel of another number of parameters.
+bool are_for(const HeldKernel& kernel, Py_ssize_t class_count, Py_ssize_t passed_count) {
+  const auto count = Py_ssize_t(kernel.parameters().size());
+  if (class_count == count && passed_count == count) return true;
+  PyErr_Format(PyExc_ValueError, "a kernel of %zd parameters has classes for %zd and ways to pass %zd", count,
+               class_count, passed_count);
+  return false;
+}
+
 // hold(name, threads, shared, classes, passed, device, function, owner): what it holds stays for the life of the process.
 PyObject* hold(PyObject* object, PyObject* values) {
   auto* self = reinterpret_cast<LauncherObject*>(object);
@@ -135,16 +144,11 @@ PyObject* hold(PyObject* object, PyObject* values) {
                         &device, &function, &owner)) {
     return nullptr;
   }
-  const auto count = Py_ssize_t(self->kernel->parameters().size());
-  if (class_count != count || passed_count != count) {
-    PyErr_Format(PyExc_ValueError, "a kernel of %zd parameters has classes for %zd and ways to pass %zd", count,
-                 class_count, passed_count);
-    return nullptr;
-  }
+  if (!are_for(*self->kernel, class_count, passed_count)) return nullptr;
   try {
     if (!self->kernel->holds(reinterpret_cast<const uint8_t*>(classes), device)) {
       const Variant variant{reinterpret_cast<char*>(copied(name, Py_ssize_t(std::strlen(name)))), nullptr, nullptr, 0,
-                            false, threads, shared, copied(classes, count), copied(passed, count)};
+                            false, threads, shared, copied(classes, class_count), copied(passed, passed_count)};
       self->kernel->hold_loaded(variant, device, reinterpret_cast<void*>(function));
       Py_INCREF(owner);
     }
@@ -152,6 +156,25 @@ PyObject* hold(PyObject* object, PyObject* values) {
     set_python_error(std::current_exception());
     return nullptr;
   }
+  Py_RETURN_NONE;
+}
+
+// hold_image(name, cubin, ptx, capability, threads, shared, classes, passed): it stays for the life of the process.
+PyObject* hold_image(PyObject* object, PyObject* values) {
+  auto* self = reinterpret_cast<LauncherObject*>(object);
+  const char *name = nullptr, *cubin = nullptr, *ptx = nullptr, *classes = nullptr, *passed = nullptr;
+  int capability = 0, threads = 0, shared = 0;
+  Py_ssize_t cubin_size = 0, ptx_size = 0, class_count = 0, passed_count = 0;
+  if (!PyArg_ParseTuple(values, "sy#y#iiiy#y#", &name, &cubin, &cubin_size, &ptx, &ptx_size, &capability, &threads,
+                        &shared, &classes, &class_count, &passed, &passed_count) ||
+      !are_for(*self->kernel, class_count, passed_count)) {
+    return nullptr;
+  }
+  const bool one_chip = ptx_size == 0;
+  const auto* text = one_chip ? nullptr : reinterpret_cast<char*>(copied(ptx, ptx_size));
+  self->kernel->hold(Variant{reinterpret_cast<char*>(copied(name, Py_ssize_t(std::strlen(name)))),
+                             copied(cubin, cubin_size), text, capability, one_chip, threads, shared,
+                             copied(classes, class_count), copied(passed, passed_count)});
   Py_RETURN_NONE;
 }
 
@@ -194,6 +217,10 @@ PyMethodDef methods[] = {
     {"hold", hold, METH_VARARGS,
      "hold(name, threads, shared, classes, passed, device, function, owner)\n\nLaunches with arguments of these classes, "
      "on this device, start this function of the driver's from now on. Its owner, who may unload it, is kept alive."},
+    {"hold_image", hold_image, METH_VARARGS,
+     "hold_image(name, cubin, ptx, capability, threads, shared, classes, passed)\n\nLaunches with arguments of these "
+     "classes start a function of this code from now on, loaded at the first one, where the GPU can run it. Code without "
+     "PTX is for its own chip alone."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef attributes[] = {
