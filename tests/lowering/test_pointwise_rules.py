@@ -30,7 +30,7 @@ REFUSED = {
 """Rules that refuse every sample on the CPU."""
 
 ZEROS_OF_EITHER_SIGN = tuple(f"aten.{part}" for part in (
-    "max", "min", "clamp", "clip", "relu", "fmax", "fmin", "hardtanh.", "hardswish.", "hardsigmoid.",
+    "max", "min", "clamp", "clip", "relu", "fmax", "fmin", "hardtanh.", "hardswish.", "hardsigmoid.", "gelu.",
 ))  # fmt: skip
 """Of 0.0 and -0.0, eager's scalar and vector code choose differently."""
 

@@ -81,14 +81,18 @@ constexpr int32_t reduction_mode = 1600, reduction_dtype = 1601, reduce_x = 1610
 constexpr int most_choices = 8;
 
 Library<Functions> library({"libcudnn.so.9"});
-Handle handles[driver::most_devices];
+std::mutex handles_mutex;
+Handle* handles[driver::most_devices];  // made when they are first needed, for the life of the process
 
 // The handle for a device, which must be current; null where there is none to be had.
 Handle* handle_of(const Functions& functions, int device) {
-  Handle& found = handles[device];
-  std::lock_guard<std::mutex> lock(found.mutex);
-  if (found.handle == nullptr && functions.create(&found.handle) != 0) found.handle = nullptr;
-  return found.handle == nullptr ? nullptr : &found;
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  Handle*& found = handles[device];
+  if (found == nullptr) {
+    auto made = std::make_unique<Handle>();
+    if (functions.create(&made->handle) == 0 && made->handle != nullptr) found = made.release();
+  }
+  return found;
 }
 
 // The engines of this process by their problems, the newest last.
@@ -380,9 +384,9 @@ Engine::Descriptor AttentionEngine::reduce(int32_t mode, Descriptor x, Descripto
 }
 
 void use(const char* path) {
-  for (Handle& handle : handles) {
-    std::lock_guard<std::mutex> lock(handle.mutex);
-    handle.handle = handle.stream = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(handles_mutex);
+    for (Handle*& handle : handles) handle = nullptr;  // plans that call sites keep have theirs
   }
   convolutions.forget();
   attentions.forget();
