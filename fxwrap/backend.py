@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.converters.fx_module import boxed_function
 from fxwrap.lines import Return
-from fxwrap.lowering import decomposition_table, partitioner, with_stream_calls
+from fxwrap.lowering import decomposition_table, partitioner, with_plain_attention, with_stream_calls
 from fxwrap.options import FIRST_CALL, Options
 from fxwrap.torch_compat import TracingFacts, aot_autograd, report_output_strides, tracing_facts
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
@@ -68,7 +68,8 @@ def make_backend(
     )
 
     def backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return traced(with_stream_calls(graph_module), example_inputs)  # type: ignore[no-any-return]
+        graph_module = with_plain_attention(with_stream_calls(graph_module), options)
+        return traced(graph_module, example_inputs)  # type: ignore[no-any-return]
 
     return backend
 

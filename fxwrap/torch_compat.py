@@ -972,6 +972,15 @@ def copy_dynamo_node(graph: torch.fx.Graph, node: torch.fx.Node, copies: Mapping
     return made
 
 
+def dynamo_module(graph_module: torch.fx.GraphModule, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """Give a module with a changed copy of the graph of one of Dynamo's, and all that AOTAutograd reads of it."""
+    found = torch.fx.GraphModule(graph_module, graph)
+    for name, value in vars(graph_module).items():
+        vars(found).setdefault(name, value)
+    found.meta = graph_module.meta
+    return found
+
+
 def get_external_object() -> Callable[[int], Any]:
     """Give the function that graphs of Dynamo's call for the stream or event at a place of its table."""
     from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index

@@ -1,5 +1,6 @@
 """From FX graphs to programs."""
 
+from fxwrap.lowering.attention import with_plain_attention
 from fxwrap.lowering.decompositions import decomposition_table, default_decompositions
 from fxwrap.lowering.define import Outcome
 from fxwrap.lowering.fake import fake_values
@@ -20,5 +21,6 @@ __all__ = [
     "lower",
     "lower_with_coverage",
     "partitioner",
+    "with_plain_attention",
     "with_stream_calls",
 ]

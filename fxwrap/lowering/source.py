@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 
 from fxwrap.errors import GraphError
+from fxwrap.lowering.attention import change_masks, masks_to_change
 from fxwrap.lowering.decompositions import decompose, exported_table
 from fxwrap.lowering.effects import submodules
 from fxwrap.lowering.stream_calls import unwrapped
@@ -79,10 +80,19 @@ def graph_source(
         shape_env = shape_env_in([node.meta.get("val") for node in placeholders])
         with warnings.catch_warnings(), apart_from_pending_symbols(shape_env):
             warnings.simplefilter("ignore", FutureWarning)  # torch's own copy of its own tree specification warns
-            decomposed = graph.run_decompositions(exported_table(options))
+            decomposed = _with_plain_attention(graph, options).run_decompositions(exported_table(options))
         return _exported_source(decomposed, name)
     check_graph(graph)
     return GraphSource(decompose(unwrapped(graph), example_inputs, options), name)
+
+
+def _with_plain_attention(exported: ExportedProgram, options: Options) -> ExportedProgram:
+    """Returns a program with masks changed as `attention` says; itself where there are none to change."""
+    if not masks_to_change(exported.graph, options):
+        return exported
+    copy: ExportedProgram = exported.run_decompositions({})
+    change_masks(masks_to_change(copy.graph, options))
+    return copy
 
 
 def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:

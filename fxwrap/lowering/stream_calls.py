@@ -19,6 +19,7 @@ from fxwrap.lowering.effects import operator_label
 from fxwrap.torch_compat import (
     HigherOrderOperator,
     copy_dynamo_node,
+    dynamo_module,
     external_place,
     get_external_object,
     new_external_event,
@@ -35,12 +36,7 @@ def with_stream_calls(graph_module: GraphModule) -> GraphModule:
     """
     if not any(_is_lost(node) for node in graph_module.graph.nodes):
         return graph_module
-    copy = _Copy(graph_module)
-    found = GraphModule(graph_module, copy.graph)
-    for name, value in vars(graph_module).items():
-        vars(found).setdefault(name, value)  # what Dynamo notes for AOTAutograd
-    found.meta = graph_module.meta
-    return found
+    return dynamo_module(graph_module, _Copy(graph_module).graph)
 
 
 def _is_lost(node: Node) -> bool:

@@ -72,6 +72,7 @@ std::string described(const Descriptor& graph) {
         break;
       case 13:
         text << "apply" << operation.of(750).at<int32_t>(0);
+        if (operation.of(750).told.count(9) != 0) text << " along " << operation.of(750).at<int64_t>(9);
         break;
       case 22:
         text << "reduce" << operation.of(1612).at<int32_t>(1600);

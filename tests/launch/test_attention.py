@@ -20,8 +20,9 @@ COUNT = BATCH * HEADS * LENGTH * SIZE
 HEAD = f"{BATCH}, {HEADS}, {LENGTH}, {SIZE}"
 RESULT = f"{HEAD} | {LENGTH * HEADS * SIZE}, {SIZE}, {HEADS * SIZE}, 1"
 
-_SCORES = "multiply apply1{bias} reduce3 apply9 apply13 reduce0 apply15 apply0 apply6 multiply"
-PLAIN, BIASED = [f"ask about {_SCORES.format(bias=bias)}" for bias in ("", " apply0")]
+_SCORES = "multiply apply1{changed} reduce3 apply9 apply13 reduce0 apply15 apply0 apply6 multiply"
+_TRIANGLE = " apply501 along 2 apply501 along 3 apply303 apply601"
+PLAIN, BIASED, CAUSAL = [f"ask about {_SCORES.format(changed=it)}" for it in ("", " apply0", f" apply0{_TRIANGLE}")]
 
 
 def program(arguments: str = "none, false", name: str = "attention", kept: str = "_", bias: int = 1) -> NativeProgram:
@@ -64,8 +65,11 @@ def test_a_bias_is_added(rows: int, driver: FakeDriver) -> None:
     ]  # fmt: skip
 
 
+def test_a_triangle_is_masked(driver: FakeDriver) -> None:
+    assert asked(driver, program("%b, false, 0.0, true", "causal")) == [CAUSAL, "plan 0"]
+
+
 _OTHERS = {
-    "causal": "none, false, 0.0, true",
     "dropout": "none, false, 0.5",
     "a mask to debug": "none, false, 0.0, false, true",
 }

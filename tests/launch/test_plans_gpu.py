@@ -80,17 +80,22 @@ def _convolutions(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> list[Tensor]:
 HEADS, WIDTH = 6, 64
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None = None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None = None, causal: bool = False
+) -> Tensor:
     if q.dtype == torch.float64:
         scores = q @ k.transpose(-1, -2) * (WIDTH**-0.5 if scale is None else scale)
-        return torch.softmax(scores if bias is None else scores + bias, -1) @ v
+        scores = scores if bias is None else scores + bias
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0, 0]).tril() == 0, -torch.inf)
+        return torch.softmax(scores, -1) @ v
     operator = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    found: Tensor = operator(q, k, v, bias, False, 0.0, False, False, scale=scale)[0]
+    found: Tensor = operator(q, k, v, bias, False, 0.0, causal, False, scale=scale)[0]
     return found
 
 
 def _attention(x: Tensor, y: Tensor, wide: Tensor, narrow: Tensor) -> list[Tensor]:
-    """Attention to itself and to others, with biases of several shapes, scaled, of heads side by side and not."""
+    """Attention to itself and to others, biased, scaled, to what came before, of heads side by side and not."""
     q, k, v = [part.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for part in x.chunk(3, -1)]
     other, value = [part.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2).contiguous() for part in y.chunk(2, -1)]
     return [
@@ -98,6 +103,7 @@ def _attention(x: Tensor, y: Tensor, wide: Tensor, narrow: Tensor) -> list[Tenso
         _attend(q, k, v, wide[:, :, :, : k.shape[2]]),
         _attend(q.contiguous(), other, value, None, 0.2),
         _attend(q, other, value, narrow[..., : other.shape[2]].unsqueeze(1)),
+        _attend(q, k, v, None, causal=True),
     ]
 
 
@@ -115,7 +121,7 @@ CASES = {
         lambda size: [(2, size, 3 * HEADS * WIDTH), (2, 40, 2 * HEADS * WIDTH), (2, 1, size, -(-size // 8) * 8),
                       (2, 1, 40)],
         64, (*range(16, 112, 8), 16, 64), 1.1,
-        (("aten::_scaled_dot_product_cudnn_attention",), 4, 0),
+        (("aten::_scaled_dot_product_cudnn_attention",), 5, 0),
     ),
 }  # fmt: skip
 

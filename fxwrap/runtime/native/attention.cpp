@@ -14,9 +14,10 @@
 namespace fxwrap {
 namespace {
 
-// Where the operator has its tensors, and its scale if it is told one.
+// Where the operator has its tensors, whether a row sees the columns up to its own alone, and its scale if it is told one.
 struct AttentionForm {
   int query, key, value, bias;
+  bool is_causal;
   std::optional<double> scale;
 };
 
@@ -24,18 +25,19 @@ std::optional<AttentionForm> attention_form(const c10::FunctionSchema& schema, c
                                             const std::vector<Result>& results) {
   if (schema.name() != "aten::_scaled_dot_product_cudnn_attention") return std::nullopt;
   const auto at = [&](const char* name) { return schema.argumentIndexWithName(name).value_or(-1); };
+  const auto is_constant = [](const Value& value) { return value.source == Value::Source::Constant; };
   const auto is_off = [&](const char* name) {
     const Value& value = arguments[at(name)];
-    return value.source == Value::Source::Constant && value.scalar.toDouble() == 0;
+    return is_constant(value) && value.scalar.toDouble() == 0;
   };
   const bool only_first = std::all_of(results.begin() + 1, results.end(),
                                       [](const Result& result) { return result.kind == Arg::None; });
   const Value& scale = arguments[at("scale")];
-  if (!only_first || !is_off("dropout_p") || !is_off("is_causal") || !is_off("return_debug_mask") ||
-      scale.source != Value::Source::Constant) {
+  if (!only_first || !is_off("dropout_p") || !is_off("return_debug_mask") || !is_constant(arguments[at("is_causal")]) ||
+      !is_constant(scale)) {
     return std::nullopt;
   }
-  AttentionForm form{at("query"), at("key"), at("value"), at("attn_bias"), std::nullopt};
+  AttentionForm form{at("query"), at("key"), at("value"), at("attn_bias"), !is_off("is_causal"), std::nullopt};
   if (!scale.is_none()) form.scale = scale.scalar.toDouble();
   return form;
 }
@@ -59,6 +61,7 @@ class AttentionCall final : public PlannedCall {
     const Workspace workspace(plan.workspace(), query);
     memory_.assign({query.const_data_ptr(), key.const_data_ptr(), plan.scale()});
     if (bias.defined()) memory_.push_back(bias.const_data_ptr());
+    if (problem.is_causal) memory_.push_back(plan.unseen());
     memory_.insert(memory_.end(), {value.const_data_ptr(), result.mutable_data_ptr()});
     if (!plan.run(memory_, workspace)) return false;
     store(f, std::move(result), false);
@@ -92,6 +95,7 @@ class AttentionCall final : public PlannedCall {
     found.device = query.device().index();
     found.bfloat = query.scalar_type() == at::kBFloat16;
     found.has_bias = bias.defined();
+    found.is_causal = form_.is_causal;
     found.scale = float(form_.scale ? *form_.scale : 1 / std::sqrt(double(query.size(3))));
     const auto take = [](const at::Tensor& from, cudnn::Four& sizes, cudnn::Four& strides) {
       std::copy_n(from.sizes().begin(), 4, sizes.begin());

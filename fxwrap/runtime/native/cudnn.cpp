@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <iterator>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "driver.h"
@@ -57,19 +58,21 @@ constexpr int32_t of_handle = 0, of_dtype = 1, of_bool = 2, of_int64 = 3, of_flo
 constexpr int32_t of_convolution_mode = 7, of_heuristic_mode = 8, of_pointwise_mode = 14, of_descriptor = 15;
 constexpr int32_t of_reduction_mode = 18;
 // cudnnDataType_t, cudnnConvolutionMode_t, cudnnBackendHeurMode_t,
-constexpr int32_t float32 = 0, float16 = 2, bfloat16 = 9, cross_correlation = 1, instantly = 0, by_trees = 3;
+constexpr int32_t float32 = 0, float16 = 2, bfloat16 = 9, boolean = 11, cross_correlation = 1, instantly = 0;
+constexpr int32_t by_trees = 3;
 // cudnnPointwiseMode_t, cudnnReduceTensorOp_t,
 constexpr int32_t add = 0, times = 1, divide = 6, subtract = 9, exponential = 13, logarithm = 15;
+constexpr int32_t is_no_less = 303, own_index = 501, select_either = 601;
 constexpr int32_t sum = 0, maximum = 3;
 // and cudnnBackendAttributeName_t.
-constexpr int32_t pointwise_mode = 0, pointwise_dtype = 1;
+constexpr int32_t pointwise_mode = 0, pointwise_dtype = 1, pointwise_axis = 9;
 constexpr int32_t convolution_dtype = 100, convolution_mode = 101, dilations = 102, strides_of_filter = 103;
 constexpr int32_t paddings_after = 104, paddings_before = 105, spatial_dimensions = 106;
 constexpr int32_t heuristic_mode = 200, heuristic_graph = 201, heuristic_results = 202;
 constexpr int32_t plan_handle = 400, plan_choice = 401, plan_workspace = 402;
 constexpr int32_t forward_alpha = 700, forward_beta = 701, forward_convolution = 702, forward_weight = 703;
 constexpr int32_t forward_input = 704, forward_result = 705;
-constexpr int32_t apply_what = 750, apply_x = 751, apply_y = 752, apply_result = 753;
+constexpr int32_t apply_what = 750, apply_operands[] = {751, 752, 758}, apply_result = 753;
 constexpr int32_t graph_handle = 800, graph_operations = 801;
 constexpr int32_t tensor_alignment = 900, tensor_dtype = 901, tensor_sizes = 902, tensor_strides = 903, tensor_name = 906;
 constexpr int32_t tensor_is_inside = 907, tensor_is_number = 908;
@@ -306,9 +309,10 @@ class AttentionEngine final : public Engine {
   explicit AttentionEngine(const Attention& problem);
 
  private:
-  // Each makes an operation, which it returns.
+  // Each makes an operation, which it returns; one that is applied computes in float32, or in bools, and may be of an axis.
   Descriptor multiply(Descriptor left, Descriptor right, Descriptor result);
-  Descriptor apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result);
+  Descriptor apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result, int32_t dtype = float32,
+                   std::optional<int64_t> axis = std::nullopt);
   Descriptor reduce(int32_t mode, Descriptor x, Descriptor result);
 };
 
@@ -333,7 +337,8 @@ AttentionEngine::AttentionEngine(const Attention& problem) : Engine(problem.devi
   std::vector<Descriptor> operations;
   const Descriptor query = given(problem.query, problem.query_strides);
   const Descriptor key = given(turned(problem.key), turned(problem.key_strides));
-  const Descriptor products = scores(float32), number = tensor({{1, 1, 1, 1}, {1, 1, 1, 1}, float32, 16, false, true});
+  const auto one_number = [&] { return tensor({{1, 1, 1, 1}, {1, 1, 1, 1}, float32, 16, false, true}); };
+  const Descriptor products = scores(float32), number = one_number();
   Descriptor scaled = scores(float32);
   operations.push_back(multiply(query, key, products));
   operations.push_back(apply(times, {products, number}, scaled));
@@ -341,6 +346,15 @@ AttentionEngine::AttentionEngine(const Attention& problem) : Engine(problem.devi
     const Descriptor bias = given(problem.bias, problem.bias_strides), biased = scores(float32);
     operations.push_back(apply(add, {scaled, bias}, biased));
     scaled = biased;
+  }
+  if (problem.is_causal) {
+    const Descriptor row = scores(float32), column = scores(float32), is_seen = scores(boolean);
+    const Descriptor lowest = one_number(), masked = scores(float32);
+    operations.push_back(apply(own_index, {scaled}, row, float32, 2));
+    operations.push_back(apply(own_index, {scaled}, column, float32, 3));
+    operations.push_back(apply(is_no_less, {row, column}, is_seen, boolean));
+    operations.push_back(apply(select_either, {scaled, lowest, is_seen}, masked));
+    scaled = masked;
   }
   const Descriptor largest = one_a_row(), shifted = scores(float32), exponentials = scores(float32);
   const Descriptor sums = one_a_row(), logarithms = one_a_row(), stored = one_a_row();
@@ -365,13 +379,14 @@ Engine::Descriptor AttentionEngine::multiply(Descriptor left, Descriptor right, 
   return is_complete && finish(made) ? made : nullptr;
 }
 
-Engine::Descriptor AttentionEngine::apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result) {
+Engine::Descriptor AttentionEngine::apply(int32_t mode, std::initializer_list<Descriptor> operands, Descriptor result,
+                                          int32_t dtype, std::optional<int64_t> axis) {
   const Descriptor how = make(pointwise_descriptor), made = make(apply_descriptor);
-  bool is_complete = set(how, pointwise_mode, of_pointwise_mode, &mode) &&
-                     set(how, pointwise_dtype, of_dtype, &float32) && finish(how) && set(made, apply_what, how) &&
-                     set(made, apply_result, result);
-  int32_t place = apply_x;
-  for (const Descriptor operand : operands) is_complete = is_complete && set(made, place++, operand);
+  bool is_complete = set(how, pointwise_mode, of_pointwise_mode, &mode) && set(how, pointwise_dtype, of_dtype, &dtype) &&
+                     (!axis || set(how, pointwise_axis, of_int64, &*axis)) && finish(how) &&
+                     set(made, apply_what, how) && set(made, apply_result, result);
+  const int32_t* place = apply_operands;
+  for (const Descriptor operand : operands) is_complete = is_complete && set(made, *place++, operand);
   return is_complete && finish(made) ? made : nullptr;
 }
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -125,27 +126,32 @@ class ConvolutionPlan : public Plan {
 
 using Four = std::array<int64_t, 4>;
 
-// softmax(query key^T scale + bias) value for each head of each batch, of numbers of 16 bits that are added up in float32.
+// softmax(query key^T scale + bias) value for each head of each batch, of numbers of 16 bits that are added up in float32;
+// where it is causal, a row sees the columns up to its own alone.
 // Sizes are batch, heads, length, numbers of a head; the result has the query's. All addresses are multiples of 16 bytes.
 struct Attention {
   int device = 0;
   bool bfloat = false;
   bool has_bias = false;
+  bool is_causal = false;
   float scale = 1;
   Four query{}, key{}, value{}, bias{};
   Four query_strides{}, key_strides{}, value_strides{}, bias_strides{}, result_strides{};
   bool operator==(const Attention&) const = default;
 };
 
-// Takes the memory of query, key, the scale on the host, the bias if there is one, value and result.
+// Takes the memory of query, key, the scale on the host, the bias if there is one, what unseen columns get, on the host, if
+// it is causal, value and result.
 class AttentionPlan : public Plan {
  public:
   explicit AttentionPlan(const Attention& problem);
   const Attention& problem() const { return problem_; }
   const float* scale() const { return &problem_.scale; }
+  const float* unseen() const { return &lowest_; }
 
  private:
   const Attention problem_;
+  const float lowest_ = std::numeric_limits<float>::lowest();
 };
 
 // Takes the library's functions from this file from now on, if it has them, and forgets all engines: for tests.

@@ -1,0 +1,244 @@
+"""Attention before torch has chosen how it is computed: what its mask says, and how that lies in memory.
+
+Torch chooses while the operator is traced, by the operands alone. A mask takes time that no mask, or `is_causal`, does
+not, yet models build masks that say just this: one that is traced cannot look at its mask and leave it out. And no
+kernel reads a mask whose last dimension has another stride than 1: such attention is taken apart into products of
+float32 and a softmax. So masks that depend on nothing are looked at here, and others are laid out anew.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.nn import functional
+
+from fxwrap.options import Options
+from fxwrap.torch_compat import (
+    HigherOrderOperator,
+    OpOverload,
+    copy_dynamo_node,
+    dynamo_module,
+    storage_identity,
+    without_fake_mode,
+)
+
+_aten = torch.ops.aten
+
+_ATTENTION = frozenset({functional.scaled_dot_product_attention, _aten.scaled_dot_product_attention.default})
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+_BUILDERS = frozenset({
+    "add", "alias", "and", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bool", "clone",
+    "contiguous", "cumsum", "detach", "diff", "eq", "expand", "expand_as", "flip", "floordiv", "full", "full_like",
+    "ge", "getitem", "gt", "index", "int", "inv", "invert", "le", "lift_fresh_copy", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "long", "lt", "masked_fill", "mod", "mul", "ne", "neg", "new_full", "new_ones",
+    "new_zeros", "not", "ones", "ones_like", "or", "permute", "repeat", "reshape", "rsub", "select", "slice", "squeeze",
+    "sub", "to", "to_copy", "transpose", "tril", "triu", "unsqueeze", "view", "where", "xor", "zeros", "zeros_like",
+})  # fmt: skip
+"""Names of what makes masks."""
+_MOST_ELEMENTS = 1 << 26
+"""How large a tensor is computed while compiling: a mask of 8192 rows and columns."""
+
+_WRITING = frozenset({
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+    operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.imatmul,
+})  # fmt: skip
+_WRITING_METHODS = frozenset([f"__{function.__name__}__" for function in _WRITING])
+
+_PASSES_ON = frozenset({
+    "getitem", "transpose", "permute", "swapaxes", "movedim", "squeeze", "unsqueeze", "select", "slice", "reshape",
+    "flatten", "clone",
+})  # fmt: skip
+"""Names of what takes a tensor however it lies, and gives one that lies by that."""
+_HIDES = frozenset({"contiguous", "linear", "matmul", "mm", "addmm", "bmm"})
+"""Names of what takes a tensor however it lies, and gives what does not show how that was."""
+
+EVERYTHING, CAUSAL, RELAID = "everything", "causal", "relaid"
+
+
+def with_plain_attention(graph_module: GraphModule, options: Options) -> GraphModule:
+    """Returns a graph of Dynamo's in which attention has masks that torch's kernels take, or none where none is needed.
+
+    A mask of bools that lets everything through goes, one that is a lower triangle becomes `is_causal`, and one that
+    lies as no kernel reads it is copied. Attention whose result has to lie as it does stays as it is. The graph itself
+    is not changed; it is given back where there is nothing to do.
+    """
+    found = masks_to_change(graph_module.graph, options)
+    if not found:
+        return graph_module
+    graph, made = Graph(), dict[Node, Node]()
+    for node in graph_module.graph.nodes:
+        made[node] = copy_dynamo_node(graph, node, made)
+    change_masks({made[node]: becomes for node, becomes in found.items()})
+    return dynamo_module(graph_module, graph)
+
+
+def masks_to_change(graph: Graph, options: Options) -> dict[Node, str]:
+    """Returns the calls of attention whose masks are to be changed, and what these become."""
+    called = {node: mask for node in graph.nodes if (mask := _mask_of(node)) is not None and _may_lie_anywhere(node)}
+    if not called or not options.fuse or "aten.scaled_dot_product_attention.default" in options.keep:
+        return {}
+    constants = _constants(graph)
+    becomes = {mask: _becomes(mask, constants) for mask in dict.fromkeys(called.values())}
+    return {node: what for node, mask in called.items() if (what := becomes[mask]) is not None}
+
+
+def change_masks(found: Mapping[Node, str]) -> None:
+    """Changes calls of attention as `masks_to_change` says."""
+    relaid: dict[Node, Node] = {}
+    for node, becomes in found.items():
+        arguments = dict(zip(_PARAMETERS, node.args)) | node.kwargs
+        mask = arguments["attn_mask"]
+        assert isinstance(mask, Node)
+        if becomes == RELAID:
+            if mask not in relaid:
+                relaid[mask] = _relaid(mask, node)
+            arguments["attn_mask"] = relaid[mask]
+        else:
+            arguments |= {"attn_mask": None, "is_causal": becomes == CAUSAL}
+        node.args = tuple([arguments.pop(name) for name in _PARAMETERS[:3]])
+        node.kwargs = arguments
+
+
+def _mask_of(node: Node) -> Node | None:
+    if node.target not in _ATTENTION:
+        return None
+    arguments = dict(zip(_PARAMETERS, node.args)) | node.kwargs
+    mask = arguments.get("attn_mask")
+    return mask if isinstance(mask, Node) and arguments.get("is_causal", False) is False else None
+
+
+def _may_lie_anywhere(node: Node) -> bool:
+    """Whether nothing can tell how a tensor lies in memory that is the same for every layout of it."""
+    for user in node.users:
+        name = _name(user)
+        if user.op == "output" or not (name in _HIDES or (name in _PASSES_ON and _may_lie_anywhere(user))):
+            return False
+    return True
+
+
+def _fake(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _name(node: Node) -> str:
+    """Returns what a node calls, by one name for the function, the method and the operator."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        target = target.overloadpacket
+    return (target if isinstance(target, str) else str(getattr(target, "__name__", ""))).strip("_")
+
+
+# --- masks that depend on nothing -------------------------------------------------------------------------------------
+
+
+def _becomes(mask: Node, constants: frozenset[Node]) -> str | None:
+    fake = _fake(mask)
+    if not isinstance(fake, torch.Tensor) or fake.ndim < 2:
+        return None
+    if mask in constants and fake.dtype is torch.bool and fake.numel() > 0:
+        value = _computed(mask)
+        if bool(value.all()):
+            return EVERYTHING
+        rows, columns = value.shape[-2:]
+        if rows == columns and bool((value == torch.ones(rows, columns, dtype=torch.bool).tril()).all()):
+            return CAUSAL
+    stride, size = fake.stride(-1), fake.shape[-1]
+    # a symbol is not asked: that would install a guard
+    is_spread = type(stride) is int and stride != 1 and not (type(size) is int and size == 1)
+    return RELAID if is_spread else None
+
+
+def _constants(graph: Graph) -> frozenset[Node]:
+    """Returns the tensors of a graph that depend on nothing that it is given; none where something may write one."""
+    found: set[Node] = set()
+    storages: set[int | None] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        operands = node.all_input_nodes
+        if _may_write(node):
+            if any(_storage(operand) in storages for operand in operands):
+                return frozenset()
+        elif found.issuperset(operands) and _name(node) in _BUILDERS and _can_be_known(_fake(node)):
+            found.add(node)
+            storages.add(_storage(node))
+    return frozenset(found)
+
+
+def _storage(node: Node) -> int | None:
+    fake = _fake(node)
+    return storage_identity(fake) if isinstance(fake, torch.Tensor) else None
+
+
+def _can_be_known(fake: Any) -> bool:
+    """Whether a value is a tensor that is the same on every device, and not too large to be computed."""
+    if not isinstance(fake, torch.Tensor) or fake.dtype.is_floating_point or fake.dtype.is_complex:
+        return False
+    return all(type(size) is int for size in fake.shape) and fake.numel() <= _MOST_ELEMENTS
+
+
+def _may_write(node: Node) -> bool:
+    """Whether a call may write its operands, by its name, schema or parameters."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, str):
+        named = target in _WRITING_METHODS if target.endswith("__") else target.endswith("_")
+        return node.op == "call_module" or named
+    if getattr(target, "__module__", "") == operator.add.__module__:
+        return target in _WRITING
+    parameters = getattr(getattr(target, "__code__", None), "co_varnames", ())
+    name = getattr(target, "__name__", "_")
+    return (
+        isinstance(target, HigherOrderOperator) or name.endswith("_") or "out" in node.kwargs or "inplace" in parameters
+    )
+
+
+def _computed(mask: Node) -> torch.Tensor:
+    """Returns what a node that depends on nothing gives, on the CPU."""
+    needed, pending = {mask}, [mask]
+    while pending:
+        new = [operand for operand in pending.pop().all_input_nodes if operand not in needed]
+        needed.update(new)
+        pending.extend(new)
+    values: dict[Node, torch.Tensor] = {}
+    cpu = torch.device("cpu")
+
+    def given(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return values[argument]
+        return cpu if isinstance(argument, torch.device | str) else argument
+
+    with without_fake_mode(), torch.no_grad(), cpu:
+        for node in mask.graph.nodes:
+            if node in needed:
+                found: Any = map_aggregate((node.args, node.kwargs), given)
+                arguments, keywords = found
+                keywords = {name: item for name, item in keywords.items() if name != "pin_memory"}
+                call = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+                values[node] = call(*arguments, **keywords)
+    return values[mask]
+
+
+# --- masks that no kernel reads ---------------------------------------------------------------------------------------
+
+
+def _is_zero(stride: Any) -> bool:
+    return type(stride) is int and stride == 0
+
+
+def _relaid(mask: Node, before: Node) -> Node:
+    """Returns a mask whose last dimension has stride 1, made before a node; repeated matrices stay repeated."""
+    repeated = [dimension for dimension, stride in enumerate(_fake(mask).stride()[:-2]) if _is_zero(stride)]
+    with mask.graph.inserting_before(before):
+        once = mask
+        for dimension in repeated:
+            once = mask.graph.call_function(_aten.slice.Tensor, (once, dimension, 0, 1))
+        made = mask.graph.call_function(_aten.clone.default, (once,), {"memory_format": torch.contiguous_format})
+        return mask.graph.call_function(_aten.expand_as.default, (made, mask)) if repeated else made

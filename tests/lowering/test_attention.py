@@ -1,0 +1,318 @@
+"""Masks of attention: those that say what no mask or a triangle does, those that no kernel reads, and all others."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.lines import Call
+from fxwrap.lowering import with_plain_attention
+from fxwrap.lowering.attention import masks_to_change
+
+HEADS, LENGTH, WIDTH = 2, 8, 16
+Mask = Callable[[Tensor], Tensor]
+
+
+def _places(x: Tensor) -> tuple[Tensor, Tensor]:
+    places = torch.arange(x.shape[1], device=x.device)
+    return places[:, None], places[None, :]
+
+
+def _everything(x: Tensor) -> Tensor:
+    rows, _columns = _places(x)
+    return (rows >= 0).expand(x.shape[1], x.shape[1])
+
+
+def _triangle(x: Tensor) -> Tensor:
+    rows, columns = _places(x)
+    return columns <= rows
+
+
+def _packed(x: Tensor) -> Tensor:
+    """As models ask for sequences one after another in a row, of which there is one."""
+    places = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+    which = (torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    return ((which[:, :, None] == which[:, None, :]) & _triangle(x))[:, None]
+
+
+def _batch(x: Tensor) -> Tensor:
+    rows, columns = _places(x)
+    return (columns <= rows)[None, None].expand(x.shape[0], 1, -1, -1).to(x.device)
+
+
+def _window(x: Tensor) -> Tensor:
+    rows, columns = _places(x)
+    return (columns <= rows) & (columns > rows - 3)
+
+
+def _strict(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril(-1).logical_not()
+
+
+def _of_input(x: Tensor) -> Tensor:
+    return (x.sum(-1) > -1e9)[:, None, None, :]
+
+
+def _written(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+    mask[:, 3] = False
+    return mask
+
+
+def _part_written(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+    mask.chunk(2, 1)[1].fill_(False)
+    return mask
+
+
+def _random(x: Tensor) -> Tensor:
+    rows, columns = _places(x)
+    return (torch.rand(x.shape[1], x.shape[1], device=x.device) < 2) & (columns <= rows)
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[1], x.shape[1], device=x.device)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """A bias as of distances that are looked up: heads last in memory."""
+    return (x @ x.transpose(1, 2))[:, :, :, None].cos().expand(-1, -1, -1, HEADS).contiguous().permute(0, 3, 1, 2)
+
+
+def _repeated(x: Tensor) -> Tensor:
+    return (x.sum(-1) > 0)[:1, None, :, None].expand(x.shape[0], 1, -1, x.shape[1])
+
+
+class Attention(nn.Module):
+    """Attention with a mask, whose result is laid out and used as in models."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.mask = mask
+        self.parts = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = [part.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for part in self.parts(x).chunk(3, -1)]
+        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x))
+        return functional.dropout(found.transpose(1, 2).contiguous(), 0.5, self.training).flatten(2)
+
+
+def _model(mask: Mask) -> tuple[Attention, Tensor]:
+    torch.manual_seed(0)
+    return Attention(mask).eval(), torch.randn(3, LENGTH, HEADS * WIDTH)
+
+
+def _graph_of(model: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> GraphModule:
+    """What Dynamo captures."""
+    found: list[GraphModule] = []
+
+    def keep(graph_module: GraphModule, _inputs: Any) -> Any:
+        found.append(graph_module)
+        return graph_module
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=keep, fullgraph=True, dynamic=dynamic)(*inputs)
+    return found[0]
+
+
+def _becomes(graph_module: GraphModule, options: Options | None = None) -> list[str]:
+    return list(masks_to_change(graph_module.graph, options or Options()).values())
+
+
+CASES: dict[Mask, str | None] = {
+    _everything: "everything", _triangle: "causal", _packed: "causal", _batch: "causal", _turned: "relaid",
+    _repeated: "relaid", _window: None, _strict: None, _of_input: None, _written: None, _part_written: None,
+    _random: None, _numbers: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", CASES, ids=lambda mask: mask.__name__)
+def test_what_masks_become(mask: Mask) -> None:
+    model, x = _model(mask)
+    graph = _graph_of(model, x)
+    wanted = CASES[mask]
+    text = str(graph.graph)
+    assert _becomes(graph) == ([] if wanted is None else [wanted])
+    changed = with_plain_attention(graph, Options())
+    assert (changed is graph) == (wanted is None)
+    assert str(graph.graph) == text
+    (call,) = [node for node in changed.graph.nodes if node.target is functional.scaled_dot_product_attention]
+    assert call.kwargs.get("is_causal", False) is (wanted == "causal")
+    assert (call.kwargs["attn_mask"] is None) == (wanted in ("causal", "everything"))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("mask", CASES, ids=lambda mask: mask.__name__)
+def test_results_are_eagers(mask: Mask, training: bool, fresh_dynamo: None) -> None:
+    """The mask of distances is of the input, and has gradients."""
+    model, x = _model(mask)
+    x.requires_grad_(training)
+    compiled = torch.compile(model, backend="fxwrap", options={"fallback": "error"}, fullgraph=True)
+    found, wanted = compiled(x), model(x)
+    torch.testing.assert_close(found, wanted)
+    assert found.stride() == wanted.stride()
+    if training:
+        (gradient,) = torch.autograd.grad(found.square().sum(), x)
+        (eager,) = torch.autograd.grad(wanted.square().sum(), x)
+        torch.testing.assert_close(gradient, eager, rtol=1e-4, atol=1e-5)
+
+
+def _calls(model: Callable[..., Any], x: Tensor) -> list[Call]:
+    programs: list[fxwrap.Program] = []
+
+    def keep(program: fxwrap.Program) -> fxwrap.Program:
+        programs.append(program)
+        return program
+
+    with torch.no_grad():
+        torch.compile(model, backend="fxwrap", options={"passes": (keep,)}, fullgraph=True)(x)
+    return [line for line in programs[0].body.lines if isinstance(line, Call)]
+
+
+def _operators(calls: list[Call]) -> list[str]:
+    return [str(call.target) for call in calls]
+
+
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+@pytest.mark.parametrize("mask", [_turned, _repeated], ids=lambda mask: mask.__name__)
+def test_a_mask_that_no_kernel_reads_is_copied(mask: Mask, fresh_dynamo: None) -> None:
+    model, x = _model(mask)
+    operators = _operators(_calls(model, x))
+    assert ATTENTION in operators
+    assert "aten.bmm.default" not in operators[operators.index(ATTENTION) :]
+
+
+def test_a_triangle_is_not_computed(fresh_dynamo: None) -> None:
+    model, x = _model(_packed)
+    (call,) = [call for call in _calls(model, x) if str(call.target) == ATTENTION]
+    assert True in call.arguments
+    assert "attn_mask" not in dict(call.keywords)
+
+
+def _attend(x: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(x, x, x, attn_mask=_triangle(x[0]))
+
+
+def _reached(x: Tensor) -> Tensor:
+    return _attend(x).transpose(1, 2).flatten(2)
+
+
+def _viewed(x: Tensor) -> Tensor:
+    return _attend(x).view(-1, WIDTH) @ x[0, 0].t()
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return _attend(x) * 2
+
+
+@pytest.mark.parametrize("function", [_attend, _reached, _viewed, _doubled], ids=lambda item: item.__name__)
+def test_attention_whose_layout_shows_stays(function: Callable[[Tensor], Tensor]) -> None:
+    """Kernels give other strides than the formula does."""
+    assert _becomes(_graph_of(function, torch.randn(2, HEADS, LENGTH, WIDTH))) == []
+
+
+def test_options_leave_masks_alone() -> None:
+    graph = _graph_of(*_model(_triangle))
+    assert _becomes(graph, Options(fuse=False)) == []
+    assert _becomes(graph, Options(keep=("aten.scaled_dot_product_attention.default",))) == []
+
+
+def test_sizes_that_are_symbols_are_not_asked() -> None:
+    model, x = _model(_triangle)
+    assert _becomes(_graph_of(model, x, dynamic=True)) == []
+    turned, x = _model(_turned)
+    assert _becomes(_graph_of(turned, x, dynamic=True)) == ["relaid"]
+
+
+def test_masks_of_one_row_or_of_other_lengths_are_no_triangles() -> None:
+    def other(x: Tensor) -> Tensor:
+        mask = torch.ones(4, LENGTH, dtype=torch.bool).tril()
+        return functional.scaled_dot_product_attention(x[:, :, :4], x, x, attn_mask=mask).contiguous()
+
+    def one(x: Tensor) -> Tensor:
+        mask = torch.ones(1, LENGTH, dtype=torch.bool).tril()
+        return functional.scaled_dot_product_attention(x[:, :, :1], x, x, attn_mask=mask).contiguous()
+
+    x = torch.randn(2, HEADS, LENGTH, WIDTH)
+    assert [_becomes(_graph_of(function, x)) for function in (other, one)] == [[], []]
+
+
+@pytest.mark.parametrize("mask", [_everything, _packed, _turned, _repeated], ids=lambda mask: mask.__name__)
+def test_exported_programs(mask: Mask) -> None:
+    model, x = _model(mask)
+    exported = torch.export.export(model, (x,), strict=True)
+    text = str(exported.graph)
+    compiled = fxwrap.compile_graph(exported, options=Options(fallback="error"))
+    torch.testing.assert_close(compiled(x)[0], model(x))
+    assert str(exported.graph) == text
+    calls = [line for line in compiled.program.body.lines if isinstance(line, Call)]
+    operators = _operators(calls)
+    assert ATTENTION in operators
+    assert "aten.bmm.default" not in operators[operators.index(ATTENTION) :]
+
+
+def _error(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+@pytest.mark.parametrize("mask", [_everything, _packed, _turned, _repeated], ids=lambda mask: mask.__name__)
+def test_attention_on_a_gpu(mask: Mask, emitter: str, fresh_dynamo: None) -> None:
+    """One call of a kernel of a library, as exact as eager's."""
+    programs: list[fxwrap.Program] = []
+
+    def keep(program: fxwrap.Program) -> fxwrap.Program:
+        programs.append(program)
+        return program
+
+    model, x = _model(mask)
+    model, x = model.cuda().bfloat16(), x.repeat(1, 16, 1).cuda().bfloat16()
+    options = {"emitter": emitter, "fallback": "error", "passes": (keep,)}
+    compiled = torch.compile(model, backend="fxwrap", options=options, fullgraph=True)
+    with torch.no_grad():
+        found, eager = compiled(x), model(x)
+        truth = model.double()(x.double())
+    (call,) = [call for line in programs[0].body.lines if isinstance(call := line, Call) and "attention" in call.target]
+    assert call.target.startswith("aten._scaled_dot_product_")
+    assert (True in call.arguments) == (mask is _packed)
+    assert found.stride() == eager.stride()
+    assert _error(found, truth) <= 1.3 * _error(eager, truth) + 1e-5
+
+
+COMPARISONS = [operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne]
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(COMPARISONS), st.integers(-3, 3), st.integers(1, 5), st.booleans(), st.booleans())
+def test_any_mask_of_places(compare: Any, offset: int, length: int, turned: bool, inverted: bool) -> None:
+    """Whatever a mask becomes, attention gives what it gives with the mask."""
+
+    def mask(x: Tensor) -> Tensor:
+        rows, columns = _places(x)
+        found = compare(rows + offset, columns)
+        found = found.t() if turned else found
+        return ~found if inverted else found
+
+    model, x = _model(mask)
+    x = x[:, :length]
+    graph = with_plain_attention(_graph_of(model, x), Options())
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    given_by_name = {tuple(item.shape): item for item in (x, *model.parameters())}
+    with torch.no_grad():
+        (found,) = graph(*[given_by_name[tuple(node.meta["example_value"].shape)] for node in placeholders])
+        torch.testing.assert_close(found, model(x), equal_nan=True)
