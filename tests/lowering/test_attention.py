@@ -273,7 +273,7 @@ def _error(found: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
 @pytest.mark.parametrize("mask", [_everything, _packed, _turned, _repeated], ids=lambda mask: mask.__name__)
 def test_attention_on_a_gpu(mask: Mask, emitter: str, fresh_dynamo: None) -> None:
-    """One call of a kernel of a library, as exact as eager's."""
+    """One call of a library's kernel; where eager has the formula in float32, that rounds less."""
     programs: list[fxwrap.Program] = []
 
     def keep(program: fxwrap.Program) -> fxwrap.Program:
@@ -291,7 +291,8 @@ def test_attention_on_a_gpu(mask: Mask, emitter: str, fresh_dynamo: None) -> Non
     assert call.target.startswith("aten._scaled_dot_product_")
     assert (True in call.arguments) == (mask is _packed)
     assert found.stride() == eager.stride()
-    assert _error(found, truth) <= 1.3 * _error(eager, truth) + 1e-5
+    more = 2 if mask in (_turned, _repeated) else 1.3
+    assert _error(found, truth) <= more * _error(eager, truth) + 1e-5
 
 
 COMPARISONS = [operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne]
