@@ -388,7 +388,8 @@ def main() -> None:
         if "run" in tasks:
             measure_memory(job, sides)
             measure_times(job, sides)
-            measure_wrappers(job, made_alone)
+            if made_alone:
+                measure_wrappers(job, made_alone)
         if "profile" in tasks:
             measure_classes(job, sides)
 

@@ -65,8 +65,8 @@ def with_plain_attention(graph_module: GraphModule, options: Options) -> GraphMo
     """Returns a graph of Dynamo's in which attention has masks that torch's kernels take, or none where none is needed.
 
     A mask of bools that lets everything through goes, one that is a lower triangle becomes `is_causal`, and one that
-    lies as no kernel reads it is copied. Attention whose result has to lie as it does stays as it is. The graph itself
-    is not changed; it is given back where there is nothing to do.
+    lies as no kernel reads it is copied. Attention with dropout, or whose result has to lie as it does, stays as it is.
+    The graph itself is not changed; it is given back where there is nothing to do.
     """
     found = masks_to_change(graph_module.graph, options)
     if not found:
@@ -90,15 +90,16 @@ def masks_to_change(graph: Graph, options: Options) -> dict[Node, str]:
 
 def change_masks(found: Mapping[Node, str]) -> None:
     """Changes calls of attention as `masks_to_change` says."""
-    relaid: dict[Node, Node] = {}
+    relaid: dict[Node, _Relaid] = {}
     for node, becomes in found.items():
         arguments = dict(zip(_PARAMETERS, node.args)) | node.kwargs
         mask = arguments["attn_mask"]
         assert isinstance(mask, Node)
         if becomes == RELAID:
             if mask not in relaid:
-                relaid[mask] = _relaid(mask, node)
-            arguments["attn_mask"] = relaid[mask]
+                relaid[mask] = _Relaid(mask, node)
+            arguments["attn_mask"] = relaid[mask].mask
+            relaid[mask].hide_blind_rows(node)
         else:
             arguments |= {"attn_mask": None, "is_causal": becomes == CAUSAL}
         node.args = tuple([arguments.pop(name) for name in _PARAMETERS[:3]])
@@ -110,7 +111,9 @@ def _mask_of(node: Node) -> Node | None:
         return None
     arguments = dict(zip(_PARAMETERS, node.args)) | node.kwargs
     mask = arguments.get("attn_mask")
-    return mask if isinstance(mask, Node) and arguments.get("is_causal", False) is False else None
+    # kernels draw other random numbers than the formula does
+    is_plain = arguments.get("is_causal", False) is False and arguments.get("dropout_p", 0.0) == 0
+    return mask if isinstance(mask, Node) and is_plain else None
 
 
 def _may_lie_anywhere(node: Node) -> bool:
@@ -229,16 +232,32 @@ def _computed(mask: Node) -> torch.Tensor:
 # --- masks that no kernel reads ---------------------------------------------------------------------------------------
 
 
-def _is_zero(stride: Any) -> bool:
-    return type(stride) is int and stride == 0
+class _Relaid:
+    """A mask whose last dimension has stride 1, made before a node; repeated matrices stay repeated."""
 
+    def __init__(self, mask: Node, before: Node) -> None:
+        graph, fake = mask.graph, _fake(mask)
+        strides = fake.stride()[:-2]
+        repeated = [dimension for dimension, stride in enumerate(strides) if type(stride) is int and stride == 0]
+        with graph.inserting_before(before):
+            once = mask
+            for dimension in repeated:
+                once = graph.call_function(_aten.slice.Tensor, (once, dimension, 0, 1))
+            made = graph.create_node(
+                "call_function", _aten.clone.default, (once,), {"memory_format": torch.contiguous_format}
+            )
+            self.mask = graph.call_function(_aten.expand_as.default, (made, mask)) if repeated else made
+            self._sees: Node | None = None  # of each row, whether it sees a column
+            if fake.device.type != "cpu":
+                is_seen = made
+                if fake.dtype is not torch.bool:
+                    is_seen = graph.call_function(_aten.ne.Scalar, (made, -torch.inf))
+                self._sees = graph.call_function(_aten.any.dim, (is_seen, -1, True))
 
-def _relaid(mask: Node, before: Node) -> Node:
-    """Returns a mask whose last dimension has stride 1, made before a node; repeated matrices stay repeated."""
-    repeated = [dimension for dimension, stride in enumerate(_fake(mask).stride()[:-2]) if _is_zero(stride)]
-    with mask.graph.inserting_before(before):
-        once = mask
-        for dimension in repeated:
-            once = mask.graph.call_function(_aten.slice.Tensor, (once, dimension, 0, 1))
-        made = mask.graph.call_function(_aten.clone.default, (once,), {"memory_format": torch.contiguous_format})
-        return mask.graph.call_function(_aten.expand_as.default, (made, mask)) if repeated else made
+    def hide_blind_rows(self, node: Node) -> None:
+        """Has attention give zeros for rows that see nothing. The formula and the CPU's kernel do; cuDNN does not."""
+        if self._sees is None:
+            return
+        with node.graph.inserting_after(node):
+            made = node.graph.call_function(_aten.where.ScalarOther, (self._sees, node, 0.0))
+        node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)

@@ -17,6 +17,7 @@ from fxwrap.errors import ReplayWarning
 from fxwrap.lines import CallFunction
 from fxwrap.runtime.cuda_graphs import CudaGraphs
 from fxwrap.runtime.replay import Memory, Replayed
+from fxwrap.torch_compat import clear_cublas_workspaces
 
 pytestmark = pytest.mark.gpu
 
@@ -240,6 +241,7 @@ def test_what_waits_for_the_gpu_cannot_be_recorded_and_runs() -> None:
 def test_a_capture_that_fails_leaves_all_else_as_it_was() -> None:
     """The current stream, the generator, what is freed, and the next capture, in another pool."""
     gc.collect()  # what other tests have left must not go meanwhile: memory is counted
+    clear_cublas_workspaces()
     x = torch.randn(1000, device=DEVICE)
     recorder = CudaGraphs(torch.device(DEVICE))
     stream = torch.cuda.current_stream()
