@@ -144,6 +144,7 @@ class Recording:
         pool: _Pool,
         copied: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
         addresses: list[int | None],
+        fixed: frozenset[int],
     ) -> None:
         """Makes one of which nothing is recorded yet.
 
@@ -152,11 +153,13 @@ class Recording:
             pool: where its memory is from.
             copied: positions of operands, with the memory that is read instead, and how that is written.
             addresses: of each operand, where it has to begin; None where that does not matter.
+            fixed: positions of operands of which that was said to stay.
         """
         self.key = key
         self.pool = pool
         self.copied = copied
         self.addresses = addresses
+        self.fixed = fixed
         self.positions = [position for position, address in enumerate(addresses) if address is not None]
         self.replay: Callable[[], None] = _nothing
         self.results: list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]] = []
@@ -180,10 +183,10 @@ class Recording:
         """Whether all that is read in place is where it was."""
         return same_addresses(arguments, self.addresses, self.positions)
 
-    def moved(self, arguments: Sequence[Any], fixed: frozenset[int]) -> list[int]:
+    def moved(self, arguments: Sequence[Any]) -> list[int]:
         """Returns the positions of operands that should have stayed where they were and did not."""
         return [position for position in self.positions
-                if position in fixed and arguments[position].data_ptr() != self.addresses[position]]  # fmt: skip
+                if position in self.fixed and arguments[position].data_ptr() != self.addresses[position]]  # fmt: skip
 
     def is_held(self) -> bool:
         """Whether anybody holds memory that the recording gave."""
@@ -311,13 +314,13 @@ class Replayed:
             if recording.fits(arguments):
                 if not recording.is_blocked():
                     return recording
-            elif self.fixed:
+            else:
                 self._drop_moved(recording, arguments)
         return self._record(key, arguments, numbers)
 
     def _drop_moved(self, recording: Recording, arguments: Sequence[Any]) -> None:
         """Drops a recording whose fixed operands are elsewhere now; one that moves often is copied from then on."""
-        moved = recording.moved(arguments, self.fixed)
+        moved = recording.moved(arguments)
         if not moved:
             return
         for position in moved:
@@ -353,7 +356,7 @@ class Replayed:
                 own, whole = _own_memory(item)
                 copied.append((position, own, whole))
                 operands.append(whole)
-        recording = Recording(key, pool, copied, addresses)
+        recording = Recording(key, pool, copied, addresses, self.fixed)
         try:
             recording.keep(*recorder.record(partial(_run, self.body, operands, numbers), pool.handle))
         except Exception as error:  # noqa: BLE001  the function runs as it is, and says itself what is wrong with it

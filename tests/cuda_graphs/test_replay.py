@@ -99,6 +99,19 @@ def test_a_fixed_operand_that_always_moves_is_copied_in_the_end(recorder: CpuRec
     assert not function.fixed
 
 
+def test_recordings_of_other_numbers_go_when_their_operand_has_moved(recorder: CpuRecorder) -> None:
+    function = _function(fixed=(1,), recordings=3)
+    first = _x(0)
+    for _ in range(2):
+        _check(function, _x(7), first, numbers=(2,))
+    everything = [_x(seed) for seed in range(12)]
+    for w in everything:
+        _check(function, _x(7), w, numbers=(1,))
+    assert not function.fixed
+    _check(function, _x(7), everything[0], numbers=(2,))
+    assert [len(known) for known in function.recordings.values()] == [1, 1]
+
+
 def _in_place(arguments: list[Any]) -> tuple[torch.Tensor, ...]:
     state, x = arguments
     arguments.clear()
