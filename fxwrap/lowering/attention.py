@@ -90,16 +90,16 @@ def masks_to_change(graph: Graph, options: Options) -> dict[Node, str]:
 
 def change_masks(found: Mapping[Node, str]) -> None:
     """Changes calls of attention as `masks_to_change` says."""
-    relaid: dict[Node, _Relaid] = {}
+    relaid: dict[Any, _Relaid] = {}
     for node, becomes in found.items():
-        arguments = dict(zip(_PARAMETERS, node.args)) | node.kwargs
+        arguments: dict[str, Any] = dict(zip(_PARAMETERS, node.args)) | node.kwargs
         mask = arguments["attn_mask"]
-        assert isinstance(mask, Node)
         if becomes == RELAID:
-            if mask not in relaid:
-                relaid[mask] = _Relaid(mask, node)
-            arguments["attn_mask"] = relaid[mask].mask
-            relaid[mask].hide_blind_rows(node)
+            key = mask, _fake(node).dtype, _fake(arguments["query"]).dtype
+            if key not in relaid:
+                relaid[key] = _Relaid(mask, node, arguments["query"])
+            arguments["attn_mask"] = relaid[key].mask
+            relaid[key].fill_blind_rows(node)
         else:
             arguments |= {"attn_mask": None, "is_causal": becomes == CAUSAL}
         node.args = tuple([arguments.pop(name) for name in _PARAMETERS[:3]])
@@ -233,29 +233,38 @@ def _computed(mask: Node) -> torch.Tensor:
 
 
 class _Relaid:
-    """A mask whose last dimension has stride 1, made before a node; repeated matrices stay repeated."""
+    """A mask whose last dimension has stride 1, made before attention with it; repeated matrices stay repeated.
 
-    def __init__(self, mask: Node, before: Node) -> None:
+    The formula and the CPU's kernel give zeros for rows that see nothing. cuDNN does not, and numbers that are not
+    finite are no good there: on other devices a mask adds the lowest number, and such rows are filled afterwards.
+    """
+
+    def __init__(self, mask: Node, node: Node, query: Node) -> None:
         graph, fake = mask.graph, _fake(mask)
         strides = fake.stride()[:-2]
         repeated = [dimension for dimension, stride in enumerate(strides) if type(stride) is int and stride == 0]
-        with graph.inserting_before(before):
-            once = mask
+        self._sees: Node | None = None  # of each row, whether it sees a column
+        with graph.inserting_before(node):
+            made = mask
             for dimension in repeated:
-                once = graph.call_function(_aten.slice.Tensor, (once, dimension, 0, 1))
-            made = graph.create_node(
-                "call_function", _aten.clone.default, (once,), {"memory_format": torch.contiguous_format}
-            )
-            self.mask = graph.call_function(_aten.expand_as.default, (made, mask)) if repeated else made
-            self._sees: Node | None = None  # of each row, whether it sees a column
+                made = graph.call_function(_aten.slice.Tensor, (made, dimension, 0, 1))
+            keywords: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            made = graph.call_function(_aten.clone.default, (made,), keywords)
             if fake.device.type != "cpu":
-                is_seen = made
-                if fake.dtype is not torch.bool:
+                lowest = torch.finfo(_fake(node).dtype).min
+                if fake.dtype is torch.bool:
+                    self._sees = graph.call_function(_aten.any.dim, (made, -1, True))
+                    keywords = {"dtype": _fake(query).dtype}
+                    made = graph.call_function(_aten.where.Scalar, (made, 0.0, lowest))
+                    made = graph.call_function(_aten._to_copy.default, (made,), keywords)
+                else:
                     is_seen = graph.call_function(_aten.ne.Scalar, (made, -torch.inf))
-                self._sees = graph.call_function(_aten.any.dim, (is_seen, -1, True))
+                    self._sees = graph.call_function(_aten.any.dim, (is_seen, -1, True))
+                    made = graph.call_function(_aten.clamp_min.default, (made, lowest))
+            self.mask = graph.call_function(_aten.expand_as.default, (made, mask)) if repeated else made
 
-    def hide_blind_rows(self, node: Node) -> None:
-        """Has attention give zeros for rows that see nothing. The formula and the CPU's kernel do; cuDNN does not."""
+    def fill_blind_rows(self, node: Node) -> None:
+        """Has attention give zeros for rows that see nothing, where its kernel may not."""
         if self._sees is None:
             return
         with node.graph.inserting_after(node):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.nn import functional
 
@@ -320,9 +321,30 @@ def test_any_mask_of_places(compare: Any, offset: int, length: int, turned: bool
 
     model, x = _model(mask)
     x = x[:, :length]
-    graph = with_plain_attention(_graph_of(model, x), Options())
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    given_by_name = {tuple(item.shape): item for item in (x, *model.parameters())}
+    _check_graph(with_plain_attention(_graph_of(model, x), Options()), model, x)
+
+
+def _check_graph(graph_module: GraphModule, model: nn.Module, x: Tensor) -> None:
+    """Runs a graph of Dynamo's as it is."""
+    by_size = {tuple(item.shape): item for item in (x, *model.parameters())}
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
     with torch.no_grad():
-        (found,) = graph(*[given_by_name[tuple(node.meta["example_value"].shape)] for node in placeholders])
-        torch.testing.assert_close(found, model(x), equal_nan=True)
+        (found,) = graph_module(*[by_size[tuple(node.meta["example_value"].shape)] for node in placeholders])
+        torch.testing.assert_close(found, model(x))
+
+
+@pytest.mark.parametrize("mask", [_turned, _blind, _repeated], ids=lambda mask: mask.__name__)
+def test_masks_on_other_devices_are_finite(mask: Mask) -> None:
+    model, x = _model(mask)
+    graph = _graph_of(model, x)
+    with FakeTensorMode():
+        for node in graph.graph.nodes:
+            fake = node.meta.get("example_value")
+            if isinstance(fake, Tensor) and node.op != "placeholder":
+                moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cuda")
+                node.meta["example_value"] = moved
+    changed = with_plain_attention(graph, Options())
+    calls = [str(node.target) for node in changed.graph.nodes]
+    assert "aten.where.ScalarOther" in calls
+    assert ("aten.clamp_min.default" in calls) == (mask is not _repeated)
+    _check_graph(changed, model, x)
