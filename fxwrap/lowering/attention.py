@@ -85,7 +85,15 @@ def masks_to_change(graph: Graph, options: Options) -> dict[Node, str]:
         return {}
     constants = _constants(graph)
     becomes = {mask: _becomes(mask, constants) for mask in dict.fromkeys(called.values())}
-    return {node: what for node, mask in called.items() if (what := becomes[mask]) is not None}
+    found = {node: what for node, mask in called.items() if (what := becomes[mask]) is not None}
+    return {node: what for node, what in found.items() if what != RELAID or _is_readable(called[node], node)}
+
+
+def _is_readable(mask: Node, node: Node) -> bool:
+    """Whether a mask has a dtype that kernels read. Torch allows float32 beside half precision, and cuDNN misreads it."""
+    query = node.args[0] if node.args else node.kwargs["query"]
+    assert isinstance(query, Node)
+    return _fake(mask).dtype in (torch.bool, _fake(query).dtype)
 
 
 def change_masks(found: Mapping[Node, str]) -> None:
@@ -235,8 +243,9 @@ def _computed(mask: Node) -> torch.Tensor:
 class _Relaid:
     """A mask whose last dimension has stride 1, made before attention with it; repeated matrices stay repeated.
 
-    The formula and the CPU's kernel give zeros for rows that see nothing. cuDNN does not, and numbers that are not
-    finite are no good there: on other devices a mask adds the lowest number, and such rows are filled afterwards.
+    The formula and the CPU's kernel give zeros for rows that see nothing. Kernels of other devices need not: where a
+    mask of bools lets nothing through, cuDNN gave averages (torch 2.11, H200). There a mask adds the lowest number of
+    the dtype, so that nothing is NaN in a backward either, and such rows are filled afterwards.
     """
 
     def __init__(self, mask: Node, node: Node, query: Node) -> None:

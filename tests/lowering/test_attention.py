@@ -93,7 +93,7 @@ def _turned(x: Tensor) -> Tensor:
 
 def _blind(x: Tensor) -> Tensor:
     """Such a bias with rows that see nothing."""
-    return _turned(x) + torch.where(x[:, None, :, :1] > 0, -torch.inf, 0.0)
+    return _turned(x) + torch.where(x[:, None, :, :1] > 0, -torch.inf, 0.0).to(x.dtype)
 
 
 def _repeated(x: Tensor) -> Tensor:
@@ -233,6 +233,11 @@ def _dropped(x: Tensor) -> Tensor:
 def test_attention_of_which_more_shows_stays(function: Callable[[Tensor], Tensor]) -> None:
     """Kernels give other strides than the formula does, and draw other random numbers."""
     assert _becomes(_graph_of(function, torch.randn(2, HEADS, LENGTH, WIDTH))) == []
+
+
+def test_a_mask_of_another_dtype_is_left_to_the_formula() -> None:
+    model, x = _model(lambda x: _turned(x).float())
+    assert _becomes(_graph_of(model.bfloat16(), x.bfloat16())) == []
 
 
 def test_options_leave_masks_alone() -> None:
