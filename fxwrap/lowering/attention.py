@@ -90,7 +90,7 @@ def masks_to_change(graph: Graph, options: Options) -> dict[Node, str]:
 
 
 def _is_readable(mask: Node, node: Node) -> bool:
-    """Whether a mask has a dtype that kernels read. Torch allows float32 beside half precision, and cuDNN misreads it."""
+    """Whether a mask has a dtype that kernels read. Torch takes float32 beside half precision, which cuDNN misreads."""
     query = node.args[0] if node.args else node.kwargs["query"]
     assert isinstance(query, Node)
     return _fake(mask).dtype in (torch.bool, _fake(query).dtype)
