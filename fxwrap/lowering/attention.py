@@ -8,6 +8,7 @@ float32 and a softmax. So masks that depend on nothing are looked at here, and o
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -59,6 +60,13 @@ _HIDES = frozenset({"contiguous", "linear", "matmul", "mm", "addmm", "bmm"})
 """Names of what takes a tensor however it lies, and gives what does not show how that was."""
 
 EVERYTHING, CAUSAL, RELAID = "everything", "causal", "relaid"
+_SAID = {
+    EVERYTHING: "lets everything through, and goes",
+    CAUSAL: "is a lower triangle, and becomes is_causal",
+    RELAID: "lies as no kernel reads it, and is copied",
+}
+
+log = logging.getLogger("fxwrap.compile")
 
 
 def with_plain_attention(graph_module: GraphModule, options: Options) -> GraphModule:
@@ -102,6 +110,7 @@ def change_masks(found: Mapping[Node, str]) -> None:
     for node, becomes in found.items():
         arguments: dict[str, Any] = dict(zip(_PARAMETERS, node.args)) | node.kwargs
         mask = arguments["attn_mask"]
+        log.debug("%s: the mask %s %s", node.name, mask.name, _SAID[becomes])
         if becomes == RELAID:
             key = mask, _fake(node).dtype, _fake(arguments["query"]).dtype
             if key not in relaid:

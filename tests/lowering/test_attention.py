@@ -235,6 +235,14 @@ def test_attention_of_which_more_shows_stays(function: Callable[[Tensor], Tensor
     assert _becomes(_graph_of(function, torch.randn(2, HEADS, LENGTH, WIDTH))) == []
 
 
+def test_what_a_mask_became_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    graph = _graph_of(*_model(_packed))
+    with caplog.at_level("DEBUG", logger="fxwrap.compile"):
+        with_plain_attention(graph, Options())
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "fxwrap.compile"]
+    assert said.endswith("is a lower triangle, and becomes is_causal")
+
+
 def test_a_mask_of_another_dtype_is_left_to_the_formula() -> None:
     model, x = _model(lambda x: _turned(x).float())
     assert _becomes(_graph_of(model.bfloat16(), x.bfloat16())) == []
