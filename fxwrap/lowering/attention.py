@@ -8,9 +8,11 @@ float32 and a softmax. So masks that depend on nothing are looked at here, and o
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,8 +44,8 @@ _BUILDERS = frozenset({
     "sub", "to", "to_copy", "transpose", "tril", "triu", "unsqueeze", "view", "where", "xor", "zeros", "zeros_like",
 })  # fmt: skip
 """Names of what makes masks."""
-_MOST_ELEMENTS = 1 << 26
-"""How large a tensor is computed while compiling: a mask of 8192 rows and columns."""
+_MOST_BYTES = 1 << 27
+"""How large a tensor is computed while compiling: a mask of 8192 rows and columns takes half of that."""
 
 _WRITING = frozenset({
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -99,16 +101,14 @@ def masks_to_change(graph: Graph, options: Options) -> dict[Node, str]:
 
 def _is_readable(mask: Node, node: Node) -> bool:
     """Whether a mask has a dtype that kernels read. Torch takes float32 beside half precision, which cuDNN misreads."""
-    query = node.args[0] if node.args else node.kwargs["query"]
-    assert isinstance(query, Node)
-    return _fake(mask).dtype in (torch.bool, _fake(query).dtype)
+    return _fake(mask).dtype in (torch.bool, _fake(_arguments(node)["query"]).dtype)
 
 
 def change_masks(found: Mapping[Node, str]) -> None:
     """Changes calls of attention as `masks_to_change` says."""
     relaid: dict[Any, _Relaid] = {}
     for node, becomes in found.items():
-        arguments: dict[str, Any] = dict(zip(_PARAMETERS, node.args)) | node.kwargs
+        arguments = _arguments(node)
         mask = arguments["attn_mask"]
         log.debug("%s: the mask %s %s", node.name, mask.name, _SAID[becomes])
         if becomes == RELAID:
@@ -123,10 +123,15 @@ def change_masks(found: Mapping[Node, str]) -> None:
         node.kwargs = arguments
 
 
+def _arguments(node: Node) -> dict[str, Any]:
+    """Returns what attention is called with, by the names of its parameters."""
+    return dict(zip(_PARAMETERS, node.args)) | node.kwargs
+
+
 def _mask_of(node: Node) -> Node | None:
     if node.target not in _ATTENTION:
         return None
-    arguments = dict(zip(_PARAMETERS, node.args)) | node.kwargs
+    arguments = _arguments(node)
     mask = arguments.get("attn_mask")
     # kernels draw other random numbers than the formula does
     is_plain = arguments.get("is_causal", False) is False and arguments.get("dropout_p", 0.0) == 0
@@ -163,15 +168,19 @@ def _becomes(mask: Node, constants: frozenset[Node]) -> str | None:
         return None
     if mask in constants and fake.dtype is torch.bool and fake.numel() > 0:
         value = _computed(mask)
-        if bool(value.all()):
+        if value is not None and bool(value.all()):
             return EVERYTHING
-        rows, columns = value.shape[-2:]
-        if rows == columns and bool((value == torch.ones(rows, columns, dtype=torch.bool).tril()).all()):
+        if value is not None and _is_triangle(value):
             return CAUSAL
     stride, size = fake.stride(-1), fake.shape[-1]
     # a symbol is not asked: that would install a guard
     is_spread = type(stride) is int and stride != 1 and not (type(size) is int and size == 1)
     return RELAID if is_spread else None
+
+
+def _is_triangle(value: torch.Tensor) -> bool:
+    rows, columns = value.shape[-2:]
+    return rows == columns and bool((value == torch.ones(rows, columns, dtype=torch.bool).tril()).all())
 
 
 def _constants(graph: Graph) -> frozenset[Node]:
@@ -200,7 +209,7 @@ def _can_be_known(fake: Any) -> bool:
     """Whether a value is a tensor that is the same on every device, and not too large to be computed."""
     if not isinstance(fake, torch.Tensor) or fake.dtype.is_floating_point or fake.dtype.is_complex:
         return False
-    return all(type(size) is int for size in fake.shape) and fake.numel() <= _MOST_ELEMENTS
+    return all(type(size) is int for size in fake.shape) and fake.untyped_storage().nbytes() <= _MOST_BYTES
 
 
 def _may_write(node: Node) -> bool:
@@ -220,8 +229,8 @@ def _may_write(node: Node) -> bool:
     )
 
 
-def _computed(mask: Node) -> torch.Tensor:
-    """Returns what a node that depends on nothing gives, on the CPU."""
+def _computed(mask: Node) -> torch.Tensor | None:
+    """Returns what a node that depends on nothing gives, on the CPU, repeated matrices once; None where that fails."""
     needed, pending = {mask}, [mask]
     while pending:
         new = [operand for operand in pending.pop().all_input_nodes if operand not in needed]
@@ -235,7 +244,7 @@ def _computed(mask: Node) -> torch.Tensor:
             return values[argument]
         return cpu if isinstance(argument, torch.device | str) else argument
 
-    with without_fake_mode(), torch.no_grad(), cpu:
+    with without_fake_mode(), torch.no_grad(), cpu, suppress(RuntimeError):  # integers divide by 0 on GPUs
         for node in mask.graph.nodes:
             if node in needed:
                 found: Any = map_aggregate((node.args, node.kwargs), given)
@@ -243,7 +252,11 @@ def _computed(mask: Node) -> torch.Tensor:
                 keywords = {name: item for name, item in keywords.items() if name != "pin_memory"}
                 call = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
                 values[node] = call(*arguments, **keywords)
-    return values[mask]
+    found_mask = values.get(mask)
+    if found_mask is None:
+        return None
+    repeated = [dimension for dimension in range(found_mask.ndim - 2) if found_mask.stride(dimension) == 0]
+    return functools.reduce(lambda value, dimension: value.narrow(dimension, 0, 1), repeated, found_mask)
 
 
 # --- masks that no kernel reads ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import fxwrap
@@ -86,6 +87,15 @@ def _numbers(x: Tensor) -> Tensor:
     return torch.zeros(x.shape[1], x.shape[1], device=x.device)
 
 
+def _quotients(x: Tensor) -> Tensor:
+    rows, columns = _places(x)
+    return rows // 4 == columns // 4
+
+
+def _all_over(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], 1, dtype=torch.bool, device=x.device)
+
+
 def _turned(x: Tensor) -> Tensor:
     """A bias as of distances that are looked up: heads last in memory."""
     return (x @ x.transpose(1, 2))[:, :, :, None].cos().expand(-1, -1, -1, HEADS).contiguous().permute(0, 3, 1, 2)
@@ -140,7 +150,7 @@ def _becomes(graph_module: GraphModule, options: Options | None = None) -> list[
 CASES: dict[Mask, str | None] = {
     _everything: "everything", _triangle: "causal", _packed: "causal", _batch: "causal", _turned: "relaid",
     _blind: "relaid", _repeated: "relaid", _window: None, _strict: None, _of_input: None, _written: None,
-    _part_written: None, _random: None, _numbers: None,
+    _part_written: None, _random: None, _numbers: None, _quotients: None, _all_over: "everything",
 }  # fmt: skip
 
 
@@ -246,6 +256,17 @@ def test_what_a_mask_became_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_mask_of_another_dtype_is_left_to_the_formula() -> None:
     model, x = _model(lambda x: _turned(x).float())
     assert _becomes(_graph_of(model.bfloat16(), x.bfloat16())) == []
+
+
+def test_what_cannot_be_computed_on_the_cpu_stays() -> None:
+    def divided(x: Tensor) -> Tensor:
+        places = torch.arange(LENGTH)
+        mask = (places // (places * 0)).expand(LENGTH, -1) >= 0
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask).contiguous()
+
+    graph = make_fx(divided, tracing_mode="fake", pre_dispatch=True)(torch.randn(2, HEADS, LENGTH, WIDTH))
+    assert any(node.target is torch.ops.aten.scaled_dot_product_attention.default for node in graph.graph.nodes)
+    assert _becomes(graph) == []
 
 
 def test_options_leave_masks_alone() -> None:
