@@ -68,6 +68,7 @@ class DeviceSpec:
             tensor's dtype, `arange` counts in float64, and what is added to one place is added in order.
         all_atomics: whether kernels can combine into one element in every mode and dtype. Else there is no product, and
             no integer below 4 bytes.
+        zeros_blind_rows: whether torch's kernels of attention give zeros for rows that a mask lets see nothing.
         saves_batch_norm: whether batch norm's forward keeps memory for the backward of another library.
         replays: whether work on the device can be recorded and replayed (CUDA graphs), by its runtime's `recorder`.
         pools: whether an allocation takes longer than emitted C++ takes to cut a tensor out of a pool.
@@ -91,6 +92,7 @@ class DeviceSpec:
     raises: bool = False
     rounds_as_cpu: bool = False
     all_atomics: bool = False
+    zeros_blind_rows: bool = False
     saves_batch_norm: bool = False
     replays: bool = False
     pools: bool = False
@@ -122,7 +124,7 @@ USER_TRITON = KernelLanguage("user_triton", ending="py", only_addresses=False, i
 
 CPU = DeviceSpec(
     "cpu", CPP.name, alignment=64, indexed=False, streams=False, channels_last=_HALF | {torch.float32}, raises=True,
-    rounds_as_cpu=True, all_atomics=True, random_state_bytes=5056,
+    rounds_as_cpu=True, all_atomics=True, zeros_blind_rows=True, random_state_bytes=5056,
 )  # fmt: skip
 CUDA = DeviceSpec(
     "cuda", TRITON.name, alignment=512, wide=True, channels_last=_HALF,  # tensor cores; float32 is as fast either way

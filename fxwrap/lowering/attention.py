@@ -84,7 +84,7 @@ def with_plain_attention(graph_module: GraphModule, options: Options) -> GraphMo
     graph, made = Graph(), dict[Node, Node]()
     for node in graph_module.graph.nodes:
         made[node] = copy_dynamo_node(graph, node, made)
-    change_masks({made[node]: becomes for node, becomes in found.items()})
+    change_masks({made[node]: becomes for node, becomes in found.items()}, options)
     return dynamo_module(graph_module, graph)
 
 
@@ -104,8 +104,9 @@ def _is_readable(mask: Node, node: Node) -> bool:
     return _fake(mask).dtype in (torch.bool, _fake(_arguments(node)["query"]).dtype)
 
 
-def change_masks(found: Mapping[Node, str]) -> None:
+def change_masks(found: Mapping[Node, str], options: Options) -> None:
     """Changes calls of attention as `masks_to_change` says."""
+    specs = options.device_specs()
     relaid: dict[Any, _Relaid] = {}
     for node, becomes in found.items():
         arguments = _arguments(node)
@@ -114,7 +115,9 @@ def change_masks(found: Mapping[Node, str]) -> None:
         if becomes == RELAID:
             key = mask, _fake(node).dtype, _fake(arguments["query"]).dtype
             if key not in relaid:
-                relaid[key] = _Relaid(mask, node, arguments["query"])
+                spec = specs.get(_fake(node).device.type)
+                is_exact = spec is not None and spec.zeros_blind_rows
+                relaid[key] = _Relaid(mask, node, arguments["query"], is_exact)
             arguments["attn_mask"] = relaid[key].mask
             relaid[key].fill_blind_rows(node)
         else:
@@ -265,12 +268,12 @@ def _computed(mask: Node) -> torch.Tensor | None:
 class _Relaid:
     """A mask whose last dimension has stride 1, made before attention with it; repeated matrices stay repeated.
 
-    The formula and the CPU's kernel give zeros for rows that see nothing. Kernels of other devices need not: where a
-    mask of bools lets nothing through, cuDNN gave averages (torch 2.11, H200). There a mask adds the lowest number of
-    the dtype, so that nothing is NaN in a backward either, and such rows are filled afterwards.
+    The formula gives zeros for rows that see nothing. A device's kernels need not: where a mask of bools lets nothing
+    through, cuDNN gave averages (torch 2.11, H200). Unless they are exact, a mask adds the lowest number of the dtype,
+    so that nothing is NaN in a backward either, and such rows are filled afterwards.
     """
 
-    def __init__(self, mask: Node, node: Node, query: Node) -> None:
+    def __init__(self, mask: Node, node: Node, query: Node, is_exact: bool) -> None:
         graph, fake = mask.graph, _fake(mask)
         strides = fake.stride()[:-2]
         repeated = [dimension for dimension, stride in enumerate(strides) if type(stride) is int and stride == 0]
@@ -281,7 +284,7 @@ class _Relaid:
                 made = graph.call_function(_aten.slice.Tensor, (made, dimension, 0, 1))
             keywords: dict[str, Any] = {"memory_format": torch.contiguous_format}
             made = graph.call_function(_aten.clone.default, (made,), keywords)
-            if fake.device.type != "cpu":
+            if not is_exact:
                 lowest = torch.finfo(_fake(node).dtype).min
                 if fake.dtype is torch.bool:
                     self._sees = graph.call_function(_aten.any.dim, (made, -1, True))

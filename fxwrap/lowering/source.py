@@ -91,7 +91,7 @@ def _with_plain_attention(exported: ExportedProgram, options: Options) -> Export
     if not masks_to_change(exported.graph, options):
         return exported
     copy: ExportedProgram = exported.run_decompositions({})
-    change_masks(masks_to_change(copy.graph, options))
+    change_masks(masks_to_change(copy.graph, options), options)
     return copy
 
 
