@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -193,18 +193,19 @@ def put_back_triton(archive: Archive, described: Iterable[Mapping[str, Any]]) ->
     KeyError, TypeError, ValueError or AttributeError for a manifest that is.
     """
     for item in described:
-        files = {str(name): archive.read(str(entry)) for name, entry in item["files"].items()}
-        binary = TritonBinary(str(item["key"]), files, _variant(archive, item["variant"]))
+        read = cache(archive.read)  # a variant's code is among the files
+        files = {str(name): read(str(entry)) for name, entry in item["files"].items()}
+        binary = TritonBinary(str(item["key"]), files, _variant(read, item["variant"]))
         provide_triton(str(item["symbol"]), binary)
         with suppress(FxwrapError, OSError):
             put_back(binary)
 
 
-def _variant(archive: Archive, row: Mapping[str, Any] | None) -> TritonVariant | None:
+def _variant(read: Callable[[str], bytes], row: Mapping[str, Any] | None) -> TritonVariant | None:
     if row is None:
         return None
     return TritonVariant(
-        str(row["name"]), archive.read(str(row["cubin"])), archive.read(str(row["ptx"])).decode(),
+        str(row["name"]), read(str(row["cubin"])), read(str(row["ptx"])).decode(),
         int(row["capability"]), int(row["threads"]), int(row["shared"]),
         bytes.fromhex(row["classes"]), bytes.fromhex(row["passed"]),
     )  # fmt: skip
