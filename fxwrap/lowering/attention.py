@@ -100,7 +100,7 @@ def masks_to_change(graph: Graph, options: Options) -> dict[Node, str]:
 
 
 def _is_readable(mask: Node, node: Node) -> bool:
-    """Whether a mask has a dtype that kernels read. Torch takes float32 beside half precision, which cuDNN misreads."""
+    """Whether a mask has a dtype that kernels read: with float32 beside half precision an H200 gave other numbers."""
     return _fake(mask).dtype in (torch.bool, _fake(_arguments(node)["query"]).dtype)
 
 
@@ -269,7 +269,7 @@ class _Relaid:
     """A mask whose last dimension has stride 1, made before attention with it; repeated matrices stay repeated.
 
     The formula gives zeros for rows that see nothing. A device's kernels need not: where a mask of bools lets nothing
-    through, cuDNN gave averages (torch 2.11, H200). Unless they are exact, a mask adds the lowest number of the dtype,
+    through, an H200 gave other numbers (torch 2.11). Unless they are exact, a mask adds the lowest number of the dtype,
     so that nothing is NaN in a backward either, and such rows are filled afterwards.
     """
 
