@@ -8,7 +8,6 @@ float32 and a softmax. So masks that depend on nothing are looked at here, and o
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from fxwrap.torch_compat import (
     storage_identity,
     without_fake_mode,
 )
+from fxwrap.wrapper_ir.operators import operator_facts
 
 _aten = torch.ops.aten
 
@@ -150,6 +150,11 @@ def _may_lie_anywhere(node: Node) -> bool:
     return True
 
 
+def _repeated(mask: torch.Tensor) -> list[int]:
+    """Returns the dimensions along which a mask is the same matrices again."""
+    return [dimension for dimension, stride in enumerate(mask.stride()[:-2]) if type(stride) is int and stride == 0]
+
+
 def _fake(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
@@ -219,7 +224,7 @@ def _may_write(node: Node) -> bool:
     """Whether a call may write its operands, by its name, schema or parameters."""
     target = node.target
     if isinstance(target, OpOverload):
-        return target._schema.is_mutable
+        return bool(operator_facts(target).written)
     if isinstance(target, str):
         named = target in _WRITING_METHODS if target.endswith("__") else target.endswith("_")
         return node.op == "call_module" or named
@@ -255,11 +260,12 @@ def _computed(mask: Node) -> torch.Tensor | None:
                 keywords = {name: item for name, item in keywords.items() if name != "pin_memory"}
                 call = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
                 values[node] = call(*arguments, **keywords)
-    found_mask = values.get(mask)
-    if found_mask is None:
+    value = values.get(mask)
+    if value is None:
         return None
-    repeated = [dimension for dimension in range(found_mask.ndim - 2) if found_mask.stride(dimension) == 0]
-    return functools.reduce(lambda value, dimension: value.narrow(dimension, 0, 1), repeated, found_mask)
+    for dimension in _repeated(value):
+        value = value.narrow(dimension, 0, 1)
+    return value
 
 
 # --- masks that no kernel reads ---------------------------------------------------------------------------------------
@@ -275,8 +281,7 @@ class _Relaid:
 
     def __init__(self, mask: Node, node: Node, query: Node, is_exact: bool) -> None:
         graph, fake = mask.graph, _fake(mask)
-        strides = fake.stride()[:-2]
-        repeated = [dimension for dimension, stride in enumerate(strides) if type(stride) is int and stride == 0]
+        repeated = _repeated(fake)
         self._sees: Node | None = None  # of each row, whether it sees a column
         with graph.inserting_before(node):
             made = mask

@@ -21,6 +21,7 @@ from fxwrap import Options
 from fxwrap.lines import Call
 from fxwrap.lowering import with_plain_attention
 from fxwrap.lowering.attention import masks_to_change
+from tests.products.test_on_gpu import called, relative_error
 
 HEADS, LENGTH, WIDTH = 2, 8, 16
 Mask = Callable[[Tensor], Tensor]
@@ -185,20 +186,27 @@ def test_results_are_eagers(mask: Mask, training: bool, fresh_dynamo: None) -> N
         torch.testing.assert_close(gradient, eager, rtol=1e-4, atol=1e-5)
 
 
-def _calls(model: Callable[..., Any], x: Tensor) -> list[Call]:
+def _compiled(model: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[fxwrap.Program]]:
+    """A compiled model, and the programs that it will have."""
     programs: list[fxwrap.Program] = []
 
     def keep(program: fxwrap.Program) -> fxwrap.Program:
         programs.append(program)
         return program
 
+    compiled = torch.compile(model, backend="fxwrap", options={"passes": (keep,), **options}, fullgraph=True)
+    return compiled, programs
+
+
+def _calls_of(program: fxwrap.Program) -> list[Call]:
+    return [line for line in program.body.lines if isinstance(line, Call)]
+
+
+def _program(model: Callable[..., Any], x: Tensor) -> fxwrap.Program:
+    compiled, programs = _compiled(model)
     with torch.no_grad():
-        torch.compile(model, backend="fxwrap", options={"passes": (keep,)}, fullgraph=True)(x)
-    return [line for line in programs[0].body.lines if isinstance(line, Call)]
-
-
-def _operators(calls: list[Call]) -> list[str]:
-    return [str(call.target) for call in calls]
+        compiled(x)
+    return programs[0]
 
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -207,14 +215,14 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 @pytest.mark.parametrize("mask", [_turned, _repeated], ids=lambda mask: mask.__name__)
 def test_a_mask_that_no_kernel_reads_is_copied(mask: Mask, fresh_dynamo: None) -> None:
     model, x = _model(mask)
-    operators = _operators(_calls(model, x))
+    operators = called(_program(model, x))
     assert ATTENTION in operators
     assert "aten.bmm.default" not in operators[operators.index(ATTENTION) :]
 
 
 def test_a_triangle_is_not_computed(fresh_dynamo: None) -> None:
     model, x = _model(_packed)
-    (call,) = [call for call in _calls(model, x) if str(call.target) == ATTENTION]
+    (call,) = [call for call in _calls_of(_program(model, x)) if call.target == ATTENTION]
     assert True in call.arguments
     assert "attn_mask" not in dict(call.keywords)
 
@@ -303,14 +311,9 @@ def test_exported_programs(mask: Mask) -> None:
     compiled = fxwrap.compile_graph(exported, options=Options(fallback="error"))
     torch.testing.assert_close(compiled(x)[0], model(x))
     assert str(exported.graph) == text
-    calls = [line for line in compiled.program.body.lines if isinstance(line, Call)]
-    operators = _operators(calls)
+    operators = called(compiled.program)
     assert ATTENTION in operators
     assert "aten.bmm.default" not in operators[operators.index(ATTENTION) :]
-
-
-def _error(found: Tensor, truth: Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm())
 
 
 @pytest.mark.gpu
@@ -318,25 +321,18 @@ def _error(found: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("mask", [_everything, _packed, _turned, _blind, _repeated], ids=lambda mask: mask.__name__)
 def test_attention_on_a_gpu(mask: Mask, emitter: str, fresh_dynamo: None) -> None:
     """One call of a library's kernel; where eager has the formula in float32, that rounds less."""
-    programs: list[fxwrap.Program] = []
-
-    def keep(program: fxwrap.Program) -> fxwrap.Program:
-        programs.append(program)
-        return program
-
     model, x = _model(mask)
     model, x = model.cuda().bfloat16(), x.repeat(1, 16, 1).cuda().bfloat16()
-    options = {"emitter": emitter, "fallback": "error", "passes": (keep,)}
-    compiled = torch.compile(model, backend="fxwrap", options=options, fullgraph=True)
+    compiled, programs = _compiled(model, emitter=emitter, fallback="error")
     with torch.no_grad():
         found, eager = compiled(x), model(x)
         truth = model.double()(x.double())
-    (call,) = [call for line in programs[0].body.lines if isinstance(call := line, Call) and "attention" in call.target]
+    (call,) = [call for call in _calls_of(programs[0]) if "attention" in call.target]
     assert call.target.startswith("aten._scaled_dot_product_")
     assert (True in call.arguments) == (mask is _packed)
     assert found.stride() == eager.stride()
     more = 2 if CASES[mask] == "relaid" else 1.3
-    assert _error(found, truth) <= more * _error(eager, truth) + 1e-5
+    assert relative_error(found, truth) <= more * relative_error(eager, truth) + 1e-5
 
 
 COMPARISONS = [operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne]
