@@ -474,3 +474,36 @@ def test_a_requirement_in_a_reduction(dim: int) -> None:
     launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
     with pytest.raises(RuntimeError, match=r"^out of bounds"):
         launch((1, 1, 1), positions, torch.randn(9), torch.empty(50))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_requirement_on_what_is_scanned(dim: int) -> None:
+    """The pass that checks it scans from the start once more."""
+    sizes = (40, 50)
+    body, axes = Body(), (Axis("row", 40), Axis("column", 50))
+    at = linear_index(axes, sizes)
+    (position,) = body.scan("cumsum", body.load("steps", at, torch.int64))
+    inside = position < 9
+    body.require(inside, "out of bounds")
+    body.store("out", at, body.load("table", body.gathered(inside.where(position, 0), 9), F32))
+    inputs = [Buffer("steps", torch.int64, 2000), Buffer("table", F32, 9)]
+    kernel = body.finish([axes[1 - dim]], [axes[dim]], inputs, [Buffer("out", F32, 2000)])
+    steps = torch.zeros(sizes, dtype=torch.int64)
+    steps[(slice(None), slice(0, 40, 5)) if dim else slice(0, 40, 5)] = 1  # sums up to 8
+    check(kernel, given={"steps": steps.flatten()})
+    steps[-1, -1] = 1
+    printed = print_cpp_kernel(kernel)
+    launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
+    with pytest.raises(IndexError, match="out of bounds"):
+        launch((1, 1, 1), steps.flatten(), torch.randn(9), torch.empty(2000))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_scan_that_two_stages_need(dim: int) -> None:
+    sizes = (40, 50)
+    body, axes = Body(), (Axis("row", 40), Axis("column", 50))
+    at = linear_index(axes, sizes)
+    (running,) = body.scan("cumsum", body.load("x", at, F32))
+    body.store("out", at, running - body.reduce("max", running)[0])
+    kernel = body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", F32, 2000)], [Buffer("out", F32, 2000)])
+    check(kernel, rtol=1e-4)

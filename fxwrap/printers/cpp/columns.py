@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fxwrap.loop_ir import Reduce, Scan, Store
+from fxwrap.loop_ir import Reduce, Store
 from fxwrap.printers.cpp.body import Known
 from fxwrap.printers.cpp.index_text import size_text
-from fxwrap.printers.cpp.loops import ReductionPrinter
 from fxwrap.printers.cpp.plan import (
     COLUMN_BLOCK,
     COLUMN_PART,
@@ -16,19 +15,18 @@ from fxwrap.printers.cpp.plan import (
     MOST_COLUMN_PARTS,
     split_axis,
 )
-from fxwrap.printers.cpp.scans import scan_start, scan_step
+from fxwrap.printers.cpp.scans import ScanningPrinter
 from fxwrap.printers.cpp.types import CPP_TYPES
 from fxwrap.symbolic import product
 
 
-class ColumnPrinter(ReductionPrinter):
+class ColumnPrinter(ScanningPrinter):
     """A kernel whose vectorised axis is kept. `block` columns are reduced together, each in its lane."""
 
     def print(self) -> None:
         """Writes the loops."""
         lane = self.plan.lane
         assert lane is not None
-        self.statements.scan = self.scan
         size = size_text(lane.size)
         self.block = min(COLUMN_BLOCK, lane.size) if isinstance(lane.size, int) else COLUMN_BLOCK
         self.block = max(self.block, 1)
@@ -43,6 +41,7 @@ class ColumnPrinter(ReductionPrinter):
             for reductions, stores in self.stage_sinks():
                 self.print_stage(reductions, stores, known)
             if self.requirements:
+                self.begin_requirements(known)
                 with self.columns():
                     self.print_requirements(dict(known))
             if self.final_stores():
@@ -64,20 +63,13 @@ class ColumnPrinter(ReductionPrinter):
         if not targets:
             return
         self.keep_fixed(targets, known)
-        scans = [
-            place for place in self.statements.needed(targets, known) if isinstance(self.kernel.operations[place], Scan)
-        ]
+        scans = self.begin_scans(targets, known)
         count = self.kernel.reduced_count
         long = not isinstance(count, int) or count > 2 * COLUMN_PART
         if (long or self.plan.splits) and not scans:
             self.print_parts(reductions, stores, known)
             return
         self.declare(reductions)
-        for place in scans:
-            operation = self.kernel.operations[place]
-            assert isinstance(operation, Scan)
-            kind, start = scan_start(operation, self.statements.dtype(operation.operands[0]))
-            self.writer.line(f"Lanes<{kind}, {self.block}> {self.statements.name(place)}_running({start});")
         with self.nest([self.head(axis) for axis in self.kernel.reduced]):
             self.column_body(reductions, stores, known)
         for place in reductions:
@@ -166,11 +158,14 @@ class ColumnPrinter(ReductionPrinter):
             for store in stores:
                 self.statements.store(store, inner)
 
-    def scan(self, place: int, known: Known) -> str:
-        """Writes a step of a scan down the columns."""
-        return scan_step(
-            self.statements, place, f"{self.statements.name(place)}_running[lane]", known, self.position_text()
-        )
+    def running(self, place: int) -> str:
+        """Returns the running value of a column."""
+        return f"{self.statements.name(place)}_running[lane]"
+
+    def begin(self, kind: str, name: str, start: str, *, again: bool) -> str:
+        """Returns the statement that begins the running values of a block's columns."""
+        lanes = f"Lanes<{kind}, {self.block}>"
+        return f"{name} = {lanes}({start});" if again else f"{lanes} {name}({start});"
 
     def print_parts(self, reductions: list[int], stores: list[Store], known: Known) -> None:
         """Writes a pass over long columns in parts of fixed size, whose results are combined in a fixed order."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 
 from fxwrap.loop_ir import Scan, Store
-from fxwrap.printers.cpp.body import Known, Statements
+from fxwrap.printers.cpp.body import Known, Statements, Writer
 from fxwrap.printers.cpp.index_text import size_text
 from fxwrap.printers.cpp.loops import ReductionPrinter
-from fxwrap.printers.cpp.plan import SCAN_BLOCK
+from fxwrap.printers.cpp.plan import SCAN_BLOCK, Plan
 from fxwrap.printers.cpp.types import CPP_TYPES, literal
 
 _COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}
@@ -52,7 +53,47 @@ def scan_step(statements: Statements, place: int, running: str, known: Known, po
     return running
 
 
-class ScanPrinter(ReductionPrinter):
+class ScanningPrinter(ReductionPrinter):
+    """What kernels with scans share: running values, which every pass over the reduced axes begins again."""
+
+    def __init__(self, plan: Plan, writer: Writer, origins: bool) -> None:
+        super().__init__(plan, writer, origins)
+        self.statements.scan = self.scan
+        self.begun: set[int] = set()
+
+    @abstractmethod
+    def running(self, place: int) -> str:
+        """Returns the running value of a scan, within a loop."""
+
+    @abstractmethod
+    def begin(self, kind: str, name: str, start: str, *, again: bool) -> str:
+        """Returns the statement that begins a running value of a C++ type, again if an earlier pass has begun it."""
+
+    def begin_scans(self, targets: Sequence[int], known: Known) -> bool:
+        """Writes what begins the scans that a pass needs for its targets; returns whether there are any."""
+        scans = [
+            (place, operation)
+            for place in self.statements.needed(targets, known)
+            if isinstance(operation := self.kernel.operations[place], Scan)
+        ]
+        for place, operation in scans:
+            kind, start = scan_start(operation, self.statements.dtype(operation.operands[0]))
+            name = f"{self.statements.name(place)}_running"
+            self.writer.line(self.begin(kind, name, start, again=place in self.begun))
+            self.begun.add(place)
+        return bool(scans)
+
+    def begin_requirements(self, known: Known) -> None:
+        """Writes what begins the scans that requirements need."""
+        places = [place for place, _ in self.requirements if self.plan.varying[place]]
+        self.begin_scans([used for place in places for used in self.statements.operands_of(place)], known)
+
+    def scan(self, place: int, known: Known) -> str:
+        """Writes a step of a scan."""
+        return scan_step(self.statements, place, self.running(place), known, self.position_text())
+
+
+class ScanPrinter(ScanningPrinter):
     """A kernel that scans along its rows: each parallel iteration is a row, gone through in order."""
 
     def print(self) -> None:
@@ -62,10 +103,9 @@ class ScanPrinter(ReductionPrinter):
             if self.blocked():
                 self.print_blocks(known)
                 return
-            self.statements.scan = self.scan
-            self.begun: set[int] = set()
             for reductions, stores in self.stage_sinks():
                 self.print_stage(reductions, stores, known)
+            self.begin_requirements(known)
             self.print_requirements(known)
             if self.final_stores():
                 self.write_stores(self.final_stores(), known)
@@ -112,13 +152,7 @@ class ScanPrinter(ReductionPrinter):
         if not targets:
             return
         self.write_fixed(targets, known)
-        for place in self.statements.needed(targets, known):
-            operation = self.kernel.operations[place]
-            if isinstance(operation, Scan):
-                kind, start = scan_start(operation, self.statements.dtype(operation.operands[0]))
-                declared = f"{kind} " * (place not in self.begun)  # a later pass begins it again
-                self.writer.line(f"{declared}{self.statements.name(place)}_running = {start};")
-                self.begun.add(place)
+        self.begin_scans(targets, known)
         for place in reductions:
             kind, name = self.result_type(place), self.statements.name(place)
             self.writer.line(f"{kind} {name}_running = {self.start_of(place)};")
@@ -141,7 +175,10 @@ class ScanPrinter(ReductionPrinter):
         operand = f"{kind}{{{value}, {self.position_text()}}}" if kind.startswith("Best") else value
         self.writer.line(f"{running} = {self.combine(place)}({running}, {operand});")
 
-    def scan(self, place: int, known: Known) -> str:
-        """Writes a step of a scan along the row."""
-        running = f"{self.statements.name(place)}_running"
-        return scan_step(self.statements, place, running, known, self.position_text())
+    def running(self, place: int) -> str:
+        """Returns the running value of a row."""
+        return f"{self.statements.name(place)}_running"
+
+    def begin(self, kind: str, name: str, start: str, *, again: bool) -> str:
+        """Returns the statement that begins a row's running value."""
+        return f"{name} = {start};" if again else f"{kind} {name} = {start};"
