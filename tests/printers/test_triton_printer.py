@@ -234,6 +234,24 @@ def test_scans(kind: str, dtype: torch.dtype, special: bool) -> None:
         check(kernel, configuration, inputs={"x": given.to(dtype)})
 
 
+def test_a_scan_that_two_stages_and_a_requirement_need() -> None:
+    p, r = Axis("p0", 4), Axis("r0", 15)
+    position = linear_index([p, r], [4, 15])
+
+    def write(body: Body) -> None:
+        (running,) = body.scan("cumsum", body.load("x", position, I64))
+        body.require(running < 30, "out of range")
+        body.store("out", position, running - body.reduce("max", running)[0])
+
+    kernel = build([p], [r], {"x": (I64, 60)}, {"out": (I64, 60)}, write)
+    for configuration in tilings(kernel):
+        check(kernel, configuration, inputs={"x": torch.arange(60) % 3})  # sums up to 15
+        printed = print_triton(kernel, configuration=configuration)
+        launch = load_kernel("triton", printed.source, printed.signature, printed.options)
+        with pytest.raises(IndexError, match="out of range"):
+            launch(printed.grid, torch.arange(60) % 6, torch.zeros(60, dtype=I64))
+
+
 def test_a_reduction_of_what_does_not_vary_counts_every_element() -> None:
     p, r = Axis("p0", 3), Axis("r0", 5)
 
