@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
@@ -25,6 +26,7 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
+from fxwrap.runtime.native import build_bridge
 from fxwrap.symbolic import make_symbol
 from tests.printers.cpp_kernels import BF16, F32, check, matrix, pointwise, reduction
 from tests.printers.triton_kernels import squares_kernel
@@ -507,3 +509,27 @@ def test_a_scan_that_two_stages_need(dim: int) -> None:
     body.store("out", at, running - body.reduce("max", running)[0])
     kernel = body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", F32, 2000)], [Buffer("out", F32, 2000)])
     check(kernel, rtol=1e-4)
+
+
+def test_a_sum_of_columns_that_gcc_12_never_compiled() -> None:
+    """Its unroll-and-jam went on for ever; the alarm ends the compiler."""
+    body, sizes = Body(), (2, 16, 32, 128)
+    batch, state, column, row = axes = [Axis(name, size) for name, size in zip("bscr", sizes, strict=True)]
+    b, s, c, r = map(as_index, axes)
+    x = body.load("x", c * 4096 + b * 2048 + r * 16 + s, F32)
+    y, z = [body.load(name, b * 4096 + r * 32 + c, F32) for name in "yz"]
+    body.store("out", b * 512 + c * 16 + s, body.reduce("sum", x * y * z)[0])
+    inputs = [Buffer(name, F32, count) for name, count in (("x", 131072), ("y", 8192), ("z", 8192))]
+    kernel = body.finish([batch, state, column], [row], inputs, [Buffer("out", F32, 1024)])
+
+    def stop(*_about: object) -> None:
+        raise TimeoutError("the compiler does not end")
+
+    build_bridge()
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    try:
+        check(kernel, rtol=1e-4)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -62,6 +62,8 @@ KERNEL_FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv"),
     *_WIDEST_VECTORS,
 )
+# g++ 12 never ends its unroll-and-jam of some sums of columns; without it no kernel was slower.
+_GCC_KERNEL_FLAGS = ("-fno-loop-unroll-and-jam",)
 # clang++ has no attribute for functions that glibc has vector versions of; it knows them by the name of their library.
 _CLANG_KERNEL_FLAGS = ("-fveclib=libmvec",)
 _VECTOR_MATH = "libmvec.so.1"
@@ -315,7 +317,9 @@ def compiler_identity() -> str:
 def _probe(command: tuple[str, ...]) -> _Compiler:
     version = _run([*command, "--version"], Path.cwd())
     runtime = _library_file(command, "libstdc++.so.6")
-    if "clang" not in version or platform.machine() not in ("x86_64", "AMD64"):
+    if "clang" not in version:
+        return _Compiler(command, version, runtime, _GCC_KERNEL_FLAGS)
+    if platform.machine() not in ("x86_64", "AMD64"):
         return _Compiler(command, version, runtime)
     vector_math = _library_file(command, _VECTOR_MATH)
     return _Compiler(command, version, (*runtime, *vector_math), _CLANG_KERNEL_FLAGS if vector_math else ())
