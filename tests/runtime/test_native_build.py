@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fxwrap.errors import NativeBuildError
-from fxwrap.runtime.native import NativeSource, build_bridge, cache_folder, compile_cpp, load_program
+from fxwrap.runtime.native import NativeSource, build, build_bridge, cache_folder, compile_cpp, load_program
 from tests.runtime.native_programs import names, source
 
 DOUBLE = source(
@@ -96,6 +96,25 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NativeBuildError, match=r"no C\+\+ compiler found"):
         compile_cpp(DOUBLE, name="double")
+
+
+def test_a_compiler_that_does_not_end_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_cache: None
+) -> None:
+    """With the processes that it has started, as g++ starts the compiler itself."""
+    compiler = tmp_path / "endless"
+    endless = "sleep 77 & echo $! > $0.pid; wait"
+    compiler.write_text(f"#!/bin/sh\ncase $1 in --version|-print*) echo 1;; *) {endless};; esac\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "LONGEST_COMMAND", 1)
+    before = set(cache_folder().iterdir())
+    with pytest.raises(NativeBuildError, match=r"did not end within 1 s(.|\n)*CXX(.|\n)*endless"):
+        build_bridge()
+    started = int((tmp_path / "endless.pid").read_text())
+    status = Path(f"/proc/{started}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+    assert {path.name for path in set(cache_folder().iterdir()) - before} <= {"locks", "endless.pid"}
 
 
 def test_something_else_than_a_program_is_refused(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -67,6 +68,8 @@ _GCC_KERNEL_FLAGS = ("-fno-loop-unroll-and-jam",)
 # clang++ has no attribute for functions that glibc has vector versions of; it knows them by the name of their library.
 _CLANG_KERNEL_FLAGS = ("-fveclib=libmvec",)
 _VECTOR_MATH = "libmvec.so.1"
+LONGEST_COMMAND = 900
+"""Seconds after which a compiler or linker is stopped."""
 _KERNEL_HEADER = "kernel.h"
 
 
@@ -418,19 +421,34 @@ def _in_parallel(function: Callable[[Any], str], items: Sequence[Any]) -> list[s
 
 def _run(command: list[str], folder: Path) -> str:
     """Run a compiler command in `folder` and return its output."""
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+        )
     except OSError as failure:
         raise NativeBuildError(
             f"cannot run the C++ compiler '{command[0]}': {failure.strerror}. Install it, or name another in the "
             f"environment variable CXX; the Python emitter needs none.\ncommand: {shlex.join(command)}"
         ) from failure
-    if done.returncode != 0:
+    try:
+        printed, complaints = process.communicate(timeout=LONGEST_COMMAND)
+    except BaseException as reason:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # g++ waits for the compiler itself, which would go on alone
+        process.communicate()
+        if isinstance(reason, subprocess.TimeoutExpired):
+            raise NativeBuildError(
+                f"the C++ compiler did not end within {LONGEST_COMMAND} s and was stopped. Name another in the "
+                f"environment variable CXX.\ncommand: {shlex.join(command)}"
+            ) from None
+        raise
+    if process.returncode != 0:
         raise NativeBuildError(
-            f"the C++ compiler failed with exit status {done.returncode}.\ncommand: {shlex.join(command)}\n"
-            f"{done.stdout}{done.stderr}"
+            f"the C++ compiler failed with exit status {process.returncode}.\ncommand: {shlex.join(command)}\n"
+            f"{printed}{complaints}"
         )
-    return done.stdout
+    return printed
 
 
 def binary_target() -> dict[str, Any]:
