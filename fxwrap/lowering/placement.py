@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fxwrap.loop_ir import POSITION_RESULTS, Atom, Axis, Index, IndexLike, as_index, linear_index, unflattened
+from fxwrap.loop_ir import (
+    POSITION_RESULTS,
+    Atom,
+    Axis,
+    FloorDivide,
+    Index,
+    IndexLike,
+    Modulo,
+    as_index,
+    linear_index,
+    unflattened,
+)
 from fxwrap.lowering.definitions import Definition, Reduced, Scanned
 from fxwrap.lowering.realise import Use
 from fxwrap.lowering.tracing import Multi, Trace, element_of
@@ -251,20 +262,58 @@ def _one_to_one(at: Multi, axes: Sequence[Axis]) -> bool:
     """Whether a point of axes is another one in each iteration of as many, as it is not on a diagonal.
 
     That is so where the steps of the iterations' axes are 1, the size of the first, that times the size of the next...
-    Divisions are left by reshapes, which are one to one.
+    Divisions must be those of a reshape, whose quotients and remainders say together what was divided.
     """
     position = linear_index(at, [axis.size for axis in axes])
     steps = {axis: position.stride(axis) for axis in axes_of(at) if axis.size != 1}
     expected = as_index(1)
     while steps:
         if any(step is None for step in steps.values()):
-            return True
+            return _divided_whole(position)
         axis = next((axis for axis, step in steps.items() if step in (expected, -expected)), None)
         if axis is None:
             return False
         del steps[axis]
         expected = expected * axis.size
     return expected == as_index(count_points(axes))
+
+
+def _divided_whole(position: Index) -> bool:
+    """Whether quotients and remainders are all the digits of what is divided, as those that a reshape leaves are."""
+    numbers: dict[Index, dict[Index, Index | None]] = {}
+    for monomial, _ in position.terms:
+        for atom in monomial:
+            if isinstance(atom, FloorDivide | Modulo):
+                number, low, high = _digit(atom)
+                if numbers.setdefault(number, {}).setdefault(low, high) != high:
+                    return False
+    return all(_all_digits(digits) for digits in numbers.values())
+
+
+def _digit(atom: Atom) -> tuple[Index, Index, Index | None]:
+    """Returns which number a quotient or remainder is a digit of: from the first value on, and below the second if any.
+
+    `(x % 12) // 4` counts the fours of x up to 12.
+    """
+    assert isinstance(atom, FloorDivide | Modulo)
+    number, low, high = atom.base, as_index(1), None
+    match number.terms:
+        case (((FloorDivide() | Modulo() as inner,), 1),):
+            number, low, high = _digit(inner)
+        case _:
+            pass
+    reached = low * atom.divisor
+    return (number, reached, high) if isinstance(atom, FloorDivide) else (number, low, reached)
+
+
+def _all_digits(digits: Mapping[Index, Index | None]) -> bool:
+    """Whether digits go on from one to the next, from the ones up to the last, which has no end."""
+    low: Index | None = as_index(1)
+    for _ in digits:
+        if low is None or low not in digits:
+            return False
+        low = digits[low]
+    return low is None
 
 
 def count_points(axes: Iterable[Axis]) -> Size:

@@ -331,6 +331,28 @@ def test_names_of_nodes_change_no_hash() -> None:
     assert [item.hash for item in one.program.kernels] == [item.hash for item in two.program.kernels]
 
 
+EVERY_SECOND = torch.ops.aten.slice_backward.default
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+def test_what_one_kernel_reads_every_second_row_of_another_reads_whole(reduces: bool) -> None:
+    """Rows 1, 3, 5... are read at 2 * (row // 2) + 1, which is no way to walk all of them."""
+
+    def graph(x: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        apart = EVERY_SECOND(x * rows[1::2], [8, 4], 0, 0, -1, 2)
+        return (apart.sum(1) if reduces else apart), (y * rows).sum(1)
+
+    check(graph, torch.randn(4, 4), torch.randn(8, 4), torch.randn(8, 4))
+
+
+def test_windows_of_an_image_are_summed_in_the_kernel_that_walks_the_image() -> None:
+    def graph(x: Tensor) -> tuple[Tensor, Tensor]:
+        windows = x.view(2, 2, 3, 2, 3, 5).permute(0, 1, 3, 2, 4, 5).reshape(8, 9, 5)
+        return x * 2, windows.sum(2)
+
+    assert len(check(graph, torch.randn(2, 6, 6, 5)).launches) == 1
+
+
 def test_what_is_read_only_where_a_reader_is_computed_again_is_computed_there() -> None:
     """The background of a slice that covers all is not read, but through a shifted index nobody can tell."""
 
