@@ -28,6 +28,7 @@ from fxwrap.options import FIRST_CALL, PLANNERS, Options
 from fxwrap.pass_spec import FX_BEFORE_LOWERING, FX_EMITTED, IR_BEFORE_EMISSION, IR_BEFORE_PLANNING
 from fxwrap.passes import fold_views
 from fxwrap.passes.given_memory import fill_given_memory
+from fxwrap.passes.join_launches import join_launches
 from fxwrap.passes.order import reorder_for_peak_memory
 from fxwrap.passes.partition import partition
 from fxwrap.passes.place_guards import place_guards
@@ -338,6 +339,8 @@ class _Pipeline:
         program = by_user(changed(fold_views(program), "fold_views"), IR_BEFORE_PLANNING)
         if options.reorder_for_peak_memory:
             program = changed(reorder_for_peak_memory(program).program, "reorder_for_peak_memory")
+        joined = self._joined(program)
+        program = program if joined is program else changed(joined, "join_launches")
         if options.cuda_graphs:
             program = changed(self._partitioned(program), "partition")
         plan = None
@@ -366,6 +369,14 @@ class _Pipeline:
         again = self._compiled_for if self._tunes_later(program) else None
         self.repeatable &= again is None
         return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan, again), failures
+
+    def _joined(self, program: Program) -> Program:
+        """Joins launches of small kernels; what calls are counted by then counts them."""
+        if not self.options.join_launches:
+            return program
+        specs = self.options.device_specs()
+        joined = join_launches(program, {name: spec.joined_launches for name, spec in specs.items()})
+        return program if joined is program else number_calls(joined)
 
     def _partitioned(self, program: Program) -> Program:
         """Cuts what devices can record and replay out into functions; calls in them keep their numbers."""

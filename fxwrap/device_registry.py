@@ -7,7 +7,7 @@ once; what prints, compiles and launches a kernel is found by its language, also
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -50,6 +50,22 @@ class KernelRuntime:
 
 
 @dataclass(frozen=True, eq=False)
+class Joiner:
+    """How kernels of a language become one, so that one launch runs several. Kernels are `printers.PrintedKernel`s.
+
+    Fields:
+        joinable: `joinable(kernel)` gives what kernels that can be joined have in common; None for one that cannot be.
+        join: `join(kernels, shared, name)` gives one kernel that does what all do, none of which needs what another
+            writes. For each parameter, `shared` says whether all launches pass the same: the new kernel has one
+            parameter for it then, else one for each launch, in their order. Numbers are shared. `name` says what it
+            does.
+    """
+
+    joinable: Callable[[Any], Hashable]
+    join: Callable[[Sequence[Any], Sequence[bool], str], Any]
+
+
+@dataclass(frozen=True, eq=False)
 class DeviceRuntime:
     """What runs programs on a device type. What is left out is done by torch's public functions, where it has them.
 
@@ -87,11 +103,15 @@ class DeviceRuntime:
 
 @dataclass(frozen=True, eq=False)
 class Language:
-    """A registered kernel language: its facts, its printer if kernels are generated in it, and how they run."""
+    """A registered kernel language: its facts, its printer if kernels are generated in it, and how they run.
+
+    `joiner` says how one launch runs several kernels, if it can.
+    """
 
     facts: KernelLanguage
     kernels: KernelRuntime
     printer: Printer | None = None
+    joiner: Joiner | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +157,7 @@ def register(
     spec: DeviceSpec,
     *,
     printer: Printer | None = None,
+    joiner: Joiner | None = None,
     runtime: DeviceRuntime | None = None,
     language: KernelLanguage | None = None,
     lines: Mapping[type, Handlers] | None = None,
@@ -147,6 +168,7 @@ def register(
         spec: the facts about it.
         printer: prints kernels of the loop IR in `spec.kernel_language`. Left out, the language is one that is
             registered, or "".
+        joiner: says how one launch runs several of the kernels that are printed; without one, none does.
         runtime: what runs programs on it. With a printer it must have `kernels`.
         language: facts about the language that is printed; by default those of one that is launched over a grid.
         lines: the vendor's own lines, and what writes or runs each by emitter ("python", "cpp", "fx", "interpreter").
@@ -159,7 +181,7 @@ def register(
         if spec.device_type in _REGISTRY.tables.devices:
             remedy = "To replace it for a while, use `with fxwrap.devices.registered(...)`"
             raise DeviceError(spec.device_type, "it is registered already", remedy)
-        _add(spec, printer, runtime, language, lines, False)
+        _add(spec, printer, joiner, runtime, language, lines, False)
 
 
 @contextmanager
@@ -167,6 +189,7 @@ def registered(
     spec: DeviceSpec,
     *,
     printer: Printer | None = None,
+    joiner: Joiner | None = None,
     runtime: DeviceRuntime | None = None,
     language: KernelLanguage | None = None,
     lines: Mapping[type, Handlers] | None = None,
@@ -178,7 +201,7 @@ def registered(
     """
     with _REGISTRY.lock:
         before = _REGISTRY.tables
-        _add(spec, printer, runtime, language, lines, True)
+        _add(spec, printer, joiner, runtime, language, lines, True)
     try:
         yield
     finally:
@@ -189,6 +212,7 @@ def registered(
 def _add(
     spec: DeviceSpec,
     printer: Printer | None,
+    joiner: Joiner | None,
     runtime: DeviceRuntime | None,
     language: KernelLanguage | None,
     lines: Mapping[type, Handlers] | None,
@@ -200,7 +224,8 @@ def _add(
         reason = f"its spec says that its kernels are in '{name}', and the language given is '{language.name}'"
         raise DeviceError(spec.device_type, reason, "Give both the same name")
     if printer is not None:
-        languages[name] = _language(spec, printer, runtime, language, languages.get(name), over)
+        printed = _language(spec, printer, runtime, language, languages.get(name), over)
+        languages[name] = replace(printed, joiner=joiner)
     elif name and name not in languages:
         raise unknown_language(spec)
     devices = {**tables.devices, spec.device_type: Device(spec, runtime, dict(lines or {}))}

@@ -60,6 +60,8 @@ class DeviceSpec:
             product takes to add it.
         joined_products: bytes of a matrix that take less to copy than one product of two small matrices costs besides
             its arithmetic; 0 where products of one tensor with several matrices are never computed as one.
+        joined_launches: bytes that kernels read and write in the time that it takes to launch one: the launches of
+            kernels that move no more are joined, where they are alike and their language has a `Joiner`; 0 for none.
         instructions_per_byte: how many instructions on each element of a large tensor the device does while it moves
             a byte of each; 0 where caches make that hard to say. With it, cheap tensors are computed again rather than
             stored, and slow functions of few elements are tables.
@@ -88,6 +90,7 @@ class DeviceSpec:
     aligned_products: frozenset[torch.dtype] = frozenset()
     separate_biases: frozenset[torch.dtype] = frozenset()
     joined_products: int = 0
+    joined_launches: int = 0
     instructions_per_byte: int = 0
     raises: bool = False
     rounds_as_cpu: bool = False
@@ -129,8 +132,8 @@ CPU = DeviceSpec(
 CUDA = DeviceSpec(
     "cuda", TRITON.name, alignment=512, wide=True, channels_last=_HALF,  # tensor cores; float32 is as fast either way
     activated_products=_HALF, aligned_products=_HALF, separate_biases=frozenset({torch.float32}),
-    joined_products=2 << 20, instructions_per_byte=4, saves_batch_norm=True, replays=True, pools=True,
-    random_state_bytes=16,
+    joined_products=2 << 20, joined_launches=4 << 20, instructions_per_byte=4, saves_batch_norm=True, replays=True,
+    pools=True, random_state_bytes=16,
 )  # fmt: skip
 
 DEVICE_SPECS: tuple[DeviceSpec, ...] = (CPU, CUDA)

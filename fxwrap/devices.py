@@ -10,6 +10,7 @@ from __future__ import annotations
 from fxwrap.device_registry import Allocate as Allocate
 from fxwrap.device_registry import DeviceRuntime as DeviceRuntime
 from fxwrap.device_registry import Handlers as Handlers
+from fxwrap.device_registry import Joiner as Joiner
 from fxwrap.device_registry import KernelRuntime as KernelRuntime
 from fxwrap.device_registry import Launcher as Launcher
 from fxwrap.device_registry import Printer as Printer
@@ -20,12 +21,12 @@ from fxwrap.device_registry import registered_specs as registered_specs
 from fxwrap.device_spec import CPP, CPU, CUDA, TRITON, USER_TRITON
 from fxwrap.device_spec import DeviceSpec as DeviceSpec
 from fxwrap.device_spec import KernelLanguage as KernelLanguage
+from fxwrap.printers import TRITON_JOINER, cpp_ways, triton_ways
 from fxwrap.printers import KernelRequest as KernelRequest
 from fxwrap.printers import PrintedKernel as PrintedKernel
-from fxwrap.printers import cpp_ways, triton_ways
 from fxwrap.runtime.devices import CPU_RUNTIME, CUDA_RUNTIME
 from fxwrap.runtime.kernels import USER_TRITON_KERNELS
 
 register(CPU, printer=cpp_ways, runtime=CPU_RUNTIME, language=CPP)
-register(CUDA, printer=triton_ways, runtime=CUDA_RUNTIME, language=TRITON)
+register(CUDA, printer=triton_ways, joiner=TRITON_JOINER, runtime=CUDA_RUNTIME, language=TRITON)
 register_language(USER_TRITON, USER_TRITON_KERNELS)

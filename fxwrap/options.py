@@ -71,6 +71,8 @@ class Options:
         autotune: time several ways to cut each Triton kernel on its GPU; the cache folder keeps the choices. True times
             them when a graph is compiled, for the sizes or hints that it was traced with; "first_call" at the first
             call, for that call's sizes, those that are computed in it included.
+        join_launches: whether launches of small kernels that are alike, and do not need each other's results, become
+            one, on devices where `DeviceSpec.joined_launches` says what is small (GPUs).
         reorder_for_peak_memory: whether lines run in another order where that holds less memory at the worst moment.
         memory_planning: how allocations share memory: "none"; "reuse", freed memory serves a later allocation; or in
             pools: "auto" (the best of the quick algorithms, and a search where they waste memory and the program is
@@ -108,6 +110,7 @@ class Options:
     cuda_graph_limit: int = 8
     keep_out_of_graphs: frozenset[str] = frozenset()
     autotune: bool | str = False
+    join_launches: bool = True
     reorder_for_peak_memory: bool = False
     memory_planning: str = "default"
     memory_slack: float = 0.0
@@ -209,6 +212,7 @@ _KINDS: Mapping[str, type] = {
     "symbol_hints": Mapping,
     "fuse": bool,
     "cuda_graphs": bool,
+    "join_launches": bool,
     "reorder_for_peak_memory": bool,
     "check_memory": bool,
     "compile_cache": bool,

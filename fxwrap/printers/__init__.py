@@ -1,5 +1,6 @@
 """Printers of the loop IR: one package for each kernel language."""
 
+from fxwrap.printers.languages import TRITON_JOINER as TRITON_JOINER
 from fxwrap.printers.languages import KernelPrinter as KernelPrinter
 from fxwrap.printers.languages import KernelRequest as KernelRequest
 from fxwrap.printers.languages import candidate_kernels as candidate_kernels

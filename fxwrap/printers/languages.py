@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 import torch
 
-from fxwrap.device_registry import Printer, language_named
+from fxwrap.device_registry import Joiner, Printer, language_named
 from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir import Kernel
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.printed import PrintedKernel
-from fxwrap.printers.triton import configurations, print_triton
+from fxwrap.printers.triton import configurations, join_triton, joinable, print_triton
 from fxwrap.symbolic import Size
 
 
@@ -86,3 +86,7 @@ def triton_ways(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ..
     """Returns what prints a kernel as Triton's Python, in each way to cut it, the best guess first."""
     ways = configurations(request.kernel, request.hint)
     return tuple([partial(print_triton, request.kernel, way, request.limits, request.name) for way in ways])
+
+
+TRITON_JOINER = Joiner(joinable, join_triton)
+"""How one launch runs several of the kernels that are printed in Triton."""
