@@ -1,6 +1,6 @@
-"""The operators that fxwrap takes apart before lowering, one entry each, and why.
+"""The operators that fxwrap takes apart before lowering, and why.
 
-The table is explicit. torch's `core_aten_decompositions()` is not used: it takes apart operators that have good
+The table is explicit: an entry each, and the operators on lists of tensors (`foreach.py`). torch's `core_aten_decompositions()` is not used: it takes apart operators that have good
 kernels, and through `_scaled_dot_product_flash_attention_for_cpu` it gave wrong gradients for attention biases.
 """
 
@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxwrap.lowering.effects import submodules
+from fxwrap.lowering.foreach import foreach_decompositions
 from fxwrap.options import Options
 from fxwrap.torch_compat import (
     OpOverload,
@@ -42,7 +43,7 @@ def default_decompositions() -> dict[OpOverload, Callable[..., Any]]:
 @cache
 def _default_table() -> Mapping[OpOverload, Callable[..., Any]]:
     found = get_decompositions(_DECOMPOSED)
-    return {overload: found[overload] for overload in _DECOMPOSED}
+    return {overload: found[overload] for overload in _DECOMPOSED} | foreach_decompositions()
 
 
 def decomposition_table(options: Options) -> Mapping[OpOverload, Callable[..., Any]]:
