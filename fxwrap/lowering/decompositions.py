@@ -1,7 +1,8 @@
 """The operators that fxwrap takes apart before lowering, and why.
 
-The table is explicit: an entry each, and the operators on lists of tensors (`foreach.py`). torch's `core_aten_decompositions()` is not used: it takes apart operators that have good
-kernels, and through `_scaled_dot_product_flash_attention_for_cpu` it gave wrong gradients for attention biases.
+The table is explicit: an entry each, and the operators on lists of tensors (`foreach.py`). torch's
+`core_aten_decompositions()` is not used: it takes apart operators that have good kernels, and through
+`_scaled_dot_product_flash_attention_for_cpu` it gave wrong gradients for attention biases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operators on lists of tensors (`aten._foreach_add`), which optimizers call, as operators on each tensor, which fuse."""
+"""Operators on lists of tensors (`aten._foreach_add`), which optimizers call: as operators on each, which fuse."""
 
 from __future__ import annotations
 

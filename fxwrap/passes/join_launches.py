@@ -1,9 +1,12 @@
-"""Launches of small kernels that are alike, and do not need each other's results, as one launch."""
+"""Launches of kernels that are alike, and do not need each other's results, as one launch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from fxwrap.device_registry import Joiner, find_language
 from fxwrap.lines import Alloc, Launch, View
@@ -12,7 +15,7 @@ from fxwrap.passes.units import Unit
 from fxwrap.printers import PrintedKernel
 from fxwrap.wrapper_ir import KernelDefinition, LineBase, Origin, Program, Value, uses_streams
 
-MOST_TENSORS = 256
+MOST_TENSORS = 480
 """How many tensors a joined kernel takes at most: an address takes 8 of the 4096 bytes that CUDA passes to a kernel."""
 
 
@@ -21,16 +24,17 @@ MOST_HELD = 1 << 18
 
 
 def join_launches(program: Program, most_bytes: Mapping[str, int]) -> Program:
-    """Returns the program with small launches of like kernels joined, as far as hardly more memory is held at once.
+    """Returns the program with launches of like kernels joined, as far as hardly more memory is held at once.
 
-    Kernels are alike where their language's `Joiner` says so. A launch is moved to the others as what it reads and
-    writes allows: late where the results take more memory than what is freed after it, else early. Programs that use
-    streams stay as they are, and so do blocks inside of lines. n log n in the number of lines for each joined launch.
+    Kernels are alike where their language's `Joiner` says so. A small launch is moved to the others as what it reads
+    and writes allows: late where the results take more memory than what is freed after it, else early. Others, whose
+    data may still be in a cache, are joined with their neighbours. Programs that use streams stay as they are, and so
+    do blocks inside of lines. n log n in the number of lines for each joined launch.
 
     Args:
         program: the program. It is not changed.
         most_bytes: by device type, how much memory the tensors of a launch have at most for it to be small: less than
-            the device moves in the time that a launch takes. Launches on others are left alone.
+            the device moves in the time that a launch takes. Launches on devices that are left out, or have 0, stay.
     """
     candidates = _candidates(program, most_bytes)
     if len(candidates) < 2 or uses_streams(program):
@@ -39,24 +43,36 @@ def join_launches(program: Program, most_bytes: Mapping[str, int]) -> Program:
 
 
 @dataclass(frozen=True)
+class _Kind:
+    """What launches have in common that may be joined: by their kernels, where they run, the numbers they pass."""
+
+    language: str
+    kernel: Hashable
+    device: torch.device
+    numbers: tuple[Any, ...]
+    is_small: bool
+
+
+@dataclass(frozen=True)
 class _Candidate:
-    """A launch that may be joined with those of the same `kind`, and its kernel, with the grid of the launch."""
+    """A launch that may be joined with those of its kind, and its kernel, with the grid of the launch."""
 
     line: Launch
     kernel: PrintedKernel
     joiner: Joiner
-    kind: Hashable
+    kind: _Kind
 
 
 def _candidates(program: Program, most_bytes: Mapping[str, int]) -> dict[int, _Candidate]:
     """Returns the launches that may be joined, by the identity of their lines, where there are several of a kind."""
     kernels = {kernel.name: kernel for kernel in program.kernels if _joiner(kernel) is not None}
-    found: dict[Hashable, list[_Candidate]] = {}
+    found: dict[_Kind, list[_Candidate]] = {}
     for line in program.body.lines:
         if not isinstance(line, Launch) or line.kernel not in kernels or line.effect_set or line.stream:
             continue
         kernel, device = kernels[line.kernel], line.outs[0].tensor_type.device
-        if not 0 < _bytes(line) <= most_bytes.get(device.type, 0):
+        count, most = _bytes(line), most_bytes.get(device.type, 0)
+        if not count or not most:
             continue
         joiner = _joiner(kernel)
         assert joiner is not None
@@ -64,7 +80,7 @@ def _candidates(program: Program, most_bytes: Mapping[str, int]) -> dict[int, _C
         alike = joiner.joinable(printed)
         if alike is not None:
             numbers = tuple([item for item in line.arguments if not isinstance(item, Value)])
-            kind = (kernel.language, alike, device, numbers)
+            kind = _Kind(kernel.language, alike, device, numbers, count <= most)
             found.setdefault(kind, []).append(_Candidate(line, printed, joiner, kind))
     return {id(item.line): item for items in found.values() if len(items) > 1 for item in items}
 
@@ -112,13 +128,14 @@ class _Joining:
     def _join_in(self, number: int) -> None:
         """Joins launches in one part."""
         places = _Places(self.parts.parts[number])
-        kinds: dict[Hashable, list[Unit]] = {}
+        kinds: dict[_Kind, list[Unit]] = {}
         for unit in places.units:
             candidate = self.candidates.get(id(unit.lines[0]))
             if candidate is not None and len(unit.lines) == 1:
                 kinds.setdefault(candidate.kind, []).append(unit)
-        for units in kinds.values():
-            pending = list(places.groups(units, self._most_of(units[0])))[::-1]
+        for kind in sorted(kinds, key=lambda kind: not kind.is_small):  # after which others may be neighbours
+            units = kinds[kind]
+            pending = list(places.groups(units, self._most_of(units[0]), apart=kind.is_small))[::-1]
             while pending:
                 group = pending.pop()
                 if not self._take(number, places, group) and len(group) > 2:
@@ -203,11 +220,17 @@ class _Places:
             for item in self._before[unit.position] if not light[unit.position] else ():
                 self._after.setdefault(item, []).append(unit.position)
 
-    def groups(self, units: Sequence[Unit], most: int) -> Iterator[list[Unit]]:
-        """Yields groups of several units that can stand in one place, of so many at most, in their order."""
+    def groups(self, units: Sequence[Unit], most: int, apart: bool) -> Iterator[list[Unit]]:
+        """Yields groups of several units that can stand in one place, of so many at most, in their order.
+
+        They may stand `apart` now, or have nothing but allocations and views between them.
+        """
         group: list[Unit] = []
+        taken = sorted(set(self.at.values()))
+        number = {place: position for position, place in enumerate(taken)}
         for unit in units:
-            if group and (len(group) == most or self._span([*group, unit]) is None):
+            is_next = apart or not group or number[self.at[unit.position]] == number[self.at[group[-1].position]] + 1
+            if group and (len(group) == most or not is_next or self._span([*group, unit]) is None):
                 yield from [group] if len(group) > 1 else []
                 group = []
             group.append(unit)
@@ -223,16 +246,19 @@ class _Places:
         return (low, high) if low < high and before.isdisjoint(positions) else None
 
     def meeting(self, group: Sequence[Unit], late: bool) -> float | None:
-        """Returns a free place where units can stand together: right before what needs them, or after what they need.
+        """Returns where units can stand together: where the last, or the first, of them stands, or as near as can be.
 
-        None where what was moved since has left none.
+        None where what was moved since has left no place.
         """
         span = self._span(group)
         if span is None:
             return None
         low, high = span
         taken = sorted([low, *[place for place in self.at.values() if low < place < high], high])
-        return (taken[-2] + high) / 2 if late else (low + taken[1]) / 2
+        own = [self.at[unit.position] for unit in group]
+        if late:
+            return max(own) if max(own) < high else (taken[-2] + high) / 2
+        return min(own) if min(own) > low else (low + taken[1]) / 2
 
     def order(self) -> list[int]:
         """Returns the units by their places, allocations and views right before their first use."""
