@@ -111,7 +111,7 @@ class _Joining:
         self.parts = Parts(program, {})
         self.orders = list(self.parts.as_they_are)
         self.limit = self.parts.peak(self.orders) + MOST_HELD
-        self.kernels: dict[str, KernelDefinition] = {}
+        self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.changed: dict[Unit, Sequence[LineBase]] = {}
 
     def joined(self) -> Program:
@@ -122,8 +122,8 @@ class _Joining:
             return self.program
         program = self.parts.ordered(self.orders, self.changed)
         launched = {line.kernel for line in program.lines() if isinstance(line, Launch)}
-        kernels = [*program.kernels, *self.kernels.values()]
-        return program.replace(kernels=tuple([kernel for kernel in kernels if kernel.name in launched]))
+        unused = {item.line.kernel for item in self.candidates.values()} - launched
+        return program.replace(kernels=tuple([kernel for name, kernel in self.kernels.items() if name not in unused]))
 
     def _join_in(self, number: int) -> None:
         """Joins launches in one part."""
