@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.backend import make_backend
 from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.device_spec import CPU
 from fxwrap.lines import Alloc, Launch
@@ -257,3 +258,65 @@ def test_memory_is_watched_in_joined_programs() -> None:
     compiled: Compiled = compile_graph(graph(function, *inputs), options=OPTIONS.replace(check_memory=True))
     assert len(launches(compiled.program)) == 1
     torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(function: Callable[..., Any], inputs: Sequence[Tensor], emitter: str, graphs: bool) -> Program:
+    """Compiles a function, compares three calls with eager's, and returns the program."""
+    given = [item.cuda() for item in inputs]
+    module = make_fx(function, tracing_mode="fake")(*given)
+    compiled = compile_graph(module, options=Options(emitter=emitter, cuda_graphs=graphs, fallback="error"))
+    for number in range(3):
+        here = [item + number for item in given]
+        torch.testing.assert_close(list(compiled(*here)), list(function(*here)), rtol=1e-5, atol=1e-5)
+    return compiled.program
+
+
+def of_many_kinds(*given: Tensor) -> tuple[Tensor, ...]:
+    """Pointwise kernels, transposed ones, rows that fit into registers, rows that are walked, sums of columns."""
+    found: list[Tensor] = []
+    for x in given:
+        found += [x.sin() * 2, x.t().contiguous() + 1, torch.softmax(x, -1), x.sum(0)]
+    return tuple(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_kernels_of_many_kinds_on_a_gpu(emitter: str, graphs: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(100, 300), (120, 300), (64, 256), (96, 256), (3, 20000), (5, 20000), (1000, 1500), (1100, 1500)]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    program = on_gpu(of_many_kinds, inputs, emitter, graphs)
+    assert any(kernel.name.startswith("joined_") for kernel in program.kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Profiler record function")
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_a_step_of_an_optimizer_on_a_gpu(emitter: str, graphs: bool) -> None:
+    torch._dynamo.reset()
+    compiled: list[Compiled] = []
+
+    def watched(*given: Any, **chosen: Any) -> Compiled:
+        compiled.append(compile_graph(*given, **chosen))
+        return compiled[-1]
+
+    shapes = [(768,), (2304,), (768, 2304), (768,), (768, 768), (768,), (3072,), (768, 3072), (50, 30), (11,)] * 4
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    sides = [[torch.nn.Parameter(item.cuda()) for item in drawn] for _ in range(2)]
+    optimizers = [torch.optim.AdamW(side, weight_decay=0.1, capturable=True) for side in sides]
+    options = Options(emitter=emitter, cuda_graphs=graphs)
+    steps = [torch.compile(optimizers[0].step, backend=make_backend(options, watched)), optimizers[1].step]
+    for number in range(4):
+        for side, step in zip(sides, steps, strict=True):
+            for place, parameter in enumerate(side):
+                parameter.grad = torch.cos(drawn[place] * number).cuda()
+            step()
+    torch.testing.assert_close(sides[0], sides[1], rtol=1e-5, atol=1e-6)
+    lines = [line for part in compiled for line in part.program.lines() if isinstance(line, Launch)]
+    assert 0 < len(lines) <= 12 * len(compiled)
