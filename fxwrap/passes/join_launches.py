@@ -15,8 +15,11 @@ from fxwrap.passes.units import Unit
 from fxwrap.printers import PrintedKernel
 from fxwrap.wrapper_ir import KernelDefinition, LineBase, Origin, Program, Value, uses_streams
 
-MOST_TENSORS = 480
-"""How many tensors a joined kernel takes at most: an address takes 8 of the 4096 bytes that CUDA passes to a kernel."""
+MOST_TENSORS = 240
+"""How many tensors a joined kernel takes at most: emitted C++ and our launchers pass up to 256 parameters to a kernel."""
+
+MOST_LARGE = 8
+"""How many launches are joined at most that are not small: each program chooses among them, which takes time too."""
 
 
 MOST_HELD = 1 << 18
@@ -135,7 +138,9 @@ class _Joining:
                 kinds.setdefault(candidate.kind, []).append(unit)
         for kind in sorted(kinds, key=lambda kind: not kind.is_small):  # after which others may be neighbours
             units = kinds[kind]
-            pending = list(places.groups(units, self._most_of(units[0]), apart=kind.is_small))[::-1]
+            most = self._most_of(units[0])
+            most = most if kind.is_small else min(most, MOST_LARGE)
+            pending = list(places.groups(units, most, apart=kind.is_small))[::-1]
             while pending:
                 group = pending.pop()
                 if not self._take(number, places, group) and len(group) > 2:
