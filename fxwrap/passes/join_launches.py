@@ -1,4 +1,4 @@
-"""Launches of kernels that are alike, and do not need each other's results, as one launch."""
+"""Launches of small kernels that are alike, and do not need each other's results, as one launch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from fxwrap.printers import PrintedKernel
 from fxwrap.wrapper_ir import KernelDefinition, LineBase, Origin, Program, Value, uses_streams
 
 MOST_TENSORS = 240
-"""How many tensors a joined kernel takes at most: emitted C++ and our launchers pass up to 256 parameters to a kernel."""
-
-MOST_LARGE = 8
-"""How many launches are joined at most that are not small: each program chooses among them, which takes time too."""
+"""How many tensors a joined kernel takes at most: launches of our own pass up to 256 parameters to a kernel."""
 
 
 MOST_HELD = 1 << 18
@@ -27,17 +24,18 @@ MOST_HELD = 1 << 18
 
 
 def join_launches(program: Program, most_bytes: Mapping[str, int]) -> Program:
-    """Returns the program with launches of like kernels joined, as far as hardly more memory is held at once.
+    """Returns the program with small launches of like kernels joined, as far as hardly more memory is held at once.
 
-    Kernels are alike where their language's `Joiner` says so. A small launch is moved to the others as what it reads
-    and writes allows: late where the results take more memory than what is freed after it, else early. Others, whose
-    data may still be in a cache, are joined with their neighbours. Programs that use streams stay as they are, and so
-    do blocks inside of lines. n log n in the number of lines for each joined launch.
+    Kernels are alike where their language's `Joiner` says so. A launch is moved to the others as what it reads and
+    writes allows: late where the results take more memory than what is freed after it, else early. Large ones stay:
+    each program chooses among the launches that are joined, which took large kernels a fourth of their time. Programs
+    that use streams stay as they are, and so do blocks inside of lines. n log n in the number of lines for each joined
+    launch.
 
     Args:
         program: the program. It is not changed.
         most_bytes: by device type, how much memory the tensors of a launch have at most for it to be small: less than
-            the device moves in the time that a launch takes. Launches on devices that are left out, or have 0, stay.
+            the device moves in the time that a launch takes. Launches on devices that are left out stay.
     """
     candidates = _candidates(program, most_bytes)
     if len(candidates) < 2 or uses_streams(program):
@@ -53,7 +51,6 @@ class _Kind:
     kernel: Hashable
     device: torch.device
     numbers: tuple[Any, ...]
-    is_small: bool
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,7 @@ def _candidates(program: Program, most_bytes: Mapping[str, int]) -> dict[int, _C
         if not isinstance(line, Launch) or line.kernel not in kernels or line.effect_set or line.stream:
             continue
         kernel, device = kernels[line.kernel], line.outs[0].tensor_type.device
-        count, most = _bytes(line), most_bytes.get(device.type, 0)
-        if not count or not most:
+        if not 0 < _bytes(line) <= most_bytes.get(device.type, 0):
             continue
         joiner = _joiner(kernel)
         assert joiner is not None
@@ -83,7 +79,7 @@ def _candidates(program: Program, most_bytes: Mapping[str, int]) -> dict[int, _C
         alike = joiner.joinable(printed)
         if alike is not None:
             numbers = tuple([item for item in line.arguments if not isinstance(item, Value)])
-            kind = _Kind(kernel.language, alike, device, numbers, count <= most)
+            kind = _Kind(kernel.language, alike, device, numbers)
             found.setdefault(kind, []).append(_Candidate(line, printed, joiner, kind))
     return {id(item.line): item for items in found.values() if len(items) > 1 for item in items}
 
@@ -136,11 +132,8 @@ class _Joining:
             candidate = self.candidates.get(id(unit.lines[0]))
             if candidate is not None and len(unit.lines) == 1:
                 kinds.setdefault(candidate.kind, []).append(unit)
-        for kind in sorted(kinds, key=lambda kind: not kind.is_small):  # after which others may be neighbours
-            units = kinds[kind]
-            most = self._most_of(units[0])
-            most = most if kind.is_small else min(most, MOST_LARGE)
-            pending = list(places.groups(units, most, apart=kind.is_small))[::-1]
+        for units in kinds.values():
+            pending = list(places.groups(units, self._most_of(units[0])))[::-1]
             while pending:
                 group = pending.pop()
                 if not self._take(number, places, group) and len(group) > 2:
@@ -225,17 +218,11 @@ class _Places:
             for item in self._before[unit.position] if not light[unit.position] else ():
                 self._after.setdefault(item, []).append(unit.position)
 
-    def groups(self, units: Sequence[Unit], most: int, apart: bool) -> Iterator[list[Unit]]:
-        """Yields groups of several units that can stand in one place, of so many at most, in their order.
-
-        They may stand `apart` now, or have nothing but allocations and views between them.
-        """
+    def groups(self, units: Sequence[Unit], most: int) -> Iterator[list[Unit]]:
+        """Yields groups of several units that can stand in one place, of so many at most, in their order."""
         group: list[Unit] = []
-        taken = sorted(set(self.at.values()))
-        number = {place: position for position, place in enumerate(taken)}
         for unit in units:
-            is_next = apart or not group or number[self.at[unit.position]] == number[self.at[group[-1].position]] + 1
-            if group and (len(group) == most or not is_next or self._span([*group, unit]) is None):
+            if group and (len(group) == most or self._span([*group, unit]) is None):
                 yield from [group] if len(group) > 1 else []
                 group = []
             group.append(unit)

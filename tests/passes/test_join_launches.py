@@ -165,16 +165,11 @@ def test_no_more_memory_is_held_than_a_little(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(list(fxwrap.run(more, inputs)), list(sums(*inputs)))
 
 
-def test_large_launches_are_joined_with_their_neighbours_alone() -> None:
-    def function(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        return x.sin() * 2, y.sin() * 2, torch.mm(w, w), z.sin() * 2
-
-    inputs = [*vectors(500, 700, 600), torch.rand(4, 4)]
-    assert len(launches(check(function, *inputs, most=1 << 20))) == 1
-    found = check(function, *inputs, most=1 << 10)
-    assert [len(line.outs) for line in launches(found)] == [2, 1]
-    kinds = [type(line).__name__ for line in found.body.lines if type(line).__name__ in ("Launch", "Call")]
-    assert kinds == ["Launch", "Call", "Launch"]
+def test_large_launches_stay() -> None:
+    inputs = vectors(500, 700, 600, 20, 24)
+    found = check(each, *inputs)
+    assert sorted(len(line.outs) for line in launches(found)) == [1, 1, 1, 2]
+    assert len(launches(check(each, *inputs[:3], most=1 << 20))) == 1
 
 
 def test_devices_without_a_limit_stay_as_they_are() -> None:
@@ -216,8 +211,8 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 7)), min_size=4, max_size=14), st.data())
-def test_random_programs(steps: Sequence[tuple[int, int]], data: st.DataObject) -> None:
+@given(st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 7)), min_size=4, max_size=14))
+def test_random_programs(steps: Sequence[tuple[int, int]]) -> None:
     def function(*given: Tensor) -> tuple[Tensor, ...]:
         values = list(given)
         for kind, operand in steps:
@@ -225,7 +220,7 @@ def test_random_programs(steps: Sequence[tuple[int, int]], data: st.DataObject) 
         return tuple(values[len(given) :])
 
     inputs = [torch.rand(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    check(function, *inputs, most=data.draw(st.sampled_from([SMALL, 1])))
+    check(function, *inputs)
 
 
 @pytest.mark.parametrize("emitter", ["python", "fx", "interpreter"])
@@ -287,7 +282,7 @@ def of_many_kinds(*given: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
 def test_kernels_of_many_kinds_on_a_gpu(emitter: str, graphs: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(100, 300), (120, 300), (64, 256), (96, 256), (3, 20000), (5, 20000), (1000, 1500), (1100, 1500)]
+    shapes = [(100, 300), (120, 300), (64, 256), (96, 256), (3, 20000), (5, 20000), (300, 500), (310, 500)]
     inputs = [torch.randn(shape, generator=generator) for shape in shapes]
     program = on_gpu(of_many_kinds, inputs, emitter, graphs)
     assert any(kernel.name.startswith("joined_") for kernel in program.kernels)
