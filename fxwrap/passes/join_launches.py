@@ -65,16 +65,14 @@ class _Candidate:
 
 def _candidates(program: Program, most_bytes: Mapping[str, int]) -> dict[int, _Candidate]:
     """Returns the launches that may be joined, by the identity of their lines, where there are several of a kind."""
-    kernels = {kernel.name: kernel for kernel in program.kernels if _joiner(kernel) is not None}
+    kernels = {item.name: (item, joiner) for item in program.kernels if (joiner := _joiner(item)) is not None}
     found: dict[_Kind, list[_Candidate]] = {}
     for line in program.body.lines:
-        if not isinstance(line, Launch) or line.kernel not in kernels or line.effect_set or line.stream:
+        if not isinstance(line, Launch) or line.kernel not in kernels or line.effect_set or not line.outs:
             continue
-        kernel, device = kernels[line.kernel], line.outs[0].tensor_type.device
+        (kernel, joiner), device = kernels[line.kernel], line.outs[0].tensor_type.device
         if not 0 < _bytes(line) <= most_bytes.get(device.type, 0):
             continue
-        joiner = _joiner(kernel)
-        assert joiner is not None
         printed = PrintedKernel(kernel.language, kernel.source, kernel.signature, kernel.options, line.grid)
         alike = joiner.joinable(printed)
         if alike is not None:
@@ -108,6 +106,7 @@ class _Joining:
         self.program = program
         self.candidates = candidates
         self.parts = Parts(program, {})
+        self.last = {root: unit for units in self.parts.parts for unit in units for root in unit.touched}
         self.orders = list(self.parts.as_they_are)
         self.limit = self.parts.peak(self.orders) + MOST_HELD
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
@@ -165,11 +164,10 @@ class _Joining:
 
     def _is_late(self, group: Sequence[Unit]) -> bool:
         """Whether the results of launches take no less memory than what nothing needs after them."""
-        sizes, uses = self.parts.sizes, self.parts.uses
+        sizes = self.parts.sizes
         lines = [unit.lines[0] for unit in group]
         made = sum([sizes.get(value.name, 0) for line in lines if isinstance(line, Launch) for value in line.outs])
-        touched = [root for unit in group for root in unit.touched]
-        return made >= sum([sizes.get(root, 0) for root in touched if uses.get(root) == 2])
+        return made >= sum([sizes.get(root, 0) for unit in group for root in unit.touched if self.last[root] is unit])
 
     def _launch(self, candidates: Sequence[_Candidate]) -> Launch:
         """Returns the one launch that does what several do."""

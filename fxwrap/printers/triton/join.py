@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fxwrap.kernel_names import function_in, function_name
 from fxwrap.printers.printed import PrintedKernel
@@ -18,6 +19,7 @@ _TOKEN = re.compile(r'#[^\n]*|"[^"\n]*"|\'[^\'\n]*\'|[A-Za-z_]\w*|\d+\.?\d*[eE][
 _REMARK = re.compile(r"^ *#.*\n", re.MULTILINE)
 _BEFORE_NUMBER = re.compile(r"(?:[+\-*/%<>]|[<>]=) $|tl\.range\(0, $")
 """What stands before a number that need not be known when the kernel is compiled."""
+_LONGEST_BEFORE = len("tl.range(0, ")
 
 _NARROW = re.compile(r"\b(?:tl\.)?(?:i1|i8|i16|u8|u16|u32|u64|u?int(?:1|8|16)|uint(?:32|64))\b")
 """Integers that an int32 turns into another type, where a number in the text leaves them as they are."""
@@ -44,7 +46,7 @@ def joinable(kernel: PrintedKernel) -> Hashable:
     """Returns what kernels that can be joined have in common; None for one that cannot."""
     if "device_assert" in kernel.source or not isinstance(kernel.grid[0], int) or kernel.grid[1:] != (1, 1):
         return None
-    text = _parts(kernel)
+    text = _parts(kernel.source, kernel.signature)
     body = tuple([_REMARK.sub("", piece) for piece in text.pieces])
     return text.head, text.parameters, text.constants, body, kernel.signature, kernel.options
 
@@ -58,7 +60,7 @@ def join_triton(kernels: Sequence[PrintedKernel], shared: Sequence[bool], name: 
             else one for each launch, in their order. Numbers are shared.
         name: says what the kernel does; the function's name adds a few digits.
     """
-    texts = [_parts(kernel) for kernel in kernels]
+    texts = [_parts(kernel.source, kernel.signature) for kernel in kernels]
     first = texts[0]
     unused = Names()
     unused.taken.update(re.findall(r"\w+", kernels[0].source))
@@ -96,17 +98,20 @@ def join_triton(kernels: Sequence[PrintedKernel], shared: Sequence[bool], name: 
     return PrintedKernel(kernels[0].language, source, signature, kernels[0].options, (starts[-1], 1, 1))
 
 
-def _parts(kernel: PrintedKernel) -> _Text:
-    head, _, function = kernel.source.rpartition(f"def {function_in(kernel.source)}(")
+@lru_cache(maxsize=1024)
+def _parts(source: str, signature: tuple[str, ...]) -> _Text:
+    """Returns the parts of a text that `print_triton` printed, whose last function is the kernel."""
+    head, _, function = source.rpartition(f"def {function_in(source)}(")
     given, _, body = function.partition("):\n")
     parameters = given.split(", ")
-    count = len(kernel.signature)
+    count = len(signature)
     pieces: list[str] = []
     numbers: list[int] = []
     start = 0
-    keep = _NARROW.search(f"{kernel.signature} {body}") is not None
+    keep = _NARROW.search(f"{signature} {body}") is not None
     for token in _TOKEN.finditer(body):
-        if token[1] is None or keep or int(token[1]) > _INT32 or not _BEFORE_NUMBER.search(body, 0, token.start()):
+        before = body[max(token.start() - _LONGEST_BEFORE, 0) : token.start()]
+        if token[1] is None or keep or int(token[1]) > _INT32 or not _BEFORE_NUMBER.search(before):
             continue
         pieces.append(body[start : token.start()])
         numbers.append(int(token[1]))
