@@ -13,7 +13,7 @@ from fxwrap.lines import Alloc, Launch, View
 from fxwrap.passes.parts import Parts
 from fxwrap.passes.units import Unit
 from fxwrap.printers import PrintedKernel
-from fxwrap.wrapper_ir import KernelDefinition, LineBase, Origin, Program, Value, uses_streams
+from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Program, Value, run_blocks, uses_streams
 
 MOST_TENSORS = 240
 """How many tensors a joined kernel takes at most: launches of our own pass up to 256 parameters to a kernel."""
@@ -119,9 +119,10 @@ class _Joining:
         if not self.changed:
             return self.program
         program = self.parts.ordered(self.orders, self.changed)
-        launched = {line.kernel for line in program.lines() if isinstance(line, Launch)}
-        unused = {item.line.kernel for item in self.candidates.values()} - launched
-        return program.replace(kernels=tuple([kernel for name, kernel in self.kernels.items() if name not in unused]))
+        launched = list(_launched(program.body, dict(program.functions)))
+        joined = {item.line.kernel for item in self.candidates.values()}.difference(launched)
+        names = [name for name in dict.fromkeys([*launched, *self.kernels]) if name not in joined]
+        return program.replace(kernels=tuple([self.kernels[name] for name in names]))
 
     def _join_in(self, number: int) -> None:
         """Joins launches in one part."""
@@ -194,6 +195,15 @@ class _Joining:
                 return name
             number += 1
             name = f"{wish}_{number}"
+
+
+def _launched(block: Block, functions: Mapping[str, Block]) -> Iterator[str]:
+    """Yields the kernels that a block launches, in order: that of the definitions in a program."""
+    for line in block.lines:
+        if isinstance(line, Launch):
+            yield line.kernel
+        for inner in run_blocks(line, functions):
+            yield from _launched(inner, functions)
 
 
 class _Places:
