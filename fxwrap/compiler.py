@@ -371,7 +371,7 @@ class _Pipeline:
         return Compiled(stages, options, emitted, self._fakes, lowered.coverage, plan, again), failures
 
     def _joined(self, program: Program) -> Program:
-        """Joins launches of small kernels; what calls are counted by then counts them."""
+        """Joins launches of small kernels, after which calls have new numbers."""
         if not self.options.join_launches:
             return program
         specs = self.options.device_specs()

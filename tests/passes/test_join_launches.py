@@ -179,6 +179,12 @@ def test_devices_without_a_limit_stay_as_they_are() -> None:
     assert join_launches(program, {"cpu": 0}) is program
 
 
+def test_languages_without_a_joiner_stay_as_they_are() -> None:
+    program = fxwrap.lower(graph(each, *vectors(20, 24)), options=OPTIONS.replace(cpu_kernels="cpp"))
+    assert len(launches(program)) == 2
+    assert join_launches(program, {"cpu": SMALL}) is program
+
+
 def test_sizes_that_are_not_known_stay_apart() -> None:
     module = make_fx(each, tracing_mode="symbolic")(*vectors(20, 24))
     program = fxwrap.lower(module, options=OPTIONS)
