@@ -1,4 +1,4 @@
-"""The ATen graphs that AOTAutograd hands to a backend, captured from the models of the suite."""
+"""The ATen graphs that AOTAutograd hands to a backend, captured from the models of the suite, and what they become."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
+from fxwrap.backend import make_backend
 from fxwrap.compare import copied
+from fxwrap.compiler import Compiled, compile_graph
+from fxwrap.options import Options
 from fxwrap.torch_compat import tree_map
 from tests.models import ModelCase
 
@@ -69,8 +72,18 @@ def _captured(case: ModelCase, training: bool, dropout: bool, device: str, dynam
     return tuple(graphs)
 
 
+def watching(compiled: list[Compiled], options: Options = Options()) -> Any:  # noqa: B008 - it is immutable
+    """Returns fxwrap's backend, which adds what it compiles to a list."""
+
+    def watched(*given: Any, **named: Any) -> Compiled:
+        compiled.append(compile_graph(*given, **named))
+        return compiled[-1]
+
+    return make_backend(options, watched)
+
+
 def _recorder(graphs: list[CapturedGraph], kind: Kind) -> Callable[..., Any]:
-    def compile_graph(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def record(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         fakes = tuple(node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder"))
         captured = CapturedGraph(kind, graph_module, fakes)
         graphs.append(captured)
@@ -81,7 +94,7 @@ def _recorder(graphs: list[CapturedGraph], kind: Kind) -> Callable[..., Any]:
 
         return make_boxed_func(run)
 
-    return compile_graph
+    return record
 
 
 def _detached(item: Any) -> Any:

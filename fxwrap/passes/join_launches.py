@@ -29,8 +29,8 @@ def join_launches(program: Program, most_bytes: Mapping[str, int]) -> Program:
     Kernels are alike where their language's `Joiner` says so. A launch is moved to the others as what it reads and
     writes allows: late where the results take more memory than what is freed after it, else early. Large ones stay:
     each program chooses among the launches that are joined, and a step of AdamW with large matrices joined too took a
-    GPU a fourth longer. Programs that use streams stay as they are, and so do blocks inside of lines. n log n in the
-    number of lines for each joined launch.
+    GPU as long as one with nothing joined. Programs that use streams stay as they are, and so do blocks inside of
+    lines. n log n in the number of lines for each joined launch.
 
     Args:
         program: the program. It is not changed.

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.backend import make_backend
-from fxwrap.compiler import Compiled, compile_graph
+from fxwrap.compiler import Compiled
 from fxwrap.lines import Call, Launch
 from fxwrap.lowering.foreach import foreach_decompositions
 from fxwrap.torch_compat import OpOverload
+from tests.capture import watching
 
 SIZES = ((2, 3), (), (4,))
 APART = sorted(foreach_decompositions(), key=str)
@@ -77,10 +77,6 @@ def stepped(
     """Parameters after some steps of a compiled optimizer and of an eager one, and what was compiled."""
     compiled: list[Compiled] = []
 
-    def watched(*given: Any, **chosen: Any) -> Compiled:
-        compiled.append(compile_graph(*given, **chosen))
-        return compiled[-1]
-
     sides = [[nn.Parameter(item.clone()) for item in drawn(0)] for _ in range(2)]
     optimizers = [make(parameters) for parameters in sides]
 
@@ -89,7 +85,7 @@ def stepped(
             nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True)
         optimizer.step()
 
-    run = torch.compile(step, backend=make_backend(Options(emitter="cpp"), watched))
+    run = torch.compile(step, backend=watching(compiled, Options(emitter="cpp")))
     for number in range(steps):
         for parameters, optimizer, function in zip(sides, optimizers, (run, step), strict=True):
             for parameter, gradient in zip(parameters, drawn(number + 1), strict=True):

@@ -15,10 +15,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.backend import make_backend
 from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program, TensorType, Value, defined
+from tests.capture import watching
 from tests.golden import check_golden, sections
 
 GOLDENS = Path(__file__).parent / "golden_layouts"
@@ -149,22 +149,13 @@ def test_sizes_of_images_and_batches(size: int) -> None:
 
 
 def test_a_dynamic_batch() -> None:
-    model, programs = block(), []
-    compiled = torch.compile(model, backend=watching(programs), dynamic=True)
+    model, seen = block(), []
+    compiled = torch.compile(model, backend=watching(seen), dynamic=True)
     with torch.no_grad():
         for batch in (2, 5):
             x = torch.randn(batch, *IMAGES[1:])
             close(compiled(x), in_float64(model, x))
-    assert any(map(has_images, programs))
-
-
-def watching(programs: list[Program], options: Options = Options()) -> Any:  # noqa: B008 - it is immutable
-    def watched(*given: Any, **named: Any) -> Compiled:
-        found = compile_graph(*given, **named)
-        programs.append(found.program)
-        return found
-
-    return make_backend(options, watched)
+    assert any(has_images(item.program) for item in seen)
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -173,14 +164,14 @@ def watching(programs: list[Program], options: Options = Options()) -> Any:  # n
 @pytest.mark.parametrize(("emitter", "dynamic"), [("cpp", False), ("python", True)])
 def test_a_step_of_training(emitter: str, dynamic: bool) -> None:
     """Activations are saved channels-last, gradients and running statistics are eager's."""
-    model, twin, programs = block().train(), block().train().double(), []
+    model, twin, seen = block().train(), block().train().double(), []
     torch.compiler.reset()
-    compiled = torch.compile(model, backend=watching(programs, Options(emitter=emitter)), dynamic=dynamic)
+    compiled = torch.compile(model, backend=watching(seen, Options(emitter=emitter)), dynamic=dynamic)
     x = torch.randn(IMAGES)
     for run, given in ((compiled, x), (twin, x.double())):
         scores, images = run(given)
         (scores.square().mean() + images.square().mean()).backward()
-    assert {program.name: has_images(program) for program in programs} == {"forward": True, "backward": True}
+    assert {item.program.name: has_images(item.program) for item in seen} == {"forward": True, "backward": True}
     found = dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
         gradient, expected = found[name].grad, parameter.grad
@@ -192,12 +183,12 @@ def test_a_step_of_training(emitter: str, dynamic: bool) -> None:
 
 def test_the_backward_is_given_what_the_forward_saves() -> None:
     """The types of saved activations agree: the forward's last outputs are inputs of the backward, in order."""
-    programs: list[Program] = []
+    seen: list[Compiled] = []
     torch.compiler.reset()
     model = block().train()
-    model_out = torch.compile(model, backend=watching(programs))(torch.randn(IMAGES))
+    model_out = torch.compile(model, backend=watching(seen))(torch.randn(IMAGES))
     (model_out[0].sum() + model_out[1].sum()).backward()
-    forward, backward = programs
+    forward, backward = [item.program for item in seen]
     given = [item.value.type for item in backward.inputs if isinstance(item.value, Value)]
     saved = [item.type for item in forward.body.lines[-1].values[2:] if isinstance(item, Value)]  # type: ignore[attr-defined]
     assert any(map(_is_channels_last, saved))

@@ -14,17 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.backend import make_backend
 from fxwrap.compiler import Compiled, compile_graph
 from fxwrap.device_spec import CPU
 from fxwrap.lines import Alloc, Launch
 from fxwrap.passes import join_launches as joining
 from fxwrap.passes.join_launches import join_launches
 from fxwrap.wrapper_ir import Program, live_bytes, verify
+from tests.capture import watching
 from tests.read_back import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -131,8 +132,6 @@ def test_allocations_stand_right_before_what_writes_them() -> None:
 
 
 def test_writes_in_place_stay_in_their_order() -> None:
-    from torch.func import functionalize
-
     x = torch.rand(12)
 
     def overlapping(x: Tensor) -> tuple[Tensor, ...]:
@@ -310,18 +309,13 @@ def test_kernels_of_many_kinds_on_a_gpu(emitter: str, graphs: bool) -> None:
 def test_a_step_of_an_optimizer_on_a_gpu(emitter: str, graphs: bool) -> None:
     torch._dynamo.reset()
     compiled: list[Compiled] = []
-
-    def watched(*given: Any, **chosen: Any) -> Compiled:
-        compiled.append(compile_graph(*given, **chosen))
-        return compiled[-1]
-
     shapes = [(768,), (2304,), (768, 2304), (768,), (768, 768), (768,), (3072,), (768, 3072), (50, 30), (11,)] * 4
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator) for shape in shapes]
     sides = [[torch.nn.Parameter(item.cuda()) for item in drawn] for _ in range(2)]
     optimizers = [torch.optim.AdamW(side, weight_decay=0.1, capturable=True) for side in sides]
     options = Options(emitter=emitter, cuda_graphs=graphs)
-    steps = [torch.compile(optimizers[0].step, backend=make_backend(options, watched)), optimizers[1].step]
+    steps = [torch.compile(optimizers[0].step, backend=watching(compiled, options)), optimizers[1].step]
     for number in range(4):
         for side, step in zip(sides, steps, strict=True):
             for place, parameter in enumerate(side):

@@ -93,7 +93,8 @@ def join_triton(kernels: Sequence[PrintedKernel], shared: Sequence[bool], name: 
     text = _REMARK.sub(lambda remark: remark[0] if remark[0] in said else "", "".join(body)).replace(_PROGRAM, place)
     parameters = [*_each(first.parameters, shared, own), *first.constants]
     function = f"({', '.join(parameters)}):\n{lines}{text}"
-    signature = _each(kernels[0].signature, shared, [_unshared(kernels[0].signature, shared)] * len(kernels))
+    pairs = zip(kernels[0].signature, shared)
+    signature = tuple([entry for entry, same in pairs for _ in range(1 if same else len(kernels))])
     source = f"{first.head}def {function_name(name, function + repr(kernels[0].options))}{function}"
     return PrintedKernel(kernels[0].language, source, signature, kernels[0].options, (starts[-1], 1, 1))
 
@@ -130,11 +131,7 @@ def _starts(kernels: Sequence[PrintedKernel]) -> list[int]:
     return found
 
 
-def _each(items: Sequence[str], shared: Sequence[bool], own: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Returns what stands for each parameter: the item where it is shared, else what each launch has."""
+def _each(parameters: Sequence[str], shared: Sequence[bool], own: Sequence[Sequence[str]]) -> list[str]:
+    """Returns what stands for each parameter: itself where it is shared, else what each launch has."""
     columns = iter(zip(*own))
-    return tuple([name for item, same in zip(items, shared) for name in ((item,) if same else next(columns))])
-
-
-def _unshared(items: Sequence[str], shared: Sequence[bool]) -> list[str]:
-    return [item for item, same in zip(items, shared) if not same]
+    return [name for item, same in zip(parameters, shared) for name in ((item,) if same else next(columns))]
