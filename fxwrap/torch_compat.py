@@ -1051,3 +1051,9 @@ def stop_allocating_to(pool: tuple[int, int], device: torch.device) -> None:
     """Let go of a private pool of a GPU that a capture has failed in: torch's `capture_end` raises before it does."""
     with suppress(RuntimeError):  # the capture has let go of it
         torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
+def caches_memory() -> bool:
+    """Whether torch's caching allocator is on, without which a capture can neither allocate nor free."""
+    is_enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)  # torch 2.13 and newer, with CUDA
+    return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ and (is_enabled is None or is_enabled())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxwrap.torch_compat import clear_cublas_workspaces, stop_allocating_to
+from fxwrap.torch_compat import caches_memory, clear_cublas_workspaces, stop_allocating_to
 
 _CAPTURE = threading.Lock()
 """torch allows one capture at a time in a process."""
@@ -33,7 +33,15 @@ class CudaGraphs:
     def record(
         self, run: Callable[[], Sequence[torch.Tensor]], pool: Any
     ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
-        """Captures what `run` launches on a side stream. Raises what it raises, else torch's errors of captures."""
+        """Captures what `run` launches on a side stream.
+
+        Raises:
+            RuntimeError: torch's caching allocator is off, or a capture failed. What `run` raises is raised as it is.
+        """
+        if not caches_memory():
+            # Begun all the same, a capture fails, and torch ends the process while it frees what was allocated.
+            what = "torch's caching allocator is off, and without it nothing can be allocated in a CUDA graph: unset "
+            raise RuntimeError(f"{what}PYTORCH_NO_CUDA_MEMORY_CACHING, or compile with cuda_graphs=False")
         graph = torch.cuda.CUDAGraph()
         with _CAPTURE, torch.cuda.device(self.device):
             if self._side is None:

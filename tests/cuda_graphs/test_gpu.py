@@ -238,6 +238,15 @@ def test_what_waits_for_the_gpu_cannot_be_recorded_and_runs() -> None:
     assert function.is_plain
 
 
+def test_without_torchs_caching_allocator_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    model, twin = _models()
+    compiled = _compiled(model)
+    with torch.no_grad(), pytest.warns(ReplayWarning, match="caching allocator is off"):
+        for seed in range(3):
+            torch.testing.assert_close(compiled(_tokens(seed)), twin(_tokens(seed)), rtol=1e-3, atol=1e-3)
+
+
 def test_a_capture_that_fails_leaves_all_else_as_it_was() -> None:
     """The current stream, the generator, what is freed, and the next capture, in another pool."""
     gc.collect()  # what other tests have left must not go meanwhile: memory is counted

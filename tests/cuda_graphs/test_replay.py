@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fxwrap.errors import ReplayWarning
+from fxwrap.runtime.cuda_graphs import CudaGraphs
 from fxwrap.runtime.replay import Memory, Replayed, owning
 from tests.cuda_graphs.recorder import CpuRecorder, cpu_that_records
 
@@ -320,6 +321,16 @@ def test_what_cannot_be_recorded_runs_as_it_is(recorder: CpuRecorder) -> None:
     for seed in range(3):
         _check(other, _x(seed), _x(9))
     assert [len(pool.recordings) for pool in function.memory.pools] == [0, 1], "one takes no more"
+
+
+def test_a_capture_without_torchs_caching_allocator_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
+    def run() -> tuple[torch.Tensor, ...]:
+        raise AssertionError("nothing may have begun")
+
+    with pytest.raises(RuntimeError, match="unset PYTORCH_NO_CUDA_MEMORY_CACHING, or compile with cuda_graphs=False"):
+        CudaGraphs(torch.device("cuda:0")).record(run, None)
 
 
 def test_a_warning_shows_the_line_that_failed(recorder: CpuRecorder) -> None:
