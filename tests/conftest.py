@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -34,6 +35,9 @@ hypothesis.settings.register_profile("fxwrap", deadline=None, derandomize="CI" i
 hypothesis.settings.load_profile("fxwrap")
 
 torch.set_num_threads(1)
+
+# pytest gives its handlers to each logger that does not propagate; where torch's trace has any, it is written out.
+logging.getLogger("torch.__trace").propagate = True
 
 # After each compile Dynamo empties the processor's caches to time the guards, for its log: 25 ms nobody here reads.
 assert callable(torch._dynamo.guards.profile_guard_manager)

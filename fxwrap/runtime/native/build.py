@@ -279,8 +279,8 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
 class _Compiler:
     """A C++ compiler: its command, its version, the shared runtimes to link, and flags of its own for kernels.
 
-    The C++ runtime is named by its file, because some installations have no libstdc++.so for `-lstdc++` to find and
-    then link the static library: its streams crash beside the shared one that torch has loaded.
+    Where an installation has no libstdc++.so for `-lstdc++` to find, the C++ runtime is named by its file: the compiler
+    would link the static library, whose streams crash beside the shared one that torch has loaded.
     """
 
     command: tuple[str, ...]
@@ -319,7 +319,7 @@ def compiler_identity() -> str:
 @cache
 def _probe(command: tuple[str, ...]) -> _Compiler:
     version = _run([*command, "--version"], Path.cwd())
-    runtime = _library_file(command, "libstdc++.so.6")
+    runtime = () if _library_file(command, "libstdc++.so") else _library_file(command, "libstdc++.so.6")
     if "clang" not in version:
         return _Compiler(command, version, runtime, _GCC_KERNEL_FLAGS)
     if platform.machine() not in ("x86_64", "AMD64"):
