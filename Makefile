@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
 
+# Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test clean
 .DELETE_ON_ERROR:
 
