@@ -1055,5 +1055,5 @@ def stop_allocating_to(pool: tuple[int, int], device: torch.device) -> None:
 
 def caches_memory() -> bool:
     """Whether torch's caching allocator is on, without which a capture can neither allocate nor free."""
-    is_enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)  # torch 2.13 and newer, with CUDA
+    is_enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)  # torch 2.11 cannot be asked
     return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ and (is_enabled is None or is_enabled())

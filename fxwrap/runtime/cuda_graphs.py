@@ -40,8 +40,9 @@ class CudaGraphs:
         """
         if not caches_memory():
             # Begun all the same, a capture fails, and torch ends the process while it frees what was allocated.
-            what = "torch's caching allocator is off, and without it nothing can be allocated in a CUDA graph: unset "
-            raise RuntimeError(f"{what}PYTORCH_NO_CUDA_MEMORY_CACHING, or compile with cuda_graphs=False")
+            what = "torch's caching allocator is off, and without it nothing can be allocated in a CUDA graph: call "
+            what += "torch.cuda.memory.caching_allocator_enable() and unset PYTORCH_NO_CUDA_MEMORY_CACHING, or compile "
+            raise RuntimeError(f"{what}with cuda_graphs=False")
         graph = torch.cuda.CUDAGraph()
         with _CAPTURE, torch.cuda.device(self.device):
             if self._side is None:

@@ -323,8 +323,12 @@ def test_what_cannot_be_recorded_runs_as_it_is(recorder: CpuRecorder) -> None:
     assert [len(pool.recordings) for pool in function.memory.pools] == [0, 1], "one takes no more"
 
 
-def test_a_capture_without_torchs_caching_allocator_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+@pytest.mark.parametrize("by", ["variable", "call"])
+def test_a_capture_without_torchs_caching_allocator_is_not_begun(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by == "variable":
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    else:  # what torch with CUDA says after `torch.cuda.memory.caching_allocator_enable(False)`
+        monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: False, raising=False)
 
     def run() -> tuple[torch.Tensor, ...]:
         raise AssertionError("nothing may have begun")
