@@ -1,26 +1,32 @@
-"""Seconds per operator call from emitted C++ against eager, and seconds to compile emitted C++.
+"""Time per operator call from emitted C++ against eager, and seconds to compile emitted C++.
 
-Both sides run in turn in this process, on tiny tensors and one thread; ratios are of medians. Run:
-    python benchmarks/bridge_calls.py
+Both sides are timed in interleaved rounds, on tiny tensors and one thread; ratios are of medians. Run:
+    python benchmarks/bridge_calls.py [--record]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from fxwrap.runtime.native import Program, build_bridge, compile_cpp, load_program
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.results import Cell, Report, add_record_option
+from fxwrap.runtime.native import NativeProgram, build_bridge, compile_cpp, load_program
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operator: its schema's name, overload, arguments after the first tensor, and the eager call."""
+    """One operator: name, overload, arguments after the first tensor, and the eager call."""
 
     title: str
     operator: str
@@ -42,7 +48,7 @@ CASES = (
 
 
 def chain_source(case: Case, count: int) -> str:
-    """A program of `count` calls, each reading the last one's result, which is dropped after it."""
+    """Returns a program of `count` calls, each of which reads the previous result, which is dropped after it."""
     slots = ", ".join(f"v{i}{{{i + 1}}}" for i in range(count + 1))
     lines = [
         f"constexpr Slot w{{0}}, {slots};",
@@ -61,7 +67,7 @@ def chain_source(case: Case, count: int) -> str:
         lines.append("}")
     body = "\n".join(lines)
     calls = " ".join(f"{name}(f);" for name in functions)
-    return f"""// {uuid.uuid4()} (so that the cache does not answer)
+    return f"""// {uuid.uuid4()} (prevents a cache hit)
 #include "bridge.h"
 namespace program {{
 using namespace fxwrap;
@@ -77,7 +83,7 @@ FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {{
 
 
 def many_inputs_source(count: int) -> str:
-    """One operator in a program of `count` tensor inputs."""
+    """Returns a program of one operator and `count` tensor inputs."""
     slots = ", ".join(f"x{i}{{{i}}}" for i in range(count))
     inputs = ", ".join(f'{{"x{i}", x{i}}}' for i in range(count))
     return f"""#include "bridge.h"
@@ -96,7 +102,7 @@ FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {{
 
 
 def interleaved(sides: list[Callable[[], object]], repeats: int = 15, seconds: float = 0.02) -> list[float]:
-    """Median seconds per call of each side, measured in turn."""
+    """Returns median seconds per call of each side, in interleaved rounds."""
     counts = []
     for side in sides:
         start = time.perf_counter()
@@ -114,53 +120,58 @@ def interleaved(sides: list[Callable[[], object]], repeats: int = 15, seconds: f
 
 
 def eager_chain(case: Case, count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The same chain written out in Python, so that eager pays for no loop."""
+    """Returns the same chain as straight-line Python."""
     body = "\n".join("    x = op(x, w)" for _ in range(count))
     names: dict[str, object] = {"op": case.eager}
     exec(f"def chain(x, w):\n{body}\n    return x\n", names)
     return names["chain"]  # type: ignore[return-value]
 
 
-def measure_calls() -> None:
-    """Print the table of call times."""
+def measure_calls(chosen: argparse.Namespace) -> None:
+    """Prints the table of call times."""
     x, w = torch.rand(4, 4), torch.eye(4)
-    print(
-        f"{'operator':<12}{'calls':>6}{'eager us/op':>13}{'bridge us/op':>14}{'ratio':>8}{'vs torch.mul':>14}"
-    )
+    report = Report("bridge_calls", chosen, note=f"bridge built in {build_bridge().seconds:.1f} s (0.0: cached)")
     for case in CASES:
         for count in (1, 10, 100, 1000):
-            program: Program = load_program(compile_cpp(chain_source(case, count), name="chain"))
+            program: NativeProgram = load_program(compile_cpp(chain_source(case, count), name="chain"))
             eager, mul = eager_chain(case, count), eager_chain(CASES[0], count)
             with torch.no_grad():
                 torch.testing.assert_close(program(x, w)[0], eager(x, w))
                 seconds = interleaved([partial(side, x, w) for side in (eager, program, mul)])
             base, ours, multiply = (value / count * 1e6 for value in seconds)
-            print(
-                f"{case.title:<12}{count:>6}{base:>13.3f}{ours:>14.3f}{ours / base:>8.2f}{ours / multiply:>14.2f}"
-            )
+            cells: dict[str, Cell] = {"operator": case.title, "calls": count, "eager, us": base, "bridge, us": ours}
+            report.add({**cells, "bridge / eager": ours / base, "bridge / torch.mul": ours / multiply})
 
 
-def measure_inputs() -> None:
-    """Print what 200 inputs cost."""
+def measure_inputs(chosen: argparse.Namespace) -> None:
+    """Prints the cost of 200 inputs."""
     values = [torch.rand(4, 4) for _ in range(200)]
     program = load_program(compile_cpp(many_inputs_source(200), name="many"))
     eager, ours = interleaved([lambda: torch.mul(values[0], values[1]), lambda: program(*values)])
-    print(f"\n200 inputs, one mul: eager {eager * 1e6:.2f} us, program {ours * 1e6:.2f} us")
+    report = Report("bridge_calls-inputs", chosen, note="one mul in a program of 200 inputs")
+    report.add({"inputs": 200, "eager, us": 1e6 * eager, "program, us": 1e6 * ours})
 
 
-def measure_compile() -> None:
-    """Print the compiler's seconds for long chains."""
+def measure_compile(chosen: argparse.Namespace) -> None:
+    """Prints the C++ compiler's seconds for long chains."""
+    report = Report("bridge_calls-compile", chosen)
     for count in (1000, 6400):
         source = chain_source(CASES[-1], count)
         start = time.perf_counter()
         compile_cpp(source, name="chain")
         seconds = time.perf_counter() - start
-        print(f"compile {count} calls: {seconds:.2f} s, {seconds / count * 1e3:.2f} ms a call")
+        report.add({"calls": count, "compile, s": seconds, "ms/call": seconds / count * 1e3})
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_record_option(parser)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    for measure in (measure_calls, measure_inputs, measure_compile):
+        measure(chosen)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(f"torch {torch.__version__}; bridge built in {build_bridge().seconds:.1f} s (0.0: cached)")
-    measure_calls()
-    measure_inputs()
-    measure_compile()
+    main()

@@ -1,10 +1,10 @@
-"""Seconds that fxwrap itself takes to compile GPT-2: the first time, and in a second process.
+"""Seconds of fxwrap's own part of compiling GPT-2: in a first process, and in later ones that hit the compile cache.
 
-What is measured is all that happens beyond Dynamo and AOTAutograd: from a graph's arrival at the backend until there is
-something to call, the look-up in the cache, or lowering, kernels and C++ compiler, and the building of what runs. Each
-row is a process of its own with a cache folder that is empty (but for the bridge), then one with what the first left.
+The time is that beyond Dynamo and AOTAutograd: from a graph's arrival at the backend to a callable, which is the cache
+look-up, or lowering, kernels and the C++ compiler, and loading the result. The first process of each row has an empty
+cache folder (except for the bridge); the later ones have the first one's.
 
-    python benchmarks/compile_cache.py [--layers 12] [--device cuda] [--emitters python,cpp,fx] [--processes 5]
+    python benchmarks/compile_cache.py [--layers 12] [--device cuda] [--emitters cpp] [--processes 5] [--record]
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.results import Cell, Report, add_record_option
+
 
 def measure(emitter: str, training: bool, layers: int, device: str) -> dict[str, Any]:
-    """Runs the model once; returns seconds by graph, of the whole first call, and whether the cache had the graphs."""
+    """Runs the model once; returns seconds and cache hits by graph, and the seconds of the first call."""
     import torch
 
     import fxwrap
     from fxwrap import Compiled, Options
-    from fxwrap.backend import make_backend
-    from tests.models import MODELS
+    from fxwrap.compile import make_backend
+    from tests.support.models import MODELS
 
     graphs: list[dict[str, Any]] = []
 
     def compile_graph(*arguments: Any, **keywords: Any) -> Compiled:
         start, used = time.perf_counter(), time.process_time()
-        made = fxwrap.compile_graph(*arguments, **keywords)
-        _ = made.boxed
+        compiled = fxwrap.compile_graph(*arguments, **keywords)
+        _ = compiled.boxed
         seconds = time.perf_counter() - start
         graphs.append({
-            "graph": keywords["name"], "seconds": seconds, "cpu": time.process_time() - used, "cached": made.cached,
+            "graph": keywords["name"], "seconds": seconds, "cpu": time.process_time() - used, "cached": compiled.cached,
         })  # fmt: skip
-        return made
+        return compiled
 
     case = MODELS["gpt2"]
     model = case.build(1, layers=layers).to(device).train(training)
     inputs = {name: item.to(device) for name, item in case.inputs(1, training=training).items()}
-    function = torch.compile(model, backend=make_backend(Options(emitter=emitter), compile_graph), dynamic=False)
+    backend = make_backend(Options().replace(emitter=emitter), compile_graph)
+    function = torch.compile(model, backend=backend, dynamic=False)
     start = time.perf_counter()
     with torch.set_grad_enabled(training):
         output = function(**inputs)
@@ -58,21 +61,21 @@ def measure(emitter: str, training: bool, layers: int, device: str) -> dict[str,
 
 
 def in_process(arguments: list[str], folder: Path) -> dict[str, Any]:
-    """What `measure` gives in a process of its own, with this cache folder."""
+    """Returns the result of `measure` in a new process with this cache folder."""
     environment = {
         **os.environ, "FXWRAP_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "by_triton"),
         "FXWRAP_COMPILE_CACHE": "1",
     }  # fmt: skip
     command = [sys.executable, __file__, "--job", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(process.stderr)
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
-def row(emitter: str, training: bool, chosen: argparse.Namespace) -> None:
-    """Prints one row: the first process, and the median of those that follow."""
+def measure_row(emitter: str, training: bool, chosen: argparse.Namespace, report: Report) -> None:
+    """Adds one row: the first process, and the median of the later ones."""
     from fxwrap.runtime.native import build_bridge
 
     bridge = build_bridge().folder
@@ -81,26 +84,32 @@ def row(emitter: str, training: bool, chosen: argparse.Namespace) -> None:
         shutil.copytree(bridge, Path(name) / bridge.name)
         first = in_process(arguments, Path(name))
         later = [in_process(arguments, Path(name)) for _ in range(chosen.processes)]
-    if any(item["cached"] for item in first["graphs"]) or not all(
-        item["cached"] for found in later for item in found["graphs"]
-    ):
-        raise SystemExit("the cache had what it should not have, or did not have what it should")
+    if any(item["cached"] for item in first["graphs"]):
+        raise SystemExit("the first process found a graph in an empty cache")
+    if not all(item["cached"] for run in later for item in run["graphs"]):
+        raise SystemExit("a later process missed the cache")
 
-    def total(found: dict[str, Any], what: str) -> float:
-        return sum(item[what] for item in found["graphs"])
+    def total(run: dict[str, Any], name: str) -> float:
+        return sum(item[name] for item in run["graphs"])
 
-    cells = [
-        total(first, "seconds"), statistics.median([total(found, "seconds") for found in later]),
-        min(total(found, "seconds") for found in later), statistics.median([total(found, "cpu") for found in later]),
-        first["first_call"], statistics.median([found["first_call"] for found in later]),
-    ]  # fmt: skip
-    label = f"{emitter} {'forward and backward' if training else 'forward'}"
-    print(f"{label:<30}" + "".join(f"{cell:>12.3f}" for cell in cells), flush=True)
+    seconds = [total(run, "seconds") for run in later]
+    cells: dict[str, Cell] = {
+        "emitter": emitter,
+        "graphs": "forward and backward" if training else "forward",
+        "first process, s": total(first, "seconds"),
+        "later, median s": statistics.median(seconds),
+        "later, best s": min(seconds),
+        "later, CPU s": statistics.median([total(run, "cpu") for run in later]),
+        "first call in the first process, s": first["first_call"],
+        "first call in later ones, s": statistics.median([run["first_call"] for run in later]),
+    }
+    report.add(cells, {"first": first, "later": later})
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_record_option(parser)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--emitters", default="python,cpp,fx")
@@ -111,11 +120,10 @@ def main() -> None:
         emitter, training, layers, device = chosen.job
         print(json.dumps(measure(emitter, bool(int(training)), int(layers), device)))
         return
-    heads = ("first", "second", "best", "its CPU", "call, first", "second")
-    print(f"{'seconds':<30}" + "".join(f"{head:>12}" for head in heads))
+    report = Report(f"compile_cache-{chosen.device}", chosen, chosen.device)
     for emitter in chosen.emitters.split(","):
         for training in (False, True):
-            row(emitter, training, chosen)
+            measure_row(emitter, training, chosen, report)
 
 
 if __name__ == "__main__":

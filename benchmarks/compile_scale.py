@@ -1,10 +1,10 @@
 """Cost of a compile per line: graphs of 1k, 10k and 50k operators through every stage.
 
-Chains and wide graphs are built as FX graphs with fake metadata, without torch.compile, and compiled without fusion, so
-that there is a line for each operator. For each size the table gives microseconds a line for our own stages, and beside
-them what CPython, torch.fx and the C++ compiler take on our output. The last columns compare the largest size with the
-smallest. Then the cost of lowering with fusion, in microseconds a node: a GRU, unrolled 100, 500 and 1500 steps.
-Run: `python benchmarks/compile_scale.py [--no-cpp] [--only gru]`.
+Chains and wide graphs are FX graphs with fake metadata, compiled without torch.compile and without fusion, so that each
+operator has a line. The tables show microseconds per line for each stage; stages in brackets are CPython, torch.fx and
+the C++ compiler on the output. The last column compares the largest size with the smallest. The table of an unrolled
+GRU shows lowering with fusion, in microseconds per node.
+Run: `python benchmarks/compile_scale.py [--no-cpp] [--only gru] [--record]`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ import argparse
 import functools
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import fxwrap
+from benchmarks.results import Report, add_record_option
 
 aten = torch.ops.aten
 UNFUSED = fxwrap.Options(fuse=False)
@@ -30,19 +35,19 @@ OPERATORS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, aten.sub.Tensor)
 
 
 def chain(count: int) -> GraphModule:
-    """A graph in which each operator reads the one before."""
+    """Returns a graph in which each operator reads the previous one."""
 
-    def operands(index: int, made: list[Node], x: Node) -> tuple[Node, Node]:
-        return (made[-1] if made else x), x
+    def operands(index: int, nodes: list[Node], x: Node) -> tuple[Node, Node]:
+        return (nodes[-1] if nodes else x), x
 
     return _graph(count, operands)
 
 
 def wide(count: int) -> GraphModule:
-    """A graph in which every other operator reads the input alone, and the ones between add it all up."""
+    """Returns a graph in which every other operator reads only the input, and the others combine results."""
 
-    def operands(index: int, made: list[Node], x: Node) -> tuple[Node, Node]:
-        return (made[-1], made[-2]) if index % 2 and index > 1 else (x, x)
+    def operands(index: int, nodes: list[Node], x: Node) -> tuple[Node, Node]:
+        return (nodes[-1], nodes[-2]) if index % 2 and index > 1 else (x, x)
 
     return _graph(count, operands)
 
@@ -52,18 +57,18 @@ def _graph(count: int, operands: Callable[[int, list[Node], Node], tuple[Node, N
     x = graph.placeholder("x")
     with mode:
         x.meta["val"] = torch.empty(8, 8)
-    made: list[Node] = []
+    nodes: list[Node] = []
     for index in range(count):
-        node = graph.call_function(OPERATORS[index % len(OPERATORS)], operands(index, made, x))
+        node = graph.call_function(OPERATORS[index % len(OPERATORS)], operands(index, nodes, x))
         with mode:
             node.meta["val"] = torch.empty(8, 8)
-        made.append(node)
-    graph.output((made[-1], made[-2]))
+        nodes.append(node)
+    graph.output((nodes[-1], nodes[-2]))
     return GraphModule(torch.nn.Module(), graph)
 
 
 def unrolled_gru(steps: int) -> GraphModule:
-    """A recurrent network as ATen operators: two matrix products and thirteen pointwise operators and views a step."""
+    """Returns a GRU as ATen operators: two matmuls and thirteen pointwise operators and views per step."""
     graph, mode = Graph(), FakeTensorMode()
 
     def call(operator: Any, *arguments: Any) -> Node:
@@ -72,7 +77,7 @@ def unrolled_gru(steps: int) -> GraphModule:
             node.meta["val"] = operator(*[item.meta["val"] if isinstance(item, Node) else item for item in arguments])
         return node
 
-    def given(name: str, *sizes: int) -> Node:
+    def placeholder(name: str, *sizes: int) -> Node:
         node = graph.placeholder(name)
         with mode:
             node.meta["val"] = torch.empty(*sizes)
@@ -82,8 +87,9 @@ def unrolled_gru(steps: int) -> GraphModule:
         first, last = GRU_SIZE * number, GRU_SIZE * (number + 1)
         return call(aten.slice.Tensor, of_input, 1, first, last), call(aten.slice.Tensor, of_state, 1, first, last)
 
-    inputs, state = given("inputs", steps, GRU_BATCH, GRU_SIZE), given("state", GRU_BATCH, GRU_SIZE)
-    input_weight, state_weight = given("input_weight", GRU_SIZE, 3 * GRU_SIZE), given("weight", GRU_SIZE, 3 * GRU_SIZE)
+    inputs, state = placeholder("inputs", steps, GRU_BATCH, GRU_SIZE), placeholder("state", GRU_BATCH, GRU_SIZE)
+    input_weight = placeholder("input_weight", GRU_SIZE, 3 * GRU_SIZE)
+    state_weight = placeholder("state_weight", GRU_SIZE, 3 * GRU_SIZE)
     for step in range(steps):
         of_input = call(aten.mm.default, call(aten.select.int, inputs, 0, step), input_weight)
         of_state = call(aten.mm.default, state, state_weight)
@@ -91,26 +97,27 @@ def unrolled_gru(steps: int) -> GraphModule:
         update = call(aten.sigmoid.default, call(aten.add.Tensor, *gate(of_input, of_state, 1)))
         new_input, new_state = gate(of_input, of_state, 2)
         new = call(aten.tanh.default, call(aten.add.Tensor, new_input, call(aten.mul.Tensor, reset, new_state)))
-        kept = call(aten.mul.Tensor, update, call(aten.sub.Tensor, state, new))
-        state = call(aten.add.Tensor, new, kept)
+        carried = call(aten.mul.Tensor, update, call(aten.sub.Tensor, state, new))
+        state = call(aten.add.Tensor, new, carried)
     graph.output((state,))
     return GraphModule(torch.nn.Module(), graph)
 
 
-def print_fused(repeat: int) -> None:
-    """Prints what lowering with fusion costs a node."""
-    print(f"\n{'unrolled GRU':<14}{'nodes':>8}{'lines':>8}{'kernels':>9}{'seconds':>9}{'us a node':>11}")
+def report_fused(chosen: argparse.Namespace) -> None:
+    """Prints the cost of lowering with fusion per node."""
+    report = Report("compile_scale-gru", chosen, note=f"unrolled GRU, medians of {chosen.repeat}")
     for steps in GRU_STEPS:
         graph = unrolled_gru(steps)
         nodes = len(graph.graph.nodes)
-        runs = [timed(functools.partial(fxwrap.lower, graph)) for _ in range(repeat)]
-        program, seconds = runs[0][0], statistics.median([taken for _, taken in runs])
-        counts = f"{nodes:>8}{len(program.body.lines):>8}{len(program.kernels):>9}"
-        print(f"{steps:>5} steps   {counts}{seconds:>9.2f}{1e6 * seconds / nodes:>11.0f}", flush=True)
+        runs = [timed(functools.partial(fxwrap.lower, graph)) for _ in range(chosen.repeat)]
+        program, seconds = runs[0][0], [duration for _, duration in runs]
+        micros = 1e6 * statistics.median(seconds) / nodes
+        lines, kernels = len(program.body.lines), len(program.kernels)
+        report.add({"steps": steps, "nodes": nodes, "lines": lines, "kernels": kernels, "us/node": micros}, seconds)
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of a call and the seconds it took, with the garbage collector out of the way."""
+    """Returns the result and the seconds of a call, without garbage collection."""
     gc.collect()
     gc.disable()
     start = time.perf_counter()
@@ -121,7 +128,7 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def measure(graph: GraphModule, with_cpp: bool) -> dict[str, float]:
-    """Microseconds a line for each stage."""
+    """Returns microseconds per line for each stage."""
     seconds: dict[str, float] = {}
     program, seconds["lower"] = timed(lambda: fxwrap.lower(graph, options=UNFUSED))
     _, seconds["verify"] = timed(lambda: fxwrap.verify(program))
@@ -134,32 +141,35 @@ def measure(graph: GraphModule, with_cpp: bool) -> dict[str, float]:
     _, seconds["[fx recompile]"] = timed(lambda: emitted.graph_module.recompile())
     if with_cpp:
         _, seconds["[g++]"] = timed(lambda: cpp.boxed)
-    return {stage: 1e6 * taken / len(program.body.lines) for stage, taken in seconds.items()}
+    return {stage: 1e6 * total / len(program.body.lines) for stage, total in seconds.items()}
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-cpp", action="store_true", help="leave out the C++ compiler")
+    parser.add_argument("--no-cpp", action="store_true", help="skip the C++ compiler")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 10000, 50000])
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", default="chain,wide,gru", help="some of these, with commas")
+    parser.add_argument("--only", default="chain,wide,gru", help="some of the default's, separated by commas")
+    add_record_option(parser)
     chosen = parser.parse_args()
     only = chosen.only.split(",")
     for name, build in [(name, build) for name, build in (("chain", chain), ("wide", wide)) if name in only]:
-        columns = []
+        report = Report(f"compile_scale-{name}", chosen, note=f"medians of {chosen.repeat}")
+        samples: dict[str, dict[int, list[float]]] = {}
         for size in chosen.sizes:
             graph = build(size)
-            runs = [measure(graph, not chosen.no_cpp and index == 0) for index in range(chosen.repeat)]
-            stages = runs[0]
-            columns.append({stage: statistics.median([run[stage] for run in runs if stage in run]) for stage in stages})
-        print(f"\n{name}, us a line" + "".join(f"{size:>12}" for size in chosen.sizes) + f"{'last/first':>12}")
-        for stage in columns[0]:
-            ratio = columns[-1][stage] / columns[0][stage]
-            cells = "".join(f"{column[stage]:>12.1f}" for column in columns)
-            print(f"{stage:<22}{cells}{ratio:>12.2f}", flush=True)
+            for index in range(chosen.repeat):
+                for stage, micros in measure(graph, not chosen.no_cpp and index == 0).items():
+                    samples.setdefault(stage, {}).setdefault(size, []).append(micros)
+        for stage, by_size in samples.items():
+            medians = {size: statistics.median(values) for size, values in by_size.items()}
+            cells = {f"{size} operators, us/line": median for size, median in medians.items()}
+            report.add(
+                {"stage": stage, **cells, "last / first": medians[chosen.sizes[-1]] / medians[chosen.sizes[0]]}, by_size
+            )
     if "gru" in only:
-        print_fused(chosen.repeat)
+        report_fused(chosen)
 
 
 if __name__ == "__main__":

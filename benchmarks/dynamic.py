@@ -2,19 +2,17 @@
 
 For each of some sizes a forward pass (or, with `--training`, a forward and a backward pass) is timed in turns: fxwrap
 compiled once for any batch and length, fxwrap compiled for this size alone, Inductor compiled once. Batch and length
-are marked as dynamic; with `--all`, all is dynamic that may be (dynamic=True), the model's Python numbers too, of
-which torch 2.11 makes tensors in each call. Times are the host's with the device's work, medians. Ratios are printed
-for each size and as geometric means, with how many graphs each dynamic backend compiled after the first size (it
-should be none), and the largest error. What torch itself takes for a call, dynamic and static, is timed with a
-backend that computes nothing. Interrupted, it prints what it has. Run:
+are marked as dynamic; `--all` compiles with dynamic=True, which includes the model's Python scalars. Times are the
+host's with the device's work, medians. The script prints ratios for each size, geometric means, the number of graphs
+that each dynamic backend compiled after the first size (expected: none), and the largest error. torch's own time per
+call is measured with a backend that computes nothing. Run:
 
-    python benchmarks/dynamic.py [--device cuda] [--sizes 20] [--layers 12] [--training] [--all] [--json FILE]
+    python benchmarks/dynamic.py [--device cuda] [--sizes 20] [--layers 12] [--training] [--all] [--record]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -31,18 +29,18 @@ from torch._dynamo.backends.common import aot_autograd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.measure_kernels import describe, environment, fresh_function, geometric_mean
+from benchmarks.measure_kernels import fresh_function
+from benchmarks.results import Cell, Report, add_record_option, geometric_mean
 from fxwrap import Options
-from fxwrap.backend import make_backend
-from fxwrap.compiler import Compiled, compile_graph
+from fxwrap.compile import Compiled, compile_graph, make_backend
 
 SECONDS = 0.3
-"""How long each contender is timed for one size, at most `ROUNDS` calls."""
+"""Seconds per contender and size, for at most `ROUNDS` calls."""
 ROUNDS = 30
 
 
 class Contender:
-    """A way to compile the function, and how often it has compiled a graph."""
+    """A compiled function, with the number of graphs that its backend compiled."""
 
     def __init__(self, name: str, function: Callable[[Tensor], Any], backend: Any, dynamic: bool | None) -> None:
         self.name = name
@@ -86,18 +84,15 @@ def main() -> None:
     ours = Contender("fxwrap dynamic", function, options, dynamic)
     theirs = Contender("Inductor dynamic", function, "inductor", dynamic)
     rows: list[dict[str, float]] = []
-    facts = environment(device, {"emitter": chosen.emitter})
-    print(describe(facts), flush=True)
-    print(f"GPT-2, {layers} layers, {'forward and backward' if chosen.training else 'forward'}, on {device}")
-    print(f"{'batch':>5} {'length':>6} {'dynamic':>10} {'static':>10} {'Inductor':>10} {'/static':>8} {'/Inductor':>9}")
+    report = Report(f"dynamic-{device.type}", chosen, device, f"GPT-2, {layers} layers")
     try:
         for number, size in enumerate(sizes):
             tokens = torch.randint(0, config.vocab_size, size, generator=torch.Generator().manual_seed(number))
-            tokens = _marked(tokens.to(device))
+            tokens = _mark_dynamic(tokens.to(device))
             rows.append(_measure(function, tokens, options, ours, theirs))
             if number == 0:
                 ours.first_graphs, theirs.first_graphs = ours.compiled_graphs, theirs.compiled_graphs
-            print(_row(size, rows[-1]), flush=True)
+            report.add(_cells(size, rows[-1]), rows[-1])
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -106,21 +101,24 @@ def main() -> None:
         ratios = [row["dynamic"] / row[other] for row in rows]
         print(f"dynamic to {other}: geometric mean {geometric_mean(ratios):.3f}, largest {max(ratios):.3f}")
     for contender in (ours, theirs):
-        again = contender.compiled_graphs - contender.first_graphs
-        print(f"{contender.name}: {contender.first_graphs} graphs for the first size, {again} compiled after it")
+        recompiled = contender.compiled_graphs - contender.first_graphs
+        print(f"{contender.name}: {contender.first_graphs} graphs for the first size, {recompiled} compiled after it")
     print(f"largest error against eager: {max(row['error'] for row in rows):.1e}")
-    alone = [_torch_alone(function, given, how) for given, how in ((tokens, dynamic), (tokens.clone(), False))]
+    alone = [_torch_alone(function, *call) for call in ((tokens, dynamic), (tokens.clone(), False))]
     print(f"torch alone, without a program: {alone[0] * 1e3:.0f} us a call, static {alone[1] * 1e3:.0f}")
-    if chosen.json is not None:
-        found = {"environment": facts, "sizes": sizes[: len(rows)], "rows": rows}
-        chosen.json.write_text(json.dumps(found, indent=1))
 
 
-def _row(size: tuple[int, int], row: dict[str, float]) -> str:
-    return (
-        f"{size[0]:5} {size[1]:6} {row['dynamic']:7.3f} ms {row['static']:7.3f} ms {row['inductor']:7.3f} ms "
-        f"{row['dynamic'] / row['static']:8.3f} {row['dynamic'] / row['inductor']:9.3f}"
-    )
+def _cells(size: tuple[int, int], row: dict[str, float]) -> dict[str, Cell]:
+    return {
+        "batch": size[0],
+        "length": size[1],
+        "dynamic, ms": row["dynamic"],
+        "static, ms": row["static"],
+        "Inductor dynamic, ms": row["inductor"],
+        "dynamic / static": row["dynamic"] / row["static"],
+        "dynamic / Inductor": row["dynamic"] / row["inductor"],
+        "error": row["error"],
+    }
 
 
 def _arguments() -> argparse.Namespace:
@@ -131,12 +129,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--emitter", default="python")
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--all", action="store_true", help="compile with dynamic=True")
-    parser.add_argument("--json", type=Path)
+    add_record_option(parser)
     return parser.parse_args()
 
 
-def _marked(tokens: Tensor) -> Tensor:
-    """The tokens, of a batch and length that may be any."""
+def _mark_dynamic(tokens: Tensor) -> Tensor:
+    """Marks batch and length as dynamic."""
     for dim in range(tokens.ndim):
         torch._dynamo.mark_dynamic(tokens, dim)
     return tokens
@@ -164,9 +162,9 @@ def _measure(
     static = Contender("fxwrap static", function, options, False)
     unmarked = tokens.clone()
     calls = {"dynamic": (ours.call, tokens), "static": (static.call, unmarked), "inductor": (theirs.call, tokens)}
-    wanted = _run(function, unmarked)
-    found = {name: _run(*call) for name, call in calls.items()}
-    error = float((found["dynamic"] - wanted).norm() / wanted.norm())
+    expected = _run(function, unmarked)
+    results = {name: _run(*call) for name, call in calls.items()}
+    error = float((results["dynamic"] - expected).norm() / expected.norm())
     samples: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     while len(samples["static"]) < ROUNDS and time.perf_counter() - start < SECONDS * len(calls):
@@ -174,15 +172,15 @@ def _measure(
             before = time.perf_counter()
             _run(*call)
             samples[name].append((time.perf_counter() - before) * 1e3)
-    return {**{name: statistics.median(taken) for name, taken in samples.items()}, "error": error}
+    return {**{name: statistics.median(times) for name, times in samples.items()}, "error": error}
 
 
 def _torch_alone(function: Callable[[Tensor], Any], tokens: Tensor, dynamic: bool | None) -> float:
-    """What Dynamo and AOTAutograd take for a call, in milliseconds: the graph that they call gives what is at hand."""
-    found = function(tokens)
+    """Returns the milliseconds of Dynamo and AOTAutograd per call, with a graph that returns a stored result."""
+    result = function(tokens)
 
     def compile_nothing(*_: Any) -> Any:
-        return make_boxed_func(lambda *_: [found])
+        return make_boxed_func(lambda *_: [result])
 
     backend = aot_autograd(fw_compiler=compile_nothing, inference_compiler=compile_nothing)
     call = torch.compile(fresh_function(function), backend=backend, dynamic=dynamic)
@@ -197,12 +195,12 @@ def _torch_alone(function: Callable[[Tensor], Any], tokens: Tensor, dynamic: boo
 
 def _run(call: Callable[[Tensor], Any], tokens: Tensor) -> Tensor:
     training = torch.is_grad_enabled()
-    found: Tensor = call(tokens)
-    if training and found.ndim == 0:
-        found.backward()
+    result: Tensor = call(tokens)
+    if training and result.ndim == 0:
+        result.backward()
     if tokens.is_cuda:
         torch.cuda.synchronize()
-    return found.detach()
+    return result.detach()
 
 
 if __name__ == "__main__":

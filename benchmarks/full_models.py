@@ -1,6 +1,6 @@
-"""The six models at the sizes that they are used with, and small ones of the same architecture, random weights.
+"""Six models at realistic sizes, and small ones of the same architecture, with random weights.
 
-They are made on the CPU from configurations; nothing is downloaded.
+They are built on the CPU from configurations, without downloads.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.models import ModelCase
+from tests.support.models import ModelCase
 
-_library: Any = transformers  # whose configurations take more keywords than their types say
+_library: Any = transformers  # its configurations accept more keywords than their types declare
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ SMALL = {
 
 
 def full_case(name: str, small: bool = False) -> ModelCase:
-    """The model of a name, at its full size or small. Raises KeyError for an unknown name."""
+    """Returns a model by name, full-size or small. Raises KeyError for an unknown name."""
     size = (SMALL if small else FULL)[name]
 
     def make_model(dropout: float, layers: int) -> nn.Module:
@@ -73,7 +73,7 @@ def _gpt2(size: Size, dropout: float, layers: int) -> nn.Module:
         eos_token_id=0, use_cache=False,
     )  # fmt: skip
     model = _library.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # else it is looked up by class name, fails, and warns: a graph break
+    model.loss_type = "ForCausalLM"  # else the look-up by class name fails with a warning: a graph break
     return model
 
 
@@ -126,7 +126,7 @@ _MODELS = {"gpt2": _gpt2, "llama": _llama, "bert": _bert, "t5": _t5, "vit": _vit
 
 
 def _inputs(name: str, size: Size, generator: torch.Generator, training: bool) -> dict[str, Tensor]:
-    """Images, or words without padding; the words themselves, or the classes drawn, are a training's labels."""
+    """Returns images, or words without padding; for training also labels: the words, or random classes."""
     if name in ("vit", "resnet"):
         images = torch.randn(size.batch, 3, size.length, size.length, generator=generator)
         labels = torch.randint(size.words, (size.batch,), generator=generator)

@@ -1,7 +1,7 @@
-"""The fused operators that `ops.py` measures: each a function of tensors as a user would write it, with its inputs.
+"""The fused operators that `ops.py` measures: functions of tensors as users write them, with their inputs.
 
-Training is written as formulas (a backward, an optimiser's step), so that the compiled function is the fused operator
-and nothing else. Every operator works on an array of `rows` x `columns`, or on a few of that size.
+Training is written as formulas (a backward, an optimiser's step), so that the compiled function contains only the fused
+operator. Every operator works on an array of `rows` x `columns`, or on a few of that size.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class FusedOperator:
     """One operator.
 
     Fields:
-        function: takes tensors; gives a tensor, several, or None where it only writes its inputs.
+        function: from tensors to a tensor, several, or None if it only writes its inputs.
         make_inputs: draws its inputs.
         bytes_moved: (rows, columns, bytes an element) -> the bytes that the algorithm must read and write in memory.
-        mutated: positions of the inputs that it writes.
+        mutated: positions of the written inputs.
     """
 
     function: Callable[..., Any]
@@ -70,7 +70,7 @@ class FusedOperator:
 
     @property
     def name(self) -> str:
-        """The name it is chosen by."""
+        """The name on the command line."""
         return self.function.__name__
 
 
@@ -229,7 +229,7 @@ OPERATORS: dict[str, FusedOperator] = {
         FusedOperator(
             adam_step, lambda d: (d.normal(), d.normal(), d.normal(), d.uniform()), _arrays(7), mutated=(0, 2, 3)
         ),
-        # Uniform numbers: the sums are far from zero, so that the relative error says something.
+        # Uniform numbers: the sums are far from zero, so that the relative error is meaningful.
         FusedOperator(column_sum, lambda d: (d.uniform(),), _arrays(1, 1)),
         FusedOperator(full_sum, lambda d: (d.uniform(),), lambda r, c, b: (r * c + 1) * b),
         # One pass: a square tile is transposed on chip.
@@ -243,9 +243,7 @@ OPERATORS: dict[str, FusedOperator] = {
         ),
         # A column is known only after its last row: one read for the statistics, another to normalise, one write.
         # Running statistics are read and written, weight and bias read, in float32.
-        FusedOperator(
-            batch_norm, _batch_norm_inputs, lambda r, c, b: 3 * r * c * b + 6 * c * 4, mutated=(1, 2)
-        ),
+        FusedOperator(batch_norm, _batch_norm_inputs, lambda r, c, b: 3 * r * c * b + 6 * c * 4, mutated=(1, 2)),
         FusedOperator(rotary_embedding, _rotary_inputs, lambda r, c, b: (2 * r * c + 2 * r * _head(c)) * b),
         # The mask has one byte an element.
         FusedOperator(
@@ -253,9 +251,7 @@ OPERATORS: dict[str, FusedOperator] = {
             lambda d: (d.normal(), d.uniform(dtype=torch.float32) < 0.5),
             lambda r, c, b: r * c * (2 * b + 1),
         ),
-        FusedOperator(
-            log_softmax_backward, lambda d: (d.normal(), torch.log_softmax(d.normal(), dim=-1)), _arrays(3)
-        ),
+        FusedOperator(log_softmax_backward, lambda d: (d.normal(), torch.log_softmax(d.normal(), dim=-1)), _arrays(3)),
         # Two passes: rows for the gradient of x (two reads, one write), columns for those of weight and bias (two
         # reads). A kernel that keeps partial column sums on chip in its row pass moves 3 arrays and can beat this.
         FusedOperator(

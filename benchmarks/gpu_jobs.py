@@ -1,7 +1,6 @@
 """One measurement of one full-size model, in a process of its own; `gpu_models.py` starts it and reads what it prints.
 
-Each line of its output is a JSON object with what was just found out, so that a process that is cut off has said
-something:
+Each line of its output is a JSON object with one measurement, so that a process that is stopped has reported some:
 
     {"side": ..., "measure": "error" | "memory" | "time" | "host" | "wrapper" | "classes" | "compile" | "failure", ...}
 
@@ -34,51 +33,50 @@ from benchmarks.measure_kernels import (
     first_line,
     in_float64,
     interleaved_host_times,
+    parse_backend,
     relative_error,
-    switches,
     synchronize,
     wide,
 )
-from benchmarks.model_jobs import INPUT_SETS, Job, alone, call, observed, outcome
-from fxwrap.backend import make_backend
-from fxwrap.compiler import Compiled, compile_graph
-from fxwrap.lines import Alloc, Call, Launch, Pool
+from benchmarks.model_jobs import INPUT_SETS, Job, call, call_results, exclusive_lock, observed
+from fxwrap.compile import Compiled, compile_graph, make_backend
+from fxwrap.lines import Alloc, ExternCall, Launch, Pool
 from fxwrap.options import Options
 
 SECONDS_A_SAMPLE = 0.04
 PARTS = 3
-"""In how many goes the rounds are run; after each the medians so far are printed."""
+"""The number of parts of the rounds; the medians so far are printed after each."""
 
 CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("generated", re.compile(r"^fxwrap_|^triton_|cpp_kernel|cpp_fused")),
     ("attention", re.compile(r"flash|fmha|sdpa|attention|mem_eff", re.IGNORECASE)),
     ("convolution", re.compile(r"conv(?!ert)|implicit_gemm|winograd|fprop|dgrad|wgrad", re.IGNORECASE)),
-    ("product", re.compile(r"gemm|gemv|cutlass|cublas|nvjet|splitk|::mm|::addmm|::bmm|_addmm", re.IGNORECASE)),
+    ("matmul", re.compile(r"gemm|gemv|cutlass|cublas|nvjet|splitk|::mm|::addmm|::bmm|_addmm", re.IGNORECASE)),
     ("copy", re.compile(r"memcpy|memset|direct_copy|copy_kernel|CatArray|fill_", re.IGNORECASE)),
 )
-"""Classes of a device's work by names of kernels, the first that matches; the rest is "other"."""
+"""Classes of device work by kernel name; the first match counts, the rest is "other"."""
 
-Say = Callable[..., None]
+Report = Callable[..., None]
 
 
-def say(**found: Any) -> None:
-    """Prints what was found out."""
-    print(json.dumps(found), flush=True)
+def report(**measurement: Any) -> None:
+    """Prints a measurement as a line of JSON."""
+    print(json.dumps(measurement), flush=True)
 
 
 def class_of(name: str) -> str:
-    """The class of a kernel of the device, or of a CPU's operator, by its name."""
+    """Returns the class of a device kernel or CPU operator, by its name."""
     return next((title for title, pattern in CLASSES if pattern.search(name)), "other")
 
 
 # Sides
 
 
-def prepared(job: Job) -> dict[str, Callable[[int], Any]]:
-    """A function for each side that works, which calls it once on one of the sets of inputs; failures are said.
+def prepare_runs(job: Job) -> dict[str, Callable[[int], Any]]:
+    """Returns, for each side that works, a function that calls it once on one of the sets of inputs.
 
-    All sides share one model. Its error against float64, on inputs that were not there when it was compiled, and what
-    it holds of the device's memory after three calls are said too.
+    All sides share one model. Reports failures, the error against float64 on inputs that the compile did not see, and
+    the device memory held after three calls.
     """
     torch._dynamo.config.recompile_limit = 64  # each side counts as a compile of the same code
     model = job.build()
@@ -98,12 +96,12 @@ def prepared(job: Job) -> dict[str, Callable[[int], Any]]:
             synchronize(torch.device(job.device))
             held = _allocated(job) - held
             model.load_state_dict(state)
-            error = relative_error(outcome(job, model, run.function), reference)  # type: ignore[attr-defined]
+            error = relative_error(call_results(job, model, run.function), reference)  # type: ignore[attr-defined]
             model.load_state_dict(state)
-        except Exception as problem:  # noqa: BLE001 - one side's failure is a cell of the table
-            say(side=side, measure="failure", text=first_line(problem))
+        except Exception as problem:  # noqa: BLE001 - a side's failure is reported
+            report(side=side, measure="failure", text=first_line(problem))
             continue
-        say(side=side, measure="error", error=error, first_call=first, held=held)
+        report(side=side, measure="error", error=error, first_call=first, held=held)
         sides[side] = run
     return sides
 
@@ -125,7 +123,7 @@ def _side(job: Job, side: str, model: nn.Module, sets: Sequence[Mapping[str, Any
 
 
 def measure_times(job: Job, sides: Mapping[str, Callable[[int], Any]]) -> None:
-    """Says medians of a call's time with the device's work, and of the host's part of it alone."""
+    """Reports medians of a call's time with the device's work, and of its host time."""
     device = torch.device(job.device)
     contenders = {side: _contender(run, device) for side, run in sides.items()}
     single = {side: Contender(_counted(run, 1), 1) for side, run in sides.items()}
@@ -134,13 +132,13 @@ def measure_times(job: Job, sides: Mapping[str, Callable[[int], Any]]) -> None:
     for _ in range(PARTS):
         for side, timed in interleaved_host_times(contenders, -(-job.rounds // PARTS), device).items():
             times[side] += timed.samples
-        # one call at a time: the device's queue holds its launches, so that the host never waits for room in it
+        # one call at a time: the device's queue holds all of its launches
         for side, timed in interleaved_host_times(single, job.rounds, device, wait=False).items():
             hosts[side] += timed.samples
         for side in sides:
             timed = Timed(times[side])
-            say(side=side, measure="time", seconds=timed.median, quartiles=timed.quartiles)
-            say(side=side, measure="host", seconds=Timed(hosts[side]).median)
+            report(side=side, measure="time", seconds=timed.median, quartiles=timed.quartiles)
+            report(side=side, measure="host", seconds=Timed(hosts[side]).median)
 
 
 def _contender(run: Callable[[int], Any], device: torch.device) -> Contender:
@@ -162,60 +160,60 @@ def _counted(run: Callable[[int], Any], calls: int) -> Callable[[], object]:
 
 
 def wrappers(job: Job) -> dict[str, Contender]:
-    """What each side without CUDA graphs made of the model's one graph, to be called without Dynamo and AOTAutograd."""
+    """Returns each side's compiled graph, except with CUDA graphs, to be called without Dynamo and AOTAutograd."""
     if job.training:
         return {}
-    found = {}
+    contenders = {}
     for side in job.backends:
         if side == "eager" or side.endswith("+graphs"):
             continue
-        keeper = _Keeper()
+        recorder = _CompilerRecorder()
         try:
-            backend = _backend_around(job, side, keeper.around)
-            with torch._functorch.config.patch(enable_autograd_cache=False):  # by which no compiler would be asked
+            backend = _backend_around(job, side, recorder.around)
+            with torch._functorch.config.patch(enable_autograd_cache=False):  # a hit would not call the compiler
                 call(job, torch.compile(job.build(), backend=backend, fullgraph=True), job.inputs(0))
-        except Exception as problem:  # noqa: BLE001 - one side's failure is a cell of the table
-            say(side=side, measure="failure", text=first_line(problem))
+        except Exception as problem:  # noqa: BLE001 - a side's failure is reported
+            report(side=side, measure="failure", text=first_line(problem))
             continue
-        found[side] = Contender(keeper.again, 1)
-    return found
+        contenders[side] = Contender(recorder.again, 1)
+    return contenders
 
 
-class _Keeper:
-    """Keeps what a compiler gave for a graph, and the inputs of its last call."""
+class _CompilerRecorder:
+    """Records the compiled graph, and the inputs of its last call."""
 
     def __init__(self) -> None:
         self._run: Callable[[list[Any]], Any]
         self._inputs: list[Any]
 
     def around(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiler, what it gives kept."""
+        """Returns the compiler with recording."""
 
         def compiled(*arguments: Any, **keywords: Any) -> Any:
-            made = compiler(*arguments, **keywords)
-            self._run = made.boxed if isinstance(made, Compiled) else made
+            result = compiler(*arguments, **keywords)
+            self._run = result.boxed if isinstance(result, Compiled) else result
 
             def boxed(inputs: list[Any]) -> Any:
                 self._inputs = list(inputs)
                 return self._run(inputs)
 
-            if isinstance(made, Compiled):
-                return SimpleNamespace(program=made.program, boxed=boxed)
+            if isinstance(result, Compiled):
+                return SimpleNamespace(program=result.program, boxed=boxed)
             boxed._boxed_call = True  # type: ignore[attr-defined]
             return boxed
 
         return compiled
 
     def again(self) -> None:
-        """Calls it with the same inputs."""
+        """Calls the compiled graph with the same inputs."""
         with torch.no_grad():
             self._run(list(self._inputs))
 
 
 def measure_wrappers(job: Job, contenders: Mapping[str, Contender]) -> None:
-    """Says medians of the host's time of one call of each, the device's queue empty before."""
+    """Reports medians of the host time of one call, with an empty device queue before."""
     for side, timed in interleaved_host_times(contenders, job.rounds, torch.device(job.device), wait=False).items():
-        say(side=side, measure="wrapper", seconds=timed.median)
+        report(side=side, measure="wrapper", seconds=timed.median)
 
 
 # Memory and counts
@@ -226,7 +224,7 @@ def _allocated(job: Job) -> int:
 
 
 def measure_memory(job: Job, sides: Mapping[str, Callable[[int], Any]]) -> None:
-    """Says the peak of a call's own memory, in bytes beyond what is there before it, and its allocations."""
+    """Reports the peak of a call's memory, in bytes beyond the memory before it, and its allocations."""
     if job.device != "cuda":
         return
     for side, run in sides.items():
@@ -236,7 +234,7 @@ def measure_memory(job: Job, sides: Mapping[str, Callable[[int], Any]]) -> None:
         run(0)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        say(side=side, measure="memory", peak=peak, allocations=_allocations() - counted)
+        report(side=side, measure="memory", peak=peak, allocations=_allocations() - counted)
 
 
 def _allocations() -> int:
@@ -244,7 +242,7 @@ def _allocations() -> int:
 
 
 def measure_classes(job: Job, sides: Mapping[str, Callable[[int], Any]], calls: int = 3) -> None:
-    """Says, by the profiler, what each class of kernels takes of a call's time, how many they are, what is idle."""
+    """Reports, by the profiler, the time and number of a call's kernels by class, and the idle time."""
     for side, run in sides.items():
         run(0)
         synchronize(torch.device(job.device))
@@ -254,11 +252,11 @@ def measure_classes(job: Job, sides: Mapping[str, Callable[[int], Any]], calls: 
             for index in range(calls):
                 run(index)
             synchronize(torch.device(job.device))
-        say(side=side, measure="classes", **_summary(_work(profile.events() or [], job.device), calls))
+        report(side=side, measure="classes", **_summary(_work(profile.events() or [], job.device), calls))
 
 
 def _work(events: Iterable[Any], device: str) -> list[tuple[str, float, float]]:
-    """Name, start and end, in seconds, of each kernel of the device; of each operator that no other calls on a CPU."""
+    """Returns name, start and end, in seconds, of each device kernel, or of each outermost operator on a CPU."""
     return [
         (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events
         if (event.device_type.name == device.upper() if device == "cuda" else _is_outermost(event))
@@ -266,7 +264,7 @@ def _work(events: Iterable[Any], device: str) -> list[tuple[str, float, float]]:
 
 
 def _is_outermost(event: Any) -> bool:
-    """Whether an event on the CPU is a call of an operator that is not made by another one."""
+    """Whether a CPU event is an operator call outside of other operator calls."""
     above = event.cpu_parent
     while above is not None and "::" not in above.name:
         above = above.cpu_parent
@@ -274,7 +272,7 @@ def _is_outermost(event: Any) -> bool:
 
 
 def _summary(work: Sequence[tuple[str, float, float]], calls: int) -> dict[str, Any]:
-    """Seconds a call by class, "idle" among them, kernels a call by class, and the ten longest names."""
+    """Returns seconds and kernels per call by class, "idle" included, and the ten longest kernels."""
     seconds: Counter[str] = Counter()
     names: Counter[str] = Counter()
     count: Counter[str] = Counter()
@@ -287,7 +285,7 @@ def _summary(work: Sequence[tuple[str, float, float]], calls: int) -> dict[str, 
         until = max(until, end)
     span = until - min([start for _, start, _ in work], default=until)
     seconds["idle"] = max(0.0, span - busy) / calls  # type: ignore[assignment]
-    longest = [[name[:120], taken] for name, taken in names.most_common(10)]
+    longest = [[name[:120], total] for name, total in names.most_common(10)]
     kernels = {title: number / calls for title, number in count.items()}
     return {"seconds": dict(seconds), "kernels": kernels, "longest": longest, "span": span / calls if work else 0.0}
 
@@ -296,20 +294,20 @@ def _summary(work: Sequence[tuple[str, float, float]], calls: int) -> dict[str, 
 
 
 def measure_compile(job: Job) -> None:
-    """Says the seconds that one backend's own part takes in this process, whose caches are empty.
+    """Reports the seconds of one backend's own part in this process, whose caches are empty.
 
-    Of fxwrap that is everything its backend does with the graphs that AOTAutograd hands it; of Inductor what its inner
-    compiler does with them, which leaves out its passes over the joint graph. The whole first call stands beside it. A
-    small function goes through the backend before, which pays what a process pays once.
+    For fxwrap this is the whole backend, from AOTAutograd's graphs on; for Inductor its inner compiler, without its
+    passes over the joint graph. The whole first call is reported too. A small function is compiled before, to pay the
+    costs that a process pays once.
     """
     (side,) = job.backends
     timer = _Timer()
     backend = _backend_around(job, side, timer.around)
     small = torch.compile(lambda x: torch.softmax(x * 2 + 1, dim=-1), backend=backend)
     with torch.set_grad_enabled(job.training):
-        given = small(torch.randn(64, 64, device=job.device, requires_grad=job.training))
+        output = small(torch.randn(64, 64, device=job.device, requires_grad=job.training))
         if job.training:
-            given.sum().backward()
+            output.sum().backward()
     torch._dynamo.reset()
     setup, timer.seconds = timer.seconds, 0.0
     model, inputs = job.build(), job.inputs(0)
@@ -319,12 +317,12 @@ def measure_compile(job: Job) -> None:
     call(job, torch.compile(model, backend=backend, fullgraph=True), inputs)
     synchronize(torch.device(job.device))
     whole = time.perf_counter() - start
-    say(side=side, measure="compile", seconds=timer.seconds, first_call=whole, setup=setup, **timer.counts)
+    report(side=side, measure="compile", seconds=timer.seconds, first_call=whole, setup=setup, **timer.counts)
 
 
 def _backend_around(job: Job, side: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """A side as a backend whose compiler of one graph has something around it."""
-    name, chosen = switches(side)
+    """Returns a side as a backend whose graph compiler is wrapped by `around`."""
+    name, chosen = parse_backend(side)
     if name == "fxwrap":
         options = Options.from_mapping({**(job.options or {}), **chosen})
         return make_backend(options, around(compile_graph))
@@ -337,7 +335,7 @@ def _backend_around(job: Job, side: str, around: Callable[[Callable[..., Any]], 
 
 
 class _Timer:
-    """Adds up the time that wrapped functions take, and counts the lines of the programs that they give."""
+    """Sums the time of wrapped functions, and counts the lines of the programs that they return."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -345,51 +343,51 @@ class _Timer:
         self._inside = False
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed; a call inside another one counts once."""
+        """Returns the timed function; nested calls count once."""
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             if self._inside:
                 return function(*arguments, **keywords)
             self._inside, start = True, time.perf_counter()
             try:
-                found = function(*arguments, **keywords)
+                result = function(*arguments, **keywords)
             finally:
                 self._inside = False
                 self.seconds += time.perf_counter() - start
-            if isinstance(found, Compiled):
-                self.counts = counts(found)
-            return found
+            if isinstance(result, Compiled):
+                self.counts = counts(result)
+            return result
 
         return timed
 
 
 def counts(compiled: Compiled) -> dict[str, int]:
-    """How many kernels a program has, and lines that launch, call and allocate."""
+    """Returns the numbers of kernels, launches, calls and allocations of a program."""
     kinds = Counter(type(line) for line in compiled.program.body.lines)
     return {
         "kernels": len(compiled.program.kernels),
         "launches": kinds[Launch],
-        "calls": kinds[Call],
+        "calls": kinds[ExternCall],
         "allocations": kinds[Alloc] + kinds[Pool],
     }
 
 
 def main() -> None:
-    """Does the job."""
+    """Runs the job."""
     job = Job(**json.loads(sys.argv[1]))
     torch.set_num_threads(job.threads)
     tasks = job.task.split(",")
-    with alone(job.lock, shared=True):
+    with exclusive_lock(job.lock, shared=True):
         if "compile" in tasks:
             measure_compile(job)
-        sides = prepared(job) if {"run", "profile"} & set(tasks) else {}
-        made_alone = wrappers(job) if "run" in tasks else {}
-    with alone(job.lock):
+        sides = prepare_runs(job) if {"run", "profile"} & set(tasks) else {}
+        compiled_graphs = wrappers(job) if "run" in tasks else {}
+    with exclusive_lock(job.lock):
         if "run" in tasks:
             measure_memory(job, sides)
             measure_times(job, sides)
-            if made_alone:
-                measure_wrappers(job, made_alone)
+            if compiled_graphs:
+                measure_wrappers(job, compiled_graphs)
         if "profile" in tasks:
             measure_classes(job, sides)
 

@@ -1,13 +1,12 @@
-"""Peaks of memory on a GPU: what a step of a model holds beside Inductor, and each program beside its plan.
+"""Peak memory on a GPU: of a model's step beside Inductor, and of each program beside its plan.
 
 GPT-2, a Llama and ResNet-50 at full size in bfloat16, inference and training, with eager, Inductor and fxwrap's Python
-and C++, which has pools by default. A peak is `torch.cuda.max_memory_allocated` during a step less what was allocated
+and C++ (with pools by default). A peak is `torch.cuda.max_memory_allocated` during a step less what was allocated
 before it.
 
-"Over plan" is the worst over the model's programs. "All": what is allocated while a program runs over the plan's peak,
-inputs and parameters in both; "own": the same without what a program is given, for which scratch memory of operators,
-which is in what is measured and in no plan, is a larger part; "asked for": the last by what was requested, since
-torch's allocator gives up to 1 MiB more than that. Run:
+"Over plan" is the worst ratio of allocated memory to the plan's peak, over the model's programs. "All" includes inputs
+and parameters in both; "own" excludes them, so that scratch memory of operators, which no plan contains, counts more;
+"requested" is "own" by requested bytes, because torch's allocator rounds requests up. Run:
 
     python benchmarks/gpu_memory.py [--models gpt2,llama,resnet] [--small]
 """
@@ -17,7 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,10 +26,10 @@ import torch._dynamo
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.measure_kernels import describe, environment, first_line
+from benchmarks.measure_kernels import first_line
 from benchmarks.model_jobs import Job, call
-from fxwrap.backend import make_backend
-from fxwrap.compiler import compile_graph
+from benchmarks.results import Cell, Report, add_record_option
+from fxwrap.compile import compile_graph, make_backend
 from fxwrap.lines import Return
 from fxwrap.options import Options
 from fxwrap.wrapper_ir import Block, live_bytes
@@ -38,54 +37,56 @@ from fxwrap.wrapper_ir import Block, live_bytes
 MODELS = ("gpt2", "llama", "resnet")
 SIDES: dict[str, Mapping[str, Any] | None] = {
     "eager": None,
-    "inductor": None,
-    "fxwrap, Python": {},
-    "fxwrap, C++": {"emitter": "cpp"},
+    "Inductor": None,
+    "Python": {},
+    "C++": {"emitter": "cpp"},
 }
 
 
-class OverPlan(NamedTuple):
-    """What a program was seen to hold at most, over its plan's peak."""
+class PeakOverPlan(NamedTuple):
+    """A program's measured peak over its plan's peak."""
 
     all: float
     own: float
-    asked_for: float
+    requested: float
 
 
-class Watched:
-    """Compiles graphs for fxwrap's backend, and while `on` measures the peak of each call of what it gives."""
+class PeakMeasuringCompiler:
+    """Compiles graphs for fxwrap's backend, and measures the peak of each call while `on`."""
 
     def __init__(self) -> None:
         self.on = False
-        self.found: list[OverPlan] = []
+        self.peaks: list[PeakOverPlan] = []
 
     def compile(self, *arguments: Any, **keywords: Any) -> Any:
-        """What `compile_graph` gives, as far as the backend uses it."""
+        """Compiles a graph; returns the attributes of `Compiled` that the backend uses."""
         compiled = compile_graph(*arguments, **keywords)
         boxed = compiled.boxed
         planned = live_bytes(compiled.program).peak
-        given = live_bytes(compiled.program.replace(body=Block((), (Return(()),)))).peak
-        own = max(planned - given, 1)
+        input_bytes = live_bytes(compiled.program.replace(body=Block((), (Return(()),)))).peak
+        own = max(planned - input_bytes, 1)
 
         def run(inputs: list[Any]) -> Any:
             if not self.on:
                 return boxed(inputs)
             with Peak() as peak:
-                found = boxed(inputs)
-            self.found.append(OverPlan((peak.bytes + given) / planned, peak.bytes / own, peak.requested / own))
-            return found
+                results = boxed(inputs)
+            self.peaks.append(
+                PeakOverPlan((peak.bytes + input_bytes) / planned, peak.bytes / own, peak.requested / own)
+            )
+            return results
 
         return SimpleNamespace(program=compiled.program, boxed=run)
 
-    def worst(self) -> OverPlan:
-        """The worst of each figure."""
-        return OverPlan(*[max(figures) for figures in zip(*self.found)])
+    def worst(self) -> PeakOverPlan:
+        """Returns the worst of each ratio."""
+        return PeakOverPlan(*[max(figures) for figures in zip(*self.peaks)])
 
 
 class Peak:
-    """The most memory allocated between its beginning and its end, less what was there before, in `bytes`.
+    """Measures the peak of allocated memory inside the block beyond that before it, in `bytes`.
 
-    `requested` is the same of what was asked for, which the allocator rounds up.
+    `requested` is the same for requested memory, which the allocator rounds up.
     """
 
     bytes = requested = 0
@@ -103,16 +104,16 @@ class Peak:
         return [stats[f"{kind}_bytes.all.{which}"] for kind in ("allocated", "requested")]
 
 
-def step_of(job: Job, side: str, watched: Watched) -> Callable[[int], None]:
-    """A function that runs one step of the model through a side, on the inputs of a number."""
+def step_of(job: Job, side: str, compiler: PeakMeasuringCompiler) -> Callable[[int], None]:
+    """Returns a function that runs one step of the model through a side, on inputs by number."""
     torch._dynamo.reset()
     model, sets = job.build(), [job.inputs(seed) for seed in range(4)]
     options = SIDES[side]
     if options is not None:
-        backend: Any = make_backend(Options(**options), watched.compile)
+        backend: Any = make_backend(Options(**options), compiler.compile)
         function = torch.compile(model, backend=backend, fullgraph=True)
     else:
-        function = model if side == "eager" else torch.compile(model, backend=side, fullgraph=True)
+        function = model if side == "eager" else torch.compile(model, backend="inductor", fullgraph=True)
 
     def run(index: int) -> None:
         call(job, function, sets[index])
@@ -122,43 +123,47 @@ def step_of(job: Job, side: str, watched: Watched) -> Callable[[int], None]:
     return run
 
 
-def peak_of(job: Job, side: str) -> tuple[int, OverPlan | None]:
-    """The peak of a step in bytes, and the worst of its programs over their plans."""
-    watched = Watched()
-    run = step_of(job, side, watched)
+def peak_of(job: Job, side: str) -> tuple[int, PeakOverPlan | None]:
+    """Returns the peak of a step in bytes, and the worst of its programs over their plans."""
+    compiler = PeakMeasuringCompiler()
+    run = step_of(job, side, compiler)
     for index in range(2):
         run(index)
     torch.cuda.synchronize()
     with Peak() as peak:
         run(2)
         torch.cuda.synchronize()
-    watched.on = SIDES[side] is not None  # watching a program forgets the step's peak
-    if watched.on:
+    compiler.on = SIDES[side] is not None  # measuring programs resets the step's peak
+    if compiler.on:
         run(3)
-    return peak.bytes, watched.worst() if watched.on else None
+    return peak.bytes, compiler.worst() if compiler.on else None
 
 
-def show(models: Sequence[str], small: bool) -> None:
-    """Prints a table for each model and kind of step."""
-    for name in models:
-        for training in (False, True):
-            job = Job("", name, training, (), "cuda", size="small" if small else "full", dtype="bfloat16")
-            print(f"\n{name}, {'training' if training else 'inference'}")
-            print("side | peak MB | / inductor | over plan: all | own | asked for")
-            peaks: dict[str, int] = {}
-            for side in SIDES:
-                try:
-                    peaks[side], worst = peak_of(job, side)
-                except Exception as problem:  # noqa: BLE001 - one side's failure is a cell of the table
-                    print(f"{side} | {first_line(problem)}", flush=True)
-                    continue
-                finally:
-                    torch._dynamo.reset()
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                beside = f"{peaks[side] / peaks['inductor']:.3f}" if peaks.get("inductor") else "-"
-                plan = "-" if worst is None else " | ".join([f"{figure:.3f}" for figure in worst])
-                print(f"{side} | {peaks[side] / 1e6:.1f} | {beside} | {plan}", flush=True)
+def measure(name: str, training: bool, small: bool, report: Report) -> None:
+    """Adds the row of a model and a kind of step."""
+    job = Job("", name, training, (), "cuda", size="small" if small else "full", dtype="bfloat16")
+    peaks: dict[str, int] = {}
+    cells: dict[str, Cell] = {"step": f"{name}, {'training' if training else 'inference'}"}
+    for side in SIDES:
+        try:
+            peaks[side], worst = peak_of(job, side)
+        except Exception as problem:  # noqa: BLE001 - a side's failure is reported
+            print(f"    {side} failed: {first_line(problem)}", flush=True)
+            continue
+        finally:
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+        if worst is None:
+            cells[f"{side}, MB"] = peaks[side] / 1e6
+        else:
+            cells[f"{side} / Inductor"] = peaks[side] / peaks["Inductor"] if "Inductor" in peaks else None
+            cells |= {
+                f"{side} over plan: all": worst.all,
+                f"{side}: own": worst.own,
+                f"{side}: requested": worst.requested,
+            }
+    report.add(cells, peaks)
 
 
 def main() -> None:
@@ -166,11 +171,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="some of them, with commas")
     parser.add_argument("--small", action="store_true", help="tiny models: to try the script")
+    add_record_option(parser)
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("there is no GPU: benchmarks/memory.py has the plans alone")
-    print(describe(environment(torch.device("cuda"), {})), flush=True)
-    show(chosen.models.split(","), chosen.small)
+        parser.error("there is no GPU; benchmarks/memory.py measures plans without one")
+    report = Report("gpu_memory", chosen, "cuda", "bfloat16")
+    for name in chosen.models.split(","):
+        for training in (False, True):
+            measure(name, training, chosen.small, report)
 
 
 if __name__ == "__main__":

@@ -5,23 +5,23 @@ GPT-2 (12 layers, 8 x 512), a Llama of 8 layers (2048 wide, 4 x 512), BERT (12 l
 random weights. Sides: eager, Inductor (default, its C++ wrapper, `+graphs`, which is its mode "reduce-overhead") and
 fxwrap by emitter, with and without CUDA graphs.
 
-    python benchmarks/gpu_models.py --json results.json                        # run times of all, about ten minutes
+    python benchmarks/gpu_models.py --record                                   # run times, about ten minutes
     python benchmarks/gpu_models.py --measure compile --models gpt2,llama      # cold compile times
     python benchmarks/gpu_models.py --measure profile --sides inductor,fxwrap:cpp
     python benchmarks/gpu_models.py --device cpu --small                       # the script itself, on any machine
 
-Each model is a process, several at a time; what they find out is printed as soon as it is known, and the tables at the
-end or when `--budget` seconds are over. They compile beside each other, and take times one after the other, while none
-compiles. All sides of a model are timed in one process in interleaved rounds. Columns:
+Each model runs in its own process, several at a time. Messages are printed as they arrive, and tables at the end or
+after `--budget` seconds. Processes compile in parallel, but take times one at a time, while none compiles. All sides of
+a model are timed in one process in interleaved rounds. Measures:
 
-- ms: median of a call with the device's work, many calls in a row; "/ inductor" is its ratio to Inductor's of the same
-  kind (`+graphs` to `inductor:+graphs`, else to `inductor`).
-- host us: median until one call returns, the device's queue empty before; wrapper us: the same of what the compiler
-  made of the model's graph, without Dynamo's guards and AOTAutograd's wrappers, which are torch's (forward only).
+- time: median of a call with the device's work, over many calls in a row; "/ Inductor" is the ratio to Inductor's of
+  the same kind (`+graphs` to `inductor:+graphs`, else to `inductor`).
+- host: median until a call returns, with an empty device queue before; wrapper: the same for the compiled graph alone,
+  without Dynamo's guards and AOTAutograd's wrappers (forward only).
 - error: norm(difference) / norm(reference in float64), of the worst output; or of loss, all gradients, all weights.
-- peak MB: most memory that a call holds beyond what is there before it; held MB: what compiling and three calls left.
-- allocs: allocations of a call. Of the profile: kernels and microseconds a call by class, and what is idle between.
-- compile s: of the backend's own part, first call of a process with empty caches (see `gpu_jobs.py`).
+- peak: most memory of a call beyond what was allocated before; held: memory after the compile and three calls.
+- profile: kernels and device time of a call by class, and idle time.
+- compile: the backend's own part of the first call in a process with empty caches (see `gpu_jobs.py`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.full_models import FULL
-from benchmarks.measure_kernels import describe, environment, geometric_mean
 from benchmarks.model_jobs import Job
 from benchmarks.models import Processes
+from benchmarks.results import Cell, Report, add_record_option, geometric_mean
 
 SCRIPT = Path(__file__).parent / "gpu_jobs.py"
 TRAINED = ("gpt2", "llama")
@@ -57,57 +55,60 @@ SIDES = (
     "fxwrap:python+graphs", "fxwrap:cpp+graphs", "fxwrap:fx+graphs",
 )  # fmt: skip
 COMPILED = ("inductor", "inductor:cpp_wrapper", "fxwrap:python", "fxwrap:cpp")
-CLASSES = ("product", "attention", "convolution", "generated", "copy", "other", "idle")
+CLASSES = ("matmul", "attention", "convolution", "generated", "copy", "other", "idle")
 NAME = 16
 
 
 @dataclass
 class Row:
-    """What was found out about a model: by side, by measure, what its process said."""
+    """The measurements of a model, by side and measure."""
 
     name: str
-    found: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    results: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     failure: str = ""
 
-    def add(self, said: Mapping[str, Any]) -> None:
-        """Takes what a process said; of one measure the last is kept."""
-        facts = {name: item for name, item in said.items() if name not in ("side", "measure")}
-        self.found.setdefault(said["side"], {})[said["measure"]] = facts
+    def add(self, message: Mapping[str, Any]) -> None:
+        """Adds a message of the process; the last message of a measure counts."""
+        values = {name: item for name, item in message.items() if name not in ("side", "measure")}
+        self.results.setdefault(message["side"], {})[message["measure"]] = values
 
-    def fact(self, side: str, measure: str, name: str) -> Any:
-        """One number, or None."""
-        return self.found.get(side, {}).get(measure, {}).get(name)
+    def value(self, side: str, measure: str, name: str) -> Any:
+        """Returns one measured value, or None."""
+        return self.results.get(side, {}).get(measure, {}).get(name)
+
+    def scaled(self, side: str, measure: str, name: str, scale: float = 1.0) -> float | None:
+        """Returns a measured value times `scale`, or None."""
+        value = self.value(side, measure, name)
+        return None if value is None else value * scale
 
     def ratio(self, side: str, measure: str, name: str) -> float | None:
-        """A side's number over Inductor's of the same kind."""
-        own, other = self.fact(side, measure, name), self.fact(rival(side), measure, name)
+        """Returns the ratio of a side's value to Inductor's of the same kind, or None."""
+        own, other = self.value(side, measure, name), self.value(inductor_side(side), measure, name)
         return own / other if own is not None and other else None
 
 
-def rival(side: str) -> str:
-    """The Inductor that a side is compared with."""
+def inductor_side(side: str) -> str:
+    """Returns the Inductor side that a side is compared with."""
     return "inductor:+graphs" if side.endswith("+graphs") else "inductor"
 
 
 @dataclass
 class Runner:
-    """Starts processes, prints what they say, and ends them when time is over."""
+    """Starts processes, prints their messages, and kills them at the time limit."""
 
     processes: Processes
     until: float
     limit: float
     rows: dict[str, Row] = field(default_factory=dict)
-    json_path: Path | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, title: str, job: Job, fresh: bool) -> None:
-        """Does a job in a process of its own, with empty caches of its own where they are to be `fresh`."""
+        """Runs a job in a new process, with empty caches if `fresh`."""
         with self._lock:
             row = self.rows.setdefault(title, Row(title))
-        left = min(self.limit, self.until - time.monotonic())
-        if left <= 1:
-            row.failure = "no time was left"
+        seconds = min(self.limit, self.until - time.monotonic())
+        if seconds <= 1:
+            row.failure = "the time budget is used up"
             return
         caches = self.processes.caches(warm=False) if fresh else {}
         process = subprocess.Popen(
@@ -115,99 +116,105 @@ class Runner:
             env=os.environ | {name: str(path) for name, path in caches.items()},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        cut = threading.Timer(left, process.kill)
-        cut.start()
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
         errors: list[str] = []
         reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()))
         reader.start()
         for line in process.stdout or ():
-            self._take(row, line)
+            self._receive(row, line)
         code = process.wait()
-        cut.cancel()
+        timer.cancel()
         reader.join()
         if code:
             last = [text.strip() for text in errors if text.strip()][-1:] or [""]
-            row.failure = f"cut off after {left:.0f} s" if code == -9 else f"exit code {code}: {last[0]}"
+            row.failure = f"stopped after {seconds:.0f} s" if code == -9 else f"exit code {code}: {last[0]}"
             print(f"  {title}: {row.failure}", flush=True)
 
-    def _take(self, row: Row, line: str) -> None:
-        """Takes a line of a process."""
+    def _receive(self, row: Row, line: str) -> None:
+        """Adds a line of a process to its row."""
         try:
-            said = json.loads(line)
+            message = json.loads(line)
         except ValueError:
             return
         with self._lock:
-            row.add(said)
+            row.add(message)
             print(f"  {row.name:<{NAME}} {line.strip()[:300]}", flush=True)
-            write_json(self.json_path, self.facts, list(self.rows.values()))
 
 
-def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Writes what is known so far."""
-    if path is not None:
-        results = [{"name": row.name, "failure": row.failure, "sides": row.found} for row in rows]
-        path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+LABELS = {
+    "eager": "eager", "inductor": "Inductor", "inductor:cpp_wrapper": "Inductor C++ wrapper",
+    "inductor:+graphs": "Inductor with graphs", "fxwrap:python": "Python", "fxwrap:cpp": "C++", "fxwrap:fx": "FX",
+    "fxwrap:python+graphs": "Python with graphs", "fxwrap:cpp+graphs": "C++ with graphs",
+    "fxwrap:fx+graphs": "FX with graphs",
+}  # fmt: skip
+"""The names of sides in tables."""
 
 
-def number(value: Any, scale: float = 1.0, form: str = ".2f") -> str:
-    """A number for a table; a dash where there is none."""
-    return "-" if value is None else format(value * scale, form)
+def run_cells(row: Row) -> dict[str, Cell]:
+    """Returns times and peaks relative to Inductor, and errors."""
+    cells: dict[str, Cell] = dict(zip(("model", "step"), row.name.split()))
+    for side in row.results:
+        if inductor_side(side) == side:
+            cells[f"{LABELS[side]}, ms"] = row.scaled(side, "time", "seconds", 1e3)
+        else:
+            cells[f"{LABELS[side]} / Inductor"] = row.ratio(side, "time", "seconds")
+    peaks = [side for side in ("fxwrap:python", "fxwrap:cpp") if side in row.results]
+    cells |= {f"{LABELS[side]} peak / Inductor": row.ratio(side, "memory", "peak") for side in peaks}
+    return {**cells, **{f"{LABELS[side]} error": row.scaled(side, "error", "error") for side in row.results}}
 
 
-def run_table(row: Row) -> str:
-    """The run times of a model, a line a side."""
-    heads = (
-        "ms", "/ inductor", "host us", "/ inductor", "wrapper us", "/ inductor", "error", "peak MB", "/ inductor",
-        "held MB", "allocs",
-    )  # fmt: skip
-    lines = ["", f"{row.name:<22}" + "".join(f"{head:>12}" for head in heads)]
-    for side, found in row.found.items():
-        if "failure" in found:
-            lines.append(f"{side:<22}  {found['failure']['text'][:160]}")
-            continue
-        if "error" not in found:
-            continue
-        cells = (
-            number(row.fact(side, "time", "seconds"), 1e3, ".3f"), number(row.ratio(side, "time", "seconds")),
-            number(row.fact(side, "host", "seconds"), 1e6, ".0f"), number(row.ratio(side, "host", "seconds")),
-            number(row.fact(side, "wrapper", "seconds"), 1e6, ".0f"), number(row.ratio(side, "wrapper", "seconds")),
-            number(row.fact(side, "error", "error"), 1, ".1e"), number(row.fact(side, "memory", "peak"), 1e-6, ".1f"),
-            number(row.ratio(side, "memory", "peak")), number(row.fact(side, "error", "held"), 1e-6, ".1f"),
-            number(row.fact(side, "memory", "allocations"), 1, "d"),
-        )  # fmt: skip
-        lines.append(f"{side:<22}" + "".join(f"{cell:>12}" for cell in cells))
-    return "\n".join([*lines, *([f"  {row.failure}"] if row.failure else [])]) if len(lines) > 2 else ""
+def host_cells(row: Row) -> dict[str, Cell]:
+    """Returns host times relative to Inductor: of a whole call, and of the compiled graph alone."""
+    cells: dict[str, Cell] = dict(zip(("model", "step"), row.name.split()))
+    cells["Inductor, us"] = row.scaled("inductor", "host", "seconds", 1e6)
+    for side in [side for side in row.results if side != inductor_side(side)]:
+        cells[f"{LABELS[side]} host / Inductor"] = row.ratio(side, "host", "seconds")
+        cells[f"{LABELS[side]} wrapper / Inductor"] = row.ratio(side, "wrapper", "seconds")
+        cells[f"{LABELS[side]} allocations"] = row.scaled(side, "memory", "allocations")
+    return cells
 
 
-def profile_table(row: Row) -> str:
-    """Microseconds and kernels of a call by class, a line a side."""
-    lines = ["", f"{row.name:<22}" + "".join(f"{head:>18}" for head in CLASSES)]
-    for side, found in row.found.items():
-        if "classes" in found:
-            seconds, kernels = found["classes"]["seconds"], found["classes"]["kernels"]
-            cells = [f"{1e6 * seconds.get(name, 0):.0f} ({kernels.get(name, 0):.0f})" for name in CLASSES]
-            lines.append(f"{side:<22}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines) if len(lines) > 2 else ""
+def profile_cells(row: Row, side: str) -> dict[str, Cell]:
+    """Returns device microseconds and kernels of a call by class."""
+    classes = row.results[side]["classes"]
+    cells: dict[str, Cell] = {"model": row.name, "side": LABELS[side]}
+    for name in CLASSES:
+        cells[f"{name}, us"] = 1e6 * classes["seconds"].get(name, 0.0)
+        cells[f"{name} kernels"] = classes["kernels"].get(name, 0)
+    return cells
 
 
-def compile_table(rows: Sequence[Row]) -> str:
-    """Seconds of the backends' own parts, and their ratio to Inductor's."""
-    lines = ["", f"{'cold compile, s':<22}" + "".join(f"{side:>24}" for side in COMPILED)]
-    for row in rows:
-        cells = [
-            f"{number(row.fact(side, 'compile', 'seconds'))} ({number(row.ratio(side, 'compile', 'seconds'))})"
-            for side in COMPILED
-        ]
-        if any("compile" in found for found in row.found.values()):
-            lines.append(f"{row.name:<22}" + "".join(f"{cell:>24}" for cell in cells))
-    return "\n".join(lines) if len(lines) > 2 else ""
+def compile_cells(row: Row) -> dict[str, Cell]:
+    """Returns the seconds of each backend's own part of a cold compile."""
+    seconds = {f"{LABELS[side]}, s": row.scaled(side, "compile", "seconds") for side in COMPILED}
+    return {"step": row.name, **seconds}
+
+
+def report_rows(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
+    """Prints and records the tables of the chosen measures."""
+    note = f"{chosen.dtype}, {chosen.rounds} interleaved rounds"
+    if "run" in chosen.measure:
+        for name, cells in (("run", run_cells), ("host", host_cells)):
+            report = Report(f"gpu_models-{name}", chosen, chosen.device, note)
+            for row in [row for row in rows if row.results]:
+                report.add(cells(row), row.results)
+    if "profile" in chosen.measure:
+        report = Report("gpu_models-profile", chosen, chosen.device, note)
+        for row in rows:
+            for side in [side for side, measures in row.results.items() if "classes" in measures]:
+                report.add(profile_cells(row, side), row.results[side]["classes"])
+    if "compile" in chosen.measure:
+        report = Report("gpu_models-compile", chosen, chosen.device, f"{chosen.dtype}, empty caches")
+        for row in rows:
+            report.add(compile_cells(row), row.results)
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Geometric means over the models, and the worst, of each side's ratios to Inductor's."""
+    """Returns geometric means and worst values of each side's ratios to Inductor's."""
     lines = [""]
     for measure, name, title in (
-        ("time", "seconds", "time"), ("host", "seconds", "host time"), ("wrapper", "seconds", "wrapper's time"),
+        ("time", "seconds", "time"), ("host", "seconds", "host time"), ("wrapper", "seconds", "wrapper time"),
         ("memory", "peak", "peak memory"), ("compile", "seconds", "compile time"),
     ):  # fmt: skip
         for side in [side for side in SIDES if side.startswith("fxwrap")]:
@@ -215,7 +222,7 @@ def summary(rows: Sequence[Row]) -> str:
             if ratios:
                 worst = max(ratios, key=lambda name: ratios[name])
                 lines.append(
-                    f"{side} / {rival(side)}, {title}: geometric mean {geometric_mean(ratios.values()):.3f} "
+                    f"{side} / {inductor_side(side)}, {title}: geometric mean {geometric_mean(ratios.values()):.3f} "
                     f"of {len(ratios)}, worst {ratios[worst]:.3f} ({worst})"
                 )
     return "\n".join(lines)
@@ -235,22 +242,22 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--parallel", type=int, default=3, help="processes that compile at a time")
     parser.add_argument("--threads", type=int, default=4, help="of torch on the CPU")
     parser.add_argument("--time-limit", type=float, default=400, help="seconds that a process may take")
-    parser.add_argument("--budget", type=float, default=570, help="seconds after which all processes are ended")
+    parser.add_argument("--budget", type=float, default=570, help="seconds after which all processes are killed")
     parser.add_argument("--options", type=json.loads, default={}, help="fxwrap's options, as JSON")
-    parser.add_argument("--json", type=Path, help="file for the results as data")
+    add_record_option(parser)
     chosen = parser.parse_args()
     for name, known in (("models", FULL), ("steps", ("forward", "training")), ("sides", SIDES),
                         ("measure", ("run", "profile", "compile"))):  # fmt: skip
-        given = getattr(chosen, name).split(",")
-        if unknown := set(given) - set(known):
+        values = getattr(chosen, name).split(",")
+        if unknown := set(values) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is not among {', '.join(known)}")
-        setattr(chosen, name, given)
+        setattr(chosen, name, values)
     return chosen
 
 
 def jobs(chosen: argparse.Namespace, lock: Path) -> list[tuple[str, Job, bool]]:
-    """Title and job of each process, and whether it needs empty caches."""
-    found = []
+    """Returns title and job of each process, and whether it needs empty caches."""
+    result = []
     for model in chosen.models:
         for step in chosen.steps:
             if step == "training" and model not in TRAINED:
@@ -262,32 +269,26 @@ def jobs(chosen: argparse.Namespace, lock: Path) -> list[tuple[str, Job, bool]]:
             )  # fmt: skip
             if "compile" in chosen.measure:
                 for side in [side for side in COMPILED if side in chosen.sides]:
-                    alone = dataclasses.replace(job, task="compile", backends=(side,), lock=None)
-                    found.append((f"{model} {step}", alone, True))
+                    compile_job = dataclasses.replace(job, task="compile", backends=(side,), lock=None)
+                    result.append((f"{model} {step}", compile_job, True))
             if job.task:
-                found.append((f"{model} {step}", job, False))
-    return found
+                result.append((f"{model} {step}", job, False))
+    return result
 
 
 def main() -> None:
     """Runs the processes and prints the tables."""
     chosen = parsed_arguments()
-    facts = environment(torch.device(chosen.device), chosen.options)
-    print(describe(facts), flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runner = Runner(
-            Processes(folder, True, None), time.monotonic() + chosen.budget, chosen.time_limit,
-            json_path=chosen.json, facts=facts,
-        )  # fmt: skip
-        # compile times are taken one after the other: compilers use all processors
+        runner = Runner(Processes(folder, True, None), time.monotonic() + chosen.budget, chosen.time_limit)
+        # compilers use all processors, so compile times are measured one after the other
         workers = 1 if chosen.measure == ["compile"] else chosen.parallel
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(lambda item: runner.run(*item), jobs(chosen, folder / "lock")))
     rows = list(runner.rows.values())
-    write_json(chosen.json, facts, rows)
-    texts = [*map(run_table, rows), *map(profile_table, rows), compile_table(rows), summary(rows)]
-    print("\n".join(text for text in texts if text))
+    report_rows(rows, chosen)
+    print(summary(rows))
 
 
 if __name__ == "__main__":

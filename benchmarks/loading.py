@@ -1,11 +1,11 @@
-"""Seconds from `fxwrap.load` to the first result of GPT-2, in a process that never saw the model.
+"""Seconds from `fxwrap.load` to the first result of GPT-2, in a process without the model.
 
-The model has its real size (12 layers, 768 wide, 50257 words, float32: 0.5 GB of weights). Its weights are in the
-file; or the file is saved without them and `load_constants` takes them from a safetensors file, or from tensors that
-are on the device already. Each row is the median of processes with empty caches. Imports, and CUDA's own start, have
-happened before. What was saved lies in the system's file cache, as what was just downloaded does.
+The model has its real size (12 layers, 768 wide, 50257 words, float32). Its weights are in the file; or the file has no
+weights, and `load_constants` reads them from a safetensors file or from tensors on the device. Each row is the median
+of processes with empty caches. Imports and CUDA's initialisation are not included; the system's file cache has the
+file.
 
-    python benchmarks/loading.py [--device cuda] [--emitters python,cpp,fx] [--processes 5] [--json FILE]
+    python benchmarks/loading.py [--device cuda] [--emitters python,cpp,fx] [--processes 5] [--record]
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import fxwrap
+from benchmarks.results import Report, add_record_option
 
 WEIGHTS = ("inside", "in a file", "in memory")
-STEPS = ("load", "constants", "first call", "in all", "a later call")
+STEPS = ("load", "constants", "first call", "total", "later call")
 TRACING = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor")
 
 
 def save(folder: Path, emitters: list[str], chosen: argparse.Namespace) -> None:
-    """Compiles the model by each emitter and saves it with and without weights; the weights; an input and its result.
+    """Compiles the model with each emitter; saves it with and without weights, the weights, an input and its result.
 
-    The last layer's weight is the first's: a file has it once, and it is given once.
+    The last layer shares the first layer's weight, which a file contains once.
     """
     from benchmarks.full_models import full_case
 
@@ -45,7 +46,7 @@ def save(folder: Path, emitters: list[str], chosen: argparse.Namespace) -> None:
     with torch.no_grad():
         exported = torch.export.export(model, (), {"input_ids": words}, strict=False)
         for emitter in emitters:
-            options = fxwrap.Options(emitter=emitter, fallback="error", compile_cache=False)
+            options = fxwrap.Options(fallback="error", compile_cache=False).replace(emitter=emitter)
             compiled = fxwrap.compile_graph(exported, name="gpt2", options=options)
             result = compiled(words)
             compiled.save(folder / f"{emitter}.fxw")
@@ -55,7 +56,7 @@ def save(folder: Path, emitters: list[str], chosen: argparse.Namespace) -> None:
 
 
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors by name, once where several are the same memory."""
+    """Writes tensors by name, shared memory once."""
     from safetensors.torch import save_file
 
     by_address: dict[int, str] = {}
@@ -71,39 +72,48 @@ def measure(folder: Path, emitter: str, weights: str, device: str) -> dict[str, 
     if device == "cuda":
         torch.zeros(1, device=device)
     example = torch.load(folder / "example.pt")
-    there = load_file(folder / "weights.safetensors", device=device) if weights == "in memory" else None
+    tensors = load_file(folder / "weights.safetensors", device=device) if weights == "in memory" else None
     words = example["words"]
 
     def timed(step: Callable[[], Any]) -> tuple[Any, float]:
         start = time.perf_counter()
-        found = step()
+        result = step()
         if device == "cuda":
             torch.cuda.synchronize()
-        return found, time.perf_counter() - start
+        return result, time.perf_counter() - start
 
     path = folder / f"{emitter}{'' if weights == 'inside' else '-bare'}.fxw"
     loaded, load = timed(lambda: fxwrap.load(path))
-    given = folder / "weights.safetensors" if there is None else there
-    _, constants = timed(lambda: loaded.load_constants(given)) if weights != "inside" else (None, 0.0)
+    source = folder / "weights.safetensors" if tensors is None else tensors
+    _, constants = timed(lambda: loaded.load_constants(source)) if weights != "inside" else (None, 0.0)
     results, first = timed(lambda: loaded(words))
     _, later = timed(lambda: loaded(words))
     torch.testing.assert_close(results, example["results"], rtol=1e-4, atol=1e-4)
-    if loaded.rebuilt or any(name in sys.modules for name in TRACING):
-        raise SystemExit(f"something was compiled or traced: {loaded.rebuilt!r}")
+    if loaded.recompile_reason or any(name in sys.modules for name in TRACING):
+        raise SystemExit(f"something was compiled or traced: {loaded.recompile_reason!r}")
     return dict(zip(STEPS, (load, constants, first, load + constants + first, later), strict=True))
 
 
-def apart(folder: Path, emitter: str, weights: str, chosen: argparse.Namespace) -> dict[str, float]:
-    """What `measure` gives in a process of its own with empty caches."""
+def measure_in_fresh_process(folder: Path, emitter: str, weights: str, chosen: argparse.Namespace) -> dict[str, float]:
+    """Returns the result of `measure` in a new process with empty caches."""
     with tempfile.TemporaryDirectory() as caches:
         environment = {**os.environ, "FXWRAP_CACHE_DIR": f"{caches}/own", "TRITON_CACHE_DIR": f"{caches}/triton"}
-        given = ["--device", chosen.device, "--threads", str(chosen.threads), "--job", str(folder), emitter, weights]
-        command = [sys.executable, __file__, *given]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        arguments = [
+            "--device",
+            chosen.device,
+            "--threads",
+            str(chosen.threads),
+            "--job",
+            str(folder),
+            emitter,
+            weights,
+        ]
+        command = [sys.executable, __file__, *arguments]
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(process.stderr)
+    result: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def parsed_arguments() -> argparse.Namespace:
@@ -117,7 +127,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=16, help="words of the input")
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="of torch on the CPU")
-    parser.add_argument("--json", type=Path, help="file for all times, in seconds")
+    add_record_option(parser)
     parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -130,20 +140,17 @@ def main() -> None:
         folder, emitter, weights = chosen.job
         print(json.dumps(measure(Path(folder), emitter, weights, chosen.device)))
         return
-    emitters, found = chosen.emitters.split(","), {}
+    emitters = chosen.emitters.split(",")
     with tempfile.TemporaryDirectory() as name:
         save(Path(name), emitters, chosen)
         megabytes = (Path(name) / f"{emitters[0]}.fxw").stat().st_size / 1e6
-        print(f"{f'seconds, a file of {megabytes:.0f} MB':<30}" + "".join(f"{step:>14}" for step in STEPS))
+        note = f"GPT-2, a file of {megabytes:.0f} MB, medians of {chosen.processes} processes"
+        report = Report(f"loading-{chosen.device}", chosen, chosen.device, note)
         for emitter in emitters:
             for weights in chosen.weights.split(","):
-                runs = [apart(Path(name), emitter, weights, chosen) for _ in range(chosen.processes)]
-                found[f"{emitter}, weights {weights}"] = runs
-                cells = [statistics.median([run[step] for run in runs]) for step in STEPS]
-                label = f"{emitter}, weights {weights}"
-                print(f"{label:<30}" + "".join(f"{cell:>14.3f}" for cell in cells), flush=True)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+                runs = [measure_in_fresh_process(Path(name), emitter, weights, chosen) for _ in range(chosen.processes)]
+                cells = {f"{step}, s": statistics.median([run[step] for run in runs]) for step in STEPS}
+                report.add({"emitter, weights": f"{emitter}, {weights}", **cells}, runs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `ops.py` and `models.py` share: backends, float64 references and errors, interleaved times, device times.
+"""Backends, float64 references and errors, interleaved host times and device times, shared by the scripts.
 
 Times are seconds. A contender is a function without arguments that makes `calls` calls.
 """
@@ -8,32 +8,29 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
-import os
-import platform
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import fxwrap
-from fxwrap.backend import fxwrap as fxwrap_backend
 from fxwrap.compare.reference import Float64Mode
+from fxwrap.compile import fxwrap as fxwrap_backend
 
 BACKENDS = ("eager", "inductor", "fxwrap")
 FLAGGED = 10.0
-"""An error this many times eager's, and above the element type's own, is flagged."""
+"""An error is flagged if it exceeds eager's by this factor, and the element type's epsilon."""
 
 
 # Backends
 
 
 def fresh_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with a code object of its own, so that Dynamo keeps what each backend compiles apart."""
+    """Returns a copy with its own code object, so that Dynamo caches each backend separately."""
     return types.FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -43,11 +40,11 @@ def fresh_function(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def switches(backend: str) -> tuple[str, dict[str, Any]]:
-    """The backend's own name, and the options that a name such as "fxwrap:cpp+graphs" stands for.
+def parse_backend(backend: str) -> tuple[str, dict[str, Any]]:
+    """Returns the backend and the options of a name such as "fxwrap:cpp+graphs".
 
-    "fxwrap:cpp" is fxwrap with another emitter, "inductor:fx_wrapper" Inductor with a switch of its configuration on;
-    "+graphs" behind either replays CUDA graphs, which is Inductor's mode "reduce-overhead".
+    "fxwrap:cpp" selects an emitter, "inductor:fx_wrapper" turns an option of Inductor's configuration on, and "+graphs"
+    turns CUDA graphs on (Inductor's mode "reduce-overhead").
     """
     name, _, variant = backend.partition(":")
     variant, _, graphs = variant.partition("+")
@@ -57,8 +54,8 @@ def switches(backend: str) -> tuple[str, dict[str, Any]]:
 
 
 def compile_with(backend: str, target: Any, options: Mapping[str, Any], fullgraph: bool = False) -> Callable[..., Any]:
-    """The target through a backend as `switches` reads its name; `options` are fxwrap's. "eager" gives it back."""
-    name, chosen = switches(backend)
+    """Returns the target through a backend, named as for `parse_backend`; `options` are fxwrap's."""
+    name, chosen = parse_backend(backend)
     match name:
         case "eager":
             return target
@@ -69,7 +66,7 @@ def compile_with(backend: str, target: Any, options: Mapping[str, Any], fullgrap
 
 
 def first_line(error: BaseException) -> str:
-    """An error's class and the first line of its message."""
+    """Returns an error's class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
@@ -89,7 +86,7 @@ def leaves(tree: Any) -> Iterator[Tensor]:
 
 
 def wide(tree: Any) -> Any:
-    """Copies of the tensors in a sequence or mapping, floating ones in float64."""
+    """Returns copies of the tensors in a sequence or mapping, floating-point ones in float64."""
     if isinstance(tree, Tensor):
         return tree.to(torch.float64, copy=True) if tree.is_floating_point() else tree.clone()
     if isinstance(tree, Mapping):
@@ -98,7 +95,7 @@ def wide(tree: Any) -> Any:
 
 
 def in_float64(function: Callable[..., Any], drawn: torch.dtype) -> Callable[..., Any]:
-    """The function with every operator in float64, also where it names a narrower type; it takes `wide` inputs."""
+    """Returns the function with every operator in float64, narrower types included; call it with `wide` inputs."""
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         with Float64Mode(drawn):
@@ -107,13 +104,13 @@ def in_float64(function: Callable[..., Any], drawn: torch.dtype) -> Callable[...
     return run
 
 
-def relative_error(got: Any, wanted: Any) -> float:
-    """The largest over the tensors of norm(got - wanted) / norm(wanted), in float64.
+def relative_error(results: Any, expected: Any) -> float:
+    """Returns the largest norm(result - expected) / norm(expected) over the tensors, in float64.
 
-    NaN where a result is missing, has another shape or is not finite.
+    NaN if a result is missing, has another shape or is not finite.
     """
-    pairs = list(zip(leaves(got), leaves(wanted)))
-    if len(pairs) != len(list(leaves(wanted))) or any(mine.shape != theirs.shape for mine, theirs in pairs):
+    pairs = list(zip(leaves(results), leaves(expected)))
+    if len(pairs) != len(list(leaves(expected))) or any(mine.shape != theirs.shape for mine, theirs in pairs):
         return math.nan
     worst = 0.0
     for mine, theirs in pairs:
@@ -128,7 +125,7 @@ def relative_error(got: Any, wanted: Any) -> float:
 
 
 def is_suspicious(error: float, eager: float, dtype: torch.dtype) -> bool:
-    """Whether an error is far above both eager's and the element type's own."""
+    """Whether an error is far above both eager's and the element type's epsilon."""
     return not error <= FLAGGED * eager + torch.finfo(dtype).eps
 
 
@@ -137,7 +134,7 @@ def is_suspicious(error: float, eager: float, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Contender:
-    """One side of a comparison: `run` makes `calls` calls; it is timed by the host's clock or by the device's."""
+    """One side of a comparison: `run` makes `calls` calls."""
 
     run: Callable[[], object]
     calls: int
@@ -145,10 +142,10 @@ class Contender:
 
 @dataclass
 class Timed:
-    """Seconds a call, one sample a round; `how` says what was timed where it is not the usual."""
+    """Seconds per call, one sample per round; `method` names an unusual way of timing."""
 
     samples: list[float] = field(default_factory=list)
-    how: str = ""
+    method: str = ""
 
     @property
     def median(self) -> float:
@@ -172,9 +169,9 @@ def synchronize(device: torch.device) -> None:
 def interleaved_host_times(
     contenders: Mapping[str, Contender], rounds: int, device: torch.device, *, wait: bool = True
 ) -> dict[str, Timed]:
-    """Host seconds a call, the device's work included, in interleaved rounds that start with another side each.
+    """Returns host seconds per call, including the device's work, in interleaved rounds in rotating order.
 
-    Without `wait` the device's work is left out: a run must be short enough for the device's queue to hold it.
+    Without `wait`, the device's work is excluded; the device's queue must hold the work of a run.
     """
     times = {name: Timed() for name in contenders}
     names = list(contenders)
@@ -196,17 +193,17 @@ def interleaved_host_times(
 
 
 def interleaved_device_times(contenders: Mapping[str, Contender], rounds: int) -> dict[str, Timed]:
-    """Seconds a call on a CUDA device, by its own clock, in interleaved rounds.
+    """Returns seconds per call on a CUDA device, by CUDA events, in interleaved rounds.
 
-    Each side's calls are recorded in a CUDA graph and replayed twice in a row: the second replay is timed, whose launch
-    the first one hides. A side that cannot be recorded is timed by the profiler, as the sum of its kernels' times.
+    Each side's calls are captured in a CUDA graph and replayed twice; the second replay, whose launch the first hides,
+    is timed. If capture fails, the profiler sums the times of its kernels.
     """
     times = {name: Timed() for name in contenders}
     replays: dict[str, Callable[[], object]] = {}
     for name, contender in contenders.items():
-        graph = recorded(contender)
+        graph = captured(contender)
         if graph is None:
-            times[name].how = "profiler"
+            times[name].method = "profiler"
         else:
             replays[name] = graph.replay
     names = list(contenders)
@@ -218,8 +215,8 @@ def interleaved_device_times(contenders: Mapping[str, Contender], rounds: int) -
     return times
 
 
-def recorded(contender: Contender) -> torch.cuda.CUDAGraph | None:
-    """The contender's calls as a CUDA graph; None where recording fails, which is said on the standard output."""
+def captured(contender: Contender) -> torch.cuda.CUDAGraph | None:
+    """Returns the contender's calls as a CUDA graph, or None, with a message, if capture fails."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -230,14 +227,14 @@ def recorded(contender: Contender) -> torch.cuda.CUDAGraph | None:
     try:
         with torch.cuda.graph(graph):
             contender.run()
-    except Exception as error:  # noqa: BLE001 - whatever stops recording, the profiler can still time it
-        print(f"  not recorded as a CUDA graph: {first_line(error)}", flush=True)
+    except Exception as error:  # noqa: BLE001 - the profiler times a side that cannot be captured
+        print(f"  not captured as a CUDA graph: {first_line(error)}", flush=True)
         return None
     return graph
 
 
 def replayed_seconds(replay: Callable[[], object]) -> float:
-    """Seconds of one replay that follows another."""
+    """Returns the seconds of a replay directly after another."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     replay()
     start.record()
@@ -248,7 +245,7 @@ def replayed_seconds(replay: Callable[[], object]) -> float:
 
 
 def profiled_seconds(run: Callable[[], object]) -> float:
-    """The sum of the times of the kernels that a run starts."""
+    """Returns the sum of the times of the kernels that a run launches."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA], acc_events=True) as profile:
         run()
@@ -261,53 +258,10 @@ def _rotated(names: Sequence[str], index: int) -> list[str]:
     return [*names[turn:], *names[:turn]]
 
 
-# The table's numbers, and the machine
-
-
-def geometric_mean(ratios: Iterable[float]) -> float:
-    """exp(mean(log)); NaN of nothing."""
-    logarithms = [math.log(ratio) for ratio in ratios]
-    return math.exp(statistics.fmean(logarithms)) if logarithms else math.nan
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep freed memory: else large results pay page faults at every call, which hide the kernels."""
+def disable_malloc_trimming() -> None:
+    """Makes glibc keep freed memory: else page faults of large results dominate every call."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of <malloc.h>
         mallopt(mmap_threshold, 1 << 30)
         mallopt(trim_threshold, (1 << 31) - 1)
-
-
-def environment(device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the figures depend on: versions, processor, threads, fxwrap's emitter and options."""
-    cuda = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
-        "emitter": fxwrap.Options.from_mapping(options).emitter,
-        "options": dict(options),
-    }
-
-
-def describe(facts: Mapping[str, Any]) -> str:
-    """The environment in two lines."""
-    chosen = f"options {facts['options']}" if facts["options"] else "default options"
-    return (
-        f"{facts['device']}, {facts['cores']} cores, {facts['threads']} threads, torch {facts['torch']}, "
-        f"Python {facts['python']}, {facts['date']} UTC\n"
-        f"Inductor with its default settings; fxwrap's emitter is {facts['emitter']!r}, {chosen}"
-    )
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as text:
-            names = [line.partition(":")[2].strip() for line in text if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.machine()

@@ -1,15 +1,14 @@
-"""Memory plans of the test-suite's models: peak over the lower bound, allocations a call, and what planning saves.
+"""Memory plans of the test suite's models: peak over the lower bound, allocations per call, and time per call.
 
-Peaks are by the plan, in bytes, everything that is live counted: parameters and inputs too. `peaks` plans sizes that
-are known; `sizes` makes the batch a symbol and evaluates the plan at 20 batches. Times are medians of interleaved
-rounds in one process. Run: `python -m benchmarks.memory [peaks] [sizes] [times]` in the repository's root.
+Peaks are by the plan, in bytes, parameters and inputs included. `peaks` plans static sizes; `sizes` makes the batch a
+symbol and evaluates the plan at 20 batches. Times are medians of interleaved rounds in one process. Run in the
+repository's root: `python -m benchmarks.memory [peaks] [sizes] [times] [--record]`.
 """
 
 from __future__ import annotations
 
-import math
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,24 +20,25 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.compiler import plan_program
+from benchmarks.results import Cell, Report, add_record_option, geometric_mean
+from fxwrap.compile import plan_program_memory
 from fxwrap.lines import Let, Reuse
 from fxwrap.memory_planning import MemoryPlan, apply_plan
 from fxwrap.passes import fold_views
-from fxwrap.passes.given_memory import fill_given_memory
+from fxwrap.passes.out_variants import use_out_variants
 from fxwrap.passes.reuse import reuse_memory
-from fxwrap.symbolic import Scalar, evaluate
+from fxwrap.symbolic import Number, evaluate
 from fxwrap.wrapper_ir import (
     Program,
     TensorType,
+    alias_roots,
     defined,
     live_bytes,
     program_arguments,
     reads,
-    roots,
     symbol_infos,
 )
-from tests.models import MODELS, ModelCase
+from tests.support.models import MODELS, ModelCase
 
 BATCHES = range(2, 42, 2)
 SLACKS = (0.0, 0.02)
@@ -77,8 +77,8 @@ def graphs_of(case: ModelCase, training: bool, *, symbolic: bool) -> list[tuple[
 
 def programs(case: ModelCase, training: bool, *, symbolic: bool) -> list[Program]:
     """Returns the lowered graphs of a model."""
-    found = graphs_of(case, training, symbolic=symbolic)
-    return [fold_views(fxwrap.lower(graph, fakes, name=kind)) for kind, graph, fakes in found]
+    graphs = graphs_of(case, training, symbolic=symbolic)
+    return [fold_views(fxwrap.lower(graph, fakes, name=kind)) for kind, graph, fakes in graphs]
 
 
 def all_programs(*, symbolic: bool) -> Iterator[tuple[str, Program]]:
@@ -90,90 +90,94 @@ def all_programs(*, symbolic: bool) -> Iterator[tuple[str, Program]]:
 
 
 def allocations(program: Program) -> tuple[int, int]:
-    """Returns how many allocations a call of a program makes, and how many of them it gives back.
+    """Returns the number of allocations of a call, and how many of them are returned.
 
-    They are pools, `memory.alloc` and results of operators. What is given back cannot be in a pool.
+    They are pools, `memory.alloc` and results of operators. Returned values cannot be in a pool.
     """
     lines = program.body.lines
-    root_of = roots(lines, program_arguments(program))
-    back = {root_of[value.name] for value in reads(lines[-1])}
-    made = [(line, value) for line in lines if not isinstance(line, Reuse) for value in defined(line)
+    root_of = alias_roots(lines, program_arguments(program))
+    returned = {root_of[value.name] for value in reads(lines[-1])}
+    allocated = [(line, value) for line in lines if not isinstance(line, Reuse) for value in defined(line)
             if line.alias_of(value) is None and isinstance(value.type, TensorType)]  # fmt: skip
-    return len(made), sum(value.name in back for _, value in made)
+    return len(allocated), sum(value.name in returned for _, value in allocated)
 
 
 def planned(program: Program, slack: float) -> tuple[Program, MemoryPlan]:
     """Returns a program with pools, and its plan."""
-    filled = fill_given_memory(program)
-    plan = plan_program(filled, fxwrap.Options(memory_planning="auto", memory_slack=slack))
+    filled = use_out_variants(program)
+    plan = plan_program_memory(filled, fxwrap.Options(memory_planning="auto", memory_slack=slack))
     return apply_plan(filled, plan), plan
 
 
-def peaks() -> None:
+def peaks(chosen: argparse.Namespace) -> None:
     """Prints the table of static plans."""
-    print("model | lines | allocations a call (given back) | reuse | pools | pools, 2% slack | peak | ratio | plan ms")
+    report = Report("memory-allocations", chosen, note="allocations of a call; peaks of the plan, in bytes")
     ratios: dict[float, list[float]] = {slack: [] for slack in SLACKS}
     for name, program in all_programs(symbolic=False):
-        cells = []
-        start = time.process_time()
+        counts, peak, start = [], 0, time.process_time()
         for slack in SLACKS:
-            found, plan = planned(program, slack)
-            took = time.process_time() - start
+            pooled, plan = planned(program, slack)
+            seconds = time.process_time() - start
             ratios[slack].append(plan.body.peak / plan.body.lower_bound)
-            cells.append(allocations(found)[0])
-        before, back = allocations(program)
-        reused = allocations(reuse_memory(program))[0]
-        shown = ", ".join(f"{ratios[slack][-1]:.4f}" for slack in SLACKS)
-        print(
-            f"{name} | {len(program.body.lines)} | {before} ({back}) | {reused} | {cells[0]} | {cells[1]} | "
-            f"{plan.body.lower_bound:,} | {shown} | {took * 1e3:.0f}",
-            flush=True,
-        )
-    for slack, found_ratios in ratios.items():
-        print(f"slack {slack}: geomean {geomean(found_ratios):.4f}, worst {max(found_ratios):.4f}")
+            counts.append(allocations(pooled)[0])
+            peak = plan.body.lower_bound
+        before, returned = allocations(program)
+        cells: dict[str, Cell] = {
+            "graph": name,
+            "lines": len(program.body.lines),
+            "no planning": before,
+            "of these returned": returned,
+            "reuse": allocations(reuse_memory(program))[0],
+            "pools": counts[0],
+            "pools, slack 0.02": counts[1],
+            "lower bound": peak,
+            "peak / lower bound": ratios[0.0][-1],
+            "plan, ms": 1e3 * seconds,
+        }
+        report.add(cells)
+    report = Report("memory-summary", chosen, note="static sizes")
+    for slack, values in ratios.items():
+        means: dict[str, Cell] = {"geometric mean of peak / lower bound": geometric_mean(values), "worst": max(values)}
+        report.add({"sizes": f"static, slack {slack}", **means}, values)
 
 
-def geomean(ratios: Sequence[float]) -> float:
-    """Returns the geometric mean."""
-    return math.exp(statistics.fmean([math.log(ratio) for ratio in ratios]))
-
-
-def known(program: Program, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Returns values of symbols with those that the lines compute from them."""
-    found = dict(values)
+def symbol_values(program: Program, values: Mapping[str, Number]) -> dict[str, Number]:
+    """Returns values of symbols, including those that lines compute from them."""
+    result = dict(values)
     for line in program.lines():
         if isinstance(line, Let):
             expression = line.expr
-            found[line.symbol.name] = expression if isinstance(expression, int) else evaluate(expression, found)
-    return found
+            result[line.symbol.name] = expression if isinstance(expression, int) else evaluate(expression, result)
+    return result
 
 
-def sizes() -> None:
+def sizes(chosen: argparse.Namespace) -> None:
     """Prints the table of plans with one symbolic size."""
-    print("model | symbols | geomean, worst of peak / lower bound | allocations, with pools")
+    report = Report("memory-symbolic", chosen, note="one symbolic size")
     ratios = []
     for name, program in all_programs(symbolic=True):
         symbols = list(symbol_infos(program))
-        found, _ = planned(program, 0.0)
+        pooled, _ = planned(program, 0.0)
         own = []
         for batch in BATCHES:
-            values = known(found, dict.fromkeys(symbols, batch))
-            own.append(live_bytes(found, values).peak / live_bytes(program, values).peak)
+            values = symbol_values(pooled, dict.fromkeys(symbols, batch))
+            own.append(live_bytes(pooled, values).peak / live_bytes(program, values).peak)
         ratios += own
-        counts = f"{allocations(program)[0]}, {allocations(found)[0]}"
-        print(f"{name} | {len(symbols)} | {geomean(own):.4f}, {max(own):.4f} | {counts}", flush=True)
-    print(f"geomean {geomean(ratios):.4f}, worst {max(ratios):.4f}")
+        counts = {"no planning": allocations(program)[0], "pools": allocations(pooled)[0]}
+        means = {"geometric mean of peak / lower bound": geometric_mean(own), "worst": max(own)}
+        report.add({"graph": name, "symbols": len(symbols), **means, **counts}, own)
+    print(f"geometric mean {geometric_mean(ratios):.4f}, worst {max(ratios):.4f}")
 
 
 def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Small kernels, each with memory of its own."""
+    """Small kernels, each with its own allocation."""
     for _ in range(20):
         x = torch.softmax(x.cumsum(0) * w, -1).cumsum(1) + x
     return x
 
 
 def timed_graphs() -> Iterator[tuple[str, GraphModule, list[Any], int]]:
-    """Yields what is timed: its name, the graph, inputs, and calls a round."""
+    """Yields name, graph, inputs and calls per round of each timed program."""
     for size in (8, 128):
         inputs = [torch.randn(size, size), torch.randn(size, size)]
         yield f"chain of {size} x {size}", make_fx(chain)(*inputs), inputs, 300 if size == 8 else 30
@@ -184,40 +188,53 @@ def timed_graphs() -> Iterator[tuple[str, GraphModule, list[Any], int]]:
         yield f"{name}, inference", graph, tensors, 30
 
 
-def times() -> None:
-    """Prints microseconds a call without planning, with reuse, with pools and with pools that have slack."""
+MODES: dict[str, dict[str, Any]] = {
+    "none": {}, "reuse": {"memory_planning": "reuse"}, "pools": {"memory_planning": "auto"},
+    "pools, slack 0.02": {"memory_planning": "auto", "memory_slack": 0.02},
+}  # fmt: skip
+"""Options by kind of planning."""
+
+
+def times(chosen: argparse.Namespace) -> None:
+    """Prints microseconds per call without planning, with reuse, with pools and with pools that have slack."""
     torch.set_num_threads(1)
-    print("program, emitter | allocations | none us | reuse / none | pools / none | pools, 2% slack / none")
-    ways: dict[str, dict[str, Any]] = {
-        "none": {}, "reuse": {"memory_planning": "reuse"}, "auto": {"memory_planning": "auto"},
-        "slack": {"memory_planning": "auto", "memory_slack": 0.02},
-    }  # fmt: skip
+    report = Report("memory-times", chosen, note=f"one thread, medians of {ROUNDS} rounds")
     for name, graph, inputs, calls in timed_graphs():
         for emitter in ("python", "cpp", "fx"):
-            entries, counts = {}, []
-            for way, chosen in ways.items():
-                options = fxwrap.Options(emitter=emitter, check_inputs=False, **chosen)
+            entries = {}
+            cells: dict[str, Cell] = {"program, emitter": f"{name}, {emitter}"}
+            for mode, changes in MODES.items():
+                options = fxwrap.Options(emitter=emitter, check_inputs=False, **changes)
                 compiled = fxwrap.compile_graph(graph, inputs, options=options)
-                entries[way] = compiled.flat
-                counts.append(str(allocations(compiled.program)[0]))
+                entries[mode] = compiled.flat
+                cells[f"{mode}: allocations"] = allocations(compiled.program)[0]
             medians = measure(entries, inputs, calls)
-            ratios = " | ".join(f"{medians[way] / medians['none']:.2f}" for way in list(ways)[1:])
-            print(f"{name}, {emitter} | {', '.join(counts)} | {medians['none'] * 1e6:.0f} | {ratios}", flush=True)
+            cells["no planning, us"] = 1e6 * medians["none"]
+            report.add({**cells, **{f"{mode} / none": medians[mode] / medians["none"] for mode in list(MODES)[1:]}})
 
 
 def measure(entries: Mapping[str, Any], inputs: Sequence[torch.Tensor], calls: int) -> dict[str, float]:
-    """Returns the median seconds a call of each entry."""
-    taken: dict[str, list[float]] = {name: [] for name in entries}
+    """Returns the median seconds per call of each entry."""
+    samples: dict[str, list[float]] = {name: [] for name in entries}
     for _ in range(ROUNDS):
         for name, entry in entries.items():
             start = time.perf_counter()
             for _ in range(calls):
                 entry(*inputs)
-            taken[name].append((time.perf_counter() - start) / calls)
-    return {name: statistics.median(found[1:]) for name, found in taken.items()}
+            samples[name].append((time.perf_counter() - start) / calls)
+    return {name: statistics.median(values[1:]) for name, values in samples.items()}
+
+
+def main() -> None:
+    """Prints the chosen tables."""
+    tables = {"peaks": peaks, "sizes": sizes, "times": times}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", help=f"some of {', '.join(tables)}; default: all")
+    add_record_option(parser)
+    chosen = parser.parse_args()
+    for name in chosen.tables or tables:
+        tables[name](chosen)
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["peaks", "sizes", "times"]
-    for part in chosen:
-        {"peaks": peaks, "sizes": sizes, "times": times}[part]()
+    main()

@@ -1,6 +1,6 @@
-"""One measurement of one model, in a process of its own; `models.py` starts it and reads the last line it prints.
+"""One measurement of one model, in its own process; `models.py` starts it and reads its last line.
 
-    python benchmarks/model_jobs.py JOB_AS_JSON
+python benchmarks/model_jobs.py JOB_AS_JSON
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.full_models import full_case
-from tests.models import MODELS, ModelCase, train_step
+from tests.support.models import MODELS, ModelCase, train_step
 
 BASELINE = "aot_eager_decomp_partition"
-"""The backend that does what Dynamo and AOTAutograd do, decompositions and partitioning included, and no more."""
+"""The backend that stops after Dynamo and AOTAutograd, including decompositions and partitioning."""
 
 SEED = 1
 TIMED_RATE = 1e-3
-"""The learning rate of steps that are timed: small, so that thousands of them leave the weights ordinary numbers."""
+"""The learning rate of timed steps: small, so that weights stay ordinary after thousands of steps."""
 
 INPUT_SETS = 8
 SECONDS_A_SAMPLE = 0.05
 
 
 class _TinyKernels(nn.Module):
-    """A softmax of a small matrix along one dimension, then the other, and so on: each is a kernel of its own."""
+    """Softmaxes of a small matrix along alternating dimensions, each a separate kernel."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -55,25 +55,24 @@ def _small_matrices(generator: torch.Generator, _training: bool) -> dict[str, Te
 
 
 TINY_KERNELS = ModelCase("tiny_kernels", lambda _dropout, count: _TinyKernels(count), _small_matrices, layers=200)
-"""No model, but a graph whose calls cost the host more than the kernels' work."""
+"""A graph whose launches cost more than its kernels' work."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure.
+    """A measurement.
 
     Fields:
         task: "first_call" (seconds of the first call through one backend), "run" (times and errors of several) or
-            "emitted" (times of the program alone by emitter).
-        model: a name in the test-suite's MODELS; `layers` is its number of layers, None for the suite's own.
-        size: which models: the "suite"'s own, those of `full_models.py` as they are used ("full"), or small ones of
-            the same kind ("small").
-        dtype: of weights and of inputs that are no whole numbers, by torch's name.
+            "emitted" (times of the program alone, by emitter).
+        model: a name in the test suite's MODELS; `layers` is its number of layers, None for the suite's.
+        size: "suite" for the test suite's models; "full" or "small" for those of `full_models.py`.
+        dtype: torch's name of the dtype of weights and floating-point inputs.
         training: a step of SGD in train mode; else a forward in eval mode without gradients.
         backends: names as `measure_kernels.compile_with` takes them.
-        cold_process: whether the first call is the first of the process, without a small function before it.
+        cold_process: whether no small function is called before the first call.
         options: fxwrap's.
-        lock: a file; among processes that name the same, one at a time takes run times.
+        lock: a file; of the processes with the same lock, one at a time takes run times.
     """
 
     task: str
@@ -92,7 +91,7 @@ class Job:
 
     @property
     def case(self) -> ModelCase:
-        """What makes the model and its inputs."""
+        """The model with its inputs."""
         if self.size != "suite":
             return full_case(self.model, small=self.size == "small")
         return TINY_KERNELS if self.model == TINY_KERNELS.name else MODELS[self.model]
@@ -120,8 +119,8 @@ def call(job: Job, function: Callable[..., Any], inputs: Mapping[str, Tensor]) -
 def first_call(job: Job) -> dict[str, Any]:
     """Seconds of the first call of the model through one backend, and of a small function's before it, "setup".
 
-    The small function pays for imports, for workers, and for what is found out about the compiler; a cold process has
-    none, and the first call pays for them. An eager call has loaded libraries in both.
+    The small function pays for imports, workers and probes of the compiler; in a cold process the first call does. An
+    eager call loads libraries before.
     """
     (name,) = job.backends
     model, inputs = job.build(), job.inputs(0)
@@ -145,18 +144,18 @@ def _seconds(job: Job, function: Callable[[], object]) -> float:
 
 def _call_small(job: Job, name: str, x: Tensor) -> None:
     with torch.set_grad_enabled(job.training):
-        given = _compiled(job, name, _small)(x)
+        output = _compiled(job, name, _small)(x)
         if job.training:
-            given.sum().backward()
+            output.sum().backward()
 
 
 def _compiled(job: Job, name: str, target: Any) -> Any:
-    """`measure_kernels.compile_with`, but fxwrap is imported here and only where it is asked for: its import counts."""
+    """`measure_kernels.compile_with`, but imports fxwrap only if it is used, because its import counts."""
     base, _, variant = name.partition(":")
     if base != "fxwrap":
         switch: dict[str, Any] | None = {variant: True} if variant else None
         return target if base == "eager" else torch.compile(target, backend=base, options=switch)
-    backend = importlib.import_module("fxwrap.backend").fxwrap
+    backend = importlib.import_module("fxwrap.compile.backend").fxwrap
     options = dict(job.options or {})
     return torch.compile(target, backend=backend, options={**options, "emitter": variant} if variant else options)
 
@@ -166,7 +165,7 @@ def _small(x: Tensor) -> Tensor:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Median seconds of a call and error against float64 by backend, or why there are none."""
+    """Returns median seconds of a call and errors against float64 by backend, or failures."""
     measuring = importlib.import_module("benchmarks.measure_kernels")
     reference = observed(job, job.build().double(), measuring.in_float64, measuring.wide)
     contenders, errors, failures = {}, {}, {}
@@ -176,11 +175,11 @@ def run(job: Job) -> dict[str, Any]:
         try:
             call(job, function, job.inputs(0))
             model.load_state_dict(job.build().state_dict())
-            errors[backend] = measuring.relative_error(outcome(job, model, function), reference)
+            errors[backend] = measuring.relative_error(call_results(job, model, function), reference)
             contenders[backend] = _contender(job, model, function, measuring.Contender)
-        except Exception as error:  # noqa: BLE001 - one backend's failure is a cell of the table
+        except Exception as error:  # noqa: BLE001 - a backend's failure is reported
             failures[backend] = measuring.first_line(error)
-    with alone(job.lock):
+    with exclusive_lock(job.lock):
         times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device))
     return {"times": _medians(times), "errors": errors, "failures": failures}
 
@@ -190,45 +189,45 @@ def _medians(times: Mapping[str, Any]) -> dict[str, float]:
 
 
 def emitted(job: Job) -> dict[str, Any]:
-    """Median host seconds of a call of the forward's program alone, by emitter, without the device's work."""
+    """Returns median host seconds of a call of the forward program alone, by emitter."""
     measuring, package = importlib.import_module("benchmarks.measure_kernels"), importlib.import_module("fxwrap")
     programs: list[Any] = []
 
-    def keep(program: Any) -> Any:
+    def record(program: Any) -> Any:
         programs.append(program)
         return program
 
     model = job.build()
-    compiled = measuring.compile_with("fxwrap", model, {**(job.options or {}), "passes": (keep,)})
+    compiled = measuring.compile_with("fxwrap", model, {**(job.options or {}), "passes": (record,)})
     call(job, compiled, job.inputs(0))
     (program,) = programs
-    inputs = [_drawn(item.value.type) for item in program.inputs]
+    inputs = [_random_input(item.value.type) for item in program.inputs]
     graph = package.to_fx(program)
     forms = {"python": package.to_python(program).flat, "fx": graph.flat, "fx, as a module": graph.graph_module}
     forms["cpp"] = package.to_cpp(program).flat
     contenders = {name: _repeated(form, inputs, measuring) for name, form in forms.items()}
-    with torch.no_grad(), alone(job.lock):
+    with torch.no_grad(), exclusive_lock(job.lock):
         times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device), wait=False)
     launches = sum(type(line).__name__ == "Launch" for line in program.body.lines)
     return {"times": _medians(times), "launches": launches, "lines": len(program.body.lines)}
 
 
-def _drawn(type_: Any) -> Tensor:
-    """A tensor of a program's input type; whole numbers are indices of anything."""
-    made = torch.empty_strided(type_.sizes, type_.strides, dtype=type_.dtype, device=type_.device)
-    return made.uniform_(0.1, 1.1) if type_.dtype.is_floating_point else made.random_(0, 2)
+def _random_input(type_: Any) -> Tensor:
+    """Returns a tensor of a program's input type; integers are valid indices."""
+    tensor = torch.empty_strided(type_.sizes, type_.strides, dtype=type_.dtype, device=type_.device)
+    return tensor.uniform_(0.1, 1.1) if type_.dtype.is_floating_point else tensor.random_(0, 2)
 
 
 def _repeated(form: Callable[..., Any], inputs: list[Tensor], measuring: Any) -> Any:
-    """Two calls at a time: a device's queue holds the kernels of no more."""
+    """Returns a contender of two calls, whose kernels fit into the device's queue."""
     with torch.no_grad():
         form(*inputs)
     return measuring.Contender(lambda: [form(*inputs) for _ in range(2)], 2)
 
 
 @contextmanager
-def alone(lock: str | None, shared: bool = False) -> Iterator[None]:
-    """Waits until no other process holds the lock, and holds it; `shared` with others that hold it so."""
+def exclusive_lock(lock: str | None, shared: bool = False) -> Iterator[None]:
+    """Holds a lock file, exclusively or shared."""
     if lock is None:
         yield
         return
@@ -238,14 +237,14 @@ def alone(lock: str | None, shared: bool = False) -> Iterator[None]:
 
 
 def observed(job: Job, model: nn.Module, in_float64: Any, wide: Any) -> list[Tensor]:
-    """The outcome in float64."""
-    return in_float64(lambda: outcome(job, model, model, wide), torch.float32)()
+    """Returns the results in float64."""
+    return in_float64(lambda: call_results(job, model, model, wide), torch.float32)()
 
 
-def outcome(job: Job, model: nn.Module, function: Any, prepare: Callable[[Any], Any] = dict) -> list[Tensor]:
-    """What a call leaves: outputs; of training the loss and, each as one vector, gradients, parameters and buffers.
+def call_results(job: Job, model: nn.Module, function: Any, prepare: Callable[[Any], Any] = dict) -> list[Tensor]:
+    """Returns a call's outputs; for training the loss, and gradients, parameters and buffers as one vector each.
 
-    A single gradient can be nothing but rounding (that of a bias before a softmax), hence vectors.
+    A single gradient can consist of rounding errors only (a bias before a softmax), hence vectors.
     """
     inputs = prepare(job.inputs(100))
     if not job.training:
@@ -260,7 +259,7 @@ def _vector(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _contender(job: Job, model: nn.Module, function: Any, make: Any) -> Any:
-    """Calls, or steps of training, on rotating inputs."""
+    """Returns a contender of calls, or training steps, on rotating inputs."""
     sets = [job.inputs(200 + index) for index in range(INPUT_SETS)]
     optimizer = torch.optim.SGD(model.parameters(), lr=TIMED_RATE) if job.training else None
 
@@ -284,7 +283,7 @@ def _contender(job: Job, model: nn.Module, function: Any, make: Any) -> Any:
 
 
 def main() -> None:
-    """Does the job and prints its result as one line of JSON."""
+    """Runs the job and prints its result as one line of JSON."""
     job = Job(**json.loads(sys.argv[1]))
     torch.set_num_threads(job.threads)
     match job.task:
@@ -295,7 +294,7 @@ def main() -> None:
         case "emitted":
             result = emitted(job)
         case other:
-            raise ValueError(f"there is no task {other!r}")
+            raise ValueError(f"unknown task {other!r}")
     print(json.dumps(result))
 
 

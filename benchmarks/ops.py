@@ -1,11 +1,11 @@
 """Fused operators: time and error of eager, Inductor and fxwrap, measured in one run on fresh random inputs.
 
-On a CPU the time is that of a call of the compiled function. On CUDA it is the device's own time (CUDA graphs of many
-calls), and beside it stands its ratio to a `copy_` that moves the bytes the operator must move. Every call works on
-another set of inputs; together the sets are larger than the cache. Errors are norm(difference) / norm(reference)
-against the same function in float64, of the worst result; "!" marks one far above eager's. Run:
+On a CPU the time is that of a call of the compiled function. On CUDA it is the device's (CUDA graphs of many calls).
+Times are compared with a `copy_` of the bytes that the operator must move. Each call uses another set of inputs;
+together the sets exceed the cache. Errors are norm(difference) / norm(reference) against the same function in float64,
+of the worst result. Run:
 
-    python benchmarks/ops.py [--only softmax,pad] [--dtype bfloat16] [--device cuda] [--json FILE]
+    python benchmarks/ops.py [--only softmax,pad] [--dtype bfloat16] [--device cuda] [--record]
 """
 
 from __future__ import annotations
@@ -33,45 +33,42 @@ from benchmarks.measure_kernels import (
     Contender,
     Timed,
     compile_with,
-    describe,
-    environment,
+    disable_malloc_trimming,
     first_line,
     fresh_function,
-    geometric_mean,
     in_float64,
     interleaved_device_times,
     interleaved_host_times,
     is_suspicious,
-    keep_freed_memory,
     relative_error,
     synchronize,
     wide,
 )
+from benchmarks.results import Cell, Report, add_record_option, display_name, geometric_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULTS: Mapping[str, tuple[str, int, int]] = {
     "cpu": ("float32,bfloat16", 1024, 1024),
     "cuda": ("bfloat16", 8192, 4096),
 }
-"""Element types, rows and columns for a device type."""
+"""Element types, rows and columns by device type."""
 
 ROTATED_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}
-"""Bytes that the rotating sets hold together: more than the caches (32 MiB and 50 to 60 MiB here)."""
+"""The total size of the rotating sets, larger than the caches."""
 
 COPY_UNIT = 1 << 16
-"""Copies are of whole units: on an H200 one whose length is no multiple of 4 KiB takes 1.5 times as long."""
+"""Copies are multiples of this unit, because unaligned copies are slower on GPUs."""
 
 LEAST_SETS, MOST_SETS = 3, 64
 CALLS_IN_GRAPH = 20
 SECONDS_A_SAMPLE = 0.02
-CELL = 26
 
 Inputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured of every operator."""
+    """The conditions of a measurement."""
 
     device: torch.device
     dtype: torch.dtype
@@ -93,7 +90,7 @@ class Setting:
 
 @dataclass
 class Row:
-    """What was found out about one operator."""
+    """The measurements of one operator."""
 
     name: str
     dtype: str
@@ -109,17 +106,17 @@ class Row:
             return None
         return self.times[above].median / self.times[below].median
 
+    def micros(self, side: str) -> float | None:
+        """The median in microseconds, None where it is missing."""
+        return 1e6 * self.times[side].median if side in self.times else None
+
     def data(self) -> dict[str, Any]:
         """The row as data; times in seconds."""
         return {
             "operator": self.name,
             "dtype": self.dtype,
             "bytes": self.bytes_moved,
-            "times": {
-                name: {"median": timed.median, "quartiles": timed.quartiles, "rounds": len(timed.samples)}
-                | ({"how": timed.how} if timed.how else {})
-                for name, timed in self.times.items()
-            },
+            "times": {name: {"samples": timed.samples, "method": timed.method} for name, timed in self.times.items()},
             "errors": self.errors,
             "suspicious": sorted(self.suspicious),
             "failures": self.failures,
@@ -127,26 +124,26 @@ class Row:
 
 
 def copies(inputs: Inputs) -> Inputs:
-    """Copies of a set of inputs."""
+    """Returns copies of a set of inputs."""
     return tuple([item.clone() for item in inputs])
 
 
-def results(operator: FusedOperator, function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Any]:
-    """What a call gives, and then the inputs that it writes."""
+def call_results(operator: FusedOperator, function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Any]:
+    """Returns the results of a call, and the inputs that it writes."""
     return [function(*inputs), *[inputs[position] for position in operator.mutated]]
 
 
 def checked(operator: FusedOperator, setting: Setting, row: Row) -> dict[str, Callable[..., Any]]:
-    """Compiles the operator with each backend and measures its error; gives those that run."""
+    """Compiles the operator with each backend and measures its error; returns those that run."""
     fresh = setting.inputs(operator, seed=1)
-    reference = results(operator, in_float64(operator.function, setting.dtype), wide(fresh))
+    reference = call_results(operator, in_float64(operator.function, setting.dtype), wide(fresh))
     functions: dict[str, Callable[..., Any]] = {}
     for backend in setting.backends:
         function = compile_with(backend, fresh_function(operator.function), setting.options)
         try:
             function(*setting.inputs(operator, seed=0))
-            row.errors[backend] = relative_error(results(operator, function, copies(fresh)), reference)
-        except Exception as error:  # noqa: BLE001 - one backend's failure is a cell of the table
+            row.errors[backend] = relative_error(call_results(operator, function, copies(fresh)), reference)
+        except Exception as error:  # noqa: BLE001 - a backend's failure is reported
             row.failures[backend] = first_line(error)
             continue
         functions[backend] = function
@@ -156,7 +153,7 @@ def checked(operator: FusedOperator, setting: Setting, row: Row) -> dict[str, Ca
 
 
 def rotation(setting: Setting, operator: FusedOperator) -> list[Inputs]:
-    """As many sets of random inputs as the cache cannot hold."""
+    """Returns as many sets of random inputs as exceed the cache."""
     first = setting.inputs(operator, seed=2)
     size = sum(item.numel() * item.itemsize for item in first)
     count = min(MOST_SETS, max(LEAST_SETS, math.ceil(ROTATED_BYTES[setting.device.type] / size)))
@@ -164,7 +161,7 @@ def rotation(setting: Setting, operator: FusedOperator) -> list[Inputs]:
 
 
 def copy_rotation(setting: Setting, operator: FusedOperator, count: int) -> list[Inputs]:
-    """Pairs of arrays of which a copy moves the operator's bytes, as many as the operator has sets."""
+    """Returns pairs of arrays whose copy moves the operator's bytes, one pair per set of inputs."""
     half = setting.bytes_moved(operator) // 2
     if half > COPY_UNIT:
         half -= half % COPY_UNIT
@@ -177,25 +174,25 @@ def copy_rotation(setting: Setting, operator: FusedOperator, count: int) -> list
 
 
 def copy_into(target: Tensor, source: Tensor) -> Tensor:
-    """The copy that operators are compared with."""
+    """Copies `source`: the reference of the ratios."""
     return target.copy_(source)
 
 
 def sweep(function: Callable[..., Any], sets: Sequence[Inputs], sweeps: int, keep: bool) -> None:
     """Calls the function on every set in turn.
 
-    With `keep`, a set's results live until the set's next turn, so that results rotate through memory as inputs do.
+    With `keep`, the results of a set stay alive until its next turn, so that results rotate through memory too.
     """
-    kept: list[Any] = [None] * len(sets)
+    results: list[Any] = [None] * len(sets)
     for _ in range(sweeps):
         for index, inputs in enumerate(sets):
-            given = function(*inputs)
+            result = function(*inputs)
             if keep:
-                kept[index] = given
+                results[index] = result
 
 
 def contender(function: Callable[..., Any], sets: Sequence[Inputs], device: torch.device) -> Contender:
-    """Calls on rotating sets, as many as a sample takes."""
+    """Returns a contender that calls the function on rotating sets, as often as a sample requires."""
     if device.type == "cuda":
         sweeps = math.ceil(CALLS_IN_GRAPH / len(sets))
         return Contender(partial(sweep, function, sets, sweeps, True), sweeps * len(sets))
@@ -220,33 +217,19 @@ def measure(operator: FusedOperator, setting: Setting) -> Row:
     return row
 
 
-def cell(row: Row, backend: str) -> str:
-    """One backend's time in microseconds, ratio to the copy, and error; or why there is none."""
-    if backend in row.failures:
-        return f" {row.failures[backend][: CELL - 1]:<{CELL - 1}}"
-    ratio, mark = row.ratio(backend, "copy"), "!" if backend in row.suspicious else " "
-    how = "~" if row.times[backend].how else " "
-    return f"{1e6 * row.times[backend].median:>9.1f}{how}{ratio:>6.2f}{row.errors[backend]:>9.1e}{mark}"
-
-
-def row_text(row: Row, backends: Sequence[str]) -> str:
-    """One line of the table, and one more for each failure."""
-    cells = "".join(cell(row, backend) for backend in backends)
-    ratio = row.ratio("fxwrap", "inductor")
-    compared = f"{ratio:>8.2f}" if ratio is not None else f"{'-':>8}"
-    copy = 1e6 * row.times["copy"].median
-    failures = "".join(f"\n    {name} failed: {text}" for name, text in row.failures.items())
-    return f"{row.name:<22}{row.bytes_moved / 2**20:>8.1f}{copy:>9.1f}{cells}{compared}{failures}"
-
-
-def heading(backends: Sequence[str]) -> str:
-    """The table's first line."""
-    cells = "".join(f"{name + ' us':>10}{'/copy':>6}{'error':>9} " for name in backends)
-    return f"{'operator':<22}{'MiB':>8}{'copy us':>9}{cells}{'fx/ind':>8}"
+def cells(row: Row, backends: Sequence[str]) -> dict[str, Cell]:
+    """Returns the row of the table: microseconds, ratios to the copy, and errors by backend."""
+    columns: dict[str, Cell] = {"operator": row.name, "MiB": row.bytes_moved / 2**20, "copy, us": row.micros("copy")}
+    for backend in backends:
+        name = display_name(backend)
+        columns[f"{name}, us"] = row.micros(backend)
+        columns[f"{name} / copy"] = row.ratio(backend, "copy")
+        columns[f"{name} error"] = row.errors.get(backend)
+    return {**columns, "fxwrap / Inductor": row.ratio("fxwrap", "inductor")}
 
 
 def summary(rows: Sequence[Row], above: str, below: str, limit: float) -> str:
-    """Geometric mean and worst of a ratio over the operators that have it, and those above a limit."""
+    """Returns the geometric mean and the worst of a ratio, and the operators above a limit."""
     ratios = {row.name: ratio for row in rows if (ratio := row.ratio(above, below)) is not None}
     if not ratios:
         return f"{above}/{below}: nothing to compare"
@@ -257,7 +240,7 @@ def summary(rows: Sequence[Row], above: str, below: str, limit: float) -> str:
 
 
 def print_summary(rows: Sequence[Row], setting: Setting) -> None:
-    """Prints what the table comes to."""
+    """Prints the summary of the table."""
     pairs = [("fxwrap", "inductor", 1.1), ("fxwrap", "eager", 1.1), ("inductor", "eager", 1.1)]
     if setting.device.type == "cuda":
         pairs = [("fxwrap", "inductor", 1.0), *[(backend, "copy", 1.3) for backend in setting.backends]]
@@ -270,7 +253,7 @@ def print_summary(rows: Sequence[Row], setting: Setting) -> None:
 
 
 def parsed_arguments() -> argparse.Namespace:
-    """The command line; what is not given depends on the device."""
+    """Returns the command line, with defaults that depend on the device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=sorted(DEFAULTS), default="cpu")
     parser.add_argument("--dtype", help=f"one or more of {', '.join(DTYPES)}, with commas")
@@ -281,23 +264,17 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2, help="of torch on the CPU")
     parser.add_argument("--options", type=json.loads, default={}, help="fxwrap's options, as JSON")
-    parser.add_argument("--json", type=Path, help="file for the results as data; times in seconds")
+    add_record_option(parser)
     chosen = parser.parse_args()
     dtype, rows, columns = DEFAULTS[chosen.device]
     chosen.dtype, chosen.rows, chosen.columns = chosen.dtype or dtype, chosen.rows or rows, chosen.columns or columns
     known: Mapping[str, Sequence[str]] = {"only": list(OPERATORS), "backends": BACKENDS, "dtype": list(DTYPES)}
     for name, names in known.items():
-        given = getattr(chosen, name).split(",")
-        if unknown := set(given) - set(names):
+        values = getattr(chosen, name).split(",")
+        if unknown := set(values) - set(names):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is not among {', '.join(names)}")
-        setattr(chosen, name, given)
+        setattr(chosen, name, values)
     return chosen
-
-
-def write_json(path: Path, facts: Mapping[str, Any], setting: Setting, rows: Sequence[Row]) -> None:
-    """Writes the rows so far."""
-    sizes = {"rows": setting.rows, "columns": setting.columns}
-    path.write_text(json.dumps({**facts, **sizes, "results": [row.data() for row in rows]}, indent=1) + "\n")
 
 
 @torch.no_grad()
@@ -305,24 +282,20 @@ def main() -> None:
     """Prints the tables."""
     chosen = parsed_arguments()
     torch.set_num_threads(chosen.threads)
-    keep_freed_memory()
+    disable_malloc_trimming()
     device = torch.device(chosen.device)
-    facts = environment(device, chosen.options)
-    print(describe(facts))
-    every: list[Row] = []
     for name in chosen.dtype:
         setting = Setting(
             device, DTYPES[name], chosen.rows, chosen.columns, chosen.rounds, tuple(chosen.backends), chosen.options
         )
-        print(f"\n{name}, {chosen.rows} x {chosen.columns}, medians of {chosen.rounds} rounds")
-        print(heading(setting.backends))
+        note = f"{chosen.rows} x {chosen.columns}, medians of {chosen.rounds} rounds"
+        report = Report(f"ops-{device.type}-{name}", chosen, device, note)
         rows: list[Row] = []
         for operator in chosen.only:
             rows.append(measure(OPERATORS[operator], setting))
-            every.append(rows[-1])
-            print(row_text(rows[-1], setting.backends), flush=True)
-            if chosen.json:
-                write_json(chosen.json, facts, setting, every)
+            report.add(cells(rows[-1], setting.backends), rows[-1].data())
+            for backend, text in rows[-1].failures.items():
+                print(f"    {backend} failed: {text}", flush=True)
             gc.collect()
             synchronize(device)
         print_summary(rows, setting)

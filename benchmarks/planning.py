@@ -1,12 +1,12 @@
-"""What do the algorithms behind `assign_offsets` waste, how long do they take, and how do they scale?
+"""Waste, time and scaling of the algorithms of `assign_offsets`.
 
     python benchmarks/planning.py                  # MiniMalloc's six problems, then 1k, 10k and 50k buffers and lines
     python benchmarks/planning.py --problems AF --skip-scale
 
-Times are CPU seconds of one thread. The first table is peak over lower bound without a capacity; its last column is
-the search for MiniMalloc's capacity. The second is of live ranges as deep models make them: `inference` has few
-buffers alive at once, `training` saves every fourth one to the end. The third is of whole programs, live ranges, pools
-and the program that follows the plan included; of 20 million additions in a loop too, as a measure of the machine.
+Times are CPU seconds of one thread. The first table shows peak over lower bound without a capacity; its last columns
+search for MiniMalloc's capacity. The second table has live ranges of deep models: `inference` has few live buffers,
+`training` saves every fourth one to the end. The third table has whole programs, from live ranges to the planned
+program. An empty loop of 20 million rounds is timed as a measure of the machine.
 """
 
 from __future__ import annotations
@@ -14,23 +14,28 @@ from __future__ import annotations
 import argparse
 import csv
 import random
+import sys
 import time
-from itertools import pairwise
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.results import Cell, Report, add_record_option
 from fxwrap.errors import PlanningError
-from fxwrap.lines import Alloc, Call, Mutate, Return
+from fxwrap.lines import Alloc, ExternCall, Mutate, Return
 from fxwrap.lines.frees import insert_frees
 from fxwrap.memory_planning import Assignment, apply_plan, assign_offsets, plan_memory
-from fxwrap.passes.order import reorder_for_peak_memory
+from fxwrap.passes.reorder import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.wrapper_ir import Block, Input, LineBase, Program, TensorType, Value
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "minimalloc"
 CAPACITY = 1048576
-CHEAP = ("greedy_by_size", "greedy_by_duration", "best_fit")
+GREEDY = ("greedy_by_size", "greedy_by_duration", "best_fit")
 KINDS = ("inference", "training")
 SIZES = (1_000, 10_000, 50_000)
 
@@ -38,13 +43,13 @@ Buffer = tuple[int, int, int]
 
 
 def read_problem(name: str) -> list[Buffer]:
-    """One of MiniMalloc's problems: (first, last_exclusive, size)."""
+    """Returns one of MiniMalloc's problems: (first, last_exclusive, size)."""
     with (DATA / f"{name}.{CAPACITY}.csv").open(newline="") as file:
         return [(int(row["lower"]), int(row["upper"]), int(row["size"])) for row in csv.DictReader(file)]
 
 
 def model_buffers(count: int, kind: str) -> list[Buffer]:
-    """Live ranges in the order of a deep model's operators, with sizes of few kinds."""
+    """Returns live ranges in the order of a deep model's operators, with few different sizes."""
     generator = random.Random(count)
     kinds = [generator.randrange(1, 4096) * 512 for _ in range(20)]
     buffers = []
@@ -56,7 +61,7 @@ def model_buffers(count: int, kind: str) -> list[Buffer]:
 
 
 def timed(buffers: list[Buffer], algorithm: str, capacity: int | None = None) -> tuple[Assignment | None, float]:
-    """The assignment, None where nothing was found within the capacity, and its CPU seconds."""
+    """Returns the assignment, or None if none fits the capacity, and its CPU seconds."""
     start = time.process_time()
     try:
         result = assign_offsets(buffers, algorithm=algorithm, capacity=capacity, time_limit_s=60)
@@ -65,91 +70,91 @@ def timed(buffers: list[Buffer], algorithm: str, capacity: int | None = None) ->
     return result, time.process_time() - start
 
 
-def show_problems(names: str) -> None:
-    """Peak over lower bound and seconds, a row a problem."""
-    print("| problem | buffers | " + " | ".join((*CHEAP, "auto")) + " | search, within capacity |")
-    print("|---" * (len(CHEAP) + 4) + "|")
-    for name in names:
+def report_problems(chosen: argparse.Namespace) -> None:
+    """Prints peak over lower bound, and seconds, of MiniMalloc's problems."""
+    report = Report("planning-problems", chosen, note="peak / lower bound; CPU seconds")
+    for name in chosen.problems:
         buffers = read_problem(name)
-        cells = []
-        for algorithm in (*CHEAP, "auto"):
+        cells: dict[str, Cell] = {"problem": name, "buffers": len(buffers)}
+        for algorithm in (*GREEDY, "auto"):
             result, seconds = timed(buffers, algorithm)
             assert result is not None
-            note = f" ({result.algorithm})" if algorithm == "auto" else ""
-            cells.append(f"{result.peak / result.lower_bound:.3f}, {seconds:.2f} s{note}")
+            cells |= {algorithm.replace("_", " "): result.peak / result.lower_bound, f"{algorithm}, s": seconds}
         result, seconds = timed(buffers, "search", CAPACITY)
-        cells.append("not found" if result is None else f"peak {result.peak}, {seconds:.2f} s")
-        print(f"| {name} | {len(buffers)} | " + " | ".join(cells) + " |", flush=True)
+        peak = None if result is None else result.peak
+        report.add({**cells, "peak within capacity": peak, "search, s": seconds})
 
 
-def show_scale() -> None:
-    """Seconds of "auto", and what it wastes, from 1000 to 50,000 buffers."""
-    print("\n| live ranges | buffers | seconds | us a buffer | peak / lower bound | by |")
-    print("|---|---|---|---|---|---|")
+def report_scale(chosen: argparse.Namespace) -> None:
+    """Prints seconds and waste of "auto", from 1000 to 50,000 buffers."""
+    report = Report("planning-scale", chosen, note="CPU seconds")
     for kind in KINDS:
         for count in SIZES:
             result, seconds = timed(model_buffers(count, kind), "auto")
             assert result is not None
             ratio = result.peak / result.lower_bound
-            each = seconds / count * 1e6
-            print(f"| {kind} | {count} | {seconds:.2f} | {each:.1f} | {ratio:.3f} | {result.algorithm} |", flush=True)
+            cells: dict[str, Cell] = {"live ranges": kind, "buffers": count, "auto, s": seconds}
+            cells |= {"us/buffer": seconds / count * 1e6, "peak / lower bound": ratio, "by": result.algorithm}
+            report.add(cells)
 
 
 def deep_program(lines: int, kind: str) -> Program:
-    """A program of about so many lines: each step allocates, reads one of the last few results, and is freed."""
+    """Returns a program of about `lines` lines, whose steps allocate and read one of the last few results."""
     generator = random.Random(lines)
     device = torch.device("cpu")
     types = [TensorType.contiguous(torch.float32, (generator.randrange(1, 4096) * 128,), device) for _ in range(20)]
-    given = Value("x", types[0])
-    found: list[LineBase] = []
-    values = [given] * 6
+    x = Value("x", types[0])
+    body: list[LineBase] = []
+    values = [x] * 6
     saved = []
     for step in range(lines // 3):
         value = Value(f"v{step}", generator.choice(types))
         source = values[-generator.choice((1, 1, 1, 2, 2, 3, 6))]
-        found += [Alloc(value), Call((), "aten.sin.out", (source,), outs=(value,))]
+        body += [Alloc(value), ExternCall((), "aten.sin.out", (source,), outs=(value,))]
         values.append(value)
         if kind == "training" and step % 4 == 0:
             saved.append(value)
-    found += [Mutate((), "aten.add_.Scalar", (value, 1), writes=(value,)) for value in reversed(saved)]
-    placed = insert_frees([*found, Return(())], [given], [])
-    return Program("deep", (Input(given),), Block((), placed))
+    body += [Mutate((), "aten.add_.Scalar", (value, 1), writes=(value,)) for value in reversed(saved)]
+    return Program("deep", (Input(x),), Block((), insert_frees([*body, Return(())], [x], [])))
 
 
-def show_programs() -> None:
-    """Seconds of planning, of the planned program, of another order, and of reuse, from 1000 to 50,000 lines."""
+def report_programs(chosen: argparse.Namespace) -> None:
+    """Prints seconds of planning, applying, reordering and reuse, from 1000 to 50,000 lines."""
     start = time.process_time()
     for _ in range(20_000_000):
         pass
-    print(f"\n20 million rounds of an empty loop: {time.process_time() - start:.2f} s")
-    print("| programs | lines | plan | apply | order | reuse | pools | peak / lower bound |")
-    print("|---" * 8 + "|")
+    note = f"CPU seconds; 20 million rounds of an empty loop: {time.process_time() - start:.2f}"
+    report = Report("planning-programs", chosen, note=note)
     for kind in KINDS:
         for count in SIZES:
             program = deep_program(count, kind)
-            moments = [time.process_time()]
             plan = plan_memory(program, alignment=lambda device: 64)
-            moments.append(time.process_time())
-            for step in (lambda: apply_plan(program, plan), lambda: reorder_for_peak_memory(program),  # noqa: B023
-                         lambda: reuse_memory(program)):  # noqa: B023  # fmt: skip
+            steps: dict[str, Callable[[], object]] = {
+                "plan, s": partial(plan_memory, program, alignment=lambda device: 64),
+                "apply, s": partial(apply_plan, program, plan),
+                "reorder, s": partial(reorder_for_peak_memory, program),
+                "reuse, s": partial(reuse_memory, program),
+            }
+            cells: dict[str, Cell] = {"program": kind, "lines": len(program.body.lines)}
+            for name, step in steps.items():
+                start = time.process_time()
                 step()
-                moments.append(time.process_time())
-            seconds = " | ".join(f"{end - begin:.2f}" for begin, end in pairwise(moments))
+                cells[name] = time.process_time() - start
             ratio = plan.body.peak / plan.body.lower_bound
-            lines = len(program.body.lines)
-            print(f"| {kind} | {lines} | {seconds} | {len(plan.body.pools)} | {ratio:.4f} |", flush=True)
+            report.add({**cells, "pools": len(plan.body.pools), "peak / lower bound": ratio})
 
 
 def main() -> None:
-    """Print the tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", default="ABCDEF", help="which of MiniMalloc's problems, by letter")
-    parser.add_argument("--skip-scale", action="store_true", help="leave the second and third table out")
-    arguments = parser.parse_args()
-    show_problems(arguments.problems)
-    if not arguments.skip_scale:
-        show_scale()
-        show_programs()
+    parser.add_argument("--problems", default="ABCDEF", help="some of MiniMalloc's problems, by letter")
+    parser.add_argument("--skip-scale", action="store_true", help="only the first table")
+    add_record_option(parser)
+    chosen = parser.parse_args()
+    report_problems(chosen)
+    if not chosen.skip_scale:
+        report_scale(chosen)
+        report_programs(chosen)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Calls of operators as they were made, and programs that make them again.
+"""Recorded operator calls, and programs that repeat them.
 
-`Recorder` is a dispatch mode that keeps the first call of every overload, with copies of its arguments from before the
-call. `program_of` writes a program that makes recorded calls in a row; `replay` runs it and compares with eager.
+`Recorder` is a dispatch mode that records the first call of every overload, with copies of its arguments before the
+call. `program_of` returns a program of recorded calls; `replay` runs it and compares with eager.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxwrap.converters.emitted import Emitted
-from fxwrap.lines import Call, Mutate, RestoreState, Return
+from fxwrap.converters.emitted_program import EmittedProgram
+from fxwrap.lines import ExternCall, Mutate, RestoreRngState, Return
 from fxwrap.torch_compat import OpOverload, operator_overload
 from fxwrap.wrapper_ir import Block, Input, LineBase, Ownership, Program, ScalarType, TensorType, Value
 
@@ -24,7 +24,7 @@ _STATE = Value("state", TensorType.contiguous(torch.uint8, (torch.get_rng_state(
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call: the overload, and its arguments as they were before it."""
+    """One call: the overload, and its arguments before the call."""
 
     target: str
     arguments: tuple[Any, ...]
@@ -32,16 +32,16 @@ class RecordedCall:
 
     @property
     def overload(self) -> OpOverload:
-        """The operator that is called."""
+        """The called operator."""
         return operator_overload(self.target)
 
     @property
     def writes(self) -> bool:
-        """Whether it changes what it is given."""
+        """Whether it writes an argument."""
         return bool(self.overload._schema.is_mutable)
 
     def copied(self) -> RecordedCall:
-        """The call with copies of its tensors; those that share memory share the copy of it."""
+        """Returns the call with copies of its tensors; tensors that share storage share its copy."""
         copies: dict[int, torch.UntypedStorage] = {}
         arguments = tuple([copied(item, copies) for item in self.arguments])
         keywords = {name: copied(item, copies) for name, item in self.keywords.items()}
@@ -55,7 +55,7 @@ class RecordedCall:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the first call of each overload with each combination of argument classes and element types, in `calls`."""
+    """Records the first call of each overload and combination of argument classes and dtypes, in `calls`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ def copied(tree: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
     storage = tree.untyped_storage()
     if storage.data_ptr() not in copies:
         copies[storage.data_ptr()] = storage.clone()
-    made = torch.empty(0, dtype=tree.dtype, device=tree.device)
-    made.set_(copies[storage.data_ptr()], tree.storage_offset(), tree.size(), tree.stride())
+    copy = torch.empty(0, dtype=tree.dtype, device=tree.device)
+    copy.set_(copies[storage.data_ptr()], tree.storage_offset(), tree.size(), tree.stride())
     if tree.is_conj():
-        made = torch._conj(made)
+        copy = torch._conj(copy)
     if tree.is_neg():
-        made = torch._neg_view(made)
-    return torch.nn.Parameter(made, requires_grad=False) if isinstance(tree, torch.nn.Parameter) else made
+        copy = torch._neg_view(copy)
+    return torch.nn.Parameter(copy, requires_grad=False) if isinstance(tree, torch.nn.Parameter) else copy
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
@@ -118,27 +118,27 @@ def _type_of(item: Any) -> TensorType | ScalarType:
 
 
 @dataclass
-class _Lines:
+class _ProgramBuilder:
     lines: list[LineBase]
     inputs: list[Input]
-    given: list[Any]
+    operands: list[Any]
     outputs: list[Any]
 
-    def take(self, tree: Any, prefix: str) -> Any:
-        """Makes inputs of a tree's tensors."""
+    def add_inputs(self, tree: Any, prefix: str) -> Any:
+        """Adds inputs for a tree's tensors."""
         if isinstance(tree, list | tuple):
-            return tuple([self.take(item, f"{prefix}_{index}") for index, item in enumerate(tree)])
+            return tuple([self.add_inputs(item, f"{prefix}_{index}") for index, item in enumerate(tree)])
         if not isinstance(tree, torch.Tensor):
             return tree
         value = Value(prefix, _type_of(tree))
         self.inputs.append(Input(value, Ownership.MUTABLE))
-        self.given.append(tree)
+        self.operands.append(tree)
         return value
 
-    def give(self, tree: Any, prefix: str) -> Any:
-        """Makes results like those that eager gave."""
+    def add_outputs(self, tree: Any, prefix: str) -> Any:
+        """Adds results like eager's."""
         if isinstance(tree, list | tuple):
-            return tuple([self.give(item, f"{prefix}_{index}") for index, item in enumerate(tree)])
+            return tuple([self.add_outputs(item, f"{prefix}_{index}") for index, item in enumerate(tree)])
         if tree is None:
             return None
         value = Value(prefix, _type_of(tree))
@@ -147,27 +147,29 @@ class _Lines:
 
 
 def program_of(calls: Sequence[RecordedCall], results: Sequence[Any]) -> tuple[Program, list[Any]]:
-    """Writes a program that makes the calls in a row, and its inputs; `results` are what eager gives for each."""
-    made = _Lines([], [], [], [])
+    """Returns a program of the calls, and its inputs; `results` are eager's for each call."""
+    builder = _ProgramBuilder([], [], [], [])
     seeded = any(torch.Tag.nondeterministic_seeded in call.overload.tags for call in calls)
     if seeded:
         torch.manual_seed(_SEED)
-        made.inputs.append(Input(_STATE))
-        made.given.append(torch.get_rng_state())
+        builder.inputs.append(Input(_STATE))
+        builder.operands.append(torch.get_rng_state())
     for index, (call, result) in enumerate(zip(calls, results)):
         if torch.Tag.nondeterministic_seeded in call.overload.tags:
-            made.lines.append(RestoreState(_STATE, "cpu"))
-        arguments = tuple([made.take(item, f"a{index}_{place}") for place, item in enumerate(call.arguments)])
-        keywords = tuple([(name, made.take(item, f"k{index}_{name}")) for name, item in call.keywords.items()])
+            builder.lines.append(RestoreRngState(_STATE, "cpu"))
+        arguments = tuple(
+            [builder.add_inputs(item, f"a{index}_{position}") for position, item in enumerate(call.arguments)]
+        )
+        keywords = tuple([(name, builder.add_inputs(item, f"k{index}_{name}")) for name, item in call.keywords.items()])
         count = len(call.overload._schema.returns)
         tree = () if count == 0 else (result,) if count == 1 else tuple(result)
-        defined = made.give(tree, f"r{index}")
+        defined = builder.add_outputs(tree, f"r{index}")
         if call.writes:
-            made.lines.append(Mutate(defined, call.target, arguments, (), keywords))
+            builder.lines.append(Mutate(defined, call.target, arguments, (), keywords))
         else:
-            made.lines.append(Call(defined, call.target, arguments, keywords))
-    block = Block((), (*made.lines, Return(tuple(made.outputs))))
-    return Program("replay", tuple(made.inputs), block), made.given
+            builder.lines.append(ExternCall(defined, call.target, arguments, keywords))
+    block = Block((), (*builder.lines, Return(tuple(builder.outputs))))
+    return Program("replay", tuple(builder.inputs), block), builder.operands
 
 
 def results_of(tree: Any) -> list[Any]:
@@ -181,42 +183,42 @@ def _leaves_memory_unwritten(target: str) -> bool:
     return not torch.are_deterministic_algorithms_enabled() and ("empty" in target or "resize" in target)
 
 
-def difference(call: RecordedCall, got: Any, wanted: Any) -> str | None:
-    """Says how a result differs from eager's, in type, layout or content, bit for bit; None where it does not."""
-    if not isinstance(wanted, torch.Tensor):
-        same = type(got) is type(wanted) and (got == wanted or (got != got and wanted != wanted))
-        return None if same else f"{got!r} instead of {wanted!r}"
-    if got.layout is not wanted.layout or got.dtype is not wanted.dtype or got.shape != wanted.shape:
-        return f"{got.dtype}{list(got.shape)} instead of {wanted.dtype}{list(wanted.shape)}"
-    if wanted.layout is torch.strided and got.stride() != wanted.stride():
-        return f"strides {got.stride()} instead of {wanted.stride()}"
-    if wanted.device.type == "meta" or _leaves_memory_unwritten(call.target):
+def difference(call: RecordedCall, result: Any, expected: Any) -> str | None:
+    """Returns how a result differs from eager's in type, layout or content, bit for bit, or None."""
+    if not isinstance(expected, torch.Tensor):
+        same = type(result) is type(expected) and (result == expected or (result != result and expected != expected))
+        return None if same else f"{result!r} instead of {expected!r}"
+    if result.layout is not expected.layout or result.dtype is not expected.dtype or result.shape != expected.shape:
+        return f"{result.dtype}{list(result.shape)} instead of {expected.dtype}{list(expected.shape)}"
+    if expected.layout is torch.strided and result.stride() != expected.stride():
+        return f"strides {result.stride()} instead of {expected.stride()}"
+    if expected.device.type == "meta" or _leaves_memory_unwritten(call.target):
         return None
-    if wanted.layout is not torch.strided:
-        got, wanted = got.to_dense(), wanted.to_dense()
-    if wanted.is_quantized:
-        got, wanted = got.int_repr(), wanted.int_repr()
-    same = bool(((got == wanted) | ((got != got) & (wanted != wanted))).all())
-    return None if same else "other numbers"
+    if expected.layout is not torch.strided:
+        result, expected = result.to_dense(), expected.to_dense()
+    if expected.is_quantized:
+        result, expected = result.int_repr(), expected.int_repr()
+    same = bool(((result == expected) | ((result != result) & (expected != expected))).all())
+    return None if same else "different values"
 
 
-def replay(calls: Sequence[RecordedCall], emit: Callable[[Program], Emitted]) -> dict[int, str]:
-    """Makes the calls through an emitter and eagerly; says by position how they differ.
+def replay(calls: Sequence[RecordedCall], emit: Callable[[Program], EmittedProgram]) -> dict[int, str]:
+    """Runs the calls through an emitter and in eager; returns the differences by position.
 
-    Raises what the program raises.
+    Raises the errors of the program.
     """
     eager = [call.copied() for call in calls]
-    results = [call.run() for call in eager]
+    eager_results = [call.run() for call in eager]
     fresh = [call.copied() for call in calls]
-    program, inputs = program_of(fresh, results)
-    given = list(emit(program)(*inputs))
+    program, inputs = program_of(fresh, eager_results)
+    remaining = list(emit(program)(*inputs))
     failures: dict[int, str] = {}
-    for position, (call, result, own) in enumerate(zip(eager, results, fresh)):
-        wanted = results_of(result)
-        got, given = given[: len(wanted)], given[len(wanted) :]
-        changed = zip(tensors_in([own.arguments, own.keywords]), tensors_in([call.arguments, call.keywords]))
-        pairs = [*zip(got, wanted), *changed]
-        found = next((text for g, w in pairs if (text := difference(call, g, w)) is not None), None)
-        if found is not None:
-            failures[position] = found
+    for position, (call, eager_result, own) in enumerate(zip(eager, eager_results, fresh)):
+        expected = results_of(eager_result)
+        results, remaining = remaining[: len(expected)], remaining[len(expected) :]
+        mutated = zip(tensors_in([own.arguments, own.keywords]), tensors_in([call.arguments, call.keywords]))
+        pairs = [*zip(results, expected), *mutated]
+        failure = next((text for pair in pairs if (text := difference(call, *pair)) is not None), None)
+        if failure is not None:
+            failures[position] = failure
     return failures

@@ -1,8 +1,8 @@
 """Ask torch which overload a public spelling reaches, and with what arguments, without running any kernel.
 
-A dispatch mode records what reaches the dispatcher and answers with placeholders, so every overload can be
-asked about every kind of argument, however senseless the values. `benchmarks/make_torch_calls_table.py` uses
-this to make the table of spellings, the test-suite to check it.
+A dispatch mode records the calls that reach the dispatcher and returns placeholders, so any overload can be tried with
+any kind of argument. `benchmarks/make_torch_calls_table.py` uses
+this to generate the table of spellings, and the test suite to check it.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxwrap.converters.torch_calls import Kind, Parameter, Spelling, TorchCall, parameters_of
+from fxwrap.converters.torch_calls import ArgumentKind, Parameter, Spelling, TorchCall, parameters_of
 
 Record = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 """One call that reached the dispatcher: the overload and its arguments."""
 
-Pattern = Mapping[str, Kind]
-"""A choice of kind for each parameter of an overload, ABSENT for those left out."""
+Pattern = Mapping[str, ArgumentKind]
+"""A choice of kind for each parameter of an overload, ABSENT for omitted ones."""
 
 _MATRIX = torch.ones(2, 3)
 _SCALAR_TENSORS = (torch.tensor(0.5), torch.tensor(2))
 
-_VALUES: Mapping[Kind, tuple[object, ...]] = {
-    Kind.NONE: (None,),
-    Kind.TENSOR: (_MATRIX, *_SCALAR_TENSORS),
-    Kind.TRUE: (True,),
-    Kind.FALSE: (False,),
-    Kind.INT: (2, 0, 1, -1),
-    Kind.FLOAT: (0.5, 1.0),
-    Kind.COMPLEX: (1j,),
-    Kind.STRING: ("none", "mean"),
-    Kind.DTYPE: (torch.float32, torch.int64),
-    Kind.DEVICE: (torch.device("cpu"), torch.device("meta")),
-    Kind.LAYOUT: (torch.strided,),
-    Kind.MEMORY_FORMAT: (torch.contiguous_format, torch.preserve_format),
-    Kind.GENERATOR: (torch.Generator(),),
-    Kind.EMPTY: ([],),
-    Kind.TENSORS: ([_MATRIX, _MATRIX], [_MATRIX]),
-    Kind.OPTIONAL_TENSORS: ([None, _MATRIX],),
-    Kind.BOOLS: ([True, False, True],),
-    Kind.INTS: ([1, 0, 2], [2, 3], [1]),
-    Kind.FLOATS: ([0.5, 1.0, 2.0],),
+_VALUES: Mapping[ArgumentKind, tuple[object, ...]] = {
+    ArgumentKind.NONE: (None,),
+    ArgumentKind.TENSOR: (_MATRIX, *_SCALAR_TENSORS),
+    ArgumentKind.TRUE: (True,),
+    ArgumentKind.FALSE: (False,),
+    ArgumentKind.INT: (2, 0, 1, -1),
+    ArgumentKind.FLOAT: (0.5, 1.0),
+    ArgumentKind.COMPLEX: (1j,),
+    ArgumentKind.STRING: ("none", "mean"),
+    ArgumentKind.DTYPE: (torch.float32, torch.int64),
+    ArgumentKind.DEVICE: (torch.device("cpu"), torch.device("meta")),
+    ArgumentKind.LAYOUT: (torch.strided,),
+    ArgumentKind.MEMORY_FORMAT: (torch.contiguous_format, torch.preserve_format),
+    ArgumentKind.GENERATOR: (torch.Generator(),),
+    ArgumentKind.EMPTY: ([],),
+    ArgumentKind.TENSORS: ([_MATRIX, _MATRIX], [_MATRIX]),
+    ArgumentKind.OPTIONAL_TENSORS: ([None, _MATRIX],),
+    ArgumentKind.BOOLS: ([True, False, True],),
+    ArgumentKind.INTS: ([1, 0, 2], [2, 3], [1]),
+    ArgumentKind.FLOATS: ([0.5, 1.0, 2.0],),
 }
-"""Values of each kind. 0-dimensional tensors are among the tensors because torch's parsers take them as
-numbers too."""
+"""Values of each kind. 0-dimensional tensors are among the tensors because torch's parsers accept them as
+scalars too."""
 
 _RESULTS: Mapping[str, Callable[[], object]] = {
     "Tensor": lambda: torch.ones(2, 3),
@@ -67,11 +67,10 @@ _RESULTS: Mapping[str, Callable[[], object]] = {
 
 
 class Recorder(TorchDispatchMode):
-    """Records each call that reaches the dispatcher and answers it with a placeholder of the schema's result
+    """Records each call that reaches the dispatcher and returns a placeholder of the schema's result
     types.
 
-    With `run=True` the call is carried out instead, and the record holds copies of the arguments as they were
-    before.
+    With `run=True` the call runs, and the record holds copies of the arguments before the call.
     """
 
     def __init__(self, run: bool = False) -> None:
@@ -94,8 +93,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _placeholder(func: OpOverload, args: tuple[Any, ...]) -> object:
-    """Give something of the overload's result types; a view of the first argument where it promises a
-    view."""
+    """Returns a value of the overload's result types; a view of the first argument if the schema declares one."""
     results: list[object] = []
     for result in func._schema.returns:
         of_type = _RESULTS[str(result.real_type)]()
@@ -115,23 +113,23 @@ class Arguments:
 
 
 def recorded(call: Callable[[], object]) -> list[Record] | None:
-    """Give what `call` sends to the dispatcher, no kernel run; None if it raises."""
+    """Returns the calls that reach the dispatcher, without running kernels; None if `call` raises."""
     with torch.no_grad(), Recorder() as recorder:
         try:
             call()
-        except Exception:  # noqa: BLE001 - any refusal of any operator means the same here
+        except Exception:  # noqa: BLE001 - any error means that the operator rejects the arguments
             return None
     return recorder.records
 
 
 @functools.cache
 def compiled(text: str) -> CodeType:
-    """Give the code of a Python expression."""
+    """Returns the code of a Python expression."""
     return compile(text, "<spelling>", "eval")
 
 
 def evaluate(call: TorchCall, arguments: Arguments) -> object:
-    """Run a spelling's own text on these arguments."""
+    """Runs a spelling's own text on these arguments."""
     names = [f"a{index}" for index in range(len(arguments.args))]
     text = call.write(names, {name: name for name in arguments.kwargs})
     scope = {"torch": torch, **dict(zip(names, arguments.args)), **arguments.kwargs}
@@ -147,35 +145,34 @@ def same_records(left: Record, right: Record) -> bool:
 
 
 def reaches(name: str, call: TorchCall, arguments: Arguments) -> bool | None:
-    """Whether the spelling sends to the dispatcher just what `torch.ops.aten.<name>` sends on these
-    arguments.
+    """Whether the spelling and `torch.ops.aten.<name>` send the same call to the dispatcher for these arguments.
 
-    None if the overload itself refuses the arguments or is decomposed before it reaches a dispatch mode.
+    None if the overload rejects the arguments or is decomposed before it reaches a dispatch mode.
     """
     overload = overload_of(name)
-    wanted = recorded(lambda: overload(*arguments.args, **arguments.kwargs))
-    if wanted is None or len(wanted) != 1 or wanted[0][0] is not overload:
+    expected = recorded(lambda: overload(*arguments.args, **arguments.kwargs))
+    if expected is None or len(expected) != 1 or expected[0][0] is not overload:
         return None
-    got = recorded(lambda: evaluate(call, arguments))
-    return got is not None and len(got) == 1 and same_records(got[0], wanted[0])
+    records = recorded(lambda: evaluate(call, arguments))
+    return records is not None and len(records) == 1 and same_records(records[0], expected[0])
 
 
 def overload_of(name: str) -> OpOverload:
-    """Give `torch.ops.aten.<name>` of "mul.Tensor"."""
+    """Returns `torch.ops.aten.<name>` of "mul.Tensor"."""
     op, overload = name.split(".")
-    found: OpOverload = getattr(getattr(torch.ops.aten, op), overload)
-    return found
+    result: OpOverload = getattr(getattr(torch.ops.aten, op), overload)
+    return result
 
 
 def arguments_of(name: str, pattern: Pattern, rng: random.Random) -> Arguments:
-    """Make arguments of these kinds: positional up to the first one left out, by keyword after it."""
+    """Returns arguments of these kinds: positional up to the first omitted one, then by keyword."""
     args: list[object] = []
     kwargs: dict[str, object] = {}
     by_keyword = False
     for parameter in parameters_of(name) or ():
         kind = pattern[parameter.name]
-        by_keyword = by_keyword or parameter.keyword_only or kind is Kind.ABSENT
-        if kind is Kind.ABSENT:
+        by_keyword = by_keyword or parameter.keyword_only or kind is ArgumentKind.ABSENT
+        if kind is ArgumentKind.ABSENT:
             continue
         value = rng.choice(_VALUES[kind])
         if isinstance(value, list) and rng.random() < 0.5:
@@ -188,7 +185,7 @@ def arguments_of(name: str, pattern: Pattern, rng: random.Random) -> Arguments:
 
 
 def passes(name: str, spelling: Spelling, pattern: Pattern, rng: random.Random) -> bool | None:
-    """`reaches` for one pattern of kinds; the spelling's own list of accepted kinds is not asked."""
+    """`reaches` for one pattern of kinds; ignores the spelling's own list of accepted kinds."""
     arguments = arguments_of(name, pattern, rng)
     parameters = parameters_of(name) or ()
     free = Spelling(
@@ -205,9 +202,8 @@ def passes(name: str, spelling: Spelling, pattern: Pattern, rng: random.Random) 
     return reaches(name, call, arguments)
 
 
-def patterns(choices: Mapping[str, Sequence[Kind]], count: int, rng: random.Random) -> Iterator[Pattern]:
-    """Give `count` combinations of these kinds: all, again and again, if they are fewer, else a random
-    selection."""
+def patterns(choices: Mapping[str, Sequence[ArgumentKind]], count: int, rng: random.Random) -> Iterator[Pattern]:
+    """Yields `count` combinations of these kinds: all of them, repeated, or a random selection."""
     if math.prod(map(len, choices.values())) <= count:
         combinations = itertools.cycle(list(itertools.product(*choices.values())))
         for combination in itertools.islice(combinations, count):
@@ -217,8 +213,8 @@ def patterns(choices: Mapping[str, Sequence[Kind]], count: int, rng: random.Rand
         yield {parameter: rng.choice(kinds) for parameter, kinds in choices.items()}
 
 
-def accepted_kinds(parameters: Sequence[Parameter], spelling: Spelling) -> dict[str, tuple[Kind, ...]]:
-    """Give for each parameter the kinds for which the table lets this spelling be used, in a fixed order."""
+def accepted_kinds(parameters: Sequence[Parameter], spelling: Spelling) -> dict[str, tuple[ArgumentKind, ...]]:
+    """Returns for each parameter the kinds for which the table allows this spelling, in a fixed order."""
     return {
         parameter.name: tuple(
             sorted(spelling.accepts.get(parameter.name) or parameter.kinds(), key=lambda kind: kind.value)

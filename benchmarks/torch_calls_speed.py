@@ -1,18 +1,20 @@
 """Time of one call by the public spelling against the operator itself, on tiny CPU tensors.
 
-The operator, `torch.ops.aten.mul.Tensor` say, is looked up once, outside the timed code. Both are measured
-in turn within one run; printed is the median of the repeats. From the repository's root:
+The operator, such as `torch.ops.aten.mul.Tensor`, is looked up outside of the timed code. Both are timed in interleaved
+rounds of one run; the table shows medians. Run in the repository's root:
 
-    python -m benchmarks.torch_calls_speed
+    python -m benchmarks.torch_calls_speed [--record]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import timeit
 
 import torch
 
+from benchmarks.results import Cell, Report, add_record_option
 from benchmarks.torch_calls_probe import overload_of
 from fxwrap.converters.torch_calls import kind_of, torch_call
 
@@ -45,9 +47,11 @@ REPEATS, CALLS = 15, 4000
 
 
 def main() -> None:
-    """Print one row for each case."""
+    """Prints a row for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_record_option(parser)
+    report = Report("torch_calls_speed", parser.parse_args(), note=f"medians of {REPEATS} rounds")
     scope = {"torch": torch, "x": x, "w": w, "ids": ids, "buffer": buffer}
-    print(f"{'overload':<28}{'operator us':>13}{'public us':>11}{'ratio':>7}  spelling")
     for name, args, kwargs in CASES:
         kinds = tuple(kind_of(eval(text, scope)) for text in args)
         op, overload = name.split(".")
@@ -60,7 +64,8 @@ def main() -> None:
         with torch.no_grad():
             rounds = [[timer.timeit(CALLS) / CALLS * 1e6 for timer in timers] for _ in range(REPEATS)]
         operator, public = (statistics.median(column) for column in zip(*rounds))
-        print(f"{name:<28}{operator:>13.2f}{public:>11.2f}{public / operator:>7.2f}  {texts[1]}")
+        cells: dict[str, Cell] = {"overload": name, "operator, us": operator, "public, us": public}
+        report.add({**cells, "public / operator": public / operator, "spelling": texts[1]}, rounds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """fxwrap as one pass among others: a function `(graph module, inputs) -> graph module`.
 
-The emitted graph goes on through ordinary FX passes and dead-code elimination, and keeps every kernel and every call:
-also those that only write memory, which nothing in the graph seems to use.
+Other FX passes and dead-code elimination run on the emitted graph, which keeps every kernel and every call, also those
+without users that write memory.
 
     python examples/graph_pass.py
 """
@@ -21,7 +21,7 @@ GraphPass = Callable[[GraphModule, Sequence[Any]], GraphModule]
 
 
 def compile_pass(graph: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """Lowers the graph to a program of fxwrap's and gives it back as a graph."""
+    """Lowers the graph to a program, and emits that as a graph."""
     return fxwrap.compile_graph(graph, inputs, options=fxwrap.Options(emitter="fx")).graph_module
 
 
@@ -45,7 +45,7 @@ def calls(graph: GraphModule) -> Counter[str]:
 
 
 def run_passes(graph: GraphModule, inputs: Sequence[Any], passes: Sequence[GraphPass]) -> GraphModule:
-    """Runs passes in order and prints what each leaves."""
+    """Runs passes in order and prints the number of calls after each."""
     for step in passes:
         graph = step(graph, inputs)
         print(f"  after {step.__name__}: {sum(calls(graph).values())} calls")
@@ -53,7 +53,7 @@ def run_passes(graph: GraphModule, inputs: Sequence[Any], passes: Sequence[Graph
 
 
 def model(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """A model that also keeps a running mean of what it sees, in an input."""
+    """A model that also keeps a running mean of its inputs in another input."""
     state.mul_(0.9).add_(x.mean(0), alpha=0.1)
     hidden = (x - state) @ weight
     return torch.softmax(torch.nn.functional.gelu(hidden) / 2, -1)
@@ -66,13 +66,13 @@ def main() -> None:
     compiled = run_passes(graph, inputs, [compile_pass])
     before = calls(compiled)
     print(f"  of which {before['fxwrap.cpp_kernel.default']} launch kernels: {dict(before)}")
-    done = run_passes(compiled, inputs, [shapes_pass, dead_code_pass])
-    assert calls(done) == before
+    result = run_passes(compiled, inputs, [shapes_pass, dead_code_pass])
+    assert calls(result) == before
 
     ours, theirs = [item.clone() for item in inputs], [item.clone() for item in inputs]
-    torch.testing.assert_close(done(*ours)[0], model(*theirs))
+    torch.testing.assert_close(result(*ours)[0], model(*theirs))
     torch.testing.assert_close(ours[2], theirs[2])
-    print("every kernel and call is still there, and the numbers are right")
+    print("all kernels and calls are left, and the results are equal")
 
 
 if __name__ == "__main__":

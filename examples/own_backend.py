@@ -1,24 +1,24 @@
-"""A device vendor's backend in ten lines: receive every graph that fxwrap emits and say what runs.
+"""A vendor's backend in ten lines: it receives every graph that fxwrap emits, and returns the callable that runs.
 
-    python examples/own_backend.py
+python examples/own_backend.py
 """
 
 import torch
 from torch.fx import GraphModule
 
 import fxwrap
-from fxwrap.backend import GraphInfo
+from fxwrap.compile import GraphInfo
 
 
 def vendor_compiler(graph: GraphModule, info: GraphInfo):
-    """What a vendor writes: here it only reports, and runs the graph as it is."""
+    """A vendor's compiler. This one prints a summary and runs the graph unchanged."""
     calls = sum(node.op == "call_function" for node in graph.graph.nodes)
     inputs = len(graph.graph.find_nodes(op="placeholder"))
     print(
         f"{info.kind:9} graph on {info.device}: {calls} calls, {inputs} inputs, of which {len(info.static_inputs)} "
-        f"keep their address, {len(info.mutated_inputs)} are written, {len(info.donated_inputs)} may be overwritten"
+        f"are static, {len(info.mutated_inputs)} are written, {len(info.donated_inputs)} may be overwritten"
     )
-    return graph  # or anything that is called with the flat inputs and returns the flat outputs
+    return graph  # or any callable from flat inputs to flat outputs
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
-"""A small transformer, compiled: its program with fused kernels, the three forms that emitters give it, and how they
-compare with eager.
+"""A small transformer, compiled: its program with fused kernels, its three emitted forms, and a comparison with eager.
 
-Run it with `python examples/quickstart.py`, or `make demo`. It takes a quarter of a minute on two cores.
+Run it with `python examples/quickstart.py`, or `make demo`.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ class Transformer(nn.Module):
 
 
 def show(title: str, text: str, start: str, lines: int = 24) -> None:
-    """Prints, under a title, the first lines of a text and then some from the first that holds `start`."""
-    every = text.strip("\n").splitlines()
-    first = next((number for number, line in enumerate(every) if start in line), 0)
-    end = ["..."] if first + lines < len(every) else []
-    shown = [*every[: min(6, first)], *(["..."] if first > 6 else []), *every[first : first + lines], *end]
-    print(f"\n=== {title} ({len(every)} lines)\n")
+    """Prints, under a title, the first lines of a text, and some from the first line that contains `start`."""
+    all_lines = text.strip("\n").splitlines()
+    first = next((number for number, line in enumerate(all_lines) if start in line), 0)
+    end = ["..."] if first + lines < len(all_lines) else []
+    shown = [*all_lines[: min(6, first)], *(["..."] if first > 6 else []), *all_lines[first : first + lines], *end]
+    print(f"\n=== {title} ({len(all_lines)} lines)\n")
     print("\n".join(line if len(line) <= 140 else line[:137] + "..." for line in shown))
 
 
@@ -67,24 +66,24 @@ def main() -> None:
     model = Transformer().eval()
     tokens = torch.randint(0, 256, (2, 32))
 
-    # The short way: torch.compile finds the backend by its name. `options={"emitter": "cpp"}` would run C++.
+    # torch.compile finds the backend by its name. `options={"emitter": "cpp"}` would run C++.
     with torch.no_grad():
         logits = torch.compile(model, backend="fxwrap")(tokens)
-    print(f"torch.compile(model, backend='fxwrap') gave logits of shape {tuple(logits.shape)}")
+    print(f"torch.compile(model, backend='fxwrap') returned logits of shape {tuple(logits.shape)}")
 
-    # By hand: an exported program is lowered to a program of the Wrapper IR, plain data that prints and can be parsed.
+    # compile_graph lowers an exported program to the Wrapper IR: plain data that can be printed and parsed.
     compiled = fxwrap.compile_graph(torch.export.export(model, (tokens,)), name="transformer")
     show("the program", str(compiled.program), start="program", lines=40)
     assert fxwrap.parse(str(compiled.program)) == compiled.program
 
-    # What is fused is generated: on a CPU as C++, on a GPU as Triton. Equal layers share their kernels.
+    # Fused kernels are C++ on a CPU and Triton on a GPU. Equal layers share kernels.
     kernels = compiled.program.kernels
     fused = sum(outcome.kind == "fused" for outcome in compiled.coverage)
     print(f"\n{fused} operators are fused into {len(kernels)} kernels: {', '.join(kernel.name for kernel in kernels)}")
     kernel = next(kernel for kernel in kernels if kernel.name.startswith("gelu"))
     show(f"the kernel {kernel.name}", kernel.source, start="#include")
 
-    # Three emitters give it three forms; each is called with the flat inputs and returns the flat outputs.
+    # Three converters emit it. Each result is a callable from flat inputs to flat outputs.
     show("as an FX graph", fxwrap.to_fx(compiled.program).source, start="addmm = ")
     show("as Python", fxwrap.to_python(compiled.program).source, start="def transformer")
     show("as C++", fxwrap.to_cpp(compiled.program).source, start="static void run")

@@ -1,8 +1,8 @@
-"""Replace `matrix product + bias + GELU` by a kernel of one's own: C++ on a CPU, Triton on a GPU.
+"""Replace `matmul + bias + GELU` by a custom kernel: C++ on a CPU, Triton on a GPU.
 
-The pattern is over the program's lines, where the weight of a linear layer is a view and the product is a call. The
-option `keep` makes GELU stay a call of its own too, so that one pattern finds it wherever it is; else it would be in a
-kernel that may compute more, see docs/rewriting.md.
+The pattern matches lines of the program, in which the weight of a linear layer is a view and the matmul is a call. The
+option `preserve_ops` keeps GELU a separate call too; else it would be part of a kernel that may compute more
+(docs/rewriting.md).
 
     python examples/rewrite_custom_kernel.py
 """
@@ -62,13 +62,13 @@ def linear_gelu(language: str) -> fxwrap.Pass:
         rows, depth = match["x"].type.sizes
         columns = match["weight"].type.sizes[0]
         grid = (-(-rows // TILE), -(-columns // TILE), 1) if language == "triton" else (1, 1, 1)
-        (old,) = match.outputs
-        out = builder.empty(old.type, "linear_gelu")
+        (replaced,) = match.outputs
+        out = builder.empty(replaced.type, "linear_gelu")
         tensors = [match["x"], match["weight"], match["bias"]]
         builder.launch(KERNELS[language], [*tensors, rows, columns, depth], [out], grid)
         return out
 
-    return rw.rewriting(pattern, build, key=f"1 {language}", name="linear_gelu")
+    return rw.rewrite_pass(pattern, build, key=f"1 {language}", name="linear_gelu")
 
 
 def main(language: str = "triton" if torch.cuda.is_available() else "cpp") -> None:
@@ -78,17 +78,17 @@ def main(language: str = "triton" if torch.cuda.is_available() else "cpp") -> No
     model, x = torch.nn.Sequential(*layers).to(device), torch.randn(20, 48, device=device)
     programs = []
 
-    def keep(program):
+    def record(program):
         programs.append(program)
         return program
 
-    passes = [linear_gelu(language), fxwrap.Pass(keep, key="keep")]
-    options = {"passes": passes, "keep": {"aten.gelu.default"}}
+    passes = [linear_gelu(language), fxwrap.Pass(record, key="record")]
+    options = {"passes": passes, "preserve_ops": {"aten.gelu.default"}}
     with torch.no_grad():
-        result, wanted = torch.compile(model, backend="fxwrap", options=options)(x), model(x)
+        result, expected = torch.compile(model, backend="fxwrap", options=options)(x), model(x)
     print("\n".join(str(programs[0]).split("kernel @")[0].splitlines()[1:]))
-    print(f"in {language}, the largest difference is {(result - wanted).abs().max().item():.1e}")
-    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
+    print(f"in {language}, the largest difference is {(result - expected).abs().max().item():.1e}")
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 if __name__ == "__main__":

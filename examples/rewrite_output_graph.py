@@ -1,7 +1,7 @@
 """Rewrite an emitted graph with ordinary torch.fx tools, and run the result.
 
-A model is compiled to an FX graph in which the exact GELU is then replaced by its faster tanh form, in two ways: by
-changing nodes, and by a pattern. The option `keep` makes GELU stay a call of its own; else it would be inside a kernel.
+The exact GELU in an emitted graph is replaced by an approximation in two ways: by changing nodes, and by a pattern. The
+option `preserve_ops` keeps GELU a separate call; else it would be part of a kernel.
 
     python examples/rewrite_output_graph.py
 """
@@ -17,8 +17,8 @@ import fxwrap
 GELU = torch.ops.aten.gelu.default
 
 
-def by_nodes(graph_module: GraphModule) -> int:
-    """Asks each GELU for its tanh form; returns how many there were."""
+def rewrite_nodes(graph_module: GraphModule) -> int:
+    """Replaces each GELU by its tanh approximation; returns their number."""
     nodes = graph_module.graph.find_nodes(op="call_function", target=GELU)
     for node in nodes:
         node.update_kwarg("approximate", "tanh")
@@ -26,8 +26,8 @@ def by_nodes(graph_module: GraphModule) -> int:
     return len(nodes)
 
 
-def by_pattern(graph_module: GraphModule) -> int:
-    """Replaces each GELU by what it approximately is: x * sigmoid(1.702 x); returns how many there were."""
+def rewrite_by_pattern(graph_module: GraphModule) -> int:
+    """Replaces each GELU by x * sigmoid(1.702 x); returns their number."""
 
     def pattern(x):
         return torch.ops.aten.gelu.default(x)
@@ -45,17 +45,17 @@ def main() -> None:
     x = torch.randn(4, 8)
     with torch.no_grad():
         graph = make_fx(model)(x)
-        options = fxwrap.Options(emitter="fx", keep=frozenset({"aten.gelu.default"}))
+        options = fxwrap.Options(emitter="fx", preserve_ops=frozenset({"aten.gelu.default"}))
         compiled = fxwrap.compile_graph(graph, [x], options=options)
         exact = compiled.graph_module
         print(exact.code)
 
-        for rewrite in (by_nodes, by_pattern):
+        for rewrite in (rewrite_nodes, rewrite_by_pattern):
             rewritten = copy.deepcopy(exact)
             count = rewrite(rewritten)
             rewritten.graph.lint()
             difference = (rewritten(x)[0] - exact(x)[0]).abs().max().item()
-            print(f"{rewrite.__name__}: {count} replaced, the output moved by {difference:.1e}")
+            print(f"{rewrite.__name__}: {count} replaced, the output changed by {difference:.1e}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Put a range into the profiler's record around each attention block, by the modules that lines are from.
+"""Add a profiler range around each attention block, by the modules in the lines' origins.
 
-A pass need not be a pattern: it is a function of a program, which is plain data. This one is registered by name and has
-an option, so that anyone who imports it can ask for it.
+A pass need not use patterns: it is a function of a program, which is plain data. This one is registered by name and has
+an option.
 
     python examples/rewrite_profiling_ranges.py
 """
@@ -42,24 +42,24 @@ class Block(torch.nn.Module):
 
 @rw.register_pass("example.ranges", key="1", at="ir_before_emission")
 def ranges(program: Program, *, of: str = "attention") -> Program:
-    """Opens a range before the first line that is from a module of this name, and closes it after the last."""
+    """Opens a range before the first line of each module with this name, and closes it after the last."""
     lines = program.body.lines
     first, last = {}, {}
     for position, line in enumerate(lines):
         for module in line.origin.modules if line.origin else ():
-            head, found, _ = module.partition(f".{of}")
-            if found:
-                first.setdefault(head + found, position)
-                last[head + found] = position
-    placed, end = [], -1
+            prefix, name, _ = module.partition(f".{of}")
+            if name:
+                first.setdefault(prefix + name, position)
+                last[prefix + name] = position
+    result, end = [], -1
     for position, line in enumerate(lines):
-        placed += [EnterRange(name) for name, start in first.items() if start == position > end]
-        placed.append(line)
+        result += [EnterRange(name) for name, start in first.items() if start == position > end]
+        result.append(line)
         for name, stop in last.items():
-            if stop == position and first[name] > end:  # ranges that a kernel of two blocks joins are one
-                placed.append(ExitRange(name))
+            if stop == position and first[name] > end:  # a kernel that spans two blocks merges their ranges
+                result.append(ExitRange(name))
                 end = position
-    return program.replace(body=type(program.body)(program.body.arguments, tuple(placed)))
+    return program.replace(body=type(program.body)(program.body.arguments, tuple(result)))
 
 
 def main() -> None:

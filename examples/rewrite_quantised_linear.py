@@ -1,7 +1,7 @@
-"""Quantise the linear layers of an exported model to 8 bits while it is compiled.
+"""Quantise the linear layers of an exported model to 8 bits at compile time.
 
-The weights of an exported program are constants of the program, so a builder function can look at them, and give the
-program others: here int8 with a scale for each row, used by an operator of ATen's.
+The weights of an exported program are constants of the program, so a builder function can read and replace them: here
+by int8 tensors with a scale per row, which an ATen operator uses.
 
     python examples/rewrite_quantised_linear.py
 """
@@ -13,23 +13,23 @@ from fxwrap import rewrite as rw
 
 
 def int8_linear(smallest: int = 1024) -> fxwrap.Pass:
-    """The pass: x @ weight.t() + bias with a weight of at least this many elements becomes an int8 product."""
+    """The pass: x @ weight.t() + bias with a weight of at least this many elements becomes an int8 matmul."""
     bias, x, weight = rw.tensors("bias x weight")
     pattern = rw.call("aten.addmm.default", bias, x, rw.view(weight))
 
     def quantise(match: rw.Match, builder: rw.LineBuilder):
-        payload = builder.payload(match["weight"])
-        if payload is None or payload.dtype != torch.float32:
-            raise rw.Skip("the weight is no constant, so its numbers are not known here")
-        if payload.numel() < smallest:
-            raise rw.Skip(f"the weight has {payload.numel()} elements only")
-        scales = payload.detach().abs().amax(1) / 127
-        rounded = (payload.detach() / scales[:, None]).round().to(torch.int8)
+        constant_tensor = builder.constant_tensor(match["weight"])
+        if constant_tensor is None or constant_tensor.dtype != torch.float32:
+            raise rw.Skip("the weight is not a constant")
+        if constant_tensor.numel() < smallest:
+            raise rw.Skip(f"the weight has {constant_tensor.numel()} elements")
+        scales = constant_tensor.detach().abs().amax(1) / 127
+        rounded = (constant_tensor.detach() / scales[:, None]).round().to(torch.int8)
         weight, scale = builder.constant(rounded, "weight_int8"), builder.constant(scales, "scales")
-        product = builder.call("aten._weight_int8pack_mm.default", match["x"], weight, scale)
-        return builder.call("aten.add.Tensor", product, match["bias"])
+        matmul = builder.call("aten._weight_int8pack_mm.default", match["x"], weight, scale)
+        return builder.call("aten.add.Tensor", matmul, match["bias"])
 
-    return rw.rewriting(pattern, quantise, key=f"1 {smallest}", name="int8_linear")
+    return rw.rewrite_pass(pattern, quantise, key=f"1 {smallest}", name="int8_linear")
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         tensors = compiled.program.store.tensors.values()
         print(f"{name}: {sum(tensor.nbytes for tensor in tensors)} bytes of constants")
     error = (smaller(x)[0] - plain(x)[0]).norm() / plain(x)[0].norm()
-    print(f"the result moved by {error:.2%}")
+    print(f"the result changed by {error:.2%}")
     assert error < 0.02
 
 

@@ -1,7 +1,7 @@
-"""Run the two halves of a model on two devices: one program is cut into two, which run one after the other.
+"""Run the two halves of a model on two devices: one program is split into two.
 
-The placement is made up, so that it runs anywhere: "the first device" runs C++, "the second" runs the emitted FX graph,
-and what goes from one to the other is counted.
+To run anywhere, "the first device" runs C++ and "the second" runs the emitted FX graph; the transferred tensors are
+counted.
 
     python examples/rewrite_split_program.py
 """
@@ -13,12 +13,12 @@ from fxwrap import rewrite as rw
 from fxwrap.wrapper_ir import Program
 
 
-def place_of_cut(program: Program, module: str) -> int:
-    """The position of the first line that is from a module, or from one inside it."""
+def find_split_point(program: Program, module: str) -> int:
+    """Returns the position of the first line of a module or of its submodules."""
     for position, line in enumerate(program.body.lines):
         if line.origin and any(name == module or name.startswith(f"{module}.") for name in line.origin.modules):
             return position
-    raise LookupError(f"no line is from module {module}")
+    raise LookupError(f"no line has an origin in module {module}")
 
 
 def main() -> None:
@@ -27,11 +27,11 @@ def main() -> None:
     model, x = torch.nn.Sequential(*layers), torch.randn(8, 16)
     program = fxwrap.compile_graph(torch.export.export(model, (x,))).program
 
-    parts = rw.split(program, place_of_cut(program, "2"))
+    parts = rw.split(program, find_split_point(program, "2"))
     first, second = fxwrap.to_cpp(parts.first).boxed, fxwrap.to_fx(parts.second).boxed
 
     def on_second_device(inputs):
-        moved = [item.to("cpu") for item in inputs]  # .to("cuda:1"), for a device that is one
+        moved = [item.to("cpu") for item in inputs]  # .to("cuda:1") on real devices
         inputs.clear()
         count = sum(item.nbytes for item in moved)
         print(f"{len(moved)} tensors of {count} bytes go from the first device to the second")

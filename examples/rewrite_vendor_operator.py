@@ -1,6 +1,6 @@
-"""Swap an operator's calls for a vendor's operator, in the model's graph, its program, or the graph it became.
+"""Replace calls of an operator by a vendor's operator: in the model's graph, its program, or the emitted graph.
 
-The same change at three of the four points where passes run; each needs a few lines.
+These are three of the four points where passes run.
 
     python examples/rewrite_vendor_operator.py
 """
@@ -14,7 +14,7 @@ from fxwrap import rewrite as rw
 
 @torch.library.custom_op("example_vendor::linear", mutates_args=())
 def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """What the vendor's library would do."""
+    """The vendor's operator."""
     return torch.nn.functional.linear(x, weight, bias)
 
 
@@ -23,8 +23,8 @@ def _(x, weight, bias):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def in_the_graph(graph_module: GraphModule) -> None:
-    """Before lowering: nodes of ATen operators, changed with torch.fx's own tools."""
+def rewrite_graph(graph_module: GraphModule) -> None:
+    """Before lowering: ATen nodes, changed with torch.fx."""
 
     def pattern(bias, x, weight):
         return torch.ops.aten.addmm.default(bias, x, torch.ops.aten.t.default(weight))
@@ -35,8 +35,8 @@ def in_the_graph(graph_module: GraphModule) -> None:
     torch.fx.replace_pattern(graph_module, pattern, replacement)
 
 
-def in_the_emitted_graph(graph_module: GraphModule) -> None:
-    """After emission: the same, by a function that knows launches of kernels, and that a view may be a `permute`."""
+def rewrite_emitted_graph(graph_module: GraphModule) -> None:
+    """After emission: a function that also matches kernel launches. A transpose is a `permute` here."""
 
     def pattern(bias, x, weight):
         return torch.ops.aten.addmm.default(bias, x, torch.ops.aten.permute.default(weight, [1, 0]))
@@ -48,17 +48,17 @@ def in_the_emitted_graph(graph_module: GraphModule) -> None:
 
 
 BIAS, X, WEIGHT = rw.tensors("bias x weight")
-in_the_program = rw.rewriting(
+rewrite_program = rw.rewrite_pass(
     rw.call("aten.addmm.default", BIAS, X, rw.view(WEIGHT)),
     rw.call("example_vendor.linear.default", X, WEIGHT, BIAS),
     key="1",
-    name="in_the_program",
+    name="rewrite_program",
 )
 
 PASSES = [
-    fxwrap.Pass(in_the_graph, key="1", at="fx_before_lowering"),
-    in_the_program,
-    fxwrap.Pass(in_the_emitted_graph, key="1", at="fx_emitted"),
+    fxwrap.Pass(rewrite_graph, key="1", at="fx_before_lowering"),
+    rewrite_program,
+    fxwrap.Pass(rewrite_emitted_graph, key="1", at="fx_emitted"),
 ]
 
 

@@ -1,5 +1,5 @@
-"""A model compiled, saved to one file, and run by a process that never sees the model, nor torch's tracing, nor a
-compiler. Then the same program without its weights, which are given to it later and replaced while it serves.
+"""Compile a model, save it to one file, and run it in a process without the model, tracing or a compiler. Then save the
+program without its weights, load weights later, and update them.
 
 Run it with `python examples/save_and_load.py`.
 """
@@ -58,20 +58,20 @@ def main(folder: Path) -> None:
     print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")
     torch.testing.assert_close(torch.load(folder / "result.pt"), model(x))
 
-    # Without weights the file is small, and one file serves any weights of these types.
+    # Without weights the file is small, and serves any weights of the same types.
     compiled.save(folder / "no_weights.fxw", constants=False)
     served = fxwrap.load(folder / "no_weights.fxw")
     served.load_constants(model.state_dict())
     torch.testing.assert_close(served(x)[0], model(x))
-    better = Model().eval()
-    served.update_constants(better.state_dict())
-    torch.testing.assert_close(served(x)[0], better(x))
+    updated = Model().eval()
+    served.update_constants(updated.state_dict())
+    torch.testing.assert_close(served(x)[0], updated(x))
     try:
         served.update_constants({"first.weight": torch.ones(3)})
     except ArtifactError as error:
-        print(f"refused: {error.reason}")
+        print(f"rejected: {error.reason}")
 
-    # What was saved is data: any emitter takes it, and it prints.
+    # A saved program is data: it can be printed, and emitted by any emitter.
     print(fxwrap.load(folder / "model.fxw", emitter="fx").graph_module.code.strip().splitlines()[0])
     print(str(served.program).splitlines()[0])
 

@@ -1,7 +1,7 @@
-"""Every error fxwrap raises on purpose.
+"""The errors and warnings of fxwrap.
 
-All derive from `FxwrapError`. A message says what was wrong, where, and what to do about it; the fields carry the
-same facts for programs that want to react.
+All errors derive from `FxwrapError`. A message says what is wrong, where, and what to do; the fields have the same
+information for programs.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 
 class FxwrapError(Exception):
-    """Base of all errors that fxwrap raises on purpose."""
+    """The base class of fxwrap's errors."""
 
 
 class OptionError(FxwrapError):
-    """An option, mode or emitter that does not exist, or a value it cannot take."""
+    """An unknown option, mode or emitter, or an invalid value."""
 
 
 @dataclass
 class GraphError(FxwrapError):
-    """An FX graph that fxwrap cannot compile: the node, its place in the model's source, and the remedy.
+    """An FX graph that fxwrap cannot compile.
 
-    Fields: `node` is the FX node's name ("" when the graph as a whole is at fault), `reason` what is wrong,
-    `remedy` what to do, `location` "file:line" of the model's source or "".
+    Fields: `node` is the FX node's name, or "" for an error of the whole graph; `location` is "file:line" in the
+    model's source, or "".
     """
 
     node: str
@@ -33,16 +33,15 @@ class GraphError(FxwrapError):
 
     def __str__(self) -> str:
         where = f"node '{self.node}'" if self.node else "graph"
-        place = f" ({self.location})" if self.location else ""
-        return f"{where}{place}: {self.reason}. {self.remedy}"
+        location = f" ({self.location})" if self.location else ""
+        return f"{where}{location}: {self.reason}. {self.remedy}"
 
 
 @dataclass
 class VerifyError(FxwrapError):
-    """A program that breaks a rule of the Wrapper IR.
+    """A program that violates a rule of the Wrapper IR.
 
-    Fields: `rule` the rule's short name, `reason` what is wrong, `context` the bad line between its neighbours,
-    marked with '>'.
+    Fields: `rule` is the rule's short name; `context` shows the invalid line between its neighbours, marked with '>'.
     """
 
     rule: str
@@ -55,7 +54,7 @@ class VerifyError(FxwrapError):
 
 @dataclass
 class ParseError(FxwrapError):
-    """IR text that cannot be read: what was expected, at which line and column (both from 1)."""
+    """IR text that cannot be parsed; `line` and `column` count from 1."""
 
     reason: str
     line: int
@@ -69,10 +68,7 @@ class ParseError(FxwrapError):
 
 @dataclass
 class RewriteError(FxwrapError):
-    """A pattern or a replacement that cannot be what its author meant: what is wrong, and at which line.
-
-    Fields: `reason` what is wrong; `line` the text of the line or node at fault, or "".
-    """
+    """An invalid pattern or replacement; `line` is the text of the invalid line or node, or ""."""
 
     reason: str
     line: str = ""
@@ -83,11 +79,10 @@ class RewriteError(FxwrapError):
 
 @dataclass
 class PassError(FxwrapError):
-    """A pass of the user's that failed, or left something that is wrong.
+    """A user's pass that raised, or whose result is invalid.
 
-    Fields: `name` the pass; `point` where in the pipeline it ran; `reason` what is wrong; `where` the line between its
-    neighbours, or the node, or ""; `before` and `after` the texts of what the pass got and gave ("" where it gave
-    nothing).
+    Fields: `name` is the pass's name; `point` its pass point; `where` the invalid line between its neighbours, the
+    node, or ""; `before` and `after` the texts of the program or graph before and after the pass, "" without a result.
     """
 
     name: str
@@ -99,7 +94,7 @@ class PassError(FxwrapError):
 
     @property
     def diff(self) -> str:
-        """The difference that the pass made, as a unified diff."""
+        """The pass's changes as a unified diff."""
         before, after = self.before.splitlines(), self.after.splitlines()
         return "\n".join(difflib.unified_diff(before, after, "before", "after", n=2, lineterm=""))
 
@@ -108,17 +103,17 @@ class PassError(FxwrapError):
         changed = self.diff.splitlines() if self.after else []
         shown = changed[:_DIFF_LINES]
         if len(changed) > len(shown):
-            shown.append(f"... and {len(changed) - len(shown)} lines more; the error's `before` and `after` have all")
+            shown.append(f"... and {len(changed) - len(shown)} more lines; `before` and `after` have the whole texts")
         return "\n".join([part for part in (*parts, *shown) if part])
 
 
 _DIFF_LINES = 60
-"""How many lines of a difference a message shows."""
+"""The most lines of a diff in a message."""
 
 
 @dataclass
-class Unsupported(FxwrapError):
-    """A line (or kernel, or type) that a converter cannot express: which one, by which converter, and why."""
+class UnsupportedError(FxwrapError):
+    """A line, kernel or type that a converter does not support."""
 
     line: str
     converter: str
@@ -129,38 +124,38 @@ class Unsupported(FxwrapError):
 
 
 class ValueKindError(FxwrapError, TypeError):
-    """A value of the Wrapper IR that is not of the kind its use needs, e.g. a number where a tensor must be."""
+    """A value of the Wrapper IR of the wrong kind, for example a number instead of a tensor."""
 
 
 class InputError(FxwrapError):
-    """Run-time inputs that a program was not compiled for: wrong number, dtype, device, shape, stride or class."""
+    """Run-time inputs that violate the input guards: wrong number, dtype, device, sizes, strides or class."""
 
 
 class NativeBuildError(FxwrapError):
-    """The C++ compiler is missing or failed. The message holds the command and the compiler's own output."""
+    """The C++ compiler is missing or failed. The message has the command and the compiler's output."""
 
 
 class KernelBuildError(FxwrapError):
-    """A kernel that the compiler of its language refuses, or that asks for more than its device has."""
+    """A kernel that its compiler rejects, or that needs more resources than its device has."""
 
 
 class ExpressionError(FxwrapError):
-    """A symbolic size or condition that the IR has no form for: an unknown symbol, function or kind of operand."""
+    """A symbolic size or condition that the IR cannot express: an unknown symbol, function or kind of operand."""
 
 
 class CompareError(FxwrapError):
-    """A comparison that cannot be made: of what is no function or graph, or of a function that fails in eager mode."""
+    """A comparison of an object that is not a function or graph, or of a function that fails in eager mode."""
 
 
 class GraphModuleError(FxwrapError):
-    """Something an emitted GraphModule does not do, because torch's way of doing it would give wrong numbers."""
+    """A feature of GraphModule that emitted graphs do not support, since torch's implementation would be wrong."""
 
 
 @dataclass
-class ReadBackError(FxwrapError):
-    """A node of an FX graph that no line of a program says: which one, what it calls, why, and what to do.
+class FxImportError(FxwrapError):
+    """A node of an FX graph that cannot be imported into a program.
 
-    Fields: `node` is its name ("" when the graph as a whole is at fault), `target` what it calls or names.
+    Fields: `node` is its name, or "" for an error of the whole graph; `target` is its target.
     """
 
     node: str
@@ -175,9 +170,9 @@ class ReadBackError(FxwrapError):
 
 @dataclass
 class ArtifactError(FxwrapError):
-    """A saved program that cannot be written or used: the file, the entry in it, what is wrong, and the remedy.
+    """A saved program that cannot be written or loaded.
 
-    Fields: `path` is the file, `entry` the name of the entry at fault ("" when the file as a whole is).
+    Fields: `path` is the file; `entry` is the name of the invalid entry, or "" for an error of the whole file.
     """
 
     path: str
@@ -192,10 +187,10 @@ class ArtifactError(FxwrapError):
 
 @dataclass
 class PlanningError(FxwrapError):
-    """Memory that cannot be planned, or a plan that does not hold: sizes out of range, memory that overlaps.
+    """Memory that cannot be planned, or an invalid plan: sizes out of range, live buffers that overlap.
 
-    Fields: `reason` what is wrong; where a plan exceeds a capacity, `needed` the bytes of the best one found and
-    `lower_bound` the bytes that are live at once, else both 0.
+    Fields: if a plan exceeds a capacity, `needed` is the bytes of the best plan and `lower_bound` the largest live
+    bytes; else both are 0.
     """
 
     reason: str
@@ -207,15 +202,12 @@ class PlanningError(FxwrapError):
 
 
 class MemoryCheckError(FxwrapError):
-    """Memory that is not where the program says, or in use twice, found while a program ran with `check_memory`."""
+    """A violated memory plan or a use after free, detected at run time with `check_memory`."""
 
 
 @dataclass
 class DeviceError(FxwrapError):
-    """A device type that cannot be registered, or whose registration lacks what a program needs.
-
-    Fields: `device` is its type, `reason` what is wrong, `remedy` what to do.
-    """
+    """A device type that cannot be registered, or without a capability that a program needs."""
 
     device: str
     reason: str
@@ -226,20 +218,20 @@ class DeviceError(FxwrapError):
 
 
 class CommandError(FxwrapError):
-    """A command line that names something that is not there, or asks for what cannot be done."""
+    """An invalid command line."""
 
 
 class FusionWarning(UserWarning):
-    """A kernel could not be generated or compiled, and its operators are called instead; results are the same."""
+    """A kernel could not be generated or compiled; its operators are called instead, with the same results."""
 
 
 class TuningWarning(UserWarning):
-    """Kernels could not be timed and run as they were compiled; results are the same."""
+    """Kernels could not be autotuned; they run as compiled, with the same results."""
 
 
-class ReplayWarning(UserWarning):
-    """Part of a program cannot be recorded, or not as often as its calls want; results are the same."""
+class GraphCaptureWarning(UserWarning):
+    """Part of a program is not captured as a CUDA graph, or not for all sizes; results are the same."""
 
 
 class PassWarning(UserWarning):
-    """A pass without a key: caches outside cannot tell it from another, so nothing that it made may be cached."""
+    """A pass without a key, so that results of the compile are not cached."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from fxwrap.converters.fx_code import direct_code
+from fxwrap.converters.fx.codegen import direct_code
 from fxwrap.torch_compat import graph_codegen
 
-__all__ = ["accelerate"]
+__all__ = ["enable_direct_launches"]
 
 
-def accelerate(graph_module: GraphModule) -> GraphModule:
+def enable_direct_launches(graph_module: GraphModule) -> GraphModule:
     """Makes a GraphModule launch kernels directly again, and every GraphModule inside it; returns it.
 
     Graphs that `to_fx` emitted do so by themselves, also after rewrites, copies and `recompile()`. A tool that makes

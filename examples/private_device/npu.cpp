@@ -1,7 +1,7 @@
-// A device of its own for torch, as small as one can be: its memory is the host's, and operators run on the CPU.
+// A minimal private device for torch, which uses host memory and runs operators on the CPU.
 //
-// This half is torch's, not fxwrap's: an allocator, a device guard, the operators that make and copy tensors, and a
-// fallback for all others. A real device has kernels of its own here.
+// This is torch's side, not fxwrap's: an allocator, a device guard, operators that create and copy tensors, and a
+// fallback for all others. A real device has its own kernels here.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
@@ -70,10 +70,10 @@ at::Scalar item(const Tensor& x) { return on_cpu(x).item(); }
 Tensor convolution(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef stride,
                    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
                    int64_t groups) {
-  std::optional<Tensor> own = bias && bias->defined() ? std::optional<Tensor>(on_cpu(*bias)) : std::nullopt;
-  Tensor found = at::convolution(on_cpu(x), on_cpu(weight), own, stride, padding, dilation, transposed, output_padding,
-                                 groups).contiguous();
-  return copy_from(found, empty(found.sizes(), found.scalar_type(), {}, {}, {}, {}), false);
+  std::optional<Tensor> cpu_bias = bias && bias->defined() ? std::optional<Tensor>(on_cpu(*bias)) : std::nullopt;
+  Tensor result = at::convolution(on_cpu(x), on_cpu(weight), cpu_bias, stride, padding, dilation, transposed, output_padding,
+                                  groups).contiguous();
+  return copy_from(result, empty(result.sizes(), result.scalar_type(), {}, {}, {}, {}), false);
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }

@@ -1,8 +1,7 @@
-"""A device type that neither torch nor fxwrap knows: torch is told of it in C++, fxwrap by one call.
+"""A private device type: registered with torch in C++, and with fxwrap by one call.
 
-Its kernels are those of the imaginary device of the tests (`tests/devices/`, docs/devices.md). One model of the test
-suite runs on it by every emitter and is compared with eager PyTorch on the CPU. Compiling npu.cpp takes a good ten
-seconds.
+Its kernels are those of the tests' imaginary device (`tests/devices/`, docs/devices.md). A model of the test suite runs
+on it with every emitter and is compared with eager PyTorch on the CPU.
 
     python -m examples.private_device.run [MODEL]
 """
@@ -24,11 +23,11 @@ import fxwrap
 from fxwrap.devices import DeviceRuntime, DeviceSpec, KernelRuntime, register
 from tests.devices import abacus, abacus_runtime
 from tests.devices.copy_engine import LINES, stage_inputs
-from tests.models import MODELS
+from tests.support.models import MODELS
 
 
-def tell_torch(folder: str) -> None:
-    """Compiles and loads the C++ half, and gives the device its name and its module."""
+def register_with_torch(folder: str) -> None:
+    """Compiles and loads the C++ half, and registers the device's name and module."""
     library = f"{folder}/npu.so"
     flags = [*[f"-I{path}" for path in include_paths()], *[f"-L{path}" for path in library_paths()]]
     source = str(Path(__file__).with_name("npu.cpp"))
@@ -45,12 +44,12 @@ def tell_torch(folder: str) -> None:
 
 
 def load(source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> Callable[..., None]:
-    """Returns the launcher of a kernel, which reads the device's memory where it is."""
+    """Returns the launcher of a kernel, which accesses the device's memory in place."""
     launch = abacus_runtime.load(source, signature, options)
     return lambda grid, *arguments: launch(grid, *map(_in_place, arguments))
 
 
-def _in_place(item: Any) -> Any:
+def _in_place(item: object) -> object:
     if not isinstance(item, torch.Tensor):
         return item
     count = item.untyped_storage().nbytes() // item.itemsize - item.storage_offset()
@@ -60,11 +59,11 @@ def _in_place(item: Any) -> Any:
 
 
 def main(name: str) -> None:
-    """Runs a model by every emitter."""
+    """Runs a model with every emitter."""
     with tempfile.TemporaryDirectory() as folder:
-        tell_torch(folder)
+        register_with_torch(folder)
     register(
-        DeviceSpec("npu", "abacus", raises=True, rounds_as_cpu=True, all_atomics=True),
+        DeviceSpec("npu", "abacus", asserts_raise=True, cpu_rounding=True, supports_all_atomics=True),
         printer=abacus.print_abacus, language=abacus.LANGUAGE, lines=LINES,
         runtime=DeviceRuntime(kernels=KernelRuntime(load)),
     )  # fmt: skip
@@ -76,8 +75,8 @@ def main(name: str) -> None:
         for emitter in ("python", "cpp", "fx", "interpreter"):
             abacus_runtime.WORK.clear()
             options = {"emitter": emitter, "passes": [fxwrap.Pass(stage_inputs, key="1")]}
-            found = tree_leaves(torch.compile(model, backend="fxwrap", options=options)(**moved))
-            errors = [float((one.cpu() - other).abs().max()) for one, other in zip(found, expected, strict=True)]
+            results = tree_leaves(torch.compile(model, backend="fxwrap", options=options)(**moved))
+            errors = [float((one.cpu() - other).abs().max()) for one, other in zip(results, expected, strict=True)]
             print(f"{emitter:12} largest error {max(errors):.1e}, {dict(abacus_runtime.WORK)}")
 
 

@@ -1,7 +1,7 @@
-"""Programs as files: the container, what is in it, and what is loaded from it."""
+"""Saved programs: the file format, saving and loading."""
 
-from fxwrap.artifact.loaded import Loaded
+from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.artifact.loading import load_program
 from fxwrap.artifact.saving import save_program
 
-__all__ = ["Loaded", "load_program", "save_program"]
+__all__ = ["LoadedProgram", "load_program", "save_program"]

@@ -1,8 +1,7 @@
-"""The container of a saved program: a zip file of uncompressed entries, each with its hash, and a manifest of them all.
+"""The container of a saved program: a zip file of uncompressed entries with hashes, listed by a manifest.
 
-What is in the file follows from the content alone: fixed dates, a fixed order, no compression. So equal programs give
-equal files, an entry's size in the file is its size in memory, and any tool that knows zip files can look inside.
-Nothing is unpacked by name.
+The file is deterministic: fixed dates, a fixed order, no compression. Equal programs have equal files, and any zip tool
+can read them. Loading never unpacks entries by name.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ MANIFEST: Final = "manifest.json"
 MANIFEST_HASH: Final = "manifest.sha256"
 
 CHUNK: Final = 1 << 20
-"""Bytes that are hashed at a time. An entry's hash is the SHA-256 of its content, or, where that is longer than this,
-of the hashes of its parts of this length, so that a long entry is checked by several threads."""
+"""Bytes per hashed chunk. An entry's hash is the SHA-256 of its content, or of the hashes of its chunks if it has
+several, so that several threads can check a long entry."""
 
 ALIGNMENT: Final = 64
-"""Bytes that the place of each entry's content in the file is a multiple of, so that memory may be mapped to it."""
+"""Alignment in bytes of each entry's content in the file, for memory mapping."""
 
-_LARGEST_MANIFEST: Final = 64 << 20
+_MAX_MANIFEST_BYTES: Final = 64 << 20
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
-_MOST_BUFFERS: Final = 512
+_MAX_BUFFERS: Final = 512
 
-_LARGEST_PLAIN: Final = 1 << 30
-"""Bytes from which on an entry's sizes are written as zip files write long ones: in a field of this length."""
+_MAX_ZIP32_BYTES: Final = 1 << 30
+"""Size above which an entry has a zip64 field, of `_LONG_FIELD` bytes."""
 _LONG_FIELD: Final = 20
 _PADDING: Final = struct.Struct("<HH")
-_PADDING_FIELD: Final = 0xD935  # what other tools that align entries use
+_PADDING_FIELD: Final = 0xD935  # as other tools that align entries
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-_ANEW = "Save the program again"
+_SAVE_AGAIN = "Save the program again"
 _FOREIGN_ENTRY = "It was not written by fxwrap.save: do not trust it"
 
 
 def content_hash(parts: Iterable[Buffer]) -> str:
-    """Returns the hash of an entry whose content is these parts, one after another; 64 hex digits."""
+    """Returns the hash, 64 hex digits, of an entry with the concatenation of parts as its content."""
     hasher = _Hasher()
     for part in parts:
         hasher.update(part)
@@ -62,7 +61,7 @@ def content_hash(parts: Iterable[Buffer]) -> str:
 
 
 class _Hasher:
-    """Hashes content of any length as it comes."""
+    """Hashes content incrementally."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -71,16 +70,16 @@ class _Hasher:
         self._room = CHUNK
 
     def update(self, part: Buffer) -> None:
-        """Takes the next part of the content."""
+        """Adds the next part of the content."""
         view = memoryview(part).cast("B")
         self.size += len(view)
         while len(view):
             if not self._room:
                 self._finish_chunk()
-            taken = view[: self._room]
-            self._chunk.update(taken)
-            self._room -= len(taken)
-            view = view[len(taken) :]
+            piece = view[: self._room]
+            self._chunk.update(piece)
+            self._room -= len(piece)
+            view = view[len(piece) :]
 
     def _finish_chunk(self) -> None:
         self._digests.append(self._chunk.digest())
@@ -88,7 +87,7 @@ class _Hasher:
         self._room = CHUNK
 
     def hexdigest(self) -> str:
-        """Returns the hash of all that came."""
+        """Returns the hash of the content so far."""
         return _root([*self._digests, self._chunk.digest()])
 
 
@@ -100,32 +99,26 @@ def _root(digests: Sequence[bytes]) -> str:
 
 
 class ArchiveWriter:
-    """Writes entries one after another, and at the end the manifest with their sizes and hashes.
-
-    To be used in a `with` statement, at whose end the manifest has been written, or something was raised.
-    """
+    """Writes entries, and finally the manifest with their sizes and hashes. For use in a `with` statement."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, dict[str, object]] = {}
 
     def add(self, name: str, parts: Iterable[Buffer], size: int) -> None:
-        """Adds an entry of `size` bytes, whose content comes in parts. A second one of the same name is not written.
-
-        Its content begins in the file at a multiple of ALIGNMENT.
-        """
+        """Adds an entry of `size` bytes, aligned to ALIGNMENT. An entry of an existing name is skipped."""
         if name not in self._entries:
             self._entries[name] = {"size": size, "sha256": self._write(name, parts, size)}
 
     def add_bytes(self, name: str, content: bytes) -> None:
-        """Adds an entry with this content."""
+        """Adds an entry."""
         self.add(name, (content,), len(content))
 
-    def close(self, manifest: Mapping[str, Any]) -> None:
-        """Adds the manifest, which gets the format and the entries, and ends the file."""
-        whole = {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest, "entries": self._entries}
-        text = (json.dumps(whole, indent=1, sort_keys=True) + "\n").encode()
+    def close(self, manifest: Mapping[str, object]) -> None:
+        """Adds the manifest, with format and entries, and ends the file."""
+        contents = {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest, "entries": self._entries}
+        text = (json.dumps(contents, indent=1, sort_keys=True) + "\n").encode()
         self._write(MANIFEST, (text,), len(text))
         digest = hashlib.sha256(text).hexdigest().encode() + b"\n"
         self._write(MANIFEST_HASH, (digest,), len(digest))
@@ -139,14 +132,14 @@ class ArchiveWriter:
     ) -> None:
         if kind is not None:
             with suppress(OSError, ValueError):
-                self._zip.close()  # the file goes away, but without this the archive would write to it later
+                self._zip.close()  # otherwise its finaliser would write to the file
 
     def _write(self, name: str, parts: Iterable[Buffer], size: int) -> str:
         info = zipfile.ZipInfo(name, _EPOCH)
         info.create_system = 3  # Unix, on every machine
         info.external_attr = 0o644 << 16
         info.file_size = size
-        long = size > _LARGEST_PLAIN
+        long = size > _MAX_ZIP32_BYTES
         start = self._file.tell() + _LOCAL_HEADER.size + len(name.encode()) + _LONG_FIELD * long + _PADDING.size
         padding = -start % ALIGNMENT
         info.extra = _PADDING.pack(_PADDING_FIELD, padding) + bytes(padding)
@@ -156,20 +149,20 @@ class ArchiveWriter:
                 hasher.update(part)
                 entry.write(part)
         if hasher.size != size:
-            raise ValueError(f"entry '{name}' has {hasher.size} bytes, and {size} were announced")
+            raise ValueError(f"entry '{name}' has {hasher.size} bytes instead of {size}")
         return hasher.hexdigest()
 
 
 def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Writes a file that is seen whole or not at all, also when several processes write it at once.
+    """Writes a file atomically, also when several processes write it at once.
 
-    Raises ArtifactError where the folder cannot be written to; then, and when `write` raises, what was at `path` stays.
+    Raises ArtifactError for a read-only folder; then, and when `write` raises, the previous file remains.
     """
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:
         raise ArtifactError(
-            str(path), "", f"nothing can be written there: {error.strerror}", "Choose a folder that can be written to"
+            str(path), "", f"the folder cannot be written: {error.strerror}", "Choose a writable folder"
         ) from error
     try:
         with os.fdopen(handle, "w+b") as file:
@@ -180,7 +173,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     except OSError as error:
         Path(temporary).unlink(missing_ok=True)
         raise ArtifactError(
-            str(path), "", f"it cannot be written: {error.strerror}", "Make room there, or choose another place"
+            str(path), "", f"it cannot be written: {error.strerror}", "Free disk space, or choose another folder"
         ) from error
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -188,7 +181,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 
 def _umask() -> int:
-    """Returns the process's mask of file permissions, which can only be read by setting it."""
+    """Returns the process's umask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -199,16 +192,16 @@ def _umask() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Where the content of an entry lies in the file."""
+    """The position of an entry's content in the file."""
 
     start: int
     size: int
 
 
 class Archive:
-    """An open file of the format, whose directory and manifest are checked; entries are checked as they are read.
+    """An open saved program with verified directory and manifest; entries are verified when they are read.
 
-    Raises ArtifactError for everything else: the file, the entry, what is wrong with it, and what to do.
+    Raises ArtifactError for an invalid file or entry.
     """
 
     def __init__(self, path: Path) -> None:
@@ -218,7 +211,7 @@ class Archive:
             self._file = path.open("rb")
         except OSError as error:
             raise ArtifactError(
-                str(path), "", f"it cannot be read: {error.strerror}", "Give the path of a file that fxwrap.save wrote"
+                str(path), "", f"it cannot be read: {error.strerror}", "Pass the path of a file that fxwrap.save wrote"
             ) from error
         try:
             self._extents = self._directory()
@@ -236,37 +229,37 @@ class Archive:
     ) -> None:
         self._file.close()
 
-    def error(self, entry: str, reason: str, remedy: str = _ANEW) -> ArtifactError:
-        """Returns the error for what is wrong with an entry, or with the file as a whole ("")."""
+    def error(self, entry: str, reason: str, remedy: str = _SAVE_AGAIN) -> ArtifactError:
+        """Returns the error of an entry, or of the whole file ("")."""
         return ArtifactError(str(self.path), entry, reason, remedy)
 
     def has(self, name: str) -> bool:
-        """Returns whether there is an entry of this name."""
+        """Whether there is an entry of this name."""
         return name in self._entries
 
     def size(self, name: str) -> int:
-        """Returns the bytes of an entry. Raises ArtifactError where there is none."""
+        """Returns the size of an entry. Raises ArtifactError for a missing one."""
         return self._entry(name)[0]
 
     def read(self, name: str) -> bytes:
-        """Returns the content of an entry, checked by its hash."""
+        """Returns the verified content of an entry."""
         content = bytearray(self.size(name))
         self.read_into(name, (content,))
         return bytes(content)
 
     def read_text(self, name: str) -> str:
-        """Returns the text of an entry, checked by its hash."""
+        """Returns the verified text of an entry."""
         try:
             return self.read(name).decode()
         except UnicodeDecodeError as error:
-            raise self.error(name, f"it is no text: {error}") from None
+            raise self.error(name, f"it is not a text: {error}") from None
 
     def read_into(self, name: str, targets: Sequence[Buffer]) -> None:
-        """Fills buffers with the content of an entry, one after another, and checks it by its hash.
+        """Reads an entry into consecutive buffers of the same total size and verifies its hash.
 
-        The buffers are as long together as the entry; when this raises, what they hold is of no use.
+        After an error the content of the buffers is undefined.
         """
-        _, wanted = self._entry(name)
+        _, expected = self._entry(name)
         pieces = _chunked(targets)
         start = self._extents[name].start
         work = [(start + position * CHUNK, piece) for position, piece in enumerate(pieces)]
@@ -275,41 +268,41 @@ class Archive:
         else:
             with ThreadPoolExecutor(min(len(work), os.cpu_count() or 1, 8)) as pool:
                 digests = list(pool.map(lambda item: self._read_chunk(name, *item), work))
-        self._compare(name, digests, wanted)
+        self._compare(name, digests, expected)
 
-    def check_others(self) -> None:
-        """Checks the entries that nobody has read by their hashes: a damaged file is refused as a whole."""
+    def check_unread_entries(self) -> None:
+        """Verifies the entries that were not read: a damaged file is rejected as a whole."""
         for name in self._entries:
             if name not in self._checked:
                 self.read(name)
 
-    def _compare(self, name: str, digests: Sequence[bytes], wanted: str) -> None:
+    def _compare(self, name: str, digests: Sequence[bytes], expected: str) -> None:
         self._checked.add(name)
-        found = _root(digests or [hashlib.sha256().digest()])
-        if found != wanted:
-            raise self.error(name, f"it is damaged: its hash is {found}, and {wanted} was written")
+        actual = _root(digests or [hashlib.sha256().digest()])
+        if actual != expected:
+            raise self.error(name, f"it is damaged: its hash is {actual}, not {expected}")
 
     def mapped(self, name: str) -> tuple[mmap.mmap, int]:
-        """Returns memory that is an entry's content, checked by its hash, and the byte of it where that begins.
+        """Maps an entry into memory and verifies it; returns the mapping and the offset of the content.
 
-        Writes into the memory stay in this process. Until it is written to, it is what the file is: who changes the
-        file in place changes it too. Raises OSError where the system cannot map the file.
+        The mapping is private: writes stay in this process. Changes of the file in place show in unwritten pages.
+        Raises OSError where the system cannot map the file.
         """
-        size, wanted = self._entry(name)
+        size, expected = self._entry(name)
         start = self._extents[name].start
         first = start - start % mmap.ALLOCATIONGRANULARITY
         memory = mmap.mmap(
             self._file.fileno(), start + size - first, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=first
         )
         view = memoryview(memory)[start - first :]
-        places = range(0, size, CHUNK)
-        with ThreadPoolExecutor(max(1, min(len(places), os.cpu_count() or 1, 8))) as pool:
-            digests = list(pool.map(lambda place: hashlib.sha256(view[place : place + CHUNK]).digest(), places))
-        self._compare(name, digests, wanted)
+        offsets = range(0, size, CHUNK)
+        with ThreadPoolExecutor(max(1, min(len(offsets), os.cpu_count() or 1, 8))) as pool:
+            digests = list(pool.map(lambda offset: hashlib.sha256(view[offset : offset + CHUNK]).digest(), offsets))
+        self._compare(name, digests, expected)
         return memory, start - first
 
     def peek(self, name: str, offset: int, size: int) -> bytes:
-        """Returns a part of an entry that is not checked: for what decides where the whole is read to."""
+        """Returns an unverified part of an entry, e.g. a header that determines the buffers of the whole read."""
         if offset + size > self.size(name):
             raise self.error(name, "it ends too early")
         return self._read_at(name, self._extents[name].start + offset, size)
@@ -323,19 +316,18 @@ class Archive:
 
     def _read_chunk(self, name: str, offset: int, targets: Sequence[memoryview]) -> bytes:
         digest = hashlib.sha256()
-        for first in range(0, len(targets), _MOST_BUFFERS):
-            some = targets[first : first + _MOST_BUFFERS]
+        for first in range(0, len(targets), _MAX_BUFFERS):
+            some = targets[first : first + _MAX_BUFFERS]
             offset += self._fill(name, offset, some)
             for target in some:
                 digest.update(target)
         return digest.digest()
 
     def _fill(self, name: str, offset: int, targets: Sequence[memoryview]) -> int:
-        wanted = sum(len(target) for target in targets)
-        got = os.preadv(self._file.fileno(), targets, offset)
-        if got == wanted:
-            return wanted
-        for target in targets:  # a short read, which files on some networks give: one by one
+        size = sum(len(target) for target in targets)
+        if os.preadv(self._file.fileno(), targets, offset) == size:
+            return size
+        for target in targets:  # a short read, as on network file systems: one by one
             done = 0
             while done < len(target):
                 got = os.preadv(self._file.fileno(), [target[done:]], offset + done)
@@ -343,7 +335,7 @@ class Archive:
                     raise self.error(name, "the file ends in the middle of it", "Copy the file again")
                 done += got
             offset += done
-        return wanted
+        return size
 
     def _read_at(self, name: str, offset: int, size: int) -> bytes:
         content = os.pread(self._file.fileno(), size, offset)
@@ -352,9 +344,9 @@ class Archive:
         return content
 
     def _directory(self) -> dict[str, _Extent]:
-        """Returns where each entry is, after checking that names are plain and content lies there as it is."""
+        """Returns the extent of each entry, after checking that names are plain and contents uncompressed."""
         if self._file.read(4) != b"PK\x03\x04":
-            raise self.error("", "it is no file that fxwrap.save wrote", "Give the path of one")
+            raise self.error("", "it was not written by fxwrap.save", "Pass the path of a saved program")
         self._file.seek(0)
         try:
             directory = zipfile.ZipFile(self._file)
@@ -365,63 +357,65 @@ class Archive:
         seen: set[str] = set()
         for info in infos:
             self._check_name(info, seen)
-        return self._placed(infos, directory.start_dir)
+        return self._locate_entries(infos, directory.start_dir)
 
     def _check_name(self, info: zipfile.ZipInfo, seen: set[str]) -> None:
         name = info.orig_filename
         parts = name.replace("\\", "/").split("/")
         if not name.isprintable() or any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
-            raise self.error(name, "its name points out of the file", _FOREIGN_ENTRY)
+            raise self.error(name, "its name is not a plain path", _FOREIGN_ENTRY)
         if name in seen:
-            raise self.error(name, "there are two of this name", _FOREIGN_ENTRY)
+            raise self.error(name, "its name occurs twice", _FOREIGN_ENTRY)
         seen.add(name)
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            reason = f"it is compressed, {info.compress_size} bytes that claim to be {info.file_size}"
-            raise self.error(name, reason, "fxwrap.save compresses nothing, and nothing is unpacked: save it again")
+            reason = f"it is compressed from {info.file_size} to {info.compress_size} bytes"
+            raise self.error(name, reason, "fxwrap.save does not compress: save it again")
         if info.flag_bits & 0x1:
-            raise self.error(name, "it is encrypted", "fxwrap.load reads what fxwrap.save wrote, which is not")
+            raise self.error(name, "it is encrypted", "fxwrap.save does not encrypt: save it again")
 
-    def _placed(self, infos: Sequence[zipfile.ZipInfo], end: int) -> dict[str, _Extent]:
-        found = {}
+    def _locate_entries(self, infos: Sequence[zipfile.ZipInfo], end: int) -> dict[str, _Extent]:
+        extents = {}
         for info in sorted(infos, key=lambda info: -info.header_offset):
             name = info.orig_filename
             if not 0 <= info.header_offset <= end - _LOCAL_HEADER.size:
-                raise self.error(name, "it lies outside of the file", "Copy the file again, or save the program again")
+                raise self.error(
+                    name, "its offset is outside of the file", "Copy the file again, or save the program again"
+                )
             header = self._read_at(name, info.header_offset, _LOCAL_HEADER.size)
             magic, name_length, extra_length = _LOCAL_HEADER.unpack(header)
             start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
             if magic != b"PK\x03\x04" or start + info.file_size > end:
-                raise self.error(name, "it overlaps what follows it, or has no head: the file is damaged")
+                raise self.error(name, "it overlaps the next entry, or has no header: the file is damaged")
             if self._read_at(name, info.header_offset + _LOCAL_HEADER.size, name_length) != name.encode():
-                raise self.error(name, "its head has another name: the file is damaged")
-            found[name] = _Extent(start, info.file_size)
+                raise self.error(name, "its header has another name: the file is damaged")
+            extents[name] = _Extent(start, info.file_size)
             end = info.header_offset
-        return found
+        return extents
 
     def _manifest(self) -> Mapping[str, Any]:
-        foreign = "Give the path of a file that fxwrap.save wrote"
+        foreign = "Pass the path of a file that fxwrap.save wrote"
         for name in (MANIFEST, MANIFEST_HASH):
             if name not in self._extents:
-                raise self.error(name, "there is no such entry: this is some other zip file", foreign)
-        extent, given = self._extents[MANIFEST], self._extents[MANIFEST_HASH]
-        if extent.size > _LARGEST_MANIFEST or given.size != 65:
-            raise self.error(MANIFEST, f"it has {extent.size} bytes, more than any manifest needs")
+                raise self.error(name, "there is no such entry: this is another kind of zip file", foreign)
+        extent, hash_extent = self._extents[MANIFEST], self._extents[MANIFEST_HASH]
+        if extent.size > _MAX_MANIFEST_BYTES or hash_extent.size != 65:
+            raise self.error(MANIFEST, f"it has {extent.size} bytes, more than the maximum of a manifest")
         text = self._read_at(MANIFEST, extent.start, extent.size)
-        digest = self._read_at(MANIFEST_HASH, given.start, given.size)
+        digest = self._read_at(MANIFEST_HASH, hash_extent.start, hash_extent.size)
         if hashlib.sha256(text).hexdigest().encode() + b"\n" != digest:
-            raise self.error(MANIFEST, "it is damaged: its hash is another than the one that was written")
+            raise self.error(MANIFEST, "it is damaged: its hash is wrong")
         try:
             manifest = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise self.error(MANIFEST, f"it is no JSON: {error}") from None
+            raise self.error(MANIFEST, f"it is not JSON: {error}") from None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise self.error(MANIFEST, "it is not of a program that fxwrap saved", foreign)
+            raise self.error(MANIFEST, "it is not the manifest of a saved program", foreign)
         version = manifest.get("format_version")
         if version != FORMAT_VERSION:
-            made_by = manifest.get("made_by", {})
+            writer = manifest.get("written_by", {})
             raise self.error(
-                MANIFEST, f"the file has format {version}, and this fxwrap reads format {FORMAT_VERSION}",
-                f"It was written by fxwrap {made_by.get('fxwrap', '?') if isinstance(made_by, dict) else '?'}: "
+                MANIFEST, f"the file has format {version}; this fxwrap reads format {FORMAT_VERSION}",
+                f"It was written by fxwrap {writer.get('fxwrap', '?') if isinstance(writer, dict) else '?'}: "
                 "load it with that version, or save the program again with this one",
             )  # fmt: skip
         return manifest
@@ -434,19 +428,19 @@ class Archive:
         for name, entry in listed.items():
             size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
             if type(size) is not int or not isinstance(digest, str) or size < 0:
-                raise self.error(MANIFEST, f"it does not say the size and hash of '{name}'")
+                raise self.error(MANIFEST, f"it has no size and hash of '{name}'")
             if name not in self._extents:
                 raise self.error(name, "it is missing", "Copy the file again, or save the program again")
             if self._extents[name].size != size:
-                raise self.error(name, f"it has {self._extents[name].size} bytes, and {size} were written")
+                raise self.error(name, f"it has {self._extents[name].size} bytes instead of {size}")
             self._entries[name] = size, digest
         for name in self._extents:
             if name not in listed and name not in (MANIFEST, MANIFEST_HASH):
-                raise self.error(name, "the manifest does not know it", _FOREIGN_ENTRY)
+                raise self.error(name, "the manifest does not list it", _FOREIGN_ENTRY)
 
 
 def _chunked(targets: Sequence[Buffer]) -> list[list[memoryview]]:
-    """Returns buffers cut where the chunks of the content that they hold together end."""
+    """Splits consecutive buffers at the chunk boundaries of their content."""
     chunks: list[list[memoryview]] = []
     room = 0
     for target in targets:

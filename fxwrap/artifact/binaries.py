@@ -1,7 +1,7 @@
-"""Compiled code in a file: what an emitter needs on this machine, and its use on a machine like it.
+"""Compiled code in saved programs, for emitters on this machine and compatible ones.
 
-C++ is in libraries: the program for the C++ emitter, its kernels for all others, and the bridge that both need. What
-Triton has compiled is in the files that its cache has of it. All of it can be made again from the texts.
+C++ code is in libraries: the program for the C++ emitter, its kernels for all others, and the bridge for both. Triton
+binaries are the files of Triton's cache. All of it can be compiled again from the sources.
 """
 
 from __future__ import annotations
@@ -17,40 +17,41 @@ from pathlib import Path
 from typing import Any
 
 from fxwrap.artifact.archive import Archive, ArchiveWriter
-from fxwrap.cache_limit import limit_cache, mark_used
+from fxwrap.caching import bounded_cache
 from fxwrap.converters.cpp import to_cpp
-from fxwrap.converters.cpp_library import is_compiled_by_triton
-from fxwrap.converters.emitted import kernel_texts
-from fxwrap.device_registry import language_facts
+from fxwrap.converters.cpp.library import is_compiled_by_triton
+from fxwrap.converters.emitted_program import kernel_texts
+from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError
+from fxwrap.runtime.cache_eviction import evict_cache, mark_used
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.kernels import kernel_library
+from fxwrap.runtime.kernels import compile_kernel_library
 from fxwrap.runtime.native import (
     BRIDGE_LIBRARIES,
     binary_target,
     binding_is_loaded,
     build_bridge,
     cache_folder,
-    provide_bridge,
-    provide_kernels,
-    provide_program,
-    provided_bridge,
+    find_prebuilt_bridge,
+    incompatibility_reason,
+    register_prebuilt_bridge,
+    register_prebuilt_kernels,
+    register_prebuilt_program,
     source_key,
-    unusable,
 )
-from fxwrap.runtime.triton_binaries import compiled_triton, put_back
-from fxwrap.runtime.triton_provided import TritonBinary, provide_triton
-from fxwrap.runtime.triton_variants import TritonVariant
+from fxwrap.runtime.triton.binaries import collect_triton_binaries, install_triton_binary
+from fxwrap.runtime.triton.prebuilt import TritonBinary, register_prebuilt_triton
+from fxwrap.runtime.triton.variants import TritonVariant
 from fxwrap.wrapper_ir import Program
 
 FOLDER = "binaries"
 
 
-# --- into a file ----------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[str]) -> dict[str, Any]:
-    """Adds what emitters run on this machine, compiled now where it is not yet; returns what the manifest says of it.
+def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[str]) -> dict[str, object]:
+    """Adds the compiled code of emitters, compiled now if necessary; returns its manifest entry.
 
     Raises NativeBuildError where C++ does not compile.
     """
@@ -58,31 +59,31 @@ def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[s
     if not emitters:
         return {}
     texts = kernel_texts(program)
-    in_cpp = [kernel for kernel in texts if language_facts(kernel.language).linked]
-    found: dict[str, Any] = {}
+    in_cpp = [kernel for kernel in texts if language_traits(kernel.language).links_into_cpp]
+    manifest: dict[str, object] = {}
     if "cpp" in emitters:
         libraries = to_cpp(program).libraries()
-        found["programs"] = [{"source": key, "entry": _add(writer, path)} for key, path in libraries.items()]
+        manifest["programs"] = [{"source": key, "entry": _add(writer, path)} for key, path in libraries.items()]
     if in_cpp and emitters - {"cpp"}:
         symbols = list(dict.fromkeys([kernel.symbol for kernel in in_cpp]))
-        found["kernels"] = {"symbols": symbols, "entry": _add(writer, kernel_library(in_cpp))}
-    if found:
+        manifest["kernels"] = {"symbols": symbols, "entry": _add(writer, compile_kernel_library(in_cpp))}
+    if manifest:
         bridge = bridge_folder()
-        found["bridge"] = {name: _add(writer, bridge / name) for name in BRIDGE_LIBRARIES}
-        found["target"] = binary_target()
+        manifest["bridge"] = {name: _add(writer, bridge / name) for name in BRIDGE_LIBRARIES}
+        manifest["target"] = binary_target()
     triton = write_triton(writer, texts)
-    return {**found, "triton": triton} if triton else found
+    return {**manifest, "triton": triton} if triton else manifest
 
 
-def write_triton(writer: ArchiveWriter, kernels: Iterable[KernelText]) -> list[dict[str, Any]]:
-    """Adds what this process has had Triton compile of these kernels; returns what the manifest says of it."""
-    by_triton = [kernel for kernel in kernels if is_compiled_by_triton(language_facts(kernel.language))]
+def write_triton(writer: ArchiveWriter, kernels: Iterable[KernelText]) -> list[dict[str, object]]:
+    """Adds the Triton binaries of kernels in this process; returns their manifest entries."""
+    by_triton = [kernel for kernel in kernels if is_compiled_by_triton(language_traits(kernel.language))]
     return [item for kernel in by_triton for item in _add_triton(writer, kernel)]
 
 
 def bridge_folder() -> Path:
-    """Returns the folder of the bridge that C++ runs with. Raises NativeBuildError where it cannot be built."""
-    return provided_bridge() or build_bridge().folder
+    """Returns the folder of the bridge. Raises NativeBuildError where it cannot be built."""
+    return find_prebuilt_bridge() or build_bridge().folder
 
 
 def _add(writer: ArchiveWriter, library: Path) -> str:
@@ -92,9 +93,9 @@ def _add(writer: ArchiveWriter, library: Path) -> str:
     return entry
 
 
-def _add_triton(writer: ArchiveWriter, kernel: KernelText) -> list[dict[str, Any]]:
-    described = []
-    for binary in compiled_triton(kernel):
+def _add_triton(writer: ArchiveWriter, kernel: KernelText) -> list[dict[str, object]]:
+    described: list[dict[str, object]] = []
+    for binary in collect_triton_binaries(kernel):
         files = {}
         for name, content in binary.files.items():
             files[name] = f"{FOLDER}/{hashlib.sha256(content).hexdigest()}{Path(name).suffix}"
@@ -104,37 +105,37 @@ def _add_triton(writer: ArchiveWriter, kernel: KernelText) -> list[dict[str, Any
     return described
 
 
-def _variant_row(writer: ArchiveWriter, variant: TritonVariant | None) -> dict[str, Any] | None:
-    """Returns a variant as data; its code is in entries of the file."""
+def _variant_row(writer: ArchiveWriter, variant: TritonVariant | None) -> dict[str, object] | None:
+    """Returns a variant as JSON data; its code is in entries of the file."""
     if variant is None:
         return None
     row: dict[str, Any] = {name: getattr(variant, name) for name in ("name", "capability", "threads", "shared")}
-    row |= {name: getattr(variant, name).hex() for name in ("classes", "passed")}
+    row |= {name: getattr(variant, name).hex() for name in ("classes", "parameter_passing")}
     for name, content in (("cubin", variant.cubin), ("ptx", variant.ptx.encode())):
         row[name] = f"{FOLDER}/{hashlib.sha256(content).hexdigest()}.{name}"
         writer.add_bytes(row[name], content)
     return row
 
 
-# --- out of a file --------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
-def use_binaries(archive: Archive, program: Program, emitter: str) -> str:
-    """Makes what a file has compiled known to this process, as far as an emitter of its program needs it.
+def load_binaries(archive: Archive, program: Program, emitter: str) -> str:
+    """Registers the compiled code of a file that an emitter of its program needs.
 
-    Returns why nothing compiled can be used: it is for another machine or version, or not there; "" where all of it is.
-    Raises ArtifactError for an entry that is damaged.
+    Returns why it cannot be used: it is missing or for another machine or version; "" if all of it can be used. Raises
+    ArtifactError for a damaged entry.
     """
     described = archive.manifest.get("binaries", {})
     try:
-        put_back_triton(archive, described.get("triton", ()))
-        wanted = "programs" if emitter == "cpp" else "kernels"
-        symbols = {kernel.symbol for kernel in kernel_texts(program) if language_facts(kernel.language).linked}
+        install_triton_binaries(archive, described.get("triton", ()))
+        section = "programs" if emitter == "cpp" else "kernels"
+        symbols = {kernel.symbol for kernel in kernel_texts(program) if language_traits(kernel.language).links_into_cpp}
         if emitter != "cpp" and not symbols:
             return ""
-        if wanted not in described:
+        if section not in described:
             return f"the file has no compiled code for the emitter '{emitter}'"
-        reason = unusable(described["target"])
+        reason = incompatibility_reason(described["target"])
         if reason:
             return reason
         if emitter == "cpp":
@@ -144,40 +145,40 @@ def use_binaries(archive: Archive, program: Program, emitter: str) -> str:
         else:
             same = symbols <= set(described["kernels"]["symbols"])
         if not same:
-            return "the compiled code is of another text than this version of fxwrap emits"
-        return _use_libraries(archive, described, wanted)
+            return "this version of fxwrap emits another source than the compiled one"
+        return _load_libraries(archive, described, section)
     except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
         raise archive.error("manifest.json", f"it does not describe the binaries: {error!r}") from None
 
 
-def _use_libraries(archive: Archive, described: Mapping[str, Any], wanted: str) -> str:
-    items = described[wanted] if wanted == "programs" else [described[wanted]]
+def _load_libraries(archive: Archive, described: Mapping[str, Any], section: str) -> str:
+    items = described[section] if section == "programs" else [described[section]]
     bridge = {str(name): archive.read(str(entry)) for name, entry in described["bridge"].items()}
     libraries = [archive.read(str(item["entry"])) for item in items]
     if sorted(bridge) != sorted(BRIDGE_LIBRARIES):
         raise archive.error("manifest.json", f"it names the libraries {sorted(bridge)}, which are not the bridge's")
     try:
-        if not binding_is_loaded() and provided_bridge() is None:
-            provide_bridge(_on_disk(bridge))
-        paths = [_on_disk({"program.so": library}) / "program.so" for library in libraries]
+        if not binding_is_loaded() and find_prebuilt_bridge() is None:
+            register_prebuilt_bridge(_write_to_cache(bridge))
+        paths = [_write_to_cache({"program.so": library}) / "program.so" for library in libraries]
     except OSError as error:
         return f"compiled code cannot be written to a folder: {error.strerror}"
-    bridge_folder = provided_bridge()
+    bridge_folder = find_prebuilt_bridge()
     if bridge_folder is not None:
-        failure = _fails_to_load((str(bridge_folder / BRIDGE_LIBRARIES[0]), *map(str, paths)))
+        failure = _load_failure((str(bridge_folder / BRIDGE_LIBRARIES[0]), *map(str, paths)))
         if failure:
             return failure
     for item, path in zip(items, paths, strict=True):
-        if wanted == "programs":
-            provide_program(str(item["source"]), path)
+        if section == "programs":
+            register_prebuilt_program(str(item["source"]), path)
         else:
-            provide_kernels([str(symbol) for symbol in item["symbols"]], path)
+            register_prebuilt_kernels([str(symbol) for symbol in item["symbols"]], path)
     return ""
 
 
-@cache
-def _fails_to_load(libraries: Sequence[str]) -> str:
-    """Returns why libraries cannot be loaded here; a library that one of them needs may be missing."""
+@bounded_cache(256)
+def _load_failure(libraries: Sequence[str]) -> str:
+    """Returns why libraries cannot be loaded, e.g. a missing dependency, or ""."""
     try:
         for library in libraries:
             ctypes.CDLL(library)
@@ -186,19 +187,18 @@ def _fails_to_load(libraries: Sequence[str]) -> str:
     return ""
 
 
-def put_back_triton(archive: Archive, described: Iterable[Mapping[str, Any]]) -> None:
-    """Makes what Triton compiled known to this process, and puts it into Triton's cache.
+def install_triton_binaries(archive: Archive, described: Iterable[Mapping[str, Any]]) -> None:
+    """Registers Triton binaries and imports them into Triton's cache, if Triton is installed.
 
-    Where there is no Triton, or no room, it says so when it runs. Raises ArtifactError for an entry that is damaged,
-    KeyError, TypeError, ValueError or AttributeError for a manifest that is.
+    Raises ArtifactError for a damaged entry; KeyError, TypeError, ValueError or AttributeError for a damaged manifest.
     """
     for item in described:
-        read = cache(archive.read)  # a variant's code is among the files
+        read = cache(archive.read)  # a variant shares entries with the files
         files = {str(name): read(str(entry)) for name, entry in item["files"].items()}
         binary = TritonBinary(str(item["key"]), files, _variant(read, item["variant"]))
-        provide_triton(str(item["symbol"]), binary)
+        register_prebuilt_triton(str(item["symbol"]), binary)
         with suppress(FxwrapError, OSError):
-            put_back(binary)
+            install_triton_binary(binary)
 
 
 def _variant(read: Callable[[str], bytes], row: Mapping[str, Any] | None) -> TritonVariant | None:
@@ -207,25 +207,22 @@ def _variant(read: Callable[[str], bytes], row: Mapping[str, Any] | None) -> Tri
     return TritonVariant(
         str(row["name"]), read(str(row["cubin"])), read(str(row["ptx"])).decode(),
         int(row["capability"]), int(row["threads"]), int(row["shared"]),
-        bytes.fromhex(row["classes"]), bytes.fromhex(row["passed"]),
+        bytes.fromhex(row["classes"]), bytes.fromhex(row["parameter_passing"]),
     )  # fmt: skip
 
 
-def _on_disk(files: Mapping[str, bytes]) -> Path:
-    """Returns a folder with these files, named by their content; one that is there already is checked.
-
-    Raises OSError where none can be written.
-    """
+def _write_to_cache(files: Mapping[str, bytes]) -> Path:
+    """Returns a folder with these files, named by their content. Raises OSError where none can be written."""
     digest = hashlib.sha256(repr([(name, hashlib.sha256(files[name]).hexdigest()) for name in sorted(files)]).encode())
     name = digest.hexdigest()[:32]
     folder = cache_folder() / "loaded" / name
-    there = folder.is_dir()
+    existed = folder.is_dir()
     try:
-        found = _folder_with(folder, files)
-        mark_used(found)
-        if not there:
-            limit_cache()
-        return found
+        _folder_with(folder, files)
+        mark_used(folder)
+        if not existed:
+            evict_cache()
+        return folder
     except OSError:
         return _folder_with(Path(tempfile.mkdtemp(prefix="fxwrap-")) / name, files)  # a cache folder that is read-only
 

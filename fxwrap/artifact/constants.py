@@ -1,4 +1,4 @@
-"""The constants of a program in a file: their memory once, however many share it, and each as a window on it."""
+"""The constants of a program in a file: each storage once, and each constant as a view of one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.artifact.tensor_file import (
     SAFETENSORS_DTYPES,
-    Described,
+    TensorEntry,
     TensorFileError,
     header_bytes,
     header_size,
-    memory_of,
     parse_header,
+    tensor_bytes,
 )
 from fxwrap.errors import ArtifactError
 from fxwrap.wrapper_ir import DTYPE_NAMES, DTYPES, Program
@@ -27,21 +27,20 @@ from fxwrap.wrapper_ir import DTYPE_NAMES, DTYPES, Program
 ENTRY = "constants.safetensors"
 
 _ALIGNMENT = 64
-"""Where constants share memory, the file has it from an address on that is a multiple of this, so that what was aligned
-to as much is so again."""
+"""Alignment in bytes of shared storages in the file, which preserves the alignment of their views."""
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory that one or several constants are windows on: its name in the file and its bytes."""
+class SavedStorage:
+    """The storage of one or several constants: its name in the file and its size in bytes."""
 
     key: str
     size: int
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """A constant: which memory, the byte of it at which it starts, and how it is laid out there, in elements."""
+class SavedView:
+    """A constant: the key of its storage, its start in bytes, and sizes and strides in elements."""
 
     name: str
     key: str
@@ -52,12 +51,12 @@ class Window:
 
     @property
     def end(self) -> int:
-        """The byte of the memory after the last one that it touches."""
-        return self.start + _span(self.sizes, self.strides, self.dtype)
+        """The first byte after the view."""
+        return self.start + _byte_extent(self.sizes, self.strides, self.dtype)
 
     @property
     def is_dense(self) -> bool:
-        """Whether it has its elements in row-major order, without gaps."""
+        """Whether it is dense in row-major order."""
         step = 1
         for size, stride in zip(reversed(self.sizes), reversed(self.strides)):
             if size != 1 and stride != step:
@@ -68,60 +67,66 @@ class Window:
 
 @dataclass(frozen=True)
 class ConstantLayout:
-    """How the constants of a program lie in memory."""
+    """The memory layout of a program's constants."""
 
-    memories: tuple[Memory, ...] = ()
-    windows: tuple[Window, ...] = ()
+    storages: tuple[SavedStorage, ...] = ()
+    views: tuple[SavedView, ...] = ()
 
-    def sharing(self) -> dict[str, list[Window]]:
-        """Returns the windows on each memory, by its name."""
-        found: dict[str, list[Window]] = {memory.key: [] for memory in self.memories}
-        for window in self.windows:
-            found[window.key].append(window)
-        return found
+    def views_by_storage(self) -> dict[str, list[SavedView]]:
+        """Returns the views of each storage, by its key."""
+        groups: dict[str, list[SavedView]] = {memory.key: [] for memory in self.storages}
+        for view in self.views:
+            groups[view.key].append(view)
+        return groups
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the layout as the manifest has it."""
+    def to_json(self) -> dict[str, object]:
+        """Returns the layout as JSON data."""
         return {
-            "memory": {memory.key: memory.size for memory in self.memories},
+            "memory": {memory.key: memory.size for memory in self.storages},
             "windows": [
                 {
-                    "name": window.name,
-                    "memory": window.key,
-                    "start": window.start,
-                    "dtype": DTYPE_NAMES[window.dtype],
-                    "sizes": list(window.sizes),
-                    "strides": list(window.strides),
+                    "name": view.name,
+                    "memory": view.key,
+                    "start": view.start,
+                    "dtype": DTYPE_NAMES[view.dtype],
+                    "sizes": list(view.sizes),
+                    "strides": list(view.strides),
                 }
-                for window in self.windows
+                for view in self.views
             ],
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> ConstantLayout:
-        """Returns the layout that a manifest says. Raises KeyError, TypeError or ValueError for one that is none."""
-        memories = tuple([Memory(str(key), _whole(size)) for key, size in found["memory"].items()])
-        windows = tuple([
-            Window(
-                str(item["name"]), str(item["memory"]), _whole(item["start"]), DTYPES[item["dtype"]],
-                tuple([_whole(size) for size in item["sizes"]]), tuple([_whole(step) for step in item["strides"]]),
-            )
-            for item in found["windows"]
-        ])  # fmt: skip
-        sizes = {memory.key: memory.size for memory in memories}
-        for window in windows:
-            if window.end > sizes[window.key] or window.start % window.dtype.itemsize:
-                raise ValueError(f"constant '{window.name}' does not lie in its memory")
-        return cls(memories, windows)
+    def from_json(cls, data: Mapping[str, Any]) -> ConstantLayout:
+        """Returns the layout in a manifest. Raises KeyError, TypeError or ValueError for invalid data."""
+        storages = tuple([SavedStorage(str(key), _parse_size(size)) for key, size in data["memory"].items()])
+        views = tuple(
+            [
+                SavedView(
+                    str(item["name"]),
+                    str(item["memory"]),
+                    _parse_size(item["start"]),
+                    DTYPES[item["dtype"]],
+                    tuple([_parse_size(size) for size in item["sizes"]]),
+                    tuple([_parse_size(step) for step in item["strides"]]),
+                )
+                for item in data["windows"]
+            ]
+        )
+        sizes = {memory.key: memory.size for memory in storages}
+        for view in views:
+            if view.end > sizes[view.key] or view.start % view.dtype.itemsize:
+                raise ValueError(f"constant '{view.name}' is not inside its storage")
+        return cls(storages, views)
 
 
-def _whole(number: Any) -> int:
+def _parse_size(number: object) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is no size")
+        raise ValueError(f"{number!r} is not a size")
     return number
 
 
-def _span(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
+def _byte_extent(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
     if 0 in sizes:
         return 0
     return (1 + sum([(size - 1) * stride for size, stride in zip(sizes, strides)])) * dtype.itemsize
@@ -154,50 +159,50 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> ConstantLayout:
     for name, tensor in tensors.items():
         address = tensor.untyped_storage().data_ptr()
         groups.setdefault((tensor.device, address or -len(groups) - 1), []).append(name)
-    memories, windows = [], {}
+    storages, views = [], {}
     for names in groups.values():
-        memory, found = _group([(name, tensors[name]) for name in names])
-        memories.append(memory)
-        windows.update({window.name: window for window in found})
+        memory, group = _group([(name, tensors[name]) for name in names])
+        storages.append(memory)
+        views.update({view.name: view for view in group})
     # What has a length that is no multiple of the alignment comes last, so that all before it is aligned in the file.
-    memories.sort(key=lambda memory: memory.size % _ALIGNMENT != 0)
-    return ConstantLayout(tuple(memories), tuple([windows[name] for name in tensors]))
+    storages.sort(key=lambda memory: memory.size % _ALIGNMENT != 0)
+    return ConstantLayout(tuple(storages), tuple([views[name] for name in tensors]))
 
 
 def declared_layout(program: Program) -> ConstantLayout:
     """Returns how constants lie in memory that nobody has: as their types say, each in memory of its own."""
-    memories, windows = [], []
+    storages, views = [], []
     for constant in program.constants:
         name, type_ = constant.value.name, constant.value.tensor_type
         sizes, strides = tuple(map(int, type_.sizes)), tuple(map(int, type_.strides))
-        window = Window(name, name, 0, type_.dtype, sizes, strides)
-        windows.append(window)
-        memories.append(Memory(name, window.end))
-    return ConstantLayout(tuple(memories), tuple(windows))
+        view = SavedView(name, name, 0, type_.dtype, sizes, strides)
+        views.append(view)
+        storages.append(SavedStorage(name, view.end))
+    return ConstantLayout(tuple(storages), tuple(views))
 
 
-def _group(members: Sequence[tuple[str, torch.Tensor]]) -> tuple[Memory, list[Window]]:
+def _group(members: Sequence[tuple[str, torch.Tensor]]) -> tuple[SavedStorage, list[SavedView]]:
     starts = {name: int(tensor.storage_offset()) * tensor.element_size() for name, tensor in members}
     first = min(starts.values())
     if len(members) > 1:
         first -= first % _ALIGNMENT
-    windows = [
-        Window(name, "", starts[name] - first, tensor.dtype, tuple(map(int, tensor.shape)), tensor.stride())
+    views = [
+        SavedView(name, "", starts[name] - first, tensor.dtype, tuple(map(int, tensor.shape)), tensor.stride())
         for name, tensor in members
     ]
-    size = max(window.end for window in windows)
-    whole = [item.name for item in windows
+    size = max(view.end for view in views)
+    whole = [item.name for item in views
              if item.is_dense and (item.start, item.end) == (0, size) and item.dtype in SAFETENSORS_DTYPES]  # fmt: skip
-    key = whole[0] if whole else f"{windows[0].name}.memory"
-    placed = [Window(item.name, key, item.start, item.dtype, item.sizes, item.strides) for item in windows]
-    return Memory(key, size), placed
+    key = whole[0] if whole else f"{views[0].name}.memory"
+    placed = [SavedView(item.name, key, item.start, item.dtype, item.sizes, item.strides) for item in views]
+    return SavedStorage(key, size), placed
 
 
 def write_constants(writer: ArchiveWriter, layout: ConstantLayout, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Adds the memory of constants as an entry in the safetensors format, one piece of memory at a time."""
-    described, sharing = [], layout.sharing()
-    for memory in layout.memories:
-        named = next((window for window in sharing[memory.key] if window.name == memory.key), None)
+    """Adds the constants' storages as an entry in the safetensors format."""
+    described, views_by_storage = [], layout.views_by_storage()
+    for memory in layout.storages:
+        named = next((view for view in views_by_storage[memory.key] if view.name == memory.key), None)
         described.append(
             (memory.key, torch.uint8, (memory.size,)) if named is None else (memory.key, named.dtype, named.sizes)
         )
@@ -205,19 +210,22 @@ def write_constants(writer: ArchiveWriter, layout: ConstantLayout, tensors: Mapp
 
     def parts() -> Iterator[bytes | memoryview]:
         yield header
-        for memory in layout.memories:
-            window = sharing[memory.key][0]
-            content = _bytes_of(tensors[window.name], window, memory.size)
-            yield memory_of(content)
+        for memory in layout.storages:
+            view = views_by_storage[memory.key][0]
+            content = _bytes_of(tensors[view.name], view, memory.size)
+            yield tensor_bytes(content)
 
-    writer.add(ENTRY, parts(), len(header) + sum(memory.size for memory in layout.memories))
+    writer.add(ENTRY, parts(), len(header) + sum(memory.size for memory in layout.storages))
 
 
-def _bytes_of(tensor: torch.Tensor, window: Window, size: int) -> torch.Tensor:
-    """Returns memory as a tensor of bytes on the CPU; `window` says where `tensor` lies in it."""
-    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    start = tensor.storage_offset() * tensor.element_size() - window.start
-    return made.set_(tensor.untyped_storage(), start, (size,), (1,)).cpu()
+def _bytes_of(tensor: torch.Tensor, view: SavedView, size: int) -> torch.Tensor:
+    """Returns the storage of `tensor` as bytes on the CPU; `view` is the tensor's view of it."""
+    start = tensor.storage_offset() * tensor.element_size() - view.start
+    return (
+        torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        .set_(tensor.untyped_storage(), start, (size,), (1,))
+        .cpu()
+    )
 
 
 # --- to tensors -----------------------------------------------------------------------------------------------------
@@ -226,10 +234,10 @@ def _bytes_of(tensor: torch.Tensor, window: Window, size: int) -> torch.Tensor:
 def read_constants(
     archive: Archive, layout: ConstantLayout, devices: Mapping[str, torch.device], mapped: bool
 ) -> dict[str, torch.Tensor]:
-    """Returns the constants of a file by name, each on its device, sharing memory as they did.
+    """Returns the constants of a file by name, each on its device, with the saved sharing of memory.
 
-    With `mapped` their memory is the file's, where it is aligned; writes into it stay in this process. Raises
-    ArtifactError for an entry that is damaged, or that has other memory than the layout.
+    With `mapped`, aligned storages are private mappings of the file. Raises ArtifactError for a damaged entry and one
+    that does not match the layout.
     """
     size = archive.size(ENTRY)
     try:
@@ -238,61 +246,61 @@ def read_constants(
         described = parse_header(header, size)
     except TensorFileError as error:
         raise archive.error(ENTRY, str(error)) from None
-    if {key: item.end - item.start for key, item in described.items()} != {m.key: m.size for m in layout.memories}:
-        raise archive.error(ENTRY, "it has other tensors than the manifest")
+    if {key: item.end - item.start for key, item in described.items()} != {m.key: m.size for m in layout.storages}:
+        raise archive.error(ENTRY, "its tensors are not those of the manifest")
     checked, memory = _mapped(archive, described, length) if mapped else _read(archive, described, length)
     if checked != header:
-        raise archive.error(ENTRY, "it changed while it was read", "Load it again when nobody writes it")
-    return windows_on(layout, memory, devices)
+        raise archive.error(ENTRY, "it changed while it was read", "Load it again when no process writes it")
+    return make_views(layout, memory, devices)
 
 
 _Contents = tuple[bytes, dict[str, torch.Tensor]]
 
 
-def _read(archive: Archive, described: Mapping[str, Described], length: int) -> _Contents:
-    """Returns the table of the file's tensors, of this length, and memory of its own for each of them."""
+def _read(archive: Archive, described: Mapping[str, TensorEntry], length: int) -> _Contents:
+    """Returns the header of this length and the tensors' content in new memory."""
     header = bytearray(length)
     memory = {key: torch.empty(item.end - item.start, dtype=torch.uint8) for key, item in described.items()}
-    archive.read_into(ENTRY, (header, *[memory_of(content) for content in memory.values()]))
+    archive.read_into(ENTRY, (header, *[tensor_bytes(content) for content in memory.values()]))
     return bytes(header), memory
 
 
-def _mapped(archive: Archive, described: Mapping[str, Described], length: int) -> _Contents:
-    """Returns the table of the file's tensors, of this length, and for each of them memory that is the file's."""
+def _mapped(archive: Archive, described: Mapping[str, TensorEntry], length: int) -> _Contents:
+    """Returns the header of this length and the tensors' content as mappings of the file."""
     try:
         whole, first = archive.mapped(ENTRY)
-    except OSError:  # the file is where nothing can be mapped
+    except OSError:  # the file system has no mappings
         return _read(archive, described, length)
 
-    def part(item: Described) -> torch.Tensor:
+    def part(item: TensorEntry) -> torch.Tensor:
         size, start = item.end - item.start, first + length + item.start
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
-        found = torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=start)
-        return found if start % _ALIGNMENT == 0 else found.clone()
+        content = torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=start)
+        return content if start % _ALIGNMENT == 0 else content.clone()
 
     return whole[first : first + length], {key: part(item) for key, item in described.items()}
 
 
-def windows_on(
+def make_views(
     layout: ConstantLayout, memory: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]
 ) -> dict[str, torch.Tensor]:
-    """Returns constants as windows on memory, which is moved to the device of those that share it."""
-    moved = {key: memory[key].to(devices[group[0].name]) for key, group in layout.sharing().items() if group}
+    """Returns constants as views of their storages, which move to the constants' device."""
+    moved = {key: memory[key].to(devices[group[0].name]) for key, group in layout.views_by_storage().items() if group}
     return {
-        window.name: torch.empty(0, dtype=window.dtype, device=moved[window.key].device).set_(
-            moved[window.key].untyped_storage(), window.start // window.dtype.itemsize, window.sizes, window.strides
+        view.name: torch.empty(0, dtype=view.dtype, device=moved[view.key].device).set_(
+            moved[view.key].untyped_storage(), view.start // view.dtype.itemsize, view.sizes, view.strides
         )
-        for window in layout.windows
+        for view in layout.views
     }
 
 
 def read_tensor_file(path: str, mapped: bool = True) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a safetensors file, on the CPU. Raises ArtifactError for what is none.
+    """Returns the CPU tensors of a safetensors file. Raises ArtifactError for an invalid file.
 
-    With `mapped` their memory is the file's, where their elements are aligned; writes into it stay in this process.
+    With `mapped`, aligned tensors are private mappings of the file.
     """
-    remedy = "Give a file in the safetensors format"
+    remedy = "Pass a file in the safetensors format"
     try:
         with open(path, "rb") as file:
             content = _content(file, mapped)
@@ -307,20 +315,20 @@ def read_tensor_file(path: str, mapped: bool = True) -> dict[str, torch.Tensor]:
 
 
 def _content(file: IO[bytes], mapped: bool) -> mmap.mmap | bytearray:
-    """Returns what a file holds, as memory that may be written to."""
+    """Returns the content of a file as writable memory."""
     size = os.fstat(file.fileno()).st_size
     if mapped and size:
-        with suppress(OSError):  # where nothing can be mapped
+        with suppress(OSError):  # the file system has no mappings
             return mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     content = bytearray(size)
     return content if file.readinto(content) == size else bytearray()  # type: ignore[attr-defined]
 
 
-def _tensor(content: mmap.mmap | bytearray, start: int, item: Described) -> torch.Tensor:
-    """Returns the tensor at a byte of a file, without a copy where its elements are aligned in memory."""
+def _tensor(content: mmap.mmap | bytearray, start: int, item: TensorEntry) -> torch.Tensor:
+    """Returns the tensor at an offset in a file, without a copy if it is aligned."""
     if item.start == item.end:
         return torch.empty(item.sizes, dtype=item.dtype)
-    found = torch.frombuffer(content, dtype=torch.uint8, count=item.end - item.start, offset=start)
-    if found.data_ptr() % item.dtype.itemsize:
-        found = found.clone()
-    return found.view(item.dtype).reshape(item.sizes)
+    data = torch.frombuffer(content, dtype=torch.uint8, count=item.end - item.start, offset=start)
+    if data.data_ptr() % item.dtype.itemsize:
+        data = data.clone()
+    return data.view(item.dtype).reshape(item.sizes)

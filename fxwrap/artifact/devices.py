@@ -1,4 +1,4 @@
-"""A program moved to other devices of the same type: every type, literal, name and effect that says a device."""
+"""Moves a program to other devices of the same type, in all types, literals, names and effects."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from typing import Any
 
 import torch
 
-from fxwrap.device_registry import registered_spec
-from fxwrap.lines import EnterDevice, ExchangeState, ExitDevice, RecordEvent, RestoreState, SaveState, WaitEvent
+from fxwrap.devices import registered_spec
+from fxwrap.lines import (
+    EnterDevice,
+    ExchangeRngState,
+    ExitDevice,
+    RecordEvent,
+    RestoreRngState,
+    SaveRngState,
+    WaitEvent,
+)
 from fxwrap.wrapper_ir import (
     Block,
-    Constant,
     Input,
     LineBase,
     ListType,
     OptionalType,
     Program,
+    ProgramConstant,
     Tag,
     TensorType,
     Type,
@@ -28,30 +36,38 @@ from fxwrap.wrapper_ir import (
 
 Devices = Mapping[torch.device, torch.device]
 
-_BY_NAME = (EnterDevice, ExitDevice, RecordEvent, WaitEvent, SaveState, RestoreState, ExchangeState)
-"""The lines that say a device by its name."""
+_LINES_WITH_DEVICE_NAME = (
+    EnterDevice,
+    ExitDevice,
+    RecordEvent,
+    WaitEvent,
+    SaveRngState,
+    RestoreRngState,
+    ExchangeRngState,
+)
+"""Lines with a device name."""
 
 
 def program_devices(program: Program) -> list[torch.device]:
     """Returns the devices of a program's tensors, in order of appearance."""
-    found: dict[torch.device, None] = {}
+    devices: dict[torch.device, None] = {}
 
-    def note(leaf: Any) -> Any:
+    def note(leaf: object) -> object:
         if isinstance(leaf, Value) and isinstance(leaf.type, TensorType):
-            found.setdefault(leaf.type.device)
+            devices.setdefault(leaf.type.device)
         return leaf
 
     for value in (*[item.value for item in program.inputs], *[item.value for item in program.constants]):
         note(value)
     for line in program.lines():
         map_line(line, note)
-    return list(found)
+    return list(devices)
 
 
 def device_map(present: list[torch.device], wanted: Any) -> dict[torch.device, torch.device]:
-    """Returns where each device of a program goes: `wanted` is a device, or a mapping of devices.
+    """Returns the new device of each device of a program; `wanted` is a device, or a mapping of devices.
 
-    Raises ValueError, with the reason, for what has no meaning: kernels are for one type of device.
+    Raises ValueError with the reason for an invalid mapping: kernels are for one device type.
     """
     if wanted is None:
         return {}
@@ -61,7 +77,7 @@ def device_map(present: list[torch.device], wanted: Any) -> dict[torch.device, t
         new = torch.device(wanted)
         same = [device for device in present if device.type == new.type]
         if len(same) > 1:
-            raise ValueError(f"it uses {', '.join(map(str, same))}, so say which goes where: a mapping of devices")
+            raise ValueError(f"it uses {', '.join(map(str, same))}, so pass a mapping of devices")
         if not same:
             raise ValueError(f"it was compiled for {', '.join(map(str, present)) or 'no device'}, not for {new.type}")
         pairs = {same[0]: new}
@@ -71,20 +87,20 @@ def device_map(present: list[torch.device], wanted: Any) -> dict[torch.device, t
         if old.type != new.type:
             raise ValueError(f"its kernels for {old.type} do not run on {new.type}")
         spec = registered_spec(new.type)
-        if (spec is None or spec.indexed) and new.index is None:
-            raise ValueError(f"'{new}' does not say which device; say '{new}:0'")
+        if (spec is None or spec.supports_multiple_devices) and new.index is None:
+            raise ValueError(f"'{new}' has no index; use '{new}:0'")
     return {old: new for old, new in pairs.items() if old != new}
 
 
-def moved(program: Program, devices: Devices) -> Program:
-    """Returns the program with each of these devices replaced by another; payloads of constants stay as they are."""
+def move_program(program: Program, devices: Devices) -> Program:
+    """Returns the program with devices replaced; payloads of constants do not move."""
     if not devices:
         return program
     inputs = tuple([
         Input(_value(item.value, devices), item.ownership) if isinstance(item.value, Value) else item
         for item in program.inputs
     ])  # fmt: skip
-    constants = tuple([Constant(_value(item.value, devices), item.mutable) for item in program.constants])
+    constants = tuple([ProgramConstant(_value(item.value, devices), item.mutable) for item in program.constants])
     functions = tuple([(name, _block(block, devices)) for name, block in program.functions])
     names = {str(old): str(new) for old, new in devices.items()}
     header = tuple([(key, ", ".join([names.get(part, part) for part in text.split(", ")]))
@@ -100,13 +116,13 @@ def _block(block: Block, devices: Devices) -> Block:
 
 def _line(line: LineBase, devices: Devices) -> LineBase:
     changed: LineBase = map_line(line, partial(_leaf, devices=devices))
-    if isinstance(changed, _BY_NAME):
+    if isinstance(changed, _LINES_WITH_DEVICE_NAME):
         name = str(devices.get(torch.device(changed.device), changed.device))
         return changed if name == changed.device else dataclasses.replace(changed, device=name)
     return changed
 
 
-def _leaf(leaf: Any, devices: Devices) -> Any:
+def _leaf(leaf: object, devices: Devices) -> object:
     match leaf:
         case Value():
             return _value(leaf, devices)

@@ -1,4 +1,4 @@
-"""A program that was loaded from a file: it runs as what was saved did."""
+"""A program loaded from a file."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fxwrap.artifact.constant_binding import bind_constants, check_constants, match_constant_names, overwrite
 from fxwrap.artifact.constants import ConstantLayout, read_tensor_file
-from fxwrap.artifact.given import by_program_names, check_given, laid_out, overwrite
 from fxwrap.artifact.saving import save_program
-from fxwrap.converters.emitted import Boxed, Emitted, Flat
+from fxwrap.converters.emission import emit, explain_out_of_memory
+from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
-from fxwrap.emission import emit, explained
 from fxwrap.errors import ArtifactError
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.wrapper_ir import ConstantStore, Program, program_key
 
 
 def _graph(program: Program) -> EmittedGraph:
-    """Returns a program as a graph, which loads none of torch's tracing unless it must."""
+    """Returns a program as a graph, without importing torch's tracing if possible."""
     try:
-        return to_fx(program, tracing=False)
-    except (RuntimeError, ArithmeticError, ValueError):  # the examples of numbers do not go together
+        return to_fx(program, fake_metadata=False)
+    except (RuntimeError, ArithmeticError, ValueError):  # the example sizes are inconsistent
         return to_fx(program)
 
 
-def describe(graph_module: GraphModule, described: GraphModule) -> None:
-    """Gives each node the `meta["val"]` that it has in another emission of the same program."""
-    for node, other in zip(graph_module.graph.nodes, described.graph.nodes, strict=True):
+def copy_metadata(graph_module: GraphModule, source: GraphModule) -> None:
+    """Copies `meta["val"]` of each node from another emission of the same program."""
+    for node, other in zip(graph_module.graph.nodes, source.graph.nodes, strict=True):
         if "val" in other.meta:
             node.meta["val"] = other.meta["val"]
     for name, child in graph_module.named_children():
         if isinstance(child, GraphModule):
-            describe(child, getattr(described, name))
+            copy_metadata(child, getattr(source, name))
 
 
-class Loaded:
+class LoadedProgram:
     """A program from a file. Call it with the flat inputs; it returns the tuple of flat outputs.
 
-    It has what `Compiled` has: `flat`, `boxed`, `program`, `source`, `graph_module`, `plan`, `key`, `save`. `emitter`
-    is the form that it runs in, `metadata` what the file says of itself: versions, inputs, ranges of symbols, devices,
-    options. `rebuilt` says why compiled code in the file is not used, "" where it is.
+    It has the attributes of `Compiled`: `flat`, `boxed`, `program`, `source`, `graph_module`, `plan`, `key`, `save`.
+    `emitter` is the emitter that runs it, `metadata` the file's manifest: versions, inputs, symbols, devices, options.
+    `recompile_reason` tells why compiled code in the file is not used, "" if it is.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class Loaded:
         layout: ConstantLayout,
         metadata: Mapping[str, Any],
         plan: MemoryPlan | None = None,
-        rebuilt: str = "",
+        recompile_reason: str = "",
     ) -> None:
         self.path = path
         self.emitter = emitter
         self.metadata = metadata
         self.plan = plan
-        self.rebuilt = rebuilt
+        self.recompile_reason = recompile_reason
         self._layout = layout
         self._program = program
-        self._emitted: Emitted | None = None
+        self._emitted: EmittedProgram | None = None
         self._lock = threading.Lock()
 
     @property
     def program(self) -> Program:
-        """The program that runs."""
+        """The program."""
         return self._program
 
     @property
-    def emitted(self) -> Emitted:
-        """The program in the form that runs. Raises ArtifactError while constants are missing."""
+    def emitted(self) -> EmittedProgram:
+        """The emitted program. Raises ArtifactError while constants are missing."""
         with self._lock:
             if self._emitted is None:
                 self._require_constants()
@@ -87,39 +87,39 @@ class Loaded:
 
     @property
     def source(self) -> str:
-        """The text of the form that runs."""
+        """The emitted text."""
         return self.emitted.source
 
     @cached_property
-    def boxed(self) -> Boxed:
-        """The boxed entry: it takes the inputs in a list, which it empties."""
-        return explained(self.emitted.boxed, self.plan, self._program)
+    def boxed(self) -> BoxedCallable:
+        """The boxed entry: it takes a list of inputs, which it empties."""
+        return explain_out_of_memory(self.emitted.boxed, self.plan, self._program)
 
     @cached_property
-    def flat(self) -> Flat:
+    def flat(self) -> FlatCallable:
         """The flat entry, without the call through this object."""
-        return explained(self.emitted.flat, self.plan, self._program)
+        return explain_out_of_memory(self.emitted.flat, self.plan, self._program)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: object) -> object:
         return self.flat(*inputs)
 
     @cached_property
     def graph_module(self) -> GraphModule:
-        """The program as an FX graph: what runs with the emitter "fx", made here on first use for the others.
+        """The program as an FX graph, emitted on first use; the emitter "fx" runs it.
 
-        It may be rewritten until the first call. The fake tensors in its metadata are made here too: torch imports its
-        tracing for that.
+        It may be rewritten until the first call. The first use also creates the fake tensors of its metadata, for which
+        torch imports its tracing.
         """
         self._require_constants()
         whole, emitted = to_fx(self._program), self.emitted
         if not isinstance(emitted, EmittedGraph):
             return whole.graph_module
-        describe(emitted.graph_module, whole.graph_module)
+        copy_metadata(emitted.graph_module, whole.graph_module)
         return emitted.graph_module
 
     @property
     def key(self) -> str:
-        """A hash, equal to that of what was saved."""
+        """The same hash as that of the saved program."""
         return program_key(self._program, self.metadata["options"])
 
     def save(self, path: str | Path, *, constants: bool = True) -> None:
@@ -136,48 +136,48 @@ class Loaded:
     def load_constants(
         self, constants: Mapping[str, torch.Tensor] | str | Path, *, strict: bool = True, mmap: bool = True
     ) -> None:
-        """Gives the program its constants: a mapping, or the path of a safetensors file.
+        """Binds the constants: a mapping, or the path of a safetensors file.
 
         Args:
-            constants: a tensor for each constant, by the program's name for it (`program.constants`) or the model's
-                ("layers.0.weight"). One that is laid out as the program wants it, on its device, is not copied: later
-                writes into it are seen. Constants that share memory may be given by the one that is all of it.
-            strict: whether tensors that the program has no constant for are an error; else they are left out.
-            mmap: whether the tensors of a safetensors file are the file's own memory, as `fxwrap.load` has it.
+            constants: a tensor per constant, by its name in the program (`program.constants`) or in the model
+                ("layers.0.weight"). Tensors with the program's layout and device are not copied: later writes into them
+                take effect. For constants that share memory, the one that covers all of it suffices.
+            strict: raise for unexpected tensors instead of ignoring them.
+            mmap: map a safetensors file into memory, as `fxwrap.load` does.
 
-        Entries taken before (`flat`, `boxed`) keep the constants that they had. Raises ArtifactError that names what is
-        missing, surplus, or of another dtype or size; the constants then stay as they were.
+        Previous entries (`flat`, `boxed`) keep their constants. Raises ArtifactError with all missing and unexpected
+        constants and those of another dtype or size; nothing is bound then.
         """
-        given, surplus = self._named(constants, mmap)
-        check_given(self._layout, given, surplus if strict else (), self._refuse, all_of_them=True)
-        tensors = laid_out(self._layout, given, self._devices(), self._refuse)
+        tensors, unexpected = self._named(constants, mmap)
+        check_constants(self._layout, tensors, unexpected if strict else (), self._error, require_all=True)
+        bound = bind_constants(self._layout, tensors, self._devices(), self._error)
         with self._lock:
-            self._program = self._program.replace(store=ConstantStore(tensors))
+            self._program = self._program.replace(store=ConstantStore(bound))
             self._emitted = None
             for name in ("boxed", "flat", "graph_module"):
                 self.__dict__.pop(name, None)
 
     def update_constants(self, constants: Mapping[str, torch.Tensor] | str | Path) -> None:
-        """Writes new numbers into some constants, in place: all that runs sees them from its next call on.
+        """Updates some constants in place; all entries use the new values from their next call on.
 
-        Named as for `load_constants`. No call may run meanwhile. Raises ArtifactError for what does not fit, and writes
-        nothing then.
+        Named as for `load_constants`. No call may be in progress. Raises ArtifactError for tensors that do not fit, and
+        writes nothing then.
         """
         self._require_constants()
-        given, surplus = self._named(constants)
-        check_given(self._layout, given, surplus, self._refuse, all_of_them=False)
-        overwrite(self._program.store.tensors, given)
+        tensors, unexpected = self._named(constants)
+        check_constants(self._layout, tensors, unexpected, self._error, require_all=False)
+        overwrite(self._program.store.tensors, tensors)
 
     def _named(
         self, constants: Mapping[str, torch.Tensor] | str | Path, mmap: bool = True
     ) -> tuple[dict[str, torch.Tensor], list[str]]:
-        found = read_tensor_file(str(constants), mmap) if isinstance(constants, str | Path) else constants
-        return by_program_names(found, [window.name for window in self._layout.windows], self._refuse)
+        tensors = read_tensor_file(str(constants), mmap) if isinstance(constants, str | Path) else constants
+        return match_constant_names(tensors, [window.name for window in self._layout.views], self._error)
 
     def _devices(self) -> dict[str, torch.device]:
         return {item.value.name: item.value.tensor_type.device for item in self._program.constants}
 
-    def _refuse(self, reason: str, remedy: str) -> ArtifactError:
+    def _error(self, reason: str, remedy: str) -> ArtifactError:
         return ArtifactError(self.path, "", reason, remedy)
 
     def _require_constants(self) -> None:
@@ -185,6 +185,6 @@ class Loaded:
                    if item.value.name not in self._program.store.tensors]  # fmt: skip
         if missing:
             names = ", ".join([repr(name) for name in missing[:8]]) + (", ..." if len(missing) > 8 else "")
-            raise self._refuse(
-                f"it was saved without its {len(missing)} constants ({names})", "Give them by load_constants first"
+            raise self._error(
+                f"it was saved without its {len(missing)} constants ({names})", "Bind them with load_constants first"
             )

@@ -1,11 +1,11 @@
-"""Programs into files."""
+"""Saves programs."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
@@ -14,14 +14,14 @@ from fxwrap.artifact.archive import ArchiveWriter, write_file
 from fxwrap.artifact.binaries import write_binaries
 from fxwrap.artifact.constants import check_savable, declared_layout, layout_of, write_constants
 from fxwrap.artifact.devices import program_devices
-from fxwrap.artifact.parts import check_kernels, write_program
+from fxwrap.artifact.environment import package_versions
+from fxwrap.artifact.program_text import check_kernels, write_program
 from fxwrap.converters.fx import to_fx
-from fxwrap.environment import package_versions
 from fxwrap.errors import FxwrapError
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import graph_python_code
-from fxwrap.wrapper_ir import Program, print_type, program_key, symbol_infos
+from fxwrap.wrapper_ir import Program, Value, print_type, program_key, symbol_infos
 
 PLAN = "memory_plan.json"
 GRAPH = "graph.py"
@@ -37,15 +37,15 @@ def save_program(
     plan: MemoryPlan | None = None,
     constants: bool = True,
 ) -> None:
-    """Saves a program, the emitter that runs it when it is loaded, and compiled code for these emitters.
+    """Saves a program with its default emitter and compiled code for `emitters`.
 
-    Raises ArtifactError for what cannot be saved and where nothing can be written, NativeBuildError where C++ does not
-    compile. What was at `path` stays then.
+    Raises ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
+    The previous file then remains.
     """
-    place = Path(path)
-    check_kernels(program, str(place))
+    target = Path(path)
+    check_kernels(program, str(target))
     if constants or program.store.tensors:
-        check_savable(program, str(place))
+        check_savable(program, str(target))
     graph = _graph_text(program)
 
     def write(file: IO[bytes]) -> None:
@@ -70,42 +70,42 @@ def save_program(
             "binaries": write_binaries(writer, program, emitters),
         })  # fmt: skip
 
-    write_file(place, write)
+    write_file(target, write)
 
 
 def _graph_text(program: Program) -> str:
-    """Returns the FX graph as code, to be read; loading makes the graph from the program. "" where there is none."""
+    """Returns the code of the FX graph, for readers: loading does not use it. "" without an FX form."""
     if any(item.value.name not in program.store.tensors for item in program.constants):
         return ""
     try:
-        whole = to_fx(program).graph_module
-    except (FxwrapError, LookupError):  # a line without a form, an operator that nobody has registered
+        graph_module = to_fx(program).graph_module
+    except (FxwrapError, LookupError):  # a line without an FX form, an unregistered operator
         return ""
-    graphs = {name: module for name, module in whole.named_modules() if isinstance(module, GraphModule)}
+    graphs = {name: module for name, module in graph_module.named_modules() if isinstance(module, GraphModule)}
     return "\n".join([
         (f"# {name}\n" if name else "") + graph_python_code(module.graph, CodeGen()).src
         for name, module in graphs.items()
     ])  # fmt: skip
 
 
-def _metadata(program: Program, emitter: str, options: str) -> dict[str, Any]:
+def _metadata(program: Program, emitter: str, options: str) -> dict[str, object]:
     return {
         "name": program.name,
         "key": program_key(program, options),
         "emitter": emitter,
         "options": options,
-        "made_by": {**package_versions(), "python": platform.python_version()},
+        "written_by": {**package_versions(), "python": platform.python_version()},
         "devices": [str(device) for device in program_devices(program)],
         "inputs": [_input(item.value, item.ownership.value) for item in program.inputs],
         "symbols": {name: _symbol(info) for name, info in symbol_infos(program).items()},
     }
 
 
-def _input(value: Any, ownership: str) -> Mapping[str, Any]:
+def _input(value: Value | SymbolInfo, ownership: str) -> Mapping[str, object]:
     if isinstance(value, SymbolInfo):
         return {"symbol": value.name}
     return {"name": value.name, "type": print_type(value.type), "ownership": ownership}
 
 
-def _symbol(info: SymbolInfo) -> dict[str, Any]:
+def _symbol(info: SymbolInfo) -> dict[str, object]:
     return {"range": [info.lower, info.upper], "hint": info.hint, "divisor": info.divisor}

@@ -1,34 +1,34 @@
-"""The table of `show --coverage`: which operators of a graph were fused, which were called, and why."""
+"""The table of `show --coverage`: the coverage of a graph's operators, and decline reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxwrap.lowering import Outcome
+from fxwrap.lowering import NodeCoverage
 
 _KINDS = ("fused", "view", "call")
-_MOST_NODES = 3
+_MAX_NODES = 3
 
 
-def coverage_table(name: str, outcomes: Sequence[Outcome]) -> str:
-    """Returns a table with a row for each operator and what became of it: how often, why, and where."""
+def coverage_table(name: str, outcomes: Sequence[NodeCoverage]) -> str:
+    """Returns a table with a row for each operator, coverage and decline reason: how often, and where."""
     counted = [outcome for outcome in outcomes if outcome.kind in _KINDS]
-    rows: dict[tuple[str, str, str], list[Outcome]] = {}
+    rows: dict[tuple[str, str, str], list[NodeCoverage]] = {}
     for outcome in counted:
         rows.setdefault((outcome.kind, outcome.operator, outcome.reason), []).append(outcome)
     totals = ", ".join([f"{sum(item.kind == kind for item in counted)} {kind}" for kind in _KINDS])
     width = max([len(operator) for _, operator, _ in rows], default=0)
     lines = [f"{name}: {len(counted)} operators: {totals}"]
     for kind in _KINDS:
-        for (row_kind, operator, reason), found in sorted(rows.items()):
+        for (row_kind, operator, reason), group in sorted(rows.items()):
             if row_kind == kind:
-                lines.append(f"  {kind:<5}  {len(found):>4} x {operator:<{width}}  {_why(reason, found)}".rstrip())
+                lines.append(f"  {kind:<5}  {len(group):>4} x {operator:<{width}}  {_why(reason, group)}".rstrip())
     return "\n".join(lines) + "\n"
 
 
-def _why(reason: str, found: Sequence[Outcome]) -> str:
+def _why(reason: str, group: Sequence[NodeCoverage]) -> str:
     if not reason:
         return ""
-    places = [f"{item.node} ({item.location})" if item.location else item.node for item in found[:_MOST_NODES]]
-    shown = ", ".join(places)
-    return f"{reason}: {shown}" + (", ..." if len(found) > _MOST_NODES else "")
+    nodes = [f"{item.node} ({item.location})" if item.location else item.node for item in group[:_MAX_NODES]]
+    shown = ", ".join(nodes)
+    return f"{reason}: {shown}" + (", ..." if len(group) > _MAX_NODES else "")

@@ -1,4 +1,4 @@
-"""What the command line works on: a function, module or exported program found by name, and inputs for it."""
+"""The target of a command: a function, module or exported program by name, and its inputs."""
 
 from __future__ import annotations
 
@@ -19,79 +19,82 @@ from fxwrap.lines import CORE_LINES
 from fxwrap.wrapper_ir import Input, ScalarType, TensorType, parse_program
 
 RANDOM_INTEGERS = 8
-"""Random integers are drawn from 0 up to here: small enough to index an embedding table."""
+"""The exclusive bound of random integers: small enough to index an embedding table."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something to compile, and what it is called with; `inputs` None means that none are known."""
+    """A function to compile, and its inputs, or None if they are unknown."""
 
     function: Any
     inputs: Any = None
 
 
 def load_target(text: str, inputs: str | None, seed: int) -> Target:
-    """Returns what `MODULE:NAME`, `FILE.py:NAME` or `FILE.pt2` names, with inputs.
+    """Returns the target `MODULE:NAME`, `FILE.py:NAME` or `FILE.pt2`, with inputs.
 
-    `inputs` are types as the IR writes them ("f32[4, 8], i64[2]"), filled at random from the seed; without them, those
-    that come with the target. Raises CommandError when there is no such thing or it has no inputs.
+    `inputs` are types in the IR's notation ("f32[4, 8], i64[2]") for random tensors; by default the target's own
+    inputs. Raises CommandError for an unknown target and for one without inputs.
     """
     target = _load_exported(Path(text)) if text.endswith(".pt2") else _load_named(text)
     if inputs is not None:
         target = Target(target.function, random_inputs(inputs, seed))
     if target.inputs is None:
         raise CommandError(
-            f"nothing says what '{text}' is called with; give --inputs \"f32[4, 8], i64[2]\", or set its attribute "
-            "example_inputs, or let NAME be a function without arguments that returns (function, inputs)"
+            f"'{text}' has no example inputs; pass --inputs \"f32[4, 8], i64[2]\", or set its attribute "
+            "example_inputs, or name a function without arguments that returns (function, inputs)"
         )
     return target
 
 
 def _load_exported(path: Path) -> Target:
     if not path.is_file():
-        raise CommandError(f"there is no file '{path}'")
+        raise CommandError(f"file '{path}' does not exist")
     try:
         exported = torch.export.load(path)
     except Exception as error:
-        raise CommandError(f"'{path}' is no exported program that this torch can load: {error}") from error
+        raise CommandError(f"'{path}' is not an exported program that this torch can load: {error}") from error
+    return _exported_target(exported)
+
+
+def _exported_target(exported: ExportedProgram) -> Target:
     positional, keywords = exported.example_inputs or ((), {})
     return Target(exported, (*positional, *keywords.values()))
 
 
 def _load_named(text: str) -> Target:
-    place, colon, name = text.rpartition(":")
-    if not colon or not place or not name:
-        raise CommandError(f"'{text}' is neither MODULE:NAME, FILE.py:NAME nor FILE.pt2")
-    module = _import(place)
-    found: Any = module
+    module_name, _, name = text.rpartition(":")
+    if not module_name or not name:
+        raise CommandError(f"'{text}' is not MODULE:NAME, FILE.py:NAME or FILE.pt2")
+    module = _import(module_name)
+    named: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(named, part):
             public = ", ".join(item for item in vars(module) if not item.startswith("_")) or "nothing"
-            raise CommandError(f"'{place}' has no '{name}'; it has {public}")
-        found = getattr(found, part)
-    if isinstance(found, ExportedProgram):
-        positional, keywords = found.example_inputs or ((), {})
-        return Target(found, (*positional, *keywords.values()))
-    if not callable(found):
+            raise CommandError(f"'{module_name}' has no '{name}'; it has {public}")
+        named = getattr(named, part)
+    if isinstance(named, ExportedProgram):
+        return _exported_target(named)
+    if not callable(named):
         raise CommandError(
-            f"'{text}' is an object of type {type(found).__name__}; name a function, a module or a factory"
+            f"'{text}' is an object of type {type(named).__name__}; name a function, a module or a factory"
         )
-    given = getattr(found, "example_inputs", None)
-    if given is None:
-        given = getattr(module, f"{name}_example_inputs", None)
-    if given is not None:
-        return Target(found, given() if callable(given) else given)
-    return _made_by(found) if _takes_nothing(found) else Target(found)
+    inputs = getattr(named, "example_inputs", None)
+    if inputs is None:
+        inputs = getattr(module, f"{name}_example_inputs", None)
+    if inputs is not None:
+        return Target(named, inputs() if callable(inputs) else inputs)
+    return _call_factory(named) if _has_no_parameters(named) else Target(named)
 
 
-def _import(place: str) -> ModuleType:
-    """Imports a module by name, from the working directory too, or by the path of its file."""
+def _import(name: str) -> ModuleType:
+    """Imports a module by name, or by the path of its file."""
     try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        path = Path(place)
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        path = Path(name)
         if not path.is_file():
-            raise CommandError(f"there is no file '{place}'")
+            raise CommandError(f"file '{name}' does not exist")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None  # a path that ends in .py has both
         module = importlib.util.module_from_spec(spec)
@@ -101,28 +104,27 @@ def _import(place: str) -> ModuleType:
     except CommandError:
         raise
     except Exception as error:
-        raise CommandError(f"'{place}' cannot be imported: {type(error).__name__}: {error}") from error
+        raise CommandError(f"'{name}' cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _takes_nothing(found: Any) -> bool:
-    code = getattr(found, "__code__", None)
+def _has_no_parameters(function: object) -> bool:
+    code = getattr(function, "__code__", None)
     return code is not None and code.co_argcount == 0 and code.co_kwonlyargcount == 0
 
 
-def _made_by(factory: Any) -> Target:
-    """Returns what a function without arguments makes: (function, inputs). A function of nothing is itself the
-    target."""
-    made = factory()
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
-        return Target(*made)
+def _call_factory(factory: Any) -> Target:
+    """Calls a function without arguments; it is a target itself unless it returns (function, inputs)."""
+    result = factory()
+    if isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
+        return Target(*result)
     return Target(factory, ())
 
 
 def random_inputs(text: str, seed: int) -> tuple[Any, ...]:
-    """Returns random inputs of types written as the IR writes them, "f32[4, 8], i64[2]@cuda:0"; on the CPU by default.
+    """Returns random inputs of types in the IR's notation, "f32[4, 8], i64[2]@cuda:0"; on the CPU by default.
 
-    Floating tensors are normal, integers 0 to 7, booleans either, a bare `int` is 2, `float` 0.5, `bool` true. Strides
-    are as written. Raises CommandError for what is no such list.
+    Floating tensors are normally distributed, integers are 0 to 7; `int` is 2, `float` 0.5 and `bool` true. Raises
+    CommandError for invalid types.
     """
     generator = torch.Generator().manual_seed(seed)
     return tuple(_random(item, generator) for item in _parse_types(text))
@@ -135,7 +137,7 @@ def _parse_types(text: str) -> tuple[Input, ...]:
         program = parse_program(f"program @inputs({', '.join(inputs)}) {{\n  control.return()\n}}\n", CORE_LINES)
     except ParseError as error:
         raise CommandError(
-            f'--inputs "{text}" is no list of types such as "f32[4, 8], i64[2]": {error.reason}'
+            f'--inputs "{text}" is not a list of types such as "f32[4, 8], i64[2]": {error.reason}'
         ) from error
     return program.inputs
 
@@ -157,5 +159,4 @@ def _random(item: Input, generator: torch.Generator) -> Any:
         values = torch.randn(sizes, generator=generator, dtype=drawn).to(dtype)
     else:
         values = torch.randint(0, RANDOM_INTEGERS, sizes, generator=generator).to(dtype)
-    made = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-    return made.copy_(values)
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device).copy_(values)

@@ -1,26 +1,26 @@
 """The comparison of eager PyTorch, a float64 reference, the interpreter and the emitters, on the same inputs."""
 
-from fxwrap.compare.copies import copied
-from fxwrap.compare.driver import COMPARED, capture, compare
+from fxwrap.compare.copies import copy_inputs
+from fxwrap.compare.driver import COMPARED_EMITTERS, capture, compare
 from fxwrap.compare.measure import peak_bytes
-from fxwrap.compare.observe import SMALL_SHARE, TOLERANCES, tensor_error
-from fxwrap.compare.report import KINDS, Disagreement, Error, Outcome, Report
+from fxwrap.compare.observe import GRADIENT_NORM_FLOOR, TOLERANCES, tensor_error
+from fxwrap.compare.report import DISAGREEMENT_KINDS, Deviation, Disagreement, Report, RunOutcome
 from fxwrap.compare.subjects import CapturedGraph, CompiledFunction
 
 __all__ = [
-    "COMPARED",
-    "KINDS",
-    "SMALL_SHARE",
+    "COMPARED_EMITTERS",
+    "DISAGREEMENT_KINDS",
+    "GRADIENT_NORM_FLOOR",
     "TOLERANCES",
     "CapturedGraph",
     "CompiledFunction",
+    "Deviation",
     "Disagreement",
-    "Error",
-    "Outcome",
     "Report",
+    "RunOutcome",
     "capture",
     "compare",
-    "copied",
+    "copy_inputs",
     "peak_bytes",
     "tensor_error",
 ]

@@ -1,4 +1,4 @@
-"""Copies of inputs that keep what a program can see of them: strides, offsets, and who shares memory with whom."""
+"""Copies of inputs with equal strides, offsets and storage sharing."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ from torch import Tensor
 
 from fxwrap.torch_compat import negated_view, storage_identity, tree_map
 
-WIDE: Mapping[torch.dtype, torch.dtype] = {
+WIDENED_DTYPES: Mapping[torch.dtype, torch.dtype] = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
-"""What the float64 reference computes in, for each narrower dtype."""
+"""The dtype of the float64 reference, for each narrower dtype."""
 
 
-def copied(tree: Any, *, wide: bool = False) -> Any:
-    """Returns inputs with every tensor copied; anything else is passed on.
+def copy_inputs(tree: Any, *, to_float64: bool = False) -> Any:
+    """Returns nested inputs with every tensor copied.
 
-    Two tensors on one storage have copies on one storage, and an input given twice has one copy. Sizes, strides,
-    offsets, `requires_grad` and the class Parameter are kept. With `wide`, floating dtypes become float64, complex
-    ones complex128.
+    Tensors that share a storage have copies that share one, and a repeated input has one copy. Copies have the sizes,
+    strides, offset, `requires_grad` and class (Parameter or Tensor) of the original. With `to_float64`, floating dtypes
+    become float64 and complex ones complex128.
     """
-    copier = _Copier(wide)
+    copier = _Copier(to_float64)
     return tree_map(lambda leaf: copier.copy(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 class _Copier:
-    def __init__(self, wide: bool) -> None:
-        self.wide = wide
+    def __init__(self, to_float64: bool) -> None:
+        self.to_float64 = to_float64
         self.tensors: dict[int, Tensor] = {}
         self.storages: dict[tuple[int, torch.dtype | None], torch.UntypedStorage] = {}
 
     def copy(self, tensor: Tensor) -> Tensor:
-        made = self.tensors.get(id(tensor))
-        if made is None:
+        copied = self.tensors.get(id(tensor))
+        if copied is None:
             with torch.no_grad():
-                made = self._window(tensor) if _has_plain_storage(tensor) else tensor.detach().clone()
-            made.requires_grad_(tensor.requires_grad)
+                copied = self._view(tensor) if _has_plain_storage(tensor) else tensor.detach().clone()
+            copied.requires_grad_(tensor.requires_grad)
             if isinstance(tensor, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, tensor.requires_grad)
-            self.tensors[id(tensor)] = made
-        return made
+                copied = torch.nn.Parameter(copied, tensor.requires_grad)
+            self.tensors[id(tensor)] = copied
+        return copied
 
-    def _window(self, tensor: Tensor) -> Tensor:
-        dtype = WIDE.get(tensor.dtype, tensor.dtype) if self.wide else tensor.dtype
-        made = torch.empty(0, dtype=dtype, device=tensor.device)
-        made.set_(self._storage(tensor, dtype), tensor.storage_offset(), tensor.shape, tensor.stride())
-        made = made.conj() if tensor.is_conj() else made
-        return negated_view(made) if tensor.is_neg() else made
+    def _view(self, tensor: Tensor) -> Tensor:
+        dtype = WIDENED_DTYPES.get(tensor.dtype, tensor.dtype) if self.to_float64 else tensor.dtype
+        view = torch.empty(0, dtype=dtype, device=tensor.device)
+        view.set_(self._storage(tensor, dtype), tensor.storage_offset(), tensor.shape, tensor.stride())
+        view = view.conj() if tensor.is_conj() else view
+        return negated_view(view) if tensor.is_neg() else view
 
     def _storage(self, tensor: Tensor, dtype: torch.dtype) -> torch.UntypedStorage:
         key = (storage_identity(tensor), dtype if dtype is not tensor.dtype else None)
         if key not in self.storages:
             storage = tensor.untyped_storage()
-            self.storages[key] = _duplicate(storage) if key[1] is None else _converted(storage, tensor, dtype)
+            self.storages[key] = storage.clone() if key[1] is None else _converted(storage, tensor, dtype)  # type: ignore[no-untyped-call]
         return self.storages[key]
 
 
@@ -68,31 +68,27 @@ def _has_plain_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def _duplicate(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    return storage.clone()  # type: ignore[no-untyped-call,no-any-return]
-
-
 def _converted(storage: torch.UntypedStorage, tensor: Tensor, dtype: torch.dtype) -> torch.UntypedStorage:
-    """Returns a storage whose elements, read as `tensor` has them, are of another dtype; offsets keep their meaning."""
+    """Returns a storage with its elements, of the dtype of `tensor`, converted; offsets in elements stay valid."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     count = storage.nbytes() // tensor.dtype.itemsize
     whole.set_(storage, 0, (count,), (1,))
     return whole.to(dtype).untyped_storage()
 
 
-def widened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a module's deep copy with float64 parameters and buffers; any other function itself."""
+def widen_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a deep copy of a module with float64 parameters and buffers; other functions are returned as they are."""
     if not isinstance(function, torch.nn.Module):
         return function
     module = copy.deepcopy(function)
     tensors: Iterable[Tensor] = [*module.parameters(), *module.buffers()]
     for tensor in tensors:
-        tensor.data = tensor.data.to(WIDE.get(tensor.dtype, tensor.dtype))
+        tensor.data = tensor.data.to(WIDENED_DTYPES.get(tensor.dtype, tensor.dtype))
     return module
 
 
-class State:
-    """The parameters and buffers of a module, or the constants of a program, with the contents they had at first."""
+class TensorState:
+    """The parameters and buffers of a module, or the constants of a program, with their initial contents."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
@@ -100,7 +96,7 @@ class State:
         self._gradients = {name: tensor.grad for name, tensor in self.tensors.items() if tensor.is_leaf}
 
     def restore(self) -> None:
-        """Gives every tensor its first contents, and no gradient."""
+        """Restores the initial contents, and clears gradients."""
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 if not torch.equal(tensor, self._contents[name]):  # an expanded buffer cannot be written
@@ -108,15 +104,15 @@ class State:
                 if tensor.is_leaf:
                     tensor.grad = None
 
-    def give_back(self) -> None:
-        """Gives every tensor its first contents and its first gradient."""
+    def restore_all(self) -> None:
+        """Restores the initial contents and gradients."""
         self.restore()
         for name, gradient in self._gradients.items():
             self.tensors[name].grad = gradient
 
 
-def state_of(function: Any) -> State:
-    """Returns the state of a module; an empty one for a function, whose own state is out of sight."""
+def module_state(function: object) -> TensorState:
+    """Returns the state of a module; empty for other functions, whose state is unknown."""
     if not isinstance(function, torch.nn.Module):
-        return State({})
-    return State({**dict(function.named_parameters()), **dict(function.named_buffers())})
+        return TensorState({})
+    return TensorState({**dict(function.named_parameters()), **dict(function.named_buffers())})

@@ -1,61 +1,63 @@
-"""How long a run takes, and how much memory it holds at once."""
+"""Measurement of run time and peak memory."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-from fxwrap.torch_compat import allocation_record, quiet_profiler
+from fxwrap.torch_compat import allocation_trace, quiet_profiler
 
-_ENOUGH_SECONDS = 1.0
+Inputs = TypeVar("Inputs")
+
+_TIMING_BUDGET_SECONDS = 1.0
 
 
-def median_seconds(prepare: Callable[[], Any], runs: Sequence[Callable[[Any], Any]], repeats: int) -> list[float]:
-    """Returns the median time of each run, of up to `repeats` rounds that take about a second for each of them.
+def median_seconds(
+    prepare: Callable[[], Inputs], runs: Sequence[Callable[[Inputs], object]], repeats: int
+) -> list[float]:
+    """Returns the median seconds of each run, over up to `repeats` rounds and about a second for each run.
 
-    `prepare` makes what a run is given, outside of the time. Every round runs each of them once, so that a machine that
-    is busy for a while is busy for all. The first round is not counted.
+    `prepare` returns the arguments of a run, and is not timed. Every round calls each run once, so that other load on
+    the machine affects all of them. One round before the timing warms up.
     """
     for run in runs:
         run(prepare())
-    taken: list[list[float]] = [[] for _ in runs]
-    deadline = time.perf_counter() + _ENOUGH_SECONDS * len(runs)
+    seconds: list[list[float]] = [[] for _ in runs]
+    deadline = time.perf_counter() + _TIMING_BUDGET_SECONDS * len(runs)
     for round_ in range(repeats):
         if round_ >= 3 and time.perf_counter() > deadline:
             break
-        for times, run in zip(taken, runs):
-            given = prepare()
+        for times, run in zip(seconds, runs):
+            arguments = prepare()
             _synchronise()
             start = time.perf_counter()
-            run(given)
+            run(arguments)
             _synchronise()
             times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in taken]
+    return [statistics.median(times) for times in seconds]
 
 
-def peak_bytes(prepare: Callable[[], Any], run: Callable[[Any], Any]) -> int:
-    """Returns the most bytes that a run allocates and holds at once, on the CPU and on the current CUDA device
-    together.
+def peak_bytes(prepare: Callable[[], Inputs], run: Callable[[Inputs], object]) -> int:
+    """Returns the peak memory of a run in bytes, on the CPU and the current CUDA device together.
 
-    What was allocated before, such as inputs, does not count, whether the run releases it or not. On the CPU the
-    numbers come from the allocator's own reports to torch's profiler, so that native code is seen as Python is; on
-    CUDA from the caching allocator's statistics.
+    Earlier allocations, such as inputs, do not count, even if the run frees them. The CPU's figures come from the
+    allocator's reports to torch's profiler, which include native code; CUDA's from the caching allocator's statistics.
     """
-    given = prepare()
+    arguments = prepare()
     on_cuda = _uses_cuda()
     before = torch.cuda.memory_allocated() if on_cuda else 0
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with quiet_profiler(), torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
-        result = run(given)
+        result = run(arguments)
     del result
     on_gpu = torch.cuda.max_memory_allocated() - before if on_cuda else 0
-    return _peak(allocation_record(profile)) + on_gpu
+    return _peak(allocation_trace(profile)) + on_gpu
 
 
 def _peak(record: Iterable[int]) -> int:

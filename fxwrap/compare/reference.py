@@ -1,4 +1,4 @@
-"""The float64 reference: the same operators in double precision, with the random numbers of the original dtypes."""
+"""The float64 reference: the same operators in double precision, with random numbers of the original dtypes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.compare.copies import WIDE
-from fxwrap.torch_compat import TorchDispatchMode, tree_map
+from fxwrap.compare.copies import WIDENED_DTYPES
+from fxwrap.torch_compat import TorchDispatchMode, torch_schema, tree_map
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
@@ -18,13 +18,13 @@ _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 class Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class has no annotations
     """Runs every operator in float64 and complex128.
 
-    Narrower tensors that a function holds itself are widened on the way in, dtypes that it names are replaced, and
-    operators that draw random numbers run in `drawn`, the dtype they have outside, because the numbers depend on it.
+    Widens tensors that a function captures, and replaces dtype arguments. Random operators run in `random_dtype`, the
+    function's original dtype, since the random numbers depend on the dtype.
     """
 
-    def __init__(self, drawn: torch.dtype) -> None:
+    def __init__(self, random_dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drawn = drawn
+        self.random_dtype = random_dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -34,36 +34,35 @@ class Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return tree_map(_wide_tensor, func(*args, **kwargs))
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a random operator on copies in the dtype that the function has outside; what it writes is copied
-        back."""
+        """Runs a random operator on copies in the original dtype, and copies mutated operands back."""
         narrowed: list[tuple[Tensor, Tensor]] = []
 
-        def narrow(leaf: Any) -> Any:
+        def narrow(leaf: object) -> object:
             if not isinstance(leaf, Tensor) or leaf.dtype not in _NARROW:
                 return leaf
-            narrowed.append((leaf, leaf.to(self.drawn if leaf.dtype.is_floating_point else _NARROW[leaf.dtype])))
+            narrowed.append((leaf, leaf.to(self.random_dtype if leaf.dtype.is_floating_point else _NARROW[leaf.dtype])))
             return narrowed[-1][1]
 
         narrow_args, narrow_kwargs = tree_map(narrow, (args, kwargs))
-        given = func(*narrow_args, **narrow_kwargs)
-        written = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        result = func(*narrow_args, **narrow_kwargs)
+        written = any(a.alias_info is not None and a.alias_info.is_write for a in torch_schema(func).arguments)
         if not written:
-            return tree_map(_wide_tensor, given)
+            return tree_map(_wide_tensor, result)
         for original, copy in narrowed:
             original.copy_(copy)
         originals = {id(copy): original for original, copy in narrowed}
-        return tree_map(lambda leaf: originals.get(id(leaf), leaf), given)
+        return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
 
 
-def drawn_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Returns the floating dtype that most of the tensors have: the one in which random numbers are drawn."""
+def infer_random_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Returns the most frequent floating dtype of the tensors, in which random numbers are drawn."""
     counts = Counter(tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point)
     return counts.most_common(1)[0][0] if counts else torch.get_default_dtype()
 
 
-def _wide(leaf: Any) -> Any:
-    return WIDE.get(leaf, leaf) if isinstance(leaf, torch.dtype) else _wide_tensor(leaf)
+def _wide(leaf: object) -> object:
+    return WIDENED_DTYPES.get(leaf, leaf) if isinstance(leaf, torch.dtype) else _wide_tensor(leaf)
 
 
-def _wide_tensor(leaf: Any) -> Any:
-    return leaf.to(WIDE[leaf.dtype]) if isinstance(leaf, Tensor) and leaf.dtype in WIDE else leaf
+def _wide_tensor(leaf: object) -> object:
+    return leaf.to(WIDENED_DTYPES[leaf.dtype]) if isinstance(leaf, Tensor) and leaf.dtype in WIDENED_DTYPES else leaf

@@ -1,4 +1,4 @@
-"""What a comparison found, as data, and as a table."""
+"""The report of a comparison: data, and a table."""
 
 from __future__ import annotations
 
@@ -6,30 +6,40 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-KINDS = ("structure", "dtypes", "devices", "shapes", "strides", "aliasing", "values", "mutations", "gradients")
-"""What can disagree: the nesting of outputs; their dtypes, devices, sizes and strides; which outputs share memory with
-inputs, state or each other; the numbers of outputs; of inputs and state after the run; of gradients."""
+DISAGREEMENT_KINDS = (
+    "structure",
+    "dtypes",
+    "devices",
+    "shapes",
+    "strides",
+    "aliasing",
+    "values",
+    "mutations",
+    "gradients",
+)
+"""The kinds: nesting of outputs; their dtypes, devices, sizes and strides; outputs that alias inputs, state or each
+other; values of outputs; of inputs and state after the run; of gradients."""
 
 
 @dataclass(frozen=True)
-class Error:
-    """How far tensors are apart.
+class Deviation:
+    """The errors of tensors.
 
-    `absolute` is the largest difference of two elements; `relative` the largest ratio, over tensors, of the norm of the
-    difference to the norm of what was expected.
+    `absolute` is the largest difference of two elements; `relative` is the largest ratio, over tensors, of the norm of
+    the difference to the norm of the expected tensor.
     """
 
     absolute: float = 0.0
     relative: float = 0.0
 
-    def worst(self, other: Error) -> Error:
+    def maximum(self, other: Deviation) -> Deviation:
         """Returns the larger of each number."""
-        return Error(max(self.absolute, other.absolute), max(self.relative, other.relative))
+        return Deviation(max(self.absolute, other.absolute), max(self.relative, other.relative))
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One thing in which a way of running differs from eager: its kind (of `KINDS`), the tensor, and both sides."""
+    """One difference from eager: its kind (of `DISAGREEMENT_KINDS`), the tensor, and both sides."""
 
     kind: str
     where: str
@@ -40,25 +50,25 @@ class Disagreement:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one way of running the function did.
+class RunOutcome:
+    """The outcome of one run configuration.
 
     Fields:
         name: "eager", "float64" or an emitter's name.
-        failure: the error that it ended in, or "".
-        against_eager, against_float64: the largest errors over outputs, mutated inputs, state and gradients; None where
-            there is nothing to compare with.
-        disagreements: each difference from eager that is more than rounding.
-        compile_seconds: lowering, emitting and building all graphs; what the build cache has costs next to nothing.
-        run_seconds: the median of the timed runs. None when timing was not asked for.
-        peak_bytes: the most memory that was allocated during a run and alive at once, without what was there before.
-        lines: lines of emitted text of all graphs.
+        failure: the error of the run, or "".
+        eager_error, float64_error: the largest errors over outputs, mutated inputs, state and gradients; None without
+            such a reference.
+        disagreements: each difference from eager beyond rounding.
+        compile_seconds: the seconds to lower, emit and build all graphs, cached builds included.
+        run_seconds: the median seconds of a run; None without timing.
+        peak_bytes: the peak memory of a run, without earlier allocations; None without timing.
+        lines: the lines of emitted text of all graphs.
     """
 
     name: str
     failure: str = ""
-    against_eager: Error | None = None
-    against_float64: Error | None = None
+    eager_error: Deviation | None = None
+    float64_error: Deviation | None = None
     disagreements: tuple[Disagreement, ...] = ()
     compile_seconds: float | None = None
     run_seconds: float | None = None
@@ -66,49 +76,49 @@ class Outcome:
     lines: int | None = None
 
     def agrees_in(self, *kinds: str) -> bool:
-        """Whether it ran and nothing of these kinds differs from eager; of any kind when none is given."""
-        return not self.failure and not any(item.kind in (kinds or KINDS) for item in self.disagreements)
+        """Whether the run succeeded without disagreements of these kinds; of any kind if none is passed."""
+        return not self.failure and not any(item.kind in (kinds or DISAGREEMENT_KINDS) for item in self.disagreements)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `compare` found. It prints as a table, with the reasons below it.
+    """The result of `compare`. It prints as a table, with the disagreements below it.
 
-    `outcomes` starts with eager, then the float64 reference, then the emitters; `graphs` is the number of graphs that
-    were captured, `program_lines` the lines of their programs together.
+    `outcomes` has eager, the float64 reference and the emitters, in this order; `graphs` is the number of captured
+    graphs, `program_lines` the lines of their programs.
     """
 
     title: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RunOutcome, ...]
     graphs: int
     program_lines: int
 
-    def __getitem__(self, name: str) -> Outcome:
-        """Returns the outcome of this name. Raises KeyError when it was not run."""
+    def __getitem__(self, name: str) -> RunOutcome:
+        """Returns the outcome with a name. Raises KeyError for an unknown one."""
         for outcome in self.outcomes:
             if outcome.name == name:
                 return outcome
         raise KeyError(name)
 
     @property
-    def emitters(self) -> tuple[Outcome, ...]:
+    def emitters(self) -> tuple[RunOutcome, ...]:
         """The outcomes of the emitters."""
         return tuple(outcome for outcome in self.outcomes if outcome.name not in ("eager", "float64"))
 
     @property
     def agrees(self) -> bool:
-        """Whether every emitter ran and did what eager does, up to the tolerance."""
+        """Whether every emitter ran and agrees with eager, up to the tolerance."""
         return not self.reasons
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the emitters do not agree with eager, one sentence a difference; empty when they do."""
-        found: list[str] = []
+        """The failures and disagreements of the emitters, one sentence each."""
+        reasons: list[str] = []
         for outcome in self.emitters:
             if outcome.failure:
-                found.append(f"{outcome.name} failed: {outcome.failure}")
-            found.extend(f"{outcome.name}: {item}" for item in outcome.disagreements)
-        return tuple(found)
+                reasons.append(f"{outcome.name} failed: {outcome.failure}")
+            reasons.extend(f"{outcome.name}: {item}" for item in outcome.disagreements)
+        return tuple(reasons)
 
     def __str__(self) -> str:
         head = f"{self.title}: {_count(self.graphs, 'graph')}, {_count(self.program_lines, 'program line')}"
@@ -129,7 +139,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _table(outcomes: Sequence[Outcome]) -> list[str]:
+def _table(outcomes: Sequence[RunOutcome]) -> list[str]:
     eager = next((outcome for outcome in outcomes if outcome.name == "eager"), None)
     rows = [_COLUMNS, *[_row(outcome, eager.run_seconds if eager else None) for outcome in outcomes]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
@@ -140,7 +150,7 @@ def _table(outcomes: Sequence[Outcome]) -> list[str]:
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
-def _row(outcome: Outcome, eager_seconds: float | None) -> tuple[str, ...]:
+def _row(outcome: RunOutcome, eager_seconds: float | None) -> tuple[str, ...]:
     ran = outcome.name not in ("eager", "float64") and not outcome.failure
     agreements = [
         ("same" if outcome.agrees_in(*kinds) else "DIFFER") if ran else "-"
@@ -153,8 +163,8 @@ def _row(outcome: Outcome, eager_seconds: float | None) -> tuple[str, ...]:
     seconds, own = outcome.run_seconds, outcome.compile_seconds
     return (
         name,
-        *_errors(outcome.against_eager),
-        *_errors(outcome.against_float64),
+        *_errors(outcome.eager_error),
+        *_errors(outcome.float64_error),
         *agreements,
         "-" if own is None else f"{own:.2f} s",
         "-" if seconds is None else f"{seconds * 1e3:.3f} ms",
@@ -164,7 +174,7 @@ def _row(outcome: Outcome, eager_seconds: float | None) -> tuple[str, ...]:
     )
 
 
-def _errors(error: Error | None) -> tuple[str, str]:
+def _errors(error: Deviation | None) -> tuple[str, str]:
     if error is None:
         return "-", "-"
     return _small(error.absolute), _small(error.relative)

@@ -1,6 +1,6 @@
-"""What was compiled before, by the content of the graph and all else that decides what a compile gives."""
+"""The compile cache: compiled programs by the content of graph, options and environment."""
 
-from fxwrap.compile_cache.cache import Lookup as Lookup
-from fxwrap.compile_cache.cache import look_up as look_up
-from fxwrap.compile_cache.entry import Cached as Cached
-from fxwrap.compile_cache.key import Request as Request
+from fxwrap.compile_cache.cache import CacheSlot as CacheSlot
+from fxwrap.compile_cache.cache import find_slot as find_slot
+from fxwrap.compile_cache.entry import CachedCompile as CachedCompile
+from fxwrap.compile_cache.key import CompileRequest as CompileRequest

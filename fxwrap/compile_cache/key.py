@@ -1,4 +1,4 @@
-"""The key of a compile: a hash of the graph, the options, and all else that decides what comes out."""
+"""The key of a compile: a hash of graph, options, and everything else that its result depends on."""
 
 from __future__ import annotations
 
@@ -14,45 +14,43 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from fxwrap.compile_cache.graph_text import GraphText, NotCacheable
-from fxwrap.device_registry import find_language, registered_spec
-from fxwrap.device_spec import CUDA, DEVICE_SPECS
-from fxwrap.environment import environment_text
-from fxwrap.options import Options
-from fxwrap.pass_spec import FX_BEFORE_LOWERING, FX_EMITTED
+from fxwrap.artifact.environment import environment_text
+from fxwrap.compile_cache.graph_serializer import GraphSerializer, NotCacheable
+from fxwrap.devices import CUDA, DEVICE_SPECS, find_language, registered_spec
+from fxwrap.options import FX_BEFORE_LOWERING, FX_EMITTED, Options
 from fxwrap.runtime.native import binary_target, compiler_identity
 from fxwrap.wrapper_ir import Ownership
 
 FORMAT = 1
-"""Changes with what an entry holds."""
+"""The version of the entry format."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What `compile_graph` was asked for."""
+class CompileRequest:
+    """The arguments of `compile_graph`."""
 
     graph: GraphModule | ExportedProgram
     example_inputs: Sequence[Any] | None
     options: Options
     ownership: Mapping[int, Ownership]
     name: str
-    free_outputs: Collection[int]
+    flexible_stride_outputs: Collection[int]
     static_inputs: Collection[int] = ()
 
 
 @dataclass(frozen=True)
 class Key:
-    """A compile's key, 64 hex digits, with the text of its graph, and what was known of the symbols before it."""
+    """A compile's key: digest of 64 hex digits, serialised graph, and the text of its symbols before the compile."""
 
     digest: str
-    graph: GraphText
+    graph: GraphSerializer
     symbols: str
 
 
-def make_key(request: Request) -> Key:
-    """Returns the key of a compile. Raises NotCacheable, with the reason, for one that is not to be cached."""
+def make_key(request: CompileRequest) -> Key:
+    """Returns the key of a compile. Raises NotCacheable with the reason."""
     _check_options(request.options)
-    graph = GraphText()
+    graph = GraphSerializer()
     graph.add(request.graph, request.example_inputs)
     symbols = graph.symbols_text()
     for device in graph.devices:
@@ -60,10 +58,10 @@ def make_key(request: Request) -> Key:
     parts = (
         f"format {FORMAT}", graph.text(), symbols,
         f"name {request.name}", f"options {request.options.text()}",
-        f"ownership {sorted([(place, item.value) for place, item in request.ownership.items()])}",
-        f"free {sorted(request.free_outputs)}", f"static {sorted(request.static_inputs)}",
+        f"ownership {sorted([(position, item.value) for position, item in request.ownership.items()])}",
+        f"free {sorted(request.flexible_stride_outputs)}", f"static {sorted(request.static_inputs)}",
         *[_device_text(device) for device in graph.devices],
-        *_torch_settings(), *_process_parts(), compiler_identity(),
+        *_torch_settings(), *process_facts(), compiler_identity(),
     )  # fmt: skip
     return Key(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest(), graph, symbols)
 
@@ -72,15 +70,15 @@ def _check_options(options: Options) -> None:
     if not options.cacheable:
         raise NotCacheable("a pass has no key")
     if options.lowerings or options.decompositions is not None:
-        raise NotCacheable("its lowerings or decompositions are functions, which may change without their names")
+        raise NotCacheable("its lowerings or decompositions are functions, which may change under the same name")
     if options.passes_at(FX_BEFORE_LOWERING):
-        raise NotCacheable("a pass runs on the graph, and may read metadata that the key does not cover")
+        raise NotCacheable("a pass on the graph may read metadata that the key does not cover")
     if options.passes_at(FX_EMITTED) and options.emitter == "fx":
-        raise NotCacheable("a pass makes the graph that runs")
+        raise NotCacheable("a pass changes the emitted graph")
 
 
 def _check_device(device_type: str) -> None:
-    """Raises NotCacheable for a vendor's device, whose printer and runtime may change without the key."""
+    """Raises NotCacheable for a vendor's device, whose printer and runtime the key does not cover."""
     spec = registered_spec(device_type)
     if spec is None:
         return
@@ -92,17 +90,17 @@ def _check_device(device_type: str) -> None:
 
 
 def _device_text(device: torch.device) -> str:
-    if device.type != CUDA.device_type or not torch.cuda.is_available():  # what torch can say of no other device
+    if device.type != CUDA.device_type or not torch.cuda.is_available():  # torch has no properties of other devices
         return str(device)
-    facts = torch.cuda.get_device_properties(device)
-    return f"{device} {facts.name} {facts.major}.{facts.minor} {facts.multi_processor_count}"
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{device} {gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
 
 
 def _torch_settings() -> tuple[str, ...]:
-    """Returns the settings of torch's that decide what is lowered to."""
+    """Returns the global settings of torch that lowering depends on."""
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by torch's older and its newer names, which disagree
+    except RuntimeError:  # torch's old and new settings disagree
         precision = "mixed"
     return (
         f"deterministic {torch.are_deterministic_algorithms_enabled()}",
@@ -112,14 +110,13 @@ def _torch_settings() -> tuple[str, ...]:
 
 
 @cache
-def _process_parts() -> tuple[str, ...]:
-    """Returns what stays as it is while the process lives: versions, the machine, fxwrap's own files, torch's place."""
+def process_facts() -> tuple[str, ...]:
+    """Returns the facts that are fixed for the process: versions, machine, hash of fxwrap's sources, path of torch."""
     return (environment_text(), repr(binary_target()), sources_hash(), str(torch.__file__))
 
 
-def sources_hash() -> str:
-    """Returns a hash of the content of fxwrap's own files, so that what an edited fxwrap makes has another key."""
-    root = Path(__file__).parent.parent
+def sources_hash(root: Path = Path(__file__).parent.parent) -> str:
+    """Returns a hash of the files of fxwrap's package: programs of an edited fxwrap have another key."""
     digest = hashlib.sha256()
     for folder, folders, names in os.walk(root):
         folders[:] = sorted([name for name in folders if name != "__pycache__"])

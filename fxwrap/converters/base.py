@@ -1,307 +1,263 @@
-"""The one place that tells lines apart: every converter is a flat subclass of `Converter`."""
+"""The base class of converters, which dispatches on the line classes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar, TypeAlias
 
 from typing_extensions import assert_never
 
-from fxwrap.device_registry import line_handlers
-from fxwrap.errors import Unsupported
-from fxwrap.lines import (
-    Alloc,
-    Assert,
-    Bind,
-    Call,
-    CallFunction,
-    CheckLayout,
-    Comment,
-    Cond,
-    EnterDevice,
-    EnterRange,
-    ExchangeState,
-    ExitDevice,
-    ExitRange,
-    ExtensionLine,
-    Free,
-    IndexPut,
-    Item,
-    Launch,
-    Let,
-    Line,
-    Map,
-    Mutate,
-    Pool,
-    PoolSlice,
-    RecordEvent,
-    RestoreState,
-    Return,
-    Reuse,
-    SaveState,
-    Scan,
-    Scatter,
-    SizeOf,
-    StartCollective,
-    View,
-    WaitCollective,
-    WaitEvent,
-    While,
-    Workspace,
-    Yield,
-)
-from fxwrap.wrapper_ir import LineBase, defined, is_release, print_line, stream_of
+import fxwrap.lines as lines
+from fxwrap.devices import line_handlers
+from fxwrap.errors import UnsupportedError
+from fxwrap.wrapper_ir import LineBase, defined, is_release, line_text, stream_of
 
-Handler = Callable[[Any, Any], None]
-"""Runs a vendor's line in one converter: `handler(converter, line)`."""
+Handler = Callable[..., None]
+"""Converts an extension line in one converter: `handler(converter, line)`."""
+Handlers: TypeAlias = Mapping[type[lines.ExtensionLine], Handler]
 
 
 class Converter(ABC):
-    """Walks lines in order, one method a line class.
+    """Converts lines in program order, with one method for each line class.
 
-    A subclass that leaves out a method cannot be made; one that cannot express a line says so by `unsupported`. A
-    vendor's line goes to the handler given for its class, else through the core lines of its `expand()`; with None as
-    `handlers`, to those that registered devices have for the converter's name.
+    Every method is abstract; a converter that cannot express a line raises `unsupported`. An extension line goes to the
+    handler registered for its class, else its `expand()` is converted. If `handlers` is None, the handlers are those of
+    the registered devices for the converter's name.
 
-    A line on another stream than the one that the guards around it make current gets a guard of its own.
+    A line on a stream other than the current one is wrapped in a device guard, unless its guard is already open.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> None:
+    def __init__(self, handlers: Handlers | None = None) -> None:
         self.handlers = dict(line_handlers(self.name) if handlers is None else handlers)
-        self.entered: list[tuple[str, int]] = []
-        self._made_on: dict[str, int] = {}  # roots that are not made on stream 0
+        self.guard_stack: list[tuple[str, int]] = []
+        self._allocation_streams: dict[str, int] = {}  # of roots allocated on another stream than 0
 
     def convert(self, line: LineBase) -> None:
         """Converts one line."""
-        stream = getattr(line, "stream", 0)
-        if stream and not (line.event_step or line.bracket[1] or is_release(line)):
-            self._on_stream(line, stream)
-        else:
+        if not line.stream or line.event_step or line.bracket[1] or is_release(line):
             self._dispatch(line)  # type: ignore[arg-type]  # programs hold lines of the union only
-
-    def _on_stream(self, line: LineBase, stream: int) -> None:
-        """Converts a line that runs on another stream than the current one."""
-        self._made_on.update([(value.name, stream) for value in defined(line) if line.alias_of(value) is None])
-        wanted = stream_of(line)
-        if self.entered and self.entered[-1] == wanted:
-            self._dispatch(line)  # type: ignore[arg-type]
             return
-        self._dispatch(EnterDevice(*wanted))
+        self._allocation_streams |= {value.name: line.stream for value in defined(line) if line.alias_of(value) is None}
+        stream = stream_of(line)
+        guarded = bool(self.guard_stack) and self.guard_stack[-1] == stream
+        if not guarded:
+            self._dispatch(lines.EnterDevice(*stream))
         self._dispatch(line)  # type: ignore[arg-type]
-        self._dispatch(ExitDevice(*wanted))
+        if not guarded:
+            self._dispatch(lines.ExitDevice(*stream))
 
-    def waits_for(self, line: Free) -> bool:
-        """Whether memory that is freed waits for a stream besides the one that it was made on."""
-        return line.stream != self._made_on.get(line.root.name, 0)
+    def needs_record_stream(self, line: lines.Free) -> bool:
+        """Returns whether the freed memory is used by a stream other than the one that allocated it."""
+        return line.stream != self._allocation_streams.get(line.root.name, 0)
 
-    def _dispatch(self, line: Line) -> None:
+    def _dispatch(self, line: lines.Line) -> None:
         match line:
-            case Call():
+            case lines.ExternCall():
                 self.call(line)
-            case View():
+            case lines.View():
                 self.view(line)
-            case Free():
+            case lines.Free():
                 self.free(line)
-            case Alloc():
+            case lines.Alloc():
                 self.alloc(line)
-            case Reuse():
-                if line.root.name in self._made_on:
-                    self._made_on[line.result.name] = self._made_on[line.root.name]
+            case lines.Reuse():
+                if line.root.name in self._allocation_streams:
+                    self._allocation_streams[line.result.name] = self._allocation_streams[line.root.name]
                 self.reuse(line)
-            case Pool():
+            case lines.Pool():
                 self.pool(line)
-            case PoolSlice():
+            case lines.PoolSlice():
                 self.pool_slice(line)
-            case Workspace():
+            case lines.Workspace():
                 self.workspace(line)
-            case Launch():
+            case lines.Launch():
                 self.launch(line)
-            case Mutate():
+            case lines.Mutate():
                 self.mutate(line)
-            case Scatter():
+            case lines.Scatter():
                 self.scatter(line)
-            case IndexPut():
+            case lines.IndexPut():
                 self.index_put(line)
-            case SizeOf():
+            case lines.SizeOf():
                 self.size(line)
-            case Let():
+            case lines.Let():
                 self.let(line)
-            case Item():
+            case lines.ReadItem():
                 self.item(line)
-            case Bind():
+            case lines.Bind():
                 self.bind(line)
-            case Assert():
+            case lines.Assert():
                 self.assertion(line)
-            case Cond():
+            case lines.Cond():
                 self.cond(line)
-            case While():
+            case lines.While():
                 self.while_(line)
-            case Scan():
+            case lines.ScanLoop():
                 self.scan(line)
-            case Map():
+            case lines.Map():
                 self.map(line)
-            case CallFunction():
+            case lines.CallFunction():
                 self.call_function(line)
-            case Yield():
+            case lines.Yield():
                 self.yield_(line)
-            case Return():
+            case lines.Return():
                 self.return_(line)
-            case SaveState():
+            case lines.SaveRngState():
                 self.save_state(line)
-            case RestoreState():
+            case lines.RestoreRngState():
                 self.restore_state(line)
-            case ExchangeState():
+            case lines.ExchangeRngState():
                 self.exchange_state(line)
-            case EnterDevice():
-                self.entered.append((line.device, line.stream))
+            case lines.EnterDevice():
+                self.guard_stack.append((line.device, line.stream))
                 self.enter_device(line)
-            case ExitDevice():
-                self.entered.pop()
+            case lines.ExitDevice():
+                self.guard_stack.pop()
                 self.exit_device(line)
-            case RecordEvent():
+            case lines.RecordEvent():
                 self.record_event(line)
-            case WaitEvent():
+            case lines.WaitEvent():
                 self.wait_event(line)
-            case StartCollective():
+            case lines.StartCollective():
                 self.start_collective(line)
-            case WaitCollective():
+            case lines.WaitCollective():
                 self.wait_collective(line)
-            case CheckLayout():
+            case lines.CheckLayout():
                 self.check_layout(line)
-            case Comment():
+            case lines.Comment():
                 self.comment(line)
-            case EnterRange():
+            case lines.EnterRange():
                 self.enter_range(line)
-            case ExitRange():
+            case lines.ExitRange():
                 self.exit_range(line)
-            case ExtensionLine():
+            case lines.ExtensionLine():
                 self.extension(line)
             case _:
                 assert_never(line)
 
-    def extension(self, line: ExtensionLine) -> None:
-        """Converts a vendor's line."""
+    def extension(self, line: lines.ExtensionLine) -> None:
+        """Converts a line that is not a core line."""
         handler = self.handlers.get(type(line))
         if handler is not None:
             handler(self, line)
-            return
-        for core in line.expand():
-            self.convert(core)
+        else:
+            for core in line.expand():
+                self.convert(core)
 
-    def unsupported(self, line: LineBase, reason: str) -> Unsupported:
-        """Returns the error for a line that this converter cannot express."""
-        return Unsupported(print_line(line).partition("\n")[0], self.name, reason)
-
-    @abstractmethod
-    def call(self, line: Call) -> None: ...
+    def unsupported(self, line: LineBase, reason: str) -> UnsupportedError:
+        """Returns the error to raise for a line that this converter cannot express."""
+        return UnsupportedError(line_text(line), self.name, reason)
 
     @abstractmethod
-    def view(self, line: View) -> None: ...
+    def call(self, line: lines.ExternCall) -> None: ...
 
     @abstractmethod
-    def free(self, line: Free) -> None: ...
+    def view(self, line: lines.View) -> None: ...
 
     @abstractmethod
-    def alloc(self, line: Alloc) -> None: ...
+    def free(self, line: lines.Free) -> None: ...
 
     @abstractmethod
-    def reuse(self, line: Reuse) -> None: ...
+    def alloc(self, line: lines.Alloc) -> None: ...
 
     @abstractmethod
-    def pool(self, line: Pool) -> None: ...
+    def reuse(self, line: lines.Reuse) -> None: ...
 
     @abstractmethod
-    def pool_slice(self, line: PoolSlice) -> None: ...
+    def pool(self, line: lines.Pool) -> None: ...
 
     @abstractmethod
-    def workspace(self, line: Workspace) -> None: ...
+    def pool_slice(self, line: lines.PoolSlice) -> None: ...
 
     @abstractmethod
-    def launch(self, line: Launch) -> None: ...
+    def workspace(self, line: lines.Workspace) -> None: ...
 
     @abstractmethod
-    def mutate(self, line: Mutate) -> None: ...
+    def launch(self, line: lines.Launch) -> None: ...
 
     @abstractmethod
-    def scatter(self, line: Scatter) -> None: ...
+    def mutate(self, line: lines.Mutate) -> None: ...
 
     @abstractmethod
-    def index_put(self, line: IndexPut) -> None: ...
+    def scatter(self, line: lines.Scatter) -> None: ...
 
     @abstractmethod
-    def size(self, line: SizeOf) -> None: ...
+    def index_put(self, line: lines.IndexPut) -> None: ...
 
     @abstractmethod
-    def let(self, line: Let) -> None: ...
+    def size(self, line: lines.SizeOf) -> None: ...
 
     @abstractmethod
-    def item(self, line: Item) -> None: ...
+    def let(self, line: lines.Let) -> None: ...
 
     @abstractmethod
-    def bind(self, line: Bind) -> None: ...
+    def item(self, line: lines.ReadItem) -> None: ...
 
     @abstractmethod
-    def assertion(self, line: Assert) -> None: ...
+    def bind(self, line: lines.Bind) -> None: ...
 
     @abstractmethod
-    def cond(self, line: Cond) -> None: ...
+    def assertion(self, line: lines.Assert) -> None: ...
 
     @abstractmethod
-    def while_(self, line: While) -> None: ...
+    def cond(self, line: lines.Cond) -> None: ...
 
     @abstractmethod
-    def scan(self, line: Scan) -> None: ...
+    def while_(self, line: lines.While) -> None: ...
 
     @abstractmethod
-    def map(self, line: Map) -> None: ...
+    def scan(self, line: lines.ScanLoop) -> None: ...
 
     @abstractmethod
-    def call_function(self, line: CallFunction) -> None: ...
+    def map(self, line: lines.Map) -> None: ...
 
     @abstractmethod
-    def yield_(self, line: Yield) -> None: ...
+    def call_function(self, line: lines.CallFunction) -> None: ...
 
     @abstractmethod
-    def return_(self, line: Return) -> None: ...
+    def yield_(self, line: lines.Yield) -> None: ...
 
     @abstractmethod
-    def save_state(self, line: SaveState) -> None: ...
+    def return_(self, line: lines.Return) -> None: ...
 
     @abstractmethod
-    def restore_state(self, line: RestoreState) -> None: ...
+    def save_state(self, line: lines.SaveRngState) -> None: ...
 
     @abstractmethod
-    def exchange_state(self, line: ExchangeState) -> None: ...
+    def restore_state(self, line: lines.RestoreRngState) -> None: ...
 
     @abstractmethod
-    def enter_device(self, line: EnterDevice) -> None: ...
+    def exchange_state(self, line: lines.ExchangeRngState) -> None: ...
 
     @abstractmethod
-    def exit_device(self, line: ExitDevice) -> None: ...
+    def enter_device(self, line: lines.EnterDevice) -> None: ...
 
     @abstractmethod
-    def record_event(self, line: RecordEvent) -> None: ...
+    def exit_device(self, line: lines.ExitDevice) -> None: ...
 
     @abstractmethod
-    def wait_event(self, line: WaitEvent) -> None: ...
+    def record_event(self, line: lines.RecordEvent) -> None: ...
 
     @abstractmethod
-    def start_collective(self, line: StartCollective) -> None: ...
+    def wait_event(self, line: lines.WaitEvent) -> None: ...
 
     @abstractmethod
-    def wait_collective(self, line: WaitCollective) -> None: ...
+    def start_collective(self, line: lines.StartCollective) -> None: ...
 
     @abstractmethod
-    def check_layout(self, line: CheckLayout) -> None: ...
+    def wait_collective(self, line: lines.WaitCollective) -> None: ...
 
     @abstractmethod
-    def comment(self, line: Comment) -> None: ...
+    def check_layout(self, line: lines.CheckLayout) -> None: ...
 
     @abstractmethod
-    def enter_range(self, line: EnterRange) -> None: ...
+    def comment(self, line: lines.Comment) -> None: ...
 
     @abstractmethod
-    def exit_range(self, line: ExitRange) -> None: ...
+    def enter_range(self, line: lines.EnterRange) -> None: ...
+
+    @abstractmethod
+    def exit_range(self, line: lines.ExitRange) -> None: ...

@@ -1,12 +1,9 @@
-"""How to write a call of an ATen overload by hand: `torch.mul(x, y)`, `x.add_(y)`, `torch.mm(x, w, out=b)`.
+"""Calls of ATen overloads by torch's public functions and methods: `torch.mul(x, y)`, `x.add_(y)`.
 
-`torch.ops.aten.mul.Tensor(x, y)` runs the same kernel but costs about twice the time of `torch.mul(x, y)` on
-a tiny tensor: it is called through a Python object and a generic conversion of its arguments. The public
-functions have generated argument parsers, but these parsers choose the overload themselves, from the kinds of
-the arguments. So a public spelling may be used only where it is known to reach that one overload with those
-very arguments. The table of such spellings is `torch_calls_table.py`; `benchmarks/make_torch_calls_table.py`
-makes it by asking torch, and a test asks again for every entry. Every entry was checked on torch 2.11 and
-2.13.
+They dispatch to the same kernel as `torch.ops.aten.mul.Tensor(x, y)` with less overhead, because their argument parsers
+are generated. These parsers select the overload from the kinds of the arguments, so a call is used only if it is known
+to reach the intended overload with equal arguments. `torch_calls_table.py` has the table of such calls;
+`benchmarks/make_torch_calls_table.py` generates it by asking torch, and a test checks every entry.
 """
 
 from __future__ import annotations
@@ -14,20 +11,21 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from fxwrap.caching import bounded_cache
 from fxwrap.converters import torch_calls_table as table
 from fxwrap.torch_compat import FunctionSchema, aten_schema
 
 
-class Kind(enum.Enum):
-    """What torch's argument parsers can tell about an argument without looking into it.
+class ArgumentKind(enum.Enum):
+    """The properties of an argument that torch's argument parsers see.
 
-    A symbolic size is INT: emitted Python holds it as a plain int. BOOL is a truth value known only when the
-    code runs, TRUE and FALSE are literals. EMPTY is an empty list, whatever its element type.
+    A symbolic size is INT, since emitted Python holds it as an int. TRUE and FALSE are literals, BOOL is known only at
+    run time. EMPTY is an empty list of any element type.
     """
 
     ABSENT = "absent"
@@ -54,37 +52,35 @@ class Kind(enum.Enum):
     OTHER = "other"
 
 
-NUMBERS = (Kind.TRUE, Kind.FALSE, Kind.INT, Kind.FLOAT, Kind.COMPLEX)
-"""The kinds an ACCEPTS line of the table calls "number"."""
+NUMBERS = (ArgumentKind.TRUE, ArgumentKind.FALSE, ArgumentKind.INT, ArgumentKind.FLOAT, ArgumentKind.COMPLEX)
+"""The kinds that an ACCEPTS entry of the table calls "number"."""
 
-_KINDS_OF_TYPE: Mapping[str, tuple[Kind, ...]] = {
-    "Tensor": (Kind.TENSOR,),
-    "int": (Kind.INT,),
-    "float": (Kind.FLOAT, Kind.INT),
-    "complex": (Kind.COMPLEX,),
-    "bool": (Kind.TRUE, Kind.FALSE),
+_KINDS_OF_TYPE: Mapping[str, tuple[ArgumentKind, ...]] = {
+    "Tensor": (ArgumentKind.TENSOR,),
+    "int": (ArgumentKind.INT,),
+    "float": (ArgumentKind.FLOAT, ArgumentKind.INT),
+    "complex": (ArgumentKind.COMPLEX,),
+    "bool": (ArgumentKind.TRUE, ArgumentKind.FALSE),
     "number": NUMBERS,
-    "str": (Kind.STRING,),
-    "ScalarType": (Kind.DTYPE,),
-    "Device": (Kind.DEVICE,),
-    "Layout": (Kind.LAYOUT,),
-    "MemoryFormat": (Kind.MEMORY_FORMAT,),
-    "Generator": (Kind.GENERATOR,),
-    "List[Tensor]": (Kind.TENSORS, Kind.EMPTY),
-    "List[Optional[Tensor]]": (Kind.OPTIONAL_TENSORS, Kind.TENSORS, Kind.EMPTY),
-    "List[bool]": (Kind.BOOLS, Kind.EMPTY),
-    "List[int]": (Kind.INTS, Kind.EMPTY),
-    "List[float]": (Kind.FLOATS, Kind.EMPTY),
-    "List[number]": (Kind.INTS, Kind.FLOATS, Kind.EMPTY),
+    "str": (ArgumentKind.STRING,),
+    "ScalarType": (ArgumentKind.DTYPE,),
+    "Device": (ArgumentKind.DEVICE,),
+    "Layout": (ArgumentKind.LAYOUT,),
+    "MemoryFormat": (ArgumentKind.MEMORY_FORMAT,),
+    "Generator": (ArgumentKind.GENERATOR,),
+    "List[Tensor]": (ArgumentKind.TENSORS, ArgumentKind.EMPTY),
+    "List[Optional[Tensor]]": (ArgumentKind.OPTIONAL_TENSORS, ArgumentKind.TENSORS, ArgumentKind.EMPTY),
+    "List[bool]": (ArgumentKind.BOOLS, ArgumentKind.EMPTY),
+    "List[int]": (ArgumentKind.INTS, ArgumentKind.EMPTY),
+    "List[float]": (ArgumentKind.FLOATS, ArgumentKind.EMPTY),
+    "List[number]": (ArgumentKind.INTS, ArgumentKind.FLOATS, ArgumentKind.EMPTY),
 }
-"""The kinds that an argument of a schema type takes unless the table says otherwise; types not named take
-none."""
+"""The kinds accepted for each schema type unless the table has others; none for all other types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of an overload's schema: its name, its type without `Optional`, and whether it may be
-    None, left out, is passed by keyword only, and is an output buffer."""
+    """An argument of an overload's schema. `type` is its type without `Optional`."""
 
     name: str
     type: str
@@ -93,23 +89,20 @@ class Parameter:
     keyword_only: bool
     is_out: bool
 
-    def kinds(self) -> tuple[Kind, ...]:
-        """Give the kinds that suit the schema: those of the type, NONE if optional, ABSENT if there is a
-        default."""
+    def kinds(self) -> tuple[ArgumentKind, ...]:
+        """Returns the kinds accepted by the schema, with ABSENT if there is a default."""
         kinds = _KINDS_OF_TYPE.get(self.type, ())
-        kinds += (Kind.NONE,) if self.optional else ()
-        return kinds + ((Kind.ABSENT,) if self.has_default else ())
+        kinds += (ArgumentKind.NONE,) if self.optional else ()
+        return kinds + ((ArgumentKind.ABSENT,) if self.has_default else ())
 
 
 @dataclass(frozen=True, slots=True)
 class TorchCall:
-    """How one call is written: `function` takes the first `positional` arguments by position, then `keywords`
-    by name.
+    """A call of a public function or method for one overload.
 
-    `function` is a dotted path from `torch`, or with `method` the name of a method of the first argument.
-    `outputs` names the buffers that go into `out=` (several as a tuple), `literals` is text added at the end
-    ("copy=True"). Arguments of the overload that are named nowhere here are left out: the function has the
-    same default.
+    `function` is a dotted path from `torch`, or with `method` the name of a method of the first argument. It takes the
+    first `positional` arguments by position, then `keywords` by name, then `outputs` as `out=` (several as a tuple),
+    then `literals`, fixed text such as "copy=True". The function has the overload's defaults for all other arguments.
     """
 
     function: str
@@ -120,82 +113,71 @@ class TorchCall:
     literals: tuple[str, ...] = ()
 
     def write(self, args: Sequence[str], kwargs: Mapping[str, str]) -> str:
-        """Give the call's Python text, from the texts of the overload's positional and keyword arguments.
+        """Returns the call's Python text, given the texts of the overload's arguments.
 
         The text of a method's object must be a name. With `args=("x", "y")`, `kwargs={"alpha": "2"}`:
         `torch.add(x, y, alpha=2)`.
         """
-        written = [*args[: self.positional], *(f"{name}={kwargs[name]}" for name in self.keywords)]
+        texts = [*args[: self.positional], *[f"{name}={kwargs[name]}" for name in self.keywords]]
         if len(self.outputs) == 1:
-            written.append(f"out={kwargs[self.outputs[0]]}")
+            texts.append(f"out={kwargs[self.outputs[0]]}")
         elif self.outputs:
-            written.append(f"out=({', '.join(kwargs[name] for name in self.outputs)})")
-        written.extend(self.literals)
+            texts.append(f"out=({', '.join([kwargs[name] for name in self.outputs])})")
+        texts.extend(self.literals)
         if self.method:
-            return f"{written[0]}.{self.function}({', '.join(written[1:])})"
-        return f"{self.function}({', '.join(written)})"
+            return f"{texts[0]}.{self.function}({', '.join(texts[1:])})"
+        return f"{self.function}({', '.join(texts)})"
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One entry of the table: the function or method that reaches an overload, and for which kinds of
-    arguments.
+    """An entry of the table: the function or method for an overload, and the kinds of arguments it is valid for.
 
-    `accepts` holds, by argument name, the kinds that replace those of the schema type. `dropped` are
-    arguments not written (their only accepted kinds equal the function's own behaviour); `literals` as in
-    `TorchCall`.
+    `accepts` overrides the kinds of the schema, by argument name. `dropped` arguments are not written, because their
+    only accepted kinds are the function's behaviour. `literals` are as in `TorchCall`.
     """
 
     function: str
     method: bool
     dropped: tuple[str, ...] = ()
     literals: tuple[str, ...] = ()
-    accepts: Mapping[str, frozenset[Kind]] = field(default_factory=dict)
+    accepts: Mapping[str, frozenset[ArgumentKind]] = field(default_factory=dict)
 
     def call(
-        self, parameters: Sequence[Parameter], args: Sequence[Kind], kwargs: Mapping[str, Kind]
+        self, parameters: Sequence[Parameter], args: Sequence[ArgumentKind], kwargs: Mapping[str, ArgumentKind]
     ) -> TorchCall | None:
-        """Give the way to write a call with arguments of these kinds, or None if the spelling may not be
-        used."""
+        """Returns the call for arguments of these kinds, or None if the spelling is not valid for them."""
         positional = [parameter for parameter in parameters if not parameter.keyword_only]
-        if len(args) > len(positional):
+        kinds = dict(zip([parameter.name for parameter in positional], args))
+        if len(args) > len(positional) or kinds.keys() & kwargs.keys() or (self.method and not args):
             return None
-        given = dict(zip((parameter.name for parameter in positional), args))
-        if given.keys() & kwargs.keys() or (self.method and not args):
+        kinds.update(kwargs)
+        if not self._accepts_all(parameters, kinds):
             return None
-        given.update(kwargs)
-        if not self._accepts_all(parameters, given):
-            return None
-        outputs = tuple(parameter.name for parameter in parameters if parameter.is_out)
-        hidden = {*outputs, *self.dropped}
-        return TorchCall(
-            self.function,
-            self.method,
-            sum(parameter.name not in self.dropped for parameter in positional[: len(args)]),
-            tuple(name for name in kwargs if name not in hidden),
-            outputs,
-            self.literals,
-        )
+        outputs = tuple([parameter.name for parameter in parameters if parameter.is_out])
+        count = sum(parameter.name not in self.dropped for parameter in positional[: len(args)])
+        keywords = tuple([name for name in kwargs if name not in (*outputs, *self.dropped)])
+        return TorchCall(self.function, self.method, count, keywords, outputs, self.literals)
 
-    def _accepts_all(self, parameters: Sequence[Parameter], given: Mapping[str, Kind]) -> bool:
-        if given.keys() - {parameter.name for parameter in parameters}:
+    def _accepts_all(self, parameters: Sequence[Parameter], kinds: Mapping[str, ArgumentKind]) -> bool:
+        if kinds.keys() - {parameter.name for parameter in parameters}:
             return False
         for parameter in parameters:
-            kind = given.get(parameter.name, Kind.ABSENT)
+            kind = kinds.get(parameter.name, ArgumentKind.ABSENT)
             accepted = self.accepts.get(parameter.name) or parameter.kinds()
-            wanted = (Kind.TRUE, Kind.FALSE) if kind is Kind.BOOL else (kind,)
-            if not all(one in accepted for one in wanted):
+            needed = (ArgumentKind.TRUE, ArgumentKind.FALSE) if kind is ArgumentKind.BOOL else (kind,)
+            if not all(one in accepted for one in needed):
                 return False
         return True
 
 
-def torch_call(op: str, overload: str, args: Sequence[Kind], kwargs: Mapping[str, Kind]) -> TorchCall | None:
-    """Give the public spelling of a call of ATen overload `op.overload` ("mul", "Tensor"), or None if there
-    is none.
+def torch_call(
+    op: str, overload: str, args: Sequence[ArgumentKind], kwargs: Mapping[str, ArgumentKind]
+) -> TorchCall | None:
+    """Returns the public spelling of a call of ATen overload `op.overload` ("mul", "Tensor"), or None if there is none.
 
-    `args` and `kwargs` are the kinds of the call's arguments, as many and under the names that the call has.
-    The spelling dispatches exactly that overload with equal arguments wherever grad mode is off;
-    `TorchCall.write` makes the text. None means: write `torch.ops.aten.op.overload`, which is always right.
+    `args` and `kwargs` are the kinds of the call's arguments. The spelling dispatches to that overload with equal
+    arguments if grad mode is off. `torch.ops.aten.op.overload` is always valid.
     """
     name = f"{op}.{overload}"
     spelling = spellings().get(name)
@@ -205,53 +187,53 @@ def torch_call(op: str, overload: str, args: Sequence[Kind], kwargs: Mapping[str
     return spelling.call(parameters, args, kwargs)
 
 
-def kind_of(value: object) -> Kind:
-    """Give the kind of a run-time value, as `torch_call` takes it."""
-    if isinstance(value, (list, tuple)):
-        return _kind_of_sequence(value)
+def kind_of(value: object) -> ArgumentKind:
+    """Returns the kind of a run-time value."""
+    if isinstance(value, list | tuple):
+        return kind_of_elements(map(kind_of, value))
     if isinstance(value, bool):
-        return Kind.TRUE if value else Kind.FALSE
+        return ArgumentKind.TRUE if value else ArgumentKind.FALSE
     if value is None:
-        return Kind.NONE
-    return next((kind for type_, kind in _KIND_OF_VALUE.items() if isinstance(value, type_)), Kind.OTHER)
+        return ArgumentKind.NONE
+    return next((kind for type_, kind in _KIND_OF_VALUE.items() if isinstance(value, type_)), ArgumentKind.OTHER)
 
 
-_KIND_OF_VALUE: Mapping[type, Kind] = {
-    torch.Tensor: Kind.TENSOR,
-    int: Kind.INT,
-    torch.SymInt: Kind.INT,
-    float: Kind.FLOAT,
-    torch.SymFloat: Kind.FLOAT,
-    torch.SymBool: Kind.BOOL,
-    complex: Kind.COMPLEX,
-    str: Kind.STRING,
-    torch.dtype: Kind.DTYPE,
-    torch.device: Kind.DEVICE,
-    torch.layout: Kind.LAYOUT,
-    torch.memory_format: Kind.MEMORY_FORMAT,
-    torch.Generator: Kind.GENERATOR,
+def kind_of_elements(kinds: Iterable[ArgumentKind]) -> ArgumentKind:
+    """Returns the kind of a list whose elements have these kinds."""
+    return _KIND_OF_ELEMENTS.get(frozenset(kinds), ArgumentKind.OTHER)
+
+
+_KIND_OF_VALUE: Mapping[type, ArgumentKind] = {
+    torch.Tensor: ArgumentKind.TENSOR,
+    int: ArgumentKind.INT,
+    torch.SymInt: ArgumentKind.INT,
+    float: ArgumentKind.FLOAT,
+    torch.SymFloat: ArgumentKind.FLOAT,
+    torch.SymBool: ArgumentKind.BOOL,
+    complex: ArgumentKind.COMPLEX,
+    str: ArgumentKind.STRING,
+    torch.dtype: ArgumentKind.DTYPE,
+    torch.device: ArgumentKind.DEVICE,
+    torch.layout: ArgumentKind.LAYOUT,
+    torch.memory_format: ArgumentKind.MEMORY_FORMAT,
+    torch.Generator: ArgumentKind.GENERATOR,
 }
 
-_KIND_OF_ELEMENTS: Mapping[frozenset[Kind], Kind] = {
-    frozenset(): Kind.EMPTY,
-    frozenset({Kind.TENSOR}): Kind.TENSORS,
-    frozenset({Kind.TENSOR, Kind.NONE}): Kind.OPTIONAL_TENSORS,
-    frozenset({Kind.TRUE}): Kind.BOOLS,
-    frozenset({Kind.FALSE}): Kind.BOOLS,
-    frozenset({Kind.TRUE, Kind.FALSE}): Kind.BOOLS,
-    frozenset({Kind.INT}): Kind.INTS,
-    frozenset({Kind.FLOAT}): Kind.FLOATS,
+_KIND_OF_ELEMENTS: Mapping[frozenset[ArgumentKind], ArgumentKind] = {
+    frozenset(): ArgumentKind.EMPTY,
+    frozenset({ArgumentKind.TENSOR}): ArgumentKind.TENSORS,
+    frozenset({ArgumentKind.TENSOR, ArgumentKind.NONE}): ArgumentKind.OPTIONAL_TENSORS,
+    frozenset({ArgumentKind.TRUE}): ArgumentKind.BOOLS,
+    frozenset({ArgumentKind.FALSE}): ArgumentKind.BOOLS,
+    frozenset({ArgumentKind.TRUE, ArgumentKind.FALSE}): ArgumentKind.BOOLS,
+    frozenset({ArgumentKind.INT}): ArgumentKind.INTS,
+    frozenset({ArgumentKind.FLOAT}): ArgumentKind.FLOATS,
 }
 
 
-def _kind_of_sequence(values: Sequence[object]) -> Kind:
-    return _KIND_OF_ELEMENTS.get(frozenset(map(kind_of, values)), Kind.OTHER)
-
-
-@functools.cache
+@bounded_cache(4096)
 def parameters_of(name: str) -> tuple[Parameter, ...] | None:
-    """Give the arguments of ATen overload `name` ("mul.Tensor") in schema order, or None if torch does not
-    have it."""
+    """Returns the arguments of ATen overload `name` ("mul.Tensor") in schema order, or None if torch lacks it."""
     schema = aten_schema(*name.split("."))
     return None if schema is None else tuple(_parameters(schema))
 
@@ -272,31 +254,36 @@ def _parameters(schema: FunctionSchema) -> Iterator[Parameter]:
 
 @functools.cache
 def spellings() -> Mapping[str, Spelling]:
-    """Give the table: each covered overload ("mul.Tensor") with its spelling.
-
-    The table is made on one version of torch and serves several: entries whose function this version lacks
-    are left out.
-    """
-    accepts = dict(_accepts_line(line) for line in table.ACCEPTS.split("\n") if line)
-    found = {
+    """Returns the table by overload ("mul.Tensor"), without the functions that this version of torch lacks."""
+    accepts: dict[str, dict[str, frozenset[ArgumentKind]]] = {}
+    for rules, names in table.ACCEPTS.items():
+        kinds = {argument: _kinds(text) for argument, text in [rule.split("=") for rule in rules.split()]}
+        accepts |= dict.fromkeys(_expand_overloads(names), kinds)
+    entries = {
         name: Spelling(_function_of(name, namespace), namespace == "method", accepts=accepts.get(name, {}))
         for namespace, names in table.SAME_NAME.items()
-        for name in names.split()
+        for name in _expand_overloads(names)
     }
     for line in table.RENAMED.strip().split("\n"):
         name, function, *changes = line.split()
-        found[name] = Spelling(
+        entries[name] = Spelling(
             function.removeprefix("."),
             function.startswith("."),
-            dropped=tuple(change[1:] for change in changes if change[0] == "-"),
-            literals=tuple(change[1:] for change in changes if change[0] == "+"),
+            dropped=tuple([change[1:] for change in changes if change[0] == "-"]),
+            literals=tuple([change[1:] for change in changes if change[0] == "+"]),
             accepts=accepts.get(name, {}),
         )
-    return {name: spelling for name, spelling in found.items() if _exists(spelling)}
+    return {name: spelling for name, spelling in entries.items() if _exists(spelling)}
+
+
+def _expand_overloads(names: str) -> list[str]:
+    """Returns the overloads of "abs.default|out acos.default": abs.default, abs.out and acos.default."""
+    operators = [name.split(".") for name in names.split()]
+    return [f"{op}.{overload}" for op, overloads in operators for overload in overloads.split("|")]
 
 
 def _function_of(name: str, namespace: str) -> str:
-    """`("linalg_inv_ex.default", "torch.linalg")` gives "torch.linalg.inv_ex"; for "method" the bare name."""
+    """Returns "torch.linalg.inv_ex" for ("linalg_inv_ex.default", "torch.linalg"); for "method" the bare name."""
     op = name.split(".")[0]
     if namespace == "method":
         return op
@@ -304,16 +291,10 @@ def _function_of(name: str, namespace: str) -> str:
     return f"{namespace}.{op.removeprefix(prefix)}"
 
 
-def _accepts_line(line: str) -> tuple[str, dict[str, frozenset[Kind]]]:
-    name, *rules = line.split()
-    return name, {argument: _kinds(kinds) for argument, kinds in (rule.split("=") for rule in rules)}
-
-
-def _kinds(text: str) -> frozenset[Kind]:
+def _kinds(text: str) -> frozenset[ArgumentKind]:
     names = text.split("|")
-    return frozenset(Kind(name) for name in names if name != "number") | frozenset(
-        NUMBERS if "number" in names else ()
-    )
+    kinds = frozenset([ArgumentKind(name) for name in names if name != "number"])
+    return kinds.union(NUMBERS) if "number" in names else kinds
 
 
 def _exists(spelling: Spelling) -> bool:

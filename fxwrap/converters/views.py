@@ -1,17 +1,14 @@
-"""Views in emitted code: the plainest operator for each, and which of them need no operator.
-
-The plainest one is `permute`, `view`, `expand`, `slice` or `select` if one fits, else `as_strided`.
-"""
+"""Views in emitted code: the simplest operator for each view, and the views that need no operator."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from fxwrap import wrapper_ir as ir
 from fxwrap.lines import View
-from fxwrap.wrapper_ir import LineBase, Size, TensorType, Value, blocks, defined, reads, roots, used, writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +16,27 @@ class ViewForm:
     """A view operator with its arguments after the tensor.
 
     `kind` is "view" (sizes), "permute" (dims), "expand" (sizes), "slice" (dim, start, end, step), "select" (dim, index)
-    or "as_strided" (sizes, strides, offset relative to the base's own first element).
+    or "as_strided" (sizes, strides, offset relative to the base's first element).
     """
 
-    kind: str
+    kind: Literal["view", "permute", "expand", "slice", "select", "as_strided"]
     arguments: tuple[Any, ...]
 
 
-def view_form(base: TensorType, view: TensorType) -> ViewForm:
-    """Returns the plainest operator that makes a window of type `view` from a tensor of type `base`."""
-    offset: Size = view.storage_offset - base.storage_offset
-    found = None
-    if offset == 0:
-        found = _permute(base, view) or _reshape(base, view) or _expand(base, view)
-    found = found or _narrow(base, view, offset)
-    return found or ViewForm("as_strided", (view.sizes, view.strides, offset))
+def view_form(base: ir.TensorType, view: ir.TensorType) -> ViewForm:
+    """Returns the simplest operator from a tensor of type `base` to a view of type `view`, else `as_strided`."""
+    offset: ir.Size = view.storage_offset - base.storage_offset
+    form = _permute(base, view) or _reshape(base, view) or _expand(base, view) if offset == 0 else None
+    return form or _narrow(base, view, offset) or ViewForm("as_strided", (view.sizes, view.strides, offset))
 
 
-def _permute(base: TensorType, view: TensorType) -> ViewForm | None:
+def _permute(base: ir.TensorType, view: ir.TensorType) -> ViewForm | None:
     if len(base.sizes) != len(view.sizes) or len(base.sizes) < 2:
         return None
     available = list(enumerate(zip(base.sizes, base.strides, strict=True)))
     order = []
-    for wanted in zip(view.sizes, view.strides, strict=True):
-        match = next((entry for entry in available if entry[1] == wanted), None)
+    for dimension in zip(view.sizes, view.strides, strict=True):
+        match = next((entry for entry in available if entry[1] == dimension), None)
         if match is None:
             return None
         available.remove(match)
@@ -50,12 +44,12 @@ def _permute(base: TensorType, view: TensorType) -> ViewForm | None:
     return ViewForm("permute", (tuple(order),))
 
 
-def _reshape(base: TensorType, view: TensorType) -> ViewForm | None:
+def _reshape(base: ir.TensorType, view: ir.TensorType) -> ViewForm | None:
     same_count = base.element_count == view.element_count
     return ViewForm("view", (view.sizes,)) if same_count and base.is_contiguous and view.is_contiguous else None
 
 
-def _expand(base: TensorType, view: TensorType) -> ViewForm | None:
+def _expand(base: ir.TensorType, view: ir.TensorType) -> ViewForm | None:
     added = len(view.sizes) - len(base.sizes)
     if added < 0 or any(stride != 0 for stride in view.strides[:added]):
         return None
@@ -72,8 +66,8 @@ def _expand(base: TensorType, view: TensorType) -> ViewForm | None:
     return ViewForm("expand", (view.sizes,)) if grown else None
 
 
-def _narrow(base: TensorType, view: TensorType, offset: Size) -> ViewForm | None:
-    """One dimension sliced with a step of 1, or taken at one index."""
+def _narrow(base: ir.TensorType, view: ir.TensorType, offset: ir.Size) -> ViewForm | None:
+    """Returns a slice of one dimension with step 1, or the selection of one index."""
     if not isinstance(offset, int) or not all(type(n) is int for n in (*base.sizes, *base.strides, *view.sizes)):
         return None
     rank = len(base.sizes)
@@ -94,38 +88,37 @@ def _narrow(base: TensorType, view: TensorType, offset: Size) -> ViewForm | None
     return None
 
 
-def _steps(offset: int, stride: Size) -> int | None:
-    """Returns how many strides make the offset, if a whole number of them does."""
+def _steps(offset: int, stride: ir.Size) -> int | None:
+    """Returns the offset in strides, or None if it is not a multiple of the stride."""
     if not isinstance(stride, int) or stride == 0:
         return 0 if offset == 0 else None
     return offset // stride if offset % stride == 0 and offset >= 0 else None
 
 
-def unseen_views(lines: Sequence[LineBase], arguments: Iterable[Value]) -> frozenset[str]:
-    """Returns the names of a block's views that may be tensors on the same memory instead of views of torch's.
+def untracked_views(lines: Sequence[ir.LineBase], arguments: Sequence[ir.Value]) -> frozenset[str]:
+    """Returns the names of a block's views that may be new tensors on the same storage instead of torch views.
 
-    What tells the two apart is the version counter, which a view shares with its base, and the base that it names. That
-    can be seen from outside, or by autograd, where a view is given back while something else that lives on has its
-    memory: one of the `arguments` of the lines, or another result. It can be seen too where an
-    operator writes an argument through a view, where an operator gives a view of the view, and in nested blocks. Linear
-    in the number of lines.
+    Unlike such a tensor, a torch view has a `_base` and shares its version counter. The caller and autograd observe
+    this for a returned view that aliases an argument or another result, for a view through which an operator writes an
+    argument, and for a view whose view an operator returns. Views used by nested blocks count as observed. Linear in
+    the number of lines.
     """
-    given = {value.name: value for value in arguments}
-    root_of = roots(lines, given.values())
-    results = dict.fromkeys([value.name for value in reads(lines[-1])])
+    names = {value.name for value in arguments}
+    root_of = ir.alias_roots(lines, arguments)
+    results = dict.fromkeys([value.name for value in ir.reads(lines[-1])])
     sharing = Counter([root_of[name] for name in results])
-    seen = {name for name in results if root_of[name] in given or sharing[root_of[name]] > 1}
-    found = []
+    observed = {name for name in results if root_of[name] in names or sharing[root_of[name]] > 1}
+    untracked = []
     for line in reversed(lines):
         if isinstance(line, View):
-            if line.result.name in seen:
-                seen.add(line.base.name)
+            if line.result.name in observed:
+                observed.add(line.base.name)
             else:
-                found.append(line.result.name)
+                untracked.append(line.result.name)
             continue
-        seen.update([value.name for value in writes(line) if root_of[value.name] in given])
-        aliased = [line.alias_of(value) for value in defined(line)]
-        seen.update([value.name for value in aliased if value is not None])
-        if blocks(line) or any(refers == "function" for _, refers in line.target_fields):
-            seen.update([value.name for value in used(line)])
-    return frozenset(found)
+        observed.update([value.name for value in ir.writes(line) if root_of[value.name] in names])
+        aliased = [line.alias_of(value) for value in ir.defined(line)]
+        observed.update([value.name for value in aliased if value is not None])
+        if ir.blocks(line) or ir.called_functions(line):
+            observed.update([value.name for value in ir.used(line)])
+    return frozenset(untracked)

@@ -1,4 +1,4 @@
-"""The line that checks what the program was given."""
+"""The line that checks the program's inputs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fxwrap.wrapper_ir import ASSERT, Effect, Form, LineBase, TensorType, Value,
 
 @line_class("check.layout")
 class CheckLayout(LineBase):
-    """Raises InputError unless a tensor has this dtype, device, sizes and strides; `name` is what the message calls it.
+    """Raises InputError unless a tensor has this dtype, device, sizes and strides; the message calls it `name`.
 
-    Strides of dimensions of size 1, and of empty tensors, are not compared. The address of its first element must be a
+    Strides of dimensions of size 1, and of empty tensors, are not compared. The address of the first element must be a
     multiple of `alignment` bytes.
 
     Example: `check.layout(%x) name="x" alignment=16 : f32[s0, 8]@cpu`
@@ -30,7 +30,7 @@ class CheckLayout(LineBase):
     def verify_self(self) -> str | None:
         tensor = self.tensor.tensor_type
         if tensor.dtype != self.expected.dtype or len(tensor.sizes) != len(self.expected.sizes):
-            return f"%{self.tensor.name} has another dtype or number of dimensions than what is expected of it"
+            return f"%{self.tensor.name} has another dtype or number of dimensions than the expected type"
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             return f"an alignment is a power of two, not {self.alignment}"
         return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from fxwrap.lines.results import aliased_operand, wrong_aliases, wrong_writes
+from fxwrap.lines.aliasing import alias_error, aliased_operand, writes_error
 from fxwrap.wrapper_ir import (
     Effect,
     Form,
     LineBase,
+    Operand,
+    Result,
     Value,
     attribute,
     communication_effect,
@@ -23,18 +25,18 @@ from fxwrap.wrapper_ir import (
 
 @line_class("collective.start")
 class StartCollective(LineBase):
-    """Starts a collective, whose results may be touched only by `collective.wait`; operands are borrowed until then.
+    """Starts a collective. Until `collective.wait`, its results are in flight and its operands are borrowed.
 
-    One that works in place lists the operand in `writes` and `aliases`, as `extern.mutate` does.
+    An in-place collective lists its operand in `writes` and `aliases`, as `extern.mutate` does.
 
     Example: `%sum = collective.start @_c10d_functional.all_reduce.default(%x, "sum", "0") group="0" : f32[8]@cpu`
     """
 
-    starts_flight: ClassVar[bool] = True
+    is_async_start: ClassVar[bool] = True
 
-    results: tuple[Any, ...] = define(Form.RESULTS)
+    results: tuple[Result, ...] = define(Form.RESULTS)
     operator: str = target()
-    arguments: tuple[Any, ...] = read(Form.ARGUMENTS)
+    arguments: tuple[Operand, ...] = read(Form.ARGUMENTS)
     group: str = attribute()
     stream: int = attribute(default=0)
     writes: tuple[Value, ...] = write(Form.SEQUENCE, default=())
@@ -48,17 +50,17 @@ class StartCollective(LineBase):
 
     def verify_self(self) -> str | None:
         operands = list(leaves(self.arguments))
-        return wrong_writes(operands, self.writes) or wrong_aliases(self.results, operands, self.aliases)
+        return writes_error(operands, self.writes) or alias_error(self.results, operands, self.aliases)
 
 
 @line_class("collective.wait")
 class WaitCollective(LineBase):
-    """Waits for a collective's result, which the new name stands for from here on.
+    """Waits for a collective's result; the new value aliases it.
 
     Example: `%ready = collective.wait(%sum) group="0" : f32[8]@cpu`
     """
 
-    ends_flight: ClassVar[bool] = True
+    is_async_wait: ClassVar[bool] = True
 
     result: Value = define(alias="pending")
     pending: Value = read()

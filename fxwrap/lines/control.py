@@ -1,25 +1,29 @@
-"""Lines that hold or leave blocks.
+"""Lines that contain or end blocks.
 
-A block sees its arguments, which borrow from the operands, and the program's symbols. It owns what it makes and must
-yield or free it; what it yields is the line's result, and each result has memory of its own.
+A block sees its arguments, which borrow the operands, and the program's symbols. It yields or frees the values that it
+owns. The yielded values become the line's results, each with its own storage.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import sympy
 import torch
 
-from fxwrap.lines.blocks import mismatch, slice_types, stacked_mismatch, types_of
-from fxwrap.lines.results import wrong_writes
+from fxwrap.lines.aliasing import writes_error
+from fxwrap.lines.block_types import slice_types, stacked_type_mismatch, type_mismatch, types_of
 from fxwrap.symbolic import expression_kind
 from fxwrap.wrapper_ir import (
     Block,
     Form,
+    FunctionSummary,
     LineBase,
+    Operand,
+    Result,
     ScalarType,
     TensorType,
+    Terminator,
     Type,
     Value,
     attribute,
@@ -27,29 +31,30 @@ from fxwrap.wrapper_ir import (
     define,
     leaves,
     line_class,
+    print_literal,
     read,
     target,
     write,
 )
 
 
-def _yielded(nested: Block) -> tuple[Any, ...] | None:
-    """Returns what a block gives; None for one without its end, which the verifier reports by itself."""
+def _yielded(nested: Block) -> tuple[Operand, ...] | None:
+    """Returns the results of a block, or None if it has no terminator, which the verifier reports."""
     last = nested.lines[-1] if nested.lines else None
     return last.values if isinstance(last, Yield) else None
 
 
 def _arguments_mismatch(label: str, nested: Block, operands: list[Type | None]) -> str | None:
-    return mismatch(f"arguments of ^{label}", types_of(nested.arguments), operands)
+    return type_mismatch(f"arguments of ^{label}", types_of(nested.arguments), operands)
 
 
 def _results_mismatch(label: str, nested: Block, results: list[Type | None]) -> str | None:
-    given = _yielded(nested)
-    return None if given is None else mismatch(f"results of ^{label}", types_of(given), results)
+    yielded = _yielded(nested)
+    return None if yielded is None else type_mismatch(f"results of ^{label}", types_of(yielded), results)
 
 
-def _is_truth(predicate: Any) -> bool:
-    """Whether a predicate is a boolean tensor that may have one element, a boolean value, or a condition."""
+def _is_predicate(predicate: Operand) -> bool:
+    """Returns whether a predicate is a boolean tensor that may have one element, a boolean value, or a condition."""
     if not isinstance(predicate, Value):
         return isinstance(predicate, bool) or (
             isinstance(predicate, sympy.Basic) and expression_kind(predicate) == "bool"
@@ -60,12 +65,12 @@ def _is_truth(predicate: Any) -> bool:
     return type_.dtype == torch.bool and all(size == 1 for size in type_.sizes if isinstance(size, int))
 
 
-_NOTHING_OVER = "there is no tensor to go over, so nothing says how many rounds there are"
+_NO_SCANNED_TENSORS = "`over` must have a tensor, whose first size is the number of iterations"
 
 
 @line_class("control.cond")
 class Cond(LineBase):
-    """Runs one of two blocks, by a boolean tensor of one element, or a condition over symbols. Source: torch's `cond`.
+    """Runs one of two blocks, selected by a boolean tensor of one element or a condition. Source: torch's `cond`.
 
     Example:
         %y = control.cond(%flag, %x) : f32[4]@cpu {
@@ -78,15 +83,15 @@ class Cond(LineBase):
         }
     """
 
-    results: tuple[Any, ...] = define(Form.RESULTS)
-    predicate: Any = read()
-    operands: tuple[Any, ...] = read(Form.ARGUMENTS)
+    results: tuple[Result, ...] = define(Form.RESULTS)
+    predicate: Operand = read()
+    operands: tuple[Operand, ...] = read(Form.ARGUMENTS)
     then: Block = block()
     else_: Block = block()
 
     def verify_self(self) -> str | None:
-        if not _is_truth(self.predicate):
-            return "the predicate is a boolean tensor of one element, or a condition"
+        if not _is_predicate(self.predicate):
+            return "the predicate must be a boolean tensor of one element or a condition"
         operands, results = types_of(self.operands), types_of(self.results)
         return (
             _arguments_mismatch("then", self.then, operands)
@@ -100,10 +105,10 @@ class Cond(LineBase):
 class While(LineBase):
     """Repeats `body` on the carried values while `cond` yields true.
 
-    Both blocks take the carried values, then `extra`; `body` yields the next carried values. The carried operands are
-    borrowed: the first round reads them, each further round takes what the last one yielded, and the results are owned
-    also when no round runs. With `stacked`, results are the carried values of all rounds, each stacked along a new
-    first dimension. Source: torch's `while_loop` and `while_loop_stack_output`.
+    The arguments of both blocks are the carried values, then `extra`; `body` yields the next carried values. The first
+    iteration borrows the carried operands. The results are owned even if no iteration runs. With `stacked`, each result
+    stacks the carried values of all iterations along a new first dimension. Source: torch's `while_loop` and
+    `while_loop_stack_output`.
 
     Example:
         %end = control.while(%i) : i64[]@cpu {
@@ -116,39 +121,34 @@ class While(LineBase):
         }
     """
 
-    results: tuple[Any, ...] = define(Form.RESULTS)
-    carried: tuple[Any, ...] = read(Form.ARGUMENTS)
+    results: tuple[Result, ...] = define(Form.RESULTS)
+    carried: tuple[Operand, ...] = read(Form.ARGUMENTS)
     cond: Block = block()
     body: Block = block()
-    extra: tuple[Any, ...] = read(Form.SEQUENCE, default=())
+    extra: tuple[Operand, ...] = read(Form.SEQUENCE, default=())
     stacked: bool = attribute(default=False)
 
     def verify_self(self) -> str | None:
         carried, operands = types_of(self.carried), types_of((*self.carried, *self.extra))
-        verdict = _yielded(self.cond)
-        if verdict is not None and (len(verdict) != 1 or not _is_truth(verdict[0])):
-            return "^cond yields one boolean tensor of one element, or a condition"
+        predicates = _yielded(self.cond)
+        if predicates is not None and (len(predicates) != 1 or not _is_predicate(predicates[0])):
+            return "^cond must yield one boolean tensor of one element or one condition"
         return (
             _arguments_mismatch("cond", self.cond, operands)
             or _arguments_mismatch("body", self.body, operands)
             or _results_mismatch("body", self.body, carried)
-            or self._wrong_results(carried)
+            or (stacked_type_mismatch("results", self.results, carried) if self.stacked else None)
+            or (None if self.stacked else type_mismatch("results", types_of(self.results), carried))
         )
-
-    def _wrong_results(self, carried: list[Type | None]) -> str | None:
-        if self.stacked:
-            return stacked_mismatch("results", self.results, carried)
-        return mismatch("results", types_of(self.results), carried)
 
 
 @line_class("control.scan")
-class Scan(LineBase):
-    """Runs `body` once for each slice of `over` along their first dimension, passing carried values on.
+class ScanLoop(LineBase):
+    """Runs `body` for each slice of `over` along the first dimension, with carried values.
 
     The block's arguments are the carried values, one slice of each tensor in `over`, then `extra`. It yields the new
-    carried values, then a slice of each stacked result. Results are the last carried values, then the stacked ones.
-    With `reverse`, the slices come from the last to the first and results are stacked in the order of the slices.
-    Source: torch's `scan`.
+    carried values, then a slice of each stacked result. The results are the last carried values, then the stacked ones.
+    `reverse` starts at the last slice; stacked results keep the order of the slices. Source: torch's `scan`.
 
     Example:
         %last, %sums = control.scan(%start) over=(%xs) : f32[4]@cpu, f32[5, 4]@cpu {
@@ -159,30 +159,30 @@ class Scan(LineBase):
         }
     """
 
-    results: tuple[Any, ...] = define(Form.RESULTS)
-    carried: tuple[Any, ...] = read(Form.ARGUMENTS)
+    results: tuple[Result, ...] = define(Form.RESULTS)
+    carried: tuple[Operand, ...] = read(Form.ARGUMENTS)
     over: tuple[Value, ...] = read(Form.SEQUENCE)
     body: Block = block()
-    extra: tuple[Any, ...] = read(Form.SEQUENCE, default=())
+    extra: tuple[Operand, ...] = read(Form.SEQUENCE, default=())
     reverse: bool = attribute(default=False)
 
     def verify_self(self) -> str | None:
         if not self.over:
-            return _NOTHING_OVER
+            return _NO_SCANNED_TENSORS
         count, carried = len(self.carried), types_of(self.carried)
         operands = [*carried, *slice_types(self.over), *types_of(self.extra)]
-        given = types_of(_yielded(self.body) or ())
+        yielded = types_of(_yielded(self.body) or ())
         return (
             _arguments_mismatch("body", self.body, operands)
-            or mismatch("carried results of ^body", given[:count], carried)
-            or mismatch("carried results", types_of(self.results[:count]), carried)
-            or stacked_mismatch("stacked results", self.results[count:], given[count:])
+            or type_mismatch("carried results of ^body", yielded[:count], carried)
+            or type_mismatch("carried results", types_of(self.results[:count]), carried)
+            or stacked_type_mismatch("stacked results", self.results[count:], yielded[count:])
         )
 
 
 @line_class("control.map")
 class Map(LineBase):
-    """Runs `body` once for each slice of `over` along their first dimension and stacks what it yields.
+    """Runs `body` for each slice of `over` along the first dimension and stacks the values that it yields.
 
     Source: torch's `map_impl`.
 
@@ -194,16 +194,19 @@ class Map(LineBase):
         }
     """
 
-    results: tuple[Any, ...] = define(Form.RESULTS)
+    results: tuple[Result, ...] = define(Form.RESULTS)
+    carried: ClassVar[tuple[Operand, ...]] = ()
+    reverse: ClassVar[bool] = False
+
     over: tuple[Value, ...] = read(Form.VALUES)
     body: Block = block()
-    extra: tuple[Any, ...] = read(Form.SEQUENCE, default=())
+    extra: tuple[Operand, ...] = read(Form.SEQUENCE, default=())
 
     def verify_self(self) -> str | None:
         if not self.over:
-            return _NOTHING_OVER
+            return _NO_SCANNED_TENSORS
         operands = [*slice_types(self.over), *types_of(self.extra)]
-        return _arguments_mismatch("body", self.body, operands) or stacked_mismatch(
+        return _arguments_mismatch("body", self.body, operands) or stacked_type_mismatch(
             "results", self.results, types_of(_yielded(self.body) or ())
         )
 
@@ -212,75 +215,72 @@ class Map(LineBase):
 class CallFunction(LineBase):
     """Runs a function of the program, a block that several lines share. Source: torch's `invoke_subgraph`.
 
-    The function sees the symbols that are defined where it is called. The operands that it writes stand in `writes`.
+    The function sees the symbols that are defined before the call. `writes` lists the operands that it writes.
 
-    With `replay` above 0 the function's work on its device may be recorded once for each value of its symbols, and
-    replayed from then on; `replay` is the most recordings that are kept. A recording copies what it reads to a place of
-    its own first, but for the operands in `fixed`, which keep their address from call to call. It means the same with
-    and without.
+    If `max_captures` is above 0, the runtime may capture the function's work as a device graph, once for each value of
+    its symbols, and replay it. It caches at most `max_captures` graphs. A captured graph has its own copy of each
+    operand, except for those in `static_operands`, whose addresses never change.
 
-    Example: `%y = control.call @layer(%x, %w) replay=8 fixed=(%w) : f32[4, 8]@cpu`
+    Example: `%y = control.call @layer(%x, %w) max_captures=8 static_operands=(%w) : f32[4, 8]@cpu`
     """
 
-    results: tuple[Any, ...] = define(Form.RESULTS)
+    results: tuple[Result, ...] = define(Form.RESULTS)
     function: str = target("function")
-    operands: tuple[Any, ...] = read(Form.ARGUMENTS)
+    operands: tuple[Operand, ...] = read(Form.ARGUMENTS)
     writes: tuple[Value, ...] = write(Form.SEQUENCE, default=())
-    replay: int = attribute(default=0)
-    fixed: tuple[Value, ...] = attribute(default=(), form=Form.SEQUENCE)
+    max_captures: int = attribute(default=0)
+    static_operands: tuple[Value, ...] = attribute(default=(), form=Form.SEQUENCE)
 
     def verify_self(self) -> str | None:
-        if self.replay < 0:
-            return f"replay is the number of recordings that are kept, not {self.replay}"
-        if self.fixed and not self.replay:
-            return "what is fixed is for recordings, which need replay"
+        if self.max_captures < 0:
+            return f"max_captures is the number of cached graphs, not {self.max_captures}"
+        if self.static_operands and not self.max_captures:
+            return "static_operands needs max_captures above 0"
         operands = list(leaves(self.operands))
-        for value in self.fixed:
+        for value in self.static_operands:
             if value not in operands:
-                return f"%{value.name} is fixed but is no operand"
-        return wrong_writes(operands, self.writes)
+                return f"%{value.name} is listed in `static_operands` but is not an operand"
+        return writes_error(operands, self.writes)
 
-    def verify_target(self, target: Any) -> str | None:
-        return (
-            mismatch("arguments", types_of(target.arguments), types_of(self.operands))
-            or mismatch("results", types_of(_yielded(target) or ()), types_of(self.results))
-            or self._wrong_writes(target)
-        )
+    def verify_function(self, function: FunctionSummary) -> str | None:
+        block = function.block
+        reason = type_mismatch("arguments", types_of(block.arguments), types_of(self.operands))
+        reason = reason or type_mismatch("results", types_of(_yielded(block) or ()), types_of(self.results))
+        if reason is not None:
+            return reason
+        for argument, operand in zip(block.arguments, self.operands):
+            if argument.name in function.written and operand not in self.writes:
+                return f"it writes its argument %{argument.name}; list {print_literal(operand)} in `writes`"
+        return None
 
-    def places(self, values: tuple[Value, ...]) -> tuple[int, ...]:
+    def operand_positions(self, values: tuple[Value, ...]) -> tuple[int, ...]:
         """Returns the positions of the operands that are among these values."""
         names = {value.name for value in values}
         operands = enumerate(self.operands)
         return tuple([index for index, item in operands if isinstance(item, Value) and item.name in names])
 
-    def _wrong_writes(self, target: Any) -> str | None:
-        for argument, operand in zip(target.arguments, self.operands):
-            if argument.name in target.written and operand not in self.writes:
-                return f"it writes its argument %{argument.name}, so %{operand.name} stands in `writes`"
-        return None
-
 
 @line_class("control.yield")
 class Yield(LineBase):
-    """Ends a nested block and gives its results: owned values, each of its own root, numbers or none.
+    """Ends a nested block and returns its results: owned values with distinct roots, scalars or none.
 
     Example: `control.yield(%t1)`
     """
 
-    terminator: ClassVar[Literal["", "program", "block"]] = "block"
+    terminator: ClassVar[Terminator] = "block"
 
-    values: tuple[Any, ...] = read(Form.ARGUMENTS)
+    values: tuple[Operand, ...] = read(Form.ARGUMENTS)
 
 
 @line_class("control.return")
 class Return(LineBase):
-    """Ends the program and gives its outputs: values, numbers or none, in flat order.
+    """Ends the program and returns its flat outputs: values, scalars or none.
 
-    Each distinct owned root is released once, however many values over it are returned.
+    Several returned values may alias one owned root, which is released once.
 
     Example: `control.return(%y, s0, none)`
     """
 
-    terminator: ClassVar[Literal["", "program", "block"]] = "program"
+    terminator: ClassVar[Terminator] = "program"
 
-    values: tuple[Any, ...] = read(Form.ARGUMENTS)
+    values: tuple[Operand, ...] = read(Form.ARGUMENTS)

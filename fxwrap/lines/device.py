@@ -1,19 +1,19 @@
 """Lines that set the current device and stream, and order the work of streams.
 
-A stream is a number: 0 is the one that is current when the program is called, others are streams of their own, each of
-one device. `wrapper_ir/streams.py` says which orders of work a program must have.
+A stream is a number. Stream 0 is the stream that is current when the program is called; every other number is a side
+stream of one device. `wrapper_ir/streams.py` defines the required order of work.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from fxwrap.wrapper_ir import UNKNOWN, Effect, LineBase, Value, attribute, consume, define, line_class
+from fxwrap.wrapper_ir import UNKNOWN, Effect, EventStep, LineBase, Value, attribute, consume, define, line_class
 
 
 @line_class("device.enter")
 class EnterDevice(LineBase):
-    """Makes a device current until the matching `device.exit`, and of its streams this one; 0 leaves the stream alone.
+    """Makes a device, and unless it is 0 a stream, current until the matching `device.exit`.
 
     Example: `device.enter() device="cuda:1"`
     """
@@ -26,7 +26,7 @@ class EnterDevice(LineBase):
 
 @line_class("device.exit")
 class ExitDevice(LineBase):
-    """Makes the device and the stream current again that were so before the matching `device.enter`.
+    """Restores the device and stream that were current before the matching `device.enter`.
 
     Example: `device.exit() device="cuda:1"`
     """
@@ -41,12 +41,12 @@ class ExitDevice(LineBase):
 class RecordEvent(LineBase):
     """Records an event after the work queued so far on a stream.
 
-    `event` is the number of an event of the model's own, which is recorded then; with 0 it is one of the program's.
+    `event` is the index of an event that the model owns; 0 creates a new event.
 
     Example: `%done = device.record() device="cuda:0" stream=1 : opaque<Event>`
     """
 
-    event_step: ClassVar[Literal["", "record", "wait"]] = "record"
+    event_step: ClassVar[EventStep] = "record"
 
     result: Value = define()
     device: str = attribute()
@@ -59,12 +59,12 @@ class RecordEvent(LineBase):
 
 @line_class("device.wait")
 class WaitEvent(LineBase):
-    """Makes a stream wait for an event, and takes the event.
+    """Makes a stream wait for an event, which the line consumes.
 
     Example: `device.wait(%done) device="cuda:0" stream=0`
     """
 
-    event_step: ClassVar[Literal["", "record", "wait"]] = "wait"
+    event_step: ClassVar[EventStep] = "wait"
 
     event: Value = consume()
     device: str = attribute()

@@ -1,4 +1,4 @@
-"""The open door for vendors: lines of their own, which every converter can run."""
+"""The base class of lines defined by vendors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from fxwrap.wrapper_ir import Effect, LineBase
 
 
 class ExtensionLine(LineBase):
-    """Base of vendors' lines, made by `line_class("vendor.verb")` with the same field roles as ours.
+    """Base of lines defined by vendors with `line_class("vendor.verb")` and the field roles of core lines.
 
-    It prints, parses (`fxwrap.parse(text, extensions=[...])`), verifies and plans by its roles. A converter runs it
-    through a handler registered for it, else through `expand()`.
+    Printing, parsing (`fxwrap.parse(text, extensions=[...])`), verification and memory planning use its roles. A
+    converter calls the handler registered for the class, else it converts `expand()`.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def effects(self) -> tuple[Effect, ...]:
-        """Returns what the line does besides its reads and writes."""
+        """Returns the effects of the line besides its reads and writes."""
 
     @abstractmethod
     def expand(self) -> tuple[LineBase, ...]:
-        """Returns core lines that do the same: they define the same values and consume the same roots."""
+        """Returns equivalent core lines, which define the same values and consume the same roots."""

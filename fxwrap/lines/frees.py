@@ -1,58 +1,52 @@
-"""Frees: each owned root is released right after the last line that touches its memory."""
+"""Insertion of frees: each owned root is released right after its last use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from fxwrap.lines.memory import Free
 from fxwrap.lines.symbol import Bind
-from fxwrap.wrapper_ir import LineBase, Value, consumed, defined, holds_memory, last_uses, reads, roots
+from fxwrap.wrapper_ir import LineBase, Value, alias_roots, consumed, defined, holds_memory, last_uses, reads
 
 
 def insert_frees(
     lines: Sequence[LineBase], arguments: Iterable[Value], releasable: Iterable[Value]
 ) -> tuple[LineBase, ...]:
-    """Returns the lines with a `memory.free` after the last use of each root they define or that is releasable.
+    """Returns the lines with a `memory.free` after the last use of each root that they define or that is releasable.
 
-    `arguments` are all values the lines see, `releasable` those among them that may be freed. A root that the
-    terminator gives back, or that a line consumes, is not freed. A root that nothing uses is freed where it is made;
-    one of `releasable` before the first line. Linear in the number of lines.
+    `arguments` are all values that the lines see, `releasable` those that may be freed. Roots that a line consumes or
+    the terminator returns are not freed. An unused root is freed after its definition, an unused argument before the
+    first line. Linear in the number of lines.
     """
-    given = list(arguments)
-    root_of = roots(lines, given)
+    arguments = list(arguments)
+    root_of = alias_roots(lines, arguments)
     owned = {value.name: value for value in releasable}
     owned |= {value.name: value for line in lines for value in defined(line)
               if root_of[value.name] == value.name and holds_memory(value)}  # fmt: skip
-    made_on = _streams(lines)
-    gone = {value.name for line in lines for value in consumed(line)}
-    gone.update(root_of[value.name] for value in reads(lines[-1]))
+    streams = _allocation_streams(lines)
+    released = {value.name for line in lines for value in consumed(line)}
+    released.update(root_of[value.name] for value in reads(lines[-1]))
     frees: dict[int, list[Free]] = {}
-    for name, position in last_uses(lines, given).items():
-        if name in owned and name not in gone:
-            frees.setdefault(position, []).append(Free(owned[name], made_on.get(name, 0)))
-    return _interleave(lines, frees)
-
-
-def _streams(lines: Sequence[LineBase]) -> dict[str, int]:
-    """Returns the streams on which memory is made, for roots that are not made on the current one."""
-    found: dict[str, int] = {}
-    for line in lines:
-        stream = 0 if line.event_step else getattr(line, "stream", 0)
-        taken = [found[value.name] for value in consumed(line) if value.name in found] if found else []
-        stream = taken[0] if taken else stream
-        if stream:
-            found |= {value.name: stream for value in defined(line) if line.alias_of(value) is None}
-    return found
-
-
-def _interleave(lines: Sequence[LineBase], frees: Mapping[int, Sequence[Free]]) -> tuple[LineBase, ...]:
-    placed: list[LineBase] = [*frees.get(-1, ())]
+    for name, position in last_uses(lines, arguments).items():
+        if name in owned and name not in released:
+            frees.setdefault(position, []).append(Free(owned[name], streams.get(name, 0)))
+    result: list[LineBase] = [*frees.get(-1, ())]
     due: list[Free] = []
     for position, line in enumerate(lines):
-        placed.append(line)
+        result.append(line)
         due.extend(frees.get(position, ()))
-        binds_next = position + 1 < len(lines) and isinstance(lines[position + 1], Bind)
-        if due and not binds_next:  # what binds the symbols of a result follows it directly
-            placed.extend(due)
+        if not isinstance(lines[min(position + 1, len(lines) - 1)], Bind):  # a bind directly follows its source
+            result.extend(due)
             due.clear()
-    return tuple(placed)
+    return tuple(result)
+
+
+def _allocation_streams(lines: Sequence[LineBase]) -> dict[str, int]:
+    """Returns the stream that each root was allocated on, for roots not allocated on the current stream."""
+    streams: dict[str, int] = {}
+    for line in lines:
+        inherited = [streams[value.name] for value in consumed(line) if value.name in streams] if streams else []
+        stream = inherited[0] if inherited else 0 if line.event_step else line.stream
+        if stream:
+            streams |= {value.name: stream for value in defined(line) if line.alias_of(value) is None}
+    return streams

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fxwrap.wrapper_ir import Effect, Form, LineBase, Size, Value, attribute, line_class, read, target, write
+from fxwrap.wrapper_ir import (
+    Effect,
+    Form,
+    LineBase,
+    Operand,
+    Size,
+    Value,
+    attribute,
+    line_class,
+    read,
+    target,
+    write,
+)
 
 
 @line_class("kernel.launch")
 class Launch(LineBase):
     """Launches a kernel definition of the program over a grid of one to three dimensions.
 
-    The kernel's parameters are, in this order: the tensors among `arguments`, `outs`, the numbers among `arguments`.
-    What a kernel also reads of a tensor in `outs` need not be said. Tensors and numbers are as many as the kernel's
-    signature has, if it has one.
+    The kernel's parameters are, in this order: the tensors among `arguments`, `outs`, the scalars among `arguments`.
+    The kernel may also read the tensors in `outs`. If the kernel has a signature, the numbers of tensors and scalars
+    match it.
 
     Example: `kernel.launch @relu_0(%x, n0) outs=(%buf0) grid=(ceildiv(n0, 1024), 1, 1)`
     """
 
     kernel: str = target("kernel")
-    arguments: tuple[Any, ...] = read(Form.ARGUMENTS)
+    arguments: tuple[Operand, ...] = read(Form.ARGUMENTS)
     outs: tuple[Value, ...] = write(Form.SEQUENCE)
     grid: tuple[Size, ...] = attribute(default=(1, 1, 1), form=Form.SEQUENCE)
     effect_set: tuple[Effect, ...] = attribute(default=(), form=Form.SEQUENCE)
@@ -31,13 +41,12 @@ class Launch(LineBase):
     def verify_self(self) -> str | None:
         return None if 1 <= len(self.grid) <= 3 else f"a grid has one to three dimensions, not {len(self.grid)}"
 
-    def verify_target(self, target: Any) -> str | None:
-        if not target.signature:
-            return None
-        tensors = [item for item in self.arguments if isinstance(item, Value)]
-        given = len(tensors) + len(self.outs)
-        wanted = sum(entry.startswith("*") for entry in target.signature)
-        if given != wanted:
-            return f"the kernel takes {wanted} tensors, not {given}"
-        given, wanted = len(self.arguments) + len(self.outs), len(target.signature)
-        return None if given == wanted else f"the kernel takes {wanted} parameters, not {given}"
+    def verify_kernel(self, signature: tuple[str, ...]) -> str | None:
+        arguments = (*self.arguments, *self.outs)
+        tensors = sum(isinstance(item, Value) for item in arguments)
+        pointers = sum(entry.startswith("*") for entry in signature)
+        if signature and tensors != pointers:
+            return f"the kernel takes {pointers} tensors, not {tensors}"
+        if signature and len(arguments) != len(signature):
+            return f"the kernel takes {len(signature)} parameters, not {len(arguments)}"
+        return None

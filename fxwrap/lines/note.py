@@ -1,4 +1,4 @@
-"""Lines for people and profilers: they compute nothing."""
+"""Lines for readers and profilers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxwrap.wrapper_ir import OUTPUT, Effect, LineBase, attribute, line_class
 
 @line_class("note.comment")
 class Comment(LineBase):
-    """A remark that every converter passes on.
+    """A comment, which converters copy to the emitted code.
 
     Example: `note.comment() text="attention block 3"`
     """
@@ -19,7 +19,7 @@ class Comment(LineBase):
 
 @line_class("note.enter_range")
 class EnterRange(LineBase):
-    """Opens a named range in the profiler's record.
+    """Opens a named profiler range.
 
     Example: `note.enter_range() name="attention"`
     """
@@ -34,7 +34,7 @@ class EnterRange(LineBase):
 
 @line_class("note.exit_range")
 class ExitRange(LineBase):
-    """Closes the range opened last.
+    """Closes the innermost profiler range.
 
     Example: `note.exit_range() name="attention"`
     """

@@ -1,4 +1,4 @@
-"""Lines about the state of a device's default random number generator (checkpointed dropout)."""
+"""Lines that save and restore the state of random number generators, for checkpointed dropout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from fxwrap.wrapper_ir import GENERATOR, Effect, LineBase, Value, attribute, def
 
 
 @line_class("random.save")
-class SaveState(LineBase):
-    """Reads the generator's state into a new uint8 tensor on the CPU.
+class SaveRngState(LineBase):
+    """Copies the state of a device's default generator to a new uint8 tensor on the CPU.
 
     Example: `%state = random.save() device="cpu" : u8[5056]@cpu`
     """
@@ -20,8 +20,8 @@ class SaveState(LineBase):
 
 
 @line_class("random.restore")
-class RestoreState(LineBase):
-    """Sets the generator to a saved state.
+class RestoreRngState(LineBase):
+    """Restores the state of a device's default generator.
 
     Example: `random.restore(%state) device="cpu"`
     """
@@ -34,8 +34,8 @@ class RestoreState(LineBase):
 
 
 @line_class("random.exchange")
-class ExchangeState(LineBase):
-    """Exchanges the states of a device's default generator and another one, so that operators draw from that.
+class ExchangeRngState(LineBase):
+    """Swaps the states of a device's default generator and another generator.
 
     Example: `random.exchange(%generator) device="cpu"`
     """
@@ -44,7 +44,7 @@ class ExchangeState(LineBase):
     device: str = attribute()
 
     def verify_self(self) -> str | None:
-        return None if self.generator.type == GENERATOR else f"%{self.generator.name} is no generator"
+        return None if self.generator.type == GENERATOR else f"%{self.generator.name} is not a generator"
 
     def effects(self) -> tuple[Effect, ...]:
         return (random_effect(self.device),)

@@ -1,4 +1,4 @@
-"""Lines that define and check symbols: the numbers that sizes and scalars are made of."""
+"""Lines that define and check symbols: integers, floats and booleans in sizes and scalar expressions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fxwrap.wrapper_ir import (
 )
 
 ASSERT_ERRORS = ("RuntimeError", "IndexError", "ValueError", "InputError")
-"""The classes of errors that an assertion may raise."""
+"""The error classes that an assertion may raise."""
 
 
 @line_class("symbol.size")
 class SizeOf(LineBase):
     """Reads a size, a stride (`of="stride"`) or the storage offset (`of="storage_offset"`) of a tensor, in elements.
 
-    With a `rank`, it raises InputError first, which names the tensor, unless that has this many dimensions.
+    If `rank` is not 0, raises InputError with the tensor's name unless the tensor has this many dimensions.
 
     Example: `s0 = symbol.size(%x) dim=0 rank=2 range=(2, 4096) hint=512`
     """
@@ -53,7 +53,7 @@ class SizeOf(LineBase):
 
 @line_class("symbol.let")
 class Let(LineBase):
-    """Names the value of an expression, computed once.
+    """Defines a symbol as the value of an expression.
 
     Example: `n0 = symbol.let expr=64*s0`
     """
@@ -63,8 +63,8 @@ class Let(LineBase):
 
 
 @line_class("symbol.item")
-class Item(LineBase):
-    """Reads the only element of a tensor: an int, float or bool, by the symbol's prefix. It waits for the device.
+class ReadItem(LineBase):
+    """Reads the only element of a tensor as an int, float or bool, by the symbol's prefix. Synchronizes the device.
 
     Example: `u0 = symbol.item(%x) range=(0, 64)`
     """
@@ -75,13 +75,13 @@ class Item(LineBase):
     def verify_self(self) -> str | None:
         dtype, kind = self.tensor.tensor_type.dtype, symbol_kind(self.symbol.name)
         if (kind == "float" and not dtype.is_floating_point) or (kind != "float" and dtype.is_floating_point):
-            return f"an element of {dtype} is no {kind}"
+            return f"an element of {dtype} is not of kind {kind}"
         return None
 
 
 @line_class("symbol.bind")
 class Bind(LineBase):
-    """Finds an unbacked symbol in an operator's result by its key path: steps taken from left to right.
+    """Reads an unbacked symbol from an operator's result by its key path, whose steps apply from left to right.
 
     Steps are `size(dim)`, `stride(dim)`, `storage_offset()`, `element(index)` of a list, `divide(constant)` (exact),
     and `truth()` (a bool as 0 or 1).
@@ -107,8 +107,7 @@ class Bind(LineBase):
 class Assert(LineBase):
     """Raises an error with `message` when a condition over symbols is false.
 
-    `error` is the class: "RuntimeError", "IndexError", "ValueError", or fxwrap's "InputError". With `shown`, an
-    integer, the message ends in ", got " and its value.
+    `error` is one of `ASSERT_ERRORS`. If `shown`, an integer, is present, ", got " and its value end the message.
 
     Example: `symbol.assert() condition=u0 <= 64 message="too many"`
     """
@@ -120,7 +119,7 @@ class Assert(LineBase):
 
     @property
     def text(self) -> str:
-        """The message, or what stands for one."""
+        """The message, or a default one."""
         return self.message or f"the condition {print_expr(self.condition)} does not hold"
 
     def verify_self(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The reference meaning of kernels: every operation once, on whole index spaces, with torch on the CPU."""
+"""The reference evaluator of kernels: runs each operation once on the whole index space, with torch on the CPU."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import Any
 import torch
 from typing_extensions import assert_never
 
-from fxwrap.loop_ir.index import Atom, Axis, Gathered, Index, SizeAtom, evaluate_index
+from fxwrap.loop_ir.index import Atom, Axis, Index, IndirectIndex, SizeAtom, evaluate_index
 from fxwrap.loop_ir.kernel import (
-    REQUIREMENT_ERRORS,
+    ASSERT_ERRORS,
     Compute,
     Constant,
+    DeviceAssert,
     IndexValue,
     Kernel,
     Load,
-    Part,
+    Operation,
     Reduce,
-    Require,
+    ReductionResult,
     Scan,
-    SizeValue,
     Store,
+    SymbolicScalar,
 )
 from fxwrap.loop_ir.operations import OPERATIONS
-from fxwrap.symbolic import Scalar, Size, evaluate
+from fxwrap.symbolic import Number, Size, evaluate
 
 
 def evaluate_kernel(
-    kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Scalar] | None = None
+    kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Number] | None = None
 ) -> None:
-    """Runs a kernel on flat CPU tensors by buffer name, and writes its outputs. `numbers` gives its symbols' values.
+    """Runs a kernel on flat CPU tensors by buffer name, and writes its outputs. `numbers` are its symbols' values.
 
-    Slow, and in memory of the whole index space for each operation. An element read or written out of a buffer's
-    bounds raises IndexError, where no mask hides it.
+    Each operation materialises the whole index space. An unmasked access out of a buffer's bounds raises IndexError.
     """
-    _Evaluation(kernel, buffers, numbers or {}).run()
+    _Evaluator(kernel, buffers, numbers or {}).run()
 
 
-class _Evaluation:
-    def __init__(self, kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Scalar]) -> None:
+class _Evaluator:
+    def __init__(self, kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Number]) -> None:
         self.kernel = kernel
         self.buffers = buffers
         self.numbers = numbers
@@ -56,45 +56,45 @@ class _Evaluation:
     def _size(self, size: Size) -> int:
         return size if isinstance(size, int) else int(evaluate(size, self.numbers))
 
-    def _value(self, operation: Any) -> Any:
+    def _value(self, operation: Operation) -> Any:
         match operation:
             case Load():
                 return self._load(operation)
             case Constant():
                 return torch.tensor(operation.value, dtype=operation.dtype)
-            case SizeValue():
+            case SymbolicScalar():
                 return torch.tensor(evaluate(operation.expression, self.numbers), dtype=operation.dtype)
             case IndexValue():
                 return self._index(operation.index)
             case Compute():
                 used = [self.values[position] for position in operation.operands]
                 spec = OPERATIONS[operation.name]
-                return spec.meaning(*used, operation.dtype) if spec.result == "given" else spec.meaning(*used)
+                return spec.reference(*used, operation.dtype) if spec.result == "given" else spec.reference(*used)
             case Reduce():
                 return self._reduce(operation)
             case Scan():
                 dim = len(self.axes) - 1
-                return _SCANS[operation.kind](self._full(self.values[operation.operands[0]]), dim)
-            case Part():
+                return _SCANS[operation.kind](self._expand_reduced_axes(self.values[operation.operands[0]]), dim)
+            case ReductionResult():
                 return self.values[operation.operation][operation.position]
             case Store():
                 return self._store(operation)
-            case Require():
-                return self._require(operation)
+            case DeviceAssert():
+                return self._assert(operation)
             case _:
                 assert_never(operation)
 
-    def _require(self, operation: Require) -> None:
+    def _assert(self, operation: DeviceAssert) -> None:
         failed = ~self.values[operation.condition]
         if operation.mask is not None:
             failed = failed & self.values[operation.mask]
         if failed.any():
-            raise REQUIREMENT_ERRORS[operation.error](operation.message)
+            raise ASSERT_ERRORS[operation.error](operation.message)
 
     def _index(self, index: Index) -> torch.Tensor:
         return torch.as_tensor(evaluate_index(index, self._atom), dtype=torch.int64)
 
-    def _atom(self, atom: Atom) -> Any:
+    def _atom(self, atom: Atom) -> object:
         match atom:
             case Axis():
                 position = self.axes.index(atom)
@@ -103,7 +103,7 @@ class _Evaluation:
                 return torch.arange(self.sizes[position]).reshape(shape)
             case SizeAtom():
                 return int(evaluate(atom.expression, self.numbers))
-            case Gathered():
+            case IndirectIndex():
                 return self.values[atom.operation].to(torch.int64)
             case _:
                 raise AssertionError(f"{atom} is no leaf")
@@ -111,21 +111,21 @@ class _Evaluation:
     def _load(self, operation: Load) -> torch.Tensor:
         buffer, index = self.buffers[operation.buffer], self._index(operation.index)
         if operation.mask is None:
-            return buffer[index].clone()  # one element would be a view, which a store changes
+            return buffer[index].clone()  # a view of one element would change with a later store
         index, mask = torch.broadcast_tensors(index, self.values[operation.mask])  # type: ignore[no-untyped-call]
         loaded = torch.full(index.shape, operation.other, dtype=buffer.dtype)
         loaded[mask] = buffer[index[mask]]
         return loaded
 
-    def _full(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns a value over all reduced axes, as one last dimension; parallel axes it does not vary on stay 1."""
+    def _expand_reduced_axes(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns a value expanded over all reduced axes; parallel axes that it does not vary on keep size 1."""
         parallel = len(self.kernel.axes)
         shape = [*([1] * (len(self.axes) - value.dim())), *value.shape]
         return value.expand(*shape[:parallel], *self.sizes[parallel:])
 
     def _reduce(self, operation: Reduce) -> Any:
         parallel = len(self.kernel.axes)
-        value = self._full(self.values[operation.operands[0]]).flatten(parallel)
+        value = self._expand_reduced_axes(self.values[operation.operands[0]]).flatten(parallel)
         result = _REDUCTIONS[operation.kind](value, parallel)
         keep = [1] * len(self.kernel.reduced)
         if isinstance(result, tuple):
@@ -139,7 +139,8 @@ class _Evaluation:
             parts.append(self.values[operation.mask])
         rank = len(self.kernel.axes)
         if operation.mode != "set":  # every iteration counts
-            over = len(self.axes) if self._store_varies(operation) else rank
+            varies = self.kernel.varying[self.kernel.operations.index(operation)]
+            over = len(self.axes) if varies else rank
             parts.append(torch.empty([*self.sizes[:over], *[1] * (len(self.axes) - over)]))
         index, value, *rest = torch.broadcast_tensors(*parts)  # type: ignore[no-untyped-call]
         if operation.mask is not None:
@@ -150,9 +151,6 @@ class _Evaluation:
         else:
             names = {"add": "sum", "max": "amax", "min": "amin", "prod": "prod"}
             buffer.scatter_reduce_(0, index, value, names[operation.mode], include_self=True)
-
-    def _store_varies(self, operation: Store) -> bool:
-        return self.kernel.varying[self.kernel.operations.index(operation)]
 
 
 def _softmax(value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Kernels that write over what they read: which outputs may take an input's memory."""
+"""Kernels that overwrite an input: which outputs may reuse an input's memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import replace
 from fxwrap.loop_ir.kernel import Kernel, Load, Operation, Store
 
 
-def may_overwrite(kernel: Kernel, output: str) -> tuple[str, ...]:
-    """Returns the inputs in whose memory an output may be written, as far as the kernel's accesses say.
+def in_place_candidates(kernel: Kernel, output: str) -> tuple[str, ...]:
+    """Returns the inputs whose memory an output may reuse, according to the kernel's accesses.
 
-    Every load of such an input is of the element that the same iteration stores, and no later stage follows the store:
-    it may load again what depends on reduced axes. Dtypes are equal; that the buffers are equally large is for the
-    caller to see to.
+    Every load of such an input is of the element that the same iteration stores. No later stage follows the store,
+    because it could load the input again. Dtypes are equal; callers check that the buffers have equal sizes.
     """
     stores = [(position, item) for position, item in enumerate(kernel.operations) if isinstance(item, Store)]
     own = [(position, item) for position, item in stores if item.buffer == output]
@@ -23,7 +22,7 @@ def may_overwrite(kernel: Kernel, output: str) -> tuple[str, ...]:
     if kernel.scans or (varies and kernel.stages[position] < max(kernel.stages[other] for other, _ in stores)):
         return ()
     dtype = next(buffer.dtype for buffer in kernel.outputs if buffer.name == output)
-    found = []
+    candidates = []
     for buffer in kernel.inputs:
         loads = [
             (other, item) for other, item in enumerate(kernel.operations)
@@ -31,12 +30,12 @@ def may_overwrite(kernel: Kernel, output: str) -> tuple[str, ...]:
         ]  # fmt: skip
         same = all(load.index == store.index and kernel.varying[other] == varies for other, load in loads)
         if buffer.dtype is dtype and loads and same:
-            found.append(buffer.name)
-    return tuple(found)
+            candidates.append(buffer.name)
+    return tuple(candidates)
 
 
-def overwriting(kernel: Kernel, source: str, output: str) -> Kernel:
-    """Returns the kernel in which an input's elements are read from an output's buffer, and the input is gone."""
+def reinplace_output(kernel: Kernel, source: str, output: str) -> Kernel:
+    """Returns the kernel with an input removed, and its loads reading from an output's buffer."""
 
     def moved(operation: Operation) -> Operation:
         if isinstance(operation, Load) and operation.buffer == source:

@@ -1,9 +1,8 @@
-"""Index expressions: integer polynomials over loop axes, sizes, and floor divisions and remainders of such.
+"""Quasi-affine index expressions: integer polynomials over axes, sizes, floor divisions and remainders.
 
-They are fxwrap's own small class because a compile builds hundreds of thousands of them: adding two costs a
-microsecond or two, where sympy's cost a hundred. Sizes stay `int | sympy.Expr`; a symbolic size enters a polynomial
-as an atom. Simplification knows that an axis runs from 0 to its size less one, and that symbols are sizes of at least
-one: where a size is zero, no index is ever computed.
+They are a class of fxwrap because a compile builds hundreds of thousands of them, for which sympy is too slow. Sizes
+stay `int | sympy.Expr`; a symbolic size is an atom of a polynomial. Simplification uses that an axis ranges from 0 to
+its size - 1, and that sizes are at least 1: no index is computed where a size is zero.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeAlias
 
 import sympy
 
+from fxwrap.caching import bounded_cache
 from fxwrap.symbolic import Size
 
 
@@ -28,7 +27,7 @@ class Axis:
 
     @property
     def key(self) -> str:
-        """The name it sorts under."""
+        """The sort key."""
         return self.name
 
     def __hash__(self) -> int:
@@ -40,13 +39,13 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class SizeAtom:
-    """A symbolic size, or a part of one that is no sum or product; the same in every iteration."""
+    """A symbolic size, or a part of one that is not a sum or product; the same in every iteration."""
 
     expression: sympy.Expr
 
     @property
     def key(self) -> str:
-        """The name it sorts under."""
+        """The sort key."""
         return f"~{self.expression}"
 
     def __str__(self) -> str:
@@ -54,15 +53,15 @@ class SizeAtom:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """An index that an operation of the kernel computes, read from a tensor for instance; within 0 to `size` - 1."""
+class IndirectIndex:
+    """An index from 0 to `size` - 1 that an operation of the kernel computes, for instance loads."""
 
     operation: int
     size: Size
 
     @property
     def key(self) -> str:
-        """The name it sorts under."""
+        """The sort key."""
         return f"%{self.operation:06d}"
 
     def __str__(self) -> str:
@@ -70,38 +69,33 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class FloorDivide:
-    """`base // divisor`, rounded down, for a positive divisor."""
-
+class _Division:
     base: Index
     divisor: Index
 
     @property
     def key(self) -> str:
-        """The name it sorts under."""
+        """The sort key."""
         return str(self)
-
-    def __str__(self) -> str:
-        return f"({self.base})//{_grouped(self.divisor)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Modulo:
-    """`base % divisor`, from 0 to the divisor less one, for a positive divisor."""
-
-    base: Index
-    divisor: Index
-
-    @property
-    def key(self) -> str:
-        """The name it sorts under."""
-        return str(self)
+class FloorDivide(_Division):
+    """`base // divisor`, rounded down, for a positive divisor."""
 
     def __str__(self) -> str:
-        return f"({self.base})%{_grouped(self.divisor)}"
+        return f"({self.base})//{_parenthesize(self.divisor)}"
 
 
-Atom: TypeAlias = Axis | SizeAtom | Gathered | FloorDivide | Modulo
+@dataclass(frozen=True, slots=True)
+class Modulo(_Division):
+    """`base % divisor`, from 0 to `divisor` - 1, for a positive divisor."""
+
+    def __str__(self) -> str:
+        return f"({self.base})%{_parenthesize(self.divisor)}"
+
+
+Atom: TypeAlias = Axis | SizeAtom | IndirectIndex | FloorDivide | Modulo
 Monomial: TypeAlias = tuple[Atom, ...]
 IndexLike: TypeAlias = "Index | Axis | Size"
 
@@ -126,10 +120,10 @@ class Index:
         return isinstance(other, Index) and hash(self) == hash(other) and self.terms == other.terms
 
     def __hash__(self) -> int:
-        found = self._hash
-        if found is None:
-            found = self._hash = hash(self.terms)
-        return found
+        value = self._hash
+        if value is None:
+            value = self._hash = hash(self.terms)
+        return value
 
     def __repr__(self) -> str:
         return f"Index({self})"
@@ -137,7 +131,7 @@ class Index:
     def __str__(self) -> str:
         return " + ".join([_term_text(*term) for term in self.terms]).replace("+ -", "- ") or "0"
 
-    # --- arithmetic -------------------------------------------------------------------------------------------------
+    # --- arithmetic --------------------------------------------------------------------------------------------------
 
     def __add__(self, other: IndexLike) -> Index:
         other = as_index(other)
@@ -145,27 +139,27 @@ class Index:
             return self
         if not self.terms:
             return other
-        found = dict(self.terms)
+        coefficients = dict(self.terms)
         for monomial, coefficient in other.terms:
-            found[monomial] = found.get(monomial, 0) + coefficient
-        return _collected(found)
+            coefficients[monomial] = coefficients.get(monomial, 0) + coefficient
+        return _normalize_terms(coefficients)
 
     def __sub__(self, other: IndexLike) -> Index:
         return self + as_index(other) * -1
 
     def __mul__(self, other: IndexLike) -> Index:
         if type(other) is int:
-            return self._scaled(other)
+            return self._scale(other)
         other = as_index(other)
         number = other.constant
         if number is not None:
-            return self._scaled(number)
-        found: dict[Monomial, int] = {}
+            return self._scale(number)
+        coefficients: dict[Monomial, int] = {}
         for left, left_coefficient in self.terms:
             for right, right_coefficient in other.terms:
-                monomial = tuple(sorted((*left, *right), key=_key)) if left and right else left or right
-                found[monomial] = found.get(monomial, 0) + left_coefficient * right_coefficient
-        return _collected(found)
+                monomial = tuple(sorted((*left, *right), key=_atom_sort_key)) if left and right else left or right
+                coefficients[monomial] = coefficients.get(monomial, 0) + left_coefficient * right_coefficient
+        return _normalize_terms(coefficients)
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -174,31 +168,31 @@ class Index:
         return as_index(other) - self
 
     def __neg__(self) -> Index:
-        return self._scaled(-1)
+        return self._scale(-1)
 
-    def _scaled(self, factor: int) -> Index:
+    def _scale(self, factor: int) -> Index:
         if factor == 1 or not self.terms:
             return self
         return Index(tuple([(monomial, number * factor) for monomial, number in self.terms])) if factor else ZERO
 
     def __floordiv__(self, divisor: IndexLike) -> Index:
-        return _divided(self, as_index(divisor))[0]
+        return _divmod(self, as_index(divisor))[0]
 
     def __mod__(self, divisor: IndexLike) -> Index:
-        return _divided(self, as_index(divisor))[1]
+        return _divmod(self, as_index(divisor))[1]
 
-    # --- questions --------------------------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------------------
 
     @property
     def constant(self) -> int | None:
-        """The integer that this is, or None when it has a variable."""
+        """The value of a constant index, else None."""
         if not self.terms:
             return 0
         return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
 
     @property
     def single_axis(self) -> Axis | None:
-        """The axis that this is and nothing more, or None."""
+        """The axis that this equals, or None."""
         if len(self.terms) == 1:
             monomial, coefficient = self.terms[0]
             if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Axis):
@@ -206,55 +200,55 @@ class Index:
         return None
 
     def atoms(self) -> set[Atom]:
-        """Returns every atom in it, those inside divisions and remainders included."""
-        found: set[Atom] = set()
+        """Returns all atoms, those inside divisions and remainders included."""
+        result: set[Atom] = set()
         for monomial, _ in self.terms:
             for atom in monomial:
-                found.add(atom)
+                result.add(atom)
                 if isinstance(atom, FloorDivide | Modulo):
-                    found |= atom.base.atoms() | atom.divisor.atoms()
-        return found
+                    result |= atom.base.atoms() | atom.divisor.atoms()
+        return result
 
     def axes(self) -> set[Axis]:
-        """Returns the axes that it depends on."""
+        """Returns the axes that this depends on."""
         return {atom for atom in self.atoms() if isinstance(atom, Axis)}
 
     def stride(self, axis: Axis) -> Index | None:
-        """Returns by how much one step of the axis changes this, or None when that differs from step to step."""
+        """Returns the change per step of the axis, or None when it is not constant."""
         step: dict[Monomial, int] = {}
         for monomial, coefficient in self.terms:
             if axis in monomial:
                 rest = list(monomial)
                 rest.remove(axis)
-                if _mentions(rest, axis):
+                if _depends_on(rest, axis):
                     return None
                 step[tuple(rest)] = coefficient
-            elif _mentions(monomial, axis):
+            elif _depends_on(monomial, axis):
                 return None
-        return _collected(step)
+        return _normalize_terms(step)
 
     def substitute(self, mapping: Mapping[Atom, IndexLike]) -> Index:
-        """Returns this with atoms replaced, and simplified anew."""
+        """Returns this with atoms replaced, simplified."""
         if not mapping:
             return self
         if len(self.terms) == 1 and self.terms[0][1] == 1 and len(self.terms[0][0]) == 1:
-            return _substituted(self.terms[0][0][0], mapping)
+            return _substitute_atom(self.terms[0][0][0], mapping)
         result = ZERO
         for monomial, coefficient in self.terms:
-            product = index_constant(coefficient)
+            product = constant_index(coefficient)
             for atom in monomial:
-                product = product * _substituted(atom, mapping)
+                product = product * _substitute_atom(atom, mapping)
             result = result + product
         return result
 
     def bounds(self) -> tuple[Index, Index] | None:
-        """Returns the lowest and the highest value as polynomials in sizes, or None when they are not known."""
+        """Returns the lowest and the highest value as polynomials in sizes, or None when they are unknown."""
         return _bounds(self)
 
-    def never_negative(self) -> bool:
-        """Whether this is shown to be at least 0 in every iteration; False says nothing."""
+    def is_nonnegative(self) -> bool:
+        """Whether this is provably at least 0 in every iteration."""
         limits = self.bounds()
-        return limits is not None and _never_negative(limits[0])
+        return limits is not None and _is_nonnegative_polynomial(limits[0])
 
 
 def _term_text(monomial: Monomial, coefficient: int) -> str:
@@ -267,52 +261,54 @@ def _term_text(monomial: Monomial, coefficient: int) -> str:
     return names if coefficient == 1 else f"-{names}" if coefficient == -1 else f"{coefficient}*{names}"
 
 
-def _grouped(index: Index) -> str:
+def _parenthesize(index: Index) -> str:
     text = str(index)
     return text if text.isalnum() else f"({text})"
 
 
-def _key(atom: Atom) -> str:
+def _atom_sort_key(atom: Atom) -> str:
     return atom.key
 
 
 def _monomial_key(term: tuple[Monomial, int]) -> tuple[bool, tuple[str, ...]]:
-    return _order(term[0])
+    return _monomial_sort_key(term[0])
 
 
-@lru_cache(maxsize=65536)
-def _order(monomial: Monomial) -> tuple[bool, tuple[str, ...]]:
+@bounded_cache(65536)
+def _monomial_sort_key(monomial: Monomial) -> tuple[bool, tuple[str, ...]]:
     return not monomial, tuple([atom.key for atom in monomial])
 
 
-def _collected(found: dict[Monomial, int]) -> Index:
-    terms = [term for term in found.items() if term[1]]
+def _normalize_terms(coefficients: dict[Monomial, int]) -> Index:
+    terms = [term for term in coefficients.items() if term[1]]
     if not terms:
         return ZERO
     if len(terms) > 1:
         terms.sort(key=_monomial_key)
-    return _recombined(Index(tuple(terms)))
+    return _fold_division_pairs(Index(tuple(terms)))
 
 
-def _recombined(index: Index) -> Index:
-    """Returns `d*k*(x // d) + k*(x % d)` as `k*x`: what unflattening and flattening again leaves."""
+def _fold_division_pairs(index: Index) -> Index:
+    """Returns `d*k*(x // d) + k*(x % d)` as `k*x`, which undoes a pair of reshapes."""
     for monomial, coefficient in index.terms:
         for atom in monomial:
             if isinstance(atom, Modulo):
-                rest = Index(((_without(monomial, atom), coefficient),))
+                rest = Index(((_remove_factor(monomial, atom), coefficient),))
                 whole = rest * atom.divisor * (atom.base // atom.divisor)
                 if whole.terms and all(term in index.terms for term in whole.terms):
-                    kept = [term for term in index.terms if term not in whole.terms and term != (monomial, coefficient)]
-                    return _collected(dict(kept)) + rest * atom.base
+                    others = [
+                        term for term in index.terms if term not in whole.terms and term != (monomial, coefficient)
+                    ]
+                    return _normalize_terms(dict(others)) + rest * atom.base
     return index
 
 
-def _without(monomial: Monomial, atom: Atom) -> Monomial:
+def _remove_factor(monomial: Monomial, atom: Atom) -> Monomial:
     position = monomial.index(atom)
     return (*monomial[:position], *monomial[position + 1 :])
 
 
-def _mentions(atoms: Iterable[Atom], axis: Axis) -> bool:
+def _depends_on(atoms: Iterable[Atom], axis: Axis) -> bool:
     for atom in atoms:
         if atom == axis:
             return True
@@ -321,10 +317,10 @@ def _mentions(atoms: Iterable[Atom], axis: Axis) -> bool:
     return False
 
 
-def _substituted(atom: Atom, mapping: Mapping[Atom, IndexLike]) -> Index:
-    found = mapping.get(atom)
-    if found is not None:
-        return as_index(found)
+def _substitute_atom(atom: Atom, mapping: Mapping[Atom, IndexLike]) -> Index:
+    replacement = mapping.get(atom)
+    if replacement is not None:
+        return as_index(replacement)
     if isinstance(atom, FloorDivide):
         return atom.base.substitute(mapping) // atom.divisor.substitute(mapping)
     if isinstance(atom, Modulo):
@@ -332,7 +328,7 @@ def _substituted(atom: Atom, mapping: Mapping[Atom, IndexLike]) -> Index:
     return Index((((atom,), 1),))
 
 
-@lru_cache(maxsize=65536)
+@bounded_cache(65536)
 def _bounds(index: Index) -> tuple[Index, Index] | None:
     low, high = ZERO, ZERO
     for monomial, coefficient in index.terms:
@@ -349,7 +345,7 @@ def _bounds(index: Index) -> tuple[Index, Index] | None:
 
 def _atom_bounds(atom: Atom) -> tuple[Index, Index] | None:
     match atom:
-        case Axis() | Gathered():
+        case Axis() | IndirectIndex():
             return ZERO, as_index(atom.size) - 1
         case SizeAtom():
             whole = Index((((atom,), 1),))
@@ -358,23 +354,23 @@ def _atom_bounds(atom: Atom) -> tuple[Index, Index] | None:
             return ZERO, atom.divisor - 1
         case FloorDivide():
             limits = atom.base.bounds()
-            if limits is None or not _never_negative(limits[0]):
+            if limits is None or not _is_nonnegative_polynomial(limits[0]):
                 return None
             return ZERO, limits[1] // atom.divisor
 
 
-def _never_negative(index: Index) -> bool:
-    """Whether a polynomial in sizes is shown to be at least 0, for every value that the sizes can have.
+def _is_nonnegative_polynomial(index: Index) -> bool:
+    """Whether a polynomial in sizes is provably at least 0 for all sizes.
 
-    A plain symbol is at least 1. Other atoms are parts of sizes, like the quotient in `s0//2 + 1`, and may be 0.
+    A plain symbol is at least 1. Other atoms, like the quotient in `s0//2 + 1`, may be 0.
     """
     if all(number > 0 for _, number in index.terms):
         return True
     if not any(number > 0 for monomial, number in index.terms if monomial):
         return False
-    shifted = ZERO  # with every symbol one more than a number that is at least 0
+    shifted = ZERO  # every symbol replaced by 1 plus a number that is at least 0
     for monomial, coefficient in index.terms:
-        part = index_constant(coefficient)
+        part = constant_index(coefficient)
         for atom in monomial:
             whole = Index((((atom,), 1),))
             part = part * (whole + 1 if isinstance(atom, SizeAtom) and atom.expression.is_Symbol else whole)
@@ -382,34 +378,38 @@ def _never_negative(index: Index) -> bool:
     return all(number > 0 for _, number in shifted.terms)
 
 
-def _within(index: Index, divisor: Index) -> bool:
-    """Whether an index is shown to be from 0 to the divisor less one."""
+def _in_range(index: Index, divisor: Index) -> bool:
+    """Whether an index is provably from 0 to `divisor` - 1."""
     limits = index.bounds()
-    return limits is not None and _never_negative(limits[0]) and _never_negative(divisor - 1 - limits[1])
+    return (
+        limits is not None
+        and _is_nonnegative_polynomial(limits[0])
+        and _is_nonnegative_polynomial(divisor - 1 - limits[1])
+    )
 
 
-@lru_cache(maxsize=65536)
-def _divided(index: Index, divisor: Index) -> tuple[Index, Index]:
-    """Returns quotient and remainder of floor division, simplified by what is known of the axes' ranges."""
+@bounded_cache(65536)
+def _divmod(index: Index, divisor: Index) -> tuple[Index, Index]:
+    """Returns quotient and remainder of floor division, simplified by the ranges of axes."""
     number = divisor.constant
     if number is not None and number < 1:
-        raise ValueError(f"an index is divided by {number}")
-    quotient, rest = _whole_multiples(index, divisor)
-    if not rest.terms or _within(rest, divisor):
+        raise ValueError(f"the divisor of an index must be positive, not {number}")
+    quotient, rest = _polynomial_divmod(index, divisor)
+    if not rest.terms or _in_range(rest, divisor):
         return quotient, rest
     if number is not None:
         for common in sorted({math.gcd(coefficient, number) for _, coefficient in rest.terms}, reverse=True):
             low = Index(tuple([term for term in rest.terms if term[1] % common]))
-            if common > 1 and _within(low, index_constant(common)):
+            if common > 1 and _in_range(low, constant_index(common)):
                 high = Index(tuple([(monomial, n // common) for monomial, n in rest.terms if n % common == 0]))
-                inner_quotient, inner_rest = _divided(high, index_constant(number // common))
+                inner_quotient, inner_rest = _divmod(high, constant_index(number // common))
                 return quotient + inner_quotient, inner_rest * common + low
-    more, remainder = _opaque(rest, divisor, number)
+    more, remainder = _atomic_divmod(rest, divisor, number)
     return quotient + more, remainder
 
 
-def _opaque(rest: Index, divisor: Index, number: int | None) -> tuple[Index, Index]:
-    """Returns the atoms of a division that does not simplify; divisions of divisions become one."""
+def _atomic_divmod(rest: Index, divisor: Index, number: int | None) -> tuple[Index, Index]:
+    """Returns the atoms of a division that does not simplify; nested divisions become one."""
     base, modulo_base, by = rest, rest, divisor
     if number is not None and len(rest.terms) == 1 and rest.terms[0][1] == 1 and len(rest.terms[0][0]) == 1:
         atom = rest.terms[0][0][0]
@@ -420,14 +420,14 @@ def _opaque(rest: Index, divisor: Index, number: int | None) -> tuple[Index, Ind
     return Index((((FloorDivide(base, by),), 1),)), Index((((Modulo(modulo_base, divisor),), 1),))
 
 
-def _whole_multiples(index: Index, divisor: Index) -> tuple[Index, Index]:
-    """Returns polynomials q and r with index = q*divisor + r, as much in q as term-wise division gives."""
+def _polynomial_divmod(index: Index, divisor: Index) -> tuple[Index, Index]:
+    """Returns polynomials q and r with index = q*divisor + r by term-wise division."""
     lead, lead_coefficient = max(divisor.terms, key=lambda term: (len(term[0]), _monomial_key(term)))
     quotient, rest = ZERO, index
     for monomial, coefficient in index.terms:
         factor, remainder = divmod(coefficient, lead_coefficient)
         if not factor or (remainder and monomial):
-            continue  # a constant is divided with a remainder, other terms only when it leaves none
+            continue  # only a constant may leave a remainder
         cofactor = _cofactor(monomial, lead)
         if cofactor is not None:
             part = Index(((cofactor, factor),))
@@ -436,7 +436,7 @@ def _whole_multiples(index: Index, divisor: Index) -> tuple[Index, Index]:
 
 
 def _cofactor(monomial: Monomial, factor: Monomial) -> Monomial | None:
-    """Returns the monomial that gives this one when multiplied with the factor, or None."""
+    """Returns the quotient of a monomial and a factor, or None."""
     rest = list(monomial)
     for atom in factor:
         if atom not in rest:
@@ -449,8 +449,8 @@ ZERO = Index(())
 ONE = Index((((), 1),))
 
 
-@lru_cache(maxsize=4096)
-def index_constant(number: int) -> Index:
+@bounded_cache(4096)
+def constant_index(number: int) -> Index:
     """Returns a constant index."""
     return Index((((), int(number)),)) if number else ZERO
 
@@ -460,21 +460,21 @@ def as_index(value: IndexLike) -> Index:
     if isinstance(value, Index):
         return value
     if isinstance(value, int):
-        return index_constant(value)
-    if isinstance(value, Axis | Gathered):
+        return constant_index(value)
+    if isinstance(value, Axis | IndirectIndex):
         return _from_atom(value)
     return _from_size(value)
 
 
-@lru_cache(maxsize=4096)
-def _from_atom(atom: Axis | Gathered) -> Index:
+@bounded_cache(4096)
+def _from_atom(atom: Axis | IndirectIndex) -> Index:
     return Index((((atom,), 1),))
 
 
-@lru_cache(maxsize=4096)
+@bounded_cache(4096)
 def _from_size(size: sympy.Expr) -> Index:
     if isinstance(size, sympy.Integer):
-        return index_constant(int(size))
+        return constant_index(int(size))
     if isinstance(size, sympy.Add):
         return sum((_from_size(term) for term in size.args), ZERO)
     if isinstance(size, sympy.Mul):
@@ -484,8 +484,8 @@ def _from_size(size: sympy.Expr) -> Index:
     return Index((((SizeAtom(size),), 1),))
 
 
-def linear_index(indices: Sequence[IndexLike], sizes: Sequence[Size]) -> Index:
-    """Returns the position of a multi-index in a row-major tensor of these sizes."""
+def linearize_index(indices: Sequence[IndexLike], sizes: Sequence[Size]) -> Index:
+    """Returns the offset of a multi-index in a row-major tensor of these sizes."""
     position = ZERO
     for index, size in zip(indices, sizes, strict=True):
         position = position * as_index(size) + as_index(index)
@@ -497,18 +497,18 @@ def strided_index(indices: Sequence[IndexLike], strides: Sequence[Size]) -> Inde
     return sum((as_index(index) * as_index(stride) for index, stride in zip(indices, strides, strict=True)), ZERO)
 
 
-def unflattened(position: Index, sizes: Sequence[Size]) -> tuple[Index, ...]:
-    """Returns the multi-index of a position in a row-major tensor of these sizes."""
-    found: list[Index] = []
+def delinearize_index(position: Index, sizes: Sequence[Size]) -> tuple[Index, ...]:
+    """Returns the multi-index of an offset in a row-major tensor of these sizes."""
+    indices: list[Index] = []
     for size in reversed(sizes[1:]):
         whole = as_index(size)
-        found.append(position % whole)
+        indices.append(position % whole)
         position = position // whole
-    return tuple(reversed([*found, position])) if sizes else ()
+    return tuple(reversed([*indices, position])) if sizes else ()
 
 
 def evaluate_index(index: Index, value_of: Callable[[Atom], object]) -> object:
-    """Returns an index's value, given those of axes, sizes and gathered indices: numbers, tensors, or text makers."""
+    """Returns an index's value, given the values of axes, sizes and indirect indices: numbers, tensors or texts."""
     result: object = 0
     for monomial, coefficient in index.terms:
         product: object = coefficient

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import assert_never
 
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir.index import Axis, Gathered, Index, SizeAtom, as_index
+from fxwrap.loop_ir.index import Axis, Index, IndirectIndex, SizeAtom, as_index
 from fxwrap.loop_ir.operations import (
     KERNEL_DTYPES,
     OPERATIONS,
@@ -27,7 +27,7 @@ from fxwrap.symbolic import Size, product
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An element of a buffer, `index` elements from its start; `other` where the bool operation `mask` is false."""
+    """The element of a buffer at offset `index`; `other` where the bool operation `mask` is false."""
 
     buffer: str
     index: Index
@@ -39,7 +39,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number. Its dtype is one that arithmetic happens in. Compared by its text: 0.0 is not -0.0, and NaN is NaN."""
+    """A number in a compute dtype. Constants compare by text: 0.0 differs from -0.0, and NaN equals NaN."""
 
     value: float | int | bool = field(compare=False)
     dtype: torch.dtype
@@ -51,8 +51,8 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeValue:
-    """A number of the program, a scalar argument of the launch: int64, float64 or bool by its expression's kind."""
+class SymbolicScalar:
+    """A scalar argument of the launch: int64, float64 or bool by its expression's kind."""
 
     expression: sympy.Basic
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class IndexValue:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A row of `OPERATIONS` applied to operations, named by position."""
+    """An operation of `OPERATIONS`, applied to operations given by position."""
 
     name: str
     operands: tuple[int, ...]
@@ -80,7 +80,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """A reduction over all reduced axes; where it has several results, `Part` takes them."""
+    """A reduction over all reduced axes. `ReductionResult` selects one of several results."""
 
     kind: str
     operands: tuple[int, ...]
@@ -90,7 +90,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A scan along the one reduced axis; where it has several results, `Part` takes them."""
+    """A scan along the only reduced axis. `ReductionResult` selects one of several results."""
 
     kind: str
     operands: tuple[int, ...]
@@ -99,8 +99,8 @@ class Scan:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One result of a reduction or scan that has several."""
+class ReductionResult:
+    """One of several results of a reduction or scan."""
 
     operation: int
     position: int
@@ -110,9 +110,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Writes a value, which has the buffer's dtype, where `mask` is true; `mode` is one of `STORE_MODES`.
+    """Writes a value of the buffer's dtype where `mask` is true. `mode` is one of `STORE_MODES`.
 
-    It happens once for each element of the axes that its index and value depend on, parallel axes always included.
+    It runs once for each element of the parallel axes and of the reduced axes that its index or value depends on.
     """
 
     buffer: str
@@ -124,11 +124,11 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Require:
-    """Makes the launch fail with a message where a bool operation is false, and `mask`, if there is one, is true.
+class DeviceAssert:
+    """Fails the launch with a message where a bool operation is false and `mask`, if any, is true.
 
-    The kernel runs on to its end. On a CPU the launch raises the class that REQUIREMENT_ERRORS has for `error`
-    (Triton's interpreter always IndexError); on a GPU it is a device-side assertion, as it is for eager's kernels.
+    The kernel runs to its end. On a CPU the launch raises the class of `error` in ASSERT_ERRORS (Triton's interpreter
+    always raises IndexError); on a GPU it is a device-side assertion, like those of eager's kernels.
     """
 
     condition: int
@@ -138,15 +138,16 @@ class Require:
     error: str = "index"
 
 
-REQUIREMENT_ERRORS: Mapping[str, type[Exception]] = {"index": IndexError, "runtime": RuntimeError}
-"""What is raised where a requirement does not hold: eager raises the one or the other, by operator."""
+ASSERT_ERRORS: Mapping[str, type[Exception]] = {"index": IndexError, "runtime": RuntimeError}
+"""The exceptions that failed device assertions raise, as eager does for the same operators."""
 
-Operation: TypeAlias = Load | Constant | SizeValue | IndexValue | Compute | Reduce | Scan | Part | Store | Require
+ValueOperation: TypeAlias = Load | Constant | SymbolicScalar | IndexValue | Compute | Reduce | Scan | ReductionResult
+Operation: TypeAlias = ValueOperation | Store | DeviceAssert
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A tensor a kernel is given: its first element's address. `extent` is how many elements it reaches over."""
+    """A tensor argument of a kernel. `extent` is the distance from its first to its last element, plus one."""
 
     name: str
     dtype: torch.dtype
@@ -154,16 +155,16 @@ class Buffer:
 
 
 class KernelError(FxwrapError):
-    """A kernel of the loop IR breaks a rule; the message names the operation."""
+    """An invalid kernel of the loop IR; the message names the operation."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: for every element of the parallel `axes`, outermost first, run the operations in order.
+    """A kernel: runs the operations in order for every element of the parallel `axes`, outermost first.
 
-    Operations name each other by position. What depends on `reduced` axes happens for each of their elements too;
-    reductions run over all of them, row-major. `inputs` are only read; `outputs` are written and may be read, each
-    element only by the iteration that writes it, before it does.
+    Operations refer to each other by position. Those that depend on `reduced` axes run for each of their elements too;
+    reductions run over all of them in row-major order. `inputs` are only read. `outputs` are written and may be read:
+    each element only by the iteration that writes it, before the write.
     """
 
     axes: tuple[Axis, ...]
@@ -190,70 +191,68 @@ class Kernel:
     @cached_property
     def varying(self) -> tuple[bool, ...]:
         """For each operation, whether it depends on reduced axes."""
-        found: list[bool] = []
+        flags: list[bool] = []
         reduced = set(self.reduced)
         for operation in self.operations:
             if isinstance(operation, Reduce):
-                found.append(False)
+                flags.append(False)
                 continue
             own = any(not reduced.isdisjoint(index.axes()) for index in indices(operation))
-            found.append(own or any(found[operand] for operand in operands(operation)))
-        return tuple(found)
+            flags.append(own or any(flags[operand] for operand in operands(operation)))
+        return tuple(flags)
 
     @cached_property
-    def addressed(self) -> tuple[frozenset[Axis], ...]:
-        """For each operation, the axes that the place it reads or writes depends on, through positions it reads too."""
+    def address_axes(self) -> tuple[frozenset[Axis], ...]:
+        """For each operation, the axes that its address depends on, indirect indices included."""
         depends: list[frozenset[Axis]] = []
-        found: list[frozenset[Axis]] = []
+        result: list[frozenset[Axis]] = []
         reduced = frozenset(self.reduced)
         for operation in self.operations:
             own = frozenset(axis for index in indices(operation) for axis in index.axes())
-            gathered = [atom.operation for index in indices(operation) for atom in index.atoms()
-                        if isinstance(atom, Gathered)]  # fmt: skip
-            found.append(own.union(*[depends[position] for position in gathered]))
-            all_of_it = own.union(*[depends[operand] for operand in operands(operation)])
-            depends.append(all_of_it - reduced if isinstance(operation, Reduce) else all_of_it)
-        return tuple(found)
+            result.append(own.union(*[depends[position] for position in _indirect_operands(operation)]))
+            axes = own.union(*[depends[operand] for operand in operands(operation)])
+            depends.append(axes - reduced if isinstance(operation, Reduce) else axes)
+        return tuple(result)
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """For each operation, how many reductions in a row must be complete before it can run."""
-        found: list[int] = []
+        """For each operation, the number of successive reductions that must complete before it can run."""
+        stages: list[int] = []
         for operation in self.operations:
             stage = 0
             for operand in operands(operation):
                 after = isinstance(self.operations[operand], Reduce)
-                stage = max(stage, found[operand] + after)
-            found.append(stage)
-        return tuple(found)
+                stage = max(stage, stages[operand] + after)
+            stages.append(stage)
+        return tuple(stages)
 
     @cached_property
-    def numbers(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols that a launch passes, sorted by name: sizes in indices and axes, and numbers of the program."""
-        found: set[sympy.Symbol] = set()
+    def symbols(self) -> tuple[sympy.Symbol, ...]:
+        """The symbols of indices, axes and symbolic scalars, sorted by name."""
+        symbols: set[sympy.Symbol] = set()
         for axis in (*self.axes, *self.reduced):
-            found |= _symbols(as_index(axis.size))
+            symbols |= _symbols(as_index(axis.size))
         for operation in self.operations:
             for index in indices(operation):
-                found |= _symbols(index)
-            if isinstance(operation, SizeValue):
-                found |= set(operation.expression.free_symbols)
-        return tuple(sorted(found, key=lambda symbol: str(symbol.name)))
+                symbols |= _symbols(index)
+            if isinstance(operation, SymbolicScalar):
+                symbols |= set(operation.expression.free_symbols)
+        return tuple(sorted(symbols, key=lambda symbol: str(symbol.name)))
 
     @cached_property
-    def details(self) -> tuple[str, ...]:
-        """What kernels that compare equal may differ in: origins, and how numbers outside of masks are written."""
+    def uncompared_fields(self) -> tuple[str, ...]:
+        """The fields that equality ignores: origins, and the text of `other` of masked loads."""
         others = [repr(operation.other) for operation in self.operations if isinstance(operation, Load)]
         return (*[operation.origin for operation in self.operations], *others)
 
     @property
     def count(self) -> Size:
-        """How many elements the parallel axes have."""
+        """The number of elements of the parallel axes."""
         return product(axis.size for axis in self.axes)
 
     @property
     def reduced_count(self) -> Size:
-        """How many elements the reduced axes have."""
+        """The number of elements of the reduced axes."""
         return product(axis.size for axis in self.reduced)
 
     def __str__(self) -> str:
@@ -261,33 +260,38 @@ class Kernel:
 
 
 def _symbols(index: Index) -> set[sympy.Symbol]:
-    found: set[sympy.Symbol] = set()
+    symbols: set[sympy.Symbol] = set()
     for atom in index.atoms():
         if isinstance(atom, SizeAtom):
-            found |= atom.expression.free_symbols
-    return found
+            symbols |= atom.expression.free_symbols
+    return symbols
 
 
 def operands(operation: Operation) -> tuple[int, ...]:
-    """Returns the positions of the operations that one uses: operands, masks, and gathered parts of its index."""
+    """Returns the positions of the operations that one uses: operands, masks and indirect indices."""
     used: tuple[int, ...]
     match operation:
         case Load():
             used = () if operation.mask is None else (operation.mask,)
-        case Constant() | SizeValue() | IndexValue():
+        case Constant() | SymbolicScalar() | IndexValue():
             used = ()
         case Compute() | Reduce() | Scan():
             used = operation.operands
-        case Part():
+        case ReductionResult():
             used = (operation.operation,)
         case Store():
             used = (operation.value,) if operation.mask is None else (operation.value, operation.mask)
-        case Require():
+        case DeviceAssert():
             used = (operation.condition,) if operation.mask is None else (operation.condition, operation.mask)
         case _:
             assert_never(operation)
-    gathered = [atom.operation for index in indices(operation) for atom in index.atoms() if isinstance(atom, Gathered)]
-    return (*used, *sorted(gathered)) if gathered else used
+    indirect = _indirect_operands(operation)
+    return (*used, *sorted(indirect)) if indirect else used
+
+
+def _indirect_operands(operation: Operation) -> list[int]:
+    atoms = [atom for index in indices(operation) for atom in index.atoms()]
+    return [atom.operation for atom in atoms if isinstance(atom, IndirectIndex)]
 
 
 def indices(operation: Operation) -> Iterator[Index]:
@@ -296,52 +300,50 @@ def indices(operation: Operation) -> Iterator[Index]:
         yield operation.index
 
 
-def map_operation(
-    operation: Operation, position: Callable[[int], int], index: Callable[[Index], Index]
-) -> Operation:
-    """Returns an operation with its operands renumbered and its index expressions replaced."""
-    kept = operation.origin
+def map_operation(operation: Operation, position: Callable[[int], int], index: Callable[[Index], Index]) -> Operation:
+    """Returns an operation with `position` applied to its operands and `index` to its index expressions."""
+    origin = operation.origin
     match operation:
         case Load():
             mask = None if operation.mask is None else position(operation.mask)
-            return Load(operation.buffer, index(operation.index), operation.dtype, mask, operation.other, kept)
+            return Load(operation.buffer, index(operation.index), operation.dtype, mask, operation.other, origin)
         case IndexValue():
-            return IndexValue(index(operation.index), operation.dtype, kept)
-        case Constant() | SizeValue():
+            return IndexValue(index(operation.index), operation.dtype, origin)
+        case Constant() | SymbolicScalar():
             return operation
         case Compute():
-            return Compute(operation.name, tuple(map(position, operation.operands)), operation.dtype, kept)
+            return Compute(operation.name, tuple(map(position, operation.operands)), operation.dtype, origin)
         case Reduce():
-            return Reduce(operation.kind, tuple(map(position, operation.operands)), operation.dtype, kept)
+            return Reduce(operation.kind, tuple(map(position, operation.operands)), operation.dtype, origin)
         case Scan():
-            return Scan(operation.kind, tuple(map(position, operation.operands)), operation.dtype, kept)
-        case Part():
-            return Part(position(operation.operation), operation.position, operation.dtype, kept)
+            return Scan(operation.kind, tuple(map(position, operation.operands)), operation.dtype, origin)
+        case ReductionResult():
+            return ReductionResult(position(operation.operation), operation.position, operation.dtype, origin)
         case Store():
             mask = None if operation.mask is None else position(operation.mask)
             value = position(operation.value)
-            return Store(operation.buffer, index(operation.index), value, mask, operation.mode, kept)
-        case Require():
+            return Store(operation.buffer, index(operation.index), value, mask, operation.mode, origin)
+        case DeviceAssert():
             mask = None if operation.mask is None else position(operation.mask)
-            return Require(position(operation.condition), operation.message, mask, kept, operation.error)
+            return DeviceAssert(position(operation.condition), operation.message, mask, origin, operation.error)
         case _:
             assert_never(operation)
 
 
 def combine_spec(operation: Reduce | Scan) -> CombineSpec:
-    """Returns the row of the table that a reduction or scan names."""
+    """Returns the specification of a reduction or scan."""
     return (REDUCTIONS if isinstance(operation, Reduce) else SCANS)[operation.kind]
 
 
-def check_kernel(kernel: Kernel) -> Kernel:
-    """Returns the kernel when it keeps the rules of the loop IR; else raises KernelError naming the operation."""
+def verify_kernel(kernel: Kernel) -> Kernel:
+    """Returns the kernel if it is valid, else raises KernelError naming the operation."""
     buffers = {buffer.name: buffer for buffer in (*kernel.inputs, *kernel.outputs)}
     if len(buffers) != len(kernel.inputs) + len(kernel.outputs):
-        raise KernelError("two buffers of a kernel have the same name")
+        raise KernelError("two buffers of the kernel have the same name")
     written = {buffer.name for buffer in kernel.outputs}
     allowed = {*kernel.axes, *kernel.reduced}
     for position, operation in enumerate(kernel.operations):
-        reason = _misuse(kernel, position, operation, buffers, written)
+        reason = _violation(kernel, position, operation, buffers, written)
         if reason is None and any(not index.axes() <= allowed for index in indices(operation)):
             reason = "its index has an axis that the kernel does not have"
         if reason is not None:
@@ -349,26 +351,26 @@ def check_kernel(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def _misuse(
+def _violation(
     kernel: Kernel, position: int, operation: Operation, buffers: dict[str, Buffer], written: set[str]
 ) -> str | None:
     used = operands(operation)
     if any(not 0 <= operand < position for operand in used):
-        return "it uses an operation that does not come before it"
-    if any(isinstance(kernel.operations[operand], Store | Require) for operand in used):
+        return "it uses an operation that does not precede it"
+    if any(isinstance(kernel.operations[operand], Store | DeviceAssert) for operand in used):
         return "a store has no value"
-    types = [_dtype(kernel.operations[operand]) for operand in used]
+    types = [operation_dtype(kernel.operations[operand]) for operand in used]
     match operation:
         case Load():
             buffer = buffers.get(operation.buffer)
             return None if buffer is not None and buffer.dtype is operation.dtype else "there is no such buffer"
-        case Constant() | SizeValue() | IndexValue():
+        case Constant() | SymbolicScalar() | IndexValue():
             return None if operation.dtype in KERNEL_DTYPES else f"kernels have no {operation.dtype}"
         case Compute():
-            return _compute_misuse(operation, types)
+            return _compute_violation(operation, types)
         case Reduce() | Scan():
-            return _combine_misuse(kernel, operation, types)
-        case Part():
+            return _combine_violation(kernel, operation, types)
+        case ReductionResult():
             source = kernel.operations[operation.operation]
             if not isinstance(source, Reduce | Scan) or not 0 <= operation.position < combine_spec(source).results:
                 return "there is no such result"
@@ -377,15 +379,15 @@ def _misuse(
             if operation.buffer not in written or buffers[operation.buffer].dtype is not types[0]:
                 return "there is no output of this name and dtype"
             return None if operation.mode in STORE_MODES else f"there is no mode {operation.mode}"
-        case Require():
-            if operation.error not in REQUIREMENT_ERRORS:
+        case DeviceAssert():
+            if operation.error not in ASSERT_ERRORS:
                 return f"there is no error {operation.error}"
             return None if types[0] is torch.bool else f"its condition is {types[0]}"
         case _:
             assert_never(operation)
 
 
-def _compute_misuse(operation: Compute, types: list[torch.dtype]) -> str | None:
+def _compute_violation(operation: Compute, types: list[torch.dtype]) -> str | None:
     spec = OPERATIONS.get(operation.name)
     if spec is None:
         return f"there is no operation {operation.name}"
@@ -403,7 +405,7 @@ def _compute_misuse(operation: Compute, types: list[torch.dtype]) -> str | None:
     return None if operation.dtype is wanted else f"its result is {wanted}"
 
 
-def _combine_misuse(kernel: Kernel, operation: Reduce | Scan, types: list[torch.dtype]) -> str | None:
+def _combine_violation(kernel: Kernel, operation: Reduce | Scan, types: list[torch.dtype]) -> str | None:
     if operation.kind not in (REDUCTIONS if isinstance(operation, Reduce) else SCANS):
         return f"there is no such combination as {operation.kind}"
     spec = combine_spec(operation)
@@ -415,62 +417,70 @@ def _combine_misuse(kernel: Kernel, operation: Reduce | Scan, types: list[torch.
     return None if operation.dtype is wanted else f"its result is {wanted}"
 
 
-def _dtype(operation: Operation) -> torch.dtype:
-    assert not isinstance(operation, Store | Require), "a store has no value"
+def operation_dtype(operation: Operation) -> torch.dtype:
+    """Returns the dtype of an operation's value."""
+    assert not isinstance(operation, Store | DeviceAssert), "stores and assertions have no value"
     return operation.dtype
 
 
-_SHORT = {
+_DTYPE_NAMES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 
 
 def print_operation(operation: Operation) -> str:
-    """Returns the text of one operation, without its position."""
+    """Returns the text of an operation without its position."""
     masked = "" if getattr(operation, "mask", None) is None else f" if %{operation.mask}"  # type: ignore[union-attr]
+    if isinstance(operation, Store):
+        mode = "" if operation.mode == "set" else f" {operation.mode}"
+        return f"store{mode} {operation.buffer}[{operation.index}] %{operation.value}{masked}"
+    if isinstance(operation, DeviceAssert):
+        error = "" if operation.error == "index" else f" {operation.error}"
+        return f"require{error} %{operation.condition} {operation.message!r}{masked}"
+    return f"{_DTYPE_NAMES[operation.dtype]} {_value_text(operation, masked)}"
+
+
+def _value_text(operation: ValueOperation, masked: str) -> str:
     match operation:
         case Load():
             other = f" else {operation.other}" if masked else ""
-            return f"{_SHORT[operation.dtype]} load {operation.buffer}[{operation.index}]{masked}{other}"
+            return f"load {operation.buffer}[{operation.index}]{masked}{other}"
         case Constant():
-            return f"{_SHORT[operation.dtype]} {operation.value}"
-        case SizeValue():
-            return f"{_SHORT[operation.dtype]} number {operation.expression}"
+            return f"{operation.value}"
+        case SymbolicScalar():
+            return f"number {operation.expression}"
         case IndexValue():
-            return f"{_SHORT[operation.dtype]} index {operation.index}"
+            return f"index {operation.index}"
         case Compute():
-            return f"{_SHORT[operation.dtype]} {operation.name} {_positions(operation.operands)}"
+            return f"{operation.name} {_operand_list(operation.operands)}"
         case Reduce():
-            return f"{_SHORT[operation.dtype]} reduce {operation.kind} {_positions(operation.operands)}"
+            return f"reduce {operation.kind} {_operand_list(operation.operands)}"
         case Scan():
-            return f"{_SHORT[operation.dtype]} scan {operation.kind} {_positions(operation.operands)}"
-        case Part():
-            return f"{_SHORT[operation.dtype]} part {operation.position} %{operation.operation}"
-        case Store():
-            mode = "" if operation.mode == "set" else f" {operation.mode}"
-            return f"store{mode} {operation.buffer}[{operation.index}] %{operation.value}{masked}"
-        case Require():
-            error = "" if operation.error == "index" else f" {operation.error}"
-            return f"require{error} %{operation.condition} {operation.message!r}{masked}"
+            return f"scan {operation.kind} {_operand_list(operation.operands)}"
+        case ReductionResult():
+            return f"part {operation.position} %{operation.operation}"
         case _:
             assert_never(operation)
 
 
-def _positions(used: tuple[int, ...]) -> str:
+def _operand_list(used: tuple[int, ...]) -> str:
     return " ".join([f"%{position}" for position in used])
 
 
 def print_kernel(kernel: Kernel) -> str:
-    """Returns a kernel's text, one operation a line, each with the origin it has."""
-    space = ", ".join([f"{axis.name}: {axis.size}" for axis in kernel.axes])
-    reduced = ", ".join([f"{axis.name}: {axis.size}" for axis in kernel.reduced])
-    buffers = ", ".join([f"{item.name}: {_SHORT[item.dtype]}[{item.extent}]" for item in kernel.inputs])
-    outs = ", ".join([f"{item.name}: {_SHORT[item.dtype]}[{item.extent}]" for item in kernel.outputs])
+    """Returns a kernel's text, one operation per line, with its origin as a comment."""
+    space, reduced = [
+        ", ".join([f"{axis.name}: {axis.size}" for axis in axes]) for axes in (kernel.axes, kernel.reduced)
+    ]
+    buffers, outs = [
+        ", ".join([f"{item.name}: {_DTYPE_NAMES[item.dtype]}[{item.extent}]" for item in items])
+        for items in (kernel.inputs, kernel.outputs)
+    ]
     head = f"kernel({buffers}) -> ({outs}) for [{space}]" + (f" reduce [{reduced}]" if kernel.reduced else "")
     lines = []
     for position, operation in enumerate(kernel.operations):
-        name = "" if isinstance(operation, Store | Require) else f"%{position} = "
+        name = "" if isinstance(operation, Store | DeviceAssert) else f"%{position} = "
         comment = f"  # {operation.origin}" if operation.origin else ""
         lines.append(f"  {name}{print_operation(operation)}{comment}\n")
     return head + " {\n" + "".join(lines) + "}\n"

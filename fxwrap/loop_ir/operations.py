@@ -1,7 +1,6 @@
-"""The scalar operations of kernels: what they are called, what they take and give, and what they mean.
+"""The scalar operations of kernels: names, operand domains, result dtypes and reference functions.
 
-The meaning of every operation is torch's function of the same row, on dtypes that torch's CPU kernels take; printers
-translate the name and are tested against it.
+The reference of an operation is a torch function on CPU tensors. Printers translate the name and are tested against it.
 """
 
 from __future__ import annotations
@@ -9,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Literal, TypeAlias
 
 import torch
 
+ResultDtype: TypeAlias = Literal["same", "bool", "given"]
+
 
 class Domain(Enum):
-    """The dtypes an operation takes. Half precision is for storage: only `cast`, `where` and moves take it."""
+    """The dtypes that an operation accepts. Half precision is storage only: `cast`, `where` and moves accept it."""
 
     FLOAT = "float"
     NUMBER = "number"
@@ -42,69 +43,73 @@ INTEGERS: frozenset[torch.dtype] = frozenset({torch.int8, torch.int16, torch.int
 """The integer dtypes that kernels compute in, with wrap-around."""
 
 STORAGE_ONLY: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
-"""Dtypes that are loaded, cast and stored, and computed with as float32."""
+"""Dtypes that are loaded, cast and stored, but computed with as float32."""
 
 KERNEL_DTYPES: frozenset[torch.dtype] = INTEGERS | STORAGE_ONLY | {torch.bool, torch.float32, torch.float64}
-"""Every dtype a kernel's buffers may have."""
+"""The dtypes of kernel buffers."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that arithmetic on tensors of this dtype happens in."""
+    """Returns the dtype in which kernels compute with elements of a dtype."""
     return torch.float32 if dtype in STORAGE_ONLY else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class OperationSpec:
-    """A row of the table.
+    """A scalar operation.
 
-    `result` is "same" (the operands' dtype), "bool", or "given" (named by the use: casts). `cost` is about how many
-    arithmetic instructions an element takes. `meaning` takes and gives torch tensors.
+    `result` is "same" (the operands' dtype), "bool" or "given" (the dtype of the `Compute`, for casts). `cost` is an
+    estimate of arithmetic instructions per element. `reference` maps torch tensors to a torch tensor.
     """
 
     name: str
     operands: int
     domain: Domain
-    result: str
+    result: ResultDtype
     cost: int
-    meaning: Callable[..., Any]
+    reference: Callable[..., torch.Tensor]
 
 
-def _rows(domain: Domain, operands: int, cost: int, *meanings: Callable[..., Any], result: str = "same") -> list[Any]:
-    return [OperationSpec(item.__name__, operands, domain, result, cost, item) for item in meanings]
+def _torch_specs(
+    domain: Domain, operands: int, cost: int, *references: Callable[..., torch.Tensor], result: ResultDtype = "same"
+) -> list[OperationSpec]:
+    return [OperationSpec(item.__name__, operands, domain, result, cost, item) for item in references]
 
 
-def _named(name: str, operands: int, domain: Domain, cost: int, meaning: Callable[..., Any]) -> OperationSpec:
-    return OperationSpec(name, operands, domain, "same", cost, meaning)
+def _named_spec(
+    name: str, operands: int, domain: Domain, cost: int, reference: Callable[..., torch.Tensor]
+) -> OperationSpec:
+    return OperationSpec(name, operands, domain, "same", cost, reference)
 
 
 _FLOAT, _NUMBER, _INTEGER, _BOOL, _BITS = Domain.FLOAT, Domain.NUMBER, Domain.INTEGER, Domain.BOOL, Domain.BITS
 
 _SPECS: list[OperationSpec] = [
-    *_rows(_NUMBER, 2, 1, torch.add, torch.sub, torch.mul, torch.maximum, torch.minimum),
-    *_rows(_NUMBER, 1, 1, torch.neg, torch.abs, torch.sign),
-    *_rows(_FLOAT, 2, 4, torch.div, torch.fmod, torch.remainder, torch.hypot, torch.copysign, torch.nextafter),
-    *_rows(_FLOAT, 2, 1, torch.fmax, torch.fmin),
-    *_rows(_FLOAT, 2, 20, torch.atan2, torch.pow),
-    *_rows(_FLOAT, 1, 1, torch.floor, torch.ceil, torch.round, torch.trunc),
-    *_rows(_FLOAT, 1, 4, torch.sqrt, torch.rsqrt, torch.reciprocal),
-    *_rows(_FLOAT, 1, 10, torch.exp, torch.exp2, torch.expm1, torch.log, torch.log2, torch.log10, torch.log1p),
-    *_rows(_FLOAT, 1, 12, torch.sin, torch.cos, torch.tan, torch.sinh, torch.cosh, torch.tanh, torch.sigmoid),
-    *_rows(_FLOAT, 1, 15, torch.asin, torch.acos, torch.atan, torch.asinh, torch.acosh, torch.atanh),
-    *_rows(_FLOAT, 1, 15, torch.erf, torch.erfc),
-    *_rows(_FLOAT, 1, 40, torch.erfinv, torch.lgamma, torch.digamma),
-    _named("floor_divide", 2, _NUMBER, 8, lambda left, right: torch.div(left, right, rounding_mode="floor")),
-    _named("trunc_divide", 2, _NUMBER, 8, lambda left, right: torch.div(left, right, rounding_mode="trunc")),
-    _named("integer_remainder", 2, _INTEGER, 8, torch.remainder),
-    _named("integer_fmod", 2, _INTEGER, 8, torch.fmod),
-    _named("integer_pow", 2, _INTEGER, 20, torch.pow),
-    *_rows(_NUMBER, 2, 1, torch.lt, torch.le, torch.gt, torch.ge, result="bool"),
-    *_rows(Domain.ANY, 2, 1, torch.eq, torch.ne, result="bool"),
-    *_rows(_FLOAT, 1, 1, torch.isnan, torch.isinf, torch.signbit, result="bool"),
-    *_rows(_BOOL, 2, 1, torch.logical_and, torch.logical_or, torch.logical_xor),
-    *_rows(_BOOL, 1, 1, torch.logical_not),
-    *_rows(_BITS, 2, 1, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor),
-    *_rows(_BITS, 1, 1, torch.bitwise_not),
-    *_rows(_INTEGER, 2, 1, torch.bitwise_left_shift, torch.bitwise_right_shift),
+    *_torch_specs(_NUMBER, 2, 1, torch.add, torch.sub, torch.mul, torch.maximum, torch.minimum),
+    *_torch_specs(_NUMBER, 1, 1, torch.neg, torch.abs, torch.sign),
+    *_torch_specs(_FLOAT, 2, 4, torch.div, torch.fmod, torch.remainder, torch.hypot, torch.copysign, torch.nextafter),
+    *_torch_specs(_FLOAT, 2, 1, torch.fmax, torch.fmin),
+    *_torch_specs(_FLOAT, 2, 20, torch.atan2, torch.pow),
+    *_torch_specs(_FLOAT, 1, 1, torch.floor, torch.ceil, torch.round, torch.trunc),
+    *_torch_specs(_FLOAT, 1, 4, torch.sqrt, torch.rsqrt, torch.reciprocal),
+    *_torch_specs(_FLOAT, 1, 10, torch.exp, torch.exp2, torch.expm1, torch.log, torch.log2, torch.log10, torch.log1p),
+    *_torch_specs(_FLOAT, 1, 12, torch.sin, torch.cos, torch.tan, torch.sinh, torch.cosh, torch.tanh, torch.sigmoid),
+    *_torch_specs(_FLOAT, 1, 15, torch.asin, torch.acos, torch.atan, torch.asinh, torch.acosh, torch.atanh),
+    *_torch_specs(_FLOAT, 1, 15, torch.erf, torch.erfc),
+    *_torch_specs(_FLOAT, 1, 40, torch.erfinv, torch.lgamma, torch.digamma),
+    _named_spec("floor_divide", 2, _NUMBER, 8, lambda left, right: torch.div(left, right, rounding_mode="floor")),
+    _named_spec("trunc_divide", 2, _NUMBER, 8, lambda left, right: torch.div(left, right, rounding_mode="trunc")),
+    _named_spec("integer_remainder", 2, _INTEGER, 8, torch.remainder),
+    _named_spec("integer_fmod", 2, _INTEGER, 8, torch.fmod),
+    _named_spec("integer_pow", 2, _INTEGER, 20, torch.pow),
+    *_torch_specs(_NUMBER, 2, 1, torch.lt, torch.le, torch.gt, torch.ge, result="bool"),
+    *_torch_specs(Domain.ANY, 2, 1, torch.eq, torch.ne, result="bool"),
+    *_torch_specs(_FLOAT, 1, 1, torch.isnan, torch.isinf, torch.signbit, result="bool"),
+    *_torch_specs(_BOOL, 2, 1, torch.logical_and, torch.logical_or, torch.logical_xor),
+    *_torch_specs(_BOOL, 1, 1, torch.logical_not),
+    *_torch_specs(_BITS, 2, 1, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor),
+    *_torch_specs(_BITS, 1, 1, torch.bitwise_not),
+    *_torch_specs(_INTEGER, 2, 1, torch.bitwise_left_shift, torch.bitwise_right_shift),
     OperationSpec("where", 3, Domain.ANY, "same", 1, torch.where),
     OperationSpec("cast", 1, Domain.ANY, "given", 1, lambda value, dtype: value.to(dtype)),
     OperationSpec("bitcast", 1, Domain.ANY, "given", 0, lambda value, dtype: value.view(dtype)),
@@ -116,7 +121,7 @@ OPERATIONS: Mapping[str, OperationSpec] = {spec.name: spec for spec in _SPECS}
 
 @dataclass(frozen=True, slots=True)
 class CombineSpec:
-    """A reduction or scan: how many operands it takes, and how many results it gives."""
+    """A reduction or scan with its numbers of operands and results."""
 
     name: str
     operands: int
@@ -139,9 +144,9 @@ REDUCTIONS: Mapping[str, CombineSpec] = {
         CombineSpec("softmax", 1, 2, Domain.FLOAT),  # maximum m, and the sum of exp(x - m)
     )
 }
-"""Reductions over all reduced axes of a kernel, in row-major order of these axes where the order can be seen.
+"""Reductions over all reduced axes of a kernel, in row-major order where the order matters.
 
-A `softmax` whose maximum is -inf sums as if the maximum were 0 was not subtracted: its results are (-inf, 0).
+The results of a `softmax` whose maximum is -inf are (-inf, 0).
 """
 
 SCANS: Mapping[str, CombineSpec] = {
@@ -154,10 +159,10 @@ SCANS: Mapping[str, CombineSpec] = {
         CombineSpec("logcumsumexp", 1, 1, Domain.FLOAT),
     )
 }
-"""Scans along the one reduced axis of a kernel, from its first element on."""
+"""Scans along the only reduced axis of a kernel."""
 
 POSITION_RESULTS: frozenset[tuple[str, int]] = frozenset({("argmax", 0), ("argmin", 0), ("cummax", 1), ("cummin", 1)})
 """Results (kind, part) that are int64 positions along the reduced axes, whatever the operand's dtype."""
 
 STORE_MODES = ("set", "add", "max", "min", "prod")
-"""How a store combines with what is in memory. All but "set" are atomic: several iterations may hit one element."""
+"""How a store combines with memory. All but "set" are atomic: several iterations may write one element."""

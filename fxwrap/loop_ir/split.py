@@ -1,7 +1,7 @@
-"""Few long reductions as many short ones: a kernel over parts of the rows, and one that combines what they found.
+"""Split reductions: one kernel reduces parts of the rows, and another combines the partial results.
 
-A GPU that reduces 64 columns or 16 rows has work for a fraction of its processors. Cut into parts, the reduction keeps
-all of them busy, for the price of writing and reading one number a part.
+A reduction of few rows or columns occupies a fraction of a GPU. Split into parts it occupies all of it, at the cost of
+writing and reading one number per part.
 """
 
 from __future__ import annotations
@@ -13,83 +13,86 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from fxwrap.loop_ir.builder import without_dead_operations
+from fxwrap.loop_ir.builder import eliminate_dead_operations
 from fxwrap.loop_ir.index import (
     ONE,
     Atom,
     Axis,
-    Gathered,
     Index,
     IndexLike,
+    IndirectIndex,
     as_index,
-    linear_index,
-    unflattened,
+    delinearize_index,
+    linearize_index,
 )
 from fxwrap.loop_ir.kernel import (
     Buffer,
     Compute,
     Constant,
+    DeviceAssert,
     IndexValue,
     Kernel,
     Load,
     Operation,
-    Part,
     Reduce,
-    Require,
-    SizeValue,
+    ReductionResult,
     Store,
-    check_kernel,
+    SymbolicScalar,
     map_operation,
     operands,
+    operation_dtype,
+    verify_kernel,
 )
 from fxwrap.symbolic import Size, ceiling_divide, product
 
-_LEAST = 1 << 20  # elements; a smaller reduction is over before a second launch would begin
-_LEAST_ROW = 2048  # elements of a part, where the row is contiguous
-_LEAST_COLUMN = 64
-_COLUMNS = 64  # columns a program takes, in a reduction across rows
-_WITH_IDENTITY = ("sum", "prod", "any", "all", "max", "min")
+_MIN_ELEMENTS = 1 << 20  # a smaller reduction is faster than a second launch
+_MIN_INNER_PART = 2048  # elements of a part of a contiguous row
+_MIN_OUTER_PART = 64
+_COLUMNS_PER_PROGRAM = 64  # in a reduction across rows
+_KINDS_WITH_IDENTITY = ("sum", "prod", "any", "all", "max", "min")
 
 
 @dataclass(frozen=True)
 class SplitKernel:
-    """Kernels that run in this order for one, and the buffers that they need besides its own."""
+    """The kernels that replace one, in order, and their temporary buffers."""
 
     kernels: tuple[Kernel, ...]
     temporaries: tuple[Buffer, ...]
 
 
 def split_reductions(kernel: Kernel, hint: Callable[[Size], int], programs: int = 528) -> SplitKernel | None:
-    """Returns a kernel's reductions in parts, or None where that cannot be done or would not be faster.
+    """Returns a kernel with its reductions split, or None where that is impossible or not faster.
 
-    `programs` is how many a device runs at a time with enough loads in flight; `hint` gives a typical value of a size.
-    Row-level results that elements need go through memory, and a third kernel uses them.
+    `programs` is the number of programs that saturate a device; `hint` returns a typical value of a size. Results that
+    elements depend on go through memory to a third kernel.
     """
     return _split(kernel, hint, programs, frozenset())
 
 
-def _split(kernel: Kernel, hint: Callable[[Size], int], programs: int, taken: frozenset[str]) -> SplitKernel | None:
+def _split(
+    kernel: Kernel, hint: Callable[[Size], int], programs: int, reserved_names: frozenset[str]
+) -> SplitKernel | None:
     if not kernel.reductions or kernel.scans:
         return None
-    cut = _cut(kernel, hint, programs)
-    found = None if cut is None else _Splitting(kernel, cut, taken).run()
-    if found is None or len(found.kernels) < 3:
-        return found
-    names = taken | {buffer.name for buffer in found.temporaries}
-    more = _split(found.kernels[-1], hint, programs, names)
+    plan = _plan_split(kernel, hint, programs)
+    split = None if plan is None else _ReductionSplitter(kernel, plan, reserved_names).run()
+    if split is None or len(split.kernels) < 3:
+        return split
+    names = reserved_names | {buffer.name for buffer in split.temporaries}
+    more = _split(split.kernels[-1], hint, programs, names)
     if more is None:
-        return found
-    return SplitKernel((*found.kernels[:-1], *more.kernels), (*found.temporaries, *more.temporaries))
+        return split
+    return SplitKernel((*split.kernels[:-1], *more.kernels), (*split.temporaries, *more.temporaries))
 
 
-# --- how many parts -------------------------------------------------------------------------------------------------
+# --- number of parts -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How the reduced axes are cut: into `parts` of `size` elements, which `reduced` walks over.
+class _SplitPlan:
+    """A split of the reduced axes into parts of `size` elements, over the axes `reduced`.
 
-    `mapping` gives the old axes by the new ones; `inside` is the position that must be below the number of elements
+    `mapping` expresses the old axes by the new ones. `inside` is the position in the row, which needs a bounds check
     where the parts are not equal, else None.
     """
 
@@ -100,42 +103,45 @@ class _Cut:
     inside: Index | None
 
 
-def _cut(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> _Cut | None:
+def _plan_split(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> _SplitPlan | None:
     count, size = hint(kernel.count), hint(kernel.reduced_count)
-    across = _reduces_across(kernel)
-    busy = max(-(-count // _COLUMNS) if across else count, 1)
-    wanted = min(-(-programs // busy), size // (_LEAST_COLUMN if across else _LEAST_ROW))
+    across = _is_outer_reduction(kernel)
+    busy = max(-(-count // _COLUMNS_PER_PROGRAM) if across else count, 1)
+    wanted = min(-(-programs // busy), size // (_MIN_OUTER_PART if across else _MIN_INNER_PART))
     again = any(stage > 0 and varies for stage, varies in zip(kernel.stages, kernel.varying, strict=True))
-    if count * size < _LEAST or busy * (4 if again else 2) > programs or wanted < 2:
-        return None  # elements that wait for results would be read once more from memory, not from the cache
+    if count * size < _MIN_ELEMENTS or busy * (4 if again else 2) > programs or wanted < 2:
+        return None  # elements that depend on results would be loaded again from memory, not from the cache
     outer, whole = kernel.reduced[0], kernel.reduced_count
-    parts = _divisor(outer.size, wanted)
+    parts = _closest_divisor(outer.size, wanted)
     if parts is not None:
         part, rest = Axis("part", parts), Axis("inner", int(outer.size) // parts)
         position = as_index(part) * rest.size + rest
         reduced = (rest, *kernel.reduced[1:])
-        return _Cut(part, reduced, {outer: position}, product(axis.size for axis in reduced), None)
-    equal = _divisor(whole, wanted)
+        return _SplitPlan(part, reduced, {outer: position}, product(axis.size for axis in reduced), None)
+    equal = _closest_divisor(whole, wanted)
     part = Axis("part", wanted if equal is None else equal)
     each = Axis("inner", ceiling_divide(whole, part.size))
     position = as_index(part) * each.size + each
-    old = unflattened(position, [axis.size for axis in kernel.reduced])
+    old = delinearize_index(position, [axis.size for axis in kernel.reduced])
     mapping: dict[Atom, IndexLike] = dict(zip(kernel.reduced, old, strict=True))
-    return _Cut(part, (each,), mapping, each.size, position if equal is None else None)
+    return _SplitPlan(part, (each,), mapping, each.size, position if equal is None else None)
 
 
-def _divisor(size: Size, wanted: int) -> int | None:
-    """Returns a divisor of a size that is close to the wanted number of parts, or None."""
+def _closest_divisor(size: Size, wanted: int) -> int | None:
+    """Returns the divisor of a size that is closest to the wanted number of parts, or None."""
     if not isinstance(size, int):
         return None
     near = [number for number in range(max(wanted // 2, 2), 2 * wanted + 1) if size % number == 0]
     return min(near, key=lambda number: abs(number - wanted), default=None)
 
 
-def _reduces_across(kernel: Kernel) -> bool:
-    """Whether what is read lies contiguous along a parallel axis."""
-    loads = [(operation.index, len(axes)) for operation, axes in zip(kernel.operations, kernel.addressed, strict=True)
-             if isinstance(operation, Load)]  # fmt: skip
+def _is_outer_reduction(kernel: Kernel) -> bool:
+    """Whether most loads are contiguous along a parallel axis."""
+    loads = [
+        (operation.index, len(axes))
+        for operation, axes in zip(kernel.operations, kernel.address_axes, strict=True)
+        if isinstance(operation, Load)
+    ]
     most = max([count for _, count in loads], default=0)
     indices = [index for index, count in loads if count == most]
     along = sum(index.stride(axis) == ONE for index in indices for axis in kernel.reduced)
@@ -143,11 +149,11 @@ def _reduces_across(kernel: Kernel) -> bool:
     return beside > along
 
 
-# --- the kernels ----------------------------------------------------------------------------------------------------
+# --- the kernels -----------------------------------------------------------------------------------------------------
 
 
-class _Body:
-    """The operations of a new kernel, copied from an old one and added to."""
+class _OperationCopier:
+    """Builds the operations of a kernel, partly copied from another."""
 
     def __init__(self, kernel: Kernel, mapping: dict[Atom, IndexLike]) -> None:
         self.kernel = kernel
@@ -168,7 +174,9 @@ class _Body:
 
     def index(self, old: Index) -> Index:
         gathered: dict[Atom, IndexLike] = {
-            atom: Gathered(self.new[atom.operation], atom.size) for atom in old.atoms() if isinstance(atom, Gathered)
+            atom: IndirectIndex(self.new[atom.operation], atom.size)
+            for atom in old.atoms()
+            if isinstance(atom, IndirectIndex)
         }
         return old.substitute({**self.mapping, **gathered})
 
@@ -185,32 +193,32 @@ class _Body:
         self.add(Store(buffer.name, index, value, origin=self.origin))
 
 
-class _Splitting:
-    def __init__(self, kernel: Kernel, cut: _Cut, taken: frozenset[str]) -> None:
+class _ReductionSplitter:
+    def __init__(self, kernel: Kernel, plan: _SplitPlan, reserved_names: frozenset[str]) -> None:
         self.kernel = kernel
-        self.cut = cut
-        self.taken = taken | {item.name for item in (*kernel.inputs, *kernel.outputs)}
+        self.plan = plan
+        self.reserved_names = reserved_names | {item.name for item in (*kernel.inputs, *kernel.outputs)}
         self.first = [position for position in kernel.reductions if kernel.stages[position] == 0]
         self.temporaries: dict[str, Buffer] = {}
         self.partials: dict[int, list[Buffer]] = {}
         self.results: dict[tuple[int, int], Buffer] = {}
         sizes = [axis.size for axis in kernel.axes]
-        self.row = linear_index(kernel.axes, sizes)
-        self.element = as_index(cut.part) * kernel.count + self.row
+        self.row = linearize_index(kernel.axes, sizes)
+        self.element = as_index(plan.part) * kernel.count + self.row
 
     def run(self) -> SplitKernel | None:
         kinds = {item.kind for item in self.kernel.operations if isinstance(item, Reduce)}
-        if self.cut.inside is not None and not kinds <= {*_WITH_IDENTITY}:
+        if self.plan.inside is not None and not kinds <= {*_KINDS_WITH_IDENTITY}:
             return None
-        parts = self._parts()
-        rest = self._rest()
-        kernels = [parts, self._combined(), *([rest] if rest is not None else [])]
+        parts = self._partial_kernel()
+        rest = self._later_kernel()
+        kernels = [parts, self._combine_kernel(), *([rest] if rest is not None else [])]
         if not self._independent(kernels):
             return None
-        return SplitKernel(tuple([check_kernel(item) for item in kernels]), tuple(self.temporaries.values()))
+        return SplitKernel(tuple([verify_kernel(item) for item in kernels]), tuple(self.temporaries.values()))
 
     def _independent(self, kernels: list[Kernel]) -> bool:
-        """Whether no kernel reads what an earlier one has written, temporaries apart."""
+        """Whether no kernel reads a buffer that an earlier one has written, except temporaries."""
         written: set[str] = set()
         for kernel in kernels:
             read = {item.buffer for item in kernel.operations if isinstance(item, Load)}
@@ -219,103 +227,111 @@ class _Splitting:
             written |= {store.buffer for store in kernel.stores}
         return True
 
-    def _temporary(self, dtype: torch.dtype, extent: Size, what: str) -> Buffer:
+    def _temporary(self, dtype: torch.dtype, extent: Size, prefix: str) -> Buffer:
         number = 0
-        while f"{what}{number}" in self.taken or f"{what}{number}" in self.temporaries:
+        while f"{prefix}{number}" in self.reserved_names or f"{prefix}{number}" in self.temporaries:
             number += 1
-        buffer = self.temporaries[f"{what}{number}"] = Buffer(f"{what}{number}", dtype, extent)
+        buffer = self.temporaries[f"{prefix}{number}"] = Buffer(f"{prefix}{number}", dtype, extent)
         return buffer
 
-    def _finish(self, body: _Body, axes: tuple[Axis, ...], reduced: tuple[Axis, ...]) -> Kernel:
-        """Returns a kernel of these operations, with the buffers that it uses."""
-        kernel = without_dead_operations(Kernel(axes, reduced, (), (), tuple(body.operations)))
+    def _finish(self, body: _OperationCopier, axes: tuple[Axis, ...], reduced: tuple[Axis, ...]) -> Kernel:
+        """Returns a kernel of these operations and the buffers that they use."""
+        kernel = eliminate_dead_operations(Kernel(axes, reduced, (), (), tuple(body.operations)))
         written = {store.buffer for store in kernel.stores}
         read = {item.buffer for item in kernel.operations if isinstance(item, Load)}
         known = [*self.kernel.inputs, *self.kernel.outputs, *self.temporaries.values()]
         inputs = tuple([item for item in known if item.name in read - written])
         return dataclasses.replace(kernel, inputs=inputs, outputs=tuple([b for b in known if b.name in written]))
 
-    # --- parts ------------------------------------------------------------------------------------------------------
+    # --- partial reductions ------------------------------------------------------------------------------------------
 
-    def _parts(self) -> Kernel:
-        """Returns the kernel that reduces each part, and stores what needs no reduction."""
-        kernel, body = self.kernel, _Body(self.kernel, self.cut.mapping)
-        inside = self._inside(body)
+    def _partial_kernel(self) -> Kernel:
+        """Returns the kernel that reduces each part, and runs stores that need no reduction."""
+        kernel, body = self.kernel, _OperationCopier(self.kernel, self.plan.mapping)
+        inside = self._bounds_mask(body)
         for position, operation in enumerate(kernel.operations):
             if kernel.stages[position] > 0:
                 continue
             if isinstance(operation, Reduce):
                 body.origin = operation.origin
-                self._part(body, position, operation, inside)
-            elif isinstance(operation, Store | Require):
+                self._add_partial_reduction(body, position, operation, inside)
+            elif isinstance(operation, Store | DeviceAssert):
                 if kernel.varying[position]:
-                    self._masked(body, body.copy(position), inside)
+                    self._mask_last_operation(body, body.copy(position), inside)
             else:
                 new = body.copy(position)
                 if isinstance(operation, Load) and kernel.varying[position]:
-                    self._masked(body, new, inside)
+                    self._mask_last_operation(body, new, inside)
                     body.new[position] = len(body.operations) - 1
-        return self._finish(body, (self.cut.part, *kernel.axes), self.cut.reduced)
+        return self._finish(body, (self.plan.part, *kernel.axes), self.plan.reduced)
 
-    def _inside(self, body: _Body) -> int | None:
-        if self.cut.inside is None:
+    def _bounds_mask(self, body: _OperationCopier) -> int | None:
+        if self.plan.inside is None:
             return None
         whole = self.kernel.reduced_count
-        position = body.add(IndexValue(self.cut.inside))
-        limit = Constant(whole, torch.int64) if isinstance(whole, int) else SizeValue(sympy.sympify(whole), torch.int64)
+        position = body.add(IndexValue(self.plan.inside))
+        limit = (
+            Constant(whole, torch.int64)
+            if isinstance(whole, int)
+            else SymbolicScalar(sympy.sympify(whole), torch.int64)
+        )
         return body.compute("lt", position, body.add(limit), dtype=torch.bool)
 
-    def _masked(self, body: _Body, position: int, inside: int | None) -> None:
-        """Makes the last operation happen only inside the row."""
+    def _mask_last_operation(self, body: _OperationCopier, position: int, inside: int | None) -> None:
+        """Masks the last operation with the bounds of the row."""
         if inside is None:
             return
         operation = body.operations.pop()
-        assert isinstance(operation, Load | Store | Require), "only these have masks"
+        assert isinstance(operation, Load | Store | DeviceAssert), "the operation has no mask"
         mask = (
             inside if operation.mask is None else body.compute("logical_and", operation.mask, inside, dtype=torch.bool)
         )
         body.add(dataclasses.replace(operation, mask=mask))
 
-    def _part(self, body: _Body, position: int, operation: Reduce, inside: int | None) -> None:
-        """Adds the reduction of a part and stores its results."""
+    def _add_partial_reduction(
+        self, body: _OperationCopier, position: int, operation: Reduce, inside: int | None
+    ) -> None:
+        """Adds the reduction of a part and the stores of its results."""
         value = body.new[operation.operands[0]]
-        dtype = _dtype(body.operations[value])
+        dtype = operation_dtype(body.operations[value])
         if inside is not None:
             neutral = body.add(Constant(_identity(operation.kind, dtype), dtype))
             value = body.compute("where", inside, value, neutral, dtype=dtype)
         if operation.kind in ("argmax", "argmin"):
-            found = [body.reduce(operation.kind[3:], value, dtype), self._position(body, operation, value)]
+            results = [body.reduce(operation.kind[3:], value, dtype), self._global_position(body, operation, value)]
         else:
             whole = body.reduce(operation.kind, value, operation.dtype)
             count = 2 if operation.kind in ("welford", "softmax") else 1
-            parts = [body.add(Part(whole, number, dtype, operation.origin)) for number in range(count)]
-            found = parts if count == 2 else [whole]
-        extent = product([self.cut.part.size, self.kernel.count])
-        self.partials[position] = [self._temporary(_dtype(body.operations[item]), extent, "partial") for item in found]
-        for buffer, item in zip(self.partials[position], found, strict=True):
+            parts = [body.add(ReductionResult(whole, number, dtype, operation.origin)) for number in range(count)]
+            results = parts if count == 2 else [whole]
+        extent = product([self.plan.part.size, self.kernel.count])
+        self.partials[position] = [
+            self._temporary(operation_dtype(body.operations[item]), extent, "partial") for item in results
+        ]
+        for buffer, item in zip(self.partials[position], results, strict=True):
             body.store(buffer, self.element, item)
 
-    def _position(self, body: _Body, operation: Reduce, value: int) -> int:
-        """Returns the position in the whole row of what a part finds."""
-        start = body.add(IndexValue(as_index(self.cut.part) * self.cut.size))
+    def _global_position(self, body: _OperationCopier, operation: Reduce, value: int) -> int:
+        """Returns the position of a part's extremum in the whole row."""
+        start = body.add(IndexValue(as_index(self.plan.part) * self.plan.size))
         return body.compute("add", body.reduce(operation.kind, value, torch.int64), start, dtype=torch.int64)
 
-    # --- their combination ------------------------------------------------------------------------------------------
+    # --- combination -------------------------------------------------------------------------------------------------
 
-    def _combined(self) -> Kernel:
-        """Returns the kernel that combines the parts, computes what depends on rows alone, and stores it."""
-        kernel, body = self.kernel, _Body(self.kernel, {})
+    def _combine_kernel(self) -> Kernel:
+        """Returns the kernel that combines the partial results, and computes and stores what depends on rows alone."""
+        kernel, body = self.kernel, _OperationCopier(self.kernel, {})
         reached: set[int] = set()
         results: dict[tuple[int, int], int] = {}
         for position, operation in enumerate(kernel.operations):
             if position in self.first:
                 body.origin = operation.origin
-                assert isinstance(operation, Reduce), "a first reduction is one"
+                assert isinstance(operation, Reduce), "self.first holds reductions"
                 for part, value in enumerate(self._combine(body, operation, self.partials[position])):
                     results[position, part] = value
                 body.new[position] = results[position, 0]
                 reached.add(position)
-            elif isinstance(operation, Part) and (operation.operation, operation.position) in results:
+            elif isinstance(operation, ReductionResult) and (operation.operation, operation.position) in results:
                 body.new[position] = results[operation.operation, operation.position]
                 reached.add(position)
             elif not kernel.varying[position] and all(used in reached for used in operands(operation)):
@@ -324,28 +340,28 @@ class _Splitting:
                     reached.add(position)
         for key, buffer in self.results.items():
             body.store(buffer, self.row, results[key])
-        return self._finish(body, kernel.axes, (self.cut.part,))
+        return self._finish(body, kernel.axes, (self.plan.part,))
 
-    def _combine(self, body: _Body, operation: Reduce, buffers: list[Buffer]) -> list[int]:
+    def _combine(self, body: _OperationCopier, operation: Reduce, buffers: list[Buffer]) -> list[int]:
         loads = [body.load(buffer, self.element) for buffer in buffers]
         dtype = buffers[0].dtype
         match operation.kind:
             case "welford":
                 means = body.reduce("welford", loads[0], dtype)
-                mean, spread = [body.add(Part(means, number, dtype, body.origin)) for number in range(2)]
-                apart = body.compute("mul", spread, self._number(body, self.cut.size, dtype), dtype=dtype)
+                mean, m2 = [body.add(ReductionResult(means, number, dtype, body.origin)) for number in range(2)]
+                between = body.compute("mul", m2, self._number(body, self.plan.size, dtype), dtype=dtype)
                 within = body.reduce("sum", loads[1], dtype)
-                return [mean, body.compute("add", within, apart, dtype=dtype)]
+                return [mean, body.compute("add", within, between, dtype=dtype)]
             case "softmax":
                 return self._combine_softmax(body, loads, dtype)
             case "argmax" | "argmin":
                 best = body.reduce(operation.kind, loads[0], torch.int64)
-                chosen = as_index(Gathered(best, self.cut.part.size)) * self.kernel.count + self.row
+                chosen = as_index(IndirectIndex(best, self.plan.part.size)) * self.kernel.count + self.row
                 return [body.load(buffers[1], chosen)]
             case _:
                 return [body.reduce(operation.kind, loads[0], dtype)]
 
-    def _combine_softmax(self, body: _Body, loads: list[int], dtype: torch.dtype) -> list[int]:
+    def _combine_softmax(self, body: _OperationCopier, loads: list[int], dtype: torch.dtype) -> list[int]:
         largest = body.reduce("max", loads[0], dtype)
         low, zero = body.add(Constant(-float("inf"), dtype)), body.add(Constant(0.0, dtype))
         nothing = body.compute("eq", largest, low, dtype=torch.bool)
@@ -353,35 +369,35 @@ class _Splitting:
         power = body.compute("exp", body.compute("sub", loads[0], shift, dtype=dtype), dtype=dtype)
         return [largest, body.reduce("sum", body.compute("mul", loads[1], power, dtype=dtype), dtype)]
 
-    def _number(self, body: _Body, size: Size, dtype: torch.dtype) -> int:
+    def _number(self, body: _OperationCopier, size: Size, dtype: torch.dtype) -> int:
         if isinstance(size, int):
             return body.add(Constant(float(size), dtype))
-        return body.compute("cast", body.add(SizeValue(size, torch.int64)), dtype=dtype)
+        return body.compute("cast", body.add(SymbolicScalar(size, torch.int64)), dtype=dtype)
 
-    # --- what elements need of them ---------------------------------------------------------------------------------
+    # --- later stages ------------------------------------------------------------------------------------------------
 
-    def _rest(self) -> Kernel | None:
-        """Returns the kernel of later stages, which loads the results it needs, or None when there are none."""
-        kernel, body = self.kernel, _Body(self.kernel, {})
+    def _later_kernel(self) -> Kernel | None:
+        """Returns the kernel of later stages, which loads the results of reductions, or None without such stages."""
+        kernel, body = self.kernel, _OperationCopier(self.kernel, {})
         later = [
             position
             for position, operation in enumerate(kernel.operations)
-            if kernel.stages[position] > 0 and isinstance(operation, Store | Require | Reduce)
+            if kernel.stages[position] > 0 and isinstance(operation, Store | DeviceAssert | Reduce)
             if kernel.varying[position] or isinstance(operation, Reduce)
         ]
         if not later:
             return None
         after = self._depends_on(later)
         for position, operation in enumerate(kernel.operations):
-            source = operation.operation if isinstance(operation, Part) else position
+            source = operation.operation if isinstance(operation, ReductionResult) else position
             if source in self.first:
                 reduction = kernel.operations[source]
                 if isinstance(operation, Reduce) and reduction.kind in ("welford", "softmax"):  # type: ignore[union-attr]
                     continue
-                part = operation.position if isinstance(operation, Part) else 0
+                part = operation.position if isinstance(operation, ReductionResult) else 0
                 body.origin = operation.origin
-                body.new[position] = body.load(self._result(source, part, _dtype(operation)), self.row)
-            elif isinstance(operation, Store | Require):
+                body.new[position] = body.load(self._result_buffer(source, part, operation_dtype(operation)), self.row)
+            elif isinstance(operation, Store | DeviceAssert):
                 if position in later or (not kernel.varying[position] and position in after):
                     body.copy(position)
             else:
@@ -396,24 +412,19 @@ class _Splitting:
         return finished
 
     def _depends_on(self, later: list[int]) -> set[int]:
-        """Returns what needs a reduction of a later stage, so that the combination cannot do it."""
+        """Returns the operations that depend on a reduction of a later stage, which the combining kernel lacks."""
         reductions = {position for position in later if isinstance(self.kernel.operations[position], Reduce)}
-        found = set(reductions)
+        dependent = set(reductions)
         for position, operation in enumerate(self.kernel.operations):
-            if any(used in found for used in operands(operation)):
-                found.add(position)
-        return found
+            if any(used in dependent for used in operands(operation)):
+                dependent.add(position)
+        return dependent
 
-    def _result(self, position: int, part: int, dtype: torch.dtype) -> Buffer:
+    def _result_buffer(self, position: int, part: int, dtype: torch.dtype) -> Buffer:
         known = self.results.get((position, part))
         if known is None:
             known = self.results[position, part] = self._temporary(dtype, self.kernel.count, "row")
         return known
-
-
-def _dtype(operation: Operation) -> torch.dtype:
-    assert not isinstance(operation, Store | Require), "neither has a value"
-    return operation.dtype
 
 
 def _identity(kind: str, dtype: torch.dtype) -> float | int | bool:

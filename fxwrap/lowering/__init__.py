@@ -1,26 +1,7 @@
-"""From FX graphs to programs."""
+"""Lowering: a prepared FX graph becomes a program of the Wrapper IR."""
 
-from fxwrap.lowering.attention import with_plain_attention
-from fxwrap.lowering.decompositions import decomposition_table, default_decompositions
-from fxwrap.lowering.define import Outcome
-from fxwrap.lowering.fake import fake_values
-from fxwrap.lowering.graph import Lowered, lower, lower_with_coverage
-from fxwrap.lowering.joint import partitioner
-from fxwrap.lowering.source import GraphSource, check_graph, graph_source
-from fxwrap.lowering.stream_calls import with_stream_calls
+from fxwrap.lowering.builder import NodeCoverage
+from fxwrap.lowering.program import Lowered, lower, lower_prepared, lower_with_coverage
+from fxwrap.lowering.rules import RULES
 
-__all__ = [
-    "GraphSource",
-    "Lowered",
-    "Outcome",
-    "check_graph",
-    "decomposition_table",
-    "default_decompositions",
-    "fake_values",
-    "graph_source",
-    "lower",
-    "lower_with_coverage",
-    "partitioner",
-    "with_plain_attention",
-    "with_stream_calls",
-]
+__all__ = ["RULES", "Lowered", "NodeCoverage", "lower", "lower_prepared", "lower_with_coverage"]

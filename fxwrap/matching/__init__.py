@@ -1,8 +1,8 @@
-"""Patterns over lines as data flow, their matches, and whether those may be replaced as one."""
+"""Patterns over the data flow of lines, their matches, and the legality of replacing a match."""
 
-from fxwrap.matching.dataflow import DataFlow, is_plain_free, outputs_of
-from fxwrap.matching.matcher import Found, Matcher, wildcards_of
-from fxwrap.matching.movement import Placed, place
+from fxwrap.matching.dataflow import DataFlow, is_movable_free, outputs_of
+from fxwrap.matching.legality import ReplacementSite, find_replacement_site
+from fxwrap.matching.matcher import MatchBindings, Matcher
 from fxwrap.matching.patterns import (
     Computes,
     OneOf,
@@ -19,38 +19,39 @@ from fxwrap.matching.patterns import (
     number,
     one_of,
     operations_of,
-    reading,
     tensor,
     tensors,
     view,
+    wildcards_of,
+    with_operands_anywhere,
 )
 
 __all__ = [
     "Computes",
     "DataFlow",
-    "Found",
+    "MatchBindings",
     "Matcher",
     "OneOf",
     "Operation",
     "Output",
     "Pattern",
-    "Placed",
+    "ReplacementSite",
     "TypePattern",
     "Wildcard",
     "anything",
     "call",
     "computes",
-    "is_plain_free",
+    "find_replacement_site",
+    "is_movable_free",
     "launch",
     "line",
     "number",
     "one_of",
     "operations_of",
     "outputs_of",
-    "place",
-    "reading",
     "tensor",
     "tensors",
     "view",
     "wildcards_of",
+    "with_operands_anywhere",
 ]

@@ -1,35 +1,35 @@
-"""Patterns: what lines of a program look like as data flow, as immutable data.
+"""Patterns over the data flow of lines, as immutable data.
 
-A pattern is a tree (or graph: one `Operation` that stands in two places is one line) whose inner nodes are operations
-and whose leaves are wildcards or literals.
+A pattern is a tree or graph: inner nodes are operations, leaves are wildcards or literals. One `Operation` object that
+occurs twice is one line.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from fxwrap.wrapper_ir import KernelDefinition, LineBase, TensorType, Type, Value
 
 LinePredicate: TypeAlias = Callable[[Any], bool]
-"""Says whether a line is meant."""
+"""A condition on a line."""
 
 KernelPredicate: TypeAlias = Callable[[KernelDefinition, LineBase], bool]
-"""Says whether a kernel is meant, by its definition and the line that launches it."""
+"""A condition on a kernel: its definition and the line that launches it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypePattern:
-    """What the type of a value must be; what is None may be anything.
+    """Conditions on the type of a value; a field that is None imposes none.
 
-    `dtype` is one or several element types, `sizes` one entry a dimension (None for any size), `rank` the number of
-    dimensions, `device` a device's type ("cuda") or a device ("cuda:1"), `contiguous` whether it is dense in row-major
-    order.
+    `dtype` is one dtype or several, `sizes` has one entry for each dimension (None for any size), `rank` is the number
+    of dimensions, `device` a device type ("cuda") or a device ("cuda:1"), `contiguous` tells whether strides are dense
+    and row-major.
     """
 
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
@@ -39,7 +39,7 @@ class TypePattern:
     contiguous: bool | None = None
 
     def mismatch(self, type_: Type) -> str | None:
-        """Returns what is wrong with a type, or None."""
+        """Returns why a type does not match, or None."""
         if not isinstance(type_, TensorType):
             return "it is no tensor"
         dtypes = self.dtype if isinstance(self.dtype, tuple) else (self.dtype,)
@@ -48,7 +48,7 @@ class TypePattern:
         rank = len(self.sizes) if self.sizes is not None else self.rank
         if rank is not None and len(type_.sizes) != rank:
             return f"it has {len(type_.sizes)} dimensions, not {rank}"
-        if any(want is not None and want != have for want, have in zip(self.sizes or (), type_.sizes)):
+        if any(size is not None and size != other for size, other in zip(self.sizes or (), type_.sizes)):
             return f"its sizes are {type_.sizes}"
         if self.device is not None and self.device not in (type_.device.type, str(type_.device)):
             return f"it is on {type_.device}"
@@ -59,17 +59,17 @@ class TypePattern:
 
 @dataclass(frozen=True, slots=True)
 class Wildcard:
-    """Stands for whatever is there, and captures it under its name; one that stands twice is the same thing twice.
+    """Matches any operand of a kind and captures it by name; two with one name must capture the same.
 
-    `kind` is "tensor" (a value), "number" (a number or an expression over symbols) or "any". `condition` is asked with
-    what is captured. With `only_here`, nothing but the lines of the match may read the value.
+    `kind` is "tensor" (a value), "number" (a number or an expression over symbols) or "any". `condition` is a predicate
+    on the captured operand. With `no_other_uses`, only the lines of the match may read the value.
     """
 
     name: str
-    kind: str = "any"
+    kind: Literal["tensor", "number", "any"] = "any"
     type: TypePattern | None = None
     condition: Callable[[Any], bool] | None = None
-    only_here: bool = False
+    no_other_uses: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,49 +82,50 @@ class Operation:
         kind: "call", "launch", "view" or "line".
         target: names of operators or kernels, or a predicate.
         operands, keywords: a pattern or literal for each.
-        rest: whether there may be more operands than the patterns.
-        anywhere: whether each operand's pattern may match any operand of the line.
-        either_order: whether the first two operands may be the other way round.
-        label: under what the line is found in the match.
+        allow_more_operands: whether the line may have further operands.
+        any_position: whether each operand's pattern may match any operand of the line.
+        commutative: whether the first two operands may be swapped.
+        label: the line's name in the match.
+        type, condition: conditions on the first result, and on the line.
         optional: for a view, whether it may be absent.
-        kept: whether its results may be read outside of the match too; the line then stays.
+        allow_uses_outside: whether lines outside of the match may read its results; the line is then retained.
     """
 
-    kind: str
+    kind: Literal["call", "launch", "view", "line"]
     target: frozenset[str] | LinePredicate | KernelPredicate | type | None
-    operands: tuple[Any, ...] = ()
-    keywords: tuple[tuple[str, Any], ...] = ()
-    rest: bool = False
-    anywhere: bool = False
-    either_order: bool = False
+    operands: tuple[object, ...] = ()
+    keywords: tuple[tuple[str, object], ...] = ()
+    allow_more_operands: bool = False
+    any_position: bool = False
+    commutative: bool = False
     label: str = ""
     type: TypePattern | None = None
     condition: LinePredicate | None = None
     optional: bool = False
-    kept: bool = False
+    allow_uses_outside: bool = False
 
     def named(self, label: str) -> Operation:
-        """Returns the pattern with a name, under which `Match.line` gives the line."""
+        """Returns the pattern with a name for `Match.line`."""
         return dataclasses.replace(self, label=label)
 
-    def typed(self, **wishes: Any) -> Operation:
-        """Returns the pattern for lines whose first result is as these fields of `TypePattern` say."""
-        return dataclasses.replace(self, type=TypePattern(**wishes))
+    def typed(self, **fields: Any) -> Operation:
+        """Returns the pattern for lines whose first result matches these fields of `TypePattern`."""
+        return dataclasses.replace(self, type=TypePattern(**fields))
 
     def where(self, condition: LinePredicate) -> Operation:
-        """Returns the pattern for lines of which the condition holds too."""
+        """Returns the pattern for lines that fulfil a condition."""
         return dataclasses.replace(self, condition=condition)
 
-    def in_either_order(self) -> Operation:
-        """Returns the pattern for lines whose first two operands may be the other way round."""
-        return dataclasses.replace(self, either_order=True)
+    def as_commutative(self) -> Operation:
+        """Returns the pattern for lines whose first two operands may be swapped."""
+        return dataclasses.replace(self, commutative=True)
 
-    def also_used(self) -> Operation:
-        """Returns the pattern for lines whose results other lines may read as well; the line then stays."""
-        return dataclasses.replace(self, kept=True)
+    def allow_other_uses(self) -> Operation:
+        """Returns the pattern for lines whose results other lines may read; the line is then retained."""
+        return dataclasses.replace(self, allow_uses_outside=True)
 
     def output(self, index: int) -> Output:
-        """Returns the pattern for one result, by its position; as an operand an operation itself is its first one."""
+        """Returns the pattern for the result with an index; an operation as an operand is its first result."""
         return Output(self, index)
 
     def __str__(self) -> str:
@@ -149,25 +150,25 @@ class Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
-    """Whichever of several patterns matches first."""
+    """The first of several patterns that matches."""
 
-    choices: tuple[Any, ...]
+    choices: tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Computes:
-    """Accepts kernels by the ATen operators that they compute, as their launches' origins name them.
+    """A predicate on kernels: the ATen operators that they compute, by the origins of their launches.
 
-    With `exactly`, they compute these and no others, in this order; else these among others.
+    With `exactly`, they compute these and no others, in this order; otherwise at least these.
     """
 
     operators: tuple[str, ...]
     exactly: bool = True
 
     def __call__(self, kernel: KernelDefinition, line: LineBase) -> bool:
-        found = tuple(line.origin.operators) if line.origin is not None else ()
-        wanted = tuple([name.removesuffix(".default") for name in self.operators])
-        return found == wanted if self.exactly else set(wanted) <= set(found)
+        computed = tuple(line.origin.operators) if line.origin is not None else ()
+        operators = tuple([name.removesuffix(".default") for name in self.operators])
+        return computed == operators if self.exactly else set(operators) <= set(computed)
 
     def __str__(self) -> str:
         return f"computes({', '.join(self.operators)})"
@@ -176,91 +177,91 @@ class Computes:
 Pattern: TypeAlias = Operation | Output | OneOf | Wildcard
 
 
-# --- what users write -------------------------------------------------------------------------------------------------
+# --- constructors -------------------------------------------------------------------------------------------------
 
 
 def tensor(
-    name: str, *, where: Callable[[Value], bool] | None = None, only_here: bool = False, **type_: Any
+    name: str, *, where: Callable[[Value], bool] | None = None, no_other_uses: bool = False, **type_: Any
 ) -> Wildcard:
     """Returns a wildcard for a tensor.
 
     Args:
-        name: under what the match captures it.
+        name: the name in the match.
         where: a condition on the value.
-        only_here: whether nothing but the match may read it.
+        no_other_uses: whether only the match may read it.
         type_: fields of `TypePattern`: dtype, sizes, rank, device, contiguous.
     """
-    return Wildcard(name, "tensor", TypePattern(**type_) if type_ else None, where, only_here)
+    return Wildcard(name, "tensor", TypePattern(**type_) if type_ else None, where, no_other_uses)
 
 
 def tensors(names: str) -> tuple[Wildcard, ...]:
-    """Returns a wildcard for each of the names, which blanks separate."""
+    """Returns a wildcard for each of the names, separated by blanks."""
     return tuple([tensor(name) for name in names.split()])
 
 
 def number(name: str, *, where: Callable[[Any], bool] | None = None) -> Wildcard:
-    """Returns a wildcard for a number: a plain one, or an expression over the program's symbols."""
+    """Returns a wildcard for a number: a constant, or an expression over the program's symbols."""
     return Wildcard(name, "number", None, where)
 
 
 def anything(name: str, *, where: Callable[[Any], bool] | None = None) -> Wildcard:
-    """Returns a wildcard for any argument: a tensor, a number, a list, a dtype, none."""
+    """Returns a wildcard for any argument: a tensor, a number, a list, a dtype, None."""
     return Wildcard(name, "any", None, where)
 
 
-def call(target: str | tuple[str, ...] | LinePredicate, *operands: Any, **keywords: Any) -> Operation:
+def call(target: str | tuple[str, ...] | LinePredicate, *operands: object, **keywords: object) -> Operation:
     """Returns the pattern of an operator's call.
 
     Args:
-        target: the operator as the IR names it ("aten.mm.default"), several of them, or a predicate on the line.
-        operands: a pattern or a literal for each argument; `...` at the end stands for all others. Arguments that the
-            pattern leaves out must be at their default, as the operator's schema has it.
+        target: the operator's name in the IR ("aten.mm.default"), several names, or a predicate on the line.
+        operands: a pattern or a literal for each argument; a last `...` matches all others. Other arguments must have
+            the default of the operator's schema.
         keywords: the same by name.
     """
-    given, rest = _rest(operands)
-    return Operation("call", _names(target), given, tuple(sorted(keywords.items())), rest)
+    patterns, allow_more_operands = _split_ellipsis(operands)
+    return Operation("call", _names(target), patterns, tuple(sorted(keywords.items())), allow_more_operands)
 
 
-def launch(target: str | tuple[str, ...] | KernelPredicate, *operands: Any) -> Operation:
+def launch(target: str | tuple[str, ...] | KernelPredicate, *operands: object) -> Operation:
     """Returns the pattern of a kernel's launch.
 
-    The operands are the launch's arguments, tensors and numbers, then those of its outputs that held something before
-    (memory that it may update in place); `...` at the end stands for all others. Its results are its outputs.
+    The operands are the launch's arguments, tensors and numbers, then its outputs that are initialised before (it may
+    update them in place); a last `...` matches all others. Its results are its outputs.
 
     Args:
         target: the kernel's name in the program, several, or a predicate on definition and line such as `computes`.
         operands: a pattern or a literal for each operand.
     """
-    given, rest = _rest(operands)
-    return Operation("launch", _names(target), given, (), rest)
+    patterns, allow_more_operands = _split_ellipsis(operands)
+    return Operation("launch", _names(target), patterns, (), allow_more_operands)
 
 
 def computes(*operators: str, exactly: bool = True) -> Computes:
     """Returns a predicate on kernels: those that compute these ATen operators, in this order, and no others.
 
-    Without `exactly`, these among others.
+    Without `exactly`, they compute at least these.
     """
     return Computes(operators, exactly)
 
 
-def view(base: Any, *, optional: bool = False) -> Operation:
+def view(base: object, *, optional: bool = False) -> Operation:
     """Returns the pattern of a view (`memory.view`); an optional one matches the base itself too."""
     return Operation("view", None, (base,), optional=optional)
 
 
-def line(target: type | LinePredicate, *operands: Any) -> Operation:
-    """Returns the pattern of any line by its class, or by a predicate; operands are what it reads, in order."""
-    given, rest = _rest(operands)
-    return Operation("line", target, given, (), rest)
+def line(target: type | LinePredicate, *operands: object) -> Operation:
+    """Returns the pattern of a line by its class or a predicate; operands are the values that it reads, in order."""
+    patterns, allow_more_operands = _split_ellipsis(operands)
+    return Operation("line", target, patterns, (), allow_more_operands)
 
 
-def reading(operation: Operation) -> Operation:
-    """Returns the pattern with operands in any order and place; other operands may be anything."""
-    return dataclasses.replace(operation, anywhere=True, rest=True)
+def with_operands_anywhere(operation: Operation) -> Operation:
+    """Returns the pattern with operands at any positions; other operands may be anything."""
+    return dataclasses.replace(operation, any_position=True, allow_more_operands=True)
 
 
-def one_of(*choices: Any) -> OneOf:
-    """Returns the pattern that matches what the first fitting one of several matches."""
+def one_of(*choices: object) -> OneOf:
+    """Returns the pattern that matches as the first matching one of several."""
     return OneOf(choices)
 
 
@@ -270,29 +271,37 @@ def _names(target: Any) -> Any:
     return frozenset(target) if isinstance(target, tuple | list | set | frozenset) else target
 
 
-def _rest(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+def _split_ellipsis(operands: tuple[object, ...]) -> tuple[tuple[object, ...], bool]:
     if operands and isinstance(operands[-1], EllipsisType):
         return operands[:-1], True
     return operands, False
 
 
-def operations_of(pattern: Any) -> list[Operation]:
-    """Returns the operations of a pattern, each once, what computes operands before what reads them."""
-    found: dict[int, Operation] = {}
+def operations_of(pattern: object) -> list[Operation]:
+    """Returns the operations of a pattern, each once, producers before consumers."""
+    operations = [item for child in children_of(pattern) for item in operations_of(child)]
+    if isinstance(pattern, Operation):
+        operations.append(pattern)
+    return list({id(item): item for item in operations}.values())
 
-    def visit(item: Any) -> None:
-        match item:
-            case Operation():
-                for inner in (*item.operands, *[given for _, given in item.keywords]):
-                    visit(inner)
-                found.setdefault(id(item), item)
-            case Output():
-                visit(item.operation)
-            case OneOf() | tuple() | list():
-                for inner in item.choices if isinstance(item, OneOf) else item:
-                    visit(inner)
-            case _:
-                pass
 
-    visit(pattern)
-    return list(found.values())
+def wildcards_of(pattern: object) -> list[Wildcard]:
+    """Returns the wildcards of a pattern; one that occurs twice is listed twice."""
+    if isinstance(pattern, Wildcard):
+        return [pattern]
+    return [item for child in children_of(pattern) for item in wildcards_of(child)]
+
+
+def children_of(pattern: object) -> Sequence[object]:
+    """Returns the patterns directly inside of a pattern."""
+    match pattern:
+        case Operation():
+            return (*pattern.operands, *[item for _, item in pattern.keywords])
+        case Output():
+            return (pattern.operation,)
+        case OneOf():
+            return pattern.choices
+        case tuple() | list():
+            return pattern
+        case _:
+            return ()

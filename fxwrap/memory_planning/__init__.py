@@ -1,30 +1,30 @@
-"""Where a program's memory goes: live ranges, offsets in pools, the plan as data, and the program that follows it."""
+"""Memory planning: live ranges, offset assignment in pools, plans as data, and their application to programs."""
 
 from fxwrap.memory_planning.apply import apply_plan
 from fxwrap.memory_planning.assignment import Assignment, assign_offsets
 from fxwrap.memory_planning.check import check_plan
-from fxwrap.memory_planning.live_ranges import Keeper, LiveRange, live_ranges, program_ranges
-from fxwrap.memory_planning.picture import memory_error_text, plan_svg, plan_table
-from fxwrap.memory_planning.plan import BlockPlan, MemoryPlan, Placed, PoolPlan, plan_memory
-from fxwrap.memory_planning.text import plan_from_json, plan_to_json
+from fxwrap.memory_planning.live_ranges import LiveRange, MemoryOwner, live_ranges, program_live_ranges
+from fxwrap.memory_planning.plan import BlockPlan, MemoryPlan, PoolAllocation, PoolPlan, plan_memory
+from fxwrap.memory_planning.serialization import plan_from_json, plan_to_json
+from fxwrap.memory_planning.visualization import out_of_memory_message, plan_svg, plan_table
 
 __all__ = [
     "Assignment",
     "BlockPlan",
-    "Keeper",
     "LiveRange",
+    "MemoryOwner",
     "MemoryPlan",
-    "Placed",
+    "PoolAllocation",
     "PoolPlan",
     "apply_plan",
     "assign_offsets",
     "check_plan",
     "live_ranges",
-    "memory_error_text",
+    "out_of_memory_message",
     "plan_from_json",
     "plan_memory",
     "plan_svg",
     "plan_table",
     "plan_to_json",
-    "program_ranges",
+    "program_live_ranges",
 ]

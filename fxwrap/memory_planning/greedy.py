@@ -1,7 +1,6 @@
-"""Quick placements: by size, by duration, and best fit in the order of time.
+"""Heuristics of offset assignment: greedy by size, greedy by duration, and best fit in the order of time.
 
-All take buffers (first, last_exclusive, size) with sizes above zero and give an offset for each; equal inputs
-give equal offsets. Buffers that live at the same time never overlap.
+All take buffers with sizes above zero and return an offset for each, deterministically. Live buffers never overlap.
 """
 
 from __future__ import annotations
@@ -9,56 +8,59 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
+from typing import TypeAlias
 
-Buffer = tuple[int, int, int]  # first, last (exclusive), size
+Buffer: TypeAlias = tuple[int, int, int]
+"""First time, last time (exclusive) and size in bytes."""
 
-# Above this number of pairs that live together, neighbours are found again for each buffer instead of being kept.
-_PAIRS_KEPT = 8_000_000
+MAX_STORED_PAIRS = 8_000_000
+"""Largest number of overlapping pairs to store; if there are more, neighbours are computed for each buffer."""
 
 
-def greedy_by_size(buffers: Sequence[Buffer]) -> list[int]:
-    """Place the largest buffers first, each in the smallest gap that holds it (Pisarchyk and Lee, 2020).
+def greedy_by_size(buffers: Sequence[Buffer], max_stored_pairs: int = MAX_STORED_PAIRS) -> list[int]:
+    """Places the largest buffers first, each in the smallest gap that fits (Pisarchyk and Lee, 2020).
 
-    Costs time in proportion to the pairs of buffers that live together.
+    Linear in the number of pairs of buffers with overlapping live ranges.
     """
-    return _place_in_order(buffers, _order(buffers, lambda first, last, size: (-size, first - last, first)))
+    order = _order(buffers, lambda first, last, size: (-size, first - last, first))
+    return _place_in_order(buffers, order, max_stored_pairs)
 
 
-def greedy_by_duration(buffers: Sequence[Buffer]) -> list[int]:
-    """Place those that live longest first, each in the smallest gap that holds it; costs as `greedy_by_size` does."""
-    return _place_in_order(buffers, _order(buffers, lambda first, last, size: (first - last, -size, first)))
+def greedy_by_duration(buffers: Sequence[Buffer], max_stored_pairs: int = MAX_STORED_PAIRS) -> list[int]:
+    """Places the longest live ranges first, each in the smallest gap that fits, at the cost of `greedy_by_size`."""
+    order = _order(buffers, lambda first, last, size: (first - last, -size, first))
+    return _place_in_order(buffers, order, max_stored_pairs)
 
 
 def best_fit(buffers: Sequence[Buffer]) -> list[int]:
-    """Place in the order of time, each in the smallest gap that is free then; n log n.
+    """Places buffers in the order of time, each in the smallest gap that fits, in n log n time.
 
-    Both directions of time are tried: a training forward, whose saved activations live to its end, packs better
-    backwards, where all of them are born at once and can be stacked in the order in which they die.
+    Returns the better of both directions of time: the forward of a training step, whose saved activations live to its
+    end, packs better backwards.
     """
-    forward = _fit_in_time(buffers)
-    peak = _peak(buffers, forward)
-    if peak == largest_live(buffers):
+    forward = _best_fit_in_time(buffers)
+    peak = peak_of(buffers, forward)
+    if peak == max_live_bytes(buffers):
         return forward
-    backward = _fit_in_time([(-last, -first, size) for first, last, size in buffers])
-    return backward if _peak(buffers, backward) < peak else forward
+    backward = _best_fit_in_time([(-last, -first, size) for first, last, size in buffers])
+    return backward if peak_of(buffers, backward) < peak else forward
 
 
-def largest_live(buffers: Iterable[Buffer]) -> int:
-    """The largest sum of sizes that are live at once: no placement needs less."""
+def max_live_bytes(buffers: Iterable[Buffer]) -> int:
+    """Returns the largest sum of sizes that are live at once, a lower bound of the peak."""
     changes: dict[int, int] = {}
     for first, last, size in buffers:
         changes[first] = changes.get(first, 0) + size
         changes[last] = changes.get(last, 0) - size
-    most = live = 0
+    peak = live = 0
     for instant in sorted(changes):
         live += changes[instant]
-        if live > most:
-            most = live
-    return most
+        peak = max(peak, live)
+    return peak
 
 
-def count_pairs(buffers: Sequence[Buffer]) -> int:
-    """How many pairs of buffers live at the same time."""
+def count_overlapping_pairs(buffers: Sequence[Buffer]) -> int:
+    """Returns the number of pairs of buffers with overlapping live ranges."""
     births = sorted(first for first, _, _ in buffers)
     deaths = sorted(last for _, last, _ in buffers)
     pairs = ended = 0
@@ -69,7 +71,8 @@ def count_pairs(buffers: Sequence[Buffer]) -> int:
     return pairs
 
 
-def _peak(buffers: Sequence[Buffer], offsets: Sequence[int]) -> int:
+def peak_of(buffers: Sequence[Buffer], offsets: Sequence[int]) -> int:
+    """Returns the largest end of a buffer."""
     return max((offset + size for offset, (_, _, size) in zip(offsets, buffers)), default=0)
 
 
@@ -78,24 +81,23 @@ def _order(buffers: Sequence[Buffer], key: Callable[[int, int, int], tuple[int, 
     return sorted(range(len(buffers)), key=keys.__getitem__)
 
 
-def _place_in_order(buffers: Sequence[Buffer], order: Sequence[int]) -> list[int]:
+def _place_in_order(buffers: Sequence[Buffer], order: Sequence[int], max_stored_pairs: int) -> list[int]:
     offsets = [-1] * len(buffers)
     ends = [0] * len(buffers)
-    neighbours = _neighbours(buffers)
+    neighbours = _neighbours(buffers, max_stored_pairs)
     for index in order:
         size = buffers[index][2]
-        # Pairs (offset, end) of what is placed and lives together with this buffer.
-        taken = sorted([(offsets[other], ends[other]) for other in neighbours(index) if offsets[other] >= 0])
-        offsets[index] = offset = _smallest_gap(taken, size)
+        placed = sorted([(offsets[other], ends[other]) for other in neighbours(index) if offsets[other] >= 0])
+        offsets[index] = offset = _smallest_gap(placed, size)
         ends[index] = offset + size
     return offsets
 
 
-def _smallest_gap(taken: Iterable[tuple[int, int]], size: int) -> int:
-    """Where the smallest gap between taken stretches starts that holds `size`; the top of all where none does."""
+def _smallest_gap(placed: Iterable[tuple[int, int]], size: int) -> int:
+    """Returns the start of the smallest gap of at least `size` between sorted (offset, end) pairs, else their top."""
     best, smallest = -1, 0
     top = 0
-    for offset, end in taken:
+    for offset, end in placed:
         if offset > top:
             gap = offset - top
             if gap >= size and (best < 0 or gap < smallest):
@@ -105,11 +107,11 @@ def _smallest_gap(taken: Iterable[tuple[int, int]], size: int) -> int:
     return best if best >= 0 else top
 
 
-def _neighbours(buffers: Sequence[Buffer]) -> Callable[[int], Iterable[int]]:
-    """A function from a buffer to those that live at the same time as it."""
+def _neighbours(buffers: Sequence[Buffer], max_stored_pairs: int) -> Callable[[int], Iterable[int]]:
+    """Returns a function from a buffer to those with overlapping live ranges."""
     by_birth = sorted(range(len(buffers)), key=lambda index: (buffers[index][0], index))
     births = [buffers[index][0] for index in by_birth]
-    if count_pairs(buffers) > _PAIRS_KEPT:
+    if count_overlapping_pairs(buffers) > max_stored_pairs:
         return lambda index: _find_neighbours(buffers, by_birth, births, index)
     table: list[list[int]] = [[] for _ in buffers]
     live: list[int] = []
@@ -132,13 +134,13 @@ def _find_neighbours(
     return early + list(by_birth[before:until])
 
 
-def _fit_in_time(buffers: Sequence[Buffer]) -> list[int]:
-    """Best fit over a list of gaps: each birth takes the smallest that holds it, each death joins its neighbours."""
+def _best_fit_in_time(buffers: Sequence[Buffer]) -> list[int]:
+    """Best fit over a list of gaps: a birth takes the smallest gap that fits, a death merges adjacent gaps."""
     offsets = [0] * len(buffers)
     gaps: list[tuple[int, int]] = []  # (size, start), in order
     size_at: dict[int, int] = {}  # a gap's size by its start
     start_before: dict[int, int] = {}  # a gap's start by its end
-    top = 0  # above it all is free
+    top = 0
 
     def drop(start: int) -> int:
         size = size_at.pop(start)
@@ -179,7 +181,7 @@ def _fit_in_time(buffers: Sequence[Buffer]) -> list[int]:
 
 
 def _events(buffers: Sequence[Buffer]) -> list[tuple[int, int, int, int, int]]:
-    """Deaths (kind 0) and births (kind 1) in the order of time; at one instant the longest birth, then the largest."""
+    """Returns deaths (kind 0) and births (kind 1) by time, and births of one time by end and size."""
     events = [(last, 0, 0, 0, index) for index, (_, last, _) in enumerate(buffers)]
     events += [(first, 1, -last, -size, index) for index, (first, last, size) in enumerate(buffers)]
     events.sort(key=itemgetter(0, 1, 2, 3, 4))

@@ -1,4 +1,4 @@
-"""When each piece of memory of a block is live, read off its lines alone."""
+"""Live ranges of the memory of a block."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fxwrap.wrapper_ir import (
     Program,
     TensorType,
     Value,
+    alias_roots,
     consumed,
     contiguous_strides,
     defined,
@@ -23,18 +24,16 @@ from fxwrap.wrapper_ir import (
     last_uses,
     reads,
     released_inputs,
-    roots,
     used,
 )
 
 
-class Keeper(Enum):
-    """Whose memory it is, which says whether a plan may place it.
+class MemoryOwner(Enum):
+    """The owner of memory. A plan assigns only memory of the program.
 
-    `PROGRAM`: a line of the block allocates it, a line of the block frees it, and all between is on the current stream.
-    `OPERATOR`: an operator allocates it, or a line takes it for what it makes of it, or a collective or another stream
-    works on it.
-    `CALLER`: it was there before, or is there afterwards: inputs, constants, arguments, and what is given back.
+    `PROGRAM`: lines of the block allocate and free it, and it is used on the current stream only.
+    `OPERATOR`: an operator allocates or consumes it, or a collective or another stream uses it.
+    `CALLER`: it is live before or after the block: inputs, constants, arguments and results.
     """
 
     PROGRAM = "program"
@@ -44,15 +43,15 @@ class Keeper(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LiveRange:
-    """A piece of memory and when it is live.
+    """A buffer and its live range.
 
     Fields:
-        names: its roots, in order: one, and those that `memory.reuse` and other lines made of it.
-        first: position of the line that makes it; 0 for what was there before.
-        end: position after the last line that touches it by any window on it.
-        size: bytes from the first element to past the last one, of the largest of its roots.
-        device, memory_space: where it is.
-        keeper: whose it is.
+        names: its roots in order: the first, and those that `memory.reuse` and other lines turn it into.
+        first: position of the line that defines it; 0 for memory that is live before.
+        end: position after the last line that uses it or a view of it.
+        size: bytes from the first element to past the last one, of the largest root.
+        device, memory_space: its location.
+        owner: its owner.
     """
 
     names: tuple[str, ...]
@@ -61,83 +60,84 @@ class LiveRange:
     size: Size
     device: torch.device
     memory_space: str
-    keeper: Keeper
+    owner: MemoryOwner
 
     @property
     def name(self) -> str:
-        """The name of its first root."""
+        """The name of the first root."""
         return self.names[0]
 
 
-def live_ranges(block: Block, given: Mapping[str, Value], released: Iterable[str] = ()) -> tuple[LiveRange, ...]:
-    """Returns the live ranges of a block's memory, in the order in which it is made.
+def live_ranges(block: Block, inputs: Mapping[str, Value], released: Iterable[str] = ()) -> tuple[LiveRange, ...]:
+    """Returns the live ranges of a block's memory, in the order of definition.
 
-    A mutated buffer is the same memory, and so are all windows on it: they count once and die together. What is in
-    flight is live until its wait. Memory inside nested blocks is theirs.
+    All views of a buffer and its in-place updates share one live range. Memory in flight is live until its wait.
+    Memory of nested blocks is not included.
 
     Args:
         block: the block.
-        given: what it sees from the start by name: its arguments, or a program's inputs and constants.
-        released: those of them that it takes, which are live until then; the others are live throughout.
+        inputs: the values defined before it by name: its arguments, or a program's inputs and constants.
+        released: the inputs that the block consumes, which are live until then; the others are live throughout.
     """
     lines, count = block.lines, len(block.lines)
-    root_of = roots(lines, given.values())
-    last = last_uses(lines, given.values())
-    taken = {value.name: position for position, line in enumerate(lines) for value in consumed(line)}
-    back = {root_of[value.name] for value in reads(lines[-1])}
-    following, left_alone = _successors(lines, root_of)
-    free_to_take = set(released)
-    made = {name: (value, 0, False) for name, value in given.items() if isinstance(value.type, TensorType)}
+    root_of = alias_roots(lines, inputs.values())
+    last = last_uses(lines, inputs.values())
+    consumed_at = {value.name: position for position, line in enumerate(lines) for value in consumed(line)}
+    returned = {root_of[value.name] for value in reads(lines[-1])}
+    following, excluded = _reuse_chains(lines, root_of)
+    releasable = set(released)
+    roots = {name: (value, 0, False) for name, value in inputs.items() if isinstance(value.type, TensorType)}
     for position, line in enumerate(lines):
         for value in defined(line):
             if root_of[value.name] == value.name and holds_memory(value) and isinstance(value.type, TensorType):
-                made[value.name] = (value, position, isinstance(line, Alloc))
-    later = set(following.values())
-    found = []
-    for name, (value, first, allocated) in made.items():
-        if name in later:
-            continue  # part of the chain of what it is made of
+                roots[value.name] = (value, position, isinstance(line, Alloc))
+    reused = set(following.values())
+    ranges = []
+    for name, (value, first, allocated) in roots.items():
+        if name in reused:
+            continue
         names = [name]
         while names[-1] in following:
             names.append(following[names[-1]])
-        stays = names[-1] in back or (name in given and (name not in free_to_take or names[-1] not in taken))
-        end = count if stays else max(last[names[-1]], taken.get(names[-1], 0)) + 1
-        if stays or name in given:
-            keeper = Keeper.CALLER
+        is_released = name in releasable and names[-1] in consumed_at
+        outlives = names[-1] in returned or (name in inputs and not is_released)
+        end = count if outlives else max(last[names[-1]], consumed_at.get(names[-1], 0)) + 1
+        if outlives or name in inputs:
+            owner = MemoryOwner.CALLER
         else:
-            keeper = Keeper.PROGRAM if allocated and left_alone.isdisjoint(names) else Keeper.OPERATOR
-        size = maximum(*[byte_size(made[item][0].tensor_type) for item in names])
+            owner = MemoryOwner.PROGRAM if allocated and excluded.isdisjoint(names) else MemoryOwner.OPERATOR
+        size = maximum(*[byte_size(roots[item][0].tensor_type) for item in names])
         type_ = value.tensor_type
-        found.append(LiveRange(tuple(names), first, end, size, type_.device, type_.memory_space, keeper))
-    return tuple(found)
+        ranges.append(LiveRange(tuple(names), first, end, size, type_.device, type_.memory_space, owner))
+    return tuple(ranges)
 
 
-def _successors(lines: Iterable[LineBase], root_of: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
-    """Returns the root that is made of each root that a line takes for that, and the roots that no plan may place."""
+def _reuse_chains(lines: Iterable[LineBase], root_of: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+    """Returns the root that each consumed root turns into, and the roots that a plan must not assign."""
     following: dict[str, str] = {}
-    left_alone: set[str] = set()
+    excluded: set[str] = set()
     for line in lines:
-        taken = consumed(line)
-        results = [value.name for value in defined(line) if line.alias_of(value) is None] if taken else []
+        roots = consumed(line)
+        results = [value.name for value in defined(line) if line.alias_of(value) is None] if roots else []
         if results:
-            following[taken[0].name] = results[0]
-        if taken and not isinstance(line, Free | Reuse):
-            left_alone.update([*[value.name for value in taken], *results])
-        if line.starts_flight or line.ends_flight or getattr(line, "stream", 0) != 0:
-            left_alone.update([root_of[value.name] for value in (*used(line), *defined(line))])
-    return following, left_alone
+            following[roots[0].name] = results[0]
+        if roots and not isinstance(line, Free | Reuse):
+            excluded.update([*[value.name for value in roots], *results])
+        if line.is_async_start or line.is_async_wait or line.stream != 0:
+            excluded.update([root_of[value.name] for value in (*used(line), *defined(line))])
+    return following, excluded
 
 
-def program_ranges(program: Program) -> tuple[LiveRange, ...]:
-    """Returns the live ranges of a program's body, its inputs and constants included."""
-    given = {item.name: item.value for item in program.inputs if isinstance(item.value, Value)}
-    given |= {constant.value.name: constant.value for constant in program.constants}
-    return live_ranges(program.body, given, [value.name for value in released_inputs(program.inputs)])
+def program_live_ranges(program: Program) -> tuple[LiveRange, ...]:
+    """Returns the live ranges of a program's body, including inputs and constants."""
+    inputs = {item.name: item.value for item in program.inputs if isinstance(item.value, Value)}
+    inputs |= {constant.value.name: constant.value for constant in program.constants}
+    return live_ranges(program.body, inputs, [value.name for value in released_inputs(program.inputs)])
 
 
 def byte_size(type_: TensorType) -> Size:
-    """Returns the bytes that an allocation of this type takes; never negative, whatever its symbols are."""
+    """Returns the bytes of an allocation of a type, never negative for any value of symbols."""
     if type_.strides == contiguous_strides(type_.sizes):
         return product((*type_.sizes, type_.dtype.itemsize))
-    found = type_.storage_bytes
-    return found if isinstance(found, int) else maximum(found, 0)
+    size = type_.storage_bytes
+    return size if isinstance(size, int) else maximum(size, 0)

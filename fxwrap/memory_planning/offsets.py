@@ -1,4 +1,4 @@
-"""Offsets in a pool whose sizes are symbolic: expressions that never overlap, whatever the symbols are."""
+"""Symbolic offsets in a pool, with which live buffers never overlap for any value of the symbols."""
 
 from __future__ import annotations
 
@@ -8,79 +8,74 @@ from math import gcd
 
 import sympy
 
-from fxwrap.symbolic import Scalar, Size, ceiling_divide, evaluate, make_symbol, maximum, product, total
+from fxwrap.symbolic import Number, Size, ceiling_divide, evaluate, make_symbol, maximum, product, total
 
 Term = tuple[str, Size]
 
 
-def symbolic_offsets(
+def assign_symbolic_offsets(
     buffers: Sequence[tuple[int, int, Size]],
     placed: Sequence[int],
     alignment: int,
     fresh: Callable[[], str],
-    values: Mapping[str, Scalar],
+    values: Mapping[str, Number],
 ) -> tuple[list[Size], Size, tuple[Term, ...]]:
-    """Returns offsets in bytes, the size of the pool, and the named terms that both are made of.
+    """Returns offsets in bytes, the size of the pool, and the named terms that both use.
 
-    Where all sizes are multiples of one expression, offsets are multiples of it too, unless rounding up to that makes
-    the pool larger; else each buffer lies on the highest of those below it. n log n in the number of buffers.
+    If all sizes are multiples of one expression, so are the offsets, unless rounding makes the pool larger. Else each
+    buffer is on top of the highest one below it. n log n in the number of buffers.
 
     Args:
-        buffers: (first, end, size) of each; live together where the spans overlap.
-        placed: offsets that are good for typical sizes: what lies below what is taken from them.
+        buffers: (first, end, size) of each; two are live at once if their ranges overlap.
+        placed: offsets for typical sizes, which define the order of buffers.
         alignment: bytes that offsets are multiples of.
-        fresh: gives a symbol's name that nothing has.
-        values: those typical sizes, by the names of symbols.
+        fresh: returns an unused name of a symbol.
+        values: the typical values of symbols, by name.
     """
     below = _below(buffers, placed)
     order = sorted(range(len(buffers)), key=lambda index: (placed[index], index))
     unit = _unit([size for _, _, size in buffers])
     if unit is not None:
         offsets, size, terms = _scaled(buffers, order, below, alignment, unit, fresh)
-        tops = [place + _number(size, values) for place, (_, _, size) in zip(placed, buffers, strict=True)]
+        tops = [offset + evaluate(size, values) for offset, (_, _, size) in zip(placed, buffers, strict=True)]
         ((name, step),) = terms
-        if _number(size, {**values, name: _number(step, values)}) < max(tops) + alignment:
+        if evaluate(size, {**values, name: evaluate(step, values)}) < max(tops) + alignment:
             return offsets, size, terms
     return _Stack(alignment, fresh).run(buffers, order, below)
 
 
-def _number(size: Size, values: Mapping[str, Scalar]) -> int:
-    return size if isinstance(size, int) else int(evaluate(size, values))
-
-
 def _below(buffers: Sequence[tuple[int, int, Size]], placed: Sequence[int]) -> list[list[int]]:
-    """Returns for each buffer those that it must lie on; that it lies on others that are below these follows.
+    """Returns for each buffer the ones directly below it; the relation's transitive closure orders all live pairs.
 
-    Two that are live at once are neighbours in the order of offsets, or others are between them. So it is enough that
-    each lies on the one that is below it when it becomes live, and below the one that is above it then.
+    It is enough to order each buffer with its neighbours by offset at the time it becomes live.
     """
-    found: list[list[int]] = [[] for _ in buffers]
+    below: list[list[int]] = [[] for _ in buffers]
     live: list[tuple[int, int]] = []
     ends = sorted(range(len(buffers)), key=lambda index: buffers[index][1], reverse=True)
     for index in sorted(range(len(buffers)), key=lambda index: buffers[index][0]):
         while buffers[ends[-1]][1] <= buffers[index][0]:
-            gone = ends.pop()
-            del live[bisect_left(live, (placed[gone], gone))]
+            ended = ends.pop()
+            del live[bisect_left(live, (placed[ended], ended))]
         at = bisect_left(live, (placed[index], index))
         if at:
-            found[index].append(live[at - 1][1])
+            below[index].append(live[at - 1][1])
         if at < len(live):
-            found[live[at][1]].append(index)
+            below[live[at][1]].append(index)
         live.insert(at, (placed[index], index))
-    return found
+    return below
 
 
 def _unit(sizes: Sequence[Size]) -> sympy.Expr | None:
-    """Returns the expression that all sizes are integer multiples of, if there is one."""
-    found: sympy.Expr | None = None
+    """Returns the expression that all sizes are integer multiples of, or None."""
+    unit: sympy.Expr | None = None
     for size in sizes:
         if isinstance(size, int):
             return None
         factor, rest = size.as_coeff_Mul()
-        if not factor.is_Integer or factor <= 0 or (found is not None and rest != found):
+        if not factor.is_Integer or factor <= 0 or (unit is not None and rest != unit):
             return None
-        found = rest
-    return found
+        unit = rest
+    return unit
 
 
 def _scaled(
@@ -105,7 +100,7 @@ def _scaled(
 
 
 class _Stack:
-    """Buffers on top of one another; equal heights have one name."""
+    """Stacks buffers on top of each other. Equal heights share a symbol."""
 
     def __init__(self, alignment: int, fresh: Callable[[], str]) -> None:
         self.alignment = alignment
@@ -116,7 +111,7 @@ class _Stack:
     def run(
         self, buffers: Sequence[tuple[int, int, Size]], order: Sequence[int], below: Sequence[Sequence[int]]
     ) -> tuple[list[Size], Size, tuple[Term, ...]]:
-        """Returns what `symbolic_offsets` does."""
+        """Returns the results of `assign_symbolic_offsets`."""
         offsets: list[Size] = [0] * len(buffers)
         tops: list[Size] = [0] * len(buffers)
         for index in order:
@@ -128,16 +123,15 @@ class _Stack:
         return offsets, self.named(maximum(*highest)), tuple(self.terms)
 
     def rounded(self, size: Size) -> Size:
-        """Returns a size in whole multiples of the alignment."""
+        """Returns a size rounded up to the alignment."""
         return product((ceiling_divide(size, self.alignment), self.alignment))
 
     def named(self, expression: Size) -> Size:
-        """Returns a symbol for an expression, the same for equal ones; numbers and symbols stay."""
+        """Returns a symbol for an expression, one for equal expressions; integers and symbols are unchanged."""
         if isinstance(expression, int) or expression.is_Symbol:
             return expression
-        known = self._named.get(expression)
-        if known is None:
+        if expression not in self._named:
             name = self.fresh()
             self.terms.append((name, expression))
-            known = self._named[expression] = make_symbol(name)
-        return known
+            self._named[expression] = make_symbol(name)
+        return self._named[expression]

@@ -1,18 +1,18 @@
-"""The plan of a program's memory, as data: which allocations share a pool, and at which offsets."""
+"""Memory plans as data: the pools of a program, and the offsets of buffers in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fxwrap.errors import PlanningError
 from fxwrap.memory_planning.assignment import assign_offsets
-from fxwrap.memory_planning.live_ranges import Keeper, LiveRange, live_ranges, program_ranges
-from fxwrap.memory_planning.offsets import symbolic_offsets
-from fxwrap.memory_planning.pools import Pocket, Span, choose_pools, pool_span, profile
-from fxwrap.symbolic import Scalar, Size, evaluate
+from fxwrap.memory_planning.live_ranges import LiveRange, MemoryOwner, live_ranges, program_live_ranges
+from fxwrap.memory_planning.offsets import assign_symbolic_offsets
+from fxwrap.memory_planning.pools import OffsetAssignment, Span, choose_pools, pool_span, profile
+from fxwrap.symbolic import Number, Size, evaluate
 from fxwrap.wrapper_ir import (
     Block,
     Program,
@@ -20,20 +20,20 @@ from fxwrap.wrapper_ir import (
     called_functions,
     defined,
     defined_symbol,
-    known_values,
-    typical_values,
+    hints_with_fallback,
+    symbol_values,
 )
 
-_MOST_GUESSED = 2**40
-"""What a size counts for at most where its symbols have no hints."""
+_MAX_UNHINTED_BYTES = 2**40
+"""Upper bound of the estimate of a size whose symbols have no hints."""
 
-_MOST_SEARCHED = 64
-"""How many pools of a program "auto" tries all algorithms for; a search may take a second."""
+_MAX_SEARCHED_POOLS = 64
+"""Largest number of pools that "auto" uses all algorithms for; a search may take a second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A piece of memory at an offset of its pool, in bytes."""
+class PoolAllocation:
+    """A buffer at an offset in bytes of its pool."""
 
     range: LiveRange
     offset: Size
@@ -41,10 +41,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One allocation that holds several pieces of memory.
+    """One allocation for several buffers.
 
-    `first` is the position of the first line that needs it, `end` the one after the last; `size` its bytes; `terms`
-    are named parts of offsets and sizes, each over the ones before and the program's symbols.
+    `first` is the position of the first line that uses it, `end` the one after the last; `size` is in bytes; `terms`
+    are named expressions in offsets and sizes, over earlier terms and the program's symbols.
     """
 
     name: str
@@ -53,19 +53,18 @@ class PoolPlan:
     first: int
     end: int
     size: Size
-    placed: tuple[Placed, ...]
+    allocations: tuple[PoolAllocation, ...]
     terms: tuple[tuple[str, Size], ...] = ()
     algorithm: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """The pools of one block, and its memory in bytes, by hints of symbols.
+    """The pools of one block, and its memory in bytes for the hints of symbols.
 
-    `peak` is the most that is live at once with the pools, `lower_bound` without them: the largest sum of live sizes,
-    each rounded up to the device's alignment. All memory counts, also what no pool holds: a program's inputs and
-    constants, results of operators, what is given back, and what blocks inside hold while they run. The arguments of a
-    nested block are the memory of those around it.
+    `peak` is the largest sum of live bytes with the pools, `lower_bound` without them, with sizes rounded up to the
+    device's alignment. Both include memory outside of pools: inputs and constants of the program, results of operators,
+    returned values, and nested blocks while they run. The arguments of a nested block belong to the outer one.
     """
 
     label: str
@@ -76,7 +75,7 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The plans of a program's blocks, its body first, then functions and nested blocks in the program's order."""
+    """The plans of a program's body, its functions, and nested blocks, in this order."""
 
     blocks: tuple[BlockPlan, ...]
 
@@ -85,130 +84,101 @@ class MemoryPlan:
         """The plan of the program's body."""
         return self.blocks[0]
 
-    @property
-    def fragmentation(self) -> float:
-        """How much of the body's peak is wasted: 0 where it is the lower bound."""
-        return 1 - self.body.lower_bound / self.body.peak if self.body.peak else 0.0
-
-
-Align = Callable[[torch.device], int]
-
 
 def plan_memory(
     program: Program,
     *,
     alignment: Callable[[torch.device], int],
     algorithm: str = "auto",
-    hints: Mapping[str, Scalar] | None = None,
+    hints: Mapping[str, Number] | None = None,
     time_limit_s: float = 10.0,
     slack: float = 0.0,
 ) -> MemoryPlan:
-    """Returns where each allocation of a program goes.
+    """Returns a memory plan of a program with few allocations.
 
-    Only memory that a line of a block allocates and another frees is placed. Sizes may be symbolic: then offsets are
-    expressions that hold for all values, chosen to be best for the hints. By the hints, the peak is never above the one
-    without pools, unless `slack` allows it. The plan is the one with the fewest allocations that was found.
+    Assigned are buffers that lines of a block allocate and free. Offsets of symbolic sizes are expressions that are
+    valid for all values. For the hints, the peak never exceeds the one without pools by more than `slack`.
 
     Args:
         program: the program. It is not changed.
         alignment: bytes that offsets are multiples of, by device.
         algorithm: see `assign_offsets`.
-        hints: values of symbols by name; those that the program declares stand in for the others.
-        time_limit_s: how long to search for a better assignment, in seconds, for each pool.
-        slack: by what part of the peak without pools the one with pools may exceed it, where allocations become fewer.
+        hints: values of symbols by name; the default is the hints that the program declares.
+        time_limit_s: limit of the search for an assignment, in seconds for each pool.
+        slack: by which fraction the peak may grow for fewer allocations.
 
     Raises PlanningError for a size that is negative or beyond 64 bits, an alignment that is no power of two, or a
     negative slack.
     """
     if not slack >= 0:
-        raise PlanningError(f"the slack is a part of the peak, 0 or more, not {slack}")
-    given, values = known_values(program, hints), typical_values(program, hints)
-    planner = _Planner(given, values, alignment, algorithm, time_limit_s, slack)
+        raise PlanningError(f"slack must be a fraction of the peak, 0 or more, not {slack}")
+    known, values = symbol_values(program, hints), hints_with_fallback(program, hints)
+    planner = _PlanBuilder(known, values, alignment, algorithm, time_limit_s, slack)
     for name, function in program.functions:
         planner.block(name, function, _block_ranges(function))
-    body = planner.block("body", program.body, program_ranges(program))
+    body = planner.block("body", program.body, program_live_ranges(program))
     labels = [*[name for name, _ in program.functions], *[label for label, _ in nested_blocks(program)]]
     return MemoryPlan((body, *[planner.plans[label] for label in labels]))
 
 
 def nested_blocks(program: Program) -> list[tuple[str, Block]]:
     """Returns the blocks inside the lines of a program, outer before inner, with labels such as "body.3.then"."""
-    found: list[tuple[str, Block]] = []
-    pending = [("body", program.body), *program.functions]
-    for label, block in pending:
-        inner = [(f"{label}.{position}.{name}", nested) for position, line in enumerate(block.lines)
-                 for name, nested in blocks(line)]  # fmt: skip
-        found += inner
-        pending += inner
-    return found
-
-
-def _allocations(pockets: Sequence[Pocket]) -> int:
-    """Returns how many more allocations there are with these pools than without: fewer, so it is negative."""
-    return sum([1 - len(pocket.members) for pocket in pockets])
+    labelled: list[tuple[str, Block]] = [("body", program.body), *program.functions]
+    outermost = len(labelled)
+    for label, block in labelled:
+        labelled += [(f"{label}.{position}.{name}", nested) for position, line in enumerate(block.lines)
+                     for name, nested in blocks(line)]  # fmt: skip
+    return labelled[outermost:]
 
 
 def _block_ranges(block: Block) -> tuple[LiveRange, ...]:
-    """Returns the live ranges of what a nested block makes."""
+    """Returns the live ranges of the memory that a nested block defines."""
     arguments = {value.name: value for value in block.arguments}
     return tuple([item for item in live_ranges(block, arguments) if item.name not in arguments])
 
 
-class _Planner:
-    def __init__(
-        self,
-        given: Mapping[str, Scalar],
-        values: Mapping[str, Scalar],
-        alignment: Align,
-        algorithm: str,
-        time_limit_s: float,
-        slack: float,
-    ) -> None:
-        self.given = given
-        self.values = values
-        self.alignment = alignment
-        self.algorithm = algorithm
-        self.time_limit_s = time_limit_s
-        self.slack = slack
-        self.plans: dict[str, BlockPlan] = {}
-        self._symbols = set(values)
-        self._next_symbol = 0
-        self._pools = 0
-        self._assigned = 0
+@dataclass
+class _PlanBuilder:
+    known: Mapping[str, Number]
+    values: Mapping[str, Number]
+    alignment: Callable[[torch.device], int]
+    algorithm: str
+    time_limit_s: float
+    slack: float
+    plans: dict[str, BlockPlan] = field(default_factory=dict)
+    _next_symbol: int = 0
+    _assignment_count: int = 0
+    _pool_count: int = 0
 
     def fresh(self) -> str:
-        """Returns the name of a symbol that nothing has."""
-        while f"n{self._next_symbol}" in self._symbols:
+        """Returns an unused name of a symbol."""
+        while f"n{self._next_symbol}" in self.values:
             self._next_symbol += 1
         self._next_symbol += 1
         return f"n{self._next_symbol - 1}"
 
     def bytes_of(self, item: LiveRange) -> int:
-        """Returns a size by the hints, in whole multiples of the device's alignment.
+        """Returns a size for the hints, rounded up to the device's alignment.
 
-        Raises PlanningError for one that is no number of bytes, and is known rather than guessed.
+        Raises PlanningError for an invalid size of known symbols.
         """
-        if isinstance(item.size, int):
-            size, known = item.size, True
-        else:
-            size = int(evaluate(item.size, self.values))
-            known = all(symbol.name in self.given for symbol in item.size.free_symbols)
-        if known and not 0 <= size < 2**62:
+        size = int(evaluate(item.size, self.values))
+        if not isinstance(item.size, int) and any(symbol.name not in self.known for symbol in item.size.free_symbols):
+            size = max(0, min(size, _MAX_UNHINTED_BYTES))
+        if not 0 <= size < 2**62:
             text = item.size if item.size == size else f"{item.size} = {size}"
-            raise PlanningError(f"%{item.name} takes {text} bytes, which no memory has")
-        if not known:
-            size = max(0, min(size, _MOST_GUESSED))
+            raise PlanningError(f"%{item.name} has {text} bytes, which is no valid size")
         step = self.alignment(item.device)
         if step < 1 or step & (step - 1):
-            raise PlanningError(f"an alignment is a power of two, not {step} as it is said to be on {item.device}")
+            raise PlanningError(f"the alignment on {item.device} is {step}; it must be a power of two")
         return -(-size // step) * step
 
     def block(self, label: str, block: Block, ranges: Sequence[LiveRange]) -> BlockPlan:
-        """Plans one block, those inside it first."""
+        """Plans one block after its nested blocks."""
         spans = [(item.first, item.end, self.bytes_of(item)) for item in ranges]
-        peaks, bounds = self._inside(label, block, {item.name: size for item, (_, _, size) in zip(ranges, spans)})
+        peaks, bounds = self._nested_peaks(label, block, {item.name: size for item, (_, _, size) in zip(ranges, spans)})
         if sum([size for _, _, size in spans]) >= 2**63:
-            raise PlanningError(f"what ^{label} allocates has more bytes than 64 bits count")
+            raise PlanningError(f"the memory of ^{label} exceeds 64 bits: check the sizes of its buffers")
         count = len(block.lines)
         ideal = profile(count, spans)
         bound = int((ideal + torch.tensor(bounds, dtype=torch.int64)).max())
@@ -218,28 +188,29 @@ class _Planner:
         for members in self._groups(block, ranges):
             own = [spans[index] for index in members]
             around = total - profile(count, own)
-            pockets = self._pockets(own, around, limit, ranges[members[0]].device)
-            pools += [self._pool([ranges[members[index]] for index in pocket.members], pocket) for pocket in pockets]
-            total -= profile(count, [own[index] for pocket in pockets for index in pocket.members])
-            total += profile(count, [pool_span(pocket, own) for pocket in pockets])
+            assignments = self._assign_pools(own, around, limit, ranges[members[0]].device)
+            for item in assignments:
+                self._pool_count += 1
+                pools.append(self._pool(f"pool_{self._pool_count}", [ranges[members[n]] for n in item.members], item))
+            total -= profile(count, [own[index] for item in assignments for index in item.members])
+            total += profile(count, [pool_span(item, own) for item in assignments])
         pools.sort(key=lambda pool: (pool.first, pool.name))
         self.plans[label] = BlockPlan(label, tuple(pools), int(total.max()), bound)
         return self.plans[label]
 
-    def _pockets(self, spans: Sequence[Span], around: torch.Tensor, limit: int, device: torch.device) -> list[Pocket]:
-        """Returns the fewest pools, with the least of the slack that gives so few."""
-        best: list[Pocket] | None = None
-        for part in (0.0, 0.5, 1.0) if self.slack else (0.0,):
-            found = choose_pools(spans, around, limit + int(limit * self.slack * part), self._assign(device))
-            if best is None or _allocations(found) < _allocations(best):
-                best = found
-        assert best is not None
-        return best
+    def _assign_pools(
+        self, spans: Sequence[Span], around: torch.Tensor, limit: int, device: torch.device
+    ) -> list[OffsetAssignment]:
+        """Returns the candidate with the fewest allocations, at the least slack."""
+        parts = (0.0, 0.5, 1.0) if self.slack else (0.0,)
+        limits = [limit + int(limit * self.slack * part) for part in parts]
+        candidates = [choose_pools(spans, around, item, self._assign(device)) for item in limits]
+        return min(candidates, key=lambda pools: sum([1 - len(item.members) for item in pools]))
 
-    def _inside(self, label: str, block: Block, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
-        """Returns what the blocks and functions that each line runs hold at their peak, with pools and without.
+    def _nested_peaks(self, label: str, block: Block, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
+        """Returns the peak of the blocks and functions that each line runs, with pools and without.
 
-        The line's results, whose sizes are among `sizes`, are theirs, and count there.
+        The line's results, whose sizes are among `sizes`, are not included.
         """
         peaks, bounds = [0] * len(block.lines), [0] * len(block.lines)
         for position, line in enumerate(block.lines):
@@ -247,60 +218,51 @@ class _Planner:
                    for name, nested in blocks(line)]  # fmt: skip
             run += [self.plans[name] for name in called_functions(line)]
             if run:
-                made = sum([sizes.get(value.name, 0) for value in defined(line)])
-                peaks[position] = max(max([plan.peak for plan in run]) - made, 0)
-                bounds[position] = max(max([plan.lower_bound for plan in run]) - made, 0)
+                results = sum([sizes.get(value.name, 0) for value in defined(line)])
+                peaks[position] = max(max([plan.peak for plan in run]) - results, 0)
+                bounds[position] = max(max([plan.lower_bound for plan in run]) - results, 0)
         return peaks, bounds
 
     def _groups(self, block: Block, ranges: Sequence[LiveRange]) -> list[list[int]]:
-        """Returns what may share a pool, by index: memory of one device whose sizes are known before the pool is."""
-        known_at = {made.name: position for position, line in enumerate(block.lines)
-                    if (made := defined_symbol(line)) is not None}  # fmt: skip
-        placed = [index for index, item in enumerate(ranges) if item.keeper is Keeper.PROGRAM]
+        """Returns the buffers that may share a pool, by index: on one device, with sizes known at its allocation."""
+        known_at = {symbol.name: position for position, line in enumerate(block.lines)
+                    if (symbol := defined_symbol(line)) is not None}  # fmt: skip
+        planned = {index: item for index, item in enumerate(ranges) if item.owner is MemoryOwner.PROGRAM}
         groups: dict[object, list[int]] = {}
         first: dict[object, int] = {}
-        for index in placed:
-            item = ranges[index]
-            place = (item.device, item.memory_space)
-            first[place] = min(item.first, first.get(place, item.first))
-        for index in placed:
-            item = ranges[index]
-            place = (item.device, item.memory_space)
+        for item in planned.values():
+            memory = (item.device, item.memory_space)
+            first[memory] = min(item.first, first.get(memory, item.first))
+        for index, item in planned.items():
+            memory = (item.device, item.memory_space)
             symbols = [] if isinstance(item.size, int) else [symbol.name for symbol in item.size.free_symbols]
             ready = max([known_at.get(name, -1) for name in symbols], default=-1)
-            groups.setdefault((place, ready if ready > first[place] else -1), []).append(index)
+            groups.setdefault((memory, ready if ready > first[memory] else -1), []).append(index)
         return list(groups.values())
 
     def _assign(self, device: torch.device) -> Callable[[Sequence[Span]], tuple[Sequence[int], str]]:
         def assign(spans: Sequence[Span]) -> tuple[Sequence[int], str]:
-            self._assigned += 1
-            quick = self.algorithm == "auto" and self._assigned > _MOST_SEARCHED
-            algorithm = "greedy_by_size" if quick else self.algorithm
-            found = assign_offsets(
-                spans, alignment=self.alignment(device), algorithm=algorithm, time_limit_s=self.time_limit_s
-            )
-            return found.offsets, found.algorithm
+            self._assignment_count += 1
+            is_limited = self.algorithm == "auto" and self._assignment_count > _MAX_SEARCHED_POOLS
+            algorithm = "greedy_by_size" if is_limited else self.algorithm
+            alignment = self.alignment(device)
+            result = assign_offsets(spans, alignment=alignment, algorithm=algorithm, time_limit_s=self.time_limit_s)
+            return result.offsets, result.algorithm
 
         return assign
 
-    def _pool(self, members: Sequence[LiveRange], pocket: Pocket) -> PoolPlan:
-        """Returns the plan of a pool, with expressions for offsets where sizes are symbolic."""
-        self._pools += 1
-        device = members[0].device
-        offsets: Sequence[Size] = pocket.offsets
+    def _pool(self, name: str, members: Sequence[LiveRange], assignment: OffsetAssignment) -> PoolPlan:
+        """Returns the plan of a pool, with symbolic offsets if a size is symbolic."""
+        device, step = members[0].device, self.alignment(members[0].device)
+        offsets: Sequence[Size] = assignment.offsets
         terms: tuple[tuple[str, Size], ...] = ()
-        size: Size = 0
         if all(isinstance(item.size, int) for item in members):
-            step = self.alignment(device)
-            tops = [offset - (-item.size // step) * step
-                    for item, offset in zip(members, pocket.offsets, strict=True)]  # fmt: skip
-            size = max(tops)
+            pairs = zip(members, assignment.offsets, strict=True)
+            size: Size = max([offset - (-item.size // step) * step for item, offset in pairs])
         else:
             buffers = [(item.first, item.end, item.size) for item in members]
-            offsets, size, terms = symbolic_offsets(
-                buffers, pocket.offsets, self.alignment(device), self.fresh, self.values
-            )
-        placed = tuple([Placed(item, offset) for item, offset in zip(members, offsets, strict=True)])
+            offsets, size, terms = assign_symbolic_offsets(buffers, assignment.offsets, step, self.fresh, self.values)
+        allocations = tuple([PoolAllocation(item, offset) for item, offset in zip(members, offsets, strict=True)])
         first, end = min(item.first for item in members), max(item.end for item in members)
-        name, space = f"pool_{self._pools}", members[0].memory_space
-        return PoolPlan(name, device, space, first, end, size, placed, terms, pocket.algorithm)
+        space = members[0].memory_space
+        return PoolPlan(name, device, space, first, end, size, allocations, terms, assignment.algorithm)

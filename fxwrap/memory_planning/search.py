@@ -1,10 +1,10 @@
-"""Offsets within a capacity by depth-first search, for the problems that greedy placement cannot pack.
+"""Offset assignment within a capacity by depth-first search, for problems that greedy placement cannot pack.
 
-After MiniMalloc (Moffitt, ASPLOS 2023): a buffer is placed as low as those placed before it allow, a section of time in
-which what is left cannot fit ends the branch, and parts that no longer share a section are solved apart. The branching
-is that of active schedules in job shops (Giffler and Thompson, 1960): of the buffer that could end lowest and those
-that would be in its way, one is placed now; when that fails it waits, which is to say that it lies on top of
-a buffer that is not placed yet. Several orders take turns, with growing limits on the number of steps.
+After MiniMalloc (Moffitt, ASPLOS 2023): a buffer is placed as low as earlier ones allow, a branch ends when the pending
+buffers of a section of time cannot fit, and independent subproblems are solved separately. Branching follows active
+schedules in job shops (Giffler and Thompson, 1960): among the buffer that could end lowest and its conflicts, one is
+placed now; if that fails it waits, that is, it must be on top of a buffer that is not placed yet. Several strategies
+take turns, with growing step limits.
 """
 
 from __future__ import annotations
@@ -13,84 +13,89 @@ import enum
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-Buffer = tuple[int, int, int]  # first, last (exclusive), size
+from fxwrap.memory_planning.greedy import Buffer
 
-_PLACED = 1 << 62  # in the place of an offset: a buffer that needs none any more
-_FIRST_LIMIT = 1000  # steps that each strategy has in the first round, or fewer where all have few
+_PLACED = 1 << 62  # the offset of a placed buffer in a state
+_FIRST_STEP_LIMIT = 1000  # of a strategy in the first round, if the total allows
 
 
-class Outcome(enum.Enum):
-    """How a search ended: with offsets, with the proof that there are none, or at its limit of steps or time."""
+class SearchStatus(enum.Enum):
+    """The outcome of a search: offsets, a proof that there are none, or a limit."""
 
     SOLVED = "solved"
-    IMPOSSIBLE = "impossible"
-    GAVE_UP = "gave up"
+    INFEASIBLE = "impossible"
+    LIMIT_REACHED = "gave up"
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found. `offsets` are in the order of the buffers, empty unless solved; `steps` is what it took."""
+    """The result of a search. `offsets` are in the order of the buffers, empty unless solved."""
 
-    outcome: Outcome
+    outcome: SearchStatus
     offsets: tuple[int, ...]
     steps: int
 
 
 @dataclass(frozen=True)
-class Limits:
-    """When to give up: after so many steps of all strategies, or at this value of `time.monotonic()`."""
+class SearchLimits:
+    """Limits of a search: the steps of all strategies, and a value of `time.monotonic()`."""
 
     steps: int
     deadline: float
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Buffers that depend on each other. A section is a longest stretch of time of which all buffers live together."""
+class _Subproblem:
+    """Dependent buffers, by index. A section is a maximal range of time in which all its buffers are live at once."""
 
     first: list[int]
     last: list[int]
     size: list[int]
-    neighbours: list[list[int]]  # which buffers share a section with this one
-    members: list[list[int]]  # which buffers live in a section
+    neighbours: list[list[int]]  # the buffers that share a section with each buffer
+    members: list[list[int]]  # the buffers of each section
     capacity: int
 
 
 @dataclass(frozen=True)
 class _Strategy:
-    """Which conflict is settled first, which of its buffers goes first, and the order that decides between equals."""
+    """The choice of the conflict to resolve, of its buffer to place first, and the order between equals."""
 
     tightest_conflict: bool
-    value: str  # "rank", "offset" or "slack"
+    value: Literal["rank", "offset", "slack"]
     rank: list[int]
 
 
 @dataclass(slots=True)
 class _State:
-    """A partial placement. Lists by buffer and by section; a placed buffer has _PLACED for its offset and its end."""
+    """A partial placement, by buffer and by section; placed buffers have the offset and end _PLACED."""
 
-    lowest: list[int]  # by buffer: the top of what is placed beneath it
-    bound: list[int]  # the same, but for waiting buffers the lowest top of what they may come to lie on
+    lowest: list[int]  # by buffer: the top of the placed ones below it
+    bound: list[int]  # the same; for waiting buffers the lowest possible offset
     end: list[int]  # bound + size
-    waiting: set[int]  # buffers that do not lie at `lowest`
-    height: list[int]  # by section: the top of what is placed
-    remaining: list[int]  # the sizes of what is not placed yet
-    soonest: list[int]  # the lowest end of what is not placed yet
-    members: list[list[int]]  # what is not placed yet
+    waiting: set[int]  # buffers whose offset is above `lowest`
+    height: list[int]  # by section: the top of the placed buffers
+    remaining: list[int]  # by section: the total size of the other buffers
+    soonest: list[int]  # by section: the lowest end of the other buffers
+    members: list[list[int]]  # by section: the other buffers
 
     def copy(self) -> _State:
-        """A state to place one more buffer in."""
+        """Returns a copy to place another buffer in."""
         return _State(
             self.lowest[:], self.bound[:], self.end[:], set(self.waiting),
             self.height[:], self.remaining[:], self.soonest[:], self.members[:],
         )  # fmt: skip
 
 
+_Agenda: TypeAlias = tuple[tuple[list[int], _State, int], ...]
+"""Pending subproblems, each with its state and the frame to revise if it has no solution."""
+
+
 @dataclass(slots=True)
 class _Frame:
-    """Where the search can come back to: a state, the buffers to place in it, and the frame to blame if none fits."""
+    """A backtracking point: a state, the buffers to place, and the frame to revise if none fits."""
 
     state: _State
     alive: list[int]
@@ -99,35 +104,28 @@ class _Frame:
     pick: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Agenda:
-    """Parts still to be solved, each with its state and the frame that must be reconsidered when it has no solution."""
+def search(buffers: Sequence[Buffer], capacity: int, limits: SearchLimits) -> SearchResult:
+    """Searches for offsets with which live buffers never overlap and all end at or below `capacity`.
 
-    items: tuple[tuple[list[int], _State, int], ...] = field(default=())
-
-
-def search(buffers: Sequence[Buffer], capacity: int, limits: Limits) -> SearchResult:
-    """Look for offsets such that no buffers that live together overlap and all end at or below `capacity`.
-
-    `buffers` are (first, last_exclusive, size) with sizes above zero. The result is the same on every run, unless
-    the deadline cuts it. Buffers that never live at the same time as others cost nothing.
+    `buffers` are (first, last_exclusive, size) with sizes above zero. The result is deterministic unless the deadline
+    stops the search.
     """
     unit = math.gcd(*(size for _, _, size in buffers)) if buffers else 1
     offsets = [0] * len(buffers)
     steps = 0
     for indices in _independent(buffers):
         chosen = [(first, last, size // unit) for first, last, size in (buffers[index] for index in indices)]
-        result = _search_part(chosen, capacity // unit, Limits(limits.steps - steps, limits.deadline))
+        result = _search_subproblem(chosen, capacity // unit, SearchLimits(limits.steps - steps, limits.deadline))
         steps += result.steps
-        if result.outcome is not Outcome.SOLVED:
+        if result.outcome is not SearchStatus.SOLVED:
             return SearchResult(result.outcome, (), steps)
         for index, offset in zip(indices, result.offsets):
             offsets[index] = offset * unit
-    return SearchResult(Outcome.SOLVED, tuple(offsets), steps)
+    return SearchResult(SearchStatus.SOLVED, tuple(offsets), steps)
 
 
 def _independent(buffers: Sequence[Buffer]) -> list[list[int]]:
-    """Groups of buffers between which no time is shared, in the order of time, each in that order too."""
+    """Returns groups of buffers with disjoint ranges of time, in the order of time."""
     groups: list[list[int]] = []
     reach = None
     for index in sorted(range(len(buffers)), key=lambda index: (buffers[index][0], index)):
@@ -140,30 +138,29 @@ def _independent(buffers: Sequence[Buffer]) -> list[list[int]]:
     return groups
 
 
-def _search_part(buffers: list[Buffer], capacity: int, limits: Limits) -> SearchResult:
-    part = _make_part(buffers, capacity)
+def _search_subproblem(buffers: list[Buffer], capacity: int, limits: SearchLimits) -> SearchResult:
+    part = _build_subproblem(buffers, capacity)
     state = _start(part)
     if state is None:
-        return SearchResult(Outcome.IMPOSSIBLE, (), 0)
+        return SearchResult(SearchStatus.INFEASIBLE, (), 0)
     if len(buffers) == 1:
-        return SearchResult(Outcome.SOLVED, (0,), 0)
+        return SearchResult(SearchStatus.SOLVED, (0,), 0)
     steps = 0
-    # A strategy needs a step for each buffer to get anywhere.
-    limit = min(_FIRST_LIMIT, max(limits.steps // 8, 2 * len(buffers)))
+    limit = min(_FIRST_STEP_LIMIT, max(limits.steps // 8, 2 * len(buffers)))
     while True:
         for strategy in _strategies(buffers):
-            left = limits.steps - steps
-            if left <= 0 or time.monotonic() > limits.deadline:
-                return SearchResult(Outcome.GAVE_UP, (), steps)
-            result = _explore(part, state, strategy, Limits(min(limit, left), limits.deadline))
+            remaining = limits.steps - steps
+            if remaining <= 0 or time.monotonic() > limits.deadline:
+                return SearchResult(SearchStatus.LIMIT_REACHED, (), steps)
+            result = _explore(part, state, strategy, SearchLimits(min(limit, remaining), limits.deadline))
             steps += result.steps
-            if result.outcome is not Outcome.GAVE_UP:
+            if result.outcome is not SearchStatus.LIMIT_REACHED:
                 return SearchResult(result.outcome, result.offsets, steps)
         limit *= 2
 
 
-def _make_part(buffers: list[Buffer], capacity: int) -> _Part:
-    """Number the sections: a new one starts where a buffer starts after another has ended."""
+def _build_subproblem(buffers: list[Buffer], capacity: int) -> _Subproblem:
+    """Computes the sections: a new one starts with the first buffer after an end."""
     events = sorted({(last, 0, index) for index, (_, last, _) in enumerate(buffers)}
                     | {(first, 1, index) for index, (first, _, _) in enumerate(buffers)})  # fmt: skip
     first, last = [0] * len(buffers), [0] * len(buffers)
@@ -182,11 +179,11 @@ def _make_part(buffers: list[Buffer], capacity: int) -> _Part:
     neighbours = [
         sorted(set().union(*members[first[index] : last[index]]) - {index}) for index in range(len(buffers))
     ]  # fmt: skip
-    return _Part(first, last, [size for _, _, size in buffers], neighbours, members, capacity)
+    return _Subproblem(first, last, [size for _, _, size in buffers], neighbours, members, capacity)
 
 
 def _strategies(buffers: list[Buffer]) -> Iterator[_Strategy]:
-    """Ways to search, those first that solved more of MiniMalloc's problems quickly."""
+    """Yields strategies, ordered by how many of MiniMalloc's benchmarks they solve quickly."""
     instants = sorted({instant for first, last, _ in buffers for instant in (first, last)})
     number = {instant: position for position, instant in enumerate(instants)}
     load = [0] * len(instants)
@@ -199,8 +196,8 @@ def _strategies(buffers: list[Buffer]) -> Iterator[_Strategy]:
         return (-max(load[number[first] : number[last]]), first - last, (first - last) * size)
 
     def crowded_large(index: int) -> tuple[int, ...]:
-        most, length, area = crowded_long(index)
-        return (most, area, length)
+        peak, length, area = crowded_long(index)
+        return (peak, area, length)
 
     def broad(index: int) -> tuple[int, ...]:
         first, last, size = buffers[index]
@@ -223,8 +220,8 @@ def _strategies(buffers: list[Buffer]) -> Iterator[_Strategy]:
     yield _Strategy(False, "slack", area)
 
 
-def _start(part: _Part) -> _State | None:
-    """Nothing placed; None where even that is too much for the capacity."""
+def _start(part: _Subproblem) -> _State | None:
+    """Returns the state without placed buffers; None if a section exceeds the capacity."""
     remaining = [sum(part.size[index] for index in members) for members in part.members]
     if max(remaining) > part.capacity:
         return None
@@ -233,37 +230,37 @@ def _start(part: _Part) -> _State | None:
     return _State([0] * count, [0] * count, part.size[:], set(), [0] * len(remaining), remaining, soonest, part.members)
 
 
-def _explore(part: _Part, start: _State, strategy: _Strategy, limits: Limits) -> SearchResult:
-    """One depth-first search, with a stack of its own since problems may be deeper than Python's."""
+def _explore(part: _Subproblem, start: _State, strategy: _Strategy, limits: SearchLimits) -> SearchResult:
+    """Runs one depth-first search, with an explicit stack since problems may exceed Python's recursion limit."""
     offsets = [0] * len(part.size)
     everything = sorted(range(len(part.size)), key=lambda index: part.first[index])
-    stack = [_Frame(start, everything, -1, _Agenda())]
+    stack = [_Frame(start, everything, -1, ())]
     for step in range(limits.steps):
         if step % 64 == 0 and time.monotonic() > limits.deadline:
-            return SearchResult(Outcome.GAVE_UP, (), step)
+            return SearchResult(SearchStatus.LIMIT_REACHED, (), step)
         frame = stack[-1]
         pick = frame.pick = _choose(part, frame.state, frame.alive, strategy)
         child = _place(part, frame.state, pick)
         if child is None:
-            if not _back_up(part, stack, len(stack) - 1):
-                return SearchResult(Outcome.IMPOSSIBLE, (), step + 1)
+            if not _backtrack(part, stack, len(stack) - 1):
+                return SearchResult(SearchStatus.INFEASIBLE, (), step + 1)
             continue
         offsets[pick] = frame.state.lowest[pick]
-        items = frame.rest.items
+        items = frame.rest
         for alive in _split(part, [index for index in frame.alive if index != pick]):
             if len(alive) == 1:
                 offsets[alive[0]] = child.lowest[alive[0]]
             else:
                 items = ((alive, child, len(stack) - 1), *items)
         if not items:
-            return SearchResult(Outcome.SOLVED, tuple(offsets), step + 1)
+            return SearchResult(SearchStatus.SOLVED, tuple(offsets), step + 1)
         alive, state, origin = items[0]
-        stack.append(_Frame(state, alive, origin, _Agenda(items[1:])))
-    return SearchResult(Outcome.GAVE_UP, (), limits.steps)
+        stack.append(_Frame(state, alive, origin, items[1:]))
+    return SearchResult(SearchStatus.LIMIT_REACHED, (), limits.steps)
 
 
-def _back_up(part: _Part, stack: list[_Frame], blamed: int) -> bool:
-    """Let the pick of the blamed frame wait, or blame the frame before it; False when there is none left."""
+def _backtrack(part: _Subproblem, stack: list[_Frame], blamed: int) -> bool:
+    """Postpones the pick of the blamed frame, or of an earlier one; returns False if there is none."""
     while blamed >= 0:
         del stack[blamed + 1 :]
         frame = stack[blamed]
@@ -275,8 +272,8 @@ def _back_up(part: _Part, stack: list[_Frame], blamed: int) -> bool:
     return False
 
 
-def _split(part: _Part, alive: list[int]) -> list[list[int]]:
-    """Groups that share no section with each other, the largest first; `alive` is ordered by first section."""
+def _split(part: _Subproblem, alive: list[int]) -> list[list[int]]:
+    """Returns the groups that share no section, the largest first. `alive` is ordered by first section."""
     groups: list[list[int]] = []
     first, last = part.first, part.last
     reach = -1
@@ -290,8 +287,8 @@ def _split(part: _Part, alive: list[int]) -> list[list[int]]:
     return groups
 
 
-def _place(part: _Part, state: _State, pick: int) -> _State | None:
-    """Put a buffer at its lowest offset; None where the rest then cannot fit."""
+def _place(part: _Subproblem, state: _State, pick: int) -> _State | None:
+    """Returns the state with a buffer at its lowest offset; None if the others cannot fit."""
     new = state.copy()
     lowest, bound, end, size = new.lowest, new.bound, new.end, part.size
     top = lowest[pick] + size[pick]
@@ -310,23 +307,19 @@ def _place(part: _Part, state: _State, pick: int) -> _State | None:
                 return None
             new.waiting.discard(index)
             changed.append(index)
-    if not _raise_waiting(part, new, changed) or not _refresh(part, new, sections, changed):
-        return None
-    return new
+    return new if _raise_waiting(part, new, changed) and _refresh(part, new, sections, changed) else None
 
 
-def _postpone(part: _Part, state: _State, pick: int) -> _State | None:
-    """Let a buffer wait: it lies on top of one that is not placed yet. None where nothing fits then."""
+def _postpone(part: _Subproblem, state: _State, pick: int) -> _State | None:
+    """Returns the state in which a buffer waits, that is, must be on top of another; None if nothing fits."""
     new = state.copy()
     new.waiting.add(pick)
     changed: list[int] = []
-    if not _raise_waiting(part, new, changed) or not _refresh(part, new, range(0), changed):
-        return None
-    return new
+    return new if _raise_waiting(part, new, changed) and _refresh(part, new, range(0), changed) else None
 
 
-def _raise_waiting(part: _Part, state: _State, changed: list[int]) -> bool:
-    """Bound the offsets of waiting buffers by the lowest end among the neighbours not placed; False beyond capacity."""
+def _raise_waiting(part: _Subproblem, state: _State, changed: list[int]) -> bool:
+    """Raises the offsets of waiting buffers to the lowest end of a pending neighbour; False beyond the capacity."""
     waiting, end, size = state.waiting, state.end, part.size
     if not waiting:
         return True
@@ -349,8 +342,8 @@ def _raise_waiting(part: _Part, state: _State, changed: list[int]) -> bool:
     return True
 
 
-def _refresh(part: _Part, state: _State, sections: range, changed: list[int]) -> bool:
-    """Update the sections of changed buffers; False where what is left of one does not fit above its lowest bound."""
+def _refresh(part: _Subproblem, state: _State, sections: range, changed: list[int]) -> bool:
+    """Updates the sections of changed buffers; returns False if the pending buffers of one exceed the capacity."""
     bound, end, capacity = state.bound, state.end, part.capacity
     dirty = set(sections)
     for index in changed:
@@ -366,8 +359,8 @@ def _refresh(part: _Part, state: _State, sections: range, changed: list[int]) ->
     return True
 
 
-def _choose(part: _Part, state: _State, alive: list[int], strategy: _Strategy) -> int:
-    """The buffer to place next: of the conflict that the strategy takes first, the one that it places first."""
+def _choose(part: _Subproblem, state: _State, alive: list[int], strategy: _Strategy) -> int:
+    """Returns the buffer to place next by the strategy."""
     first, last, soonest = part.first, part.last, state.soonest
     best: list[int] = []
     best_key: tuple[int, int, int] | None = None
@@ -396,11 +389,10 @@ def _choose(part: _Part, state: _State, alive: list[int], strategy: _Strategy) -
             return min(best, key=lambda index: (_slack(part, state, index), rank[index]))
 
 
-def _conflict(part: _Part, state: _State, index: int) -> list[int]:
-    """A buffer and those that may lie below its end and in its way; empty where one of these could be raised before.
+def _conflict(part: _Subproblem, state: _State, index: int) -> list[int]:
+    """Returns a buffer and its neighbours that may be below its end; [] if another buffer must be placed before.
 
-    If nothing that meets any of them ends below this buffer, one of them lies at its lowest offset: were the lowest of
-    them higher, it would lie on something, which would end below this buffer's end.
+    If no neighbour of these ends below this buffer's end, one of them is at its lowest offset in any solution.
     """
     end, bound, waiting = state.end[index], state.bound, state.waiting
     conflict = [index]
@@ -413,7 +405,7 @@ def _conflict(part: _Part, state: _State, index: int) -> list[int]:
     return conflict
 
 
-def _slack(part: _Part, state: _State, index: int) -> int:
-    """How much the tightest section of a buffer can lose at most."""
+def _slack(part: _Subproblem, state: _State, index: int) -> int:
+    """Returns the free bytes of the tightest section of a buffer."""
     sections = slice(part.first[index], part.last[index])
     return part.capacity - max(map(int.__add__, state.height[sections], state.remaining[sections]))

@@ -1,5 +1,5 @@
-"""Programs to programs: what is right for every emitter is done here once."""
+"""Passes over programs of the Wrapper IR, shared by all emitters."""
 
-from fxwrap.passes.views import fold_views
+from fxwrap.passes.fold_views import fold_views
 
 __all__ = ["fold_views"]

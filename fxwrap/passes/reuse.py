@@ -1,14 +1,13 @@
-"""Freed memory that serves a later allocation of the same block."""
+"""Reuse of freed memory for later allocations of the same block."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from fxwrap.lines import Alloc, Free, Reuse
-from fxwrap.symbolic import Scalar, evaluate
+from fxwrap.symbolic import Number, evaluate
 from fxwrap.wrapper_ir import (
     Block,
     LineBase,
@@ -16,166 +15,162 @@ from fxwrap.wrapper_ir import (
     Program,
     TensorType,
     Value,
+    alias_roots,
     blocks,
     called_functions,
     consumed,
     defined,
+    hints_with_fallback,
     last_uses,
     program_arguments,
     reads,
-    roots,
-    typical_values,
     used,
 )
 
-_LONGEST_WAIT = 256
-"""For how many lines freed memory is kept for another use at most; a bound that keeps the cost linear."""
-_LONGEST_LIFE = 4096
-"""How many lines an allocation may live that takes more memory than it needs."""
-_MOST_TRIED = 8
-"""How many pieces of freed memory are looked at for one allocation."""
+_MAX_REUSE_DISTANCE = 256
+"""Largest number of lines between a free and the allocation that reuses it, which keeps the cost linear."""
+_MAX_OVERSIZED_LIFETIME = 4096
+"""Largest number of lines that an allocation may live in larger memory than it needs."""
+_MAX_CANDIDATES = 8
+"""Largest number of freed buffers to consider for an allocation."""
 
 
-def reuse_memory(program: Program, hints: Mapping[str, Scalar] | None = None) -> Program:
-    """Returns the program with `memory.reuse` lines in place of frees and later allocations of the same or less bytes.
+def reuse_memory(program: Program, hints: Mapping[str, Number] | None = None) -> Program:
+    """Returns the program with `memory.reuse` lines for allocations that reuse freed memory of at least their size.
 
-    Memory that a line of a block allocates and frees serves a later allocation of the block that is freed there
-    too, and so does an owned input. What is given back, what a collective, another stream or a vendor's line works
-    on and what others own is left alone, and memory waits for no line that runs blocks. Symbolic sizes must be
-    equal. The peak by the hints is never above the one before. Linear in the number of lines.
+    Reusable are buffers that a block allocates and frees, and donated inputs. Returned values, borrowed memory, and
+    memory in flight, on other streams or of extension lines are excluded, and no memory is kept across lines that run
+    blocks. Symbolic sizes must be equal. The peak for the hints does not grow. Linear in the number of lines.
 
     Args:
         program: the program. It is not changed.
-        hints: values of symbols by name; those that the program declares stand in for the others.
+        hints: values of symbols by name; the default is the hints that the program declares.
     """
-    values = typical_values(program, hints)
+    values = hints_with_fallback(program, hints)
     owned = [item.value for item in program.inputs
              if isinstance(item.value, Value) and item.ownership is Ownership.OWNED]  # fmt: skip
-    body = _changed(program.body, program_arguments(program), owned, values)
-    functions = tuple([(name, _changed(block, block.arguments, (), values)) for name, block in program.functions])
-    return program.replace(body=body, functions=functions)
+    body = _reuse_in_block(program.body, program_arguments(program), owned, values)
+    functions = [(name, _reuse_in_block(block, block.arguments, (), values)) for name, block in program.functions]
+    return program.replace(body=body, functions=tuple(functions))
 
 
-def _changed(block: Block, given: Iterable[Value], owned: Sequence[Value], values: Mapping[str, Scalar]) -> Block:
+def _reuse_in_block(
+    block: Block, inputs: Sequence[Value], owned: Sequence[Value], values: Mapping[str, Number]
+) -> Block:
     lines = []
     for line in block.lines:
-        inner: dict[str, Any] = {name: _changed(nested, nested.arguments, (), values) for name, nested in blocks(line)}
-        lines.append(dataclasses.replace(line, **inner) if inner else line)
-    return Block(block.arguments, _Walk(lines, list(given), owned, values).run())
+        inner = {name: _reuse_in_block(nested, nested.arguments, (), values) for name, nested in blocks(line)}
+        lines.append(line.replace(**inner) if inner else line)
+    return Block(block.arguments, _BlockReuse(lines, inputs, owned, values).run())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Free:
-    """Freed memory: its last root, the position of its free, and the bytes that it really has, by the hints."""
+@dataclass(frozen=True, slots=True)
+class _FreedBuffer:
+    """A freed buffer: its last root, the position of the free, and its size in bytes for the hints."""
 
     root: Value
     position: int
-    held: int
+    byte_size: int
 
 
-class _Walk:
-    """One walk over the lines of a block."""
+class _BlockReuse:
+    """Reuses memory among the lines of a block."""
 
     def __init__(
-        self, lines: Sequence[LineBase], given: Sequence[Value], owned: Sequence[Value], values: Mapping[str, Scalar]
+        self, lines: Sequence[LineBase], inputs: Sequence[Value], owned: Sequence[Value], values: Mapping[str, Number]
     ) -> None:
         self.lines = lines
         self.values = values
-        self.root_of = roots(lines, given)
-        self.end = last_uses(lines, given)
-        self.usable = {line.result.name for line in lines if isinstance(line, Alloc)} - self._left_alone()
-        self.source = self.usable | ({value.name for value in owned} - self._left_alone())
-        self.held = {value.name: self._bytes(value.tensor_type) for value in owned}
+        self.root_of = alias_roots(lines, inputs)
+        self.end = last_uses(lines, inputs)
+        self.usable = {line.result.name for line in lines if isinstance(line, Alloc)} - self._excluded_roots()
+        self.source = self.usable | ({value.name for value in owned} - self._excluded_roots())
+        self.byte_size = {value.name: self._bytes(value.tensor_type) for value in owned}
         self.blocks_before = [0, *accumulate([_runs_blocks(line) for line in lines])]
-        self.live = self._profile()
+        self.live = self._live_bytes()
         self.peak = max(self.live)
-        self.waiting: list[_Free] = []
+        self.freed: list[_FreedBuffer] = []
 
     def run(self) -> tuple[LineBase, ...]:
-        """Returns the lines with what is reused."""
-        found: dict[int, LineBase | None] = {}
+        """Returns the lines with `memory.reuse`."""
+        changed: dict[int, LineBase | None] = {}
         for position, line in enumerate(self.lines):
             if isinstance(line, Free) and line.root.name in self.source:
-                held = self.held.get(line.root.name)
-                held = self._bytes(line.root.tensor_type) if held is None else held
-                self.waiting.append(_Free(line.root, position, held))
+                byte_size = self.byte_size.get(line.root.name)
+                byte_size = self._bytes(line.root.tensor_type) if byte_size is None else byte_size
+                self.freed.append(_FreedBuffer(line.root, position, byte_size))
             elif isinstance(line, Alloc) and line.result.name in self.usable:
-                taken = self._best(position, line.result)
-                if taken is not None:
-                    self.waiting.remove(taken)
-                    self._keep(position, line.result, taken)
-                    found[taken.position] = None
-                    found[position] = Reuse(line.result, taken.root, origin=line.origin)
+                buffer = self._best_fit(position, line.result)
+                if buffer is not None:
+                    self.freed.remove(buffer)
+                    self._record_reuse(position, line.result, buffer)
+                    changed[buffer.position] = None
+                    changed[position] = Reuse(line.result, buffer.root, origin=line.origin)
             elif _runs_blocks(line):
-                self.waiting.clear()
-            while self.waiting and self.waiting[0].position < position - _LONGEST_WAIT:
-                del self.waiting[0]
-        kept = [found.get(position, line) for position, line in enumerate(self.lines)]
-        return tuple([line for line in kept if line is not None])
+                self.freed.clear()
+            while self.freed and self.freed[0].position < position - _MAX_REUSE_DISTANCE:
+                del self.freed[0]
+        lines = [changed.get(position, line) for position, line in enumerate(self.lines)]
+        return tuple([line for line in lines if line is not None])
 
-    def _best(self, position: int, wanted: Value) -> _Free | None:
-        """Returns the freed memory that fits an allocation with the least waste, the one freed last of equal ones."""
-        large = [item for item in reversed(self.waiting) if _is_large_enough(item.root.tensor_type, wanted.tensor_type)]
-        large.sort(key=lambda item: item.held)
-        return next((item for item in large[:_MOST_TRIED] if self._fits(position, wanted, item)), None)
+    def _best_fit(self, position: int, wanted: Value) -> _FreedBuffer | None:
+        """Returns the smallest freed buffer that fits an allocation, the last one of equal ones; None if none does."""
+        large = [item for item in reversed(self.freed) if _is_large_enough(item.root.tensor_type, wanted.tensor_type)]
+        large.sort(key=lambda item: item.byte_size)
+        return next((item for item in large[:_MAX_CANDIDATES] if self._fits(position, wanted, item)), None)
 
-    def _fits(self, position: int, wanted: Value, item: _Free) -> bool:
-        """Whether the peak stays as it is when freed memory is kept for an allocation, and lives as long as that."""
-        if max(self.live[item.position + 1 : position], default=0) + item.held > self.peak:
+    def _fits(self, position: int, wanted: Value, item: _FreedBuffer) -> bool:
+        """Whether the peak does not grow if a freed buffer is kept for an allocation and lives as long."""
+        if max(self.live[item.position + 1 : position], default=0) + item.byte_size > self.peak:
             return False
-        slack, end = item.held - self._bytes(wanted.tensor_type), self.end[wanted.name] + 1
+        slack, end = item.byte_size - self._bytes(wanted.tensor_type), self.end[wanted.name] + 1
         if slack == 0:
             return True
-        if end - position > _LONGEST_LIFE or self.blocks_before[end] > self.blocks_before[position]:
+        if end - position > _MAX_OVERSIZED_LIFETIME or self.blocks_before[end] > self.blocks_before[position]:
             return False
         return max(self.live[position:end]) + slack <= self.peak
 
-    def _keep(self, position: int, wanted: Value, item: _Free) -> None:
-        """Counts the bytes that are kept from the free to the allocation, and those that it does not need."""
-        self.held[wanted.name] = item.held
-        slack = item.held - self._bytes(wanted.tensor_type)
-        for place in range(item.position + 1, position):
-            self.live[place] += item.held
+    def _record_reuse(self, position: int, wanted: Value, item: _FreedBuffer) -> None:
+        """Adds the bytes kept from the free to the allocation, and the unused ones after it, to the live bytes."""
+        self.byte_size[wanted.name] = item.byte_size
+        slack = item.byte_size - self._bytes(wanted.tensor_type)
+        for between in range(item.position + 1, position):
+            self.live[between] += item.byte_size
         if slack:
-            for place in range(position, self.end[wanted.name] + 1):
-                self.live[place] += slack
+            for after in range(position, self.end[wanted.name] + 1):
+                self.live[after] += slack
 
-    def _left_alone(self) -> set[str]:
-        """Returns the roots that are given back, or that lines take for other ends, in flight or on other streams."""
-        found = {self.root_of[value.name] for value in reads(self.lines[-1])}
+    def _excluded_roots(self) -> set[str]:
+        """Returns the roots that are returned, consumed by other lines, in flight or on other streams."""
+        excluded = {self.root_of[value.name] for value in reads(self.lines[-1])}
         for line in self.lines:
-            if line.starts_flight or line.ends_flight or getattr(line, "stream", 0) != 0:
-                found.update([self.root_of[value.name] for value in (*used(line), *defined(line))])
+            if line.is_async_start or line.is_async_wait or line.stream != 0:
+                excluded.update([self.root_of[value.name] for value in (*used(line), *defined(line))])
             elif not isinstance(line, Free):
-                found.update([value.name for value in consumed(line)])
-        return found
+                excluded.update([value.name for value in consumed(line)])
+        return excluded
 
-    def _profile(self) -> list[int]:
-        """Returns the bytes of what the block makes, and of what it is given to own, that are live at each line."""
+    def _live_bytes(self) -> list[int]:
+        """Returns the live bytes of allocations and donated inputs at each line."""
         count = len(self.lines)
-        taken = {value.name: position for position, line in enumerate(self.lines) for value in consumed(line)}
-        steps = [sum(self.held.values()), *([0] * count)]
-        for name in self.held:
-            steps[taken.get(name, count - 1) + 1] -= self.held[name]
+        consumed_at = {value.name: position for position, line in enumerate(self.lines) for value in consumed(line)}
+        steps = [sum(self.byte_size.values()), *([0] * count)]
+        for name in self.byte_size:
+            steps[consumed_at.get(name, count - 1) + 1] -= self.byte_size[name]
         for position, line in enumerate(self.lines):
             for value in defined(line):
                 if self.root_of[value.name] == value.name and isinstance(value.type, TensorType):
                     size = self._bytes(value.type)
                     steps[position] += size
-                    steps[taken.get(value.name, count - 1) + 1] -= size
-        live, found = 0, []
-        for step in steps[:count]:
-            live += step
-            found.append(live)
-        return found
+                    steps[consumed_at.get(value.name, count - 1) + 1] -= size
+        return list(accumulate(steps[:count]))
 
     def _bytes(self, type_: TensorType) -> int:
-        size = type_.storage_bytes
-        return size if isinstance(size, int) else max(0, int(evaluate(size, self.values)))
+        return max(0, int(evaluate(type_.storage_bytes, self.values)))
 
 
 def _is_large_enough(old: TensorType, new: TensorType) -> bool:
-    """Whether memory of one type serves another whatever the symbols are: by numbers, or equal expressions."""
+    """Whether memory of one type is large enough for another for all values of symbols."""
     if old.device != new.device or old.memory_space != new.memory_space:
         return False
     have, need = old.storage_bytes, new.storage_bytes

@@ -1,29 +1,30 @@
-"""Printing kernels by language: what the language's registered printer gives."""
+"""Printing of loop IR kernels by the registered printer of a kernel language."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import TypeAlias
 
 import torch
 
-from fxwrap.device_registry import Joiner, Printer, language_named
+from fxwrap.caching import bounded_cache
+from fxwrap.devices import KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir import Kernel
 from fxwrap.printers.cpp import print_cpp_kernel
-from fxwrap.printers.printed import PrintedKernel
-from fxwrap.printers.triton import configurations, join_triton, joinable, print_triton
+from fxwrap.printers.printed_kernel import PrintedKernel
+from fxwrap.printers.triton import combine_triton_kernels, configurations, group_key, print_triton
 from fxwrap.symbolic import Size
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """A kernel that is to be printed, and what is known of its launch.
+    """A kernel to print, with properties of its launch.
 
-    Fields: `language` of the printer; `device` it will run on; `hint` gives a typical value of a symbolic size;
-    `limits` the largest values that symbols can have, by name; `name` says what it does, for profilers to show.
+    Fields: `language` of the printer; `device` of the launch; `hint` returns a typical value of a symbolic size;
+    `limits` are upper bounds of symbols by name; `name` is what the kernel computes, for profilers.
     """
 
     kernel: Kernel
@@ -35,58 +36,57 @@ class KernelRequest:
 
 
 KernelPrinter: TypeAlias = Callable[[KernelRequest], PrintedKernel]
-"""Prints what is requested in the way it chooses."""
+"""Prints a kernel in one of its configurations."""
 
 
 def print_kernel(request: KernelRequest) -> PrintedKernel:
-    """Returns a kernel as text in its language, cut by the best guess.
+    """Returns a kernel in its language, in the default configuration.
 
-    Raises FxwrapError for a language that has no printer, or a kernel that the language cannot say.
+    Raises FxwrapError for a language without a printer and for a kernel that the language cannot express.
     """
     kernel = request.kernel
-    if kernel.numbers:
+    if kernel.symbols:
         return candidate_kernels(request)[0]()
     printer = _printer(request.language)
-    return _printed_once(kernel, kernel.details, request.language, request.device, request.name, printer)
+    return _print_cached(kernel, kernel.uncompared_fields, request.language, request.device, request.name, printer)
 
 
-@lru_cache(maxsize=1024)
-def _printed_once(
+@bounded_cache(1024)
+def _print_cached(
     kernel: Kernel, details: tuple[str, ...], language: str, device: torch.device, name: str, _printer: Printer
 ) -> PrintedKernel:
-    """Prints a kernel of fixed sizes, once for all equal layers of a model."""
+    """Prints a kernel of fixed sizes once for all equal layers of a model."""
     return candidate_kernels(KernelRequest(kernel, language, device, int, name=name))[0]()
 
 
 def candidate_kernels(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
-    """Returns what prints a kernel in each way that is worth a try, the best guess first; all are correct.
+    """Returns functions that print a kernel in each candidate configuration, the default one first.
 
-    Raises FxwrapError for a language that has no printer, and for a kernel that its printer gives nothing for, as
-    printing does for a kernel that it cannot say.
+    Raises FxwrapError for a language without a printer and for a kernel that its printer declines.
     """
-    ways = tuple(_printer(request.language)(request))
-    if not ways:
-        raise FxwrapError(f"the printer for '{request.language}' on device '{request.device}' gives nothing for it")
-    return ways
+    candidates = tuple(_printer(request.language)(request))
+    if not candidates:
+        raise FxwrapError(f"the printer for '{request.language}' on device '{request.device}' declines the kernel")
+    return candidates
 
 
 def _printer(language: str) -> Printer:
-    found = language_named(language).printer
-    if found is None:
-        raise FxwrapError(f"there is no printer for the kernel language '{language}'")
-    return found
+    printer = get_language(language).printer
+    if printer is None:
+        raise FxwrapError(f"the kernel language '{language}' has no printer; register its device with `printer=`")
+    return printer
 
 
-def cpp_ways(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
-    """Returns what prints a kernel as C++, in the one way there is."""
+def cpp_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
+    """Returns the function that prints a kernel as C++, which has one configuration."""
     return (partial(print_cpp_kernel, request.kernel, request.name),)
 
 
-def triton_ways(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
-    """Returns what prints a kernel as Triton's Python, in each way to cut it, the best guess first."""
-    ways = configurations(request.kernel, request.hint)
-    return tuple([partial(print_triton, request.kernel, way, request.limits, request.name) for way in ways])
+def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
+    """Returns functions that print a kernel as Triton in each configuration, the default one first."""
+    kernel, limits, name = request.kernel, request.limits, request.name
+    return tuple([partial(print_triton, kernel, item, limits, name) for item in configurations(kernel, request.hint)])
 
 
-TRITON_JOINER = Joiner(joinable, join_triton)
-"""How one launch runs several of the kernels that are printed in Triton."""
+TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels)
+"""Combines Triton kernels into combo kernels."""

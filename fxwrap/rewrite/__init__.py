@@ -1,7 +1,4 @@
-"""Rewriting: patterns over a program's lines, and over the FX graphs that programs become.
-
-`docs/rewriting.md` is the guide.
-"""
+"""Rewriting: patterns over a program's lines and over emitted FX graphs. `docs/rewriting.md` is the guide."""
 
 from fxwrap.matching import (
     Operation,
@@ -15,31 +12,31 @@ from fxwrap.matching import (
     line,
     number,
     one_of,
-    reading,
     tensor,
     tensors,
     view,
+    with_operands_anywhere,
 )
-from fxwrap.pass_spec import POINTS, Pass, register_pass, registered_pass
+from fxwrap.options import PASS_POINTS, Pass, register_pass, registered_pass
 from fxwrap.rewrite.builder import LineBuilder
-from fxwrap.rewrite.engine import Refusal, Rewritten, Skip, find, rewrite, rewriting
+from fxwrap.rewrite.engine import MatchFailure, RewriteResult, Skip, find, rewrite, rewrite_pass
 from fxwrap.rewrite.graphs import GraphMatch, replace_in_graph
 from fxwrap.rewrite.kernel_nodes import KernelNode, kernel_node, kernel_nodes, kernel_of
 from fxwrap.rewrite.match import Match
-from fxwrap.rewrite.parts import Parts, split
+from fxwrap.rewrite.program_split import ProgramSplit, split
 
 __all__ = [
-    "POINTS",
+    "PASS_POINTS",
     "GraphMatch",
     "KernelNode",
     "LineBuilder",
     "Match",
+    "MatchFailure",
     "Operation",
-    "Parts",
     "Pass",
     "Pattern",
-    "Refusal",
-    "Rewritten",
+    "ProgramSplit",
+    "RewriteResult",
     "Skip",
     "TypePattern",
     "Wildcard",
@@ -54,14 +51,14 @@ __all__ = [
     "line",
     "number",
     "one_of",
-    "reading",
     "register_pass",
     "registered_pass",
     "replace_in_graph",
     "rewrite",
-    "rewriting",
+    "rewrite_pass",
     "split",
     "tensor",
     "tensors",
     "view",
+    "with_operands_anywhere",
 ]

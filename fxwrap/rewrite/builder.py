@@ -1,4 +1,4 @@
-"""The builder of new lines: fresh names, inferred types, effects and windows."""
+"""The builder of new lines: fresh names, inferred types, effects and aliases."""
 
 from __future__ import annotations
 
@@ -9,148 +9,133 @@ from typing import Any
 import sympy
 import torch
 
+from fxwrap import inference
+from fxwrap import wrapper_ir as ir
 from fxwrap.errors import RewriteError
-from fxwrap.inference import CallFacts, CallInference, Result, keyword_pairs, tuples
-from fxwrap.lines import Alloc, Call, Comment, EnterRange, ExitRange, Free, Launch, Mutate, View
+from fxwrap.lines import Alloc, Comment, EnterRange, ExitRange, ExternCall, Free, Launch, Mutate, View
 from fxwrap.torch_compat import out_argument_names
-from fxwrap.wrapper_ir import (
-    Constant,
-    KernelDefinition,
-    LineBase,
-    Origin,
-    Program,
-    Size,
-    TensorType,
-    Type,
-    Value,
-    consumed,
-    contiguous_strides,
-    defined,
-    leaves,
-)
 
 
-class Names:
-    """The names that a program has for values, and what new lines add to it: kernels and constants."""
+class RewriteContext:
+    """The state of rewriting a program: used names, and the kernels and constants that new lines add."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ir.Program) -> None:
         self.program = program
-        self.inference = CallInference(program)
+        self.inference = inference.CallInference.for_program(program)
         self.kernels = {kernel.hash: kernel for kernel in program.kernels}
         self.constants: dict[str, torch.Tensor] = {}
-        self.constant_values: list[Constant] = []
-        self._taken = {value.name for line in program.lines() for value in defined(line)}
-        self._taken |= {value.name for block in program.all_blocks() for value in block.arguments}
-        self._taken |= {item.name for item in program.inputs} | {item.value.name for item in program.constants}
+        self.constant_values: list[ir.ProgramConstant] = []
+        self._used_names = {value.name for line in program.lines() for value in ir.defined(line)}
+        self._used_names |= {value.name for block in program.all_blocks() for value in block.arguments}
+        self._used_names |= {item.name for item in program.inputs} | {item.value.name for item in program.constants}
         self._counts: dict[str, int] = {}
 
-    def fresh(self, wish: str) -> str:
-        """Returns a name that nothing has yet, as near to the wish as can be, and takes it."""
-        name = "".join([letter if letter.isalnum() else "_" for letter in wish]) or "value"
-        name = name if not name[0].isdigit() else f"v{name}"
-        found = name
-        while found in self._taken:
-            self._counts[name] = self._counts.get(name, 0) + 1
-            found = f"{name}_{self._counts[name]}"
-        self._taken.add(found)
-        return found
+    def fresh(self, name_hint: str) -> str:
+        """Returns a new name, derived from the hint."""
+        base = "".join([letter if letter.isalnum() else "_" for letter in name_hint]) or "value"
+        name = base = base if not base[0].isdigit() else f"v{base}"
+        while name in self._used_names:
+            self._counts[base] = self._counts.get(base, 0) + 1
+            name = f"{base}_{self._counts[base]}"
+        self._used_names.add(name)
+        return name
 
 
 class LineBuilder:
-    """Makes the lines that stand in the place of a match, in order.
+    """Builds the lines that replace a match, in order.
 
-    Every method adds lines and returns the values they give. A value is a tensor or number of the program; literals,
-    expressions over the program's symbols, dtypes, devices and lists stand for themselves.
+    Every method adds lines and returns the values that they define. Operands are values of the program, literals,
+    expressions over its symbols, dtypes, devices, and lists of these.
     """
 
-    def __init__(self, names: Names, origin: Origin, *, nested: bool = False) -> None:
-        self.lines: list[LineBase] = []
+    def __init__(self, names: RewriteContext, origin: ir.Origin, *, nested: bool = False) -> None:
+        self.lines: list[ir.LineBase] = []
         self._names = names
         self._origin = origin
         self._nested = nested
 
     # --- operators --------------------------------------------------------------------------------------------------
 
-    def call(self, target: str, *arguments: Any, **keywords: Any) -> Any:
-        """Calls an operator that writes nothing.
+    def call(self, target: str, *arguments: object, **keywords: object) -> Any:
+        """Calls an operator that mutates nothing.
 
-        Returns its result, a tuple of them where it has several, or None where it has none. A result that is a plain
-        window on an operand becomes a view.
-
-        Raises RewriteError for an operator that is not known, that writes, or that fails on these arguments.
+        Returns its result, a tuple of several, or None. A result that is a plain strided view becomes a `memory.view`.
+        Raises RewriteError for an operator that is unknown, that mutates operands, or that fails on these arguments.
         """
-        given, named = tuples(arguments), keyword_pairs(keywords)
-        facts = self._names.inference.call(target, given, named)
-        if facts.operator.written:
-            raise RewriteError(f"{target} writes its operands: use `call_into` or `mutate`")
-        operands = _values((given, named))
-        plain = self._plain_view(facts, given, named, operands)
-        if plain is not None:
-            return plain
-        results, aliases = self._results(target, facts, operands)
-        self.add(Call(results, target, given, named, aliases=aliases, effect_set=facts.effects))
-        return _given(results)
+        args, kwargs = inference.lists_to_tuples(arguments), inference.keyword_pairs(keywords)
+        call = self._names.inference.call(target, args, kwargs)
+        if call.operator.mutated_arguments:
+            raise RewriteError(f"{target} writes its operands: use `call_out_variant` or `mutate`")
+        operands = _values((args, kwargs))
+        view = self._plain_view(call, args, kwargs, operands)
+        if view is not None:
+            return view
+        results, aliases = self._results(target, call, operands)
+        self.add(ExternCall(results, target, args, kwargs, aliases=aliases, effect_set=call.effects))
+        return _unpack_results(results)
 
-    def call_into(self, target: str, *arguments: Any, outs: Sequence[Value], **keywords: Any) -> None:
-        """Calls an operator's out= form ("aten.mm.out"), which fills `outs`, in the order of its schema."""
-        given, named = tuples(arguments), keyword_pairs(keywords)
-        names = self._out_names(target)
-        if len(names) != len(outs):
-            raise RewriteError(f"{target} fills {len(names)} tensors, not {len(outs)}")
-        filled = tuple(zip(names, outs, strict=True))
-        facts = self._names.inference.call(target, given, (*named, *filled))
-        self.add(Call((), target, given, named, tuple(outs), effect_set=facts.effects))
-
-    def _out_names(self, target: str) -> tuple[str, ...]:
+    def call_out_variant(self, target: str, *arguments: object, outs: Sequence[ir.Value], **keywords: object) -> None:
+        """Calls an operator's out variant ("aten.mm.out"), which writes `outs`, in the order of its schema."""
+        args, kwargs = inference.lists_to_tuples(arguments), inference.keyword_pairs(keywords)
         try:
-            return out_argument_names(target)
+            names = out_argument_names(target)
         except LookupError as error:
             raise RewriteError(str(error)) from None
+        if len(names) != len(outs):
+            raise RewriteError(f"{target} writes {len(names)} tensors, not {len(outs)}")
+        call = self._names.inference.call(target, args, (*kwargs, *zip(names, outs, strict=True)))
+        self.add(ExternCall((), target, args, kwargs, tuple(outs), effect_set=call.effects))
 
-    def mutate(self, target: str, *arguments: Any, **keywords: Any) -> Any:
-        """Calls an operator that writes operands. Returns its results, but for those that are operands themselves."""
-        given, named = tuples(arguments), keyword_pairs(keywords)
-        facts = self._names.inference.call(target, given, named)
-        written = facts.operator.written_operands(given, named)
+    def mutate(self, target: str, *arguments: object, **keywords: object) -> Any:
+        """Calls an operator that mutates operands. Returns its results, without those that are operands."""
+        args, kwargs = inference.lists_to_tuples(arguments), inference.keyword_pairs(keywords)
+        call = self._names.inference.call(target, args, kwargs)
+        written = call.operator.mutated_operands(args, kwargs)
         if not written:
             raise RewriteError(f"{target} writes no operand: use `call`")
         results: tuple[Any, ...] = ()
-        aliases: tuple[Value | None, ...] = ()
-        if facts.operator.returned_operands(given, named) is None:
-            results, aliases = self._results(target, facts, _values((given, named)))
-        self.add(Mutate(results, target, given, written, named, aliases, facts.effects))
-        return _given(results)
+        aliases: tuple[ir.Value | None, ...] = ()
+        if call.operator.returned_operands(args, kwargs) is None:
+            results, aliases = self._results(target, call, _values((args, kwargs)))
+        self.add(Mutate(results, target, args, written, kwargs, aliases, call.effects))
+        return _unpack_results(results)
 
-    def _plain_view(self, facts: CallFacts, given: Any, named: Any, operands: list[Value]) -> Value | None:
-        """Adds the view that a call stands for, if it is one that cannot fail when it runs."""
-        if facts.effects or len(facts.results) != 1 or not isinstance(facts.results[0], Result):
+    def _plain_view(
+        self,
+        call: inference.InferredCall,
+        args: tuple[object, ...],
+        kwargs: inference.Keywords,
+        operands: list[ir.Value],
+    ) -> ir.Value | None:
+        """Adds the view that replaces a call, if the call cannot fail at run time."""
+        result = call.results[0] if len(call.results) == 1 and not call.effects else None
+        if not isinstance(result, inference.InferredResult) or result.base is None or not result.is_strided_view:
             return None
-        result = facts.results[0]
-        if result.base is None or not result.plain or any(isinstance(x, sympy.Basic) for x in leaves((given, named))):
+        if any(isinstance(leaf, sympy.Basic) for leaf in ir.leaves((args, kwargs))):
             return None
-        value = self.value(result.type, facts.operator.name.split(".")[1])
+        value = self.value(result.type, call.operator.name.split(".")[1])
         self.add(View(value, operands[result.base]))
         return value
 
     def _results(
-        self, target: str, facts: CallFacts, operands: list[Value]
-    ) -> tuple[tuple[Any, ...], tuple[Value | None, ...]]:
-        aliases: list[Value | None] = []
-        wish = target.split(".")[1].strip("_")
+        self, target: str, call: inference.InferredCall, operands: list[ir.Value]
+    ) -> tuple[tuple[Any, ...], tuple[ir.Value | None, ...]]:
+        aliases: list[ir.Value | None] = []
+        name_hint = target.split(".")[1].strip("_")
 
-        def make(item: Any) -> Any:
+        def define(item: inference.InferredTree) -> Any:
             if isinstance(item, tuple):
-                return tuple([make(part) for part in item])
+                return tuple([define(part) for part in item])
             aliases.append(None if item is None or item.base is None else operands[item.base])
-            return None if item is None else self.value(item.type, wish)
+            return None if item is None else self.value(item.type, name_hint)
 
-        results = tuple([make(item) for item in facts.results])
+        results = tuple([define(item) for item in call.results])
         return results, tuple(aliases) if any(alias is not None for alias in aliases) else ()
 
     # --- kernels and memory -----------------------------------------------------------------------------------------
 
-    def kernel(self, definition: KernelDefinition) -> str:
-        """Adds a kernel to the program, unless it has an equal one. Returns the name for `launch`."""
+    def kernel(self, definition: ir.KernelDefinition) -> str:
+        """Adds a kernel to the program, unless it has an equal one; returns the kernel's name for `launch`."""
         known = self._names.kernels.get(definition.hash)
         if known is not None:
             return known.name
@@ -162,98 +147,95 @@ class LineBuilder:
         return name
 
     def launch(
-        self, kernel: str | KernelDefinition, arguments: Sequence[Any], outs: Sequence[Value],
-        grid: Sequence[Size] = (1, 1, 1),
+        self, kernel: str | ir.KernelDefinition, arguments: Sequence[object], outs: Sequence[ir.Value],
+        grid: Sequence[ir.Size] = (1, 1, 1),
     ) -> None:  # fmt: skip
-        """Launches a kernel on tensors and numbers; it fills `outs`. A definition is added to the program."""
+        """Launches a kernel that writes `outs`, by its name or by a definition, which is added to the program."""
         name = kernel if isinstance(kernel, str) else self.kernel(kernel)
-        self.add(Launch(name, tuples(tuple(arguments)), tuple(outs), tuple(grid)))
+        self.add(Launch(name, inference.lists_to_tuples(tuple(arguments)), tuple(outs), tuple(grid)))
 
-    def empty(self, type_: TensorType, name: str = "buffer") -> Value:
+    def empty(self, type_: ir.TensorType, name: str = "buffer") -> ir.Value:
         """Allocates uninitialised memory."""
         value = self.value(type_, name)
         self.add(Alloc(value))
         return value
 
     def view(
-        self, base: Value, sizes: Sequence[Size], strides: Sequence[Size] | None = None, offset: Size = 0
-    ) -> Value:
-        """Returns a window on a value's memory; strides are row-major unless given.
+        self, base: ir.Value, sizes: Sequence[ir.Size], strides: Sequence[ir.Size] | None = None, offset: ir.Size = 0
+    ) -> ir.Value:
+        """Returns a view of a value; strides are row-major by default.
 
         `offset` counts elements from the first of `base`.
         """
-        type_ = base.tensor_type
-        steps = contiguous_strides(tuple(sizes)) if strides is None else tuple(strides)
-        changed = dataclasses.replace(
-            type_, sizes=tuple(sizes), strides=steps, storage_offset=type_.storage_offset + offset
-        )
-        value = self.value(changed, "view")
+        old, sizes = base.tensor_type, tuple(sizes)
+        strides = ir.contiguous_strides(sizes) if strides is None else tuple(strides)
+        type_ = dataclasses.replace(old, sizes=sizes, strides=strides, storage_offset=old.storage_offset + offset)
+        value = self.value(type_, "view")
         self.add(View(value, base))
         return value
 
-    def constant(self, tensor: torch.Tensor, name: str = "constant") -> Value:
-        """Adds a constant to the program. Raises RewriteError inside of a block, which sees no constants."""
+    def constant(self, tensor: torch.Tensor, name: str = "constant") -> ir.Value:
+        """Adds a constant to the program. Raises RewriteError in a nested block, which cannot use constants."""
         if self._nested:
-            raise RewriteError("a block sees its arguments only: a constant of the program is out of its reach")
-        type_ = TensorType(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
+            raise RewriteError("a nested block can use its arguments only, and no constant of the program")
+        type_ = ir.TensorType(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
         value = self.value(type_, name)
         self._names.constants[value.name] = tensor
-        self._names.constant_values.append(Constant(value))
+        self._names.constant_values.append(ir.ProgramConstant(value))
         return value
 
-    def payload(self, value: Value) -> torch.Tensor | None:
-        """Returns the tensor behind a constant that nothing writes; None for any other value."""
+    def constant_tensor(self, value: ir.Value) -> torch.Tensor | None:
+        """Returns the tensor of an immutable constant; None for any other value."""
         known = [item for item in self._names.program.constants if item.value.name == value.name]
         if known and not known[0].mutable:
             return self._names.program.store.tensors.get(value.name)
         return self._names.constants.get(value.name)
 
-    # --- notes and lines of one's own -------------------------------------------------------------------------------
+    # --- comments and lines -------------------------------------------------------------------------------
 
     def comment(self, text: str) -> None:
-        """Adds a remark."""
+        """Adds a comment."""
         self.add(Comment(text))
 
     def enter_range(self, name: str) -> None:
-        """Opens a range in the profiler's record."""
+        """Opens a profiler range."""
         self.add(EnterRange(name))
 
     def exit_range(self, name: str) -> None:
-        """Closes the range of this name, opened last."""
+        """Closes the innermost profiler range, which has this name."""
         self.add(ExitRange(name))
 
-    def value(self, type_: Type, name: str = "value") -> Value:
-        """Returns a value with a fresh name, for a line of one's own."""
-        return Value(self._names.fresh(name), type_)
+    def value(self, type_: ir.Type, name: str = "value") -> ir.Value:
+        """Returns a value with a fresh name, for a line to `add`."""
+        return ir.Value(self._names.fresh(name), type_)
 
-    def add(self, line: LineBase) -> None:
-        """Adds a line of any class; without an origin, it gets the match's. Frees are placed later, by the rewrite."""
-        if isinstance(line, Free) or (consumed(line) and not defined(line)):
-            raise RewriteError("frees are placed when all lines are there: leave them out", str(line))
+    def add(self, line: ir.LineBase) -> None:
+        """Adds a line of any class; one without an origin gets the match's. The rewrite inserts frees later."""
+        if isinstance(line, Free) or (ir.consumed(line) and not ir.defined(line)):
+            raise RewriteError("the rewrite inserts frees: leave them out", str(line))
         self.lines.append(line if line.origin is not None else line.replace(origin=self._origin))
 
-    def again(self, line: LineBase, operands: Mapping[str, Value] | None = None) -> Any:
-        """Adds an operator's call again, with other operands for some, by name. Returns its results."""
-        if not isinstance(line, Call | Mutate):
-            raise RewriteError("only calls of operators can be made again", type(line).__name__)
+    def clone_call(self, line: ir.LineBase, operands: Mapping[str, ir.Value] | None = None) -> Any:
+        """Adds a copy of an operator's call, with other operands for some, by name. Returns its results."""
+        if not isinstance(line, ExternCall | Mutate):
+            raise RewriteError("only calls of operators can be cloned", type(line).__name__)
 
-        def other(item: Any) -> Any:
-            if isinstance(item, tuple):
-                return tuple([other(inner) for inner in item])
-            return (operands or {}).get(item.name, item) if isinstance(item, Value) else item
+        def substitute(leaf: object) -> object:
+            return (operands or {}).get(leaf.name, leaf) if isinstance(leaf, ir.Value) else leaf
 
-        given, named = other(line.arguments), {name: other(item) for name, item in line.keywords}
+        args, kwargs = ir.map_leaves((line.arguments, line.keywords), substitute)
         if isinstance(line, Mutate):
-            return self.mutate(line.target, *given, **named)
+            return self.mutate(line.target, *args, **dict(kwargs))
         if line.outs:
-            self.call_into(line.target, *given, outs=other(line.outs), **named)
+            outs = ir.map_leaves(line.outs, substitute)
+            self.call_out_variant(line.target, *args, outs=outs, **dict(kwargs))
             return None
-        return self.call(line.target, *given, **named)
+        return self.call(line.target, *args, **dict(kwargs))
 
 
-def _values(tree: Any) -> list[Value]:
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Value)]
+def _values(tree: object) -> list[ir.Value]:
+    return [leaf for leaf in ir.leaves(tree) if isinstance(leaf, ir.Value)]
 
 
-def _given(results: tuple[Any, ...]) -> Any:
+def _unpack_results(results: tuple[Any, ...]) -> Any:
     return None if not results else results[0] if len(results) == 1 else results

@@ -1,8 +1,8 @@
-"""What a builder function gets: the match."""
+"""A match, as builder functions get it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,37 +12,38 @@ from fxwrap.wrapper_ir import LineBase, Origin, Value
 
 @dataclass(frozen=True)
 class Match:
-    """Lines of a program that are as a pattern says.
+    """Lines of a program that match a pattern.
 
-    `lines` are the matched lines in the program's order, `captured` what wildcards stand for by name, `outputs` the
-    values that the replacement has to give (None for a result that the line does not have), `origin` where the lines
-    came from, together.
+    `lines` are the matched lines in the program's order, `captured` the operands of wildcards by name,
+    `labelled_lines` those of named operations, `outputs` the values that the replacement must define (None for an
+    undefined result).
     """
 
     lines: tuple[LineBase, ...]
     captured: Mapping[str, Any]
-    labelled: Mapping[str, LineBase]
+    labelled_lines: Mapping[str, LineBase]
     outputs: tuple[Value | None, ...]
 
     def __getitem__(self, name: str) -> Any:
-        """Returns what a wildcard stands for: a value, a number, another literal. Raises RewriteError for no name."""
+        """Returns a captured value, number or other literal. Raises RewriteError for an unknown name."""
         if name not in self.captured:
             raise RewriteError(f"the pattern captures no '{name}'; it has {', '.join(self.captured) or 'no wildcards'}")
         return self.captured[name]
 
     def line(self, label: str) -> Any:
-        """Returns the line of the operation that was `named` so. Raises RewriteError where there is none."""
-        if label not in self.labelled:
-            raise RewriteError(f"the pattern names no operation '{label}'; it has {', '.join(self.labelled) or 'none'}")
-        return self.labelled[label]
+        """Returns the line of an operation by its name from `named`. Raises RewriteError for an unknown name."""
+        if label not in self.labelled_lines:
+            raise RewriteError(
+                f"the pattern names no operation '{label}'; it has {', '.join(self.labelled_lines) or 'none'}"
+            )
+        return self.labelled_lines[label]
 
     @property
     def origin(self) -> Origin:
-        """Where the lines came from, together: new lines get it."""
-        return merged_origin(self.lines)
+        """The sources of all lines, each once: the origin of new lines."""
+        return merge_origins([line.origin for line in self.lines])
 
 
-def merged_origin(lines: tuple[LineBase, ...]) -> Origin:
-    """Returns the sources of several lines together, each once, in order."""
-    sources = [source for line in lines if line.origin is not None for source in line.origin.sources]
-    return Origin(tuple(dict.fromkeys(sources)))
+def merge_origins(origins: Iterable[Origin | None]) -> Origin:
+    """Returns the sources of several origins, each once, in order."""
+    return Origin(tuple(dict.fromkeys([source for origin in origins if origin for source in origin.sources])))

@@ -1,3 +1,3 @@
-"""What emitted code needs while it runs; imports nothing of the compiler."""
+"""The runtime library of emitted code; it imports nothing of the compiler."""
 
 from fxwrap.runtime import printing as printing

@@ -1,6 +1,6 @@
 """Checks of run-time inputs for emitted Python, FX and the interpreter.
 
-Emitted C++ does the same checks in `native/checks.cpp` and `native/binding.cpp`, with the same texts.
+Emitted C++ does the same checks in `native/bridge/checks.cpp` and `native/binding/binding.cpp`, with the same texts.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def check_layout(
     strides: Sequence[int],
     device: torch.device,
 ) -> None:
-    """Raise InputError unless `tensor` is a plain tensor of this dtype, sizes, strides (in elements) and device.
+    """Raises InputError unless `tensor` is a plain tensor of this dtype, sizes, strides (in elements) and device.
 
-    Strides of dimensions of size 1 and of empty tensors are not compared. A device without an index stands for all of
-    its type. Subclasses of torch.Tensor other than Parameter are refused: they must be desugared before.
+    Strides of dimensions of size 1 and of empty tensors are not compared. A device without an index matches all of its
+    type. Subclasses of torch.Tensor other than Parameter are rejected: they must be desugared first.
     """
     if type(tensor) not in _PLAIN_CLASSES:
         got = "None" if tensor is None else type(tensor).__name__
-        wanted = _describe(dtype, sizes, strides, device) if tensor is None else "a torch.Tensor"
-        raise InputError(f"input '{name}': expected {wanted}, got {got}")
+        expected = _describe(dtype, sizes, strides, device) if tensor is None else "a torch.Tensor"
+        raise InputError(f"input '{name}': expected {expected}, got {got}")
     assert isinstance(tensor, torch.Tensor)
     if tensor.layout is not torch.strided:
         got = "a tensor of another layout than torch.strided"
@@ -75,20 +75,20 @@ def check_layout(
 
 
 def check_rank(tensor: object, name: str, rank: int) -> None:
-    """Raise InputError unless `tensor` is a plain tensor of this many dimensions."""
+    """Raises InputError unless `tensor` is a plain tensor of this rank."""
     if type(tensor) in _PLAIN_CLASSES and tensor.dim() == rank:  # type: ignore[attr-defined]
         return
     plain = isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN_CLASSES
-    wanted = f"a tensor of {rank} dimension{'s' if rank > 1 else ''}" if plain or tensor is None else "a torch.Tensor"
+    expected = f"a tensor of {rank} dimension{'s' if rank > 1 else ''}" if plain or tensor is None else "a torch.Tensor"
     got = "None" if tensor is None else type(tensor).__name__
     if plain and tensor.layout is torch.strided:  # type: ignore[attr-defined]
         assert isinstance(tensor, torch.Tensor)
         got = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-    raise InputError(f"input '{name}': expected {wanted}, got {got}")
+    raise InputError(f"input '{name}': expected {expected}, got {got}")
 
 
 def check_number(number: object, name: str, kind: str) -> None:
-    """Raise InputError unless a number is of this kind ("int", "float" or "bool"), as Python takes one for another."""
+    """Raises InputError unless a scalar is of this kind ("int", "float" or "bool"); ints are valid floats."""
     if not isinstance(number, _NUMBER_CLASSES[kind]):
         article = "an" if kind == "int" else "a"
         raise InputError(f"input '{name}': expected {article} {kind}, got {type(number).__name__}")
@@ -98,7 +98,7 @@ _NUMBER_CLASSES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, 
 
 
 def check_alignment(tensor: torch.Tensor, name: str, alignment: int) -> None:
-    """Raise InputError unless the address of the first element is a multiple of `alignment` bytes."""
+    """Raises InputError unless the data pointer is a multiple of `alignment` bytes."""
     if tensor.data_ptr() % alignment:
         raise InputError(f"input '{name}': its address {tensor.data_ptr():#x} is no multiple of {alignment} bytes")
 
@@ -111,13 +111,13 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def fail(error: str, message: str, shown: int | None = None) -> NoReturn:
-    """Raise the error of this name; `shown` is the number that a condition did not like."""
+def raise_error(error: str, message: str, shown: int | None = None) -> NoReturn:
+    """Raises the error of this name; `shown` is the invalid scalar."""
     raise _ERRORS[error](message if shown is None else f"{message}, got {shown}")
 
 
-def check_count(name: str, expected: int, got: int) -> None:
-    """Raise InputError unless the program called `name` was given as many inputs as it takes."""
+def check_input_count(name: str, expected: int, got: int) -> None:
+    """Raises InputError unless the program `name` got the expected number of inputs."""
     if expected != got:
         raise InputError(f"program '{name}' takes {expected} inputs, got {got}")
 

@@ -1,4 +1,4 @@
-"""What the Python of an emitted graph needs to run kernels directly, without torch's dispatcher between."""
+"""Support for emitted graphs that run kernels directly, bypassing torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.fx import Proxy
 from fxwrap.errors import GraphModuleError
 from fxwrap.runtime import control
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.kernels import load_function, load_kernel, prepare_kernels
-from fxwrap.torch_compat import has_own_memory, operators_are_watched
+from fxwrap.runtime.kernels import load_gridless_kernel, load_kernel, prepare_kernels
+from fxwrap.torch_compat import direct_state, has_real_storage, is_dispatch_intercepted
 
-INSTEAD = (
+SUPPORTED_ALTERNATIVES = (
     "Run it with torch.fx.Interpreter, copy it with copy.deepcopy, retrace it with make_fx, or keep the program's text "
     "(str(program)) and emit that again with fxwrap.to_fx; fxwrap.save writes it to a file"
 )
@@ -24,67 +24,68 @@ INSTEAD = (
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_CLASSES = _TENSORS | {int, float, bool, complex, type(None), str, torch.dtype, torch.device, torch.Generator}
 
-_address = torch.Tensor.data_ptr  # 0 for what has no memory, and for what is empty
+_address = torch.Tensor.data_ptr  # 0 for tensors without memory and empty ones
 _is_negated = torch.Tensor.is_neg
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-def is_direct(module: torch.nn.Module, *inputs: Any) -> bool:
-    """Says whether a call may run kernels directly: nothing but the results can tell it from calls of operators.
+def can_bypass_dispatcher(module: torch.nn.Module, *inputs: object) -> bool:
+    """Whether a call may run kernels directly, with the same observable behaviour as calls of operators.
 
-    That is so when no mode, functorch level or tracer is active, and no input, parameter or buffer is a fake, meta or
-    functionalised tensor, negated by a bit, of a subclass, symbolic, or part of a graph of autograd's. Raises
-    GraphModuleError when the graph is being traced symbolically.
+    No mode, functorch level or tracer may be active, and no input, parameter or buffer may be a fake, meta,
+    functionalised, negated, subclassed or symbolic tensor or require gradients. Raises GraphModuleError under symbolic
+    tracing.
     """
-    if _is_compiling() or operators_are_watched():
+    if _is_compiling() or is_dispatch_intercepted():
         return False
-    if module._parameters or module._buffers:
-        inputs = (*inputs, *module._parameters.values(), *module._buffers.values())
+    inputs += direct_state(module)
     kinds = set(map(type, inputs))
     if not kinds <= _PLAIN_CLASSES:
-        refuse_proxies(inputs)
+        check_not_traced(inputs)
         return False
-    tensors = inputs if kinds <= _TENSORS else [item for item in inputs if isinstance(item, torch.Tensor)]
+    tensors: Sequence[Any] = (
+        inputs if kinds <= _TENSORS else [item for item in inputs if isinstance(item, torch.Tensor)]
+    )
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
     try:
-        if not all(map(_address, tensors)) and not all(map(has_own_memory, tensors)):
+        if not all(map(_address, tensors)) and not all(map(has_real_storage, tensors)):
             return False
         return not any(map(_is_negated, tensors))
-    except RuntimeError:  # it has no address: it is sparse, or of a level of functorch that has ended
+    except RuntimeError:  # no address: sparse, or of a functorch level that has ended
         return False
 
 
-def refuse_proxies(inputs: Sequence[Any]) -> None:
-    """Raises GraphModuleError when a graph is being traced symbolically."""
+def check_not_traced(inputs: Sequence[object]) -> None:
+    """Raises GraphModuleError under symbolic tracing."""
     if Proxy in map(type, inputs):
-        reason = "symbolic_trace would run its allocations once and keep the memory as constants"
-        raise GraphModuleError(f"an emitted graph cannot be traced symbolically: {reason}. {INSTEAD}")
+        reason = "symbolic_trace would run its allocations once and record the memory as constants"
+        raise GraphModuleError(f"an emitted graph cannot be traced symbolically: {reason}. {SUPPORTED_ALTERNATIVES}")
 
 
-class Kernels:
-    """The kernels of a graph, as functions of a module, which launch them.
+class KernelModule:
+    """The launchers of a graph's kernels, as functions of a module.
 
-    They are loaded when the first of them is launched; the C++ kernels among them are compiled together then.
+    The first launch loads all of them, and compiles C++ kernels together.
     """
 
     def __init__(self) -> None:
-        self.module = ModuleType("kernels")  # nothing else finds an attribute as fast, once the code is warm
+        self.module = ModuleType("kernels")  # attribute access on modules is the fastest
         self._texts: dict[str, KernelText] = {}
-        self._once: set[str] = set()
+        self._gridless: set[str] = set()
         self._lock = threading.Lock()
 
-    def add(self, name: str, text: KernelText, called_once: bool) -> None:
-        """Adds a kernel. One of C++ that is `called_once` takes no grid."""
+    def add(self, name: str, text: KernelText, gridless: bool) -> None:
+        """Adds a kernel. The launcher of a `gridless` one has no grid argument."""
         self._texts[name] = text
-        if called_once:
-            self._once.add(name)
+        if gridless:
+            self._gridless.add(name)
 
-        def first(*arguments: Any) -> None:
+        def load_and_launch(*arguments: object) -> None:
             self._load()
             getattr(self.module, name)(*arguments)
 
-        setattr(self.module, name, first)
+        setattr(self.module, name, load_and_launch)
 
     def _load(self) -> None:
         with self._lock:
@@ -94,38 +95,41 @@ class Kernels:
 
     def _launcher(self, name: str) -> Callable[..., object]:
         text = self._texts[name]
-        if name in self._once:
-            return load_function(text.language, text.source, text.signature, text.options)
+        if name in self._gridless:
+            return load_gridless_kernel(text.language, text.source, text.signature, text.options)
         return load_kernel(text.language, text.source, text.signature, text.options)
 
 
 def while_loop(
-    cond: Callable[..., Any],
-    body: Callable[..., tuple[Any, ...]],
-    carried: Sequence[Any],
-    extra: Sequence[Any],
+    cond: Callable[..., object],
+    body: Callable[..., tuple[object, ...]],
+    carried: Sequence[object],
+    extra: Sequence[object],
     stacked: bool = False,
-) -> tuple[Any, ...]:
-    """Repeats `body(*carried, *extra)` while `cond` of the same gives true; see `control.while_loop`."""
-    return control.while_loop(lambda given: (cond(*given),), lambda given: body(*given), carried, extra, stacked)
+) -> tuple[object, ...]:
+    """Repeats `body(*carried, *extra)` while `cond` of the same returns true; see `control.while_loop`."""
+    return control.while_loop(lambda boxed: (cond(*boxed),), lambda boxed: body(*boxed), carried, extra, stacked)
 
 
 def scan(
-    body: Callable[..., tuple[Any, ...]], carried: Sequence[Any], over: Sequence[torch.Tensor], extra: Sequence[Any]
-) -> tuple[Any, ...]:
+    body: Callable[..., tuple[Any, ...]],
+    carried: Sequence[object],
+    over: Sequence[torch.Tensor],
+    extra: Sequence[object],
+) -> tuple[object, ...]:
     """Runs `body(*carried, *slices, *extra)` along the first dimension of `over`.
 
-    Returns the last carried values, then what else each round gives, stacked along a new first dimension. There must be
-    a slice: torch's operators refuse to run without.
+    Returns the last carried values, then the other results of each iteration, stacked along a new first dimension.
+    Requires at least one slice, as torch's operators do.
     """
     current, count = tuple(carried), len(carried)
     stacked: list[torch.Tensor] = []
     for position, slices in enumerate(zip(*[tensor.unbind(0) for tensor in over], strict=True)):
-        given = body(*current, *slices, *extra)
-        current = given[:count]
+        results = body(*current, *slices, *extra)
+        current = results[:count]
         if not position:
-            stacked = [item.new_empty((len(over[0]), *item.shape)) for item in given[count:]]
-        for place, item in zip(stacked, given[count:], strict=True):
-            place[position].copy_(item)
-        del given  # so that nothing but `current` holds what is carried while the next round runs
+            stacked = [item.new_empty((len(over[0]), *item.shape)) for item in results[count:]]
+        for output, item in zip(stacked, results[count:], strict=True):
+            output[position].copy_(item)
+        del results  # only `current` may own the carried values during the next iteration
     return (*current, *stacked)

@@ -1,110 +1,114 @@
 """Kernels by language, ready to launch.
 
-A kernel is a source text in which the function is called `kernel` (in fxwrap's own as `fxwrap/kernel_names.py` says), a
-signature with one entry a parameter ("*f32" for a tensor, "i64" or "f64" for a number), and options. Its parameters are
-tensors first, then numbers.
+A kernel has a source text that defines its function (`fxwrap/devices/kernel_names.py` determines its name), a signature
+with one entry per parameter ("*f32" for a tensor, "i64" or "f64" for a scalar), and options. Tensors come first in the
+signature, then scalars.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from fxwrap.device_registry import KernelRuntime, Language, Launcher, find_language, language_named
-from fxwrap.device_spec import CPP, CUDA
+from fxwrap.caching import bounded_cache, shared_cache
+from fxwrap.devices import CPP, CUDA, KernelRuntime, Launcher, RegisteredLanguage, find_language, get_language
 from fxwrap.errors import FxwrapError, NativeBuildError
-from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText, cpp_kernel_units, cpp_launchers
-from fxwrap.runtime.native import compile_cpp, compiled_kernels, load_program, provided_kernel, record_kernels
-from fxwrap.runtime.triton_compile import KernelUse, compile_triton_kernels, start_workers
-from fxwrap.runtime.triton_compile import triton as triton_package
-from fxwrap.runtime.triton_kernels import load_triton_kernel
-from fxwrap.runtime.user_triton import load_user_kernel
+from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText, emit_cpp_launchers, make_translation_units
+from fxwrap.runtime.native import (
+    compile_cpp,
+    compiled_kernels,
+    find_prebuilt_kernel,
+    index_kernel_library,
+    load_program,
+)
+from fxwrap.runtime.triton.compile import KernelUse, compile_triton_kernels, start_workers
+from fxwrap.runtime.triton.compile import import_triton as triton_package
+from fxwrap.runtime.triton.kernels import load_triton_kernel
+from fxwrap.runtime.triton.user_kernels import load_user_kernel
 
-_ONCE = (1, 1, 1)
+_UNIT_GRID = (1, 1, 1)
 
 
 def load_kernel(language: str, source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
-    """Returns `launcher(grid, *tensors, *outs, *numbers)` of a kernel, compiled or found in the cache.
+    """Returns `launcher(grid, *tensors, *outs, *scalars)` of a kernel, which is compiled or loaded from the cache.
 
-    "cpp" is compiled by the C++ compiler and called once a launch, so its grid is all ones; "triton" runs on its
-    tensors' GPU, and through Triton's interpreter where the tensors are on the CPU; "user_triton" is a kernel of the
-    user's, which runs as "triton" does; other languages are those of registered devices. Raises FxwrapError for a
-    language that nobody has registered, or a signature or option that the language does not have, NativeBuildError
-    where C++ does not compile.
+    Equal kernels share a launcher while it is in use. Kernels in gridless languages ("cpp") take the grid (1, 1, 1).
+    "triton" and "user_triton" kernels run on the GPU of their tensors, and in Triton's interpreter for CPU tensors.
+    Raises FxwrapError for an unregistered language or an invalid signature or option, NativeBuildError where C++ does
+    not compile.
     """
-    return _launcher(language_named(language), source, signature, options)
+    return _launcher(get_language(language), source, signature, options)
 
 
-@cache
-def _launcher(language: Language, source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
-    loaded = _loaded(language, source, signature, options)
-    return _called_once(language.facts.name, loaded) if language.facts.called_once else loaded
+@shared_cache(1024)
+def _launcher(
+    language: RegisteredLanguage, source: str, signature: tuple[str, ...], options: KernelOptions
+) -> Launcher:
+    launcher = _load(language, source, signature, options)
+    return _require_unit_grid(language.traits.name, launcher) if language.traits.gridless else launcher
 
 
-@cache
-def _loaded(language: Language, source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
+@shared_cache(1024)
+def _load(language: RegisteredLanguage, source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
     return language.kernels.load(source, signature, options)
 
 
-def _called_once(language: str, function: Launcher) -> Launcher:
+def _require_unit_grid(language: str, function: Launcher) -> Launcher:
     def launch(grid: Sequence[int], *arguments: torch.Tensor | float) -> None:
-        if grid != _ONCE and any(size != 1 for size in grid):
-            raise FxwrapError(f"a kernel in '{language}' is called once, so its grid is (1, 1, 1), not {tuple(grid)}")
+        if grid != _UNIT_GRID and any(size != 1 for size in grid):
+            raise FxwrapError(f"kernels in '{language}' are called once: the grid must be (1, 1, 1), not {tuple(grid)}")
         function(*arguments)
 
     return launch
 
 
-def load_function(language: str, source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
-    """Returns `function(*tensors, *outs, *numbers)` of a kernel in a language whose kernels are called once.
-
-    Raises as `load_kernel` does.
-    """
-    return _loaded(language_named(language), source, signature, options)
+def load_gridless_kernel(language: str, source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
+    """Returns `function(*tensors, *outs, *scalars)` of a kernel in a gridless language. Raises as `load_kernel`."""
+    return _load(get_language(language), source, signature, options)
 
 
-def load_cpp_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Callable[..., object]:
-    """Returns the function of a C++ kernel: `function(*tensors, *outs, *numbers)`. Raises as `load_kernel` does."""
-    return load_function(CPP.name, source, signature, options)
+def load_cpp_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
+    """Returns `function(*tensors, *outs, *scalars)` of a C++ kernel. Raises as `load_kernel`."""
+    return load_gridless_kernel(CPP.name, source, signature, options)
 
 
-@cache
+@bounded_cache(64)
 def prepare_kernels(kernels: tuple[KernelText, ...]) -> None:
-    """Compiles those of these kernels together that are not compiled yet, for `load_kernel` to find.
+    """Compiles kernels together, except those that are compiled already; `load_kernel` then finds them.
 
-    One that does not compile raises NativeBuildError when it is loaded.
+    A kernel that does not compile raises NativeBuildError when it is loaded.
     """
-    for language, positions in _by_language(kernels):
-        if language.kernels.prepare is not None:
-            language.kernels.prepare([kernels[position] for position in positions])
+    for language, positions in _group_by_language(kernels):
+        if language.kernels.precompile is not None:
+            language.kernels.precompile([kernels[position] for position in positions])
 
 
 def compile_kernels(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:
-    """Compiles kernels ahead of their first launch; returns for each what went wrong, or None.
+    """Compiles kernels ahead of their first launch; returns the error or None of each.
 
-    C++ kernels are compiled for this machine, Triton kernels for their GPU where this machine has one, others as their
-    language says. Kernels in languages that nobody has registered are left alone.
+    C++ kernels are compiled for this machine, Triton kernels for the GPU where this machine has one, others by their
+    language's `compile`. Kernels in unregistered languages are skipped.
     """
-    found: list[FxwrapError | None] = [None] * len(uses)
-    for language, positions in _by_language([use.kernel for use in uses]):
+    results: list[FxwrapError | None] = [None] * len(uses)
+    for language, positions in _group_by_language([use.kernel for use in uses]):
         if language.kernels.compile is not None:
             errors = language.kernels.compile([uses[position] for position in positions])
             for position, error in zip(positions, errors, strict=True):
-                found[position] = error
-    return found
+                results[position] = error
+    return results
 
 
-def _by_language(kernels: Sequence[KernelText]) -> list[tuple[Language, list[int]]]:
-    """Returns the languages of kernels that are registered, each with the positions of its kernels."""
+def _group_by_language(kernels: Sequence[KernelText]) -> list[tuple[RegisteredLanguage, list[int]]]:
+    """Returns the registered languages of kernels, each with the positions of its kernels."""
     positions: dict[str, list[int]] = {}
     for position, kernel in enumerate(kernels):
         positions.setdefault(kernel.language, []).append(position)
-    found = [(find_language(name), place) for name, place in positions.items()]
-    return [(language, place) for language, place in found if language is not None]
+    languages = [(find_language(name), members) for name, members in positions.items()]
+    return [(language, members) for language, members in languages if language is not None]
 
 
 # --- C++ ------------------------------------------------------------------------------------------------------------
@@ -117,71 +121,74 @@ def _load_cpp(source: str, signature: tuple[str, ...], options: KernelOptions) -
 
 
 def _prepare_cpp(kernels: Sequence[KernelText]) -> None:
-    wanted = {kernel.symbol: kernel for kernel in kernels}
-    known = compiled_kernels(tuple(wanted))
-    missing = [kernel for symbol, kernel in wanted.items() if symbol not in known]
+    by_symbol = {kernel.symbol: kernel for kernel in kernels}
+    compiled = compiled_kernels(tuple(by_symbol))
+    missing = [kernel for symbol, kernel in by_symbol.items() if symbol not in compiled]
     if missing:
         try:
-            path = compile_cpp(cpp_launchers(missing), name="kernels", extra_sources=cpp_kernel_units(missing))
+            path = _compile_library(missing)
         except NativeBuildError:
             if len(missing) == 1:
                 raise
             return
-        record_kernels([kernel.symbol for kernel in missing], path)
+        index_kernel_library([kernel.symbol for kernel in missing], path)
 
 
-def kernel_library(kernels: Sequence[KernelText]) -> Path:
-    """Returns a library with a program for each of these C++ kernels, compiled or found in the cache.
+def _compile_library(kernels: Sequence[KernelText]) -> Path:
+    return compile_cpp(emit_cpp_launchers(kernels), name="kernels", extra_sources=make_translation_units(kernels))
 
-    Raises NativeBuildError where one does not compile.
+
+def compile_kernel_library(kernels: Sequence[KernelText]) -> Path:
+    """Returns a library with a program per C++ kernel, compiled or from the cache.
+
+    Raises NativeBuildError where a kernel does not compile.
     """
-    wanted = list({kernel.symbol: kernel for kernel in kernels}.values())
-    provided = {provided_kernel(kernel.symbol) for kernel in wanted}
-    together = provided.pop() if len(provided) == 1 else None
-    if together is not None:
-        return together
-    return compile_cpp(cpp_launchers(wanted), name="kernels", extra_sources=cpp_kernel_units(wanted))
+    unique = list({kernel.symbol: kernel for kernel in kernels}.values())
+    prebuilt = {find_prebuilt_kernel(kernel.symbol) for kernel in unique}
+    return (prebuilt.pop() if len(prebuilt) == 1 else None) or _compile_library(unique)
 
 
 def _compile_cpp(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:
-    """Compiles C++ kernels together, and where that fails one by one."""
+    """Compiles C++ kernels together, or one by one if that fails."""
     kernels = [use.kernel for use in uses]
-    together = _failure(lambda: prepare_kernels(tuple(kernels)))
-    if together is not None and len(kernels) == 1:
-        return [together]
+    error = _catch_error(lambda: prepare_kernels(tuple(kernels)))
+    if error is not None and len(kernels) == 1:
+        return [error]
     try:
-        known = compiled_kernels(tuple([kernel.symbol for kernel in kernels]))
-    except NativeBuildError as error:  # no compiler
-        return [error] * len(kernels)
-    return [None if kernel.symbol in known else _failure(partial(prepare_kernels, (kernel,))) for kernel in kernels]
+        compiled = compiled_kernels(tuple([kernel.symbol for kernel in kernels]))
+    except NativeBuildError as no_compiler:
+        return [no_compiler] * len(kernels)
+    return [
+        None if kernel.symbol in compiled else _catch_error(partial(prepare_kernels, (kernel,))) for kernel in kernels
+    ]
 
 
-def _failure(compile_them: Callable[[], object]) -> FxwrapError | None:
+def _catch_error(function: Callable[[], object]) -> FxwrapError | None:
     try:
-        compile_them()
+        function()
     except FxwrapError as error:
         return error
     return None
 
 
 CPP_KERNELS = KernelRuntime(_load_cpp, _prepare_cpp, _compile_cpp)
-"""How C++ kernels are run on this machine."""
+"""C++ kernels on this machine."""
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
 
 
 def _compile_triton(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:
-    """Compiles Triton kernels for GPUs that are there; the others run in the interpreter, which needs only Triton."""
+    """Compiles Triton kernels for the GPUs of this machine; others run in the interpreter, which needs only Triton."""
     on_gpu = [use.device.type == CUDA.device_type and torch.cuda.is_available() for use in uses]
-    compiled = iter(compile_triton_kernels([use for use, there in zip(uses, on_gpu, strict=True) if there]))
-    return [next(compiled) if there else _failure(triton_package) for there in on_gpu]
+    errors = iter(compile_triton_kernels([use for use, is_on_gpu in zip(uses, on_gpu, strict=True) if is_on_gpu]))
+    return [next(errors) if is_on_gpu else _catch_error(triton_package) for is_on_gpu in on_gpu]
 
 
-TRITON_KERNELS = KernelRuntime(load_triton_kernel, compile=_compile_triton, begin=start_workers)
-"""How Triton kernels are run: on the GPU that their tensors are on, else in Triton's interpreter."""
+TRITON_KERNELS = KernelRuntime(load_triton_kernel, compile=_compile_triton, warm_up=start_workers)
+"""Triton kernels: on the GPU of their tensors, else in Triton's interpreter."""
 
 USER_TRITON_KERNELS = KernelRuntime(load_user_kernel)
-"""How Triton kernels of the user's are run; they are compiled at their first launch, as Triton does."""
+"""User-defined Triton kernels; Triton compiles them at their first launch."""
 
 # --- launches from emitted C++ --------------------------------------------------------------------------------------
 
@@ -193,8 +200,8 @@ _library = torch.library.Library("fxwrap_runtime", "DEF")  # type: ignore[no-unt
 _library.define(_LAUNCH)  # type: ignore[no-untyped-call]
 
 
-def options_text(options: KernelOptions) -> str:
-    """Returns a kernel's options as the operator `fxwrap_runtime::launch` takes them."""
+def serialize_options(options: KernelOptions) -> str:
+    """Returns a kernel's options in the form that the operator `fxwrap_runtime::launch` takes."""
     return json.dumps(options)
 
 
@@ -209,6 +216,6 @@ def _launch(
     outs: list[torch.Tensor],
     numbers: list[float],
 ) -> None:
-    """Launches a kernel that emitted C++ cannot call by itself; its source is part of the emitted text."""
+    """Launches a kernel that emitted C++ cannot call itself; its source is part of the emitted text."""
     pairs = tuple([(name, option) for name, option in json.loads(options)])
     load_kernel(language, source, tuple(signature), pairs)(tuple(grid), *tensors, *outs, *numbers)

@@ -1,35 +1,38 @@
-"""The torch library `fxwrap::`: what emitted FX graphs call where ATen has no operator.
+"""The torch library `fxwrap::`: operators that emitted FX graphs call where ATen has none.
 
-Each has a schema that says what it writes and shares, an implementation for every device, a rule for fake tensors and,
-where it writes or shares memory, one for functionalisation. Operators whose effect is not in their schema are declared
-to have side effects, so that dead-code elimination keeps them.
+Each operator has a schema with its mutations and aliases, one implementation for all devices, a fake implementation
+and, where it mutates or aliases memory, a functionalisation rule. Operators with an effect outside their schema are
+declared to have side effects, so that dead-code elimination keeps them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from fxwrap.device_registry import Language, Launcher, find_language, missing_function, registered_spec
+from fxwrap.caching import bounded_cache
+from fxwrap.devices import Launcher, RegisteredLanguage, find_language, missing_function_error, registered_spec
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime import devices, tensors
-from fxwrap.runtime.checks import check_alignment, check_rank, fail
+from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
-from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.torch_compat import (
-    below_functionalisation,
+    OpOverload,
     declare_side_effect,
-    functional_content,
-    functional_update,
+    exclude_functionalisation,
     get_external_object,
+    replace_functional_tensor,
+    torch_schema,
     triton_launch,
+    unwrap_functional_tensor,
 )
 
 _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
@@ -39,52 +42,69 @@ _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untype
 
 @dataclass(frozen=True)
 class RegisteredKernel:
-    """A kernel that graphs launch by its content hash: what `load_kernel` takes, a name to read, how many outputs."""
+    """A kernel that graphs launch by its content hash: arguments of `load_kernel`, a name and the number of outputs."""
 
     language: str
     source: str
     signature: tuple[str, ...]
-    options: tuple[tuple[str, Any], ...]
+    options: KernelOptions
     name: str = ""
     outs: int = 0
 
     @property
-    def text(self) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...]]:
-        """What loads a kernel of a language: source, signature and options."""
+    def text(self) -> tuple[str, tuple[str, ...], KernelOptions]:
+        """Source, signature and options."""
         return self.source, self.signature, self.options
 
 
-_KERNELS: dict[str, RegisteredKernel] = {}
+_KERNELS: WeakValueDictionary[str, RegisteredKernel] = WeakValueDictionary()
+"""Kernels by content hash. Emitted graphs own them in their metadata; graphs that only have their hashes own them by
+`_own_kernel`'s cache, from the first launch or fake propagation through the operator."""
 
 
-def register_kernel(kernel_hash: str, kernel: RegisteredKernel) -> None:
-    """Makes a kernel known under its content hash; again for an equal one changes nothing."""
-    _KERNELS.setdefault(kernel_hash, kernel)
+@contextmanager
+def empty_kernel_table() -> Iterator[None]:
+    """Runs without registered kernels and restores the table afterwards: for tests."""
+    before = dict(_KERNELS)
+    _KERNELS.clear()
+    try:
+        yield
+    finally:
+        _KERNELS.clear()
+        _KERNELS.update(before)
 
 
-def known_kernel(kernel_hash: Any) -> RegisteredKernel | None:
-    """Returns the kernel with a content hash; None for one that this process has not loaded, and for anything else."""
+def register_kernel(kernel_hash: str, kernel: RegisteredKernel) -> RegisteredKernel:
+    """Registers a kernel under its content hash and returns it, or the equal one that is registered.
+
+    It remains available while the result is referenced.
+    """
+    return _KERNELS.setdefault(kernel_hash, kernel)
+
+
+def find_registered_kernel(kernel_hash: object) -> RegisteredKernel | None:
+    """Returns the kernel with a content hash; None for an unknown hash or an object of another type."""
     return _KERNELS.get(kernel_hash) if isinstance(kernel_hash, str) else None
 
 
-def registered_kernel(kernel_hash: str) -> RegisteredKernel:
-    """Returns the kernel with a content hash. Raises FxwrapError for one that this process has not loaded."""
-    found = _KERNELS.get(kernel_hash)
-    if found is None:
+def get_registered_kernel(kernel_hash: str) -> RegisteredKernel:
+    """Returns the kernel with a content hash. Raises FxwrapError for an unknown one."""
+    kernel = _KERNELS.get(kernel_hash)
+    if kernel is None:
         raise FxwrapError(
             f"no kernel with the hash {kernel_hash} is loaded; emit the program with fxwrap.to_fx in this process first"
         )
-    return found
+    return kernel
 
 
-def interleave(
-    signature: tuple[str, ...], sizes: Sequence[Any], numbers: Sequence[Any], truth: Callable[[Any], Any] = bool
+def order_scalar_arguments(
+    signature: tuple[str, ...], sizes: Sequence[Any], numbers: Sequence[Any], to_bool: Callable[[Any], Any] = bool
 ) -> list[Any]:
-    """Returns a kernel's number arguments in the order of its signature, in which floats are "f..." and bools "i1".
+    """Returns a kernel's scalar arguments in signature order: "f..." entries are floats, "i1" entries bools.
 
-    `truth` makes a bool of a size. Raises ValueError when there are too few or too many.
+    `to_bool` converts a size to a bool. Raises ValueError when there are too few or too many.
     """
-    left_sizes, left_numbers = iter(sizes), iter(numbers)
+    next_size, next_number = iter(sizes).__next__, iter(numbers).__next__
     kinds = [entry for entry in signature if not entry.startswith("*")]
     if not kinds:
         return [*sizes, *numbers]
@@ -92,18 +112,24 @@ def interleave(
     if (len(kinds) - floats, floats) != (len(sizes), len(numbers)):
         raise ValueError(f"the kernel takes {len(kinds) - floats} sizes and {floats} numbers")
     return [
-        next(left_numbers) if kind.startswith("f") else truth(next(left_sizes)) if kind == "i1" else next(left_sizes)
+        next_number() if kind.startswith("f") else to_bool(next_size()) if kind == "i1" else next_size()
         for kind in kinds
     ]
 
 
-@cache
-def _launcher(kernel_hash: str, _language: Language | None) -> Launcher:
-    """Returns the launcher of a kernel, which is another where its language was registered anew."""
-    found = registered_kernel(kernel_hash)
-    texts = [KernelText(item.language, item.source, item.signature, item.options) for item in _KERNELS.values()]
-    prepare_kernels(tuple(texts))  # those of one graph are registered together, and compile faster together
-    return load_kernel(found.language, found.source, found.signature, found.options)
+@bounded_cache(4096)
+def _launcher(kernel_hash: str, _language: RegisteredLanguage | None) -> Launcher:
+    """Returns the launcher of a kernel for the current registration of its language."""
+    kernel = get_registered_kernel(kernel_hash)
+    texts = [KernelText(item.language, *item.text) for item in list(_KERNELS.values())]
+    prepare_kernels(tuple(texts))  # kernels of a graph are registered together, and compile faster together
+    return load_kernel(kernel.language, *kernel.text)
+
+
+@bounded_cache(4096)
+def _own_kernel(kernel_hash: str) -> RegisteredKernel:
+    """Keeps a kernel available for graphs that were traced through the operator and only have its hash."""
+    return get_registered_kernel(kernel_hash)
 
 
 def _cpp_kernel(
@@ -115,9 +141,14 @@ def _cpp_kernel(
     numbers: Sequence[float],
     grid: Sequence[int],
 ) -> None:
-    found = registered_kernel(kernel)
-    launch = _launcher(kernel, find_language(found.language))
-    launch(tuple(grid), *ins, *outs, *interleave(found.signature, sizes, numbers))
+    registered = _own_kernel(kernel)
+    launch = _launcher(kernel, find_language(registered.language))
+    launch(tuple(grid), *ins, *outs, *order_scalar_arguments(registered.signature, sizes, numbers))
+
+
+def _cpp_kernel_fake(kernel: str, *_arguments: object, **_keywords: object) -> None:
+    if find_registered_kernel(kernel) is not None:
+        _own_kernel(kernel)
 
 
 def _cpp_kernel_functional(
@@ -128,25 +159,26 @@ def _cpp_kernel_functional(
     numbers: Sequence[float],
     grid: Sequence[int],
 ) -> list[torch.Tensor]:
-    made = [out.clone() for out in outs]
-    _cpp_kernel(kernel, ins, outs=made, sizes=sizes, numbers=numbers, grid=grid)
-    return made
+    results = [out.clone() for out in outs]
+    _cpp_kernel(kernel, ins, outs=results, sizes=sizes, numbers=numbers, grid=grid)
+    return results
 
 
 def _cpp_kernel_functional_fake(
-    _kernel: str, _ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *_rest: Sequence[Any]
+    kernel: str, _ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *_scalars: object
 ) -> list[torch.Tensor]:
+    _cpp_kernel_fake(kernel)
     return [torch.empty_like(out) for out in outs]
 
 
 def _cpp_kernel_functionalised(
-    kernel: str, ins: Sequence[torch.Tensor], *, outs: Sequence[torch.Tensor], **numbers: Sequence[Any]
+    kernel: str, ins: Sequence[torch.Tensor], *, outs: Sequence[torch.Tensor], **numbers: Sequence[float]
 ) -> None:
-    contents = [[functional_content(tensor) for tensor in group] for group in (ins, outs)]
-    with below_functionalisation():
-        made = torch.ops.fxwrap.cpp_kernel_functional(kernel, *contents, **numbers)
-    for out, content in zip(outs, made, strict=True):
-        functional_update(out, content)
+    contents = [[unwrap_functional_tensor(tensor) for tensor in group] for group in (ins, outs)]
+    with exclude_functionalisation():
+        results = torch.ops.fxwrap.cpp_kernel_functional(kernel, *contents, **numbers)
+    for out, content in zip(outs, results, strict=True):
+        replace_functional_tensor(out, content)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -165,14 +197,14 @@ def _pool_slice(
 def _reuse_functionalised(
     memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The old content is gone and the new one unwritten, so without mutation it is a tensor of its own."""
+    """Returns a new tensor: the old content is dead and the new one is not written yet."""
     return torch.empty_strided(sizes, strides, dtype=dtype, device=memory.device)
 
 
 def _pool_slice_functionalised(
     pool: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A slice starts unwritten, and slices that are alive together never overlap."""
+    """Returns a new tensor: a slice starts uninitialised, and live slices never overlap."""
     return torch.empty_strided(sizes, strides, dtype=dtype, device=pool.device)
 
 
@@ -185,7 +217,7 @@ def _workspace(size: int, zeroed: bool, device: torch.device) -> torch.Tensor:
     return make([size], dtype=torch.uint8, device=device)
 
 
-# --- the world ------------------------------------------------------------------------------------------------------
+# --- checks, random state, devices and streams ----------------------------------------------------------------------
 
 
 def _check_layout(
@@ -204,17 +236,13 @@ def _check_layout(
 
 def _require(condition: float, message: str, error: str, shown: int | None) -> None:
     if not condition:
-        fail(error, message, shown)
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    return tensors.random_state(str(device))
+        raise_error(error, message, shown)
 
 
 def _random_state_fake(device: torch.device) -> torch.Tensor:
     spec = registered_spec(device.type)
     if spec is None or spec.random_state_bytes is None:
-        raise missing_function(device.type, "random_state")
+        raise missing_function_error(device.type, "random_state")
     return torch.empty([spec.random_state_bytes], dtype=torch.uint8, device="cpu")
 
 
@@ -226,56 +254,50 @@ def _exchange_random_state(generator: torch.Generator, device: torch.device) -> 
     tensors.exchange_random_state(str(device), generator)
 
 
-class _Entered(threading.local):
-    """The guards that a thread has entered and not yet left."""
+class _DeviceGuardStack(threading.local):
+    """The device guards that a thread has entered and not exited."""
 
     def __init__(self) -> None:
-        self.guards: list[Any] = []
+        self.guards: list[AbstractContextManager[object]] = []
 
 
-_ENTERED = _Entered()
+_DEVICE_GUARDS = _DeviceGuardStack()
 
 
 def _enter_device(device: torch.device, stream: int = 0) -> None:
-    guard = devices.on(device, stream)()
-    guard.__enter__()
-    _ENTERED.guards.append(guard)
+    make_enter_device(device, stream)()
 
 
-def entering(device: torch.device, stream: int = 0) -> Callable[[], None]:
-    """Returns what `fxwrap::enter_device` does for a device and a stream, worked out once."""
-    guard_of = devices.on(device, stream)
+def make_enter_device(device: torch.device, stream: int = 0) -> Callable[[], None]:
+    """Returns `fxwrap::enter_device` for a fixed device and stream."""
+    make_guard = devices.device_context(device, stream)
 
     def enter() -> None:
-        guard = guard_of()
+        guard = make_guard()
         guard.__enter__()
-        _ENTERED.guards.append(guard)
+        _DEVICE_GUARDS.guards.append(guard)
 
     return enter
 
 
 def _exit_device(_device: torch.device, _stream: int = 0) -> None:
-    _ENTERED.guards.pop().__exit__(None, None, None)
+    _DEVICE_GUARDS.guards.pop().__exit__(None, None, None)
 
 
 @contextmanager
-def left_when_it_raises() -> Iterator[None]:
-    """Leaves, where a `with` block raises, the devices that were entered in it and not left."""
-    depth = len(_ENTERED.guards)
+def exit_devices_on_error() -> Iterator[None]:
+    """Exits, when a `with` block raises, the devices that were entered and not exited in it."""
+    depth = len(_DEVICE_GUARDS.guards)
     try:
         yield
     except BaseException:
-        while len(_ENTERED.guards) > depth:
-            _ENTERED.guards.pop().__exit__(None, None, None)
+        while len(_DEVICE_GUARDS.guards) > depth:
+            _DEVICE_GUARDS.guards.pop().__exit__(None, None, None)
         raise
 
 
-def _stream_id(device: torch.device, stream: int) -> int:
-    return devices.stream_id(device, stream)
-
-
 def _record_event(device: torch.device, stream: int, event: int = 0) -> torch.Tensor:
-    """Returns an empty tensor that carries the event: a graph passes only tensors on."""
+    """Returns an empty tensor with the event as an attribute: graphs pass only tensors."""
     token: Any = torch.empty([0], dtype=torch.int64)
     token.event = devices.record_event(device, stream, event)
     return token  # type: ignore[no-any-return]
@@ -290,7 +312,7 @@ def _wait_event(event: torch.Tensor, device: torch.device, stream: int) -> None:
 
 
 def _synchronize(place: int) -> None:
-    """Waits for a stream or an event of the model's, by its place in Dynamo's table."""
+    """Waits for the stream or event at an index of Dynamo's table."""
     get_external_object()(place).synchronize()
 
 
@@ -298,22 +320,18 @@ def _synchronize_device(device: torch.device | None = None) -> None:
     torch.accelerator.synchronize(device)
 
 
-def _record_stream(tensor: torch.Tensor, device: torch.device, stream: int) -> None:
-    devices.record_stream(tensor, device, stream)
-
-
 # --- registration ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Operator:
-    """One operator: its schema, what it does, what it gives for fake tensors (None: nothing), its functional form."""
+    """One operator: schema, implementation, fake implementation (None: no results) and functionalisation rule."""
 
     schema: str
-    run: Callable[..., Any]
-    fake: Callable[..., Any] | None = None
-    functionalised: Callable[..., Any] | None = None
-    has_effect: bool = False
+    run: Callable[..., object]
+    fake: Callable[..., object] | None = None
+    functionalised: Callable[..., object] | None = None
+    has_side_effect: bool = False
 
 
 _NUMBERS = "SymInt[] sizes, float[] numbers, SymInt[] grid"
@@ -322,7 +340,7 @@ _TYPE = "SymInt[] sizes, SymInt[] strides, ScalarType dtype"
 _OPERATORS = (
     _Operator(
         f"cpp_kernel(str kernel, Tensor[] ins, *, Tensor(a!)[] outs, {_NUMBERS}) -> ()",
-        _cpp_kernel, None, _cpp_kernel_functionalised, has_effect=True,
+        _cpp_kernel, _cpp_kernel_fake, _cpp_kernel_functionalised, has_side_effect=True,
     ),
     _Operator(
         f"cpp_kernel_functional(str kernel, Tensor[] ins, Tensor[] outs, {_NUMBERS}) -> Tensor[]",
@@ -338,49 +356,51 @@ _OPERATORS = (
     _Operator(
         "check_layout(Tensor? tensor, str name, ScalarType dtype, SymInt[] sizes, SymInt[] strides, Device device, "
         "int alignment) -> ()",
-        _check_layout, has_effect=True,
+        _check_layout, has_side_effect=True,
     ),
-    _Operator("check_rank(Tensor? tensor, str name, int rank) -> ()", check_rank, has_effect=True),
-    _Operator("require(Scalar condition, str message, str error, SymInt? shown) -> ()", _require, has_effect=True),
-    _Operator("random_state(Device device) -> Tensor", _random_state, _random_state_fake, has_effect=True),
-    _Operator("set_random_state(Tensor state, Device device) -> ()", _set_random_state, has_effect=True),
+    _Operator("check_rank(Tensor? tensor, str name, int rank) -> ()", check_rank, has_side_effect=True),
+    _Operator("require(Scalar condition, str message, str error, SymInt? shown) -> ()", _require, has_side_effect=True),
+    _Operator("random_state(Device device) -> Tensor", devices.random_state, _random_state_fake, has_side_effect=True),
+    _Operator("set_random_state(Tensor state, Device device) -> ()", _set_random_state, has_side_effect=True),
     _Operator(
-        "exchange_random_state(Generator generator, Device device) -> ()", _exchange_random_state, has_effect=True
+        "exchange_random_state(Generator generator, Device device) -> ()", _exchange_random_state, has_side_effect=True
     ),
-    _Operator("enter_device(Device device, int stream=0) -> ()", _enter_device, has_effect=True),
-    _Operator("exit_device(Device device, int stream=0) -> ()", _exit_device, has_effect=True),
-    _Operator("stream_id(Device device, int stream) -> int", _stream_id, lambda *_: 0, has_effect=True),
+    _Operator("enter_device(Device device, int stream=0) -> ()", _enter_device, has_side_effect=True),
+    _Operator("exit_device(Device device, int stream=0) -> ()", _exit_device, has_side_effect=True),
+    _Operator("stream_id(Device device, int stream) -> int", devices.stream_id, lambda *_: 0, has_side_effect=True),
     _Operator(
         "record_event(Device device, int stream, int event=0) -> Tensor", _record_event, _record_event_fake,
-        has_effect=True,
+        has_side_effect=True,
     ),
-    _Operator("wait_event(Tensor event, Device device, int stream) -> ()", _wait_event, has_effect=True),
-    _Operator("record_stream(Tensor tensor, Device device, int stream) -> ()", _record_stream, has_effect=True),
-    _Operator("synchronize(int place) -> ()", _synchronize, has_effect=True),
-    _Operator("synchronize_device(Device? device=None) -> ()", _synchronize_device, has_effect=True),
+    _Operator("wait_event(Tensor event, Device device, int stream) -> ()", _wait_event, has_side_effect=True),
+    _Operator(
+        "record_stream(Tensor tensor, Device device, int stream) -> ()", devices.record_stream, has_side_effect=True
+    ),
+    _Operator("synchronize(int place) -> ()", _synchronize, has_side_effect=True),
+    _Operator("synchronize_device(Device? device=None) -> ()", _synchronize_device, has_side_effect=True),
 )  # fmt: skip
 
 
-_RUN = {operator.schema.partition("(")[0]: operator.run for operator in _OPERATORS}
+_IMPLEMENTATIONS = {operator.schema.partition("(")[0]: operator.run for operator in _OPERATORS}
 
 
-def implementation(operator: Any) -> Callable[..., Any]:
-    """Returns the function that an operator of this library runs, on any device."""
-    return _RUN[operator._schema.name.partition("::")[2]]
+def implementation(operator: OpOverload) -> Callable[..., object]:
+    """Returns the implementation of an operator of this library, for any device."""
+    return _IMPLEMENTATIONS[torch_schema(operator).name.partition("::")[2]]
 
 
-def _nothing(*_arguments: Any, **_keywords: Any) -> None:
-    """The rule for fake tensors of an operator that gives nothing."""
+def _no_fake_result(*_arguments: object, **_keywords: object) -> None:
+    """The fake implementation of operators without results."""
 
 
 def _register(operator: _Operator) -> None:
     name = operator.schema.partition("(")[0]
     _LIBRARY.define(operator.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _LIBRARY.impl(name, operator.run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fxwrap::{name}", operator.fake or _nothing, lib=_LIBRARY)
+    torch.library.register_fake(f"fxwrap::{name}", operator.fake or _no_fake_result, lib=_LIBRARY)
     if operator.functionalised is not None:
         _LIBRARY.impl(name, operator.functionalised, "Functionalize")
-    if operator.has_effect:
+    if operator.has_side_effect:
         declare_side_effect(getattr(torch.ops.fxwrap, name).default)
 
 
@@ -389,5 +409,5 @@ for _operator in _OPERATORS:
 
 cpp_kernel_operator: Any = torch.ops.fxwrap.cpp_kernel.default
 
-# torch's own operator for Triton kernels writes its operands but has no schema that says so.
+# torch's operator for Triton kernels mutates operands, which its schema does not show.
 declare_side_effect(triton_launch)

@@ -1,4 +1,4 @@
-"""Emitted Python as files that a debugger can step through."""
+"""Emitted Python as files, which debuggers can step through."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from fxwrap.runtime.native.build import cache_folder
 
 
 def write_module(source: str, name: str) -> Path:
-    """Writes the text to the cache folder under a name that its content decides; returns the path.
-
-    The file appears whole or not at all, also when many processes write it at once.
-    """
+    """Writes the text to the cache folder under a content-based name; returns the path. The write is atomic."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     folder = cache_folder() / "python"
     path = folder / f"{re.sub(r'[^A-Za-z0-9_]+', '_', name) or 'program'}_{digest}.py"
@@ -35,10 +32,10 @@ def write_module(source: str, name: str) -> Path:
 
 
 def load_module(source: str, name: str) -> ModuleType:
-    """Returns a new module made from the text, whose code belongs to the file in the cache folder."""
+    """Returns a new module with the text's code, which refers to its file in the cache folder."""
     path = write_module(source, name)
     module = ModuleType(path.stem)
     module.__file__ = str(path)
-    # The text is our own output. It does not inherit this file's __future__: Triton reads annotations as they are.
+    # dont_inherit: Triton evaluates annotations, which this file's __future__ import would turn into strings.
     exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     return module

@@ -1,4 +1,4 @@
-"""The operator that prints: `torch.ops.higher_order.print` has no schema by which emitters could call it."""
+"""An operator that prints: `torch.ops.higher_order.print` has no schema that emitters could call."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def _print(
     numbers: list[float],
     texts: list[str],
 ) -> None:
-    """Prints what `str.format` makes of arguments.
+    """Prints `format.format(...)`.
 
-    Each entry of `arguments` is "tensor", "number" or "text", which says what list the next one is from, followed by a
-    blank and its name where it has one.
+    Each entry of `arguments` is "tensor", "number" or "text", the list of the next argument, followed by a blank and
+    its keyword if it has one.
     """
-    given = {"tensor": iter(tensors), "number": iter(numbers), "text": iter(texts)}
+    queues = {"tensor": iter(tensors), "number": iter(numbers), "text": iter(texts)}
     positional: list[object] = []
     named: dict[str, object] = {}
     for argument in arguments:
         kind, _, name = argument.partition(" ")
-        value: object = next(given[kind])
+        value: object = next(queues[kind])
         if name:
             named[name] = value
         else:
@@ -40,7 +40,7 @@ def _print(
 
 @torch.library.register_fake("fxwrap_runtime::print")  # type: ignore[untyped-decorator]
 def _(*arguments: object) -> None:
-    """Nothing is printed of tensors without elements."""
+    """Fake tensors have nothing to print."""
 
 
 declare_side_effect(torch.ops.fxwrap_runtime.print.default)

@@ -1,4 +1,4 @@
-"""What emitted Python does to tensors beyond calling ATen; `allocator` and `window` are the cheapest ways."""
+"""Tensor operations of emitted Python beyond ATen."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import torch
 
 from fxwrap.runtime import devices
 from fxwrap.runtime.devices import allocator
-from fxwrap.torch_compat import window
+from fxwrap.torch_compat import strided_view
 
 __all__ = [
-    "allocator", "copy", "exchange_random_state", "follow", "random_state", "reinterpret", "scatter",
-    "set_random_state", "window",
+    "allocator", "copy", "exchange_random_state", "follow_key_step", "random_state", "reinterpret", "scatter",
+    "set_random_state", "strided_view",
 ]  # fmt: skip
 
 
 def reinterpret(
     memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, offset: int = 0
 ) -> torch.Tensor:
-    """Returns a tensor of this type that begins `offset` bytes after the first element of `memory`.
+    """Returns a tensor of this dtype that starts `offset` bytes after the first element of `memory`.
 
-    It is no view in autograd's sense: it has its own version counter and no base.
+    It is not a view for autograd: it has its own version counter and no base.
     """
     start = memory.storage_offset() * memory.dtype.itemsize + offset
-    made = torch.empty(0, dtype=dtype, device=memory.device)
-    return made.set_(memory.untyped_storage(), start // dtype.itemsize, sizes, strides)
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(
+        memory.untyped_storage(), start // dtype.itemsize, sizes, strides
+    )
 
 
-def copy(item: Any) -> Any:
-    """Returns a tensor's copy with the same strides; anything else itself."""
+def copy(item: object) -> object:
+    """Returns a copy of a tensor with the same strides; other items unchanged."""
     return item.clone() if isinstance(item, torch.Tensor) else item
 
 
@@ -39,8 +40,8 @@ def scatter(
 ) -> None:
     """Writes `source` into `target` at `index` along `dim`.
 
-    It is `aten.scatter_` when `reduce` is "", "add" or "multiply", else `aten.scatter_reduce_`, for which a number as
-    `source` is cast to the target's dtype.
+    For `reduce` "", "add" and "multiply" it is `aten.scatter_`, else `aten.scatter_reduce_`, which casts a scalar
+    `source` to the target's dtype.
     """
     if not reduce:
         target.scatter_(dim, index, source)
@@ -52,21 +53,21 @@ def scatter(
         target.scatter_reduce_(dim, index, source, reduce, include_self=include_self)
 
 
-def follow(found: Any, step: str, argument: Any = 0) -> Any:
-    """Takes one step of a key path: what it finds in an operator's result."""
+def follow_key_step(item: Any, step: str, argument: Any = 0) -> Any:
+    """Returns the item that one step of a key path selects in an operator's result."""
     match step:
         case "size":
-            return found.shape[argument]
+            return item.shape[argument]
         case "stride":
-            return found.stride(argument)
+            return item.stride(argument)
         case "storage_offset":
-            return found.storage_offset()
+            return item.storage_offset()
         case "element":
-            return found[argument]
+            return item[argument]
         case "divide":
-            return found // argument
+            return item // argument
         case "truth":
-            return int(bool(found))
+            return int(bool(item))
         case _:
             raise ValueError(f"a key path has no step '{step}'")
 

@@ -1,20 +1,20 @@
-"""Sizes and conditions over symbols: construction, text form, evaluation, bounds and printers."""
+"""Sizes and conditions over symbols: construction, IR text, evaluation, bounds and printers."""
 
-from fxwrap.symbolic.canonical import canonical as canonical
-from fxwrap.symbolic.computed import CHAINED as CHAINED
-from fxwrap.symbolic.computed import COMPARED_BY as COMPARED_BY
-from fxwrap.symbolic.computed import COMPUTED_BY as COMPUTED_BY
-from fxwrap.symbolic.computed import Number as Number
-from fxwrap.symbolic.computed import as_computed as as_computed
-from fxwrap.symbolic.computed import computed as computed
+from fxwrap.symbolic.callables import FUNCTION_CALLABLES as FUNCTION_CALLABLES
+from fxwrap.symbolic.callables import RELATION_CALLABLES as RELATION_CALLABLES
+from fxwrap.symbolic.callables import VARIADIC_CALLABLES as VARIADIC_CALLABLES
+from fxwrap.symbolic.callables import NumberOrExpression as NumberOrExpression
+from fxwrap.symbolic.callables import apply_callable as apply_callable
+from fxwrap.symbolic.callables import normalize_arithmetic as normalize_arithmetic
+from fxwrap.symbolic.canonicalize import canonicalize as canonicalize
 from fxwrap.symbolic.construct import constant_value as constant_value
 from fxwrap.symbolic.cpp_printer import CppPrinter as CppPrinter
 from fxwrap.symbolic.cpp_printer import cpp_prelude as cpp_prelude
 from fxwrap.symbolic.evaluate import evaluate as evaluate
-from fxwrap.symbolic.functions import BY_CLASS as BY_CLASS
+from fxwrap.symbolic.functions import FUNCTION_BY_CLASS as FUNCTION_BY_CLASS
 from fxwrap.symbolic.functions import FUNCTION_NAMES as FUNCTION_NAMES
 from fxwrap.symbolic.functions import RELATION_BY_CLASS as RELATION_BY_CLASS
-from fxwrap.symbolic.functions import Scalar as Scalar
+from fxwrap.symbolic.functions import Number as Number
 from fxwrap.symbolic.kinds import expression_kind as expression_kind
 from fxwrap.symbolic.printing import ExpressionPrinter as ExpressionPrinter
 from fxwrap.symbolic.printing import ordered_terms as ordered_terms
@@ -31,7 +31,7 @@ from fxwrap.symbolic.sizes import product as product
 from fxwrap.symbolic.sizes import remainder as remainder
 from fxwrap.symbolic.sizes import total as total
 from fxwrap.symbolic.symbols import Expression as Expression
-from fxwrap.symbolic.symbols import Kind as Kind
+from fxwrap.symbolic.symbols import ScalarKind as ScalarKind
 from fxwrap.symbolic.symbols import Size as Size
 from fxwrap.symbolic.symbols import is_symbol_name as is_symbol_name
 from fxwrap.symbolic.symbols import make_symbol as make_symbol

@@ -1,8 +1,8 @@
-"""Constructors of canonical expressions: the same operands always give the same tree.
+"""Constructors of canonical expressions: equal operands yield equal trees.
 
-Sums, products and natural powers are sympy's evaluated ones. Every other node is built without torch's own
-simplification, which differs from release to release, costs milliseconds and trusts sign assumptions that our
-symbols do not make; here are only folding of constants and a few exact rules that hold for every integer.
+Sums, products and natural powers are sympy's evaluated ones. Other nodes skip torch's simplification, which differs
+between releases, is slow, and relies on sign assumptions that fxwrap's symbols do not make. The constructors only fold
+constants and apply a few rules that are exact for all integers.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import math
 from collections.abc import Sequence
 
 import sympy
-from sympy.core.sorting import ordered
 
-from fxwrap import torch_compat
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic.functions import BY_NAME, RELATION_BY_MARK, FunctionSpec, Scalar
+from fxwrap.symbolic.functions import FUNCTION_BY_NAME, RELATION_BY_OPERATOR, FunctionSpec, Number
 from fxwrap.symbolic.kinds import expression_kind
+from fxwrap.torch_compat import sympy_functions, unevaluated_boolean
 
 _LARGEST_FOLDED_EXPONENT = 1024
-_DIVISIONS = (torch_compat.FloorDiv, torch_compat.CleanDiv)
+_DIVISIONS = (sympy_functions.FloorDiv, sympy_functions.CleanDiv)
 _INTEGER_OPERANDS = frozenset(
     ["floordiv", "cleandiv", "modular_indexing", "mod", "python_mod", "pow_by_natural"]
     + ["bitwise_and", "bitwise_or", "bitwise_xor"]
 )
-_EXTREMES = {torch_compat.Max: max, torch_compat.Min: min}
+_EXTREMES = {sympy_functions.Max: max, sympy_functions.Min: min}
 
 
-def constant(value: Scalar) -> sympy.Basic:
-    """The sympy constant of a Python scalar: exact for floats, infinities and nan included."""
+def constant(value: Number) -> sympy.Basic:
+    """Returns the sympy constant of a number, exact for floats, infinities and nan."""
     if isinstance(value, bool):
         return sympy.true if value else sympy.false
     if isinstance(value, int):
@@ -40,8 +39,8 @@ def constant(value: Scalar) -> sympy.Basic:
     return sympy.Float(value)
 
 
-def constant_value(node: sympy.Basic) -> Scalar | None:
-    """The Python scalar of a finite integer, float or boolean constant, None for any other node."""
+def constant_value(node: sympy.Basic) -> Number | None:
+    """Returns the number of a finite integer, float or boolean constant, None for any other node."""
     if isinstance(node, sympy.Integer):
         return int(node)
     if isinstance(node, sympy.Float):
@@ -52,21 +51,21 @@ def constant_value(node: sympy.Basic) -> Scalar | None:
 
 
 def power(base: sympy.Basic, exponent: sympy.Basic) -> sympy.Basic:
-    """`base ** exponent`: sympy's power for integer constants, else a float power, root or natural power."""
+    """Returns `base ** exponent`: sympy's power for constant integer exponents, else a function."""
     folds_huge = base.is_Number and exponent.is_Integer and abs(exponent) > _LARGEST_FOLDED_EXPONENT
     if isinstance(exponent, sympy.Integer) and not folds_huge:
         return sympy.Pow(base, exponent)
     if exponent == sympy.S.Half:
-        return apply(BY_NAME["sqrt"], (base,))
+        return apply(FUNCTION_BY_NAME["sqrt"], (base,))
     if isinstance(exponent, sympy.Rational):
         exponent = sympy.Float(float(exponent))
     joint_kinds = {expression_kind(base), expression_kind(exponent)}
-    return apply(BY_NAME["float_pow" if "float" in joint_kinds else "pow_by_natural"], (base, exponent))
+    return apply(FUNCTION_BY_NAME["float_pow" if "float" in joint_kinds else "pow_by_natural"], (base, exponent))
 
 
 def compare(mark: str, left: sympy.Basic, right: sympy.Basic) -> sympy.Basic:
-    """The comparison `left mark right`, folded if both are constants."""
-    spec = RELATION_BY_MARK[mark]
+    """Returns the comparison `left mark right`, folded if both are constants."""
+    spec = RELATION_BY_OPERATOR[mark]
     left_value, right_value = constant_value(left), constant_value(right)
     if left_value is not None and right_value is not None:
         return constant(spec.compute(left_value, right_value))
@@ -94,39 +93,51 @@ def apply(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic:
         return _connective(spec, operands)
     if node is sympy.Not and isinstance(operands[0], sympy.Not):
         return operands[0].args[0]
-    if node is torch_compat.Where and operands[0] in (sympy.true, sympy.false):
+    if node is sympy_functions.Where and operands[0] in (sympy.true, sympy.false):
         return operands[1] if operands[0] is sympy.true else operands[2]
     if spec.name in ("mod", "python_mod", "modular_indexing") and operands[-1] == 1:
         return sympy.S.Zero
     return node(*operands, evaluate=False)
 
 
+def absolute(operands: Sequence[sympy.Basic]) -> sympy.Basic:
+    """Returns the absolute value of an operand."""
+    return apply(FUNCTION_BY_NAME["max"], (operands[0], sympy.Mul(-1, operands[0])))
+
+
+def left_shift(operands: Sequence[sympy.Basic]) -> sympy.Basic:
+    """Returns the first operand shifted left by the second."""
+    return sympy.Mul(operands[0], power(sympy.Integer(2), operands[1]))
+
+
+def right_shift(operands: Sequence[sympy.Basic]) -> sympy.Basic:
+    """Returns the first operand shifted right by the second."""
+    return apply(FUNCTION_BY_NAME["floordiv"], (operands[0], power(sympy.Integer(2), operands[1])))
+
+
 def ceiling_division(base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic:
-    """`ceil(base / divisor)` for a positive divisor, as torch does: (base + divisor - 1) // divisor."""
-    return apply(BY_NAME["floordiv"], (sympy.Add(base, divisor, -1), divisor))
+    """Returns ceil(base / divisor) for a positive divisor, in torch's form (base + divisor - 1) // divisor."""
+    return apply(FUNCTION_BY_NAME["floordiv"], (sympy.Add(base, divisor, -1), divisor))
 
 
 def _fold(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic | None:
-    if spec.sympy_class is torch_compat.Identity:
+    if spec.sympy_class is sympy_functions.Identity:
         return None
-    if spec.sympy_class is torch_compat.PowByNatural and constant_value(operands[1]) not in range(
+    if spec.sympy_class is sympy_functions.PowByNatural and constant_value(operands[1]) not in range(
         _LARGEST_FOLDED_EXPONENT
     ):
         return None
-    values = []
-    for operand in operands:
-        value = constant_value(operand)
-        if value is None:
-            return None
-        values.append(value)
+    values = [constant_value(operand) for operand in operands]
+    if None in values:
+        return None
     try:
         return constant(spec.compute(*values))
     except (ArithmeticError, ValueError, TypeError):
-        return None  # the node stays, so that it raises where and when the program evaluates it
+        return None  # the node raises when the program evaluates it
 
 
 def _divide(spec: FunctionSpec, base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic:
-    """Floor division; by a constant, whole multiples come out and common factors cancel, both exactly."""
+    """Returns a floor division. By a constant, multiples of it are divided exactly and common factors cancel."""
     if not isinstance(divisor, sympy.Integer) or divisor == 0 or expression_kind(base) != "int":
         return spec.sympy_class(base, divisor, evaluate=False)
     number = int(divisor)
@@ -154,7 +165,7 @@ def _integer_coefficient(term: sympy.Basic) -> tuple[int, sympy.Basic]:
 
 
 def _extreme(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic:
-    """Max or Min: nested ones flattened, duplicates dropped, finite constants folded into one."""
+    """Returns Max or Min, flattened, without duplicates, with finite constants folded."""
     choose = _EXTREMES[spec.sympy_class]
     symbolic: dict[sympy.Basic, None] = {}
     constants: list[sympy.Basic] = []
@@ -171,7 +182,7 @@ def _extreme(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic
 
 
 def _connective(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Basic:
-    """And or Or: nested ones flattened, duplicates and neutral constants dropped, inequalities not solved."""
+    """Returns And or Or, flattened, without duplicates and neutral constants; inequalities are not solved."""
     neutral = sympy.true if spec.sympy_class is sympy.And else sympy.false
     deciding = sympy.false if spec.sympy_class is sympy.And else sympy.true
     parts: dict[sympy.Basic, None] = {}
@@ -183,6 +194,4 @@ def _connective(spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> sympy.Ba
                 parts[part] = None
     if len(parts) < 2:
         return next(iter(parts), neutral)
-    node = sympy.Basic.__new__(spec.sympy_class, *ordered(parts))
-    node._argset = frozenset(parts)
-    return node
+    return unevaluated_boolean(spec.sympy_class, parts)

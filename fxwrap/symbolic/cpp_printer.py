@@ -1,4 +1,4 @@
-"""Expressions as C++ source, and the helper functions that such source calls."""
+"""Expressions as C++ source, and the helper functions that it calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sympy
 
 from fxwrap.symbolic.functions import OPAQUE_FUNCTIONS, FunctionSpec
 from fxwrap.symbolic.kinds import expression_kind
-from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, ceiling_operand
+from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, match_ceiling_division
 
 _PRELUDE = """\
 #include <cmath>
@@ -127,7 +127,7 @@ _SPECIALS = {
 
 
 def cpp_prelude() -> str:
-    """The includes and helper functions (namespace `fxwrap`) that the source of `CppPrinter` calls."""
+    """Returns the includes and helper functions (namespace `fxwrap`) of `CppPrinter`'s source."""
     return _PRELUDE
 
 
@@ -135,9 +135,8 @@ class CppPrinter(ExpressionPrinter):
     """Prints expressions as C++17 over `int64_t`, `double` and `bool` variables, below `cpp_prelude()`.
 
     Integer division has Python's floor semantics; integers must fit 64 bits. Division by zero throws
-    `std::domain_error`, a float too large for an integer `std::overflow_error`. Where a float meets an
-    integer, the integer is rounded to a double first, which above 2**53 can differ from Python's exact
-    comparison and division.
+    `std::domain_error`, a float too large for an integer `std::overflow_error`. Integers that are combined with a float
+    are rounded to double, which above 2**53 can differ from Python's exact comparison and division.
     """
 
     def integer(self, value: int) -> str:
@@ -162,7 +161,7 @@ class CppPrinter(ExpressionPrinter):
     def function(self, spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
         name = spec.name
         if name == "floordiv" and isinstance(operands[1], sympy.Integer):
-            ceiling = ceiling_operand(*operands)
+            ceiling = match_ceiling_division(*operands)
             if ceiling is not None:
                 return self.call("fxwrap::ceildiv", (ceiling, operands[1]))
         if name in _INTEGER_CALLS:

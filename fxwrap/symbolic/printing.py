@@ -1,4 +1,4 @@
-"""What the expression printers of all languages share: operators, their order and their parentheses."""
+"""The base class of expression printers: operators, their order and their parentheses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import sympy
 
 from fxwrap import torch_compat
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic.functions import BY_CLASS, RELATION_BY_CLASS, FunctionSpec
+from fxwrap.symbolic.functions import FUNCTION_BY_CLASS, RELATION_BY_CLASS, FunctionSpec
 from fxwrap.symbolic.symbols import Expression
 
 
 class Precedence(IntEnum):
-    """How tightly the outermost operator of a printed expression binds."""
+    """The precedence of the outermost operator of a printed expression."""
 
     CONDITIONAL = 0
     OR = 1
@@ -31,13 +31,13 @@ class Precedence(IntEnum):
 
 
 def ordered_terms(node: sympy.Add) -> tuple[sympy.Basic, ...]:
-    """The terms of a sum in the order in which printers write and the evaluator adds them: constant last."""
+    """Returns the terms of a sum in the order of printers and the evaluator: the constant last."""
     first, *others = node.args
     return (*others, first) if isinstance(first, sympy.Number) else node.args
 
 
-def ceiling_operand(base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic | None:
-    """`x` if floordiv(base, divisor) is how torch writes ceil(x / divisor): base = x + divisor - 1."""
+def match_ceiling_division(base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic | None:
+    """Returns x if floordiv(base, divisor) is torch's form of ceil(x / divisor), base = x + divisor - 1, else None."""
     if not isinstance(base, sympy.Add):
         return None
     if isinstance(divisor, sympy.Integer) and divisor > 1 and divisor - 1 in base.args:
@@ -51,13 +51,13 @@ def ceiling_operand(base: sympy.Basic, divisor: sympy.Basic) -> sympy.Basic | No
 
 
 class ExpressionPrinter(ABC):
-    """Prints canonical expressions in one language; `names` gives the text of symbols with another name."""
+    """Prints canonical expressions in one language. `names` replaces the names of symbols."""
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         self._names = {} if names is None else names
 
     def print(self, expression: Expression) -> str:
-        """The text of a size or condition. Raises `ExpressionError` for a node that is not canonical."""
+        """Returns the text of a size or condition. Raises `ExpressionError` for a node that is not canonical."""
         if type(expression) is int:
             return self.integer(expression)
         return self._render(expression)[0]
@@ -87,12 +87,12 @@ class ExpressionPrinter(ABC):
         """A function of the table `FUNCTIONS` on its operands."""
 
     def operand(self, node: sympy.Basic, least: Precedence) -> str:
-        """The text of a subexpression, in parentheses if it binds less tightly than `least`."""
+        """Returns the text of a subexpression, in parentheses if its precedence is below `least`."""
         text, precedence = self._render(node)
         return text if precedence >= least else f"({text})"
 
     def call(self, name: str, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
-        """The text `name(operands)`."""
+        """Returns the text `name(operands)`."""
         return f"{name}({', '.join(self._render(operand)[0] for operand in operands)})", Precedence.ATOM
 
     def _render(self, node: sympy.Basic) -> tuple[str, Precedence]:
@@ -113,24 +113,20 @@ class ExpressionPrinter(ABC):
         if relation is not None:
             left, right = (self.operand(side, Precedence.ADD) for side in node.args)
             return f"{left} {relation.mark} {right}", Precedence.COMPARE
-        spec = BY_CLASS.get(node_class)
+        spec = FUNCTION_BY_CLASS.get(node_class)
         if spec is None:
             raise ExpressionError(f"the expression language has no {node_class.__name__} (in {node})")
         return self.function(spec, node.args)
 
     def _constant(self, node: sympy.Basic) -> tuple[str, Precedence]:
-        special = _SPECIALS.get(node)
-        if special is not None:
-            return self.special(special), Precedence.ATOM
+        if node in _SPECIALS:
+            return self.special(_SPECIALS[node]), Precedence.ATOM
         negative, magnitude = _split_sign(node)
         if magnitude in _SPECIALS:
             text, precedence = self.special(_SPECIALS[magnitude]), Precedence.ATOM
-        elif isinstance(node, sympy.Integer):
-            text, precedence = self.integer(int(node)), Precedence.UNARY if negative else Precedence.ATOM
-            negative = False
-        elif isinstance(node, sympy.Float):
-            text, precedence = self.real(float(node)), Precedence.UNARY if negative else Precedence.ATOM
-            negative = False
+        elif isinstance(node, sympy.Integer | sympy.Float):
+            text = self.integer(int(node)) if isinstance(node, sympy.Integer) else self.real(float(node))
+            return text, Precedence.UNARY if negative else Precedence.ATOM
         else:
             text, precedence = self.rational(Fraction(magnitude.p, magnitude.q)), Precedence.MULTIPLY
         if not negative:
@@ -148,7 +144,7 @@ class ExpressionPrinter(ABC):
         return text
 
     def _signed(self, term: sympy.Basic) -> tuple[bool, str]:
-        """Whether a term of a sum has a minus in front, and its text without it."""
+        """Returns whether a term of a sum is negative, and the text of its magnitude."""
         if isinstance(term, sympy.Mul):
             return self._product(term)
         if isinstance(term, sympy.Number):

@@ -8,10 +8,10 @@ from fractions import Fraction
 import sympy
 
 from fxwrap.symbolic.functions import OPAQUE_FUNCTIONS, FunctionSpec
-from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, ceiling_operand
+from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, match_ceiling_division
 
 PYTHON_IMPORTS = ("import math", "import operator")
-"""What a module needs above the expressions that `PythonPrinter` writes."""
+"""The imports of `PythonPrinter`'s source."""
 
 _CALLS = {
     "max": "max",
@@ -39,9 +39,9 @@ _SPECIALS = {"true": "True", "false": "False", "inf": "math.inf", "int_inf": "ma
 
 
 class PythonPrinter(ExpressionPrinter):
-    """Prints expressions as Python source; the module needs the lines of `PYTHON_IMPORTS`.
+    """Prints expressions as Python source with the imports `PYTHON_IMPORTS`.
 
-    The value and type of the source equal `evaluate`'s, errors included.
+    Its value, type and errors equal those of `evaluate`.
     """
 
     def integer(self, value: int) -> str:
@@ -62,7 +62,7 @@ class PythonPrinter(ExpressionPrinter):
     def function(self, spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
         name = spec.name
         if name == "floordiv" and isinstance(operands[1], sympy.Integer):
-            ceiling = ceiling_operand(*operands)
+            ceiling = match_ceiling_division(*operands)
             if ceiling is not None:
                 return self._ceiling_division(ceiling, operands[1])
         if name in _CALLS:
@@ -94,10 +94,8 @@ class PythonPrinter(ExpressionPrinter):
         assert name == "identity", name
         return self._render(operands[0])
 
-    def _operator(
-        self, mark: str, precedence: Precedence, operands: Sequence[sympy.Basic]
-    ) -> tuple[str, Precedence]:
-        """A left-associative operator: its operands on the right must bind more tightly."""
+    def _operator(self, mark: str, precedence: Precedence, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
+        """Prints a left-associative operator, whose right operands need a higher precedence."""
         left = self.operand(operands[0], precedence)
         rest = (self.operand(operand, Precedence(precedence + 1)) for operand in operands[1:])
         return f" {mark} ".join((left, *rest)), precedence

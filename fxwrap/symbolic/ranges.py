@@ -1,4 +1,4 @@
-"""What is known of symbols, and the bounds of expressions that follow from it."""
+"""Value ranges of symbols, and the bounds of expressions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import sympy
 
 from fxwrap import torch_compat
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic.canonical import canonical
-from fxwrap.symbolic.functions import Scalar
+from fxwrap.symbolic.canonicalize import canonicalize
+from fxwrap.symbolic.functions import Number
 from fxwrap.symbolic.symbols import Expression, symbol_kind
+from fxwrap.torch_compat import sympy_functions
 
-Bound: TypeAlias = Scalar | None
-"""A finite bound, or None where there is none."""
+Bound: TypeAlias = Number | None
+"""A finite bound, or None for no bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class SymbolInfo:
-    """What is known of one symbol: inclusive bounds (None: unbounded), a typical value, a common divisor.
+    """The value range of a symbol: inclusive bounds (None: unbounded), a typical value `hint`, and a divisor.
 
-    Raises `ExpressionError` if the bounds cross, if `divisor` is not positive, or if `hint` lies outside the
-    bounds.
+    Raises `ExpressionError` if the bounds cross, if `divisor` is not positive, or if `hint` is out of bounds.
     """
 
     name: str
@@ -46,10 +46,10 @@ class SymbolInfo:
 
 
 def bounds(expression: Expression, infos: Mapping[str, SymbolInfo]) -> tuple[Bound, Bound]:
-    """Inclusive lower and upper bounds of a canonical size or condition; None where none is known.
+    """Returns inclusive lower and upper bounds of a canonical size or condition, None for an unknown one.
 
-    `infos` is by symbol name; a symbol that it lacks is unbounded. The bounds hold for every assignment
-    within the infos, but need not be reached. Source: PyTorch's value range analysis (`bound_sympy`).
+    `infos` is by symbol name; other symbols are unbounded. The bounds need not be tight. Source: PyTorch's value range
+    analysis (`bound_sympy`).
     """
     if isinstance(expression, int):
         return expression, expression
@@ -58,22 +58,22 @@ def bounds(expression: Expression, infos: Mapping[str, SymbolInfo]) -> tuple[Bou
     symbols = expression.free_symbols
     ranges = {symbol: _symbol_range(symbol.name, infos.get(symbol.name)) for symbol in symbols}
     try:
-        # The analysis gives Mod of a negative number C's sign; its value has Python's, as PythonMod's has there.
-        with_pythons_sign = expression.replace(torch_compat.Mod, torch_compat.PythonMod)
-    except ZeroDivisionError:  # a modulus is seen to be zero: it has no value
+        # The analysis gives Mod the sign of C's remainder, but its value has the sign of Python's, like PythonMod.
+        with_pythons_sign = expression.replace(sympy_functions.Mod, sympy_functions.PythonMod)
+    except ZeroDivisionError:  # a constant modulus is zero
         return None, None
-    found = torch_compat.bound_sympy(with_pythons_sign, ranges)
-    return _finite(found.lower), _finite(found.upper)
+    limits = torch_compat.bound_sympy(with_pythons_sign, ranges)
+    return _finite(limits.lower), _finite(limits.upper)
 
 
 def _is_unbounded_node(node: sympy.Basic) -> bool:
-    """Whether the range analysis has no rule for a node: asinh, and powers that mean a division.
+    """Whether the range analysis has no rule for a node (asinh, negative powers) or a wrong one.
 
-    For a modular index by what may be negative it has wrong ones.
+    Its rule for ModularIndexing is wrong for divisors that may be negative.
     """
-    if isinstance(node, torch_compat.OpaqueUnaryFn_asinh):
+    if isinstance(node, sympy_functions.OpaqueUnaryFn_asinh):
         return True
-    if isinstance(node, torch_compat.ModularIndexing):
+    if isinstance(node, sympy_functions.ModularIndexing):
         return not (node.args[1].is_positive and node.args[2].is_positive)
     return isinstance(node, sympy.Pow) and bool(node.exp.is_negative)
 
@@ -94,7 +94,7 @@ def _symbol_range(name: str, info: SymbolInfo | None) -> torch_compat.ValueRange
 
 
 def _finite(bound: sympy.Basic) -> Bound:
-    value = canonical(bound)
+    value = canonicalize(bound)
     if isinstance(value, int):
         return value
     if isinstance(value, sympy.Float):

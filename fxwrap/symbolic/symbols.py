@@ -1,17 +1,17 @@
-"""Symbols of sizes: the prefix of a name fixes its kind and its sympy assumptions."""
+"""Symbols. The prefix of a name determines its kind and its sympy assumptions."""
 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import sympy
 
+from fxwrap.caching import bounded_cache
 from fxwrap.errors import ExpressionError
 
-Kind: TypeAlias = Literal["int", "float", "bool"]
-"""What an expression is at run time: `int64_t`, `double` or `bool` in C++, the same-named type in Python."""
+ScalarKind: TypeAlias = Literal["int", "float", "bool"]
+"""The run-time kind of an expression: `int64_t`, `double` or `bool` in C++, the type of the same name in Python."""
 
 Size: TypeAlias = int | sympy.Expr
 """A size, stride, offset or scalar: a constant integer is a plain int, anything else a sympy expression."""
@@ -19,15 +19,15 @@ Size: TypeAlias = int | sympy.Expr
 Expression: TypeAlias = int | sympy.Basic
 """A size or a condition (a comparison, `and`, `or`, `not`, `true`, `false`)."""
 
-PREFIX_KINDS: dict[str, Kind] = {"s": "int", "u": "int", "n": "int", "f": "float", "uf": "float", "b": "bool"}
+PREFIX_KINDS: dict[str, ScalarKind] = {"s": "int", "u": "int", "n": "int", "f": "float", "uf": "float", "b": "bool"}
 """Kind by prefix: `s` sizes, `u` unbacked integers, `n` lets, `f` and unbacked `uf` floats, `b` booleans."""
 
 _NAME = re.compile(rf"({'|'.join(PREFIX_KINDS)})(\d+)")
 
 
-@lru_cache(maxsize=65536)
-def symbol_kind(name: str) -> Kind:
-    """The kind that a symbol's name fixes: "int", "float" or "bool".
+@bounded_cache(65536)
+def symbol_kind(name: str) -> ScalarKind:
+    """Returns the kind of a symbol's name: "int", "float" or "bool".
 
     Raises `ExpressionError` if `name` is not a known prefix followed by digits.
     """
@@ -43,9 +43,9 @@ def is_symbol_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-@lru_cache(maxsize=65536)
+@bounded_cache(65536)
 def make_symbol(name: str) -> sympy.Symbol:
-    """The one symbol of this name; integers are assumed integer (no sign), floats real, booleans nothing.
+    """Returns the symbol of a name. Integers are assumed integer (of any sign), floats real, booleans nothing.
 
     Raises `ExpressionError` if `name` is not a known prefix followed by digits.
     """

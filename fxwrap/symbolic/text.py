@@ -1,21 +1,21 @@
-"""Expressions in IR text: the printer, and the parser over a token stream."""
+"""Expressions in IR text: printer and parser."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 
 import sympy
 from sympy.logic.boolalg import Boolean
 
 from fxwrap import torch_compat
+from fxwrap.caching import bounded_cache
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic.canonical import unwrap
+from fxwrap.symbolic.canonicalize import unwrap
 from fxwrap.symbolic.construct import apply, ceiling_division, compare, constant, power
-from fxwrap.symbolic.functions import BY_NAME, RELATION_BY_MARK, FunctionSpec
+from fxwrap.symbolic.functions import FUNCTION_BY_NAME, RELATION_BY_OPERATOR, FunctionSpec
 from fxwrap.symbolic.kinds import expression_kind
-from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, ceiling_operand
+from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, match_ceiling_division
 from fxwrap.symbolic.symbols import Expression, Size, make_symbol
 from fxwrap.symbolic.tokens import Token, TokenStream
 
@@ -27,12 +27,12 @@ _CONSTANTS: dict[str, sympy.Basic] = {
     "nan": sympy.nan,
 }
 _CONNECTIVES = frozenset(["and", "or", "not"])
-_CONDITION_TAKERS = frozenset(["where", "identity", "bitwise_and", "bitwise_or", "bitwise_xor"])
-_CONTINUATIONS = frozenset(["+", "-", "*", "/", "**", "(", *RELATION_BY_MARK])
+_CONDITION_FUNCTIONS = frozenset(["where", "identity", "bitwise_and", "bitwise_or", "bitwise_xor"])
+_CONTINUATIONS = frozenset(["+", "-", "*", "/", "**", "(", *RELATION_BY_OPERATOR])
 
 
 class TextPrinter(ExpressionPrinter):
-    """Prints expressions as IR text, from which `parse_expr` reads back an equal expression."""
+    """Prints expressions as IR text, which `parse_expr` parses to an equal expression."""
 
     def integer(self, value: int) -> str:
         return str(value)
@@ -51,7 +51,7 @@ class TextPrinter(ExpressionPrinter):
 
     def function(self, spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
         if spec.name == "floordiv":
-            ceiling = ceiling_operand(*operands)
+            ceiling = match_ceiling_division(*operands)
             if ceiling is not None:
                 return self.call("ceildiv", (ceiling, operands[1]))
         return self.call(spec.name, operands)
@@ -61,22 +61,22 @@ _PRINTER = TextPrinter()
 
 
 def print_expr(expression: Expression) -> str:
-    """The IR text of a canonical size or condition, such as `64*s0 + 3` or `ceildiv(n0, 1024)`.
+    """Returns the IR text of a canonical size or condition, such as `64*s0 + 3` or `ceildiv(n0, 1024)`.
 
-    `parse_expr` of the text equals the expression, floats to the last bit.
+    `parse_expr` parses it to an equal expression, with exact floats.
     """
     if type(expression) is int:
         return str(expression)
     return _print_cached(expression)
 
 
-@lru_cache(maxsize=65536)
+@bounded_cache(65536)
 def _print_cached(expression: sympy.Basic) -> str:
     return _PRINTER.print(expression)
 
 
 def parse_expr(text: str) -> Expression:
-    """The canonical expression that a whole text holds. Raises `ParseError` with line and column."""
+    """Returns the canonical expression of a text. Raises `ParseError` with line and column."""
     stream = TokenStream(text)
     expression = read_expr(stream)
     stream.expect("end")
@@ -84,19 +84,19 @@ def parse_expr(text: str) -> Expression:
 
 
 def read_expr(stream: TokenStream) -> Expression:
-    """Read the longest size or condition at the stream's position. Raises `ParseError` where it is wrong."""
+    """Parses the longest size or condition at the stream's position. Raises `ParseError`."""
     atom = _read_lone_atom(stream)
     return atom if atom is not None else unwrap(_comparison(stream))
 
 
 def read_size(stream: TokenStream) -> Size:
-    """Read the longest size, leaving comparison marks (`<`, `>`, ...) for the caller. Raises `ParseError`."""
+    """Parses the longest size, but no comparison marks (`<`, `>`, ...). Raises `ParseError`."""
     atom = _read_lone_atom(stream)
     return atom if atom is not None else unwrap(_sum(stream))
 
 
 def _read_lone_atom(stream: TokenStream) -> Expression | None:
-    """An integer or symbol that no operator follows: nearly every size, so read without recursion."""
+    """Returns an integer or symbol that no operator follows; most sizes are, so it needs no recursion."""
     token = stream.peek()
     if token.kind == "number":
         if token.text.isdigit() and stream.peek(1).kind not in _CONTINUATIONS:
@@ -111,7 +111,7 @@ def _read_lone_atom(stream: TokenStream) -> Expression | None:
 def _comparison(stream: TokenStream) -> sympy.Basic:
     left = _sum(stream)
     mark = stream.peek().kind
-    if mark not in RELATION_BY_MARK:
+    if mark not in RELATION_BY_OPERATOR:
         return left
     stream.next()
     return compare(mark, left, _sum(stream))
@@ -154,7 +154,7 @@ def _reciprocal(stream: TokenStream, factors: list[sympy.Basic], mark: Token) ->
 
 
 def _factor(stream: TokenStream) -> list[sympy.Basic]:
-    """A power, after a -1 for each minus in front: a product is built in one step, never in nested ones."""
+    """Parses a power, with a -1 for each leading minus, so that a product is built in one step."""
     if stream.accept("-"):
         return [sympy.S.NegativeOne, *_factor(stream)]
     start = stream.peek()
@@ -169,7 +169,7 @@ def _factor(stream: TokenStream) -> list[sympy.Basic]:
 
 
 def _numbers(stream: TokenStream, operands: list[sympy.Basic], start: Token) -> list[sympy.Basic]:
-    """The operands of an arithmetic operator, none of which may be a condition."""
+    """Returns the operands of an arithmetic operator. Raises `ParseError` for a condition."""
     for operand in operands:
         if isinstance(operand, Boolean) and not isinstance(operand, sympy.Symbol):
             raise stream.error(f"'{_print_cached(operand)}' is a condition, not a number", start)
@@ -203,9 +203,9 @@ def _named(stream: TokenStream, token: Token) -> sympy.Basic:
 
 
 def _call(stream: TokenStream, name: Token) -> sympy.Basic:
-    spec = BY_NAME.get(name.text)
+    spec = FUNCTION_BY_NAME.get(name.text)
     if spec is None and name.text != "ceildiv":
-        known = ", ".join(sorted([*BY_NAME, "ceildiv"]))
+        known = ", ".join(sorted([*FUNCTION_BY_NAME, "ceildiv"]))
         raise stream.error(f"unknown function '{name.text}'; known: {known}", name)
     operands = _operands(stream)
     arity = 2 if spec is None else spec.arity
@@ -218,7 +218,7 @@ def _call(stream: TokenStream, name: Token) -> sympy.Basic:
         for operand in operands:
             if expression_kind(operand) != "bool":
                 raise stream.error(f"{name.text} takes conditions, not '{print_expr(operand)}'", name)
-    elif spec.name not in _CONDITION_TAKERS:
+    elif spec.name not in _CONDITION_FUNCTIONS:
         _numbers(stream, operands, name)
     try:
         return apply(spec, operands)

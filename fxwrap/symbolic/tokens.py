@@ -12,7 +12,7 @@ PUNCTUATION = (
     "->", "**", "<=", ">=", "==", "!=",
     "(", ")", "[", "]", "{", "}", "<", ">", ",", ":", "=", "|", "*", "+", "-", "/",
 )  # fmt: skip
-"""Every punctuation token, two characters before one; a punctuation token's kind is its text."""
+"""Punctuation tokens, longer ones first; the kind of a punctuation token is its text."""
 
 _TOKEN = re.compile(
     r"[ \t\r\f]*(?:"
@@ -32,7 +32,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _PREFIXES = {"value": "%", "at": "@", "label": "^"}
-_KIND_WORDS = {
+_KIND_DESCRIPTIONS = {
     "end": "end of text",
     "newline": "end of line",
     "value": "a %value",
@@ -43,12 +43,11 @@ _CLOSING = {"(": 1, "[": 1, ")": -1, "]": -1}
 
 
 class Token(NamedTuple):
-    """One token: its kind, its text and where it starts (line and column from 1).
+    """A token: its kind, its text and its start (line and column from 1).
 
     Kinds are `value` (`%name`), `name` (dots allowed), `at` (`@name`), `label` (`^name`), `number`, `string`, `type` (a
-    tensor's, if its sizes are plain numbers: `f32[2, 3]@cpu`; most tokens of a program would be parts of these),
-    `newline`, `end`, and for punctuation the mark itself. The text of `value`, `at` and `label` is without
-    the prefix; that of a `string` is its decoded content.
+    tensor type with constant sizes, `f32[2, 3]@cpu`, one token for speed), `newline`, `end`, and for punctuation the
+    mark itself. The text of `value`, `at` and `label` has no prefix; that of a `string` is decoded.
     """
 
     kind: str
@@ -57,7 +56,7 @@ class Token(NamedTuple):
     column: int
 
     def describe(self) -> str:
-        """The token as an error message names it."""
+        """Returns the token's description in error messages."""
         if self.kind in ("newline", "end"):
             return f"end of {'line' if self.kind == 'newline' else 'text'}"
         if self.kind == "string":
@@ -66,10 +65,10 @@ class Token(NamedTuple):
 
 
 def tokenize(text: str) -> list[Token]:
-    """Split IR text into tokens, the last of kind `end`.
+    """Splits IR text into tokens, the last of kind `end`.
 
-    Comments and blank lines vanish. A run of line ends is one `newline` token; inside `()` and `[]`, and
-    before the first token, there is none. Raises `ParseError` at the first character that starts no token.
+    Comments and blank lines are skipped. A run of line ends is one `newline` token, except inside `()` and `[]` and
+    before the first token. Raises `ParseError` at a character that starts no token.
     """
     tokens: list[Token] = []
     append = tokens.append
@@ -109,9 +108,9 @@ def tokenize(text: str) -> list[Token]:
 
 
 def quote(text: str, *, raw: bool = False) -> str:
-    """`text` as a string token; with `raw`, between triple quotes and unescaped if the content allows that.
+    """Returns `text` as a string token; with `raw`, in triple quotes and unescaped where possible.
 
-    `tokenize(quote(text))` gives back `text` exactly for every string.
+    The token of `tokenize(quote(text))` has the same text for every string.
     """
     if raw and '"""' not in text and not text.endswith('"') and "\r" not in text:
         return f'"""{text}"""'
@@ -151,7 +150,7 @@ def _line_at(text: str, line_start: int) -> str:
 
 
 class TokenStream:
-    """Tokens with a position, for a recursive-descent parser; errors hold line, column and source line."""
+    """Tokens with a position, for a recursive-descent parser. Errors have line, column and source line."""
 
     __slots__ = ("_lines", "_position", "_source", "_tokens")
 
@@ -162,25 +161,25 @@ class TokenStream:
         self._lines: list[str] | None = None
 
     def peek(self, offset: int = 0) -> Token:
-        """The token `offset` places ahead, without taking it; the `end` token past the end."""
+        """Returns the token at an offset from the next one without consuming it, `end` past the end."""
         tokens = self._tokens
         position = self._position + offset
         return tokens[position] if position < len(tokens) else tokens[-1]
 
     def next(self) -> Token:
-        """Take the next token; at the end, the `end` token again and again."""
+        """Consumes and returns the next token; `end` is never consumed."""
         token = self._tokens[self._position]
         if token.kind != "end":
             self._position += 1
         return token
 
     def at(self, kind: str, text: str | None = None) -> bool:
-        """Whether the next token is of this kind, and has this text if one is given."""
+        """Whether the next token has this kind, and this text if not None."""
         token = self._tokens[self._position]
         return token[0] == kind and (text is None or token[1] == text)
 
     def accept(self, kind: str, text: str | None = None) -> Token | None:
-        """Take the next token if it is of this kind (and text), else leave it and return None."""
+        """Consumes the next token if it has this kind (and text), else returns None."""
         token = self._tokens[self._position]
         if token[0] != kind or (text is not None and token[1] != text):
             return None
@@ -189,27 +188,27 @@ class TokenStream:
         return token
 
     def expect(self, kind: str, text: str | None = None) -> Token:
-        """Take the next token; raises `ParseError` there if it is of another kind or text."""
+        """Consumes the next token. Raises `ParseError` if it has another kind or text."""
         token = self._tokens[self._position]
         if token[0] != kind or (text is not None and token[1] != text):
             quoted = text is not None or kind in PUNCTUATION
-            wanted = f"'{text or kind}'" if quoted else _KIND_WORDS.get(kind, f"a {kind}")
+            wanted = f"'{text or kind}'" if quoted else _KIND_DESCRIPTIONS.get(kind, f"a {kind}")
             raise self.error(f"expected {wanted}, found {token.describe()}")
         if kind != "end":
             self._position += 1
         return token
 
     def mark(self) -> int:
-        """The position, for `reset` to come back to."""
+        """Returns the position, for `reset`."""
         return self._position
 
     def reset(self, mark: int) -> None:
-        """Go back (or forward) to a marked position."""
+        """Moves to a marked position."""
         self._position = mark
 
     def error(self, reason: str, token: Token | None = None) -> ParseError:
-        """A `ParseError` at `token` (the next one if None), for the caller to raise."""
-        place = token or self.peek()
+        """Returns a `ParseError` at `token` (the next one if None)."""
+        at = token or self.peek()
         if self._lines is None:
             self._lines = self._source.split("\n")
-        return ParseError(reason, place.line, place.column, self._lines[place.line - 1])
+        return ParseError(reason, at.line, at.column, self._lines[at.line - 1])

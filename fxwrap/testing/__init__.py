@@ -1,31 +1,30 @@
-"""Assertions for the tests of those who use fxwrap, and of those who write emitters, passes and lowerings."""
+"""Assertions for tests of models, emitters, passes and lowering rules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fxwrap.compare import COMPARED, Report, compare
+from fxwrap.compare import COMPARED_EMITTERS, Report, compare
 from fxwrap.options import Options
 from fxwrap.wrapper_ir import Program
 
 
 def assert_emitters_agree(
-    fn: Any,
-    inputs: Any,
+    fn: object,
+    inputs: object,
     *,
     options: Options | Mapping[str, Any] | None = None,
     training: bool = False,
-    emitters: Sequence[str] = COMPARED,
+    emitters: Sequence[str] = COMPARED_EMITTERS,
     tolerance: float | None = None,
     seed: int = 0,
     dynamic: bool | None = False,
 ) -> Report:
-    """Asserts that every emitter does what eager PyTorch does, and returns the report.
+    """Asserts that every emitter agrees with eager PyTorch, and returns the report.
 
-    Takes what `fxwrap.compare` takes, and compares what it compares: numbers, mutations, aliasing, strides, dtypes,
-    devices and, with `training`, gradients. Nothing is timed. Raises AssertionError with the table and every
-    difference.
+    Takes the arguments of `fxwrap.compare`, and compares values, mutations, aliasing, strides, dtypes, devices and,
+    with `training`, gradients. Raises AssertionError with the table and every difference.
     """
     report = compare(
         fn, inputs, options=options, training=training, emitters=emitters, tolerance=tolerance, repeats=0, seed=seed,
@@ -38,16 +37,16 @@ def assert_emitters_agree(
 
 def assert_programs_agree(
     program: Program,
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     *,
-    emitters: Sequence[str] = COMPARED[1:],
+    emitters: Sequence[str] = COMPARED_EMITTERS[1:],
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Report:
-    """Asserts that a program does the same in every emitter as in the interpreter, and returns the report.
+    """Asserts that every emitter agrees with the interpreter on a program, and returns the report.
 
-    `inputs` are the program's flat inputs. Outputs, mutations of inputs and of constants, aliasing, strides, dtypes and
-    devices are compared. Raises VerifyError for a program that breaks a rule, AssertionError with every difference.
+    `inputs` are the program's flat inputs. Compares outputs, mutations of inputs and constants, aliasing, strides,
+    dtypes and devices. Raises VerifyError for an invalid program, and AssertionError with every difference.
     """
     report = compare(program, tuple(inputs), emitters=emitters, tolerance=tolerance, repeats=0, seed=seed)
     if not report.agrees:

@@ -1,15 +1,15 @@
-"""Timing several ways to cut each kernel, and remembering the fastest."""
+"""Autotuning: times the configurations of each kernel and records the fastest."""
 
-from fxwrap.tuning.first_call import FirstCall as FirstCall
+from fxwrap.tuning.first_call import FirstCallAutotuner as FirstCallAutotuner
+from fxwrap.tuning.gpu_timer import argument_set_count as argument_set_count
 from fxwrap.tuning.gpu_timer import gpu_name as gpu_name
-from fxwrap.tuning.gpu_timer import set_count as set_count
+from fxwrap.tuning.gpu_timer import remaining_candidates as remaining_candidates
 from fxwrap.tuning.gpu_timer import time_on_gpu as time_on_gpu
-from fxwrap.tuning.gpu_timer import worth_more as worth_more
-from fxwrap.tuning.records import Choice as Choice
+from fxwrap.tuning.records import TuningRecord as TuningRecord
 from fxwrap.tuning.records import TuningRecords as TuningRecords
+from fxwrap.tuning.task import BufferSpec as BufferSpec
+from fxwrap.tuning.task import TuningTask as TuningTask
 from fxwrap.tuning.tuner import Tuner as Tuner
 from fxwrap.tuning.tuner import fastest as fastest
 from fxwrap.tuning.tuner import fingerprint as fingerprint
 from fxwrap.tuning.tuner import gpu_tuner as gpu_tuner
-from fxwrap.tuning.work import BufferFacts as BufferFacts
-from fxwrap.tuning.work import TuningWork as TuningWork

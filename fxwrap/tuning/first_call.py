@@ -1,4 +1,4 @@
-"""Timing kernels at a program's first call, which runs line by line: its sizes are noted, and compiled for."""
+"""Autotuning at a program's first call: the interpreter runs it and records the sizes to tune for."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from fxwrap.converters.base import Handler
-from fxwrap.converters.emitted import Boxed, Emitted, Flat, guarded
+from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable, disable_autograd_and_autocast
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.errors import FxwrapError, TuningWarning
 from fxwrap.lines import ExtensionLine
-from fxwrap.torch_compat import DisableAutocast, operators_are_watched
+from fxwrap.torch_compat import DisableAutocast, is_dispatch_intercepted
 from fxwrap.wrapper_ir import Block, Program
 
 
-class NotingInterpreter(Interpreter):
-    """Runs one call of a program. `noted` has the largest value that each whole number in it took, by symbol."""
+class SizeRecordingInterpreter(Interpreter):
+    """Runs one call of a program. `observed_sizes` has the largest value of each int symbol, by name."""
 
     def __init__(self, program: Program, handlers: Mapping[type[ExtensionLine], Handler] | None = None) -> None:
         super().__init__(program, handlers)
-        self.noted: dict[str, int] = {}
+        self.observed_sizes: dict[str, int] = {}
 
-    def _inner(self, block: Block, arguments: list[Any]) -> Interpreter:
-        inner = super()._inner(block, arguments)
-        assert isinstance(inner, NotingInterpreter)
-        inner.noted = self.noted
+    def _block_interpreter(self, block: Block, arguments: list[Any]) -> Self:
+        inner = super()._block_interpreter(block, arguments)
+        inner.observed_sizes = self.observed_sizes
         return inner
 
-    def _lines(self, block: Block) -> None:
-        super()._lines(block)
+    def _run_lines(self, block: Block) -> None:
+        super()._run_lines(block)
         for name, number in self.symbols.items():
             if type(number) is int:
-                self.noted[name] = max(number, self.noted.get(name, number))
+                self.observed_sizes[name] = max(number, self.observed_sizes.get(name, number))
 
 
-class FirstCall:
-    """The entries of a program, which is compiled again for the sizes of its first call, after that call.
+class FirstCallAutotuner:
+    """The entries of a program that is compiled again for the sizes of its first call, after that call.
 
-    That call's results are the interpreter's. Calls on other threads meanwhile run what was compiled before, and so do
-    calls while somebody watches operators or records a CUDA graph: then nothing can be timed, and a later call is the
-    first. Where compiling again fails, a TuningWarning says why, and what was compiled before goes on running.
+    The interpreter computes the first call. Concurrent calls run the untuned program, and so do calls under a dispatch
+    mode or a CUDA graph capture, where nothing can be timed: a later call is then the first. If recompilation fails, a
+    TuningWarning tells why, and the untuned program remains.
     """
 
     def __init__(
-        self, program: Program, before: Emitted, compile_again: Callable[[Mapping[str, int]], Emitted]
+        self, program: Program, before: EmittedProgram, recompile: Callable[[Mapping[str, int]], EmittedProgram]
     ) -> None:
-        """`compile_again` takes the largest value of each whole number of the first call, by symbol."""
+        """`recompile` takes the largest value of each int symbol in the first call, by name."""
         self._program = program
         self._before = before
-        self._again: Callable[[Mapping[str, int]], Emitted] | None = compile_again
+        self._recompile: Callable[[Mapping[str, int]], EmittedProgram] | None = recompile
         self._lock = threading.Lock()
-        self._boxed: Boxed = self._first
-        self._flat: Flat = guarded(self._first)
+        self._boxed: BoxedCallable = self._first
+        self._flat: FlatCallable = disable_autograd_and_autocast(self._first)
 
     def boxed(self, inputs: list[Any]) -> Any:
         """The boxed entry, for every call."""
@@ -65,41 +65,43 @@ class FirstCall:
         """The flat entry, for every call."""
         return self._flat(*inputs)
 
-    def stay(self) -> None:
-        """Makes what runs now run from now on, after the first call if that is under way."""
+    def skip_tuning(self) -> None:
+        """Keeps the untuned program for all calls; waits for a first call in progress."""
         with self._lock:
             self._finish(self._before)
 
-    def _finish(self, entries: Emitted) -> None:
-        if self._again is not None:
+    def _finish(self, entries: EmittedProgram) -> None:
+        if self._recompile is not None:
             boxed, flat = entries.boxed, entries.flat
-            self._again = None
+            self._recompile = None
             self._boxed, self._flat = boxed, flat
 
     def _first(self, inputs: list[Any]) -> Any:
-        if not _may_time() or not self._lock.acquire(blocking=False):
+        if not _can_time() or not self._lock.acquire(blocking=False):
             return self._before.boxed(inputs)
         try:
-            if self._again is None:  # another thread's call was the first
+            if self._recompile is None:  # another thread's call was the first
                 return self._boxed(inputs)
-            interpreter = NotingInterpreter(self._program)
+            interpreter = SizeRecordingInterpreter(self._program)
             results = interpreter.run(inputs)
-            self._compile(interpreter.noted)
+            self._compile(interpreter.observed_sizes)
             return results
         finally:
             self._lock.release()
 
-    def _compile(self, noted: Mapping[str, int]) -> None:
-        assert self._again is not None
+    def _compile(self, observed_sizes: Mapping[str, int]) -> None:
+        assert self._recompile is not None
         try:
-            # as it was when the graph was compiled: nothing of the caller's may reach the rules for fake tensors
+            # fake-tensor propagation must not see the caller's modes
             with torch.inference_mode(False), torch.no_grad(), DisableAutocast():
-                self._finish(self._again(noted))
+                self._finish(self._recompile(observed_sizes))
         except FxwrapError as error:
-            warnings.warn(f"the kernels stay as they were compiled, and are not timed: {error}", TuningWarning, 2)
+            warnings.warn(
+                f"the kernels keep their default configurations: autotuning failed: {error}", TuningWarning, 2
+            )
             self._finish(self._before)
 
 
-def _may_time() -> bool:
+def _can_time() -> bool:
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return not capturing and not operators_are_watched()
+    return not capturing and not is_dispatch_intercepted()

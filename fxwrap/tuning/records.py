@@ -1,4 +1,4 @@
-"""Tuning records on disk: one small file a kernel, in the cache folder, which many processes may write at once."""
+"""Tuning records on disk: one small file per kernel in the cache folder, safe for concurrent processes."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_FIELDS = {"way": str, "seconds": float, "guess_seconds": float}
+_FIELDS = {"fingerprint": str, "seconds": float, "default_seconds": float}
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What was chosen for a kernel: the fingerprint of the printed kernel, its time, and that of the best guess."""
+class TuningRecord:
+    """A kernel's selected configuration: fingerprint of the printed kernel, its seconds and those of the default."""
 
-    way: str
+    fingerprint: str
     seconds: float
-    guess_seconds: float
+    default_seconds: float
 
 
 class TuningRecords:
-    """The choices in a folder, by key. What cannot be read as one is no record, and the next write replaces it."""
+    """The records in a folder, by key. Unreadable files are ignored, and replaced by the next write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def read(self, key: str) -> Choice | None:
-        """Returns the choice under a key; None where there is none, or no whole one."""
+    def read(self, key: str) -> TuningRecord | None:
+        """Returns the record of a key; None without a valid one."""
         try:
-            found = json.loads(self._path(key).read_text(encoding="utf-8"))
+            fields = json.loads(self._path(key).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if not isinstance(found, dict) or set(found) != set(_FIELDS):
+        if not isinstance(fields, dict) or set(fields) != set(_FIELDS):
             return None
-        if not all(isinstance(found[name], kind) for name, kind in _FIELDS.items()):
+        if not all(isinstance(fields[name], kind) for name, kind in _FIELDS.items()):
             return None
-        return Choice(**found)
+        return TuningRecord(**fields)
 
-    def settle(self, key: str, choice: Choice, replacing: bool = False) -> Choice:
-        """Writes a choice and returns the one that counts: another process's where that was there first.
+    def commit(self, key: str, record: TuningRecord, replacing: bool = False) -> TuningRecord:
+        """Writes a record and returns the valid one: another process's if it was first.
 
-        With `replacing`, the choice that is there is known to be of no use. A folder that cannot be written is left.
+        `replacing` overwrites an existing record, which is stale. A read-only folder is not an error.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
         except OSError:
-            return choice
+            return record
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(asdict(choice), file)
+                json.dump(asdict(record), file)
             if not replacing:
                 try:
                     os.link(temporary, self._path(key))
-                    return choice
+                    return record
                 except FileExistsError:
-                    there = self.read(key)
-                    if there is not None:
-                        return there
+                    existing = self.read(key)
+                    if existing is not None:
+                        return existing
             os.replace(temporary, self._path(key))
-            return choice
+            return record
         finally:
             Path(temporary).unlink(missing_ok=True)
 

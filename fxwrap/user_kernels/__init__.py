@@ -1,16 +1,16 @@
-"""Triton kernels of the user's as definitions of a program, and what a call of torch's operator for them passes."""
+"""User-defined Triton kernels: their definitions in programs, and the arguments of calls of torch's operator."""
 
-from fxwrap.user_kernels.arguments import KernelCallError, SortedArguments, sort_arguments
-from fxwrap.user_kernels.definition import define_user_kernel, table_arguments, written_names
-from fxwrap.user_kernels.text import NotCarried, kernel_text
+from fxwrap.user_kernels.arguments import ClassifiedArguments, KernelCallError, classify_arguments
+from fxwrap.user_kernels.definition import all_call_arguments, define_user_kernel, mutated_argument_names
+from fxwrap.user_kernels.serialization import KernelNotSerializable, serialize_kernel
 
 __all__ = [
+    "ClassifiedArguments",
     "KernelCallError",
-    "NotCarried",
-    "SortedArguments",
+    "KernelNotSerializable",
+    "all_call_arguments",
+    "classify_arguments",
     "define_user_kernel",
-    "kernel_text",
-    "sort_arguments",
-    "table_arguments",
-    "written_names",
+    "mutated_argument_names",
+    "serialize_kernel",
 ]

@@ -1,4 +1,4 @@
-"""Runs the user's passes, and finds out what is wrong with what they leave."""
+"""Runs the user's passes, and checks their results."""
 
 from fxwrap.user_passes.graph import run_emitted_pass, run_source_passes
 from fxwrap.user_passes.program import run_program_pass

@@ -1,13 +1,14 @@
-"""Passes over graphs, before lowering and after emission: what they leave is linted, and run on fake tensors.
+"""The user's passes over FX graphs, before lowering and after emission.
 
-Only what changed is run: nodes that are new, that call something else, or whose operands are other than before.
+The result of a pass is linted, and its fake values are checked. Only changed nodes are propagated again: new nodes,
+nodes with other targets or arguments, and nodes with changed operands.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -15,75 +16,63 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx import from_fx
-from fxwrap.errors import GraphError, PassError, ReadBackError
-from fxwrap.lowering import GraphSource, check_graph, fake_values
-from fxwrap.pass_spec import Pass
+from fxwrap.errors import FxImportError, GraphError, PassError
+from fxwrap.fx_passes import GraphSource, check_graph, fake_values
+from fxwrap.inference import FakeCallError, call_on_fakes
+from fxwrap.options import Pass
 from fxwrap.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     fresh_fake_mode,
-    lacks_fake_rule,
-    on_fake_tensors,
     without_fake_mode,
 )
 from fxwrap.wrapper_ir import Program
 
 
 def run_source_passes(
-    passes: Sequence[Pass], source: GraphSource, example_inputs: Sequence[Any] | None, *, check: bool = True
+    passes: Sequence[Pass], source: GraphSource, example_inputs: Sequence[object] | None, *, check: bool = True
 ) -> GraphSource:
-    """Returns what passes make of a graph that is to be lowered. They get a copy; the graph itself is left as it is.
+    """Returns a graph after passes over it, before lowering. The passes get a copy.
 
-    Raises PassError, which names the pass, the node and the reason, and has the texts of both graphs.
+    Raises PassError, with the pass, the node, the reason and the texts of both graphs.
     """
     if not passes:
         return source
-    graph = source.graph_module
-    changed = GraphModule(graph, copy.deepcopy(graph.graph))
-    known: Mapping[Node, Any] = fake_values(changed, example_inputs)
+    graph_module = GraphModule(source.graph_module, copy.deepcopy(source.graph_module.graph))
+    fakes: Mapping[Node, Any] = fake_values(graph_module, example_inputs)
     for item in passes:
-        run = _Run(item, changed, known)
-        changed = run.after_pass(changed)
-        known = run.check(changed) if check else fake_values(changed, example_inputs)
-    return replace(source, graph_module=changed)
+        run = _GraphPassRun(item, graph_module, fakes)
+        graph_module = run.run_pass(graph_module)
+        fakes = run.check(graph_module) if check else fake_values(graph_module, example_inputs)
+    return replace(source, graph_module=graph_module)
 
 
 def run_emitted_pass(item: Pass, graph_module: GraphModule, *, check: bool = True) -> tuple[GraphModule, Program]:
-    """Returns what a pass makes of an emitted graph, which it may change in place, and the program that this says.
+    """Returns an emitted graph after a pass, which may change it in place, and the program imported from it.
 
-    Raises PassError, as `run_source_passes`; also for a graph that cannot be read back.
+    Raises PassError as `run_source_passes` does, also for a graph that cannot be imported.
     """
-    known = {node: node.meta.get("val") for node in graph_module.graph.nodes}
-    run = _Run(item, graph_module, known)
-    after = run.after_pass(graph_module)
+    run = _GraphPassRun(item, graph_module, {node: node.meta.get("val") for node in graph_module.graph.nodes})
+    after = run.run_pass(graph_module)
     if check:
         run.check(after)
-    if "fxwrap" not in after.meta:  # another module: it launches the same kernels
+    if "fxwrap" not in after.meta:  # a new module launches the same kernels
         after.meta["fxwrap"] = graph_module.meta.get("fxwrap", {})
     after.recompile()
-    return after, run.read_back(after)
+    return after, run.import_program(after)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What a node was before a pass: what it calls, on what."""
+class _GraphPassRun:
+    """One run of a pass: the graph before it, and the checks of its result."""
 
-    target: Any
-    args: Any
-    kwargs: Any
-
-
-class _Run:
-    """One run of a pass: the graph before it, and the checks of the one after it."""
-
-    def __init__(self, item: Pass, graph_module: GraphModule, known: Mapping[Node, Any]) -> None:
+    def __init__(self, item: Pass, graph_module: GraphModule, fakes: Mapping[Node, Any]) -> None:
         self.item = item
-        self.known = known
-        self.nodes = {node: _Shape(node.target, node.args, node.kwargs) for node in graph_module.graph.nodes}
-        self.inputs = [node for node in self.nodes if node.op == "placeholder"]
+        self.fakes = fakes
+        self.calls = {node: (node.target, node.args, node.kwargs) for node in graph_module.graph.nodes}
+        self.inputs = [node for node in self.calls if node.op == "placeholder"]
         self.names = [str(node.target) for node in self.inputs]
         self.outputs = _outputs(graph_module)
-        self.fake_mode = _mode(known.values())
+        self.fake_mode = _fake_mode_of(fakes.values())
         self.has_metadata = all("val" in node.meta for node in self.inputs)
         self._before = str(graph_module.graph)
         self.after: GraphModule | None = None
@@ -96,34 +85,33 @@ class _Run:
     def _fail(self, node: Node | None, reason: str) -> NoReturn:
         raise self.error(reason, f"> {node.format_node()}" if node is not None else "")
 
-    def after_pass(self, graph_module: GraphModule) -> GraphModule:
-        """Runs the pass; returns what it gives, or the graph where it gives nothing."""
+    def run_pass(self, graph_module: GraphModule) -> GraphModule:
+        """Runs the pass; returns its result, or the graph if it returns None."""
         try:
-            given = self.item.run(graph_module)
-        except Exception as error:  # whatever a pass of somebody else's raises
+            result = self.item.run(graph_module)
+        except Exception as error:  # a user's pass may raise anything
             raise self.error(f"it raised {type(error).__name__}: {error}") from error
-        found = graph_module if given is None else given
-        if not isinstance(found, GraphModule):
-            raise self.error(f"it returned a {type(found).__name__}, not a GraphModule")
-        self.after = found
-        return found
+        after = graph_module if result is None else result
+        if not isinstance(after, GraphModule):
+            raise self.error(f"it returned a {type(after).__name__}, not a GraphModule")
+        self.after = after
+        return after
 
-    def read_back(self, after: GraphModule) -> Program:
-        """Returns the program that an emitted graph says."""
+    def import_program(self, after: GraphModule) -> Program:
+        """Returns the program of an emitted graph."""
         try:
             return from_fx(after)
-        except ReadBackError as error:
-            named = [node for node in after.graph.nodes if node.name == error.node]
-            self._fail(named[0] if named else None, f"it cannot be read back as a program: {error}")
+        except FxImportError as error:
+            self._fail(_node_named(after, error.node), f"it cannot be imported as a program: {error}")
 
     def check(self, after: GraphModule) -> dict[Node, Any]:
-        """Returns the fake value of each node. Raises PassError for the first thing that is wrong."""
+        """Returns the fake value of each node. Raises PassError for the first error."""
         self._check_structure(after)
         placeholders = after.graph.find_nodes(op="placeholder")
-        if [str(node.target) for node in placeholders] != self.names:
-            names = ", ".join([str(node.target) for node in placeholders])
-            raise self.error(f"it changed the graph's inputs: ({', '.join(self.names)}) became ({names})")
-        values = dict(zip(placeholders, [self.known[node] for node in self.inputs], strict=True))
+        names = [str(node.target) for node in placeholders]
+        if names != self.names:
+            raise self.error(f"it changed the graph's inputs: ({', '.join(self.names)}) became ({', '.join(names)})")
+        values = dict(zip(placeholders, [self.fakes[node] for node in self.inputs], strict=True))
         changed: set[Node] = set()
         with without_fake_mode():
             for node in after.graph.nodes:
@@ -141,93 +129,89 @@ class _Run:
             after.graph.lint()
             check_graph(after)
         except GraphError as error:
-            named = [node for node in after.graph.nodes if node.name == error.node]
-            self._fail(named[0] if named else None, f"node '{error.node}': {error.reason}. {error.remedy}")
+            self._fail(_node_named(after, error.node), f"node '{error.node}': {error.reason}. {error.remedy}")
         except Exception as error:  # lint raises RuntimeError and others
             raise self.error(f"the graph is not well formed: {error}") from error
 
     def _evaluate(self, node: Node, after: GraphModule, values: dict[Node, Any], changed: set[Node]) -> None:
-        """Finds a node's fake value: as it was, or by running it where it is new or reads something else."""
+        """Records a node's fake value: the previous one, or a new one if the node or an operand changed."""
         if node.op in ("placeholder", "output"):
             return
-        shape = self.nodes.get(node)
-        same = shape is not None and (node.target, node.args, node.kwargs) == (shape.target, shape.args, shape.kwargs)
-        if same and not any(operand in changed for operand in node.all_input_nodes):
-            values[node] = self.known.get(node)
+        is_same = self.calls.get(node) == (node.target, node.args, node.kwargs)
+        if is_same and not any(operand in changed for operand in node.all_input_nodes):
+            values[node] = self.fakes.get(node)
             return
-        found = self._attribute(node, after) if node.op == "get_attr" else self._call(node, values)
-        values[node] = found
+        value = self._attribute(node, after) if node.op == "get_attr" else self._call(node, values)
+        values[node] = value
         if self.has_metadata:
-            node.meta["val"] = found
-        if shape is None or not _alike(found, self.known.get(node)):
+            node.meta["val"] = value
+        if node not in self.calls or not _same_metadata(value, self.fakes.get(node)):
             changed.add(node)
 
-    def _attribute(self, node: Node, after: GraphModule) -> Any:
-        found: Any = after
+    def _attribute(self, node: Node, after: GraphModule) -> object:
+        value: object = after
         for part in str(node.target).split("."):
-            found = getattr(found, part, None)
-        if found is None:
-            self._fail(node, f"node '{node.name}' names the attribute {node.target}, which the module does not have")
-        return self.fake_mode.from_tensor(found, static_shapes=True) if isinstance(found, torch.Tensor) else found
+            value = getattr(value, part, None)
+        if value is None:
+            self._fail(node, f"node '{node.name}' reads the attribute {node.target}, which the module does not have")
+        return self.fake_mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
 
-    def _call(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        function: Callable[..., Any] = node.target  # type: ignore[assignment]
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    def _call(self, node: Node, values: Mapping[Node, Any]) -> object:
+        arguments: Any
+        arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
         try:
-            with on_fake_tensors(self.fake_mode):
-                return function(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # whatever an operator raises for what it does not take
-            if lacks_fake_rule(error):
-                reason = "has no rule for fake tensors, so nothing says what it gives; register one with torch.library"
-                self._fail(node, f"node '{node.name}': {node.target} {reason}")
-            first, _, _ = str(error).partition("\n")
-            self._fail(node, f"node '{node.name}': {node.target} fails on these inputs: {first}")
+            return call_on_fakes(self.fake_mode, node.target, arguments, keywords)  # type: ignore[arg-type]
+        except FakeCallError as error:
+            self._fail(node, f"node '{node.name}': {error.reason}. {error.remedy}")
 
     def _check_outputs(self, after: GraphModule, values: Mapping[Node, Any]) -> None:
-        before, now = self.outputs, _outputs(after)
-        if len(before) != len(now):
-            raise self.error(f"it gives {len(now)} results where the graph gave {len(before)}")
-        for position, (old, new) in enumerate(zip(before, now)):
-            was = self.known.get(old) if isinstance(old, Node) else old
+        outputs = _outputs(after)
+        if len(self.outputs) != len(outputs):
+            raise self.error(f"it returns {len(outputs)} results, and the graph returned {len(self.outputs)}")
+        for position, (old, new) in enumerate(zip(self.outputs, outputs)):
+            before = self.fakes.get(old) if isinstance(old, Node) else old
             value = values[new] if isinstance(new, Node) else new
-            if not _alike(was, value):
+            if not _same_metadata(before, value):
                 node = new if isinstance(new, Node) else None
-                self._fail(node, f"result {position} was {_described(was)} and is {_described(value)}")
+                self._fail(node, f"result {position} was {_describe(before)} and is {_describe(value)}")
 
 
-def _outputs(graph_module: GraphModule) -> list[Any]:
-    (output,) = graph_module.graph.find_nodes(op="output")
-    given = output.args[0]
-    return list(given) if isinstance(given, tuple | list) else [given]
+def _node_named(graph_module: GraphModule, name: str) -> Node | None:
+    return next((node for node in graph_module.graph.nodes if node.name == name), None)
 
 
-def _mode(values: Any) -> FakeTensorMode:
-    found = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    return found if found is not None else fresh_fake_mode()
+def _outputs(graph_module: GraphModule) -> list[object]:
+    outputs = graph_module.graph.output_node().args[0]
+    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
-def _alike(first: Any, second: Any) -> bool:
-    """Whether two fake values are the same to who reads them: dtype, device, sizes and strides, as far as known."""
+def _fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    return mode if mode is not None else fresh_fake_mode()
+
+
+def _same_metadata(first: object, second: object) -> bool:
+    """Whether two fake values have equal dtypes, devices, sizes and strides; symbolic numbers are not compared."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return (
             first.dtype == second.dtype and first.device == second.device and first.dim() == second.dim()
             and all(map(_same_number, first.shape, second.shape))
-            and all(map(_same_step, first.shape, first.stride(), second.stride()))
+            and all(map(_same_stride, first.shape, first.stride(), second.stride()))
         )  # fmt: skip
     if isinstance(first, tuple | list) and isinstance(second, tuple | list):
-        return len(first) == len(second) and all(map(_alike, first, second))
+        return len(first) == len(second) and all(map(_same_metadata, first, second))
     return isinstance(first, torch.Tensor) == isinstance(second, torch.Tensor)
 
 
-def _same_number(first: Any, second: Any) -> bool:
+def _same_number(first: object, second: object) -> bool:
     return not (type(first) is int and type(second) is int) or first == second
 
 
-def _same_step(size: Any, first: Any, second: Any) -> bool:
+def _same_stride(size: object, first: object, second: object) -> bool:
     return (type(size) is int and size < 2) or _same_number(first, second)
 
 
-def _described(value: Any) -> str:
+def _describe(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return str(value)
     sizes, strides = ", ".join(map(str, value.shape)), ", ".join(map(str, value.stride()))

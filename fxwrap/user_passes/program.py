@@ -1,7 +1,7 @@
-"""Passes over programs: what they give is verified, beyond the rules of the IR.
+"""The user's passes over programs.
 
-A pass keeps what a program takes and gives, and each operator's call that it adds says what the operator's schema and
-its rule for fake tensors say: its results, its windows, what it writes and its effects.
+The result of a pass is verified, beyond the rules of the IR: inputs and results keep their types, and each new operator
+call has the results, aliases, mutations and effects of the operator's schema and fake-tensor rule.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from fxwrap.errors import PassError, RewriteError, VerifyError
-from fxwrap.inference import CallFacts, CallInference, Result, UnknownResult
-from fxwrap.lines import Call, Mutate
-from fxwrap.pass_spec import Pass
+from fxwrap.inference import CallInference, InferredCall, InferredResult, UnknownResultError
+from fxwrap.lines import ExternCall, Mutate
+from fxwrap.options import Pass
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import out_argument_names
 from fxwrap.wrapper_ir import (
@@ -31,15 +31,14 @@ from fxwrap.wrapper_ir import (
 
 
 def run_program_pass(item: Pass, program: Program, *, check: bool = True) -> Program:
-    """Returns what a pass makes of a program, verified unless `check` is false.
+    """Returns a program after a pass, verified unless `check` is false.
 
-    Raises PassError, which names the pass, the line and the reason, and has both programs, for a pass that raises or
-    leaves something wrong.
+    Raises PassError, with the pass, the line, the reason and the texts of both programs.
     """
-    run = _Run(item, program)
+    run = _ProgramPassRun(item, program)
     try:
         after = item.run(program)
-    except Exception as error:  # whatever a pass of somebody else's raises
+    except Exception as error:  # a user's pass may raise anything
         raise run.error(f"it raised {type(error).__name__}: {error}") from error
     if not isinstance(after, Program):
         raise run.error(f"it returned a {type(after).__name__}, not a program")
@@ -48,8 +47,8 @@ def run_program_pass(item: Pass, program: Program, *, check: bool = True) -> Pro
     return after
 
 
-class _Run:
-    """One run of a pass: the program before it, and the checks of the one after it."""
+class _ProgramPassRun:
+    """One run of a pass: the program before it, and the checks of its result."""
 
     def __init__(self, item: Pass, before: Program) -> None:
         self.item = item
@@ -65,80 +64,82 @@ class _Run:
         raise self.error(reason, f"> {print_line(line).partition(chr(10))[0].strip()}")
 
     def check(self, after: Program) -> None:
-        """Raises PassError for the first thing that is wrong with what the pass left."""
+        """Raises PassError for the first error in the result."""
         self.after = after
         try:
             verify(after)
         except VerifyError as error:
             raise self.error(f"[{error.rule}] {error.reason}", error.context) from error
         self._check_interface(after)
-        inference = CallInference(after)
+        inference = CallInference.for_program(after)
         for line in _new_calls(self.before, after):
             self._check_call(line, inference)
 
     def _check_interface(self, after: Program) -> None:
-        """What a program takes and gives stays: callers were promised it."""
+        """Checks that the types and ownership of inputs, and the types of results, are unchanged."""
         if len(after.inputs) != len(self.before.inputs) or not all(map(_same_input, self.before.inputs, after.inputs)):
-            raise self.error("it changed the program's inputs, or what may be done with them")
-        old, new = self.before.body.lines[-1], after.body.lines[-1]
-        results, others = _returned(old), _returned(new)
-        if len(results) != len(others):
-            self._fail(new, f"it gives {len(others)} results where the program gave {len(results)}")
-        for position, (first, second) in enumerate(zip(results, others)):
+            raise self.error("it changed the program's inputs or their ownership")
+        old, new = _returned(self.before.body.lines[-1]), _returned(after.body.lines[-1])
+        last = after.body.lines[-1]
+        if len(old) != len(new):
+            self._fail(last, f"it returns {len(new)} results, and the program returned {len(old)}")
+        for position, (first, second) in enumerate(zip(old, new)):
             if isinstance(first, Value) != isinstance(second, Value):
-                self._fail(new, f"result {position} was {first} and is {second}")
+                self._fail(last, f"result {position} was {first} and is {second}")
             if isinstance(first, Value) and not types_agree(first.type, second.type):
-                self._fail(new, f"result {position} was {print_type(first.type)} and is {print_type(second.type)}")
+                self._fail(last, f"result {position} was {print_type(first.type)} and is {print_type(second.type)}")
 
-    # --- calls ------------------------------------------------------------------------------------------------------
-
-    def _check_call(self, line: Call | Mutate, inference: CallInference) -> None:
+    def _check_call(self, line: ExternCall | Mutate, inference: CallInference) -> None:
         keywords = line.keywords
         try:
-            if isinstance(line, Call) and line.outs:
+            if isinstance(line, ExternCall) and line.outs:
                 keywords = (*keywords, *zip(out_argument_names(line.target), line.outs, strict=True))
-            facts = inference.call(line.target, line.arguments, keywords)
-        except UnknownResult:
-            return  # checked when it runs, by the interpreter
+            inferred = inference.call(line.target, line.arguments, keywords)
+        except UnknownResultError:
+            return  # the interpreter checks the results at run time
         except RewriteError as error:
             self._fail(line, error.reason)
         except (LookupError, ValueError) as error:
             self._fail(line, str(error))
-        written = facts.operator.written_operands(line.arguments, keywords)
-        silent = [value.name for value in written if value not in writes(line)]
-        if silent:
-            self._fail(line, f"{line.target} writes %{silent[0]}, and the line does not say so")
-        missing = set(facts.effects) - set(line.effects())
+        mutated = inferred.operator.mutated_operands(line.arguments, keywords)
+        undeclared = [value.name for value in mutated if value not in writes(line)]
+        if undeclared:
+            self._fail(line, f"{line.target} writes %{undeclared[0]}, and the line does not declare it")
+        missing = set(inferred.effects) - set(line.effects())
         if missing:
-            self._fail(line, f"{line.target} has the effect {next(iter(missing)).name}, and the line does not say so")
+            effect = next(iter(missing)).name
+            self._fail(line, f"{line.target} has the effect {effect}, and the line does not declare it")
         if line.results:
-            self._check_results(line, facts)
+            self._check_results(line, inferred)
 
-    def _check_results(self, line: Call | Mutate, facts: CallFacts) -> None:
-        if len(line.results) != len(facts.results):
-            self._fail(line, f"{line.target} gives {len(facts.results)} results, and the line has {len(line.results)}")
+    def _check_results(self, line: ExternCall | Mutate, inferred: InferredCall) -> None:
+        count = len(inferred.results)
+        if len(line.results) != count:
+            self._fail(line, f"{line.target} returns {count} results, and the line has {len(line.results)}")
         operands = [leaf for leaf in leaves((line.arguments, line.keywords)) if isinstance(leaf, Value)]
-        for value, result in _pairs(line.results, facts.results):
+        for value, result in _pairs(line.results, inferred.results):
             if not isinstance(value, Value):
                 continue
-            if not isinstance(result, Result) or not types_agree(value.type, result.type):
-                gives = print_type(result.type) if isinstance(result, Result) else "nothing"
-                said = print_type(value.type)
-                self._fail(line, f"{line.target} gives {gives} for %{value.name}, which the line says is {said}")
+            if not isinstance(result, InferredResult) or not types_agree(value.type, result.type):
+                returned = print_type(result.type) if isinstance(result, InferredResult) else "nothing"
+                declared = print_type(value.type)
+                self._fail(
+                    line, f"{line.target} returns {returned} for %{value.name}, and the line declares {declared}"
+                )
             if result.base is not None and line.alias_of(value) is None:
                 base = operands[result.base].name
-                self._fail(line, f"%{value.name} is a window on %{base}, and the line says that it is new memory")
+                self._fail(line, f"%{value.name} aliases %{base}, and the line declares it as a new storage")
 
 
-def _new_calls(before: Program, after: Program) -> Iterator[Call | Mutate]:
-    """Yields the operator calls that a program did not have before."""
-    known = {line for line in before.lines() if isinstance(line, Call | Mutate)}
+def _new_calls(before: Program, after: Program) -> Iterator[ExternCall | Mutate]:
+    """Yields the operator calls that the program before did not have."""
+    existing = {line for line in before.lines() if isinstance(line, ExternCall | Mutate)}
     for line in after.lines():
-        if isinstance(line, Call | Mutate) and line not in known:
+        if isinstance(line, ExternCall | Mutate) and line not in existing:
             yield line
 
 
-def _pairs(values: Any, results: Any) -> Iterator[tuple[Any, Any]]:
+def _pairs(values: Any, results: Any) -> Iterator[tuple[object, Any]]:
     for value, result in zip(values, results):
         if isinstance(value, tuple) and isinstance(result, tuple):
             yield from _pairs(value, result)
@@ -147,12 +148,12 @@ def _pairs(values: Any, results: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _returned(line: LineBase) -> tuple[Any, ...]:
-    given: tuple[Any, ...] = getattr(line, "values", tuple(reads(line)))
-    return given
+    values: tuple[Any, ...] = getattr(line, "values", tuple(reads(line)))
+    return values
 
 
 def _same_input(first: Input, second: Input) -> bool:
-    """Whether two inputs are the same to a caller: their type and ownership, names aside."""
+    """Whether two inputs have equal types and ownership; names may differ."""
     if isinstance(first.value, Value) and isinstance(second.value, Value):
         return first.ownership is second.ownership and types_agree(first.value.type, second.value.type)
     return type(first.value) is type(second.value) and symbol_kind(first.name) == symbol_kind(second.name)

@@ -1,11 +1,11 @@
-"""Questions about programs that passes, memory planning and lowering ask: pure functions, linear in the lines."""
+"""Analyses of programs: pure functions, linear in the number of lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxwrap.symbolic import Scalar, Size, SymbolInfo, evaluate, symbol_kind
+from fxwrap.symbolic import Number, Size, SymbolInfo, evaluate, symbol_kind
 from fxwrap.wrapper_ir.effects import Effect
 from fxwrap.wrapper_ir.line import (
     Block,
@@ -24,78 +24,77 @@ from fxwrap.wrapper_ir.roles import Role
 from fxwrap.wrapper_ir.types import TensorType, Value
 
 
-def roots(lines: Iterable[LineBase], arguments: Iterable[Value] = ()) -> dict[str, str]:
-    """Returns the root of each value of a block by name: itself, or the value whose memory it is a window on.
+def alias_roots(lines: Iterable[LineBase], arguments: Iterable[Value] = ()) -> dict[str, str]:
+    """Returns the root of each value of a block by name: the value that it aliases, or itself.
 
-    `arguments` are the block's own, or a program's inputs and constants; values of nested blocks are not included.
+    `arguments` are the block's arguments, or a program's inputs and constants. Nested blocks are excluded.
     """
-    found = {value.name: value.name for value in arguments}
+    root_of = {value.name: value.name for value in arguments}
     for line in lines:
         for value in defined(line):
             base = line.alias_of(value)
-            found[value.name] = value.name if base is None else found[base.name]
-    return found
+            root_of[value.name] = value.name if base is None else root_of[base.name]
+    return root_of
 
 
 def program_arguments(program: Program) -> list[Value]:
-    """Returns what a program's body borrows or is given: values among its inputs, then its constants."""
+    """Returns the arguments of a program's body: the values among its inputs, then its constants."""
     inputs = [item.value for item in program.inputs if isinstance(item.value, Value)]
     return [*inputs, *(constant.value for constant in program.constants)]
 
 
 def released_inputs(inputs: Iterable[Input]) -> list[Value]:
-    """Returns the inputs that a program's body takes over: it frees, reuses or gives back each of them."""
-    taken = (Ownership.SHARED, Ownership.OWNED)
-    return [item.value for item in inputs if isinstance(item.value, Value) and item.ownership in taken]
+    """Returns the shared and owned inputs, each of which the body frees, reuses or returns."""
+    released = (Ownership.SHARED, Ownership.OWNED)
+    return [item.value for item in inputs if isinstance(item.value, Value) and item.ownership in released]
 
 
 def last_uses(lines: Sequence[LineBase], arguments: Iterable[Value] = ()) -> dict[str, int]:
-    """Returns the position of the last line that touches each root of a block, by the root's name.
+    """Returns the position of the last use of each root of a block, by the root's name.
 
-    A line touches the roots it defines, reads, writes or consumes, by any value over them; one that is in flight is
-    touched until its wait. An argument that nothing touches has position -1.
+    A line uses the roots of all values that it defines, reads, writes or consumes. Roots in flight, and their operands,
+    are used until the wait. An unused argument has position -1.
     """
     root_of = {value.name: value.name for value in arguments}
     last = dict.fromkeys(root_of, -1)
     in_flight: dict[str, list[str]] = {}
     for position, line in enumerate(lines):
-        touched = [root_of[value.name] for value in used(line)]
+        roots = [root_of[value.name] for value in used(line)]
         for value in defined(line):
             base = line.alias_of(value)
             root_of[value.name] = value.name if base is None else root_of[base.name]
-            if line.starts_flight:
-                in_flight[root_of[value.name]] = touched
+            if line.is_async_start:
+                in_flight[root_of[value.name]] = roots
             last[root_of[value.name]] = position
-        if line.ends_flight:
-            touched = [*touched, *(other for root in touched for other in in_flight.pop(root, ()))]
-        for root in touched:
+        if line.is_async_wait:
+            roots = [*roots, *(operand for root in roots for operand in in_flight.pop(root, ()))]
+        for root in roots:
             last[root] = position
     return last
 
 
 def called_functions(line: LineBase) -> list[str]:
-    """Returns the names of the program's functions that a line runs."""
+    """Returns the names of the functions that a line calls."""
     fields = line.target_fields
-    return [getattr(line, name) for name, refers in fields if refers == "function"] if fields else []
+    return [getattr(line, name) for name, target_kind in fields if target_kind == "function"] if fields else []
 
 
 def all_effects(line: LineBase, functions: Mapping[str, Block]) -> tuple[Effect, ...]:
-    """Returns what a line does besides its reads and writes, nested blocks and the functions it calls included."""
-    found = dict.fromkeys(line.effects())
-    for nested in run_blocks(line, functions):
+    """Returns the effects of a line, including those of its nested blocks and called functions."""
+    effects = dict.fromkeys(line.effects())
+    for nested in executed_blocks(line, functions):
         for other in nested.lines:
-            found.update(dict.fromkeys(all_effects(other, functions)))
-    return tuple(found)
+            effects |= dict.fromkeys(all_effects(other, functions))
+    return tuple(effects)
 
 
-def outer_symbols(*run: Block, functions: Mapping[str, Block], argument_types: bool = False) -> tuple[str, ...]:
-    """Returns the names of the symbols that blocks use and do not define, sorted.
+def captured_symbols(*run: Block, functions: Mapping[str, Block], argument_types: bool = False) -> tuple[str, ...]:
+    """Returns the sorted names of the symbols that blocks use but do not define, including nested and called blocks.
 
-    Nested blocks count, and the functions that they call, out of those of the program. With `argument_types`, the
-    symbols in the types of the blocks' arguments count as used.
+    `functions` are the functions of the program. With `argument_types`, symbols in the types of arguments are used.
     """
     used_names: set[str] = set()
-    own: set[str] = set()
+    defined_names: set[str] = set()
     pending = list(run)
     while pending:
         current = pending.pop()
@@ -104,47 +103,48 @@ def outer_symbols(*run: Block, functions: Mapping[str, Block], argument_types: b
             used_names.update(symbol.name for type_ in types for symbol in type_symbols(type_))
         for line in current.lines:
             used_names.update(symbol.name for symbol in symbols_used(line, *Role))
-            made = defined_symbol(line)
-            if made is not None:
-                own.add(made.name)
-            pending.extend(run_blocks(line, functions))
-    return tuple(sorted(used_names - own))
+            info = defined_symbol(line)
+            if info is not None:
+                defined_names.add(info.name)
+            pending.extend(executed_blocks(line, functions))
+    return tuple(sorted(used_names - defined_names))
 
 
-def run_blocks(line: LineBase, functions: Mapping[str, Block]) -> list[Block]:
-    """Returns the blocks that a line runs: those in it, and the functions of the program that it calls."""
+def executed_blocks(line: LineBase, functions: Mapping[str, Block]) -> list[Block]:
+    """Returns the nested blocks and the called functions of a line."""
     return [*[nested for _, nested in blocks(line)], *[functions[name] for name in called_functions(line)]]
 
 
 def symbol_infos(program: Program) -> dict[str, SymbolInfo]:
-    """Returns what the program says of each of its symbols, by name."""
+    """Returns the declaration of each symbol of a program, by name."""
     inputs = [item.value for item in program.inputs if isinstance(item.value, SymbolInfo)]
-    made = [defined_symbol(line) for line in program.lines()]
-    return {info.name: info for info in [*inputs, *made] if info is not None}
+    infos = [*inputs, *[defined_symbol(line) for line in program.lines()]]
+    return {info.name: info for info in infos if info is not None}
 
 
-def known_values(program: Program, given: Mapping[str, Scalar] | None = None) -> dict[str, Scalar]:
-    """Returns values of a program's symbols by name: those that are given, else the hints that it declares."""
+def symbol_values(program: Program, values: Mapping[str, Number] | None = None) -> dict[str, Number]:
+    """Returns values of a program's symbols by name: `values`, else their hints."""
     declared = {name: info.hint for name, info in symbol_infos(program).items() if info.hint is not None}
-    return {**declared, **(given or {})}
+    return {**declared, **(values or {})}
 
 
-UNKNOWN_SIZE = 8192
-"""What a whole number is taken to be that has neither a value nor a hint."""
-_LIKE_ANY: Mapping[str, Scalar] = {"int": UNKNOWN_SIZE, "float": 0.5, "bool": True}
+FALLBACK_SIZE_HINT = 8192
+"""The assumed value of an integer symbol without a hint."""
+_FALLBACK_HINTS: Mapping[str, Number] = {"int": FALLBACK_SIZE_HINT, "float": 0.5, "bool": True}
 
 
-def typical_values(program: Program, given: Mapping[str, Scalar] | None = None) -> dict[str, Scalar]:
-    """Returns values of all of a program's symbols by name: the known ones, and numbers like any other, by kind."""
-    return {**{name: _LIKE_ANY[symbol_kind(name)] for name in symbol_infos(program)}, **known_values(program, given)}
+def hints_with_fallback(program: Program, values: Mapping[str, Number] | None = None) -> dict[str, Number]:
+    """Returns values of all symbols of a program by name: `values`, else their hints, else a default by kind."""
+    fallbacks = {name: _FALLBACK_HINTS[symbol_kind(name)] for name in symbol_infos(program)}
+    return {**fallbacks, **symbol_values(program, values)}
 
 
 @dataclass(frozen=True, slots=True)
 class LiveBytes:
-    """What a program keeps alive, in bytes of tensor memory without an allocator's rounding.
+    """The live bytes of tensor memory of a program, without the allocator's rounding.
 
-    `peak` is the most that is live at once; `position` the first line of the body at which it is; `at_line` what is
-    live while each line of the body runs: its operands and results, and at their peak the blocks that it runs.
+    `at_line` has the live bytes while each line of the body runs, including the peak of the blocks that it runs. `peak`
+    is their maximum and `position` the first line that reaches it.
     """
 
     peak: int
@@ -154,37 +154,36 @@ class LiveBytes:
 
 def live_bytes(
     program: Program,
-    hints: Mapping[str, Scalar] | None = None,
+    hints: Mapping[str, Number] | None = None,
     *,
     include_inputs: bool = True,
     include_constants: bool = True,
 ) -> LiveBytes:
     """Returns the bytes of tensor memory that are live at each line, and their peak.
 
-    Each root counts from its definition until it is taken or given back, by what its type needs from its first element
-    to its last; a line that takes memory and gives a root (reuse) gives it the memory it took. Owned and shared inputs
-    count until they are taken, other inputs and constants throughout. Lists and opaque values count nothing.
+    A root is live from its definition until it is consumed or returned. A reused root has the size of the consumed one.
+    Owned and shared inputs are live until they are consumed, other inputs and constants throughout. Lists and opaque
+    values have no bytes.
 
-    `hints` are the values of symbols, by name; those that the program declares stand in for the others. Raises
-    ExpressionError for a symbol that has no value.
+    `hints` are the values of symbols by name, by default their declared hints. Raises ExpressionError for a symbol
+    without a value.
     """
-    meter = _Meter(program, known_values(program, hints))
-    inputs = [item.value for item in program.inputs if isinstance(item.value, Value)]
-    held = inputs if include_inputs else []
-    held = held + ([constant.value for constant in program.constants] if include_constants else [])
-    at_line = meter.block(program.body, {value.name: meter.bytes_of(value) for value in held})
+    meter = _Meter(program, symbol_values(program, hints))
+    live = [item.value for item in program.inputs if include_inputs and isinstance(item.value, Value)]
+    live += [constant.value for constant in program.constants if include_constants]
+    at_line = meter.block(program.body, {value.name: meter.bytes_of(value) for value in live})
     peak = max(at_line)
     return LiveBytes(peak, at_line.index(peak), tuple(at_line))
 
 
 class _Meter:
-    def __init__(self, program: Program, environment: Mapping[str, Scalar]) -> None:
+    def __init__(self, program: Program, environment: Mapping[str, Number]) -> None:
         self.environment = environment
         self.functions = dict(program.functions)
         self.function_peaks: dict[str, int] = {}
 
     def bytes_of(self, value: Value) -> int:
-        """The bytes from the first element to past the last one."""
+        """Returns the number of bytes from the first element to the end of the last one."""
         type_ = value.type
         if not isinstance(type_, TensorType):
             return 0
@@ -200,33 +199,29 @@ class _Meter:
         return size if isinstance(size, int) else int(evaluate(size, self.environment))
 
     def block(self, block: Block, live: dict[str, int]) -> list[int]:
-        """The bytes live while each line runs; `live` holds the bytes of roots by name, and is used up."""
+        """Returns the live bytes while each line runs. `live` has the bytes of roots by name and is modified."""
         total = sum(live.values())
         at_line = []
         for line in block.lines:
-            taken = sum([live.pop(value.name, 0) for value in consumed(line)])
-            made = self._define(line, live, taken)
-            at_line.append(total - taken + max(made, taken, self._inner_peak(line)))
-            total += made - taken
+            released = sum([live.pop(value.name, 0) for value in consumed(line)])
+            allocated = self._define(line, live, released)
+            at_line.append(total - released + max(allocated, released, self._inner_peak(line)))
+            total += allocated - released
         return at_line
 
-    def _define(self, line: LineBase, live: dict[str, int], taken: int) -> int:
-        """Adds the roots that a line defines; returns their bytes. The first has the memory that the line took."""
-        made = 0
+    def _define(self, line: LineBase, live: dict[str, int], reusable: int) -> int:
+        """Adds the roots that a line defines and returns their bytes. The first root has the reusable memory."""
+        allocated = 0
         for value in defined(line):
             if line.alias_of(value) is None:
-                size = taken if taken else self.bytes_of(value)
-                live[value.name] = size
-                made += size
-                taken = 0
-        return made
+                live[value.name] = reusable or self.bytes_of(value)
+                allocated += live[value.name]
+                reusable = 0
+        return allocated
 
     def _inner_peak(self, line: LineBase) -> int:
-        inner, functions = blocks(line), called_functions(line)
-        if not inner and not functions:
-            return 0
-        peaks = [max(self.block(nested, {})) for _, nested in inner]
-        return max([*peaks, *[self._function_peak(name) for name in functions]])
+        peaks = [max(self.block(nested, {})) for _, nested in blocks(line)]
+        return max([*peaks, *[self._function_peak(name) for name in called_functions(line)]], default=0)
 
     def _function_peak(self, name: str) -> int:
         if name not in self.function_peaks:
@@ -235,7 +230,7 @@ class _Meter:
 
 
 def is_release(line: LineBase) -> bool:
-    """Returns whether a line does nothing but give memory back: it takes a root, defines nothing and has no effect."""
+    """Returns whether a line only releases memory: it consumes roots, and defines, reads and affects nothing else."""
     return bool(consumed(line)) and not (
         line.effects() or defined(line) or reads(line) or defined_symbol(line) or blocks(line)
     )

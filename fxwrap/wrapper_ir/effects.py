@@ -1,4 +1,4 @@
-"""What a line does besides computing its results."""
+"""Effects of lines besides computing their results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """A name with arguments, `name("a", 1)` in the text: an effect, or a step of a key path."""
+    """An effect or a step of a key path, in the text `name("a", 1)`."""
 
     name: str
     arguments: tuple[str | int, ...] = ()
@@ -27,14 +27,14 @@ def random_effect(device: str) -> Tag:
 
 
 def communication_effect(group: str) -> Tag:
-    """Returns the effect of communicating in a process group, by its name."""
+    """Returns the effect of communicating in a process group, by the group's name."""
     return Tag("communicate", (group,))
 
 
 def effects_conflict(first: tuple[Tag, ...], second: tuple[Tag, ...]) -> bool:
-    """Returns whether two lines with these effects must keep their order.
+    """Returns whether lines with these effects must keep their order.
 
-    They must when they share an effect, or when one of them is `unknown` and the other has any effect.
+    They must if they share an effect, or if one has the effect `unknown` and the other has any effect.
     """
     if not first or not second:
         return False

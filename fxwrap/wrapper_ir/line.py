@@ -1,4 +1,4 @@
-"""The base of all lines, and the questions that their roles answer."""
+"""The base class of lines, and queries over the roles of their fields."""
 
 from __future__ import annotations
 
@@ -6,53 +6,74 @@ import dataclasses
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import sympy
+from typing_extensions import Self
 
+from fxwrap.caching import bounded_cache
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.wrapper_ir.effects import Effect
 from fxwrap.wrapper_ir.origin import Origin
 from fxwrap.wrapper_ir.roles import FieldSpec, Role
-from fxwrap.wrapper_ir.types import ListType, OptionalType, TensorType, Type, Value
+from fxwrap.wrapper_ir.types import Leaf, ListType, Operand, OptionalType, TensorType, Type, Value
+
+Terminator = Literal["", "program", "block"]
+EventStep = Literal["", "record", "wait"]
 
 
 @dataclass(frozen=True, slots=True)
 class LineBase(ABC):
-    """One step of a program, as plain data. `line_class` makes subclasses and fills what has no default here."""
+    """One step of a program, as plain data. `line_class` sets the class attributes that have no default here."""
 
     opcode: ClassVar[str]
     specs: ClassVar[tuple[FieldSpec, ...]]
     fields_by_role: ClassVar[dict[Role, tuple[str, ...]]]
     target_fields: ClassVar[tuple[tuple[str, str], ...]]
-    """The fields that name a kernel or function of the program, each with which of the two."""
+    """The fields that name a kernel or function of the program, each with "kernel" or "function"."""
     checked_fields: ClassVar[tuple[tuple[str, tuple[type, ...], bool], ...]]
-    """The fields whose content has a fixed class: name, classes, and whether they hold for each item."""
-    starts_written: ClassVar[bool]
-    """Whether the roots that the line defines have content from the start."""
+    """The fields with a checked content: name, accepted classes, and whether these are the classes of its items."""
+    results_initialized: ClassVar[bool]
+    """Whether the roots that the line defines are initialized."""
     alias_fields: ClassVar[tuple[tuple[str, str], ...]]
-    """The fields of results that share a root, each with the field of the value whose root it is."""
-    terminator: ClassVar[Literal["", "program", "block"]] = ""
-    """What the line ends, releasing what it gives: the program, a nested block or function, or nothing."""
+    """The result fields that alias an operand, each with the operand's field."""
+    has_stream: ClassVar[bool]
+    """Whether the line class declares a `stream`."""
+    terminator: ClassVar[Terminator] = ""
+    """Whether the line ends the program, or a nested block or function. It releases the values that it returns."""
     bracket: ClassVar[tuple[str, int]] = ("", 0)
-    """What the line opens (+1) or closes (-1): such lines nest within a block, and a pair has equal attributes."""
-    starts_flight: ClassVar[bool] = False
-    """Whether results may be touched only by the line that ends the flight, and operands stay borrowed until then."""
-    ends_flight: ClassVar[bool] = False
+    """The kind of bracket that the line opens (+1) or closes (-1). A pair nests in a block and has equal attributes."""
+    is_async_start: ClassVar[bool] = False
+    """Whether the results are in flight, and the operands borrowed, until a line with `is_async_wait`."""
+    is_async_wait: ClassVar[bool] = False
     on_host: ClassVar[bool] = False
-    """Whether the line asks at most for the sizes and the place of memory, so that it runs on no stream."""
-    event_step: ClassVar[Literal["", "record", "wait"]] = ""
-    """What the line does with an event of a stream. It has a `device` and a `stream`; no line moves across it."""
+    """Whether the line uses only the sizes and addresses of tensors, not their content, and so needs no stream."""
+    event_step: ClassVar[EventStep] = ""
+    """Whether the line records an event or waits for one. Such a line has a `device` and a `stream` and never moves."""
 
     origin: Origin | None = field(default=None, compare=False, kw_only=True)
 
+    @property
+    def stream(self) -> int:
+        """The stream that the line runs on; 0 is the current stream. A line class may declare it as a field."""
+        return 0
+
+    @property
+    def device(self) -> str:
+        """The device that the line names, or "" for none. A line class may declare it as a field."""
+        return ""
+
+    @property
+    def zeroed(self) -> bool:
+        """Whether the line fills the memory that it allocates with zeros. A line class may declare it as a field."""
+        return False
+
     def effects(self) -> tuple[Effect, ...]:
-        """Returns what the line does besides its reads and writes; () for a pure line."""
+        """Returns the effects of the line besides its reads and writes; () for a pure line."""
         return ()
 
     def alias_of(self, result: Value) -> Value | None:
-        """Returns the operand whose root a result shares, or None when the result is a root of its own."""
+        """Returns the operand that a result aliases, or None if the result is a new root."""
         for name, base_name in self.alias_fields:
             if getattr(self, name) is result:
                 base = getattr(self, base_name)
@@ -60,20 +81,27 @@ class LineBase(ABC):
         return None
 
     def verify_self(self) -> str | None:
-        """Returns what is wrong with the line taken alone, or None.
+        """Returns the first error of the line in isolation, or None.
 
-        May raise ValueKindError for an operand that is no tensor. Operands and attributes have the classes that their
-        fields declare.
+        Operands and attributes already have the classes that their fields declare. Raises ValueKindError for an operand
+        that must be a tensor and is not.
         """
         return None
 
-    def verify_target(self, target: Any) -> str | None:
-        """Returns what is wrong with the line given the kernel definition or function block that it names, or None."""
+    def verify_kernel(self, signature: tuple[str, ...]) -> str | None:
+        """Returns the first error of the line given the signature of the kernel that it names, or None."""
         return None
 
-    def replace(self, **changes: Any) -> Any:
+    def verify_function(self, function: FunctionSummary) -> str | None:
+        """Returns the first error of the line given the function that it names, or None."""
+        return None
+
+    def replace(self, **changes: Any) -> Self:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+LineT = TypeVar("LineT", bound=LineBase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +112,17 @@ class Block:
     lines: tuple[LineBase, ...]
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yields what a tree of nested tuples holds, from left to right."""
+@dataclass(frozen=True, slots=True)
+class FunctionSummary:
+    """A verified function: its block, the free symbols it uses, and the names of the arguments it writes."""
+
+    block: Block
+    symbols: set[str]
+    written: set[str]
+
+
+def leaves(tree: Operand) -> Iterator[Leaf]:
+    """Yields the items of a tree of nested tuples, from left to right."""
     if type(tree) is tuple:
         for item in tree:
             yield from leaves(item)
@@ -93,34 +130,37 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _collect_values(tree: tuple[Any, ...], found: list[Value]) -> None:
-    for item in tree:
-        kind = type(item)
-        if kind is Value:
-            found.append(item)
-        elif kind is tuple:
-            _collect_values(item, found)
+def values_in(tree: object) -> list[Value]:
+    """Returns the values in a tree of nested tuples, from left to right, with repetitions."""
+    if type(tree) is Value:
+        return [tree]
+    values: list[Value] = []
+    for item in tree if type(tree) is tuple else ():
+        if type(item) is Value:
+            values.append(item)
+        elif type(item) is tuple:
+            values += values_in(item)
+    return values
 
 
 def _values_of(line: LineBase, role: Role) -> list[Value]:
-    found: list[Value] = []
+    values: list[Value] = []
     for name in line.fields_by_role[role]:
         content = getattr(line, name)
-        kind = type(content)
-        if kind is Value:
-            found.append(content)
-        elif kind is tuple:
-            _collect_values(content, found)
-    return found
+        if type(content) is Value:
+            values.append(content)
+        elif type(content) is tuple:
+            values += values_in(content)
+    return values
 
 
 def defined(line: LineBase) -> list[Value]:
-    """Returns the values the line defines, nested blocks not included."""
+    """Returns the values that the line defines, nested blocks excluded."""
     return _values_of(line, Role.DEFINE)
 
 
 def reads(line: LineBase) -> list[Value]:
-    """Returns the values whose memory the line reads; one that is read twice comes twice."""
+    """Returns the values whose memory the line reads, with repetitions."""
     return _values_of(line, Role.READ)
 
 
@@ -130,21 +170,17 @@ def writes(line: LineBase) -> list[Value]:
 
 
 def consumed(line: LineBase) -> list[Value]:
-    """Returns the roots the line takes."""
+    """Returns the roots that the line consumes."""
     return _values_of(line, Role.CONSUME)
 
 
 def used(line: LineBase) -> list[Value]:
-    """Returns every value the line reads, writes or consumes, in this order."""
-    found = _values_of(line, Role.READ)
-    for role in (Role.WRITE, Role.CONSUME):
-        if line.fields_by_role[role]:
-            found += _values_of(line, role)
-    return found
+    """Returns every value that the line reads, writes or consumes, in this order."""
+    return [*reads(line), *writes(line), *consumed(line)]
 
 
 def defined_symbol(line: LineBase) -> SymbolInfo | None:
-    """Returns the symbol the line defines, if it defines one."""
+    """Returns the symbol that the line defines, if any."""
     for name in line.fields_by_role[Role.DEFINE]:
         content = getattr(line, name)
         if type(content) is SymbolInfo:
@@ -159,82 +195,68 @@ def blocks(line: LineBase) -> list[tuple[str, Block]]:
 
 
 def type_symbols(type_: Type) -> list[sympy.Symbol]:
-    """Returns the symbols in a type's sizes, strides and offset; one that occurs twice may come twice."""
+    """Returns the symbols in a type's sizes, strides and offset, with repetitions."""
     if not isinstance(type_, TensorType):
         return type_symbols(type_.element) if isinstance(type_, ListType | OptionalType) else []
-    found: list[sympy.Symbol] = []
+    symbols: list[sympy.Symbol] = []
     for sizes in (type_.sizes, type_.strides, (type_.storage_offset,)):
         for size in sizes:
             if not isinstance(size, int):
-                found.extend(_free_symbols(size))
-    return found
+                symbols.extend(_free_symbols(size))
+    return symbols
 
 
-@lru_cache(maxsize=65536)
+@bounded_cache(65536)
 def _free_symbols(expression: sympy.Basic) -> tuple[sympy.Symbol, ...]:
-    """The symbols of an expression by name: in an order that is the same on every run."""
+    """Returns the symbols of an expression sorted by name, so that the order is deterministic."""
     return tuple(sorted(expression.free_symbols, key=str))
 
 
-_WITHOUT_SYMBOLS = frozenset([Value, str, int, float, bool, type(None)])
+_WITHOUT_SYMBOLS = frozenset([str, int, float, bool, type(None)])
 
 
 def symbols_used(line: LineBase, *roles: Role) -> list[sympy.Symbol]:
-    """Returns the symbols in the fields of these roles: in attributes and operands, and in types of results."""
-    found: list[sympy.Symbol] = []
+    """Returns the symbols in the fields of these roles: in attributes and operands, and in the types of results."""
+    symbols: list[sympy.Symbol] = []
     for role in roles:
         for name in line.fields_by_role[role]:
             content = getattr(line, name)
-            if type(content) is tuple:
-                for leaf in leaves(content):
-                    _collect_symbols(leaf, role, found)
-            else:
-                _collect_symbols(content, role, found)
-    return found
+            for leaf in leaves(content) if type(content) is tuple else (content,):
+                if type(leaf) is Value:
+                    symbols.extend(type_symbols(leaf.type) if role is Role.DEFINE else ())
+                elif type(leaf) in _WITHOUT_SYMBOLS:
+                    continue
+                elif isinstance(leaf, TensorType):
+                    symbols.extend(type_symbols(leaf))
+                elif isinstance(leaf, sympy.Basic):
+                    symbols.extend(_free_symbols(leaf))
+    return symbols
 
 
-def _collect_symbols(leaf: Any, role: Role, found: list[sympy.Symbol]) -> None:
-    kind = type(leaf)
-    if kind is Value and role is Role.DEFINE:
-        found.extend(type_symbols(leaf.type))
-    elif kind in _WITHOUT_SYMBOLS:
-        return
-    elif kind is TensorType:
-        found.extend(type_symbols(leaf))
-    elif isinstance(leaf, sympy.Basic):
-        found.extend(_free_symbols(leaf))
-
-
-def wrong_field(line: LineBase) -> str | None:
-    """Returns which field holds something of a class that it does not take, or None."""
-    for name, kinds, each in line.checked_fields:
+def field_type_error(line: LineBase) -> str | None:
+    """Returns an error for the first field whose content has a wrong class, or None."""
+    for name, kinds, per_item in line.checked_fields:
         content = getattr(line, name)
-        if not each:
-            if not isinstance(content, kinds):
-                return _wrong_content(line, name, kinds, content)
-        elif type(content) is not tuple:
-            return _wrong_content(line, name, (tuple,), content)
+        if per_item and type(content) is not tuple:
+            items, kinds = (content,), (tuple,)
         else:
-            for item in content:
-                if not isinstance(item, kinds):
-                    return _wrong_content(line, name, kinds, item)
+            items = content if per_item else (content,)
+        for item in items:
+            if not isinstance(item, kinds):
+                accepted = " or ".join([kind.__name__ for kind in kinds])
+                return f"'{name}' of {line.opcode} takes {accepted}, not {type(item).__name__}"
     return None
 
 
-def _wrong_content(line: LineBase, name: str, kinds: tuple[type, ...], content: Any) -> str:
-    wanted = " or ".join(kind.__name__ for kind in kinds)
-    return f"'{name}' of {line.opcode} takes {wanted}, not {type(content).__name__}"
-
-
-def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the tree with each leaf changed; a tree in which nothing changes is returned itself."""
+def map_leaves(tree: object, change: Callable[[Any], object]) -> Any:
+    """Returns the tree with each leaf changed, or the tree itself if no leaf changes."""
     if type(tree) is not tuple:
         return change(tree)
     changed = tuple([map_leaves(item, change) for item in tree])
     return tree if all(a is b for a, b in zip(tree, changed)) else changed
 
 
-def map_line(line: LineBase, change: Callable[[Any], Any], roles: Iterable[Role] = tuple(Role)) -> Any:
+def map_line(line: LineT, change: Callable[[Any], object], roles: Iterable[Role] = tuple(Role)) -> LineT:
     """Returns the line with each leaf of the fields of these roles changed: values, literals, types, blocks."""
     changes = {}
     for role in roles:

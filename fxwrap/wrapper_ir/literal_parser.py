@@ -1,21 +1,22 @@
-"""The part of the parser that reads types, values and literals."""
+"""Parsing of types, values and literals."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import torch
 
-from fxwrap.errors import ParseError
+from fxwrap.caching import bounded_cache
 from fxwrap.symbolic import FUNCTION_NAMES, Size, Token, TokenStream, read_expr, read_size
 from fxwrap.wrapper_ir.effects import Tag
 from fxwrap.wrapper_ir.types import (
     DTYPES,
     ListType,
     OpaqueType,
+    Operand,
     OptionalType,
     ScalarType,
     TensorType,
@@ -25,7 +26,9 @@ from fxwrap.wrapper_ir.types import (
     contiguous_strides,
 )
 
-_WORDS: dict[str, Any] = {
+Literal: TypeAlias = "Operand | Tag"
+
+_KEYWORDS: dict[str, float | bool | None] = {
     "none": None, "true": True, "false": False, "nan": math.nan, "inf": math.inf,
 }  # fmt: skip
 _SIMPLE_TYPES: dict[str, Type] = {
@@ -38,99 +41,108 @@ _OPERATORS = frozenset(["*", "+", "-", "/", "**", "<", ">", "<=", ">=", "==", "!
 _EXPRESSION_FUNCTIONS = FUNCTION_NAMES | {"ceildiv"}
 
 ItemT = TypeVar("ItemT")
+ConstantT = TypeVar("ConstantT", torch.layout, torch.memory_format)
 
 
-@lru_cache(maxsize=1024)
+@bounded_cache(1024)
 def _device(kind: str, index: int | None) -> torch.device:
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
-@lru_cache(maxsize=4096)
+@bounded_cache(4096)
 def _static_type(text: str) -> TensorType | tuple[str, int]:
-    """Returns the type that a `type` token is, or why it is none, and the character of it where that is seen."""
+    """Returns the type in the text of a `type` token, or an error and its offset in the text."""
     name, _, rest = text.partition("[")
-    inner, _, place = rest.partition("]@")
+    inner, _, device_text = rest.partition("]@")
     if name not in DTYPES:
-        return f"there is no element type called '{name}'", 0
+        return f"unknown dtype '{name}'", 0
     try:
         parts = [tuple([int(size) for size in part.split(",")]) if part.strip() else () for part in inner.split("|")]
     except ValueError:
-        return f"'[{inner}]' are no sizes", len(name)
+        return f"'[{inner}]' is not a list of sizes", len(name)
     sizes = parts[0]
     strides = parts[1] if len(parts) > 1 and parts[1] else contiguous_strides(sizes)
     offset = parts[2] if len(parts) > 2 else (0,)
     if len(parts) > 3 or len(strides) != len(sizes) or len(offset) != 1:
-        reason = f"{len(sizes)} sizes take {len(sizes)} strides and one offset"
-        return f"{reason}, not {len(strides)} and {len(offset)}", len(name)
-    kind, _, index = place.partition(":")
+        return _layout_error(sizes, strides, offset), len(name)
+    kind, _, index = device_text.partition(":")
     try:
         device = _device(kind, int(index) if index else None)
     except (RuntimeError, ValueError):
-        return f"there is no device called '{kind}'", text.index("@")
+        return f"unknown device '{kind}'", text.index("@")
     return TensorType(DTYPES[name], sizes, strides, device, offset[0])
 
 
+def _layout_error(sizes: Sequence[Size], strides: Sequence[Size], offset: Sequence[Size]) -> str:
+    return f"{len(sizes)} sizes need {len(sizes)} strides and one offset, not {len(strides)} and {len(offset)}"
+
+
 class LiteralParser:
-    """Reads types and literals from a stream of tokens; `values` holds what was defined so far, by name."""
+    """Reads types and literals from a stream of tokens. `values` are the values defined so far, by name."""
 
     def __init__(self, stream: TokenStream) -> None:
         self.stream = stream
         self.values: dict[str, Value] = {}
 
     def define(self, token: Token, type_: Type) -> Value:
-        """Makes a value that later text may name. Raises ParseError for a name that is taken."""
+        """Defines a value. Raises ParseError for a repeated name."""
         if token.text in self.values:
             raise self.stream.error(f"%{token.text} is defined twice", token)
-        value = Value(token.text, type_)
-        self.values[token.text] = value
+        value = self.values[token.text] = Value(token.text, type_)
         return value
 
-    def bracketed(self, opening: str, closing: str, item: Callable[[], ItemT]) -> list[ItemT]:
-        """Reads items separated by commas between two marks."""
-        stream = self.stream
-        stream.expect(opening)
-        items: list[ItemT] = []
-        while not stream.at(closing):
-            if items:
-                stream.expect(",")
-            items.append(item())
-        stream.next()
+    def delimited_list(self, opening: str, closing: str, item: Callable[[], ItemT]) -> tuple[ItemT, ...]:
+        """Reads items separated by commas between two tokens."""
+        self.stream.expect(opening)
+        items = () if self.stream.at(closing) else self.comma_list(item)
+        self.stream.expect(closing)
         return items
+
+    def comma_list(self, item: Callable[[], ItemT]) -> tuple[ItemT, ...]:
+        """Reads one or more items separated by commas."""
+        items = [item()]
+        while self.stream.accept(","):
+            items.append(item())
+        return tuple(items)
 
     # --- types ------------------------------------------------------------------------------------------------------
 
     def type(self) -> Type:
         """Reads a type."""
         stream = self.stream
-        whole = stream.accept("type")
-        if whole is not None:
-            found = _static_type(whole.text)
-            if isinstance(found, tuple):
-                reason, place = found
-                raise stream.error(reason, whole._replace(column=whole.column + place))
-            return found
+        token = stream.accept("type")
+        if token is not None:
+            result = _static_type(token.text)
+            if isinstance(result, tuple):
+                reason, offset = result
+                raise stream.error(reason, token._replace(column=token.column + offset))
+            return result
         word = stream.expect("name")
         if stream.at("["):
-            if word.text not in DTYPES:
-                raise stream.error(f"there is no element type called '{word.text}'", word)
-            return self._tensor_type(DTYPES[word.text])
+            return self._tensor_type(self._dtype(word))
         if word.text in _SIMPLE_TYPES:
             return _SIMPLE_TYPES[word.text]
         if word.text not in ("list", "optional", "opaque"):
-            raise stream.error(f"there is no type called '{word.text}'", word)
+            raise stream.error(f"unknown type '{word.text}'", word)
         stream.expect("<")
         if word.text == "opaque":
-            made: Type = OpaqueType(stream.expect("name").text)
+            type_: Type = OpaqueType(stream.expect("name").text)
         else:
-            made = ListType(self.type()) if word.text == "list" else OptionalType(self.type())
+            type_ = ListType(self.type()) if word.text == "list" else OptionalType(self.type())
         stream.expect(">")
-        return made
+        return type_
+
+    def _dtype(self, word: Token) -> torch.dtype:
+        if word.text not in DTYPES:
+            raise self.stream.error(f"unknown dtype '{word.text}'", word)
+        return DTYPES[word.text]
 
     def _tensor_type(self, dtype: torch.dtype) -> TensorType:
         stream = self.stream
         opening = stream.expect("[")
         sizes = self._sizes()
-        strides, offset = contiguous_strides(sizes), (0,)
+        strides = contiguous_strides(sizes)
+        offset: tuple[Size, ...] = (0,)
         if stream.accept("|"):
             if not stream.at("|"):
                 strides = self._sizes()
@@ -138,8 +150,7 @@ class LiteralParser:
                 offset = self._sizes()
         stream.expect("]")
         if len(strides) != len(sizes) or len(offset) != 1:
-            reason = f"{len(sizes)} sizes take {len(sizes)} strides and one offset"
-            raise stream.error(f"{reason}, not {len(strides)} and {len(offset)}", opening)
+            raise stream.error(_layout_error(sizes, strides, offset), opening)
         device = self._device()
         if not stream.accept("<"):
             return TensorType(dtype, sizes, strides, device, offset[0])
@@ -159,23 +170,24 @@ class LiteralParser:
         try:
             return _device(kind.text, index)
         except (RuntimeError, ValueError):
-            raise stream.error(f"there is no device called '{kind.text}'", kind) from None
+            raise stream.error(f"unknown device '{kind.text}'", kind) from None
 
-    def _sizes(self) -> tuple[Any, ...]:
-        if self.stream.peek().kind in ("]", "|"):
-            return ()
-        sizes = [self._size()]
-        while self.stream.accept(","):
-            sizes.append(self._size())
-        return tuple(sizes)
-
-    def _size(self) -> Size:
-        return read_size(self.stream)
+    def _sizes(self) -> tuple[Size, ...]:
+        is_empty = self.stream.peek().kind in ("]", "|")
+        return () if is_empty else self.comma_list(lambda: read_size(self.stream))
 
     # --- literals ---------------------------------------------------------------------------------------------------
 
-    def literal(self) -> Any:
-        """Reads an argument or attribute: whatever `print_literal` writes."""
+    def operand(self) -> Operand:
+        """Reads an operand."""
+        token = self.stream.peek()
+        literal = self.literal()
+        if isinstance(literal, Tag):
+            raise self.stream.error(f"'{token.text}' is not an operand", token)
+        return literal
+
+    def literal(self) -> Literal:
+        """Reads an operand or attribute, the inverse of `print_literal`."""
         stream = self.stream
         token = stream.peek()
         kind = token.kind
@@ -187,14 +199,14 @@ class LiteralParser:
         if kind == "string":
             return stream.next().text
         if kind == "[":
-            return tuple(self.bracketed("[", "]", self.literal))
+            return self.delimited_list("[", "]", self.operand)
         following = stream.peek(1)
         if kind == "name":
             if following.kind == "(" and token.text not in _EXPRESSION_FUNCTIONS:
                 return self._constructor()
-            if token.text in _WORDS and following.kind not in _OPERATORS:
+            if token.text in _KEYWORDS and following.kind not in _OPERATORS:
                 stream.next()
-                return _WORDS[token.text]
+                return _KEYWORDS[token.text]
         elif kind == "number" and following.kind not in _OPERATORS:
             return self._number(1)
         elif kind == "-" and stream.peek(2).kind not in _OPERATORS:
@@ -207,7 +219,7 @@ class LiteralParser:
         text = self.stream.next().text
         return sign * (int(text) if text.isdigit() else float(text))
 
-    def _constructor(self) -> Any:
+    def _constructor(self) -> Literal:
         """Reads `dtype(f32)`, `device("cpu")`, `complex(0.0, 1.0)`, ..., or a tag such as `random("cpu")`."""
         stream = self.stream
         word = stream.next()
@@ -215,45 +227,31 @@ class LiteralParser:
             stream.expect("(")
             name = stream.expect("name")
             stream.expect(")")
-            if name.text not in DTYPES:
-                raise stream.error(f"there is no element type called '{name.text}'", name)
-            return DTYPES[name.text]
-        arguments = self.bracketed("(", ")", self.literal)
-        make = _CONSTRUCTORS.get(word.text)
-        if make is None:
-            return self._tag(word, arguments)
+            return self._dtype(name)
+        arguments = self.delimited_list("(", ")", self.operand)
+        constructor = _CONSTRUCTORS.get(word.text)
+        if constructor is None:
+            tag_arguments = tuple([argument for argument in arguments if isinstance(argument, str | int)])
+            if len(tag_arguments) != len(arguments):
+                raise stream.error(f"'{word.text}' takes strings and integers", word)
+            return Tag(word.text, tag_arguments)
         try:
-            return make(*arguments)
+            return constructor(*arguments)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise self._unmakable(word, error) from None
-
-    def _tag(self, word: Token, arguments: list[Any]) -> Tag:
-        if not all(isinstance(argument, str | int) for argument in arguments):
-            raise self.stream.error(f"'{word.text}' takes strings and integers", word)
-        return Tag(word.text, tuple(arguments))
-
-    def _unmakable(self, word: Token, error: Exception) -> ParseError:
-        reason = str(error).partition("\n")[0]
-        return self.stream.error(f"no {word.text} can be made of this: {reason}", word)
+            reason = str(error).partition("\n")[0]
+            raise stream.error(f"invalid {word.text}: {reason}", word) from None
 
 
-def _layout(name: str) -> torch.layout:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.layout):
-        raise ValueError(f"torch has no layout '{name}'")
-    return found
+def _torch_constant(kind: type[ConstantT], name: str) -> ConstantT:
+    constant = getattr(torch, name, None)
+    if not isinstance(constant, kind):
+        raise ValueError(f"torch has no {kind.__name__} '{name}'")
+    return constant
 
 
-def _memory_format(name: str) -> torch.memory_format:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.memory_format):
-        raise ValueError(f"torch has no memory format '{name}'")
-    return found
-
-
-_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
+_CONSTRUCTORS: dict[str, Callable[..., Operand]] = {
     "complex": complex,
     "device": torch.device,
-    "layout": _layout,
-    "memory_format": _memory_format,
+    "layout": partial(_torch_constant, torch.layout),
+    "memory_format": partial(_torch_constant, torch.memory_format),
 }

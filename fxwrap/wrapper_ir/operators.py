@@ -1,79 +1,87 @@
-"""What an operator's schema says: what it writes, gives and does; and which results of a call are used."""
+"""Operator schemas: the operands that an operator writes and aliases, its effects, and the used results of a call."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.fx import Node
 
-from fxwrap.torch_compat import OpOverload, is_composite
+from fxwrap.caching import bounded_cache
+from fxwrap.torch_compat import FunctionSchema, OpOverload, is_composite, overload_name, torch_schema
 from fxwrap.wrapper_ir.effects import ASSERT, OUTPUT, UNKNOWN, Effect, communication_effect, random_effect
-from fxwrap.wrapper_ir.line import leaves
-from fxwrap.wrapper_ir.types import Value
+from fxwrap.wrapper_ir.line import values_in
+from fxwrap.wrapper_ir.types import Operand, Value
 
-_ASSERTING = frozenset({
+_ASSERTION_OPERATORS = frozenset({
     "aten._assert_scalar.default", "aten._assert_async.default", "aten._assert_async.msg",
     "aten._assert_tensor_metadata.default",
 })  # fmt: skip
-_PRINTING = frozenset({"aten._print.default", "fxwrap_runtime.print.default"})
+_PRINT_OPERATORS = frozenset({"aten._print.default", "fxwrap_runtime.print.default"})
 
 _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}
-"""Operators whose results are windows on an argument although their schema does not say so."""
+"""Operators whose results alias an argument, by its position, although their schemas do not declare it."""
 
 _EXACT_NAMESPACES = ("aten", "prims")
-"""Whose operators always give a view where their schema says so; others' fake rules say what they do."""
+"""Namespaces of operators that always return a view if their schema declares one."""
 
-Replacement = Callable[[OpOverload, Any, Any], tuple[OpOverload, Any, Any]]
+ArgumentT = TypeVar("ArgumentT")
+Arguments: TypeAlias = tuple[Operand, ...]
+Keywords: TypeAlias = tuple[tuple[str, Operand], ...]
+OverloadReplacement: TypeAlias = Callable[[OpOverload, Arguments, Keywords], tuple[OpOverload, Arguments, Keywords]]
 
 
 @dataclass(frozen=True)
-class OperatorFacts:
-    """What lowering, and reading an emitted graph back, need of an overload's schema.
+class OperatorSchema:
+    """The properties of an overload's schema that lowering and import use.
 
-    `name` is "namespace.name.overload"; `written` the names of the arguments it writes; `aliased` the position of the
-    only argument that results are windows on, or may be if `may_alias` (`reshape`, `contiguous`, operators of others);
-    `returns_written` says for each return which written argument it is, if it is one.
+    `name` is "namespace.name.overload". `mutated_arguments` are the names of the arguments it writes.
+    `aliased_argument` is the position of the only argument that results alias, or, if `may_alias`, may alias
+    (`reshape`, `contiguous`, custom operators). `mutated_returns` has for each return the name of the written argument
+    that it is, or None.
     """
 
     name: str
     argument_names: tuple[str, ...]
     return_count: int
-    written: tuple[str, ...]
-    is_out: bool
-    aliased: int | None
+    mutated_arguments: tuple[str, ...]
+    is_out_variant: bool
+    aliased_argument: int | None
     may_alias: bool
-    returns_written: tuple[str | None, ...]
+    mutated_returns: tuple[str | None, ...]
     is_random: bool
     fixed_effects: tuple[Effect, ...]
-    replacement: Replacement | None
+    replacement: OverloadReplacement | None
 
     @property
     def is_pure(self) -> bool:
-        """Whether a call whose results nobody uses can be left out."""
-        return not self.written and not self.is_random and not self.fixed_effects
+        """Whether a call without used results is dead code."""
+        return not self.mutated_arguments and not self.is_random and not self.fixed_effects
 
-    def operand(self, name: str, arguments: Sequence[Any], keywords: Sequence[tuple[str, Any]]) -> Any:
-        """Returns the argument of this name of a call, or None when it was left out."""
+    def operand(
+        self, name: str, arguments: Sequence[ArgumentT], keywords: Sequence[tuple[str, ArgumentT]]
+    ) -> ArgumentT | None:
+        """Returns the argument of a call by its name in the schema, or None if the call has none."""
         position = self.argument_names.index(name)
-        if position < len(arguments):
-            return arguments[position]
-        return dict(keywords).get(name)
+        return arguments[position] if position < len(arguments) else dict(keywords).get(name)
 
-    def written_operands(self, arguments: Sequence[Any], keywords: Sequence[tuple[str, Any]]) -> tuple[Value, ...]:
-        """Returns the values a call writes, in the schema's order."""
-        operands = [self.operand(name, arguments, keywords) for name in self.written]
-        return tuple(leaf for leaf in leaves(tuple(operands)) if isinstance(leaf, Value))
+    def mutated_operands(
+        self, arguments: Sequence[Operand], keywords: Sequence[tuple[str, Operand]]
+    ) -> tuple[Value, ...]:
+        """Returns the values that a call writes, in the schema's order."""
+        return tuple(values_in(tuple([self.operand(name, arguments, keywords) for name in self.mutated_arguments])))
 
-    def returned_operands(self, arguments: Any, keywords: Any) -> tuple[Any, ...] | None:
-        """Returns the operands a call gives back, when every return is one of those it writes; else None."""
-        if any(name is None for name in self.returns_written):
+    def returned_operands(
+        self, arguments: Sequence[ArgumentT], keywords: Sequence[tuple[str, ArgumentT]]
+    ) -> tuple[ArgumentT | None, ...] | None:
+        """Returns the operands that a call returns if every return is a written argument, else None."""
+        names = [name for name in self.mutated_returns if name is not None]
+        if len(names) < len(self.mutated_returns):
             return None
-        return tuple(self.operand(name, arguments, keywords) for name in self.returns_written if name is not None)
+        return tuple([self.operand(name, arguments, keywords) for name in names])
 
     def effects(self, devices: Sequence[torch.device]) -> tuple[Effect, ...]:
         """Returns the effects of a call with operands and results on these devices."""
@@ -82,89 +90,88 @@ class OperatorFacts:
         return (*self.fixed_effects, *sorted({random_effect(str(device)) for device in devices}, key=str))
 
 
-@cache
-def operator_facts(overload: OpOverload) -> OperatorFacts:
-    """Returns what an overload's schema says."""
-    schema = overload._schema
+@bounded_cache(4096)
+def operator_schema(overload: OpOverload) -> OperatorSchema:
+    """Returns the properties of an overload's schema."""
+    schema = torch_schema(overload)
     arguments = schema.arguments
-    written = tuple(item.name for item in arguments if item.alias_info is not None and item.alias_info.is_write)
-    readers = [
+    written = [item for item in arguments if item.alias_info is not None and item.alias_info.is_write]
+    aliased = [
         index for index, item in enumerate(arguments)
         if item.alias_info is not None and not item.alias_info.is_write
     ]  # fmt: skip
     name = operator_name(overload)
-    return OperatorFacts(
+    return OperatorSchema(
         name,
-        tuple(item.name for item in arguments),
+        tuple([item.name for item in arguments]),
         len(schema.returns),
-        written,
-        bool(written) and all(item.is_out for item in arguments if item.name in written),
-        _UNDECLARED_VIEWS.get(name, readers[0] if len(readers) == 1 else None),
+        tuple([item.name for item in written]),
+        bool(written) and all(item.is_out for item in written),
+        _UNDECLARED_VIEWS.get(name, aliased[0] if len(aliased) == 1 else None),
         is_composite(overload) or overload.namespace not in _EXACT_NAMESPACES,
-        tuple(_written_twin(arguments, returned) for returned in schema.returns),
+        _mutated_returns(schema),
         torch.Tag.nondeterministic_seeded in overload.tags,
         _fixed_effects(overload, name, bool(written)),
         _REPLACEMENTS.get(name),
     )
 
 
-def is_assertion(target: Any) -> bool:
-    """Whether an operator does nothing but fail where a condition does not hold."""
-    return isinstance(target, OpOverload) and operator_name(target) in _ASSERTING
+def is_assertion(target: object) -> bool:
+    """Returns whether an operator only raises an error if a condition is false."""
+    return isinstance(target, OpOverload) and operator_name(target) in _ASSERTION_OPERATORS
 
 
 def operator_name(overload: OpOverload) -> str:
-    """Returns "namespace.name.overload", as the IR names an operator."""
-    namespace, _, name = overload._schema.name.partition("::")
-    return f"{namespace}.{name}.{overload._overloadname}"
+    """Returns "namespace.name.overload", the name of an operator in the IR."""
+    namespace, _, name = torch_schema(overload).name.partition("::")
+    return f"{namespace}.{name}.{overload_name(overload)}"
 
 
-def _written_twin(arguments: Any, returned: Any) -> str | None:
-    if returned.alias_info is None or not returned.alias_info.is_write:
-        return None
-    for argument in arguments:
-        info = argument.alias_info
-        if info is not None and info.is_write and info.before_set == returned.alias_info.before_set:
-            return str(argument.name)
-    return None
+def _mutated_returns(schema: FunctionSchema) -> tuple[str | None, ...]:
+    """Returns for each return the name of the first written argument with its alias set, or None."""
+    written: dict[frozenset[str], str] = {}
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.setdefault(frozenset(argument.alias_info.before_set), argument.name)
+    return tuple([
+        written.get(frozenset(item.alias_info.before_set))
+        if item.alias_info is not None and item.alias_info.is_write else None
+        for item in schema.returns
+    ])  # fmt: skip
 
 
 def _fixed_effects(overload: OpOverload, name: str, writes: bool) -> tuple[Effect, ...]:
-    if name in _ASSERTING:
+    if name in _ASSERTION_OPERATORS:
         return (ASSERT,)
-    if name in _PRINTING:
+    if name in _PRINT_OPERATORS:
         return (OUTPUT,)
     if overload.namespace in ("_c10d_functional", "c10d", "c10d_functional"):
         return (communication_effect(""),)
-    return (UNKNOWN,) if not overload._schema.returns and not writes else ()
+    return (UNKNOWN,) if not torch_schema(overload).returns and not writes else ()
 
 
-def _convert_element_type(_: OpOverload, arguments: Any, keywords: Any) -> tuple[OpOverload, Any, Any]:
+def _convert_element_type(
+    _: OpOverload, arguments: Arguments, keywords: Keywords
+) -> tuple[OpOverload, Arguments, Keywords]:
     return torch.ops.aten._to_copy.default, arguments[:1], (("dtype", dict(keywords).get("dtype") or arguments[1]),)
 
 
-def _view(_: OpOverload, arguments: Any, keywords: Any) -> tuple[OpOverload, Any, Any]:
-    return torch.ops.aten.view.default, arguments, keywords
-
-
-def _clone(_: OpOverload, arguments: Any, keywords: Any) -> tuple[OpOverload, Any, Any]:
-    return torch.ops.aten.clone.default, arguments, keywords
-
-
-_REPLACEMENTS: dict[str, Replacement] = {
+_REPLACEMENTS: dict[str, OverloadReplacement] = {
     "prims.convert_element_type.default": _convert_element_type,
-    "aten.lift_fresh_copy.default": _clone,
-    "aten._unsafe_view.default": _view,  # its schema does not say that the result is a view
+    "aten.lift_fresh_copy.default": lambda _, *call: (torch.ops.aten.clone.default, *call),
+    "aten._unsafe_view.default": lambda _, *call: (torch.ops.aten.view.default, *call),  # its schema declares no view
 }
-"""Operators that mean the same as an ATen one which every emitter can call."""
+"""Operators with an equivalent ATen operator that every emitter can call."""
 
 
-def used_items(node: Node) -> set[int] | None:
-    """Returns which items of a node's result are taken out, or None when something uses the result whole."""
-    used = set()
+def used_result_indices(node: Node) -> set[int] | None:
+    """Returns the indices of the used items of a node's result, or None if something uses the whole result."""
+    indices: set[int] = set()
     for user in node.users:
         if user.target is not operator.getitem or user.args[0] is not node:
             return None
         if user.users:
-            used.add(user.args[1])
-    return used  # type: ignore[return-value]
+            if not isinstance(user.args[1], int):
+                return None
+            indices.add(user.args[1])
+    return indices

@@ -1,38 +1,38 @@
-"""The parser of the text form: `parse_program(print_program(p)) == p` for every program.
+"""The recursive-descent parser of the text form: `parse_program(print_program(p)) == p` for every program.
 
-A recursive descent over tokens. What a line's operands and attributes are follows from the roles of its class.
+The operands and attributes of a line follow from the roles of its class.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fxwrap.errors import ExpressionError
 from fxwrap.symbolic import SymbolInfo, Token, TokenStream, is_symbol_name, symbol_kind
-from fxwrap.wrapper_ir.line import Block, LineBase, wrong_field
+from fxwrap.wrapper_ir.line import Block, LineBase, field_type_error
 from fxwrap.wrapper_ir.literal_parser import LiteralParser
 from fxwrap.wrapper_ir.printer import block_label
-from fxwrap.wrapper_ir.program import Constant, Input, KernelDefinition, Ownership, Program
-from fxwrap.wrapper_ir.roles import FieldSpec, Form, Role
-from fxwrap.wrapper_ir.types import Value
+from fxwrap.wrapper_ir.program import Input, KernelDefinition, Ownership, Program, ProgramConstant
+from fxwrap.wrapper_ir.roles import Form, Role
+from fxwrap.wrapper_ir.types import Operand, Result, Type, Value
 
-_SYMBOL_FACTS = frozenset(["range", "hint", "divisible"])
+_Head: TypeAlias = "Token | tuple[_Head, ...]"
+_TypeTree: TypeAlias = "Type | tuple[_TypeTree, ...] | None"
+
+_SYMBOL_ATTRIBUTES = frozenset(["range", "hint", "divisible"])
 
 
 def parse_program(text: str, line_classes: Iterable[type[LineBase]]) -> Program:
-    """Reads a program from its text, whose lines are of these classes; it is not verified.
-
-    Raises ParseError with line and column for text that is no program.
-    """
+    """Parses a program with lines of these classes, without verifying it. Raises ParseError with line and column."""
     grammars = {cls.opcode: _Grammar(cls) for cls in line_classes}
     return _Parser(TokenStream(text), grammars).program()
 
 
 class _Grammar:
-    """What the text of one line class holds, read off its roles once."""
+    """The syntax of a line class."""
 
     def __init__(self, cls: type[LineBase]) -> None:
         self.cls = cls
@@ -41,26 +41,23 @@ class _Grammar:
         self.target = forms.get(Form.TARGET)
         self.type = forms.get(Form.TYPE)
         self.result = next((spec for spec in cls.specs if spec.role is Role.DEFINE), None)
-        self.operands = [
-            spec
-            for spec in cls.specs
-            if spec.role is not Role.DEFINE and spec.form in (Form.VALUE, Form.VALUES, Form.ARGUMENTS, Form.NAMED)
-        ]
+        forms_of_operands = (Form.VALUE, Form.VALUES, Form.ARGUMENTS, Form.NAMED)
+        self.operands = [spec for spec in cls.specs if spec.role is not Role.DEFINE and spec.form in forms_of_operands]
         self.blocks = {block_label(spec): spec.name for spec in cls.specs if spec.role is Role.BLOCK}
         self.sequences = frozenset(spec.name for spec in cls.specs if spec.form is Form.SEQUENCE)
         self.attributes = self.sequences | {spec.name for spec in cls.specs if spec.form is Form.LITERAL}
         if Form.SYMBOL in forms:
             self.sequences |= {"range"}
-            self.attributes |= _SYMBOL_FACTS
+            self.attributes |= _SYMBOL_ATTRIBUTES
         self.required = [spec for spec in cls.specs if spec.default is MISSING]
 
 
-class _Named(NamedTuple):
+class _KeywordOperand(NamedTuple):
     name: str
-    literal: Any
+    operand: Operand
 
 
-class _Function(NamedTuple):
+class _FunctionHeader(NamedTuple):
     name: str
     arguments: tuple[Value, ...]
     start: int
@@ -74,12 +71,12 @@ class _Parser(LiteralParser):
     # --- the program and its sections -------------------------------------------------------------------------------
 
     def program(self) -> Program:
-        """Reads the whole text. Constants and functions stand at its end, so the sections come before the bodies."""
+        """Reads a program. The sections at its end are read before the bodies, which use their constants."""
         stream = self.stream
         stream.accept("newline")
         stream.expect("name", "program")
         name = stream.expect("at").text
-        inputs = tuple(self.bracketed("(", ")", self._input))
+        inputs = self.delimited_list("(", ")", self._input)
         header = []
         while stream.at("name"):
             key = stream.next().text
@@ -96,10 +93,10 @@ class _Parser(LiteralParser):
             blocks.append((function.name, self._braced_lines(function.arguments)))
         return Program(name, inputs, body, tuple(constants), tuple(kernels), tuple(blocks), tuple(header))
 
-    def _sections(self) -> tuple[list[Constant], list[_Function], list[KernelDefinition]]:
+    def _sections(self) -> tuple[list[ProgramConstant], list[_FunctionHeader], list[KernelDefinition]]:
         stream = self.stream
-        constants: list[Constant] = []
-        functions: list[_Function] = []
+        constants: list[ProgramConstant] = []
+        functions: list[_FunctionHeader] = []
         kernels: list[KernelDefinition] = []
         stream.accept("newline")
         while not stream.at("end"):
@@ -108,8 +105,8 @@ class _Parser(LiteralParser):
                 constants.append(self._constant())
             elif word.text == "function":
                 name = stream.expect("at").text
-                arguments = tuple(self.bracketed("(", ")", self._argument))
-                functions.append(_Function(name, arguments, stream.mark()))
+                arguments = self.delimited_list("(", ")", self._argument)
+                functions.append(_FunctionHeader(name, arguments, stream.mark()))
                 self._skip_braces()
             elif word.text == "kernel":
                 kernels.append(self._kernel())
@@ -128,11 +125,11 @@ class _Parser(LiteralParser):
                 raise self.stream.error("this '{' is never closed", opening)
             depth += {"{": 1, "}": -1}.get(token.kind, 0)
 
-    def _constant(self) -> Constant:
+    def _constant(self) -> ProgramConstant:
         token = self.stream.expect("value")
         self.stream.expect(":")
         mutable = self.stream.accept("name", "mutable") is not None
-        return Constant(self.define(token, self.type()), mutable)
+        return ProgramConstant(self.define(token, self.type()), mutable)
 
     def _kernel(self) -> KernelDefinition:
         stream = self.stream
@@ -150,12 +147,15 @@ class _Parser(LiteralParser):
         while stream.at("name"):
             key = stream.next().text
             stream.expect("=")
-            options.append((key, self.literal()))
+            option = self.literal()
+            if not isinstance(option, str | int | float):
+                raise stream.error(f"the kernel option '{key}' is a string, number or boolean")
+            options.append((key, option))
         source = stream.expect("string").text
         entries = tuple(signature.split(", ")) if signature else ()
         kernel = KernelDefinition(name, language, source, entries, tuple(options))
         if kernel.hash != hash_token.text:
-            reason = f"kernel @{name} does not have this hash; its content gives {kernel.hash}"
+            reason = f"kernel @{name} does not have this hash; its content has the hash {kernel.hash}"
             raise stream.error(reason, hash_token)
         return kernel
 
@@ -180,7 +180,7 @@ class _Parser(LiteralParser):
         kind = stream.expect("name")
         if kind.text != symbol_kind(token.text):
             raise stream.error(f"symbol {token.text} is of kind {symbol_kind(token.text)}", kind)
-        return Input(self._symbol(token, self._attributes(_SYMBOL_FACTS, frozenset(["range"]), "a symbol")))
+        return Input(self._symbol(token, self._attributes(_SYMBOL_ATTRIBUTES, frozenset(["range"]), "a symbol")))
 
     def _argument(self) -> Value:
         token = self.stream.expect("value")
@@ -207,63 +207,55 @@ class _Parser(LiteralParser):
 
     def _line(self) -> LineBase:
         stream = self.stream
-        heads = self._heads()
+        heads = self._result_names()
         opcode = stream.expect("name")
         grammar = self.grammars.get(opcode.text)
         if grammar is None:
-            raise stream.error(f"there is no line called '{opcode.text}'", opcode)
-        fields: dict[str, Any] = {}
+            raise stream.error(f"unknown line '{opcode.text}'", opcode)
+        fields: dict[str, object] = {}
         if grammar.target is not None:
             fields[grammar.target.name] = stream.expect("at").text
         self._operands(grammar, fields, opcode)
         attributes = self._attributes(grammar.attributes, grammar.sequences, f"'{opcode.text}'")
-        types = self._types()
+        types = self.comma_list(self._type_tree) if stream.accept(":") else ()
         if grammar.type is not None:
             if len(types) != 1 or types[0] is None or isinstance(types[0], tuple):
                 raise stream.error(f"'{opcode.text}' takes one type", opcode)
-            fields[grammar.type.name], types = types[0], []
+            fields[grammar.type.name], types = types[0], ()
         if grammar.blocks:
             self._blocks(grammar, fields)
         self._results(grammar, heads, types, attributes, fields, opcode)
         fields.update(attributes)
-        return self._make(grammar, fields, opcode)
+        return self._build_line(grammar, fields, opcode)
 
-    def _make(self, grammar: _Grammar, fields: dict[str, Any], opcode: Token) -> LineBase:
+    def _build_line(self, grammar: _Grammar, fields: Mapping[str, Any], opcode: Token) -> LineBase:
         for spec in grammar.required:
             if spec.name not in fields:
-                what = f"block ^{block_label(spec)}" if spec.role is Role.BLOCK else f"'{spec.name}'"
-                raise self.stream.error(f"'{grammar.opcode}' needs {what}", opcode)
+                missing = f"block ^{block_label(spec)}" if spec.role is Role.BLOCK else f"'{spec.name}'"
+                raise self.stream.error(f"'{grammar.opcode}' needs {missing}", opcode)
         line = grammar.cls(**fields)
-        reason = wrong_field(line)
+        reason = field_type_error(line)
         if reason is not None:
             raise self.stream.error(reason, opcode)
         return line
 
-    def _heads(self) -> list[Any]:
-        """Reads what stands before '=': tokens of names, nested lists of them, or nothing."""
-        stream = self.stream
-        if stream.at("name") and stream.peek(1).kind not in ("=", ","):
-            return []
-        heads = [self._head()]
-        while stream.accept(","):
-            heads.append(self._head())
-        stream.expect("=")
+    def _result_names(self) -> tuple[_Head, ...]:
+        """Reads the result names before '=': tokens, nested tuples of them, or nothing."""
+        if self.stream.at("name") and self.stream.peek(1).kind not in ("=", ","):
+            return ()
+        heads = self.comma_list(self._result_name)
+        self.stream.expect("=")
         return heads
 
-    def _head(self) -> Any:
+    def _result_name(self) -> _Head:
         if self.stream.at("["):
-            return self.bracketed("[", "]", self._head)
+            return self.delimited_list("[", "]", self._result_name)
         return self.stream.next() if self.stream.at("name") else self.stream.expect("value")
 
-    def _operands(self, grammar: _Grammar, fields: dict[str, Any], opcode: Token) -> None:
-        positional: list[Any] = []
-        named: list[tuple[str, Any]] = []
-        if self.stream.at("("):
-            for operand in self.bracketed("(", ")", self._operand):
-                if type(operand) is _Named:
-                    named.append((operand.name, operand.literal))
-                else:
-                    positional.append(operand)
+    def _operands(self, grammar: _Grammar, fields: dict[str, object], opcode: Token) -> None:
+        operands = self.delimited_list("(", ")", self._operand) if self.stream.at("(") else ()
+        named = [tuple(operand) for operand in operands if isinstance(operand, _KeywordOperand)]
+        positional = [operand for operand in operands if not isinstance(operand, _KeywordOperand)]
         for spec in grammar.operands:
             if spec.form is Form.NAMED:
                 fields[spec.name], named = tuple(named), []
@@ -276,45 +268,35 @@ class _Parser(LiteralParser):
         if positional or named:
             raise self.stream.error(f"'{grammar.opcode}' has too many operands", opcode)
 
-    def _operand(self) -> Any:
+    def _operand(self) -> Operand | _KeywordOperand:
         stream = self.stream
         if stream.at("name") and stream.peek(1).kind == "=":
             name = stream.next().text
             stream.next()
-            return _Named(name, self.literal())
-        return self.literal()
+            return _KeywordOperand(name, self.operand())
+        return self.operand()
 
     def _attributes(self, known: frozenset[str], sequences: frozenset[str], owner: str) -> dict[str, Any]:
-        """Reads `key=literal` pairs; a key whose content is a sequence takes a list in parentheses."""
+        """Reads `key=literal` pairs, with `key=(literal, ...)` for sequences."""
         stream = self.stream
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         while stream.at("name"):
             key = stream.next()
             stream.expect("=")
             if key.text not in known:
                 raise stream.error(f"{owner} has no attribute '{key.text}'", key)
-            if key.text in found:
-                raise stream.error(f"'{key.text}' is given twice", key)
-            if key.text in sequences:
-                found[key.text] = tuple(self.bracketed("(", ")", self.literal))
-            else:
-                found[key.text] = self.literal()
-        return found
+            if key.text in attributes:
+                raise stream.error(f"'{key.text}' is repeated", key)
+            is_sequence = key.text in sequences
+            attributes[key.text] = self.delimited_list("(", ")", self.literal) if is_sequence else self.literal()
+        return attributes
 
-    def _types(self) -> list[Any]:
-        if not self.stream.accept(":"):
-            return []
-        types = [self._type_tree()]
-        while self.stream.accept(","):
-            types.append(self._type_tree())
-        return types
-
-    def _type_tree(self) -> Any:
+    def _type_tree(self) -> _TypeTree:
         if self.stream.at("["):
-            return tuple(self.bracketed("[", "]", self._type_tree))
+            return self.delimited_list("[", "]", self._type_tree)
         return None if self.stream.accept("name", "none") else self.type()
 
-    def _blocks(self, grammar: _Grammar, fields: dict[str, Any]) -> None:
+    def _blocks(self, grammar: _Grammar, fields: dict[str, object]) -> None:
         stream = self.stream
         stream.expect("{")
         stream.accept("newline")
@@ -324,8 +306,8 @@ class _Parser(LiteralParser):
             if name is None:
                 raise stream.error(f"'{grammar.opcode}' has no block ^{label.text}", label)
             if name in fields:
-                raise stream.error(f"block ^{label.text} is given twice", label)
-            arguments = tuple(self.bracketed("(", ")", self._argument))
+                raise stream.error(f"block ^{label.text} is repeated", label)
+            arguments = self.delimited_list("(", ")", self._argument)
             stream.expect(":")
             stream.accept("newline")
             fields[name] = Block(arguments, self._lines(("}", "label")))
@@ -336,15 +318,15 @@ class _Parser(LiteralParser):
     def _results(
         self,
         grammar: _Grammar,
-        heads: list[Any],
-        types: list[Any],
+        heads: Sequence[_Head],
+        types: Sequence[_TypeTree],
         attributes: dict[str, Any],
-        fields: dict[str, Any],
+        fields: dict[str, object],
         opcode: Token,
     ) -> None:
         spec, stream = grammar.result, self.stream
         if spec is not None and spec.form is Form.SYMBOL:
-            if len(heads) != 1 or isinstance(heads[0], list) or heads[0].kind != "name" or types:
+            if len(heads) != 1 or not isinstance(heads[0], Token) or heads[0].kind != "name" or types:
                 raise stream.error(f"'{grammar.opcode}' defines one symbol, which has no type", opcode)
             fields[spec.name] = self._symbol(heads[0], attributes)
             return
@@ -354,28 +336,25 @@ class _Parser(LiteralParser):
             raise stream.error(f"{len(heads)} results have {len(types)} types", opcode)
         if spec is not None:
             results = tuple([self._result(head, type_, opcode) for head, type_ in zip(heads, types)])
-            fields[spec.name] = results if spec.form is Form.RESULTS else self._one_result(spec, results, opcode)
+            if spec.form is not Form.RESULTS and (len(results) != 1 or not isinstance(results[0], Value)):
+                raise stream.error(f"'{opcode.text}' defines one value, its {spec.name}", opcode)
+            fields[spec.name] = results if spec.form is Form.RESULTS else results[0]
 
-    def _one_result(self, spec: FieldSpec, results: tuple[Any, ...], opcode: Token) -> Any:
-        if len(results) != 1 or not isinstance(results[0], Value):
-            raise self.stream.error(f"'{opcode.text}' defines one value, its {spec.name}", opcode)
-        return results[0]
-
-    def _result(self, head: Any, type_: Any, opcode: Token) -> Any:
-        if isinstance(head, list):
+    def _result(self, head: _Head, type_: _TypeTree, opcode: Token) -> Result:
+        if not isinstance(head, Token):
             if not isinstance(type_, tuple) or len(type_) != len(head):
-                raise self.stream.error(f"a list of {len(head)} results has as many types, in brackets", opcode)
+                raise self.stream.error(f"a list of {len(head)} results needs {len(head)} types in brackets", opcode)
             return tuple([self._result(part, part_type, opcode) for part, part_type in zip(head, type_)])
         if head.kind == "name":
             if head.text != "_" or type_ is not None:
                 raise self.stream.error("a result is '%name', or '_' with type none", head)
             return None
         if type_ is None or isinstance(type_, tuple):
-            raise self.stream.error("a result with a name has a type", head)
+            raise self.stream.error("a named result needs a type", head)
         return self.define(head, type_)
 
     def _symbol(self, token: Token, attributes: dict[str, Any]) -> SymbolInfo:
-        """Makes a symbol of what was said of it, and takes that out of the attributes."""
+        """Returns a symbol with the attributes of its definition, which are removed from `attributes`."""
         limits = attributes.pop("range", (None, None))
         if len(limits) != 2:
             raise self.stream.error("a range has two bounds, such as range=(2, inf)", token)
@@ -384,7 +363,7 @@ class _Parser(LiteralParser):
             symbol_kind(token.text)
             return SymbolInfo(token.text, lower, upper, attributes.pop("hint", None), attributes.pop("divisible", 1))
         except (ExpressionError, TypeError) as error:
-            raise self.stream.error(f"'{token.text}' is no symbol: {error}", token) from None
+            raise self.stream.error(f"invalid symbol '{token.text}': {error}", token) from None
 
 
 _INFINITIES = (math.inf, -math.inf)

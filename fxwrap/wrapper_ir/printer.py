@@ -1,13 +1,11 @@
-"""The text form: types, literals, lines and blocks. One line of text is one line object."""
+"""The text form of types, literals, lines and blocks."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import sympy
 import torch
 
-from fxwrap.symbolic import SymbolInfo, print_expr, quote
+from fxwrap.symbolic import Size, SymbolInfo, print_expr, quote
 from fxwrap.wrapper_ir.effects import Tag
 from fxwrap.wrapper_ir.line import Block, LineBase
 from fxwrap.wrapper_ir.roles import FieldSpec, Form, Role
@@ -15,7 +13,9 @@ from fxwrap.wrapper_ir.types import (
     DTYPE_NAMES,
     ListType,
     OpaqueType,
+    Operand,
     OptionalType,
+    Result,
     ScalarType,
     TensorType,
     TokenType,
@@ -27,12 +27,12 @@ from fxwrap.wrapper_ir.types import (
 _INDENT = "  "
 
 
-def _print_sizes(sizes: tuple[Any, ...]) -> str:
+def _print_sizes(sizes: tuple[Size, ...]) -> str:
     return ", ".join([str(size) if type(size) is int else print_expr(size) for size in sizes])
 
 
 def print_type(type_: Type | None) -> str:
-    """Returns the text of a type, e.g. `f32[s0, 64 | 1, s0]@cuda:0`; `none` for a result that is not there."""
+    """Returns the text of a type, e.g. `f32[s0, 64 | 1, s0]@cuda:0`; `none` for a missing result."""
     match type_:
         case TensorType():
             inside = _print_sizes(type_.sizes)
@@ -60,15 +60,8 @@ def print_type(type_: Type | None) -> str:
             return "none"
 
 
-def _print_float(number: float) -> str:
-    return repr(number)  # 'inf', '-inf' and 'nan' included: the parser reads these names as floats
-
-
-def print_literal(literal: Any) -> str:
-    """Returns the text of an argument or attribute: a value, number, expression, dtype, ..., or a tuple of such.
-
-    Raises TypeError for data that the IR does not hold.
-    """
+def print_literal(literal: Operand | Tag) -> str:
+    """Returns the text of an operand or attribute. Raises TypeError for other data."""
     match literal:
         case Value():
             return f"%{literal.name}"
@@ -79,7 +72,7 @@ def print_literal(literal: Any) -> str:
         case int():
             return str(literal)
         case float():
-            return _print_float(literal)
+            return repr(literal)  # the parser reads inf, -inf and nan as floats
         case tuple():
             return "[" + ", ".join([print_literal(item) for item in literal]) + "]"
         case str():
@@ -87,7 +80,7 @@ def print_literal(literal: Any) -> str:
         case sympy.Basic():
             return print_expr(literal)
         case complex():
-            return f"complex({_print_float(literal.real)}, {_print_float(literal.imag)})"
+            return f"complex({literal.real!r}, {literal.imag!r})"
         case torch.dtype():
             return f"dtype({DTYPE_NAMES[literal]})"
         case torch.device():
@@ -103,7 +96,7 @@ def print_literal(literal: Any) -> str:
 
 
 def print_symbol_info(symbol: SymbolInfo) -> str:
-    """Returns what the text says of a symbol after its definition, e.g. ` range=(2, 4096) hint=512 divisible=8`."""
+    """Returns the attributes of a symbol's definition, e.g. ` range=(2, 4096) hint=512 divisible=8`."""
     text = ""
     if symbol.lower is not None or symbol.upper is not None:
         lower = "-inf" if symbol.lower is None else print_literal(symbol.lower)
@@ -116,30 +109,24 @@ def print_symbol_info(symbol: SymbolInfo) -> str:
     return text
 
 
-def _print_results(tree: Any) -> str:
-    """Prints a tree of results (names or types) without the outermost brackets."""
-    return ", ".join([_print_result(item) for item in tree])
+def _print_result(result: Result) -> str:
+    if isinstance(result, tuple):
+        return f"[{', '.join([_print_result(item) for item in result])}]"
+    return "_" if result is None else "%" + result.name
 
 
-def _print_result(item: Any) -> str:
-    if type(item) is Value:
-        return "%" + item.name
-    return "_" if item is None else f"[{_print_results(item)}]"
+def _print_result_type(result: Result) -> str:
+    if isinstance(result, tuple):
+        return f"[{', '.join([_print_result_type(item) for item in result])}]"
+    return print_type(None if result is None else result.type)
 
 
-def _print_result_type(item: Any) -> str:
-    if type(item) is Value:
-        return print_type(item.type)
-    return "none" if item is None else "[" + ", ".join([_print_result_type(part) for part in item]) + "]"
-
-
-def _is_default(spec: FieldSpec, content: Any) -> bool:
-    default = spec.default
-    return type(content) is type(default) and bool(content == default)
+def _is_default(spec: FieldSpec, content: object) -> bool:
+    return type(content) is type(spec.default) and bool(content == spec.default)
 
 
 def print_line(line: LineBase, indent: str = "", *, origins: bool = False) -> str:
-    """Returns the text of a line, its nested blocks included, without a newline at the end."""
+    """Returns the text of a line and its nested blocks, without a final newline."""
     head, target, operands, attributes, types, nested = "", "", [], "", "", ""
     for spec in line.specs:
         content = getattr(line, spec.name)
@@ -151,7 +138,7 @@ def print_line(line: LineBase, indent: str = "", *, origins: bool = False) -> st
                 attributes += print_symbol_info(content)
             case Form.RESULTS:
                 if content:
-                    head = _print_results(content) + " = "
+                    head = ", ".join([_print_result(item) for item in content]) + " = "
                     types = " : " + ", ".join([_print_result_type(item) for item in content])
             case Form.VALUE if spec.role is Role.DEFINE:
                 head, types = f"%{content.name} = ", " : " + print_type(content.type)
@@ -180,8 +167,13 @@ def print_line(line: LineBase, indent: str = "", *, origins: bool = False) -> st
     return text
 
 
+def line_text(line: LineBase) -> str:
+    """Returns the text of a line without its nested blocks, for messages."""
+    return print_line(line).partition("\n")[0]
+
+
 def block_label(spec: FieldSpec) -> str:
-    """Returns the label of a nested block: its field's name, without the underscore that tells it from a keyword."""
+    """Returns the label of a nested block: its field's name without a final underscore, which avoids keywords."""
     return spec.name.rstrip("_")
 
 
@@ -191,5 +183,5 @@ def _print_block_body(block: Block, indent: str, origins: bool) -> str:
 
 
 def print_lines(block: Block, indent: str = _INDENT, *, origins: bool = False) -> str:
-    """Returns the text of a block's lines, each ended by a newline."""
+    """Returns the text of a block's lines, each with a final newline."""
     return "".join([print_line(line, indent, origins=origins) + "\n" for line in block.lines])

@@ -18,10 +18,11 @@ from fxwrap.wrapper_ir.types import Value
 
 
 class Ownership(Enum):
-    """What the program may do with an input's memory.
+    """The program's rights to the memory of an input.
 
-    `borrowed`: read it. `mutable`: write it too. `shared`: read it, and drop the caller's reference, which is one among
-    others, after the last use. `owned`: the only reference; it must be freed, reused or returned.
+    `borrowed`: the program reads it. `mutable`: it reads and writes it. `shared`: it reads it and releases the caller's
+    reference, one of several, after the last use. `owned` (donated): it has the only reference and must free, reuse or
+    return it.
     """
 
     BORROWED = "borrowed"
@@ -32,7 +33,7 @@ class Ownership(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of a program: a value with its ownership, or a symbol that the caller passes as a number."""
+    """An input of a program: a value with its ownership, or a symbol."""
 
     value: Value | SymbolInfo
     ownership: Ownership = Ownership.BORROWED
@@ -44,8 +45,8 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
-    """A tensor that belongs to the program. Its payload is in the program's `ConstantStore`, under its name."""
+class ProgramConstant:
+    """A tensor owned by the program. Its content is in the program's `ConstantStore`, by its name."""
 
     value: Value
     mutable: bool = False
@@ -55,11 +56,12 @@ class Constant:
 class KernelDefinition:
     """A kernel that `kernel.launch` lines call by name.
 
-    `language` is an open name ("triton", "cpp", "user_triton" for a Triton kernel of the user's); `source` the text, in
-    which the function is called `kernel`, or, where fxwrap printed it, by what it does, "fxwrap_..." (profilers show
-    it); `signature` one entry a parameter, e.g. "*f32" for a tensor, "i64" for a size, for a user's kernel with the
-    parameter's name ("i64 n"); `options` launch metadata as sorted pairs (num_warps, constants). The hash covers
-    everything but `name`.
+    `language` is a registered language ("triton", "cpp", "user_triton" for a user's Triton kernel). The function in
+    `source` is called `kernel`, or "fxwrap_..." if fxwrap printed it, so that profilers show its operators. `signature`
+    has one entry for each parameter: "*f32" for a tensor, "i64" for a size, "i64 n" with the parameter's name for a
+    user's kernel. `options` are launch metadata as sorted pairs (num_warps, constants). The hash covers everything but
+    `name`. `scheduled` is the scheduled loop IR kernel that the printer printed. It is not part of the text form, the
+    hash or equality, and None in a program that was parsed or imported.
     """
 
     name: str
@@ -67,6 +69,7 @@ class KernelDefinition:
     source: str
     signature: tuple[str, ...] = ()
     options: tuple[tuple[str, str | int | float | bool], ...] = ()
+    scheduled: object = field(default=None, compare=False, repr=False)
 
     @property
     def hash(self) -> str:
@@ -77,23 +80,23 @@ class KernelDefinition:
 
 @dataclass(frozen=True)
 class ConstantStore:
-    """The payloads of a program's constants by name. Not part of a program's equality."""
+    """The contents of a program's constants by name, which are ignored by the program's equality."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A whole program, immutable: what goes in, what it owns, and the lines it runs.
+    """An immutable program.
 
-    `header` holds sorted pairs (options, target, tuning record) that say what the program was made for; `functions` are
-    the named blocks that `control.call` lines share.
+    `header` has sorted pairs that identify the compile (options, target, tuning record). `functions` are the named
+    blocks that `control.call` lines run.
     """
 
     name: str
     inputs: tuple[Input, ...]
     body: Block
-    constants: tuple[Constant, ...] = ()
+    constants: tuple[ProgramConstant, ...] = ()
     kernels: tuple[KernelDefinition, ...] = ()
     functions: tuple[tuple[str, Block], ...] = ()
     header: tuple[tuple[str, str], ...] = ()
@@ -104,14 +107,14 @@ class Program:
         return dataclasses.replace(self, **changes)
 
     def kernel(self, name: str) -> KernelDefinition:
-        """Returns the kernel of this name. Raises KeyError when there is none."""
+        """Returns the kernel of this name. Raises KeyError if there is none."""
         for kernel in self.kernels:
             if kernel.name == name:
                 return kernel
         raise KeyError(f"program @{self.name} defines no kernel @{name}")
 
     def all_blocks(self) -> Iterator[Block]:
-        """Yields the body, the functions, and every block nested in them, outer before inner."""
+        """Yields the body, the functions, and their nested blocks, outer before inner."""
         pending = [*(block for _, block in reversed(self.functions)), self.body]
         while pending:
             block = pending.pop()
@@ -120,7 +123,7 @@ class Program:
                 pending.extend(nested for _, nested in blocks(line))
 
     def lines(self) -> Iterator[LineBase]:
-        """Yields every line, nested ones included."""
+        """Yields every line, including nested ones."""
         for block in self.all_blocks():
             yield from block.lines
 
@@ -136,7 +139,7 @@ def _print_input(item: Input) -> str:
 
 
 def print_program(program: Program, *, origins: bool = False) -> str:
-    """Returns the program's text form; with `origins`, each line ends in a comment that says where it came from."""
+    """Returns the text of a program. With `origins`, each line ends in a comment with its origin."""
     inputs = ", ".join([_print_input(item) for item in program.inputs])
     header = "".join([f" {key}={quote(text)}" for key, text in program.header])
     parts = [f"program @{program.name}({inputs}){header} {{\n{print_lines(program.body, origins=origins)}}}\n"]
@@ -151,7 +154,7 @@ def print_program(program: Program, *, origins: bool = False) -> str:
 
 
 def print_kernel(kernel: KernelDefinition) -> str:
-    """Returns the text of a kernel definition, ended by a newline."""
+    """Returns the text of a kernel definition, with a final newline."""
     signature = ", ".join(kernel.signature)
     options = "".join([f" {key}={print_literal(option)}" for key, option in kernel.options])
     return (

@@ -1,7 +1,7 @@
-"""Roles of a line's fields.
+"""Roles of the fields of lines.
 
-A line is a frozen dataclass whose fields say what they are to the program: what they define, read, write, consume or
-merely carry. Printing, parsing, verification, uses and live ranges follow from these roles alone.
+A line is a frozen dataclass. The role of each field declares whether it defines, reads, writes or consumes values.
+Printing, parsing, verification, uses and live ranges follow from the roles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import sympy
 from typing_extensions import dataclass_transform
@@ -20,7 +20,7 @@ from fxwrap.wrapper_ir.types import TensorType, Value
 
 
 class Role(Enum):
-    """What a field of a line is to the program."""
+    """The relation of a line to the content of a field."""
 
     DEFINE = "define"
     READ = "read"
@@ -29,16 +29,16 @@ class Role(Enum):
     ATTR = "attr"
     BLOCK = "block"
 
-    # Roles are keys of tables that are looked up several times a line; identity is the fastest hash.
+    # Roles are keys of frequently used tables; identity is the fastest hash.
     __hash__ = object.__hash__
 
 
 class Form(Enum):
-    """How a field's content is written in the text form."""
+    """The position and syntax of a field in the text form."""
 
-    VALUE = "value"  # one value, in the parentheses (or before '=' when defined)
+    VALUE = "value"  # one value, in the parentheses (or before '=' if defined)
     VALUES = "values"  # any number of values, in the parentheses
-    ARGUMENTS = "arguments"  # literals that may hold values, in the parentheses
+    ARGUMENTS = "arguments"  # operands, in the parentheses
     NAMED = "named"  # pairs of name and literal, in the parentheses as name=literal
     RESULTS = "results"  # a tree of values and none, before '='
     SYMBOL = "symbol"  # one SymbolInfo, before '='; its range, hint and divisor follow as attributes
@@ -53,11 +53,11 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """One field of a line class: its name, role, form and default.
+    """A field of a line class.
 
-    `alias` names the field whose root a result shares; `written` says that a defined root has content from the start;
-    `refers` says what a target names: "operator", "kernel" or "function". `kinds` are the classes that the content
-    may have, or each item of it where `each` is true; () where the field takes anything.
+    `alias` is the field of the operand that a result aliases. `initialized` is whether a defined root is initialized.
+    `target_kind` is the kind of a target: "operator", "kernel" or "function". `checked_types` are the accepted classes
+    of the content, or, if `per_item`, of its items; () accepts everything.
     """
 
     name: str
@@ -65,13 +65,13 @@ class FieldSpec:
     form: Form
     default: Any = MISSING
     alias: str = ""
-    written: bool = True
-    refers: str = ""
-    kinds: tuple[type, ...] = ()
-    each: bool = False
+    initialized: bool = True
+    target_kind: str = ""
+    checked_types: tuple[type, ...] = ()
+    per_item: bool = False
 
 
-_KINDS: dict[str, tuple[tuple[type, ...], bool]] = {
+_CHECKED_ANNOTATIONS: dict[str, tuple[tuple[type, ...], bool]] = {
     "bool": ((bool,), False),
     "int": ((int,), False),
     "str": ((str,), False),
@@ -83,52 +83,52 @@ _KINDS: dict[str, tuple[tuple[type, ...], bool]] = {
     "tuple[Value, ...]": ((Value,), True),
     "tuple[Value | None, ...]": ((Value, type(None)), True),
 }
-"""The annotations whose content is checked, by their text."""
+"""The checked annotations, with the accepted classes and whether these apply to the items."""
 
 
-def _field(role: Role, form: Form, default: Any = MISSING, **facts: Any) -> Any:
-    metadata = {"spec": (role, form, facts)}
+def _field(role: Role, form: Form, default: Any = MISSING, **properties: str | bool) -> Any:
+    metadata = {"spec": (role, form, properties)}
     if default is MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def define(form: Form = Form.VALUE, *, alias: str = "", written: bool = True) -> Any:
-    """Declares what the line defines: a value, a tree of results, or a symbol.
+def define(form: Form = Form.VALUE, *, alias: str = "", initialized: bool = True) -> Any:
+    """Declares a definition: a value, a tree of results, or a symbol.
 
-    A defined value is a new root, unless `alias` names the field of the value whose root it shares. With `written`
-    false, its memory has no content yet.
+    A defined value aliases the operand in the field `alias`, or is a new root, with memory that is initialized if
+    `initialized`.
     """
-    return _field(Role.DEFINE, form, alias=alias, written=written)
+    return _field(Role.DEFINE, form, alias=alias, initialized=initialized)
 
 
 def read(form: Form = Form.VALUE, *, default: Any = MISSING) -> Any:
-    """Declares values whose memory the line reads."""
+    """Declares operands that the line reads."""
     return _field(Role.READ, form, default)
 
 
 def write(form: Form = Form.LITERAL, *, default: Any = MISSING) -> Any:
-    """Declares values whose memory the line writes; what it also reads of them it need not say."""
+    """Declares operands that the line writes, and may read."""
     return _field(Role.WRITE, form, default)
 
 
 def consume() -> Any:
-    """Declares a root that the line takes: it is gone afterwards."""
+    """Declares a root that the line consumes."""
     return _field(Role.CONSUME, Form.VALUE)
 
 
 def attribute(*, default: Any = MISSING, form: Form = Form.LITERAL) -> Any:
-    """Declares plain data."""
+    """Declares an attribute."""
     return _field(Role.ATTR, form, default)
 
 
-def target(refers: str = "operator") -> Any:
-    """Declares the name of the operator, kernel or function that the line calls, written `@name`."""
-    return _field(Role.ATTR, Form.TARGET, refers=refers)
+def target(target_kind: str = "operator") -> Any:
+    """Declares the name of the operator, kernel or function that the line calls."""
+    return _field(Role.ATTR, Form.TARGET, target_kind=target_kind)
 
 
 def block() -> Any:
-    """Declares a nested block, which sees its arguments and the program's symbols and nothing else."""
+    """Declares a nested block, which sees only its arguments and the program's symbols."""
     return _field(Role.BLOCK, Form.BLOCK)
 
 
@@ -137,27 +137,29 @@ ClassT = TypeVar("ClassT", bound=type)
 
 @dataclass_transform(frozen_default=True, field_specifiers=(define, read, write, consume, attribute, target, block))
 def line_class(opcode: str) -> Callable[[ClassT], ClassT]:
-    """Makes a class a line class: a frozen, slotted dataclass that knows its opcode and the roles of its fields."""
+    """Returns a decorator that makes a class a line: a frozen, slotted dataclass with an opcode and field roles."""
 
     def decorate(cls: ClassT) -> ClassT:
-        made: Any = dataclass(frozen=True, slots=True)(cls)
-        specs = tuple(_spec(item) for item in dataclasses.fields(made) if "spec" in item.metadata)
-        made.opcode = opcode
-        made.specs = specs
-        made.fields_by_role = {role: tuple(spec.name for spec in specs if spec.role is role) for role in Role}
-        made.starts_written = all(spec.written for spec in specs)
-        made.target_fields = tuple((spec.name, spec.refers) for spec in specs if spec.refers in ("kernel", "function"))
-        made.checked_fields = tuple((spec.name, spec.kinds, spec.each) for spec in specs if spec.kinds)
-        made.alias_fields = tuple((spec.name, spec.alias) for spec in specs if spec.alias)
-        made.__doc__ = cls.__doc__
-        result: ClassT = made
-        return result
+        line: Any = dataclass(frozen=True, slots=True)(cls)
+        specs = tuple([_spec(item) for item in dataclasses.fields(line) if "spec" in item.metadata])
+        line.opcode = opcode
+        line.specs = specs
+        line.fields_by_role = {role: tuple([spec.name for spec in specs if spec.role is role]) for role in Role}
+        line.has_stream = any(spec.name == "stream" for spec in specs)
+        line.results_initialized = all(spec.initialized for spec in specs)
+        targets = [spec for spec in specs if spec.target_kind in ("kernel", "function")]
+        line.target_fields = tuple([(spec.name, spec.target_kind) for spec in targets])
+        checked = [spec for spec in specs if spec.checked_types]
+        line.checked_fields = tuple([(spec.name, spec.checked_types, spec.per_item) for spec in checked])
+        line.alias_fields = tuple([(spec.name, spec.alias) for spec in specs if spec.alias])
+        line.__doc__ = cls.__doc__
+        return cast(ClassT, line)
 
     return decorate
 
 
 def _spec(item: dataclasses.Field[Any]) -> FieldSpec:
-    role, form, facts = item.metadata["spec"]
+    role, form, properties = item.metadata["spec"]
     annotation = item.type.__name__ if isinstance(item.type, type) else str(item.type)
-    kinds, each = _KINDS.get(annotation, ((), False))
-    return FieldSpec(item.name, role, form, item.default, **facts, kinds=kinds, each=each)
+    checked_types, per_item = _CHECKED_ANNOTATIONS.get(annotation, ((), False))
+    return FieldSpec(item.name, role, form, item.default, **properties, checked_types=checked_types, per_item=per_item)

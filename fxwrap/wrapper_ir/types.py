@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from fxwrap.errors import ValueKindError
-from fxwrap.symbolic import Size, canonical, product
+from fxwrap.symbolic import Size, canonicalize, product
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float32: "f32",
@@ -53,26 +53,22 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 
 
 def contiguous_strides(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Returns the row-major strides, in elements, of a dense tensor of these sizes, as `torch.empty` gives them."""
+    """Returns the row-major strides, in elements, of a dense tensor of these sizes, as `torch.empty` does."""
     strides: list[Size] = []
     step: Size = 1
     for size in reversed(sizes):
         strides.append(step)
-        if type(size) is int:
-            step = step * (size or 1)
-        else:
-            step = size * step
+        step = step * (size or 1) if type(size) is int else size * step
     strides.reverse()
     return tuple(strides)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A strided window on memory.
+    """The type of a strided tensor.
 
-    `sizes`, `strides` and `storage_offset` count elements; the offset is from the first element of the value's root, or
-    of its pool slice, and so is 0 for these themselves. `memory_space` and `layout` belong to the device and are opaque
-    to the core.
+    `sizes`, `strides` and `storage_offset` count elements. The offset is relative to the first element of the value's
+    root or pool slice, whose own offset is 0. `memory_space` and `layout` are defined by the device.
     """
 
     dtype: torch.dtype
@@ -100,57 +96,58 @@ class TensorType:
 
     @property
     def storage_bytes(self) -> Size:
-        """The bytes from the first element to past the last one: what an allocation of this type takes."""
+        """The number of bytes from the first element to the end of the last one."""
         if 0 in self.sizes:
             return 0
         last: Size = 1
         for size, stride in zip(self.sizes, self.strides):
             last = last + (size - 1) * stride
         bytes_ = last * self.dtype.itemsize
-        return bytes_ if isinstance(bytes_, int) else canonical(sympy.expand(bytes_))  # equal for equal memory
+        # Structurally equal for equal sizes.
+        return bytes_ if isinstance(bytes_, int) else canonicalize(sympy.expand(bytes_))
 
 
 @dataclass(frozen=True, slots=True)
 class ScalarType:
-    """A number that is not a tensor: `kind` is "int", "float" or "bool"."""
+    """The type of a scalar: `kind` is "int", "float" or "bool"."""
 
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class ListType:
-    """A list whose elements all have one type."""
+    """The type of a list whose elements have one type."""
 
     element: Type
 
 
 @dataclass(frozen=True, slots=True)
 class OptionalType:
-    """A value of the element type, or none."""
+    """The type of a value of the element type, or none."""
 
     element: Type
 
 
 def element_type(type_: ListType) -> Type:
-    """Returns the type that the elements of a list have where they are not none."""
+    """Returns the type of the elements of a list that are not none."""
     element = type_.element
     return element.element if isinstance(element, OptionalType) else element
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueType:
-    """Something the IR only passes on: "ProcessGroup", "DeviceMesh", "ScriptObject", "Generator", "Event"."""
+    """The type of a value that the IR only passes, such as "ProcessGroup", "ScriptObject", "Generator" or "Event"."""
 
     name: str
 
 
 GENERATOR = OpaqueType("Generator")
-"""The type of a random number generator that is no device's default one."""
+"""The type of a random number generator other than a device's default generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenType:
-    """An ordering token: it carries no data."""
+    """The type of an ordering token, which carries no data."""
 
 
 Type: TypeAlias = TensorType | ScalarType | ListType | OptionalType | OpaqueType | TokenType
@@ -158,7 +155,7 @@ Type: TypeAlias = TensorType | ScalarType | ListType | OptionalType | OpaqueType
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A thing that a line, a block or the program defines, once. Names are unique in a program, without the '%'."""
+    """A value, which a line, a block or the program defines. Names are unique in a program and have no '%'."""
 
     name: str
     type: Type
@@ -170,20 +167,33 @@ class Value:
     def tensor_type(self) -> TensorType:
         """The type of a tensor value. Raises ValueKindError for any other value."""
         if not isinstance(self.type, TensorType):
-            raise ValueKindError(f"%{self.name} is no tensor; its type is a {type(self.type).__name__}")
+            raise ValueKindError(f"%{self.name} is not a tensor; its type is a {type(self.type).__name__}")
         return self.type
 
 
+Leaf: TypeAlias = (
+    "Value | bool | int | float | complex | str | sympy.Basic"
+    " | torch.dtype | torch.device | torch.layout | torch.memory_format | None"
+)
+"""An argument that is not a list."""
+
+Operand: TypeAlias = "Leaf | tuple[Operand, ...]"
+"""An argument of a line. Tuples are the lists of operators and may nest."""
+
+Result: TypeAlias = "Value | tuple[Result, ...] | None"
+"""A result of a line; None for a result that the program does not use."""
+
+
 def holds_memory(value: Value) -> bool:
-    """Returns whether a value has memory that someone must give back: all have but numbers."""
+    """Returns whether a value has storage, which must be released: every value except scalars."""
     return not isinstance(value.type, ScalarType)
 
 
 def types_agree(first: Type | None, second: Type | None, *, compare_strides: bool = True) -> bool:
-    """Returns whether a value of one type may stand where the other is declared.
+    """Returns whether a value of one type may be used where the other type is declared.
 
-    Tensors agree in everything but sizes and strides that are not both constant, and strides of dimensions shorter than
-    two; other types when they are equal. None is the type of a result that is not there.
+    Types other than tensors must be equal. Sizes and strides of tensors must be equal if both are constant; strides of
+    dimensions of size 0 and 1 are ignored. None is the type of a missing result.
     """
     if not isinstance(first, TensorType) or not isinstance(second, TensorType):
         return first == second

@@ -1,4 +1,4 @@
-"""Files that are damaged, foreign or hostile are refused by an error that names the entry and says what to do."""
+"""Damaged, foreign and hostile files are rejected with an error that names the entry and the remedy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def entries_of(content: bytes) -> Entries:
 
 
 def archive_of(entries: Entries, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """An archive of these entries, as any zip tool writes it."""
+    """An archive of these entries, as any zip tool writes them."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", compression) as archive:
         for name, content in entries.items():
@@ -58,8 +58,8 @@ def with_manifest(entries: Entries, change: Callable[[dict[str, Any]], None]) ->
     return {**entries, "manifest.json": text, "manifest.sha256": hashlib.sha256(text).hexdigest().encode() + b"\n"}
 
 
-def listed(entries: Entries, name: str, content: bytes) -> Entries:
-    """The entries with another content for one of them, which the manifest agrees with."""
+def with_manifest_entry(entries: Entries, name: str, content: bytes) -> Entries:
+    """The entries with other content for one of them and a manifest that matches it."""
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["entries"][name] = {"size": len(content), "sha256": content_hash([content])}
@@ -67,7 +67,7 @@ def listed(entries: Entries, name: str, content: bytes) -> Entries:
     return with_manifest({**entries, name: content}, change)
 
 
-def refusal(content: bytes, tmp_path: Path) -> ArtifactError:
+def load_error(content: bytes, tmp_path: Path) -> ArtifactError:
     """The error that loading such a file raises."""
     path = tmp_path / "bad.fxw"
     path.write_bytes(content)
@@ -82,31 +82,31 @@ def kernel_entry(entries: Entries) -> str:
     return next(name for name in entries if name.startswith("kernels/"))
 
 
-def test_every_entry_that_is_damaged_is_named(content: bytes, tmp_path: Path) -> None:
+def test_damaged_entries_are_named_in_the_error(content: bytes, tmp_path: Path) -> None:
     entries = entries_of(content)
     for name, text in entries.items():
         middle = len(text) // 2
         damaged = {**entries, name: text[:middle] + bytes([text[middle] ^ 1]) + text[middle + 1 :]}
-        error = refusal(archive_of(damaged), tmp_path)
+        error = load_error(archive_of(damaged), tmp_path)
         assert error.entry == ("manifest.json" if name == "manifest.sha256" else name), name
         assert "damaged" in error.reason
         missing = {other: item for other, item in entries.items() if other != name}
-        assert refusal(archive_of(missing), tmp_path).entry == name
+        assert load_error(archive_of(missing), tmp_path).entry == name
 
 
 def test_a_truncated_file(content: bytes, tmp_path: Path) -> None:
     for length in (len(content) - 1, len(content) - 50, len(content) // 2, 100):
-        assert "truncated" in refusal(content[:length], tmp_path).reason
-    assert "no file that fxwrap.save wrote" in refusal(b"", tmp_path).reason
+        assert "truncated" in load_error(content[:length], tmp_path).reason
+    assert "was not written by fxwrap.save" in load_error(b"", tmp_path).reason
 
 
 def test_foreign_files(content: bytes, tmp_path: Path) -> None:
-    assert "no file that fxwrap.save wrote" in refusal(b"\x80\x02torch", tmp_path).reason
+    assert "was not written by fxwrap.save" in load_error(b"\x80\x02torch", tmp_path).reason
     torch.save({"a": torch.ones(3)}, tmp_path / "state.pt")
-    error = refusal((tmp_path / "state.pt").read_bytes(), tmp_path)
-    assert error.entry == "manifest.json" and "some other zip file" in error.reason
+    error = load_error((tmp_path / "state.pt").read_bytes(), tmp_path)
+    assert error.entry == "manifest.json" and "another kind of zip file" in error.reason
     other = with_manifest(entries_of(content), lambda manifest: manifest.update(format="other"))
-    assert "not of a program that fxwrap saved" in refusal(archive_of(other), tmp_path).reason
+    assert "not the manifest of a saved program" in load_error(archive_of(other), tmp_path).reason
     with pytest.raises(ArtifactError, match="No such file"):
         fxwrap.load(tmp_path / "absent.fxw")
     with pytest.raises(ArtifactError, match="directory"):
@@ -116,41 +116,39 @@ def test_foreign_files(content: bytes, tmp_path: Path) -> None:
 def test_a_newer_format_names_the_version_that_wrote_it(content: bytes, tmp_path: Path) -> None:
     def change(manifest: dict[str, Any]) -> None:
         manifest["format_version"] = 2
-        manifest["made_by"]["fxwrap"] = "9.1"
+        manifest["written_by"]["fxwrap"] = "9.1"
 
-    error = refusal(archive_of(with_manifest(entries_of(content), change)), tmp_path)
-    assert error.reason == "the file has format 2, and this fxwrap reads format 1" and "fxwrap 9.1" in error.remedy
+    error = load_error(archive_of(with_manifest(entries_of(content), change)), tmp_path)
+    assert error.reason == "the file has format 2; this fxwrap reads format 1" and "fxwrap 9.1" in error.remedy
 
 
 @pytest.mark.parametrize("name", ["../evil.so", "/etc/evil", "kernels/../../evil", "..\\evil", "C:evil", "a//", "a\0b"])
-def test_entries_that_point_out_of_the_file(name: str, content: bytes, tmp_path: Path) -> None:
+def test_entries_with_paths_outside_the_archive(name: str, content: bytes, tmp_path: Path) -> None:
     """The entry gets its name in the finished archive, because zipfile would cut the last of these at its NUL."""
     other = "q" * len(name)
-    found = archive_of({**entries_of(content), other: b"evil"}).replace(other.encode(), name.encode())
-    error = refusal(found, tmp_path)
-    assert error.entry == name and "points out of the file" in error.reason
+    archive = archive_of({**entries_of(content), other: b"evil"}).replace(other.encode(), name.encode())
+    error = load_error(archive, tmp_path)
+    assert error.entry == name and "its name is not a plain path" in error.reason
     assert [item.name for item in tmp_path.iterdir()] == ["bad.fxw"]
 
 
-def test_two_entries_of_one_name_and_one_that_is_not_listed(content: bytes, tmp_path: Path) -> None:
+def test_duplicate_and_unlisted_entries(content: bytes, tmp_path: Path) -> None:
     entries = entries_of(content)
     added = archive_of({**entries, "program.xx": entries["program.ir"]})
-    error = refusal(added.replace(b"program.xx", b"program.ir"), tmp_path)
-    assert (error.entry, error.reason) == ("program.ir", "there are two of this name")
-    error = refusal(archive_of({**entries, "extra.txt": b"?"}), tmp_path)
-    assert (error.entry, error.reason) == ("extra.txt", "the manifest does not know it")
+    error = load_error(added.replace(b"program.xx", b"program.ir"), tmp_path)
+    assert (error.entry, error.reason) == ("program.ir", "its name occurs twice")
+    error = load_error(archive_of({**entries, "extra.txt": b"?"}), tmp_path)
+    assert (error.entry, error.reason) == ("extra.txt", "the manifest does not list it")
 
 
-def test_a_bomb_is_not_unpacked(content: bytes, tmp_path: Path) -> None:
+def test_a_zip_bomb_is_rejected(content: bytes, tmp_path: Path) -> None:
     entries = entries_of(content)
     bomb = archive_of({**entries, "constants.safetensors": bytes(1 << 26)}, zipfile.ZIP_DEFLATED)
-    error = refusal(bomb, tmp_path)
+    error = load_error(bomb, tmp_path)
     assert "is compressed" in error.reason
-    claimed = with_manifest(
-        entries, lambda manifest: manifest["entries"]["constants.safetensors"].update(size=1 << 60)
-    )
-    error = refusal(archive_of(claimed), tmp_path)
-    assert error.entry == "constants.safetensors" and f"{1 << 60} were written" in error.reason
+    claimed = with_manifest(entries, lambda manifest: manifest["entries"]["constants.safetensors"].update(size=1 << 60))
+    error = load_error(archive_of(claimed), tmp_path)
+    assert error.entry == "constants.safetensors" and f"instead of {1 << 60}" in error.reason
 
 
 def test_entries_that_overlap(content: bytes, tmp_path: Path) -> None:
@@ -162,32 +160,30 @@ def test_entries_that_overlap(content: bytes, tmp_path: Path) -> None:
     head = plain.rindex(b"b.txt") - 46
     assert plain[head : head + 4] == b"PK\x01\x02"
     moved = plain[: head + 42] + place["a.txt"].to_bytes(4, "little") + plain[head + 46 :]
-    assert refusal(moved, tmp_path).entry in ("a.txt", "b.txt")
+    assert load_error(moved, tmp_path).entry in ("a.txt", "b.txt")
 
 
-def test_a_kernel_whose_hash_differs(content: bytes, tmp_path: Path) -> None:
+def test_a_kernel_hash_mismatch(content: bytes, tmp_path: Path) -> None:
     entries = entries_of(content)
     name = kernel_entry(entries)
-    error = refusal(archive_of(listed(entries, name, entries[name] + b"\n// more")), tmp_path)
+    error = load_error(archive_of(with_manifest_entry(entries, name, entries[name] + b"\n// more")), tmp_path)
     assert error.entry == name and "has the hash" in error.reason
 
 
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("program.ir", b"program @f(", "no program"),
-        ("program.ir", b"\xff\xfe", "no text"),
+        ("program.ir", b"program @f(", "not a program"),
+        ("program.ir", b"\xff\xfe", "not a text"),
         ("program.ir", b"program @f(%x: borrowed f32[4]@cpu) {\n  memory.free(%x)\n  control.return()\n}\n", "free"),
         ("origins.json", b"{}", "cannot be read"),
-        ("memory_plan.json", b"[]", "no memory plan"),
+        ("memory_plan.json", b"[]", "invalid memory plan"),
         ("constants.safetensors", bytes(8), "tensors"),
         ("constants.safetensors", (1 << 62).to_bytes(8, "little"), "longer than the file"),
     ],
 )
-def test_content_that_is_wrong_although_its_hash_is_right(
-    name: str, text: bytes, reason: str, content: bytes, tmp_path: Path
-) -> None:
-    error = refusal(archive_of(listed(entries_of(content), name, text)), tmp_path)
+def test_invalid_content_with_a_valid_hash(name: str, text: bytes, reason: str, content: bytes, tmp_path: Path) -> None:
+    error = load_error(archive_of(with_manifest_entry(entries_of(content), name, text)), tmp_path)
     assert error.entry == name and reason in error.reason
 
 
@@ -209,15 +205,13 @@ def test_content_that_is_wrong_although_its_hash_is_right(
         lambda manifest: manifest["entries"].update({"program.ir": 3}),
     ],
 )
-def test_a_manifest_that_makes_no_sense(
-    change: Callable[[dict[str, Any]], None], content: bytes, tmp_path: Path
-) -> None:
-    refusal(archive_of(with_manifest(entries_of(content), change)), tmp_path)
+def test_an_inconsistent_manifest(change: Callable[[dict[str, Any]], None], content: bytes, tmp_path: Path) -> None:
+    load_error(archive_of(with_manifest(entries_of(content), change)), tmp_path)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int]]:
-    """A saved program without compiled code, and where the heads of its entries and of its directory are."""
+    """A saved program without compiled code, and the positions of its entry headers and central directory."""
     path = tmp_path_factory.mktemp("saved") / "small.fxw"
     fxwrap.save(compiled("interpreter", fuse=False), path, emitters=[])
     content = path.read_bytes()
@@ -226,10 +220,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int]]:
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_flipped_bytes_never_give_another_program(
-    data: st.DataObject, small: tuple[bytes, list[int]], tmp_path: Path
-) -> None:
-    """Places are drawn from the heads and directory as often as from the contents, which are far longer."""
+def test_flipped_bytes_are_always_detected(data: st.DataObject, small: tuple[bytes, list[int]], tmp_path: Path) -> None:
+    """Positions are drawn from the headers and directory as often as from the contents, which are far longer."""
     content, heads = small
     last = len(content) - 1
     near_a_head = st.builds(lambda head, more: min(head + more, last), st.sampled_from(heads), st.integers(0, 60))
@@ -251,7 +243,7 @@ def test_flipped_bytes_never_give_another_program(
 # --- saving ---------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "small.fxw"
     path.write_text("what was there before")
 
@@ -265,19 +257,21 @@ def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ZeroDivisionError):
         compiled().save(path)
     assert path.read_text() == "what was there before" and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(ArtifactError, match="nothing can be written there"):
+    with pytest.raises(ArtifactError, match="the folder cannot be written"):
         compiled().save(tmp_path / "absent" / "small.fxw")
 
 
-def _save_often(path: str) -> None:
+def _save_repeatedly(path: str) -> None:
     program = fxwrap.parse("program @f(%x: owned f32[4]@cpu) {\n  control.return(%x)\n}\n")
     for _ in range(5):
         fxwrap.save(program, path)
 
 
-def test_many_processes_save_to_one_path(tmp_path: Path) -> None:
+def test_concurrent_saves_to_one_path(tmp_path: Path) -> None:
     path = tmp_path / "f.fxw"
-    processes = [multiprocessing.get_context("fork").Process(target=_save_often, args=(str(path),)) for _ in range(3)]
+    processes = [
+        multiprocessing.get_context("fork").Process(target=_save_repeatedly, args=(str(path),)) for _ in range(3)
+    ]
     for process in processes:
         process.start()
     while any(process.is_alive() for process in processes):
@@ -288,20 +282,20 @@ def test_many_processes_save_to_one_path(tmp_path: Path) -> None:
 
 
 def test_permissions_follow_the_umask(tmp_path: Path) -> None:
-    _save_often(str(tmp_path / "f.fxw"))
+    _save_repeatedly(str(tmp_path / "f.fxw"))
     (tmp_path / "plain").touch()
     assert (tmp_path / "f.fxw").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_unknown_choices(content: bytes, tmp_path: Path) -> None:
+def test_unknown_save_options(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "small.fxw").write_bytes(content)
-    with pytest.raises(OptionError, match="no emitter 'rust'"):
+    with pytest.raises(OptionError, match="unknown emitter 'rust'"):
         fxwrap.load(tmp_path / "small.fxw", emitter="rust")
-    with pytest.raises(OptionError, match="no choice of binaries 'never'"):
+    with pytest.raises(OptionError, match="unknown choice of binaries 'never'"):
         fxwrap.load(tmp_path / "small.fxw", binaries="never")
 
 
-def test_the_hash_of_long_content_is_that_of_its_parts() -> None:
+def test_chunked_hash_equals_hash_of_whole_content() -> None:
     content = bytes(range(256)) * (CHUNK // 128) + b"end"
     parts = [hashlib.sha256(content[start : start + CHUNK]).digest() for start in range(0, len(content), CHUNK)]
     assert content_hash([content[:5], content[5:]]) == hashlib.sha256(b"".join(parts)).hexdigest()

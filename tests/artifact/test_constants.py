@@ -1,4 +1,4 @@
-"""Constants: in the file or outside of it, sharing memory as they did, checked where a caller gives them."""
+"""Constants inside and outside the file: storage sharing is preserved, and constants passed by a caller are checked."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def program_of(constants: dict[str, Tensor], written: str = "") -> fxwrap.Progra
         declared.append(f"constant %{name}: {'mutable ' if written == name else ''}{type_}\n")
     if written:
         lines.insert(0, f"  extern.mutate @aten.mul_.Tensor(%{written}, %{written}) writes=(%{written})\n")
-    given = ", ".join([f"%{name}_copy" for name in constants])
-    text = f"program @f() {{\n{''.join(lines)}  control.return({given})\n}}\n{''.join(declared)}"
+    results = ", ".join([f"%{name}_copy" for name in constants])
+    text = f"program @f() {{\n{''.join(lines)}  control.return({results})\n}}\n{''.join(declared)}"
     return fxwrap.parse(text).replace(store=ConstantStore(constants))
 
 
@@ -38,7 +38,7 @@ def _listed(before: str, numbers: tuple[int, ...]) -> str:
     return before + ", ".join(map(str, numbers))
 
 
-def test_every_dtype_is_kept_to_the_bit(tmp_path: Path) -> None:
+def test_every_dtype_round_trips_bitwise(tmp_path: Path) -> None:
     constants = {}
     for dtype in (torch.bool, torch.uint16, torch.float16, torch.bfloat16, torch.float8_e5m2fnuz, torch.complex128):
         content = torch.arange(48, dtype=torch.uint8) * 5 % (2 if dtype == torch.bool else 251)
@@ -47,15 +47,15 @@ def test_every_dtype_is_kept_to_the_bit(tmp_path: Path) -> None:
     constants["number"] = torch.tensor(7.5)
     fxwrap.save(program_of(constants), tmp_path / "f.fxw")
     for mmap in (True, False):
-        found = fxwrap.load(tmp_path / "f.fxw", emitter="interpreter", mmap=mmap).program.store.tensors
-        assert list(found) == list(constants)
+        tensors = fxwrap.load(tmp_path / "f.fxw", emitter="interpreter", mmap=mmap).program.store.tensors
+        assert list(tensors) == list(constants)
         for name, tensor in constants.items():
-            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-            assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)) if tensor.dim() else True
+            assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
+            assert tensors[name].view(torch.uint8).equal(tensor.view(torch.uint8)) if tensor.dim() else True
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_memory_is_shared_as_it_was(mmap: bool, tmp_path: Path) -> None:
+def test_storage_sharing_is_preserved(mmap: bool, tmp_path: Path) -> None:
     base = torch.randn(8, 6)
     constants = {
         "row": base[1], "whole": base, "turned": base.t(), "part": base[2:5, 1:4], "alone": torch.randn(3),
@@ -66,10 +66,10 @@ def test_memory_is_shared_as_it_was(mmap: bool, tmp_path: Path) -> None:
     fxwrap.save(program_of(constants, written="part"), tmp_path / "f.fxw")
     assert (tmp_path / "f.fxw").stat().st_size < 20_000
     loaded = fxwrap.load(tmp_path / "f.fxw", mmap=mmap)
-    found = loaded.program.store.tensors
+    tensors = loaded.program.store.tensors
     for name, tensor in constants.items():
-        assert found[name].equal(wanted[name]) and found[name].stride() == tensor.stride()
-        same = found[name].untyped_storage().data_ptr() == found["whole"].untyped_storage().data_ptr()
+        assert tensors[name].equal(wanted[name]) and tensors[name].stride() == tensor.stride()
+        same = tensors[name].untyped_storage().data_ptr() == tensors["whole"].untyped_storage().data_ptr()
         assert same == (name in ("row", "whole", "turned", "part", "bits"))
     results = loaded()
     base[2:5, 1:4] *= base[2:5, 1:4].clone()
@@ -79,12 +79,12 @@ def test_memory_is_shared_as_it_was(mmap: bool, tmp_path: Path) -> None:
     assert again.program.store.tensors["whole"].equal(wanted["whole"])  # writes stay in the process
 
 
-def test_only_what_constants_see_of_their_memory_is_saved() -> None:
+def test_only_the_visible_part_of_a_storage_is_saved() -> None:
     layout = layout_of({"a": torch.zeros(1 << 20)[1000:1010], "b": torch.zeros(4, 4)})
-    assert [(memory.key, memory.size) for memory in layout.memories] == [("b", 64), ("a", 40)]
+    assert [(memory.key, memory.size) for memory in layout.storages] == [("b", 64), ("a", 40)]
 
 
-def test_safetensors_reads_what_is_saved_and_the_other_way_round(tmp_path: Path) -> None:
+def test_safetensors_interoperability(tmp_path: Path) -> None:
     saved = compiled()
     saved.save(tmp_path / "small.fxw")
     with zipfile.ZipFile(tmp_path / "small.fxw") as archive:
@@ -99,7 +99,7 @@ def test_safetensors_reads_what_is_saved_and_the_other_way_round(tmp_path: Path)
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_weights_come_later(emitter: str, tmp_path: Path) -> None:
+def test_weights_can_be_loaded_separately(emitter: str, tmp_path: Path) -> None:
     path = tmp_path / "small.fxw"
     fxwrap.save(compiled(emitter), path, constants=False)
     loaded = fxwrap.load(path, binaries="required")
@@ -122,20 +122,20 @@ def test_weights_come_later(emitter: str, tmp_path: Path) -> None:
     torch.testing.assert_close(fxwrap.load(path)(batch())[0], wanted(batch()))
 
 
-def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
+def test_mismatched_weights_are_rejected_without_side_effects(tmp_path: Path) -> None:
     compiled("interpreter", fuse=False).save(tmp_path / "small.fxw")
     loaded = fxwrap.load(tmp_path / "small.fxw")
     before = dict(loaded.program.store.tensors)
     state = Small().state_dict()
     with pytest.raises(ArtifactError) as caught:
         loaded.load_constants({"weight": torch.eye(16), "bias": torch.ones(15), "calls": torch.tensor(1.0), "x": None})
-    for text in ("surplus: 'x'", "'p_bias' is f32[15], not f32[16]", "'b_calls' is f32[], not i64[]"):
+    for text in ("unexpected: 'x'", "'p_bias' is f32[15], not f32[16]", "'b_calls' is f32[], not i64[]"):
         assert text in caught.value.reason
     with pytest.raises(ArtifactError, match="missing: 'p_bias'"):
         loaded.load_constants({name: tensor for name, tensor in state.items() if name != "bias"})
-    with pytest.raises(ArtifactError, match="surplus: 'other'"):
+    with pytest.raises(ArtifactError, match="unexpected: 'other'"):
         loaded.update_constants({"weight": torch.eye(16), "other": torch.ones(1)})
-    with pytest.raises(ArtifactError, match="both stand for the constant 'p_bias'"):
+    with pytest.raises(ArtifactError, match="both name the constant 'p_bias'"):
         loaded.load_constants({**state, "p_bias": state["bias"]})
     with pytest.raises(ArtifactError, match="'p_bias' is a list"):
         loaded.update_constants({"bias": [1.0]})
@@ -145,36 +145,36 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
         loaded.load_constants(tmp_path / "small.fxw")
     assert all(loaded.program.store.tensors[name] is tensor for name, tensor in before.items())
     assert before["p_weight"].equal(Small().weight)
-    loaded.load_constants({**state, "surplus": torch.ones(1)}, strict=False)
+    loaded.load_constants({**state, "unexpected": torch.ones(1)}, strict=False)
 
 
-def test_constants_that_share_memory_are_given_together(tmp_path: Path) -> None:
+def test_constants_that_share_storage_are_passed_together(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     program = program_of({"whole": base, "turned": base.t(), "row": base[1]}, written="row")
     fxwrap.save(program, tmp_path / "f.fxw", constants=False)
     loaded = fxwrap.load(tmp_path / "f.fxw")
     with pytest.raises(ArtifactError, match=r"missing: 'whole'$|missing: 'whole'\."):
         loaded.load_constants({"turned": base.t(), "row": base[1]})
-    with pytest.raises(ArtifactError, match="share memory in the program, and what is given for them differs"):
+    with pytest.raises(ArtifactError, match="share memory in the program, and their tensors differ"):
         loaded.load_constants({"whole": base, "row": torch.ones(4)})
     wanted = base.clone()
     wanted[1] **= 2
     shared, apart = base.clone(), base.clone()
-    for given, is_taken in (
+    for replacements, adopted in (
         ({"whole": base.clone()}, True),
         ({"whole": shared, "turned": shared.t(), "row": shared[1]}, True),
         ({"whole": apart, "turned": apart.t().clone(), "row": apart[1].clone()}, False),
         ({"whole": base.t().contiguous().t()}, False),
     ):
-        loaded.load_constants(given)
-        assert (loaded.program.store.tensors["row"].data_ptr() == given["whole"][1].data_ptr()) == is_taken
+        loaded.load_constants(replacements)
+        assert (loaded.program.store.tensors["row"].data_ptr() == replacements["whole"][1].data_ptr()) == adopted
         whole, turned, row = loaded()
         assert whole.equal(wanted) and turned.equal(wanted.t()) and row.equal(wanted[1])
-        assert given["whole"].equal(wanted if is_taken else base)
+        assert replacements["whole"].equal(wanted if adopted else base)
 
 
-def test_a_tensor_file_is_memory(tmp_path: Path) -> None:
-    """Its tensors are the file's memory, of which writes stay in the process; what lies at odd places is copied."""
+def test_a_tensor_file_is_memory_mapped(tmp_path: Path) -> None:
+    """Tensors map the file's memory copy-on-write; unaligned tensors are copied."""
     tensors = {"a": torch.arange(5, dtype=torch.uint8), "b": torch.randn(3, 4), "c": torch.empty(0, 2)}
     names = [(name, item.dtype, tuple(item.shape)) for name, item in tensors.items()]
     content = header_bytes(names) + b"".join([item.numpy().tobytes() for item in tensors.values()])
@@ -183,8 +183,8 @@ def test_a_tensor_file_is_memory(tmp_path: Path) -> None:
     for mmap in (True, False):
         loaded = fxwrap.load(tmp_path / "f.fxw")
         loaded.load_constants(tmp_path / "weights", mmap=mmap)
-        found = loaded()
-        assert found[0].equal(tensors["a"]) and found[1].equal(tensors["b"] ** 2) and found[2].shape == (0, 2)
+        results = loaded()
+        assert results[0].equal(tensors["a"]) and results[1].equal(tensors["b"] ** 2) and results[2].shape == (0, 2)
         assert loaded.program.store.tensors["b"].data_ptr() % 4 == 0
         assert (tmp_path / "weights").read_bytes() == content
     for length in (0, 7, len(content) - 1):
@@ -194,21 +194,21 @@ def test_a_tensor_file_is_memory(tmp_path: Path) -> None:
                 loaded.load_constants(tmp_path / "weights", mmap=mmap)
 
 
-def test_layouts_are_made_right(tmp_path: Path) -> None:
-    """What is given in another layout is copied into the one that the program was compiled for."""
+def test_layouts_are_converted(tmp_path: Path) -> None:
+    """A constant in another layout is copied into the layout that the program was compiled for."""
     constants = {
         "channels": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
         "spread": torch.randn(3, 1).expand(3, 4),
     }
     fxwrap.save(program_of(constants), tmp_path / "f.fxw", constants=False)
     loaded = fxwrap.load(tmp_path / "f.fxw")
-    given = {name: tensor.contiguous().clone() for name, tensor in constants.items()}
-    loaded.load_constants(given)
+    contiguous = {name: tensor.contiguous().clone() for name, tensor in constants.items()}
+    loaded.load_constants(contiguous)
     for name, tensor in loaded.program.store.tensors.items():
-        assert tensor.stride() == constants[name].stride() and tensor.equal(given[name])
+        assert tensor.stride() == constants[name].stride() and tensor.equal(contiguous[name])
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_unsavable_constants_are_rejected(tmp_path: Path) -> None:
     program = program_of({"a": torch.ones(3), "b": torch.ones(3)})
     for tensors, text in (
         ({"a": torch.ones(3)}, "no payload for its constant 'b'"),

@@ -1,4 +1,4 @@
-"""A program moves to another device of the same type, and what Triton compiled moves with it."""
+"""A program moves to another device of the same type, together with its compiled Triton kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import fxwrap
-from fxwrap.artifact.devices import device_map, moved, program_devices
-from fxwrap.converters.emitted import kernel_texts
+from fxwrap.artifact.devices import device_map, move_program, program_devices
+from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.errors import ArtifactError
-from fxwrap.runtime.triton_binaries import compiled_triton
-from fxwrap.runtime.triton_compile import gpu_function
+from fxwrap.runtime.triton.binaries import collect_triton_binaries
+from fxwrap.runtime.triton.compile import triton_jit_function
 from fxwrap.torch_compat import triton_kernel_at
-from tests.samples import EXTENSIONS, SAMPLES
+from tests.support.samples import EXTENSIONS, SAMPLES
 
 CUDA = torch.device("cuda", 0)
 
@@ -30,18 +30,18 @@ MOVED = ("devices_and_streams", "random_state", "triton_kernel", "mlp", "types",
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_every_mention_of_a_device_moves(name: str) -> None:
-    """The text of a program on cuda:0 says cuda:5 everywhere after it has moved there."""
+def test_every_device_reference_is_remapped(name: str) -> None:
+    """After the move, the program text names cuda:5 wherever it named cuda:0."""
     text = SAMPLES[name].full_text()
     for word in ("@cpu", '"cpu"', "cuda:1"):
         text = text.replace(word, word.replace("cpu", "cuda:0").replace("cuda:1", "cuda:0"))
     program = fxwrap.parse(text, EXTENSIONS)
     assert CUDA in program_devices(program)
-    found = str(moved(program, device_map(program_devices(program), "cuda:5")))
-    assert found == str(program).replace("cuda:0", "cuda:5") and "cuda:5" in found
+    moved = str(move_program(program, device_map(program_devices(program), "cuda:5")))
+    assert moved == str(program).replace("cuda:0", "cuda:5") and "cuda:5" in moved
 
 
-def test_what_cannot_be_moved_is_said(tmp_path: Path) -> None:
+def test_unsupported_device_moves_are_rejected(tmp_path: Path) -> None:
     x = torch.randn(3)
     fxwrap.save(fxwrap.lower(make_fx(lambda x: (x + 1,))(x), [x]), tmp_path / "f.fxw")
     with pytest.raises(ArtifactError, match="compiled for cpu, not for cuda"):
@@ -49,10 +49,10 @@ def test_what_cannot_be_moved_is_said(tmp_path: Path) -> None:
     assert fxwrap.load(tmp_path / "f.fxw", device="cpu")(x)[0].equal(x + 1)
     both = [torch.device("cuda:0"), torch.device("cuda:1")]
     for wanted, reason in (
-        ("cuda:2", "say which goes where"),
+        ("cuda:2", "pass a mapping of devices"),
         ({"cuda:7": "cuda:0"}, "does not use cuda:7"),
         ({"cuda:0": "cpu"}, "do not run on cpu"),
-        ({"cuda:0": "cuda"}, "say 'cuda:0'"),
+        ({"cuda:0": "cuda"}, "use 'cuda:0'"),
     ):
         with pytest.raises(ValueError, match=reason):
             device_map(both, wanted)
@@ -60,9 +60,9 @@ def test_what_cannot_be_moved_is_said(tmp_path: Path) -> None:
 
 
 def compiled_for_h100(program: fxwrap.Program) -> Any:
-    """The program's kernel as Triton compiles it for a GPU that is not here."""
+    """The program's kernel as Triton compiles it for a GPU that this machine lacks."""
     (kernel,) = kernel_texts(program)
-    function = gpu_function(kernel.source, kernel.signature, kernel.options)
+    function = triton_jit_function(kernel.source, kernel.signature, kernel.options)
     names, constants = function.arg_names, {name: item for name, item in kernel.options if name.isupper()}
     types = [kind.replace("*f32", "*fp32") for kind in kernel.signature]
     kinds = dict(zip(names, [*types, *["constexpr"] * len(names)]))
@@ -70,19 +70,19 @@ def compiled_for_h100(program: fxwrap.Program) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
 
 
-def test_what_triton_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch itself needs a GPU; that its compilation finds the file's code in the cache does not."""
+def test_saved_triton_binaries_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the launch needs a GPU; the cache hit for the file's binaries does not."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
     x = torch.randn(1000)
     options = fxwrap.Options(cpu_kernels="triton")
     program = fxwrap.compile_graph(make_fx(lambda x: (x.exp() + 3,))(x), [x], options=options).program
-    made = compiled_for_h100(program)
+    compiled = compiled_for_h100(program)
     (kernel,) = kernel_texts(program)
-    function = gpu_function(kernel.source, kernel.signature, kernel.options)
-    cache: Any = {0: ({"like a launch": made}, {}, None, None, None)}
+    function = triton_jit_function(kernel.source, kernel.signature, kernel.options)
+    cache: Any = {0: ({"like a launch": compiled}, {}, None, None, None)}
     monkeypatch.setattr(function, "device_caches", cache)
     fxwrap.save(program, tmp_path / "f.fxw", emitters=["python"])
-    written = compiled_triton(kernel)
+    written = collect_triton_binaries(kernel)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
     torch.testing.assert_close(fxwrap.load(tmp_path / "f.fxw")(x)[0], x.exp() + 3)
@@ -90,13 +90,13 @@ def test_what_triton_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(stages, "make_cubin", None)
     monkeypatch.setattr(stages, "make_ttir", None)
     again = compiled_for_h100(program)
-    assert again.hash == made.hash and again.asm["cubin"] == made.asm["cubin"]
+    assert again.hash == compiled.hash and again.asm["cubin"] == compiled.asm["cubin"]
     cache[0][0]["like a launch"] = again
-    assert compiled_triton(kernel) == written
+    assert collect_triton_binaries(kernel) == written
 
 
-def test_torchs_table_has_the_kernels_of_a_loaded_program(tmp_path: Path, fresh_dynamo: None) -> None:
-    """Its places follow from the content: after a reset they are nothing, or the same kernel again."""
+def test_loading_registers_kernels_in_torchs_table(tmp_path: Path, fresh_dynamo: None) -> None:
+    """Table positions follow from the content: after a reset they are empty or refer to the same kernel."""
     x = torch.randn(1000)
     options = fxwrap.Options(cpu_kernels="triton", emitter="fx")
     saved = fxwrap.compile_graph(make_fx(lambda x: (x.exp() + 3,))(x), [x], options=options)
@@ -118,7 +118,7 @@ def test_torchs_table_has_the_kernels_of_a_loaded_program(tmp_path: Path, fresh_
         torch.testing.assert_close(torch.fx.Interpreter(graph).run(x)[0], x.exp() + 3)
 
 
-def test_a_kernel_that_only_this_process_has_is_refused(tmp_path: Path) -> None:
+def test_a_process_local_kernel_is_rejected(tmp_path: Path) -> None:
     sample = SAMPLES["triton_kernel"].program()
     options = (("live", "0" * 64), ("reason", "it has hooks"))
     kernels = tuple([fxwrap.wrapper_ir.KernelDefinition(kernel.name, "user_triton", "", (), options)

@@ -1,4 +1,4 @@
-"""What needs a GPU: programs that were saved with compiled kernels and constants on it, loaded by another process."""
+"""GPU tests: another process loads programs saved with compiled kernels and constants on the GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import fxwrap
 from fxwrap.options import EMITTERS
-from tests.artifact.apart import run_apart
+from tests.artifact.fresh_process import run_in_fresh_process
 
 pytestmark = pytest.mark.gpu
 
@@ -30,14 +30,14 @@ def test_another_process_compiles_no_kernel(emitter: str, graphs: bool, tmp_path
     assert any(kernel.language == "triton" for kernel in compiled.program.kernels)
     wanted = compiled(x)
     compiled.save(tmp_path / "model.fxw")
-    found = run_apart(tmp_path, {"model": [x]}, compiler=True, binaries="auto")
-    assert found.by_triton == [] and found.tracing == {"model": []}, found
-    assert emitter != "cpp" or "programs" not in found.own, "C++ was compiled"
-    torch.testing.assert_close(found.results["model"], wanted, rtol=0, atol=0)
+    report = run_in_fresh_process(tmp_path, {"model": [x]}, compiler=True, binaries="auto")
+    assert report.by_triton == [] and report.tracing == {"model": []}, report
+    assert emitter != "cpp" or "programs" not in report.own, "C++ was compiled"
+    torch.testing.assert_close(report.results["model"], wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_constants_come_back_to_the_gpu(mmap: bool, tmp_path: Path) -> None:
+def test_constants_are_restored_on_the_gpu(mmap: bool, tmp_path: Path) -> None:
     subject, x = model(), torch.randn(32, 64, device="cuda")
     compiled = fxwrap.compile_graph(torch.export.export(subject, (x,)))
     compiled.save(tmp_path / "model.fxw")

@@ -1,4 +1,4 @@
-"""What is loaded is what was saved: the program, its origins, its plan, and what it gives."""
+"""Saving and loading preserves the program, its origins, its memory plan and its results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fxwrap.artifact.archive import MANIFEST, MANIFEST_HASH
 from fxwrap.errors import ArtifactError, InputError
 from fxwrap.options import EMITTERS
 from tests.artifact.programs import batch, compiled
-from tests.samples import EXTENSIONS, SAMPLES
+from tests.support.samples import EXTENSIONS, SAMPLES
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_a_loaded_program_gives_what_the_saved_one_gives(emitter: str, dynamic: bool, tmp_path: Path) -> None:
+def test_a_loaded_program_returns_the_same_results(emitter: str, dynamic: bool, tmp_path: Path) -> None:
     saved = compiled(emitter, dynamic)
     saved.save(tmp_path / "small.fxw")
     for chosen in (None, "python"):
@@ -50,16 +50,16 @@ def test_every_line_survives(name: str, tmp_path: Path) -> None:
     assert [line.origin for line in loaded.program.lines()] == [line.origin for line in program.lines()]
     if SAMPLES[name].cpu_runnable:
         torch.manual_seed(1)
-        found = loaded(*SAMPLES[name].inputs(seed=3))
+        results = loaded(*SAMPLES[name].inputs(seed=3))
         torch.manual_seed(1)
         wanted = fxwrap.run(program, SAMPLES[name].inputs(seed=3))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(results, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLES if SAMPLES[name].cpu_runnable])
-def test_a_graph_that_loads_no_tracing_is_the_same(name: str) -> None:
+def test_a_graph_loaded_without_tracing_modules_is_the_same(name: str) -> None:
     program = SAMPLES[name].program()
-    whole, light = (fxwrap.to_fx(program, tracing=tracing).graph_module for tracing in (True, False))
+    whole, light = (fxwrap.to_fx(program, fake_metadata=fake_metadata).graph_module for fake_metadata in (True, False))
     assert [(node.name, node.target) for node in whole.graph.nodes] == [
         (node.name, node.target) for node in light.graph.nodes
     ]
@@ -75,7 +75,7 @@ def test_origins_and_sources_survive(tmp_path: Path) -> None:
     assert any(line.origin and "aten.gelu" in line.origin.operators for line in loaded.program.lines())
 
 
-def test_a_plan_survives_and_explains_a_lack_of_memory(tmp_path: Path) -> None:
+def test_a_plan_survives_and_explains_out_of_memory_errors(tmp_path: Path) -> None:
     saved = compiled("python", memory_planning="auto")
     saved.save(tmp_path / "small.fxw")
     loaded = fxwrap.load(tmp_path / "small.fxw")
@@ -83,7 +83,7 @@ def test_a_plan_survives_and_explains_a_lack_of_memory(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(batch())[0] - 1, saved(batch())[0] - 1)
 
 
-def test_equal_programs_give_equal_files(tmp_path: Path) -> None:
+def test_equal_programs_produce_identical_files(tmp_path: Path) -> None:
     saved = compiled("cpp")
     before = {name: tensor.clone() for name, tensor in saved.program.store.tensors.items()}
     saved.save(tmp_path / "one.fxw")
@@ -94,7 +94,7 @@ def test_equal_programs_give_equal_files(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(saved.program.store.tensors), before)
 
 
-def test_a_graph_is_saved_also_when_it_was_rewritten(tmp_path: Path) -> None:
+def test_a_rewritten_graph_can_be_saved(tmp_path: Path) -> None:
     graph = compiled("fx", fuse=False).graph_module
     fxwrap.save(graph, tmp_path / "graph.fxw")
     (gelu,) = [node for node in graph.graph.nodes if node.target == torch.ops.aten.gelu.default]
@@ -102,19 +102,19 @@ def test_a_graph_is_saved_also_when_it_was_rewritten(tmp_path: Path) -> None:
     graph.recompile()
     fxwrap.save(graph, tmp_path / "rewritten.fxw")
     calls = torch.zeros((), dtype=torch.int64)
-    found = {}
+    results = {}
     for name in ("graph", "rewritten"):
         loaded = fxwrap.load(tmp_path / f"{name}.fxw")
         assert loaded.emitter == "fx"
         loaded.update_constants({"b_calls": calls})
-        (found[name],) = loaded(batch())
+        (results[name],) = loaded(batch())
     weight, bias = (compiled().program.store.tensors[name].detach() for name in ("p_weight", "p_bias"))
     hidden = batch() @ weight + bias
-    torch.testing.assert_close(found["graph"], torch.nn.functional.gelu(hidden) @ weight.t() + 1)
-    torch.testing.assert_close(found["rewritten"], hidden.relu() @ weight.t() + 1)
+    torch.testing.assert_close(results["graph"], torch.nn.functional.gelu(hidden) @ weight.t() + 1)
+    torch.testing.assert_close(results["rewritten"], hidden.relu() @ weight.t() + 1)
 
 
-def test_the_graph_of_a_loaded_program_is_what_runs_and_has_metadata(tmp_path: Path) -> None:
+def test_the_graph_of_a_loaded_program_runs_and_has_metadata(tmp_path: Path) -> None:
     compiled("fx", fuse=False).save(tmp_path / "small.fxw")
     loaded = fxwrap.load(tmp_path / "small.fxw")
     loaded.update_constants({"calls": torch.zeros((), dtype=torch.int64)})
@@ -141,7 +141,7 @@ def test_the_file_is_a_zip_archive_that_other_tools_read(tmp_path: Path) -> None
     assert {kernel.source for kernel in saved.program.kernels} == set(kernels.values())
     assert {MANIFEST, MANIFEST_HASH} <= set(names) and not any(name.endswith(("pickle", ".pkl")) for name in names)
     metadata = fxwrap.load(tmp_path / "small.fxw").metadata
-    assert metadata["made_by"]["torch"] == version("torch")
+    assert metadata["written_by"]["torch"] == version("torch")
     assert metadata["devices"] == ["cpu"] and metadata["inputs"][0]["type"] == "f32[4, 16]@cpu"
 
 
@@ -154,13 +154,13 @@ def test_ranges_of_symbols_are_in_the_manifest_and_hold(tmp_path: Path) -> None:
         loaded(batch(65))
 
 
-def test_the_emitters_named_have_compiled_code_in_the_file(tmp_path: Path) -> None:
+def test_selected_emitters_have_compiled_code_in_the_file(tmp_path: Path) -> None:
     program = compiled().program
     fxwrap.save(program, tmp_path / "none.fxw")
     fxwrap.save(program, tmp_path / "both.fxw", emitters=["cpp", "python"])
     for emitter in EMITTERS:
-        assert fxwrap.load(tmp_path / "both.fxw", emitter=emitter, binaries="required").rebuilt == ""
-        assert "no compiled code" in fxwrap.load(tmp_path / "none.fxw", emitter=emitter).rebuilt
+        assert fxwrap.load(tmp_path / "both.fxw", emitter=emitter, binaries="required").recompile_reason == ""
+        assert "no compiled code" in fxwrap.load(tmp_path / "none.fxw", emitter=emitter).recompile_reason
     assert fxwrap.load(tmp_path / "both.fxw").emitter == "cpp"
 
 

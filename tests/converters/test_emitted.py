@@ -6,22 +6,22 @@ from typing import Any
 
 import torch
 
-from fxwrap.converters.emitted import Emitted
+from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.torch_compat import FakeTensorMode
 
 
-def test_what_is_built_while_tensors_are_fake_is_real() -> None:
+def test_objects_built_under_fake_mode_hold_real_tensors() -> None:
     """torch.compile asks a backend for a callable while it traces; what that is bound to must not be fake."""
 
-    def entry(_inputs: list[Any], *, kept: torch.Tensor) -> torch.Tensor:
-        return kept
+    def entry(_inputs: list[Any], *, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
 
     def build() -> Any:
-        kept = torch.zeros(2)
-        return lambda *inputs: entry([*inputs], kept=kept)
+        buffer = torch.zeros(2)
+        return lambda *inputs: entry([*inputs], buffer=buffer)
 
     with FakeTensorMode():
         assert type(torch.zeros(2)) is not torch.Tensor
-        found = Emitted("", build, build)
-        assert type(found.boxed([])) is torch.Tensor
-        assert type(found.flat()) is torch.Tensor
+        emitted = EmittedProgram("", build, build)
+        assert type(emitted.boxed([])) is torch.Tensor
+        assert type(emitted.flat()) is torch.Tensor

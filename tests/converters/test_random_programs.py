@@ -9,17 +9,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import fxwrap
-from fxwrap.compiler import emit
-from tests.strategies.programs import RandomProgram, random_programs
+from fxwrap.compile import emit
+from tests.support.strategies.programs import RandomProgram, random_programs
 
 
-def assert_same_as_interpreter(made: RandomProgram, emitter: str) -> None:
+def assert_same_as_interpreter(case: RandomProgram, emitter: str) -> None:
     """Runs a program by the interpreter and by an emitter on equal inputs and compares everything, bit by bit."""
-    theirs, ours = made.inputs(seed=5), made.inputs(seed=5)
-    wanted = fxwrap.run(made.program, theirs)
-    result = emit(made.program, emitter)(*ours)
-    assert len(result) == len(wanted)
-    for one, other in zip([*result, *ours], [*wanted, *theirs], strict=True):
+    theirs, ours = case.inputs(seed=5), case.inputs(seed=5)
+    expected = fxwrap.run(case.program, theirs)
+    result = emit(case.program, emitter)(*ours)
+    assert len(result) == len(expected)
+    for one, other in zip([*result, *ours], [*expected, *theirs], strict=True):
         assert_same(one, other)
 
 
@@ -33,13 +33,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("emitter", ["python", "fx"])
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(made=random_programs())
-def test_text_and_graphs(emitter: str, made: RandomProgram) -> None:
-    assert_same_as_interpreter(made, emitter)
+@given(case=random_programs())
+def test_python_and_fx(emitter: str, case: RandomProgram) -> None:
+    assert_same_as_interpreter(case, emitter)
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(made=random_programs())
-def test_cpp(made: RandomProgram) -> None:
+@given(case=random_programs())
+def test_cpp(case: RandomProgram) -> None:
     """Few examples, because each is compiled."""
-    assert_same_as_interpreter(made, "cpp")
+    assert_same_as_interpreter(case, "cpp")

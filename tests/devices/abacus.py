@@ -1,6 +1,6 @@
 """The printer of an imaginary device, the Abacus: its kernels are Python over arrays of a whole index space.
 
-What `docs/devices.md` shows. The text of a kernel is a function `kernel` over a *unit*, the device's library.
+`docs/devices.md` shows this file. The text of a kernel is a function `kernel` over a *unit*, the device's library.
 """
 
 from __future__ import annotations
@@ -8,37 +8,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from fxwrap.devices import DeviceSpec, KernelLanguage, KernelRequest, PrintedKernel
+from fxwrap.devices import DeviceSpec, KernelLanguage
 from fxwrap.loop_ir import (
     OPERATIONS,
     Atom,
     Axis,
     Compute,
     Constant,
+    DeviceAssert,
     FloorDivide,
-    Gathered,
     Index,
     IndexValue,
+    IndirectIndex,
     Kernel,
     Load,
     Modulo,
     Operation,
-    Part,
     Reduce,
-    Require,
+    ReductionResult,
     Scan,
     SizeAtom,
-    SizeValue,
     Store,
+    SymbolicScalar,
 )
+from fxwrap.printers import KernelRequest, PrintedKernel
 from fxwrap.symbolic import PythonPrinter, Size, symbol_kind
 from fxwrap.wrapper_ir import DTYPES
 
-LANGUAGE = KernelLanguage("abacus", ending="py")
+LANGUAGE = KernelLanguage("abacus", file_extension="py")
 
 SPEC = DeviceSpec(
-    "cpu", kernel_language="abacus", alignment=32, memory_spaces=("", "beads"), indexed=False, raises=True,
-    rounds_as_cpu=True, all_atomics=True, random_state_bytes=5056,
+    "cpu", kernel_language="abacus", alignment=32, memory_spaces=("", "beads"), supports_multiple_devices=False,
+    asserts_raise=True, cpu_rounding=True, supports_all_atomics=True, random_state_bytes=5056,
 )  # fmt: skip
 """It stands in for the CPU: torch has its memory and operators, and eager's results are those to compare with."""
 
@@ -54,18 +55,18 @@ def print_abacus(request: KernelRequest) -> Sequence[partial[PrintedKernel]]:
 def _printed(kernel: Kernel) -> PrintedKernel:
     buffers = (*kernel.inputs, *kernel.outputs)
     names = {buffer.name: f"b{number}" for number, buffer in enumerate(buffers)}
-    numbers = [symbol.name for symbol in kernel.numbers]
+    symbols = [symbol.name for symbol in kernel.symbols]
     writer = _Writer(kernel, names)
     axes = (*kernel.axes, *kernel.reduced)
     sizes = "".join([f"{_size(axis.size)}, " for axis in axes])
-    lines = [f"def kernel(unit, {', '.join([*names.values(), *numbers])}):"]
+    lines = [f"def kernel(unit, {', '.join([*names.values(), *symbols])}):"]
     extents = [(names[buffer.name], _size(buffer.extent)) for buffer in buffers]
     lines += [f"    {name} = unit.flat({name}, {extent})" for name, extent in extents]
     lines += [f"    space = unit.space(({sizes}), {len(kernel.axes)})", "    if space.is_empty:", "        return"]
     lines += [f"    {axis.name} = space.axis({number})" for number, axis in enumerate(axes)]
     lines += [f"    {writer.line(number, item)}" for number, item in enumerate(kernel.operations)]
     entries = ["*" + ("i1" if _ENTRIES[buffer.dtype] == "bool" else _ENTRIES[buffer.dtype]) for buffer in buffers]
-    entries += [_NUMBERS[symbol_kind(name)] for name in numbers]
+    entries += [_NUMBERS[symbol_kind(name)] for name in symbols]
     return PrintedKernel(LANGUAGE.name, "\n".join(lines) + "\n", tuple(entries))
 
 
@@ -74,7 +75,7 @@ def _size(size: Size) -> str:
 
 
 class _Writer:
-    """Writes the statement of each operation; `v3` is what operation 3 gives."""
+    """Writes the statement of each operation; `v3` is the result of operation 3."""
 
     def __init__(self, kernel: Kernel, names: dict[str, str]) -> None:
         self.kernel = kernel
@@ -88,14 +89,14 @@ class _Writer:
                 mask = "None" if operation.mask is None else f"v{operation.mask}"
                 operands = f"{self.names[operation.buffer]}, {self.index(operation.index)}, v{operation.value}"
                 return f"space.store({operands}, {mask}, {operation.mode!r}, {varies})"
-            case Require():
+            case DeviceAssert():
                 mask = "None" if operation.mask is None else f"v{operation.mask}"
                 return f"space.require(v{operation.condition}, {mask}, {operation.error!r}, {operation.message!r})"
             case _:
                 return f"v{number} = {self.value(operation)}"
 
     def value(self, operation: Operation) -> str:
-        """Returns what an operation computes."""
+        """Returns the expression of an operation."""
         match operation:
             case Load():
                 place = f"{self.names[operation.buffer]}, {self.index(operation.index)}"
@@ -103,21 +104,21 @@ class _Writer:
                 return f"space.load({place}{hidden})"
             case Constant():
                 return f"unit.number({operation.text}, {operation.dtype})"
-            case SizeValue():
+            case SymbolicScalar():
                 return f"unit.number({PythonPrinter().print(operation.expression)}, {operation.dtype})"
             case IndexValue():
                 return f"unit.number({self.index(operation.index)}, {operation.dtype})"
             case Compute():
                 operands = [f"v{operand}" for operand in operation.operands]
-                given = [str(operation.dtype)] if OPERATIONS[operation.name].result == "given" else []
-                return f"unit.{operation.name}({', '.join([*operands, *given])})"
+                dtypes = [str(operation.dtype)] if OPERATIONS[operation.name].result == "given" else []
+                return f"unit.{operation.name}({', '.join([*operands, *dtypes])})"
             case Reduce():
                 return f"space.reduce({operation.kind!r}, v{operation.operands[0]})"
             case Scan():
                 return f"space.scan({operation.kind!r}, v{operation.operands[0]})"
-            case Part():
+            case ReductionResult():
                 return f"v{operation.operation}[{operation.position}]"
-            case Store() | Require():
+            case Store() | DeviceAssert():
                 raise AssertionError("it has no value")
 
     def index(self, index: Index) -> str:
@@ -135,7 +136,7 @@ class _Writer:
                 return atom.name
             case SizeAtom():
                 return f"({PythonPrinter().print(atom.expression)})"
-            case Gathered():
+            case IndirectIndex():
                 return f"unit.position(v{atom.operation})"
             case FloorDivide():
                 return f"(({self.index(atom.base)}) // ({self.index(atom.divisor)}))"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.devices import Allocate, DeviceRuntime, KernelRuntime
+from fxwrap.devices import AllocateFunction, DeviceRuntime, KernelRuntime
 from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir import OPERATIONS
 
@@ -25,10 +25,10 @@ _MODES = {"add": "sum", "max": "amax", "min": "amin", "prod": "prod"}
 
 
 class Unit:
-    """What a kernel's text calls; each scalar operation of the loop IR is a function of it."""
+    """The library that a kernel's text calls; each scalar operation of the loop IR is a function of it."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return OPERATIONS[name].meaning
+        return OPERATIONS[name].reference
 
     @staticmethod
     def flat(tensor: Tensor, count: int) -> Tensor:
@@ -52,7 +52,7 @@ class Unit:
 
 
 class Space:
-    """An index space, and what kernels do all over it at once."""
+    """An index space, and the operations of kernels over all of it."""
 
     def __init__(self, sizes: tuple[int, ...], parallel: int) -> None:
         self.sizes = sizes
@@ -75,11 +75,11 @@ class Space:
 
     def reduce(self, kind: str, value: Tensor) -> Any:
         """Returns a reduction over all axes that are not parallel."""
-        kept = [1] * (len(self.sizes) - self.parallel)
-        found = _REDUCTIONS[kind](self._whole(value).flatten(self.parallel), self.parallel)
-        results = found if isinstance(found, tuple) else (found,)
-        shaped = tuple([item.reshape(*item.shape, *kept) for item in results])
-        return shaped if isinstance(found, tuple) else shaped[0]
+        ones = [1] * (len(self.sizes) - self.parallel)
+        reduced = _REDUCTIONS[kind](self._whole(value).flatten(self.parallel), self.parallel)
+        results = reduced if isinstance(reduced, tuple) else (reduced,)
+        shaped = tuple([item.reshape(*item.shape, *ones) for item in results])
+        return shaped if isinstance(reduced, tuple) else shaped[0]
 
     def scan(self, kind: str, value: Tensor) -> Any:
         """Returns a scan along the last axis."""
@@ -91,7 +91,7 @@ class Space:
         return value.expand(*shape[: self.parallel], *self.sizes[self.parallel :])
 
     def store(self, buffer: Tensor, index: Any, value: Tensor, mask: Tensor | None, mode: str, varies: bool) -> None:
-        """Writes elements of a buffer, or combines them with what is there."""
+        """Writes elements of a buffer, or combines them with its elements."""
         over = len(self.sizes) if varies else self.parallel
         everywhere = torch.ones([*self.sizes[:over], *[1] * (len(self.sizes) - over)], dtype=torch.bool)
         index = torch.as_tensor(index, dtype=torch.int64)
@@ -151,21 +151,21 @@ def load(source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any]
     return launch
 
 
-def compile_ahead(uses: Sequence[Any]) -> list[FxwrapError | None]:
-    """Reads each text, and says which is none."""
-    found: list[FxwrapError | None] = []
+def precompile_cpp(uses: Sequence[Any]) -> list[FxwrapError | None]:
+    """Parses each text and returns its error, or None."""
+    errors: list[FxwrapError | None] = []
     for use in uses:
         WORK["compile"] += 1
         try:
             compile(use.kernel.source, "<abacus>", "exec")
         except SyntaxError as error:
-            found.append(FxwrapError(f"the Abacus cannot read it: {error}"))
+            errors.append(FxwrapError(f"the Abacus cannot read it: {error}"))
         else:
-            found.append(None)
-    return found
+            errors.append(None)
+    return errors
 
 
-def allocator(device: torch.device) -> Allocate:
+def allocator(device: torch.device) -> AllocateFunction:
     """Returns the function that allocates on the device."""
 
     def allocate(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -194,7 +194,7 @@ def copy(staging: Tensor, source: Tensor, channel: int) -> Tensor:
 
 
 RUNTIME = DeviceRuntime(
-    kernels=KernelRuntime(load, compile=compile_ahead),
+    kernels=KernelRuntime(load, compile=precompile_cpp),
     allocator=allocator,
     guard=guard,
     random_state=lambda _device: torch.get_rng_state(),

@@ -1,4 +1,4 @@
-"""The Abacus's copy engine: a line of its own, the pass that puts it in, and what emitters make of it."""
+"""The Abacus's copy engine: its line, the pass that inserts the line, and the emitters' code for it."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class AbacusCopy(ExtensionLine):
 
 def stage_inputs(program: Program) -> Program:
     """Has the copy engine bring inputs and constants into the device's own memory, the first of each kernel's."""
-    given = {item.name for item in program_arguments(program)}
+    argument_names = {item.name for item in program_arguments(program)}
     lines: list[LineBase] = []
     channels: Counter[str] = Counter()
     for line in program.body.lines:
-        first = _first(line, given) if isinstance(line, Launch) else None
+        first = _first(line, argument_names) if isinstance(line, Launch) else None
         if isinstance(line, Launch) and first is not None:
             type_ = replace(first.tensor_type, storage_offset=0, memory_space="beads")
             number = channels.total()
@@ -66,24 +66,24 @@ def stage_inputs(program: Program) -> Program:
     return program.replace(body=Block(program.body.arguments, tuple(lines)))
 
 
-def _first(line: Launch, given: set[str]) -> Value | None:
+def _first(line: Launch, argument_names: set[str]) -> Value | None:
     """Returns the first operand of a launch that is in memory before the program runs, and is only read."""
-    operands = [item for item in line.arguments if isinstance(item, Value) and item.name in given]
+    operands = [item for item in line.arguments if isinstance(item, Value) and item.name in argument_names]
     return next((item for item in operands if item not in line.outs), None)
 
 
 def _in_python(converter: PythonConverter, line: AbacusCopy) -> None:
-    copy = converter.module.imported(abacus_runtime.__name__, "copy")
+    copy = converter.module.import_function(abacus_runtime.__name__, "copy")
     staging, source = converter.text(line.staging), converter.text(line.source)
     converter.assign(line.result, f"{copy}({staging}, {source}, {line.channel})")
     converter.free(Free(line.staging))
 
 
 def _interpreted(converter: Interpreter, line: AbacusCopy) -> None:
-    made = abacus_runtime.copy(converter.values[line.staging.name], converter.values[line.source.name], line.channel)
+    copied = abacus_runtime.copy(converter.values[line.staging.name], converter.values[line.source.name], line.channel)
     converter.free(Free(line.staging))
-    converter.define(line.result, made)
+    converter.define(line.result, copied)
 
 
 LINES: Mapping[type, Mapping[str, Any]] = {AbacusCopy: {"python": _in_python, "interpreter": _interpreted}}
-"""The other emitters run what the line expands to."""
+"""The other emitters run the line's expansion."""

@@ -1,4 +1,4 @@
-"""Devices that vendors register: an imaginary one runs the models of the suite, and what is wrong is said."""
+"""Devices that vendors register: an imaginary one runs the models of the suite; invalid registrations are rejected."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from torch.utils._pytree import tree_leaves
 
 import fxwrap
 from fxwrap import devices
+from fxwrap.converters.emission import emit
 from fxwrap.devices import CPU, CUDA, DeviceRuntime, DeviceSpec, KernelLanguage, KernelRuntime
-from fxwrap.emission import emit
 from fxwrap.errors import DeviceError, FusionWarning, FxwrapError, OptionError
 from fxwrap.lines import Launch, PoolSlice
-from fxwrap.options import EMITTERS, Options
-from fxwrap.pass_spec import Pass
+from fxwrap.options import EMITTERS, Options, Pass
 from fxwrap.runtime import library, tensors
-from fxwrap.runtime.devices import CPU_RUNTIME, CUDA_RUNTIME, guard, on
-from fxwrap.runtime.kernels import load_function, load_kernel
+from fxwrap.runtime.devices import CPU_RUNTIME, CUDA_RUNTIME, device_context, guard
+from fxwrap.runtime.kernels import load_gridless_kernel, load_kernel
 from tests.devices import abacus, abacus_runtime, copy_engine
 from tests.devices.abacus_runtime import RUNTIME, WORK
 from tests.devices.copy_engine import LINES, AbacusCopy, stage_inputs
-from tests.models import MODELS, ModelCase
+from tests.support.documents import ROOT, check_printed
+from tests.support.models import MODELS, ModelCase
 
 STAGING = Pass(stage_inputs, key="abacus.stage_inputs 1")
 
 
 def on_abacus(**others: Any) -> Any:
     """The Abacus in the place of the CPU, with some of it replaced."""
-    given = {"printer": abacus.print_abacus, "runtime": RUNTIME, "language": abacus.LANGUAGE, "lines": LINES}
-    return devices.registered(others.pop("spec", abacus.SPEC), **{**given, **others})
+    defaults = {"printer": abacus.print_abacus, "runtime": RUNTIME, "language": abacus.LANGUAGE, "lines": LINES}
+    return devices.scoped_registration(others.pop("spec", abacus.SPEC), **{**defaults, **others})
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2_eager_attention"])
-def test_the_models_run_on_a_made_up_device(name: str, with_abacus: None) -> None:
+def test_models_run_on_a_custom_device(name: str, with_abacus: None) -> None:
     case: ModelCase = MODELS[name]
     model, inputs = case.build(seed=0, layers=1), case.inputs(seed=1)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_the_models_run_on_a_made_up_device(name: str, with_abacus: None) -> Non
         WORK.clear()
         results = form(*flat)
         assert WORK["launch"] == launches, emitter
-        assert WORK["copy"] == (0 if emitter == "fx" else copies), emitter  # a graph has what the line expands to
+        assert WORK["copy"] == (0 if emitter == "fx" else copies), emitter  # a graph has the line's expansion
         assert WORK["allocate"] > 0 or emitter == "interpreter", emitter
         for result, wanted in zip(results, expected, strict=True):
             torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
@@ -88,7 +88,7 @@ def _small(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_every_emitter_launches_a_vendors_kernels(emitter: str, with_abacus: None) -> None:
+def test_every_emitter_launches_custom_kernels(emitter: str, with_abacus: None) -> None:
     x, w = torch.rand(6, 8), torch.rand(8, 8)
     options = Options(emitter=emitter, passes=(STAGING,), memory_planning="auto", fallback="error")
     compiled = fxwrap.compile_graph(graph_of(_small, x, w), (x, w), options=options)
@@ -100,17 +100,17 @@ def test_every_emitter_launches_a_vendors_kernels(emitter: str, with_abacus: Non
     assert WORK["launch"] == sum(isinstance(line, Launch) for line in compiled.program.lines()) > 0
 
 
-def test_torch_compile_takes_a_registered_device(with_abacus: None, fresh_dynamo: None) -> None:
+def test_torch_compile_accepts_a_registered_device(with_abacus: None, fresh_dynamo: None) -> None:
     x, w = torch.rand(6, 8, requires_grad=True), torch.rand(8, 8)
     WORK.clear()
     torch.compile(_small, backend="fxwrap")(x, w).sum().backward()
-    given, x.grad = x.grad, None
+    gradient, x.grad = x.grad, None
     _small(x, w).sum().backward()
-    torch.testing.assert_close(given, x.grad)
+    torch.testing.assert_close(gradient, x.grad)
     assert WORK["launch"] >= 2
 
 
-def test_a_device_is_part_of_what_a_compile_depends_on() -> None:
+def test_a_device_is_part_of_the_cache_key() -> None:
     x = torch.rand(4)
     graph = graph_of(torch.sin, x)
     before = fxwrap.compile_graph(graph, (x,)), fxwrap.environment_key()
@@ -123,7 +123,7 @@ def test_a_device_is_part_of_what_a_compile_depends_on() -> None:
     assert [line.kernel for line in within[0].program.lines() if isinstance(line, Launch)]
 
 
-def test_a_vendors_program_is_saved_and_loaded(tmp_path: Path, with_abacus: None) -> None:
+def test_a_custom_device_program_is_saved_and_loaded(tmp_path: Path, with_abacus: None) -> None:
     x, w = torch.rand(6, 8), torch.rand(8, 8)
     options = Options(passes=(STAGING,), fallback="error")
     compiled = fxwrap.compile_graph(graph_of(_small, x, w), (x, w), options=options)
@@ -132,51 +132,54 @@ def test_a_vendors_program_is_saved_and_loaded(tmp_path: Path, with_abacus: None
     assert loaded.program == compiled.program
     with zipfile.ZipFile(tmp_path / "small.fxw") as archive:
         texts = [name for name in archive.namelist() if name.startswith("kernels/")]
-    assert texts and all(name.endswith(f".{abacus.LANGUAGE.ending}") for name in texts)
+    assert texts and all(name.endswith(f".{abacus.LANGUAGE.file_extension}") for name in texts)
     WORK.clear()
     torch.testing.assert_close(loaded(x, w)[0], _small(x, w))
     assert WORK["launch"] and WORK["copy"]
 
 
-def test_a_device_may_share_a_language_and_have_its_own_facts() -> None:
+def test_devices_may_share_a_language_with_different_capabilities() -> None:
     x = torch.rand(4, 4)
-    spec = replace(CPU, prefer_extern=frozenset({"aten.exp.default"}))
-    with devices.registered(spec, runtime=CPU_RUNTIME):
+    spec = replace(CPU, prefer_extern_ops=frozenset({"aten.exp.default"}))
+    with devices.scoped_registration(spec, runtime=CPU_RUNTIME):
         compiled = fxwrap.compile_graph(graph_of(lambda x: x.sin().exp() + 1, x), (x,))
     (reason,) = [outcome.reason for outcome in compiled.coverage if outcome.kind == "call"]
     assert reason == "the device has no kernels for it"
     assert {kernel.language for kernel in compiled.program.kernels} == {"cpp"}
 
 
-def test_a_language_that_is_called_once_is_launched_without_a_grid() -> None:
+def test_a_language_without_a_grid() -> None:
     def load(source: str, signature: tuple[str, ...], options: Any) -> Any:
         launcher = abacus_runtime.load(source, signature, options)
         return lambda *arguments: launcher((1, 1, 1), *arguments)
 
     x, w = torch.rand(6, 8), torch.rand(8, 8)
-    language, runtime = replace(abacus.LANGUAGE, called_once=True), DeviceRuntime(kernels=KernelRuntime(load))
+    language, runtime = replace(abacus.LANGUAGE, gridless=True), DeviceRuntime(kernels=KernelRuntime(load))
     with on_abacus(language=language, runtime=runtime):
         compiled = fxwrap.compile_graph(graph_of(_small, x, w), (x, w), options=Options(fallback="error"))
-        assert "kernels.load_function('abacus', " in compiled.source
+        assert "kernels.load_gridless_kernel('abacus', " in compiled.source
         for emitter in ("python", "fx", "interpreter"):
             torch.testing.assert_close(emit(compiled.program, emitter)(x, w)[0], _small(x, w))
         (kernel, *_) = compiled.program.kernels
-        with pytest.raises(FxwrapError, match=r"a kernel in 'abacus' is called once, so its grid is \(1, 1, 1\)"):
+        with pytest.raises(FxwrapError, match=r"kernels in 'abacus' are called once: the grid must be \(1, 1, 1\)"):
             load_kernel(kernel.language, kernel.source, kernel.signature, kernel.options)((2, 1, 1))
 
 
-def test_the_guide_shows_what_the_device_is(with_abacus: None) -> None:
-    guide = (Path(fxwrap.__file__).parent.parent / "docs" / "devices.md").read_text()
+def test_the_guide_matches_the_device(with_abacus: None, update_golden: bool) -> None:
     x, w = torch.rand(6, 8), torch.rand(8, 8)
     program = fxwrap.lower(graph_of(lambda x, w: torch.softmax(x @ w + 1, -1), x, w), (x, w))
-    for part in (AbacusCopy, abacus.print_abacus, copy_engine._in_python):
-        lines = [line for line in inspect.getsource(part).splitlines() if "Returns the one way" not in line]
-        assert "\n".join(lines).replace("abacus_runtime.__name__", f'"{abacus_runtime.__name__}"') in guide
-    assert program.kernels[0].source in guide
+    texts = {
+        "print_abacus": inspect.getsource(abacus.print_abacus),
+        "kernel": program.kernels[0].source,
+        "line": inspect.getsource(AbacusCopy),
+        "handler": inspect.getsource(copy_engine._in_python),
+    }
+    check_printed("docs/devices.md", texts, update_golden)
+    guide = (ROOT / "docs" / "devices.md").read_text()
     assert all(f"| `{field.name}` |" in guide for field in dataclasses.fields(DeviceSpec))
 
 
-# --- devices that nobody has registered -----------------------------------------------------------------------------
+# --- unregistered devices -------------------------------------------------------------------------------------------
 
 
 def test_operators_on_an_unknown_device_are_called() -> None:
@@ -200,34 +203,34 @@ def test_a_device_without_kernels_calls_operators() -> None:
         torch.testing.assert_close(compiled(x, w)[0], _small(x, w))
 
 
-# --- what is wrong --------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 KERNELS = KernelRuntime(abacus_runtime.load)
 
 
 @pytest.mark.parametrize(
-    ("spec", "given", "message"),
+    ("spec", "keywords", "message"),
     [
-        (CPU, {}, "device 'cpu': it is registered already. To replace it for a while, use `with fxwrap.devices.regis"),
+        (CPU, {}, "device 'cpu': it is registered already. To replace it temporarily, use `with fxwrap.devices"),
         (DeviceSpec("npu", "npu_c"), {},
-         r"'npu': there is no kernel language 'npu_c'. Name one that is registered \('cpp', 'triton'\), or "),
+         r"'npu': there is no kernel language 'npu_c'. Use a registered one \('cpp', 'triton'\), or "),
         (DeviceSpec("npu", "user_triton"), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},
-         "device 'npu': the kernel language 'user_triton' is there already. Leave out `printer` to share it"),
+         "device 'npu': the kernel language 'user_triton' is registered already. Omit `printer` to share it"),
         (DeviceSpec("npu", "cpp"), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},
-         "device 'npu': the kernel language 'cpp' is there already. Leave out `printer` to share it"),
+         "device 'npu': the kernel language 'cpp' is registered already. Omit `printer` to share it"),
         (DeviceSpec("npu", "npu_c"), {"printer": abacus.print_abacus},
-         "device 'npu': nothing can launch what its printer writes in 'npu_c'. Give `runtime=DeviceRuntime"),
+         "device 'npu': it has a printer, but no launcher for kernels in 'npu_c'. Pass `runtime=DeviceRuntime"),
         (DeviceSpec("npu", ""), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},
-         "device 'npu': it has a printer, and its spec does not say of which kernel language. Say it"),
+         "device 'npu': it has a printer, but its spec has no kernel language. Set"),
         (DeviceSpec("npu", "npu_c"), {"language": KernelLanguage("npu")},
-         "device 'npu': its spec says that its kernels are in 'npu_c', and the language given is 'npu'"),
+         "device 'npu': its spec has the kernel language 'npu_c', and `language` is 'npu'"),
     ],
 )  # fmt: skip
-def test_a_registration_that_is_wrong_says_why(spec: DeviceSpec, given: dict[str, Any], message: str) -> None:
+def test_invalid_registrations_are_rejected(spec: DeviceSpec, keywords: dict[str, Any], message: str) -> None:
     before = devices.registered_specs()
     with pytest.raises(DeviceError, match=message):
-        devices.register(spec, **given)
+        devices.register(spec, **keywords)
     assert devices.registered_specs() == before == (CPU, CUDA)
 
 
@@ -243,31 +246,31 @@ def test_devices_of_the_options_are_specs() -> None:
 
 
 @pytest.mark.parametrize("language", ["npu_c", "user_triton"])
-def test_options_with_a_language_that_nobody_prints(language: str) -> None:
+def test_options_with_an_unknown_language(language: str) -> None:
     x = torch.rand(4)
     with pytest.raises(DeviceError, match=f"device 'cpu': there is no kernel language '{language}'"):
         fxwrap.lower(graph_of(torch.sin, x), (x,), options=Options(devices=(replace(CPU, kernel_language=language),)))
 
 
-def test_a_printer_that_gives_nothing_leaves_the_operators_called() -> None:
+def test_a_printer_that_declines_falls_back_to_operators() -> None:
     x, w = torch.rand(6, 8), torch.rand(8, 8)
     graph = graph_of(_small, x, w)
 
-    def without_scans(request: devices.KernelRequest) -> Sequence[Any]:
+    def without_scans(request: fxwrap.printers.KernelRequest) -> Sequence[Any]:
         return () if request.kernel.scans else abacus.print_abacus(request)
 
     with on_abacus(printer=without_scans):
-        with pytest.warns(FusionWarning, match="the printer for 'abacus' on device 'cpu' gives nothing for it"):
+        with pytest.warns(FusionWarning, match="the printer for 'abacus' on device 'cpu' declines the kernel"):
             compiled = fxwrap.compile_graph(graph, (x, w))
-        with pytest.raises(FxwrapError, match="gives nothing for it"):
+        with pytest.raises(FxwrapError, match="declines the kernel"):
             fxwrap.compile_graph(graph, (x, w), options=Options(fallback="error"))
         torch.testing.assert_close(compiled(x, w)[0], _small(x, w))
 
 
-def test_a_kernel_that_a_device_cannot_compile_leaves_the_operators_called() -> None:
+def test_a_kernel_compile_failure_falls_back_to_operators() -> None:
     x = torch.rand(4)
 
-    def damaged(request: devices.KernelRequest) -> Sequence[Any]:
+    def damaged(request: fxwrap.printers.KernelRequest) -> Sequence[Any]:
         return [lambda: replace(abacus.print_abacus(request)[0](), source="def kernel(")]
 
     with on_abacus(printer=damaged):
@@ -276,9 +279,9 @@ def test_a_kernel_that_a_device_cannot_compile_leaves_the_operators_called() -> 
         torch.testing.assert_close(compiled(x)[0], x.sin())
 
 
-def test_a_runtime_that_lacks_a_function_says_which() -> None:
+def test_an_incomplete_runtime_names_the_missing_function() -> None:
     meta = torch.device("meta")
-    with devices.registered(DeviceSpec("meta", "")):
+    with devices.scoped_registration(DeviceSpec("meta", "")):
         for name, call in {
             "guard": lambda: library.implementation(torch.ops.fxwrap.enter_device.default)(meta),
             "random_state": lambda: tensors.random_state("meta"),
@@ -289,7 +292,7 @@ def test_a_runtime_that_lacks_a_function_says_which() -> None:
                 call()
 
 
-def test_a_program_of_a_device_that_is_not_there_says_so() -> None:
+def test_a_program_for_an_unavailable_device_raises() -> None:
     x = torch.rand(4)
     with on_abacus():
         compiled = fxwrap.compile_graph(graph_of(torch.sin, x), (x,), options=Options(emitter="interpreter"))
@@ -297,13 +300,13 @@ def test_a_program_of_a_device_that_is_not_there_says_so() -> None:
     with pytest.raises(FxwrapError, match=r"no launcher for kernels in 'abacus'.*Import the package that registers"):
         compiled(x)
     with pytest.raises(FxwrapError, match="no launcher for kernels in 'abacus'"):
-        load_function("abacus", "", (), ())
+        load_gridless_kernel("abacus", "", (), ())
 
 
 # --- the runtime halves ---------------------------------------------------------------------------------------------
 
 
-def test_guards_and_random_numbers_go_through_the_registered_half() -> None:
+def test_guards_and_random_numbers_use_the_registered_runtime() -> None:
     states: list[torch.Tensor] = []
     runtime = replace(RUNTIME, set_random_state=lambda _device, state: states.append(state))
     with on_abacus(runtime=runtime):
@@ -318,13 +321,14 @@ def test_guards_and_random_numbers_go_through_the_registered_half() -> None:
 
 
 def _has_all(runtime: DeviceRuntime, device: torch.device) -> None:
-    """Every function of a half does what its name says."""
+    """Checks every function of a runtime half."""
     assert runtime.allocator and runtime.current_stream
     assert runtime.random_state and runtime.set_random_state
-    made = runtime.allocator(device)((2, 3), (1, 2), torch.float16)
-    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.float16, device.type)
+    tensor = runtime.allocator(device)((2, 3), (1, 2), torch.float16)
+    assert (tensor.shape, tensor.stride()) == ((2, 3), (1, 2))
+    assert (tensor.dtype, tensor.device.type) == (torch.float16, device.type)
     current = runtime.current_stream(device)
-    with guard(device), on(device, 0)():
+    with guard(device), device_context(device, 0)():
         assert runtime.current_stream(device) == current
     state = runtime.random_state(device)
     first = torch.rand(4, device=device)
@@ -334,33 +338,33 @@ def _has_all(runtime: DeviceRuntime, device: torch.device) -> None:
     assert spec is not None and state.numel() == spec.random_state_bytes
 
 
-def test_the_cpus_half() -> None:
+def test_cpu_runtime() -> None:
     _has_all(CPU_RUNTIME, torch.device("cpu"))
 
 
 @pytest.mark.gpu
-def test_cudas_half() -> None:
+def test_cuda_runtime() -> None:
     device = torch.device("cuda", 0)
     _has_all(CUDA_RUNTIME, device)
     assert CUDA_RUNTIME.current_stream
     before = CUDA_RUNTIME.current_stream(device)
-    with on(device, 1)():
+    with device_context(device, 1)():
         first = CUDA_RUNTIME.current_stream(device)
-    with on(device, 1)():
+    with device_context(device, 1)():
         assert CUDA_RUNTIME.current_stream(device) == first != before
     assert CUDA_RUNTIME.current_stream(device) == before
 
 
-# --- nothing compares names -----------------------------------------------------------------------------------------
+# --- no code compares names -----------------------------------------------------------------------------------------
 
 ABOUT_TORCH = {
-    "backend": "tensors of the host may come with those of any device",
-    "converters.fx_kernels": "on the CPU nothing but Triton's interpreter runs Triton's kernels",
-    "lowering.define": "torch mixes tensors of rank 0 on the CPU with those of any device",
-    "lowering.host_numbers": "torch mixes tensors of rank 0 on the CPU with those of any device",
+    "compile.backend": "tensors of the host may come with those of any device",
+    "converters.fx.kernels": "on the CPU nothing but Triton's interpreter runs Triton's kernels",
+    "lowering.definition_builder": "torch mixes tensors of rank 0 on the CPU with those of any device",
+    "lowering.symbols.cpu_scalars": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "lowering.rules.pointwise": "torch mixes tensors of rank 0 on the CPU with those of any device",
-    "runtime.batched": "meta tensors have no generator",
-    "torch_compat": "torch has two private allocators",
+    "runtime.vmap": "meta tensors have no generator",
+    "torch_compat.allocation": "torch has two private allocators",
 }
 """Where the name of a device type is compared, since it is torch's own CPU, CUDA or meta that is meant."""
 
@@ -379,10 +383,10 @@ def _compares_names(source: str) -> bool:
     return False
 
 
-def test_nothing_compares_the_names_of_devices_and_languages() -> None:
+def test_no_code_compares_device_or_language_names() -> None:
     folder = Path(fxwrap.__file__).parent
-    found = [path for path in sorted(folder.rglob("*.py")) if _compares_names(path.read_text())]
-    names = [".".join(path.relative_to(folder).with_suffix("").parts) for path in found]
+    paths = [path for path in sorted(folder.rglob("*.py")) if _compares_names(path.read_text())]
+    names = [".".join(path.relative_to(folder).with_suffix("").parts) for path in paths]
     assert names == sorted(ABOUT_TORCH), "ask DeviceSpec or KernelLanguage for the fact that is meant"
     assert _compares_names("if kernel.language in ('cpp', 'triton'): pass") and _compares_names("a.type != 'cpu'")
     assert not _compares_names("emitter == 'cpp' and a.type == b.type")

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Body, Buffer, Index, Kernel, as_index, evaluate_kernel, may_overwrite, overwriting
+from fxwrap.loop_ir import (
+    Axis,
+    Buffer,
+    Index,
+    Kernel,
+    KernelBuilder,
+    as_index,
+    evaluate_kernel,
+    in_place_candidates,
+    reinplace_output,
+)
 
 F32 = torch.float32
 P, R = Axis("p0", 3), Axis("r0", 4)
@@ -14,7 +24,7 @@ ELEMENT, FLIPPED = as_index(P) * 4 + R, as_index(P) * -4 + R + 8
 
 def pointwise(load_at: Index, mode: str = "set", masked: bool = False, dtype: torch.dtype = F32) -> Kernel:
     """out[p, r] = y[p, r] + x at an index."""
-    body = Body()
+    body = KernelBuilder()
     value = body.load("x", load_at, F32) + body.load("y", ELEMENT, F32)
     mask = body.index(as_index(R)) < 2 if masked else None
     body.store("out", ELEMENT, value.to(dtype), mask, mode)
@@ -23,7 +33,7 @@ def pointwise(load_at: Index, mode: str = "set", masked: bool = False, dtype: to
 
 def rows(stored: str) -> Kernel:
     """Rows divided by their sums; `early` is stored besides, from the first stage."""
-    body = Body()
+    body = KernelBuilder()
     x = body.load("x", ELEMENT, F32)
     (total,) = body.reduce("sum", x)
     outputs = [Buffer("out", F32, 12)]
@@ -47,20 +57,20 @@ def rows(stored: str) -> Kernel:
         (rows("early"), "out", ("x",)),
     ],
 )
-def test_which_inputs_may_be_written_over(kernel: Kernel, output: str, expected: tuple[str, ...]) -> None:
-    assert may_overwrite(kernel, output) == expected
+def test_in_place_candidates(kernel: Kernel, output: str, expected: tuple[str, ...]) -> None:
+    assert in_place_candidates(kernel, output) == expected
 
 
-def test_a_scan_writes_over_nothing() -> None:
-    body = Body()
+def test_a_scan_is_never_in_place() -> None:
+    body = KernelBuilder()
     body.store("out", ELEMENT, body.scan("cumsum", body.load("x", ELEMENT, F32))[0])
     kernel = body.finish([P], [R], [Buffer("x", F32, 12)], [Buffer("out", F32, 12)])
-    assert may_overwrite(kernel, "out") == ()
+    assert in_place_candidates(kernel, "out") == ()
 
 
-def test_an_input_written_over_is_read_through_the_output() -> None:
+def test_an_overwritten_input_is_read_through_the_output() -> None:
     kernel, x = rows("out"), torch.rand(12) + 1
-    merged = overwriting(kernel, "x", "out")
+    merged = reinplace_output(kernel, "x", "out")
     assert merged.inputs == () and [item.name for item in merged.outputs] == ["out"]
     out = x.clone()
     evaluate_kernel(merged, {"out": out})

@@ -1,4 +1,4 @@
-"""Index expressions: what simplification gives is compared with the plain meaning at every value of every axis."""
+"""Index expressions: simplified ones equal their definition at every value of every axis."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fxwrap.loop_ir import (
     ZERO,
     Axis,
     FloorDivide,
-    Gathered,
     Index,
+    IndirectIndex,
     Modulo,
     SizeAtom,
     as_index,
+    delinearize_index,
     evaluate_index,
-    linear_index,
+    linearize_index,
     strided_index,
-    unflattened,
 )
 from fxwrap.symbolic import Size, evaluate, floor_divide, make_symbol, maximum, total
 
@@ -69,7 +69,7 @@ def spaces(draw: st.DrawFn, symbolic: bool) -> tuple[Axis, ...]:
 
 @st.composite
 def cases(draw: st.DrawFn, axes: tuple[Axis, ...], symbolic: bool, depth: int = 4) -> Case:
-    """Draws an expression over axes: the index that operators make of it, and what it means."""
+    """Draws an expression over axes: its index, built by operators, and its meaning."""
     if not depth or draw(st.integers(0, 4)) == 0:
         return draw(leaves(axes, symbolic))
     left, left_of = draw(cases(axes, symbolic, depth - 1))
@@ -120,15 +120,15 @@ def test_bounds_hold(drawn: Any) -> None:
     axes, index, _ = drawn
     limits = index.bounds()
     for numbers in NUMBERS:
-        found = [value(index, point, numbers) for point in points(axes, numbers)]
+        values = [value(index, point, numbers) for point in points(axes, numbers)]
         if limits is not None:
             low, high = [value(limit, {}, numbers) for limit in limits]
-            assert low <= min(found) and max(found) <= high
-        assert not index.never_negative() or min(found) >= 0
+            assert low <= min(values) and max(values) <= high
+        assert not index.is_nonnegative() or min(values) >= 0
 
 
 @given(expressions())
-def test_a_stride_is_what_one_step_changes(drawn: Any) -> None:
+def test_a_stride_is_the_difference_of_one_step(drawn: Any) -> None:
     axes, index, _ = drawn
     for axis in axes:
         stride = index.stride(axis)
@@ -143,7 +143,7 @@ def test_a_stride_is_what_one_step_changes(drawn: Any) -> None:
 
 @given(expressions(), st.data())
 def test_substitution_is_evaluation_at_other_values(drawn: Any, data: st.DataObject) -> None:
-    """An axis is turned around, set to its first value, or cut in two."""
+    """An axis is reversed, set to its first value, or split in two."""
     axes, index, meaning = drawn
     old = data.draw(st.sampled_from(axes))
     other, half, pair = Axis("q", old.size), Axis("q0", floor_divide(old.size, 2)), Axis("q1", 2)
@@ -174,22 +174,22 @@ shapes = st.lists(st.sampled_from((2, 3, 5, S0, S1, 2 * S0)), min_size=1, max_si
 
 @given(shapes)
 def test_unflattening_undoes_flattening(sizes: list[Size]) -> None:
-    """Not only in meaning: each axis comes back as it is, for symbolic sizes too."""
+    """Not only in meaning: each axis is restored exactly, for symbolic sizes too."""
     axes = [Axis(f"p{n}", size) for n, size in enumerate(sizes)]
-    back = unflattened(linear_index(axes, sizes), sizes)
+    back = delinearize_index(linearize_index(axes, sizes), sizes)
     assert list(back) == [as_index(axis) for axis in axes]
 
 
 @given(shapes)
 def test_flattening_undoes_unflattening(sizes: list[Size]) -> None:
     position = Axis("p", math.prod(sizes))
-    assert linear_index(unflattened(as_index(position), sizes), sizes) == as_index(position)
+    assert linearize_index(delinearize_index(as_index(position), sizes), sizes) == as_index(position)
 
 
 @given(st.permutations([2, 3, 4]), st.permutations([2, 3, 4]))
 def test_a_reshape_reads_every_element_in_order(old: list[int], new: list[int]) -> None:
     axes = tuple([Axis(f"p{n}", size) for n, size in enumerate(new)])
-    at = unflattened(linear_index(axes, new), old)
+    at = delinearize_index(linearize_index(axes, new), old)
     flat = strided_index(at, [old[1] * old[2], old[2], 1])
     assert [value(flat, point, {}) for point in points(axes, {})] == list(range(24))
 
@@ -242,21 +242,21 @@ def test_a_part_of_a_size_may_be_zero() -> None:
     """`s0//2` is 0 for s0 = 1, where `s0//2 + 1` is still a size: a position below 2 is not known to be below it."""
     half = floor_divide(S0, 2)
     axis = Axis("p", total((half, 1)))
-    assert (as_index(half)).never_negative() and not (as_index(half) - 1).never_negative()
+    assert (as_index(half)).is_nonnegative() and not (as_index(half) - 1).is_nonnegative()
     assert as_index(axis) % total((half, 1)) == as_index(axis)
     assert (as_index(axis) % total((half, half))).atoms() > {axis}
-    assert not (as_index(maximum(0, S0 - 3)) - 1).never_negative()
-    assert (as_index(S0 * S1) - S0).never_negative() and not (as_index(S0) - S1).never_negative()
+    assert not (as_index(maximum(0, S0 - 3)) - 1).is_nonnegative()
+    assert (as_index(S0 * S1) - S0).is_nonnegative() and not (as_index(S0) - S1).is_nonnegative()
 
 
 def test_divisors_are_positive() -> None:
     for divisor in (0, -2):
-        with pytest.raises(ValueError, match="divided by"):
+        with pytest.raises(ValueError, match="must be positive"):
             as_index(FOUR) // divisor
 
 
-def test_questions() -> None:
-    gathered = as_index(Gathered(3, 7))
+def test_predicates() -> None:
+    gathered = as_index(IndirectIndex(3, 7))
     assert as_index(5).constant == 5 and ZERO.constant == 0 and ONE.constant == 1 and as_index(FOUR).constant is None
     assert (
         as_index(FOUR).single_axis == FOUR
@@ -270,12 +270,12 @@ def test_questions() -> None:
     assert (as_index(SIX) // 4 * 8).stride(FOUR) == ZERO and (as_index(FOUR) * FOUR).stride(FOUR) is None
 
 
-def test_positions_above_two_to_the_31() -> None:
+def test_indices_above_two_to_the_31() -> None:
     rows, columns = Axis("r", 2**34), Axis("c", 2**20 + 7)
-    position = linear_index([rows, columns], [rows.size, columns.size])
+    position = linearize_index([rows, columns], [rows.size, columns.size])
     point = {rows: 2**34 - 1, columns: 2**20 + 6}
     assert value(position, point, {}) == (2**34) * (2**20 + 7) - 1
-    assert unflattened(position, [rows.size, columns.size]) == (as_index(rows), as_index(columns))
+    assert delinearize_index(position, [rows.size, columns.size]) == (as_index(rows), as_index(columns))
     flat = Axis("p", (2**34) * (2**20 + 7))
-    back = unflattened(as_index(flat), [rows.size, columns.size])
+    back = delinearize_index(as_index(flat), [rows.size, columns.size])
     assert [value(index, {flat: 2**53 + 11}, {}) for index in back] == list(divmod(2**53 + 11, 2**20 + 7))

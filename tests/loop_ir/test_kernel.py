@@ -1,4 +1,4 @@
-"""What check_kernel refuses, rule by rule, and how kernels are printed."""
+"""The rules of verify_kernel, and the text of kernels."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fxwrap.loop_ir import (
     Buffer,
     Compute,
     Constant,
+    DeviceAssert,
     Kernel,
     KernelError,
     Load,
     Operation,
-    Part,
     Reduce,
-    Require,
+    ReductionResult,
     Scan,
     Store,
     as_index,
-    check_kernel,
     print_kernel,
+    verify_kernel,
 )
 
 F32, BOOL, I64 = torch.float32, torch.bool, torch.int64
@@ -36,7 +36,7 @@ def kernel(*operations: Operation, reduced: tuple[Axis, ...] = (R,)) -> Kernel:
 STORE = Store("out", as_index(P), 1)
 
 BROKEN: dict[str, tuple[Kernel, str]] = {
-    "an operand comes later": (kernel(Compute("neg", (1,), F32), LOAD), "does not come before"),
+    "an operand comes later": (kernel(Compute("neg", (1,), F32), LOAD), "does not precede"),
     "a store has no value": (kernel(LOAD, Reduce("sum", (0,), F32), STORE, Compute("neg", (2,), F32)), "no value"),
     "no such buffer": (kernel(Load("y", as_index(P), F32)), "no such buffer"),
     "a load of another dtype": (kernel(Load("x", as_index(P), I64)), "no such buffer"),
@@ -55,31 +55,31 @@ BROKEN: dict[str, tuple[Kernel, str]] = {
         kernel(LOAD, Scan("cumsum", (0,), F32), reduced=(R, OTHER)), "the kernel has 2 reduced axes"
     ),
     "a position is a float": (kernel(LOAD, Reduce("argmax", (0,), F32)), "its result is torch.int64"),
-    "no such part": (kernel(LOAD, Reduce("welford", (0,), F32), Part(1, 2, F32)), "no such result"),
+    "no such part": (kernel(LOAD, Reduce("welford", (0,), F32), ReductionResult(1, 2, F32)), "no such result"),
     "a store into an input": (kernel(LOAD, Store("x", as_index(P), 0)), "no output"),
     "a store of another dtype": (kernel(Constant(1, I64), Store("out", as_index(P), 0)), "no output"),
     "no such mode": (kernel(LOAD, Store("out", as_index(P), 0, mode="swap")), "no mode swap"),
-    "a requirement of a number": (kernel(LOAD, Require(0, "must hold")), "its condition is torch.float32"),
-    "no such error": (kernel(LOAD, Require(0, "must hold", error="type")), "no error type"),
+    "a requirement of a number": (kernel(LOAD, DeviceAssert(0, "must hold")), "its condition is torch.float32"),
+    "no such error": (kernel(LOAD, DeviceAssert(0, "must hold", error="type")), "no error type"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_refused(case: str) -> None:
+def test_invalid_kernels_are_rejected(case: str) -> None:
     broken, reason = BROKEN[case]
     with pytest.raises(KernelError, match=reason) as caught:
-        check_kernel(broken)
+        verify_kernel(broken)
     assert str(caught.value).startswith("operation %")
 
 
-def test_two_buffers_of_one_name_are_refused() -> None:
+def test_duplicate_buffer_names_are_rejected() -> None:
     buffer = Buffer("x", F32, 4)
     with pytest.raises(KernelError, match="the same name"):
-        check_kernel(Kernel((P,), (), (buffer,), (buffer,), ()))
+        verify_kernel(Kernel((P,), (), (buffer,), (buffer,), ()))
 
 
-def test_stages_and_what_varies() -> None:
-    made = check_kernel(
+def test_stages_and_variance() -> None:
+    verified = verify_kernel(
         kernel(
             LOAD,
             Reduce("sum", (0,), F32),
@@ -88,15 +88,15 @@ def test_stages_and_what_varies() -> None:
             Store("out", as_index(P), 3),
         )
     )
-    assert made.stages == (0, 0, 1, 1, 2)
-    assert made.varying == (True, False, True, False, False)
-    assert made.reductions == (1, 3) and made.count == 4 and made.reduced_count == 5
+    assert verified.stages == (0, 0, 1, 1, 2)
+    assert verified.varying == (True, False, True, False, False)
+    assert verified.reductions == (1, 3) and verified.count == 4 and verified.reduced_count == 5
 
 
 def test_text() -> None:
     masked = Load("x", as_index(P), F32, 0, 2.0, "aten.pad")
-    made = Kernel((P,), (), (Buffer("x", F32, 4),), (Buffer("out", F32, 4),), (Constant(True, BOOL), masked, STORE))
-    assert print_kernel(made) == (
+    kernel = Kernel((P,), (), (Buffer("x", F32, 4),), (Buffer("out", F32, 4),), (Constant(True, BOOL), masked, STORE))
+    assert print_kernel(kernel) == (
         "kernel(x: f32[4]) -> (out: f32[4]) for [p0: 4] {\n"
         "  %0 = bool True\n"
         "  %1 = f32 load x[p0] if %0 else 2.0  # aten.pad\n"

@@ -1,4 +1,4 @@
-"""Reductions in parts give what the whole ones give, and happen only where they are worth their price."""
+"""Split reductions equal whole ones, and are used only where they are faster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Body, Buffer, Kernel, as_index, evaluate_kernel, linear_index
+from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, as_index, evaluate_kernel, linearize_index
 from fxwrap.loop_ir.split import SplitKernel, split_reductions
 from fxwrap.symbolic import Size, evaluate, make_symbol
 
@@ -21,11 +21,11 @@ def hint(size: Size) -> int:
 def kernel_of(
     parallel: list[Axis], reduced: list[Axis], dtype: torch.dtype, outputs: dict[str, bool], write: Callable[..., dict]
 ) -> Kernel:
-    """A kernel over x[parallel, reduced]; `outputs` says of each whether it has every element or one a row."""
+    """A kernel over x[parallel, reduced]; `outputs`: does each have one element per input element, or per row?"""
     axes = [*parallel, *reduced]
-    position = linear_index(axes, [axis.size for axis in axes])
-    row = linear_index(parallel, [axis.size for axis in parallel])
-    body = Body()
+    position = linearize_index(axes, [axis.size for axis in axes])
+    row = linearize_index(parallel, [axis.size for axis in parallel])
+    body = KernelBuilder()
     values = write(body, body.load("x", position, dtype))
     rows = 1
     for axis in parallel:
@@ -33,23 +33,23 @@ def kernel_of(
     whole = rows
     for axis in reduced:
         whole = whole * axis.size
-    buffers = []
+    data = []
     for name, varies in outputs.items():
         body.store(name, position if varies else row, values[name])
-        buffers.append(Buffer(name, values[name].dtype, whole if varies else rows))
-    return body.finish(parallel, reduced, [Buffer("x", dtype, whole)], buffers)
+        data.append(Buffer(name, values[name].dtype, whole if varies else rows))
+    return body.finish(parallel, reduced, [Buffer("x", dtype, whole)], data)
 
 
-def run(kernel: Kernel, split: SplitKernel, given: torch.Tensor, numbers: dict[str, int] | None = None) -> None:
-    """Evaluates both and compares the outputs; what is never written stays poisoned and shows."""
+def run(kernel: Kernel, split: SplitKernel, data: torch.Tensor, numbers: dict[str, int] | None = None) -> None:
+    """Evaluates both and compares the outputs; elements that are never written stay poisoned and differ."""
     known = numbers or {}
     size = lambda buffer: int(evaluate(buffer.extent, known))  # noqa: E731
     expected = {buffer.name: torch.full((size(buffer),), 77).to(buffer.dtype) for buffer in kernel.outputs}
     actual = {name: item.clone() for name, item in expected.items()}
-    evaluate_kernel(kernel, {"x": given, **expected}, known)
+    evaluate_kernel(kernel, {"x": data, **expected}, known)
     between = {buffer.name: torch.full((size(buffer),), 99).to(buffer.dtype) for buffer in split.temporaries}
     for part in split.kernels:
-        evaluate_kernel(part, {"x": given, **actual, **between}, known)
+        evaluate_kernel(part, {"x": data, **actual, **between}, known)
     for name, want in expected.items():
         torch.testing.assert_close(actual[name], want, rtol=2e-4, atol=2e-4, equal_nan=True)
 
@@ -66,7 +66,7 @@ KINDS = {"sum": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1, "welford": 2, "
 def test_parts_combine_to_the_whole(kind: str, across: bool) -> None:
     rows, size = (96, 1 << 14) if across else (3, 1 << 19)
     p, r = Axis("p0", rows), Axis("r0", size)
-    body = Body()
+    body = KernelBuilder()
     index = as_index(r) * rows + p if across else as_index(p) * size + r
     values = body.reduce(kind, body.load("x", index, F32))
     for number, value in enumerate(values):
@@ -75,10 +75,10 @@ def test_parts_combine_to_the_whole(kind: str, across: bool) -> None:
     kernel = body.finish([p], [r], [Buffer("x", F32, rows * size)], outputs)
     split = split_reductions(kernel, hint)
     assert split is not None and len(split.kernels) == 2
-    given = torch.randn(rows * size, generator=torch.Generator().manual_seed(2))
-    given[5] = float("nan") if kind in ("max", "argmax") else 40.0
-    given[7] = -float("inf") if kind in ("softmax", "min") else given[7]
-    run(kernel, split, given)
+    data = torch.randn(rows * size, generator=torch.Generator().manual_seed(2))
+    data[5] = float("nan") if kind in ("max", "argmax") else 40.0
+    data[7] = -float("inf") if kind in ("softmax", "min") else data[7]
+    run(kernel, split, data)
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "welford"])
@@ -93,7 +93,7 @@ def test_parts_need_not_be_equal(kind: str) -> None:
     run(kernel, split, torch.randn(prime, generator=torch.Generator().manual_seed(2)))
 
 
-def test_symbolic_rows_are_cut() -> None:
+def test_symbolic_rows_are_split() -> None:
     s0 = make_symbol("s0")
     kernel = kernel_of([], [Axis("r0", s0), Axis("r1", 8)], F32, {"out0": False}, one("sum"))
     split = split_reductions(kernel, hint)
@@ -109,19 +109,19 @@ def test_several_reduced_axes_keep_their_order() -> None:
     run(kernel, split, torch.randn(2 << 20, generator=torch.Generator().manual_seed(4)).round())
 
 
-def softmax(body: Body, x: object) -> dict:
+def softmax(body: KernelBuilder, x: object) -> dict:
     largest, total = body.reduce("softmax", x)  # type: ignore[arg-type]
     return {"out": (x - largest).exp() / total, "largest": largest, "log": largest + total.log()}  # type: ignore[operator]
 
 
-def two_stages(body: Body, x: object) -> dict:
+def two_stages(body: KernelBuilder, x: object) -> dict:
     largest = body.reduce("max", x)[0]  # type: ignore[arg-type]
     power = (x - largest).exp()  # type: ignore[operator]
     total = body.reduce("sum", power)[0]
-    return {"out": power / total, "kept": x * 2.0, "total": total, "largest": largest}  # type: ignore[operator]
+    return {"out": power / total, "doubled": x * 2.0, "total": total, "largest": largest}  # type: ignore[operator]
 
 
-def test_elements_that_need_results_are_a_kernel_of_their_own() -> None:
+def test_elements_that_read_results_become_a_separate_kernel() -> None:
     axes = [Axis("p0", 2)], [Axis("r0", 1 << 19)]
     kernel = kernel_of(*axes, F32, {"out": True, "largest": False, "log": False}, softmax)
     split = split_reductions(kernel, hint)
@@ -130,9 +130,9 @@ def test_elements_that_need_results_are_a_kernel_of_their_own() -> None:
     run(kernel, split, torch.randn(1 << 20, generator=torch.Generator().manual_seed(4)))
 
 
-def test_later_stages_are_cut_too() -> None:
+def test_later_stages_are_split_too() -> None:
     axes = [Axis("p0", 2)], [Axis("r0", 1 << 19)]
-    kernel = kernel_of(*axes, F32, {"out": True, "kept": True, "total": False, "largest": False}, two_stages)
+    kernel = kernel_of(*axes, F32, {"out": True, "doubled": True, "total": False, "largest": False}, two_stages)
     split = split_reductions(kernel, hint)
     assert split is not None and len(split.kernels) == 5
     names = [buffer.name for buffer in split.temporaries]
@@ -140,16 +140,16 @@ def test_later_stages_are_cut_too() -> None:
     run(kernel, split, torch.randn(1 << 20, generator=torch.Generator().manual_seed(4)))
 
 
-def test_what_is_not_worth_it_stays_whole() -> None:
+def test_unprofitable_reductions_are_not_split() -> None:
     rows = kernel_of([Axis("p0", 8192)], [Axis("r0", 4096)], F32, {"out0": False}, one("sum"))
     small = kernel_of([], [Axis("r0", 65536)], F32, {"out0": False}, one("sum"))
     assert split_reductions(rows, hint) is None, "enough rows keep every processor busy"
     assert split_reductions(small, hint) is None, "it is over before a second launch would begin"
 
 
-def test_rows_that_are_overwritten_stay_whole() -> None:
+def test_overwritten_rows_are_not_split() -> None:
     p, r = Axis("p0", 2), Axis("r0", 1 << 19)
-    body = Body()
+    body = KernelBuilder()
     x = body.load("x", as_index(p) * (1 << 19) + r, F32)
     body.store("x", as_index(p) * (1 << 19) + r, x * 2.0)
     body.store("out", as_index(p) * (1 << 19) + r, x - body.reduce("max", x)[0])
@@ -157,9 +157,9 @@ def test_rows_that_are_overwritten_stay_whole() -> None:
     assert split_reductions(kernel, hint) is None
 
 
-def test_column_sums_of_a_large_matrix_are_cut_in_eight() -> None:
+def test_column_sums_of_a_large_matrix_are_split_in_eight() -> None:
     p, r = Axis("p0", 4096), Axis("r0", 8192)
-    body = Body()
+    body = KernelBuilder()
     body.store(
         "out", as_index(p), body.reduce("sum", body.load("x", as_index(r) * 4096 + p, torch.bfloat16).to(F32))[0]
     )

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fxwrap.device_spec import CPU
-from fxwrap.loop_ir import ZERO, Axis, Body, Buffer, Scalar, compute_dtype, evaluate_kernel, linear_index
-from fxwrap.lowering.definitions import (
+from fxwrap.devices import CPU
+from fxwrap.loop_ir import ZERO, Axis, Buffer, KernelBuilder, Scalar, compute_dtype, evaluate_kernel, linearize_index
+from fxwrap.lowering.fusion.definitions import (
     Definition,
     Indices,
     Pointwise,
@@ -19,18 +19,17 @@ from fxwrap.lowering.definitions import (
     Stored,
     Viewed,
 )
-from fxwrap.lowering.rules import RULES, Call
+from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 
 
 def call_rule(overload: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Returns what the overload's rule computes on these tensors: one, or a tuple; or the rule's refusal, a string."""
+    """Returns the tensors that an overload's rule computes, one or a tuple; or the reason why it declines the call."""
     payloads: dict[Definition, torch.Tensor] = {}
 
     def stored(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
         definition = Stored(tuple(item.shape), item.dtype, item.device)
-        definition.name = f"in{len(payloads)}"
         payloads[definition] = item
         return definition
 
@@ -38,10 +37,10 @@ def call_rule(overload: Any, *arguments: Any, **keywords: Any) -> Any:
     name = f"{overload._schema.name.replace('::', '.')}.{overload._overloadname}"
     positional = [tree_map(stored, item) for item in arguments]
     named = {key: tree_map(stored, item) for key, item in keywords.items()}
-    call = Call(name, positional, named, fake, torch.device("cpu"), lambda item: tuple(item.shape), CPU)
+    call = OperatorCall(name, positional, named, fake, torch.device("cpu"), lambda item: tuple(item.shape), CPU)
     result = RULES[name](call)
-    if isinstance(result, str):
-        return result
+    if isinstance(result, Declined):
+        return result.reason
     computed = Computed(payloads)
     if isinstance(result, Definition):
         return computed.tensor(result)
@@ -66,7 +65,7 @@ class Computed:
         out = torch.empty(sizes, dtype=definition.dtype).flatten()
         if isinstance(definition, Scattered):
             out = self.tensor(definition.initial).clone().flatten()
-        reading = _Reading(self)
+        reading = _DefinitionKernel(self)
         axes, reduced = reading.store(definition)
         buffers = [Buffer(name, item.dtype, item.numel()) for name, item in reading.buffers.items()]
         kernel = reading.body.finish(axes, reduced, buffers, (Buffer("out", definition.dtype, out.numel()),))
@@ -74,11 +73,11 @@ class Computed:
         return out.reshape(sizes)
 
 
-class _Reading:
+class _DefinitionKernel:
     """A kernel for one definition, which reads all others from memory."""
 
     def __init__(self, computed: Computed) -> None:
-        self.body = Body()
+        self.body = KernelBuilder()
         self.computed = computed
         self.names: dict[Definition, str] = {}
         self.buffers: dict[str, torch.Tensor] = {}
@@ -90,7 +89,7 @@ class _Reading:
         tensor = self.computed.tensor(definition)
         name = self.names.setdefault(definition, f"in{len(self.names)}")
         self.buffers[name] = tensor.contiguous().flatten()
-        return self.body.load(name, linear_index(indices, definition.sizes), definition.dtype, other).to(
+        return self.body.load(name, linearize_index(indices, definition.sizes), definition.dtype, other).to(
             compute_dtype(definition.dtype)
         )
 
@@ -111,7 +110,7 @@ class _Reading:
                 return axes, []
             case Reduced():
                 source = definition.source
-                axes, reduced = _axes("p", source.kept), _axes("r", source.reduced)
+                axes, reduced = _axes("p", source.parallel), _axes("r", source.reduced)
                 parts = self.body.reduce(source.kind, source.body(self, axes, reduced))
                 self._store(definition, axes, parts[definition.part])
                 return axes, reduced
@@ -125,13 +124,13 @@ class _Reading:
                 axes = _axes("p", definition.space)
                 target, value = definition.body(self, axes)
                 value = value.to(definition.compute_dtype).to(definition.dtype)
-                self.body.store("out", linear_index(target, definition.sizes), value, mode=definition.mode)
+                self.body.store("out", linearize_index(target, definition.sizes), value, mode=definition.mode)
                 return axes, []
         raise AssertionError(definition)
 
     def _store(self, definition: Definition, axes: list[Axis], value: Scalar) -> None:
         value = value.to(compute_dtype(definition.dtype)).to(definition.dtype)
-        self.body.store("out", linear_index(axes, definition.sizes) if axes else ZERO, value)
+        self.body.store("out", linearize_index(axes, definition.sizes) if axes else ZERO, value)
 
 
 def _axes(prefix: str, sizes: Any) -> list[Axis]:

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from fxwrap.loop_ir import Kernel, Scan, Store, with_axes
-from fxwrap.loop_ir.evaluate import _Evaluation
+from fxwrap.loop_ir import Kernel, Scan, Store, replace_axes
+from fxwrap.loop_ir.evaluate import _Evaluator
 
 
 def evaluate_in_loop_order(kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
     """Runs a kernel of whole-number sizes, one point of the parallel axes after another.
 
     Within one, a stage happens for all reduced elements before the next, which loads what varies again; values that do
-    not vary, and scans, are kept.
+    not vary, and scans, are computed once.
     """
     for point in itertools.product(*[range(int(axis.size)) for axis in kernel.axes]):
-        fixed = with_axes(kernel, (), kernel.reduced, dict(zip(kernel.axes, point, strict=True)))
+        fixed = replace_axes(kernel, (), kernel.reduced, dict(zip(kernel.axes, point, strict=True)))
         _Point(fixed, kernel, buffers, numbers).run_stages()
 
 
-class _Point(_Evaluation):
+class _Point(_Evaluator):
     def __init__(
         self, kernel: Kernel, whole: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]
     ) -> None:

@@ -12,35 +12,35 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
-from tests.golden import check_golden, sections
+from tests.support.golden import check_golden, sections
 
 GOLDENS = Path(__file__).parent / "golden"
 
 aten = torch.ops.aten
 
 
-def scatter_takes_over_a_base_that_dies(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
+def scatter_reuses_a_dead_base(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
     return aten.scatter_reduce(x * 2, 0, i[:, None], v[:2, :1] + 1, "mean", include_self=False).exp()
 
 
-def scatter_copies_a_base_that_lives_on(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def scatter_copies_a_live_base(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     base = x * 2
     return aten.scatter_reduce(base, 0, i[:, None], v[:2, :1], "mean"), aten.scatter_add(x, 0, i[:, None], v), base
 
 
-def index_put_takes_over_memory_from_line_to_line(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
-    made = aten.index_put(x @ x, [None, i], v[0, 0], True)
-    made = aten.index_put(made, [v > 0], v[0, 1], True)
-    return aten.index_put(made.view(-1), [i], v[0, :2], True).view(3, 3)
+def index_put_chain_shares_one_buffer(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    result = aten.index_put(x @ x, [None, i], v[0, 0], True)
+    result = aten.index_put(result, [v > 0], v[0, 1], True)
+    return aten.index_put(result.view(-1), [i], v[0, :2], True).view(3, 3)
 
 
-def an_in_place_line_parts_the_kernels_that_read_its_target(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def an_in_place_line_separates_kernels_that_read_its_target(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     before, row = x.exp(), x[1]
     aten.index_put_(x, [i], v[:2] * 2, True)
     return before + x, row.sin()
 
 
-def a_mutating_call_parts_the_kernels_that_read_its_operands(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def a_mutating_call_separates_kernels_that_read_its_operands(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     low, high = torch.empty_like(v[0]), torch.empty_like(v[0], dtype=torch.int64)
     before = x.exp()
     aten._foreach_add_.Scalar([x, v.t()], 2.0)
@@ -48,12 +48,12 @@ def a_mutating_call_parts_the_kernels_that_read_its_operands(x: Tensor, i: Tenso
     return before + x, v.sin(), low * 2, high
 
 
-def results_that_nobody_uses_are_none(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def unused_results_are_none(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     u, _, _ = aten._linalg_svd(x * 2)[:3]
     return u + 1, aten.topk(v * 3, 2)[1] + i
 
 
-def views_are_no_calls_and_retyped_ones_share_a_root(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def views_are_view_lines_and_dtype_views_share_a_root(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     bits = aten.view.dtype(x * 2, torch.int32)
     left, right = torch.split(v * 3, [1, 2], 1)
     return bits, left * right, right
@@ -62,20 +62,20 @@ def views_are_no_calls_and_retyped_ones_share_a_root(x: Tensor, i: Tensor, v: Te
 RULES: dict[str, Any] = {
     function.__name__: function
     for function in (
-        scatter_takes_over_a_base_that_dies, scatter_copies_a_base_that_lives_on,
-        index_put_takes_over_memory_from_line_to_line, an_in_place_line_parts_the_kernels_that_read_its_target,
-        a_mutating_call_parts_the_kernels_that_read_its_operands, results_that_nobody_uses_are_none,
-        views_are_no_calls_and_retyped_ones_share_a_root,
+        scatter_reuses_a_dead_base, scatter_copies_a_live_base,
+        index_put_chain_shares_one_buffer, an_in_place_line_separates_kernels_that_read_its_target,
+        a_mutating_call_separates_kernels_that_read_its_operands, unused_results_are_none,
+        views_are_view_lines_and_dtype_views_share_a_root,
     )
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_lines(rule: str, update_golden: bool) -> None:
+def test_golden_lines(rule: str, update_golden: bool) -> None:
     """Graph and program, the latter without the text of its kernels, which is the printers' matter."""
-    given = [torch.zeros(3, 3), torch.tensor([2, 0]), torch.zeros(3, 3)]
-    graph = make_fx(RULES[rule], tracing_mode="fake")(*given)
-    program = fxwrap.lower(graph, given, options=Options(check_inputs=False))
+    arguments = [torch.zeros(3, 3), torch.tensor([2, 0]), torch.zeros(3, 3)]
+    graph = make_fx(RULES[rule], tracing_mode="fake")(*arguments)
+    program = fxwrap.lower(graph, arguments, options=Options(check_inputs=False))
     lines = str(program).partition("\n}\n")[0] + "\n}\n"
     text = sections([("input", str(graph.graph)), ("after lower", lines)])
     check_golden(GOLDENS / f"{rule}.txt", text, update_golden)

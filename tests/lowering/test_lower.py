@@ -14,14 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.errors import GraphError
-from fxwrap.lines import Alloc, Bind, Call, CheckLayout, Free, Item, Launch, Mutate, View
+from fxwrap.lines import Alloc, Bind, CheckLayout, ExternCall, Free, Launch, Mutate, ReadItem, View
 from fxwrap.torch_compat import FakeTensorMode
 from fxwrap.wrapper_ir import Ownership
 
 aten = torch.ops.aten
 
 CALLS = Options(fuse=False)
-"""Every operator is a call: for what is said of calls, views and frees."""
+"""Every operator is a call, for tests of calls, views and frees."""
 
 
 def lines_of(program: fxwrap.Program, *classes: type) -> list:
@@ -40,7 +40,13 @@ def test_views_are_lines_and_operators_are_calls() -> None:
 
     graph_module, inputs = make_fx(function)(torch.randn(3, 4).t().contiguous().t()), [torch.randn(4, 3).t()]
     program = fxwrap.lower(graph_module, inputs, options=CALLS)
-    assert [type(line) for line in program.body.lines] == [CheckLayout, View, Call, View, type(program.body.lines[-1])]
+    assert [type(line) for line in program.body.lines] == [
+        CheckLayout,
+        View,
+        ExternCall,
+        View,
+        type(program.body.lines[-1]),
+    ]
 
 
 def test_views_of_real_tensors_and_of_merged_nodes_keep_their_offset() -> None:
@@ -55,7 +61,7 @@ def test_views_of_real_tensors_and_of_merged_nodes_keep_their_offset() -> None:
     torch.testing.assert_close(fxwrap.run(program, [x]), function(x))
 
 
-def test_a_graph_without_metadata_is_propagated_and_left_alone() -> None:
+def test_a_graph_without_metadata_is_propagated_and_not_modified() -> None:
     graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
     program = fxwrap.lower(graph_module, [torch.randn(2)], options=CALLS)
     assert str(program.body.lines[1].results[0].type.sizes) == "(2,)"
@@ -64,26 +70,26 @@ def test_a_graph_without_metadata_is_propagated_and_left_alone() -> None:
     assert all(not node.meta for node in graph_module.graph.nodes)
 
 
-def test_the_header_says_what_a_program_was_made_for() -> None:
+def test_the_header_records_options_and_target() -> None:
     graph_module = make_fx(lambda x: x.relu())(torch.randn(2))
     plain = fxwrap.lower(graph_module, [torch.randn(2)])
     assert plain.header == (("target", "cpu"),)
     assert 'target="cpu" {' in str(plain)
-    kept = fxwrap.lower(graph_module, [torch.randn(2)], options=Options(check_inputs=False, emitter="cpp"))
-    assert kept.header == (("options", "check_inputs=False"), ("target", "cpu"))
-    assert fxwrap.parse(str(kept)) == kept
+    unchecked = fxwrap.lower(graph_module, [torch.randn(2)], options=Options(check_inputs=False, emitter="cpp"))
+    assert unchecked.header == (("options", "check_inputs=False"), ("target", "cpu"))
+    assert fxwrap.parse(str(unchecked)) == unchecked
 
 
-def test_dead_pure_calls_are_left_out_but_random_ones_stay() -> None:
+def test_dead_pure_calls_are_eliminated_but_random_ones_are_not() -> None:
     def build(graph, x):
         graph.call_function(aten.relu.default, (x,))
         graph.call_function(aten.rand_like.default, (x,))
         return graph.call_function(aten.neg.default, (x,))
 
     program = fxwrap.lower(hand_written(build, "x"), [torch.randn(2)], options=CALLS)
-    assert [line.target for line in lines_of(program, Call)] == ["aten.rand_like.default", "aten.neg.default"]
+    assert [line.target for line in lines_of(program, ExternCall)] == ["aten.rand_like.default", "aten.neg.default"]
     fused = fxwrap.lower(hand_written(build, "x"), [torch.randn(2)])
-    assert [line.target for line in lines_of(fused, Call)] == ["aten.rand_like.default"]
+    assert [line.target for line in lines_of(fused, ExternCall)] == ["aten.rand_like.default"]
     assert [line.kernel for line in lines_of(fused, Launch)] == ["neg_0"]
 
 
@@ -91,7 +97,7 @@ def test_frees_follow_the_last_use() -> None:
     graph_module = make_fx(lambda x: (x + 1).relu() * 2)(torch.randn(2))
     program = fxwrap.lower(graph_module, [torch.randn(2)], options=CALLS)
     kinds = [type(line) for line in program.body.lines[1:]]
-    assert kinds[:5] == [Call, Call, Free, Call, Free]
+    assert kinds[:5] == [ExternCall, ExternCall, Free, ExternCall, Free]
 
 
 def test_owned_and_shared_inputs_are_freed() -> None:
@@ -106,7 +112,7 @@ def test_owned_and_shared_inputs_are_freed() -> None:
     fxwrap.verify(program)
 
 
-class Everything(nn.Module):
+class AllLineKinds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
@@ -120,8 +126,8 @@ class Everything(nn.Module):
         return {"a": self.norm(self.linear(x)) @ self.tied + self.k + self.plain, "n": n, "none": None, "x": x}
 
 
-def test_an_exported_program_takes_and_gives_what_the_module_does() -> None:
-    module, x = Everything().train(), torch.randn(3, 4)
+def test_an_exported_program_has_the_modules_signature() -> None:
+    module, x = AllLineKinds().train(), torch.randn(3, 4)
     reference, reference_x = copy.deepcopy(module), x.clone()
     exported = torch.export.export(module, (torch.randn(3, 4), 5))
     compiled = fxwrap.compile_graph(exported)
@@ -133,15 +139,15 @@ def test_an_exported_program_takes_and_gives_what_the_module_does() -> None:
     torch.testing.assert_close(compiled.program.store.tensors["b_norm_running_mean"], reference.norm.running_mean)
 
 
-def test_an_exported_program_is_decomposed_unless_told_to_keep() -> None:
-    exported = torch.export.export(Everything().eval(), (torch.randn(3, 4), 5))
-    targets = {line.target for line in lines_of(fxwrap.lower(exported), Call)}
+def test_an_exported_program_is_decomposed_except_preserved_operators() -> None:
+    exported = torch.export.export(AllLineKinds().eval(), (torch.randn(3, 4), 5))
+    targets = {line.target for line in lines_of(fxwrap.lower(exported), ExternCall)}
     assert "aten.matmul.default" not in targets and "aten.linear.default" not in targets
-    kept = fxwrap.lower(exported, options=Options(keep=frozenset({"aten.linear.default"})))
-    assert "aten.linear.default" in {line.target for line in lines_of(kept, Call)}
+    preserved = fxwrap.lower(exported, options=Options(preserve_ops=frozenset({"aten.linear.default"})))
+    assert "aten.linear.default" in {line.target for line in lines_of(preserved, ExternCall)}
 
 
-def test_one_program_serves_all_sizes_of_a_dynamic_dimension() -> None:
+def test_one_program_covers_all_sizes_of_a_dynamic_dimension() -> None:
     class Module(nn.Module):
         def forward(self, x, y):
             return (x @ y).relu().view(-1), x.shape[0] * 2
@@ -173,10 +179,10 @@ def test_unbacked_symbols_are_bound_from_results(fresh_dynamo: None) -> None:
     for size in (3, 6):
         x = torch.arange(-1.0, size - 1)  # small whole numbers: their sum is exact in every order
         torch.testing.assert_close(compiled(x), function(x))
-    assert lines_of(programs[0], Bind) and lines_of(programs[0], Item)
+    assert lines_of(programs[0], Bind) and lines_of(programs[0], ReadItem)
 
 
-def test_a_failing_assertion_over_symbols_says_what_it_was_told_to(fresh_dynamo: None) -> None:
+def test_a_failing_symbolic_assertion_has_its_message(fresh_dynamo: None) -> None:
     def function(x):
         size = x.sum().item()
         torch._check(size >= 2, lambda: "too small")
@@ -190,13 +196,13 @@ def test_a_failing_assertion_over_symbols_says_what_it_was_told_to(fresh_dynamo:
 
 
 def test_a_lines_origin_is_the_models_own_source() -> None:
-    exported = torch.export.export(Everything().eval(), (torch.randn(3, 4), 5))
-    origins = {str(line.origin) for line in lines_of(fxwrap.lower(exported), Call)}
+    exported = torch.export.export(AllLineKinds().eval(), (torch.randn(3, 4), 5))
+    origins = {str(line.origin) for line in lines_of(fxwrap.lower(exported), ExternCall)}
     assert all("test_lower.py:" in origin for origin in origins)
     assert any(origin.startswith("addmm: aten.addmm  test_lower.py:") for origin in origins)
 
 
-def test_symbol_ranges_narrow_what_the_graph_says() -> None:
+def test_symbol_ranges_narrow_the_graphs_ranges() -> None:
     class Module(nn.Module):
         def forward(self, x):
             return x + 1
@@ -209,8 +215,8 @@ def test_symbol_ranges_narrow_what_the_graph_says() -> None:
 
 def test_in_place_and_out_variants() -> None:
     def build(graph, x, y):
-        made = graph.call_function(aten.empty_like.default, (x,))
-        filled = graph.call_function(aten.mul.out, (x, y), {"out": made})
+        buffer = graph.call_function(aten.empty_like.default, (x,))
+        filled = graph.call_function(aten.mul.out, (x, y), {"out": buffer})
         graph.call_function(aten.add_.Tensor, (x, filled))
         return (filled, x)
 
@@ -219,7 +225,7 @@ def test_in_place_and_out_variants() -> None:
     program = fxwrap.lower(graph_module, [x, y])
     assert program.inputs[0].ownership is Ownership.MUTABLE
     calls = fxwrap.lower(graph_module, [x, y], options=CALLS)
-    assert [type(line) for line in lines_of(calls, Call, Mutate)] == [Call, Call, Mutate]
+    assert [type(line) for line in lines_of(calls, ExternCall, Mutate)] == [ExternCall, ExternCall, Mutate]
     wanted = (x * y, x + x * y)
     for lowered in (program, calls):
         torch.testing.assert_close(fxwrap.run(lowered, [x.clone(), y]), wanted)
@@ -243,34 +249,34 @@ def test_ordinary_builtins_and_prims_work(fresh_dynamo: None) -> None:
     assert result[1:] == (4, 6)
 
 
-def test_lowerings_of_the_users_own_come_first() -> None:
+def test_user_lowerings_take_precedence() -> None:
     def lower_relu(builder, node):
         builder.env[node] = builder.env[node.args[0]]
 
     graph_module = make_fx(lambda x: x.relu() + 1)(torch.randn(2))
     own = CALLS.replace(lowerings={"aten.relu.default": lower_relu})
     program = fxwrap.lower(graph_module, [torch.randn(2)], options=own)
-    assert [line.target for line in lines_of(program, Call)] == ["aten.add.Tensor"]
+    assert [line.target for line in lines_of(program, ExternCall)] == ["aten.add.Tensor"]
     fused = fxwrap.lower(graph_module, [torch.randn(2)], options=own.replace(fuse=True))
     assert [line.kernel for line in lines_of(fused, Launch)] == ["add_0"]
     torch.testing.assert_close(fxwrap.run(fused, [torch.tensor([-2.0, 1.0])]), (torch.tensor([-1.0, 2.0]),))
 
 
-def test_decompositions_of_the_users_own_are_applied_to_hand_written_graphs() -> None:
+def test_user_decompositions_apply_to_hand_written_graphs() -> None:
     table = {aten.relu.default: lambda x: torch.clamp(x, min=0)}
     graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
     program = fxwrap.lower(graph_module, [torch.randn(2)], options=CALLS.replace(decompositions=table))
-    assert [line.target for line in lines_of(program, Call)] == ["aten.clamp.default"]
-    kept = Options(decompositions=table, keep=frozenset({"aten.relu.default"}))
-    assert [line.target for line in lines_of(fxwrap.lower(graph_module, [torch.randn(2)], options=kept), Call)] == [
-        "aten.relu.default"
-    ]
+    assert [line.target for line in lines_of(program, ExternCall)] == ["aten.clamp.default"]
+    preserving = Options(decompositions=table, preserve_ops=frozenset({"aten.relu.default"}))
+    assert [
+        line.target for line in lines_of(fxwrap.lower(graph_module, [torch.randn(2)], options=preserving), ExternCall)
+    ] == ["aten.relu.default"]
 
 
 # --- graphs that cannot be compiled ----------------------------------------------------------------------------------
 
 
-def test_call_module_is_refused() -> None:
+def test_call_module_is_rejected() -> None:
     graph = Graph()
     graph.output(graph.call_module("layer", (graph.placeholder("x"),)))
     module = nn.Module()
@@ -279,7 +285,7 @@ def test_call_module_is_refused() -> None:
         fxwrap.lower(GraphModule(module, graph), [torch.randn(2)])
 
 
-def test_a_builtin_on_tensors_is_refused() -> None:
+def test_a_builtin_on_tensors_is_rejected() -> None:
     import operator
 
     graph_module = hand_written(lambda graph, x: graph.call_function(operator.add, (x, x)), "x")
@@ -287,13 +293,13 @@ def test_a_builtin_on_tensors_is_refused() -> None:
         fxwrap.lower(graph_module, [torch.randn(2)])
 
 
-def test_a_function_without_a_schema_is_refused() -> None:
+def test_a_function_without_a_schema_is_rejected() -> None:
     graph_module = hand_written(lambda graph, x: graph.call_function(torch.relu, (x,)), "x")
     with pytest.raises(GraphError, match="'relu' is not an operator overload with a schema"):
         fxwrap.lower(graph_module, [torch.randn(2)])
 
 
-def test_an_unknown_higher_order_operator_is_refused() -> None:
+def test_an_unknown_higher_order_operator_is_rejected() -> None:
     strict = torch.ops.higher_order.strict_mode
     graph_module = hand_written(lambda graph, x: graph.call_function(strict, (None, (x,))), "x")
     for node in graph_module.graph.nodes:
@@ -302,7 +308,7 @@ def test_an_unknown_higher_order_operator_is_refused() -> None:
         fxwrap.lower(graph_module)
 
 
-def test_a_node_after_output_is_refused() -> None:
+def test_a_node_after_output_is_rejected() -> None:
     graph = Graph()
     x = graph.placeholder("x")
     graph.output((x,))
@@ -312,14 +318,14 @@ def test_a_node_after_output_is_refused() -> None:
         fxwrap.lower(GraphModule(nn.Module(), graph), [torch.randn(2)])
 
 
-def test_a_graph_without_output_is_refused() -> None:
+def test_a_graph_without_output_is_rejected() -> None:
     graph_module = hand_written(lambda graph, x: x, "x")
     graph_module.graph.erase_node(list(graph_module.graph.nodes)[-1])
     with pytest.raises(GraphError, match="graph: the graph has no output node"):
         fxwrap.lower(graph_module, [torch.randn(2)])
 
 
-def test_writing_a_constant_that_is_not_mutable_is_refused() -> None:
+def test_writing_an_immutable_constant_is_rejected() -> None:
     graph = Graph()
     constant = graph.get_attr("_tensor_constant0")
     graph.output((graph.call_function(aten.add_.Tensor, (constant, 1)),))
@@ -348,22 +354,22 @@ def test_a_failing_call_names_its_node() -> None:
         fxwrap.lower(graph_module, [torch.randn(2, 3), torch.randn(2, 3)])
 
 
-def test_the_wrong_number_of_examples_is_refused() -> None:
+def test_the_wrong_number_of_example_inputs_is_rejected() -> None:
     graph_module = hand_written(lambda graph, x: graph.call_function(aten.relu.default, (x,)), "x")
-    with pytest.raises(GraphError, match="the graph has 1 inputs but 2 examples were given"):
+    with pytest.raises(GraphError, match="the graph has 1 inputs, but there are 2 example inputs"):
         fxwrap.lower(graph_module, [torch.randn(2), torch.randn(2)])
 
 
-def test_a_placeholder_of_several_tensors_is_refused() -> None:
+def test_a_placeholder_of_several_tensors_is_rejected() -> None:
     import operator
 
     graph_module = hand_written(lambda graph, x: graph.call_function(operator.getitem, (x, 0)), "x")
     graph_module.graph.find_nodes(op="placeholder")[0].meta["val"] = (torch.randn(2, device="meta"),)
-    with pytest.raises(GraphError, match="node 'x': it stands for several values"):
+    with pytest.raises(GraphError, match="node 'x': it contains several values"):
         fxwrap.lower(graph_module, [(torch.randn(2),)])
 
 
-def test_a_tensor_subclass_is_refused() -> None:
+def test_a_tensor_subclass_is_rejected() -> None:
     class Own(torch.Tensor):
         pass
 
@@ -372,7 +378,7 @@ def test_a_tensor_subclass_is_refused() -> None:
         fxwrap.lower(graph_module, [torch.randn(2).as_subclass(Own)])
 
 
-def test_an_argument_the_ir_does_not_hold_is_refused() -> None:
+def test_an_argument_type_outside_the_ir_is_rejected() -> None:
     graph_module = hand_written(lambda graph, x: graph.call_function(aten.rand.generator, ([2],)), "x")
     call = graph_module.graph.find_nodes(op="call_function", target=aten.rand.generator)[0]
     call.kwargs = {"generator": torch.Generator()}

@@ -15,8 +15,8 @@ from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.symbolic import evaluate
 from tests.lowering.loop_order import evaluate_in_loop_order
-from tests.lowering.planned import STRICT, Planned, check_graph, close, plan
-from tests.strategies.graphs import NORMS, PLACING, POINTWISE, VIEWS, RandomGraph, graphs
+from tests.lowering.planned_programs import STRICT, Planned, check_graph, close, plan
+from tests.support.strategies.graphs import NORMS, PLACING, POINTWISE, VIEWS, RandomGraph, graphs
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -24,19 +24,19 @@ FLOAT_NORMS = graphs((NORMS,), steps=12, writes=3, sizes=(3, 4), dtypes=(torch.f
 MIXED = st.one_of(graphs(), FLOAT_NORMS)
 PLACES = graphs((PLACING, PLACING, POINTWISE, VIEWS), writes=5, sizes=(3, 4), dtypes=(torch.int64,))
 CALLED = STRICT.replace(
-    keep=frozenset(["aten.scatter_reduce.two", "aten.scatter_add.default", "aten.index_put.default"])
+    preserve_ops=frozenset(["aten.scatter_reduce.two", "aten.scatter_add.default", "aten.index_put.default"])
 )  # fmt: skip
 
 
 @given(MIXED)
 @settings(max_examples=120, suppress_health_check=QUIET)
-def test_planned_kernels_are_eager(graph: RandomGraph) -> None:
+def test_planned_kernels_match_eager(graph: RandomGraph) -> None:
     check_graph(graph.module, graph.inputs)
 
 
 @given(PLACES)
 @settings(max_examples=60, suppress_health_check=QUIET)
-def test_writes_at_computed_places_are_eager(graph: RandomGraph) -> None:
+def test_indirect_writes_match_eager(graph: RandomGraph) -> None:
     """As lines of their own, which take over bases that die, and as kernels, which do too."""
     check_graph(graph.module, graph.inputs, CALLED)
     check_graph(graph.module, graph.inputs)
@@ -44,13 +44,13 @@ def test_writes_at_computed_places_are_eager(graph: RandomGraph) -> None:
 
 @given(FLOAT_NORMS)
 @settings(max_examples=60, suppress_health_check=QUIET)
-def test_kernels_mean_the_same_in_loop_order(graph: RandomGraph) -> None:
+def test_kernels_are_equivalent_in_loop_order(graph: RandomGraph) -> None:
     """Each iteration by itself, what varies loaded again in each stage: what is written over must not be needed."""
     planned = plan(graph.module, list(graph.inputs))
     planned.run([item.clone() for item in graph.inputs], _compared(lambda kernel: evaluate_in_loop_order))
 
 
-def test_cpp_kernels_are_what_the_evaluator_says() -> None:
+def test_cpp_kernels_match_the_evaluator() -> None:
     drawn = _drawn(24)
     printed = {str(kernel): _printed(kernel, "cpp") for _, planned in drawn for kernel in planned.kernels.values()}
     prepare_kernels(tuple([KernelText("cpp", item.source, item.signature, item.options) for item in printed.values()]))
@@ -59,7 +59,7 @@ def test_cpp_kernels_are_what_the_evaluator_says() -> None:
         planned.run(inputs, _compared(lambda kernel: _launcher(kernel, printed[str(kernel)])))
 
 
-def test_triton_kernels_are_what_the_evaluator_says() -> None:
+def test_triton_kernels_match_the_evaluator() -> None:
     for graph, planned in _drawn(40):
         inputs = [item.clone() for item in graph.inputs]
         planned.run(inputs, _compared(lambda kernel: _launcher(kernel, _printed(kernel, "triton"))))
@@ -67,15 +67,15 @@ def test_triton_kernels_are_what_the_evaluator_says() -> None:
 
 def _drawn(count: int) -> list[tuple[RandomGraph, Planned]]:
     """Draws graphs and plans them, outside of a property: what is expensive happens for all of them at once."""
-    found: list[tuple[RandomGraph, Planned]] = []
+    planned: list[tuple[RandomGraph, Planned]] = []
 
     @given(MIXED)
     @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=QUIET)
     def draw(graph: RandomGraph) -> None:
-        found.append((graph, plan(graph.module, list(graph.inputs))))
+        planned.append((graph, plan(graph.module, list(graph.inputs))))
 
     draw()
-    return found
+    return planned
 
 
 def _compared(other: Callable[[Kernel], Callable[..., None]]) -> Callable[..., None]:
@@ -100,6 +100,6 @@ def _launcher(kernel: Kernel, printed: PrintedKernel) -> Callable[..., None]:
         launch = load_kernel(printed.language, printed.source, printed.signature, printed.options)
         grid = tuple([int(evaluate(size, numbers)) for size in printed.grid])
         order: Sequence[Any] = [buffers[buffer.name] for buffer in (*kernel.inputs, *kernel.outputs)]
-        launch(grid, *order, *[numbers[symbol.name] for symbol in kernel.numbers])
+        launch(grid, *order, *[numbers[symbol.name] for symbol in kernel.symbols])
 
     return run

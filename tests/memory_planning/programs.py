@@ -8,9 +8,9 @@ import torch
 
 from fxwrap.lines import CORE_LINES
 from fxwrap.memory_planning import MemoryPlan
-from fxwrap.symbolic import Scalar, evaluate
+from fxwrap.symbolic import Number, evaluate
 from fxwrap.wrapper_ir import Program, parse_program
-from tests.samples import EXTENSIONS
+from tests.support.samples import EXTENSIONS
 
 RULES: dict[str, str] = {
     "allocations_of_one_device_share_a_pool": """
@@ -30,7 +30,7 @@ program @p(%x: borrowed f32[16]@cpu) {
   control.return(%y, %more)
 }
 """,
-    "views_and_writes_in_place_are_the_memory_they_show": """
+    "views_and_in_place_writes_belong_to_their_root": """
 program @p(%x: borrowed f32[4, 8]@cpu) {
   %a = memory.alloc() : f32[4, 8]@cpu
   extern.call @aten.sin.out(%x) outs=(%a)
@@ -46,7 +46,7 @@ program @p(%x: borrowed f32[4, 8]@cpu) {
   control.return(%y)
 }
 """,
-    "donated_inputs_and_their_reuse_stay_the_callers": """
+    "donated_inputs_and_their_reuse_are_not_pooled": """
 program @p(%x: owned f32[16]@cpu, %k: shared f32[16]@cpu) {
   %a = memory.alloc() : f32[16]@cpu
   extern.call @aten.add.out(%x, %k) outs=(%a)
@@ -62,7 +62,7 @@ program @p(%x: owned f32[16]@cpu, %k: shared f32[16]@cpu) {
   control.return(%y)
 }
 """,
-    "what_is_given_back_is_in_no_pool": """
+    "returned_values_are_not_pooled": """
 program @p(%x: borrowed f32[16]@cpu) {
   %a = memory.alloc() : f32[16]@cpu
   extern.call @aten.sin.out(%x) outs=(%a)
@@ -101,7 +101,7 @@ program @p(%x: borrowed f32[64]@cpu, %n: borrowed i64[]@cpu) {
   control.return(%y, %more)
 }
 """,
-    "blocks_and_loops_have_pools_of_their_own": """
+    "blocks_and_loops_have_separate_pools": """
 program @p(%i: borrowed f32[16]@cpu, %flag: borrowed bool[]@cpu) {
   %a = memory.alloc() : f32[16]@cpu
   extern.call @aten.sin.out(%i) outs=(%a)
@@ -144,7 +144,7 @@ program @p(%i: borrowed f32[16]@cpu, %flag: borrowed bool[]@cpu) {
   control.return(%end)
 }
 """,
-    "what_a_function_gives_back_is_in_no_pool": """
+    "function_results_are_not_pooled": """
 program @p(%x: borrowed f32[16]@cpu) {
   %y = control.call @part(%x) : f32[16]@cpu
   %z = control.call @part(%y) : f32[16]@cpu
@@ -167,7 +167,7 @@ function @part(%t: f32[16]@cpu) {
   control.yield(%t3)
 }
 """,
-    "pools_begin_and_end_around_a_moment_that_is_tight": """
+    "pools_are_split_around_the_peak": """
 program @p(%x: borrowed f32[64]@cpu) {
   %a = memory.alloc() : f32[64]@cpu
   extern.call @aten.sin.out(%x) outs=(%a)
@@ -196,7 +196,7 @@ program @p(%x: borrowed f32[64]@cpu) {
   control.return(%y)
 }
 """,
-    "memory_that_is_reused_is_one_piece": """
+    "reused_memory_is_one_allocation": """
 program @p(%x: borrowed f32[32]@cpu) {
   %a = memory.alloc() : f32[32]@cpu
   extern.call @aten.sin.out(%x) outs=(%a)
@@ -214,7 +214,7 @@ program @p(%x: borrowed f32[32]@cpu) {
   control.return(%y, %more)
 }
 """,
-    "a_pool_is_cut_where_one_would_hold_too_much": """
+    "a_pool_is_split_where_one_would_raise_the_peak": """
 program @p(%x: borrowed f32[64]@cpu) {
   %a = memory.alloc() : f32[64]@cpu
   extern.call @aten.sin.out(%x) outs=(%a)
@@ -235,7 +235,7 @@ program @p(%x: borrowed f32[64]@cpu) {
   control.return(%kept, %more)
 }
 """,
-    "offsets_are_multiples_of_a_size_that_all_sizes_are": """
+    "offsets_are_multiples_of_a_common_factor": """
 program @p(%x: borrowed f32[s0, 16]@cpu) {
   s0 = symbol.size(%x) dim=0 range=(2, 100) hint=5
   %a = memory.alloc() : f32[s0, 16]@cpu
@@ -252,7 +252,7 @@ program @p(%x: borrowed f32[s0, 16]@cpu) {
   control.return(%y, %more)
 }
 """,
-    "sizes_without_a_common_factor_lie_on_one_another": """
+    "sizes_without_a_common_factor_are_stacked": """
 program @p(%x: borrowed f32[s0, 16]@cpu, %z: borrowed f32[50]@cpu) {
   s0 = symbol.size(%x) dim=0 range=(2, 100) hint=5
   %a = memory.alloc() : f32[s0, 16]@cpu
@@ -272,7 +272,7 @@ program @p(%x: borrowed f32[s0, 16]@cpu, %z: borrowed f32[50]@cpu) {
   control.return(%y)
 }
 """,
-    "memory_that_another_stream_uses_is_left_alone": """
+    "memory_used_on_another_stream_is_not_pooled": """
 program @p(%x: borrowed f32[16]@cuda:0) {
   %a = memory.alloc() : f32[16]@cuda:0
   extern.call @aten.sin.out(%x) outs=(%a)
@@ -294,7 +294,7 @@ program @p(%x: borrowed f32[16]@cuda:0) {
   control.return(%y)
 }
 """,
-    "what_a_collective_works_on_is_left_alone": """
+    "memory_of_collectives_is_not_pooled": """
 program @p(%x: borrowed f32[16]@cpu) {
   %a = memory.alloc() : f32[16]@cpu
   extern.call @aten.sin.out(%x) outs=(%a)
@@ -312,7 +312,7 @@ program @p(%x: borrowed f32[16]@cpu) {
   control.return(%y)
 }
 """,
-    "memory_that_a_vendors_line_takes_is_left_alone": """
+    "memory_reused_by_extension_lines_is_not_pooled": """
 program @p(%x: borrowed f32[16]@cpu) {
   %a = memory.alloc() : f32[16]@cpu
   %copy = vendor.copy(%a, %x) : f32[16]@cpu
@@ -343,11 +343,11 @@ def cache_line(device: torch.device) -> int:
     return 64
 
 
-def with_terms(plan: MemoryPlan, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Returns values of symbols with those of the terms that a plan's offsets are made of."""
-    found = dict(values)
+def with_terms(plan: MemoryPlan, values: Mapping[str, Number]) -> dict[str, Number]:
+    """Returns values of symbols with those of the terms in a plan's offsets."""
+    values_with_terms = dict(values)
     for block in plan.blocks:
         for pool in block.pools:
             for name, term in pool.terms:
-                found[name] = term if isinstance(term, int) else evaluate(term, found)
-    return found
+                values_with_terms[name] = term if isinstance(term, int) else evaluate(term, values_with_terms)
+    return values_with_terms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from fxwrap.errors import OptionError, PlanningError
 from fxwrap.memory_planning import Assignment, assign_offsets
-from fxwrap.memory_planning.assignment import ALGORITHMS, CHEAP
-from fxwrap.memory_planning.search import Limits, Outcome, search
+from fxwrap.memory_planning.assignment import ALGORITHMS, HEURISTICS
+from fxwrap.memory_planning.greedy import greedy_by_duration, greedy_by_size
+from fxwrap.memory_planning.search import SearchLimits, SearchStatus, search
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "minimalloc"
 CAPACITY = 1048576
@@ -38,14 +40,14 @@ def read_problem(name: str) -> list[Buffer]:
 
 def overlaps(buffers: list[Buffer], offsets: tuple[int, ...]) -> list[tuple[int, int]]:
     """Pairs of buffers that share both an instant and a byte."""
-    found = []
+    overlaps = []
     for one, (first, last, size) in enumerate(buffers):
         for other in range(one):
             other_first, other_last, other_size = buffers[other]
             alive = first < other_last and other_first < last
             if alive and offsets[one] < offsets[other] + other_size and offsets[other] < offsets[one] + size:
-                found.append((other, one))
-    return found
+                overlaps.append((other, one))
+    return overlaps
 
 
 def assert_valid(buffers: list[Buffer], result: Assignment, alignment: int = 1) -> None:
@@ -66,8 +68,8 @@ def test_buffers_that_live_together_never_overlap(algorithm: str, buffers: list[
 
 
 @given(buffers=BUFFERS)
-def test_auto_is_never_worse_than_a_quick_algorithm(buffers: list[Buffer]) -> None:
-    best = min(assign_offsets(buffers, algorithm=name).peak for name in CHEAP)
+def test_auto_is_never_worse_than_a_greedy_algorithm(buffers: list[Buffer]) -> None:
+    best = min(assign_offsets(buffers, algorithm=name).peak for name in HEURISTICS)
     assert assign_offsets(buffers).peak <= best
 
 
@@ -97,8 +99,8 @@ def can_fit(buffers: list[Buffer], capacity: int) -> bool:
 @given(buffers=FEW_BUFFERS, spare=st.integers(0, 2))
 def test_search_finds_a_plan_exactly_where_there_is_one(buffers: list[Buffer], spare: int) -> None:
     capacity = assign_offsets(buffers, algorithm="best_fit").lower_bound + spare
-    found = search(buffers, capacity, Limits(100_000, time.monotonic() + 60))
-    assert found.outcome is (Outcome.SOLVED if can_fit(buffers, capacity) else Outcome.IMPOSSIBLE)
+    result = search(buffers, capacity, SearchLimits(100_000, time.monotonic() + 60))
+    assert result.outcome is (SearchStatus.SOLVED if can_fit(buffers, capacity) else SearchStatus.INFEASIBLE)
 
 
 # Eleven buffers of which at most 6 bytes live at once, and which need 7.
@@ -110,16 +112,16 @@ WASTEFUL = [
 
 def test_search_proves_that_the_lower_bound_cannot_be_reached() -> None:
     assert not can_fit(WASTEFUL, 6)
-    found = search(WASTEFUL, 6, Limits(1_000, time.monotonic() + 60))
-    assert found.outcome is Outcome.IMPOSSIBLE and found.steps < 1_000
+    result = search(WASTEFUL, 6, SearchLimits(1_000, time.monotonic() + 60))
+    assert result.outcome is SearchStatus.INFEASIBLE and result.steps < 1_000
     result = assign_offsets(WASTEFUL)
     assert (result.peak, result.lower_bound) == (7, 6)
 
 
-def test_parts_of_time_that_share_no_buffer_are_searched_apart() -> None:
-    one = search(WASTEFUL, 7, Limits(1_000, time.monotonic() + 60))
+def test_disjoint_time_ranges_are_searched_separately() -> None:
+    one = search(WASTEFUL, 7, SearchLimits(1_000, time.monotonic() + 60))
     apart = WASTEFUL + [(first + 10, last + 10, size) for first, last, size in WASTEFUL]
-    both = search(apart, 7, Limits(1_000, time.monotonic() + 60))
+    both = search(apart, 7, SearchLimits(1_000, time.monotonic() + 60))
     assert both.offsets == one.offsets * 2
     assert both.steps == one.steps * 2
 
@@ -135,26 +137,26 @@ def test_minimalloc_problem_fits(name: str, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("name", "ABCDEF")
-def test_quick_algorithms_do_not_solve_minimalloc_problems(name: str) -> None:
+def test_greedy_algorithms_do_not_solve_minimalloc_problems(name: str) -> None:
     """They are why there is a search: should one of them suffice, these problems test nothing."""
     buffers = read_problem(name)
-    assert min(assign_offsets(buffers, algorithm=algorithm).peak for algorithm in CHEAP) > 1.1 * CAPACITY
+    assert min(assign_offsets(buffers, algorithm=algorithm).peak for algorithm in HEURISTICS) > 1.1 * CAPACITY
 
 
 def test_search_takes_the_same_steps_on_every_run() -> None:
     buffers = read_problem("B")
-    limits = Limits(10_000, time.monotonic() + 120)
+    limits = SearchLimits(10_000, time.monotonic() + 120)
     assert search(buffers, CAPACITY, limits) == search(buffers, CAPACITY, limits)
 
 
-def test_search_gives_up_at_its_limit_of_steps() -> None:
-    found = search(read_problem("A"), CAPACITY, Limits(50, time.monotonic() + 120))
-    assert (found.outcome, found.offsets, found.steps) == (Outcome.GAVE_UP, (), 50)
+def test_search_stops_at_its_step_limit() -> None:
+    result = search(read_problem("A"), CAPACITY, SearchLimits(50, time.monotonic() + 120))
+    assert (result.outcome, result.offsets, result.steps) == (SearchStatus.LIMIT_REACHED, (), 50)
 
 
-def test_search_gives_up_at_its_deadline_and_the_quick_plan_is_kept() -> None:
+def test_search_stops_at_its_deadline_and_returns_the_greedy_plan() -> None:
     result = assign_offsets(read_problem("A"), algorithm="search", time_limit_s=0)
-    assert result.algorithm in CHEAP
+    assert result.algorithm in HEURISTICS
 
 
 def training(count: int) -> list[Buffer]:
@@ -172,15 +174,13 @@ def test_many_buffers_saved_to_the_end_are_packed_near_the_bound() -> None:
     assert result.peak <= 1.01 * result.lower_bound
 
 
-@pytest.mark.parametrize("algorithm", ("greedy_by_size", "greedy_by_duration"))
-def test_neighbours_are_the_same_whether_kept_or_found(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("algorithm", (greedy_by_size, greedy_by_duration))
+def test_cached_neighbours_equal_recomputed_ones(algorithm: Callable[..., list[int]]) -> None:
     buffers = training(300)
-    kept = assign_offsets(buffers, algorithm=algorithm)
-    monkeypatch.setattr("fxwrap.memory_planning.greedy._PAIRS_KEPT", 0)
-    assert assign_offsets(buffers, algorithm=algorithm) == kept
+    assert algorithm(buffers, max_stored_pairs=0) == algorithm(buffers)
 
 
-def test_saved_activations_stack_in_the_order_in_which_they_die() -> None:
+def test_saved_activations_stack_in_order_of_last_use() -> None:
     buffers = [(0, 9, 10), (0, 2, 5), (1, 9, 7), (2, 3, 9), (3, 9, 4)]
     result = assign_offsets(buffers, algorithm="best_fit")
     assert result.peak == result.lower_bound == 26
@@ -190,14 +190,14 @@ def test_no_buffers() -> None:
     assert assign_offsets([]) == Assignment((), 0, 0, "greedy_by_size")
 
 
-def test_buffers_of_no_size_take_no_place() -> None:
+def test_empty_buffers_take_no_space() -> None:
     result = assign_offsets([(0, 4, 0), (0, 4, 8), (1, 2, 0), (1, 3, 8)], alignment=16)
     assert result.offsets[0] == result.offsets[2] == 0
     assert sorted((result.offsets[1], result.offsets[3])) == [0, 16]
     assert result.peak == result.lower_bound == 32
 
 
-def test_an_end_is_exclusive() -> None:
+def test_live_range_ends_are_exclusive() -> None:
     assert assign_offsets([(0, 2, 8), (2, 4, 8)]).peak == 8
 
 
@@ -205,44 +205,44 @@ def test_an_end_is_exclusive() -> None:
     ("buffers", "message"),
     [
         ([(0, 1, 4), (0, 1, -4)], r"buffer 1 has the negative size -4"),
-        ([(3, 3, 4)], r"buffer 0 lives from 3 to 3, which is empty"),
-        ([(3, 2, 0)], r"buffer 0 lives from 3 to 2, which is empty"),
-        ([(0, 1, 2**63)], r"buffer 0 has 9223372036854775808 bytes, more than 64 bits hold"),
-        ([(0, 2, 2**62), (1, 3, 2**62)], r"live at once have 9223372036854775808 bytes, more than 64 bits"),
+        ([(3, 3, 4)], r"buffer 0 is live from 3 to 3, which is empty"),
+        ([(3, 2, 0)], r"buffer 0 is live from 3 to 2, which is empty"),
+        ([(0, 1, 2**63)], r"buffer 0 has 9223372036854775808 bytes, which exceeds 64 bits"),
+        ([(0, 2, 2**62), (1, 3, 2**62)], r"9223372036854775808 bytes are live at once, which exceeds 64 bits"),
         ([(0, 1.5, 4)], r"buffer 0 is \(0, 1.5, 4\); it must be three integers"),
         ([(0, 1)], r"buffer 0 is \(0, 1\); it must be three integers"),
     ],
 )
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_bad_buffers_are_refused(buffers: list[Buffer], message: str, algorithm: str) -> None:
+def test_invalid_buffers_are_rejected(buffers: list[Buffer], message: str, algorithm: str) -> None:
     with pytest.raises(PlanningError, match=message):
         assign_offsets(buffers, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("alignment", (0, -8, 3, 24, 2.0))
 def test_an_alignment_is_a_power_of_two(alignment: int) -> None:
-    with pytest.raises(PlanningError, match="an alignment is a power of two, not"):
+    with pytest.raises(PlanningError, match="alignment must be a power of two, not"):
         assign_offsets([(0, 1, 4)], alignment=alignment)
 
 
-def test_bad_options_are_refused() -> None:
+def test_invalid_options_are_rejected() -> None:
     with pytest.raises(OptionError, match=r"algorithm must be one of greedy_by_size, .*, auto, not 'best'"):
         assign_offsets([], algorithm="best")
     with pytest.raises(OptionError, match="time_limit_s must be 0 or more seconds, not -1"):
         assign_offsets([], time_limit_s=-1)
-    with pytest.raises(PlanningError, match="a capacity is a number of bytes, 0 or more, not -1"):
+    with pytest.raises(PlanningError, match="capacity must be 0 or more bytes, not -1"):
         assign_offsets([], capacity=-1)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_too_small_a_capacity_says_what_is_needed(algorithm: str) -> None:
+def test_insufficient_capacity_error_names_the_needed_bytes(algorithm: str) -> None:
     message = "needs 12 bytes and the capacity is 11; 12 bytes are live at once"
     with pytest.raises(PlanningError, match=message) as caught:
         assign_offsets([(0, 2, 8), (1, 3, 4)], capacity=11, algorithm=algorithm)
     assert (caught.value.needed, caught.value.lower_bound) == (12, 12)
 
 
-def test_a_capacity_that_only_a_search_could_reach_is_said_to_be_open() -> None:
-    with pytest.raises(PlanningError, match="a longer search may still find one") as caught:
+def test_insufficient_capacity_error_distinguishes_unproven_cases() -> None:
+    with pytest.raises(PlanningError, match="a longer time limit may find") as caught:
         assign_offsets(read_problem("A"), capacity=CAPACITY, algorithm="greedy_by_size")
     assert caught.value.needed > CAPACITY == caught.value.lower_bound

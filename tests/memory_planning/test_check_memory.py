@@ -1,4 +1,4 @@
-"""Programs that run with their memory watched: right plans pass, wrong ones are found, and nothing reads old bytes."""
+"""Programs run with memory checks: valid plans pass, invalid ones fail, and no line reads stale bytes."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor, nn
 
 import fxwrap
-from fxwrap.converters.checked import CheckedInterpreter
+from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import MemoryCheckError, PlanningError
 from fxwrap.memory_planning import apply_plan, check_plan, plan_from_json, plan_memory, plan_to_json
 from fxwrap.options import EMITTERS
 from fxwrap.wrapper_ir import Program
 from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import RULES, cache_line, parsed
-from tests.samples import SAMPLES, Sample
-from tests.strategies.programs import RandomProgram, random_programs
+from tests.support.samples import SAMPLES, Sample
+from tests.support.strategies.programs import RandomProgram, random_programs
 
 CHAIN = parsed(RULES["allocations_of_one_device_share_a_pool"])
 
 
 def _moved(program: Program, name: str, other: str) -> Program:
     """The program with a plan in which somebody has moved a piece of memory to where another is."""
-    found = json.loads(plan_to_json(plan_memory(program, alignment=cache_line)))
-    (pool,) = found["blocks"][0]["pools"]
+    content = json.loads(plan_to_json(plan_memory(program, alignment=cache_line)))
+    (pool,) = content["blocks"][0]["pools"]
     items = {item["names"][0]: item for item in pool["memory"]}
     items[name]["offset"] = items[other]["offset"]
-    plan = plan_from_json(json.dumps(found))
+    plan = plan_from_json(json.dumps(content))
     for refuse in (lambda: check_plan(plan, alignment=cache_line), lambda: apply_plan(program, plan)):
         with pytest.raises(PlanningError, match=f"%{name} at bytes .* overlaps %a at bytes .* live at line"):
             refuse()
     return apply_plan(program, plan, check=False)
 
 
-def test_a_slice_over_another_that_is_needed_is_an_error_that_names_the_line() -> None:
+def test_overwriting_a_live_slice_raises_and_names_the_line() -> None:
     message = (
         r"line 3 of \^body, `%b = memory.pool_slice\(%pool_1\).* : f32\[16\]@cpu`: %b overlaps %a by 64 bytes, which "
-        r"line 4 of \^body still needs"
+        r"line 4 of \^body uses"
     )
     with pytest.raises(MemoryCheckError, match=message):
         CheckedInterpreter(_moved(CHAIN, "b", "a")).run([torch.randn(16)])
 
 
-def test_a_right_plan_passes_and_leaves_no_memory_as_it_was() -> None:
+def test_a_correct_plan_passes_and_releases_all_memory() -> None:
     x = torch.randn(16)
     plan = plan_memory(CHAIN, alignment=cache_line)
-    wanted = fxwrap.run(CHAIN, [x])
+    expected = fxwrap.run(CHAIN, [x])
     ran = CheckedInterpreter(apply_plan(CHAIN, plan))
     got = ran.run([x])
-    for one, other in zip(got, wanted, strict=True):
+    for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
-    assert not ran.own and set(ran.held) <= {"x", "more", "y"}
+    assert not ran.allocated and set(ran.live_allocations) <= {"x", "more", "y"}
 
 
-def test_an_operator_that_gives_what_it_says_is_new_but_is_not() -> None:
+def test_an_undeclared_alias_is_detected() -> None:
     text = """
 program @p(%x: borrowed f32[16]@cpu) {
   %y = extern.call @aten.contiguous.default(%x) : f32[16]@cpu
   control.return(%y)
 }
 """
-    with pytest.raises(MemoryCheckError, match=r"line 0 of .*: %y is no new memory but lies in that of %x"):
+    with pytest.raises(MemoryCheckError, match=r"line 0 of .*: %y is a new root but overlaps the live %x"):
         CheckedInterpreter(parsed(text)).run([torch.randn(16)])
 
 
-def test_memory_that_is_not_filled_is_seen() -> None:
+def test_unwritten_memory_is_detected() -> None:
     """What a program reads of memory that a kernel has not filled is NaN, not what was there before."""
     text = """
 program @p(%x: borrowed f32[8]@cpu) {
@@ -86,13 +86,13 @@ program @p(%x: borrowed f32[8]@cpu) {
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(made=random_programs(most_steps=20))
-def test_random_programs_pass_with_and_without_pools(made: RandomProgram) -> None:
-    wanted = fxwrap.run(made.program, made.inputs(seed=5))
-    planned = apply_plan(made.program, plan_memory(made.program, alignment=cache_line))
-    for program in (made.program, planned):
-        got = CheckedInterpreter(program).run(made.inputs(seed=5))
-        for one, other in zip(got, wanted, strict=True):
+@given(case=random_programs(most_steps=20))
+def test_random_programs_pass_the_memory_check(case: RandomProgram) -> None:
+    expected = fxwrap.run(case.program, case.inputs(seed=5))
+    planned = apply_plan(case.program, plan_memory(case.program, alignment=cache_line))
+    for program in (case.program, planned):
+        got = CheckedInterpreter(program).run(case.inputs(seed=5))
+        for one, other in zip(got, expected, strict=True):
             assert_same(one, other)
 
 
@@ -102,10 +102,10 @@ RUNNABLE = [sample for sample in SAMPLES.values() if sample.cpu_runnable]
 @pytest.mark.parametrize("sample", RUNNABLE, ids=lambda sample: sample.name)
 def test_samples_pass(sample: Sample) -> None:
     torch.manual_seed(0)
-    wanted = fxwrap.run(sample.program(), sample.inputs(seed=1))
+    expected = fxwrap.run(sample.program(), sample.inputs(seed=1))
     torch.manual_seed(0)
     got = CheckedInterpreter(sample.program()).run(sample.inputs(seed=1))
-    for one, other in zip(got, wanted, strict=True):
+    for one, other in zip(got, expected, strict=True):
         assert_same(one, other)
 
 

@@ -22,7 +22,7 @@ f.example_inputs = (torch.randn(64, 64), torch.randn(64, 64))
 """
 
 
-def test_a_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_printed_saved_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "planned_model.py").write_text(_MODEL)
     json, svg = tmp_path / "plan.json", tmp_path / "plan.svg"
     target = f"{tmp_path}/planned_model.py:f"
@@ -33,11 +33,11 @@ def test_a_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.Capt
     assert f"^body: peak {plan.body.peak:,} bytes, lower bound {plan.body.lower_bound:,}" in table
     assert f"{pool.name} on cpu: {pool.size:,} bytes" in table
     drawn = [item for item in ElementTree.fromstring(svg.read_text()).iter() if item.tag.endswith("title")]
-    assert len(drawn) == sum(len(item.placed) for item in plan.body.pools)
+    assert len(drawn) == sum(len(item.allocations) for item in plan.body.pools)
 
 
-def test_a_file_takes_one_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_file_requires_one_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = _MODEL.replace("torch.randn(64, 64), torch", "torch.randn(64, 64, requires_grad=True), torch")
     (tmp_path / "trained_model.py").write_text(text)
     code = main(["plan", f"{tmp_path}/trained_model.py:f", "--training", "--svg", str(tmp_path / "plan.svg")])
-    assert code == 2 and "there are 2 graphs; choose one for the file with --graph" in capsys.readouterr().err
+    assert code == 2 and "there are 2 graphs; select one with --graph" in capsys.readouterr().err

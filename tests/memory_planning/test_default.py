@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.device_spec import CPU
+from fxwrap.devices import CPU
 from fxwrap.wrapper_ir import Ownership
 
-POOLED = (replace(CPU, pools=True),)
+POOLED = (replace(CPU, prefers_memory_pools=True),)
 
 
 def function(x: Tensor) -> Tensor:
@@ -40,13 +40,13 @@ def test_default(name: str) -> None:
     torch.testing.assert_close(compiled(x)[0], function(x))
 
 
-def test_a_program_that_gives_back_its_inputs_has_no_pools() -> None:
-    """As a backward does: a pool would be on top of what it has not given back yet."""
+def test_a_program_that_returns_its_inputs_has_no_pools() -> None:
+    """Like a backward: a pool would add to inputs that are not released yet."""
     x = torch.randn(8, 8)
     graph, options = make_fx(function)(x), fxwrap.Options(emitter="cpp", devices=POOLED)
     planned = {}
     for kind in Ownership:
         compiled = fxwrap.compile_graph(graph, [x], options=options, ownership={0: kind})
         planned[kind] = compiled.plan is not None
-    kept, given_back = (Ownership.BORROWED, Ownership.MUTABLE), (Ownership.SHARED, Ownership.OWNED)
-    assert planned == {**dict.fromkeys(kept, True), **dict.fromkeys(given_back, False)}
+    pooled, unpooled = (Ownership.BORROWED, Ownership.MUTABLE), (Ownership.SHARED, Ownership.OWNED)
+    assert planned == {**dict.fromkeys(pooled, True), **dict.fromkeys(unpooled, False)}

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from fxwrap.memory_planning import (
-    Keeper,
+    MemoryOwner,
     apply_plan,
     check_plan,
     plan_from_json,
     plan_memory,
     plan_table,
     plan_to_json,
-    program_ranges,
+    program_live_ranges,
 )
 from fxwrap.wrapper_ir import live_bytes, verify
-from tests.golden import check_golden, sections
 from tests.memory_planning.programs import RULES, cache_line, one, parsed, with_terms
+from tests.support.golden import check_golden, sections
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -38,7 +38,7 @@ def test_every_golden_file_has_a_rule() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_peaks_are_those_of_the_programs(rule: str) -> None:
+def test_planned_peaks_match_the_programs(rule: str) -> None:
     """Without alignment, the lower bound is the peak of the program, and the peak that of the planned program."""
     program = parsed(RULES[rule])
     values = {"s0": 5, "u0": 7}
@@ -48,32 +48,32 @@ def test_peaks_are_those_of_the_programs(rule: str) -> None:
     assert plan.body.peak == live_bytes(apply_plan(program, plan), with_terms(plan, values)).peak
 
 
-def _keepers(rule: str) -> dict[str, tuple[tuple[str, ...], Keeper]]:
-    return {item.name: (item.names, item.keeper) for item in program_ranges(parsed(RULES[rule]))}
+def _lifetimes(rule: str) -> dict[str, tuple[tuple[str, ...], MemoryOwner]]:
+    return {item.name: (item.names, item.owner) for item in program_live_ranges(parsed(RULES[rule]))}
 
 
-def test_a_donated_input_and_what_is_made_of_it_are_one_live_range() -> None:
-    found = _keepers("donated_inputs_and_their_reuse_stay_the_callers")
-    assert found["x"] == (("x", "r"), Keeper.CALLER)
-    assert found["k"] == (("k",), Keeper.CALLER)
-    assert found["a"] == (("a",), Keeper.PROGRAM)
+def test_a_donated_input_and_its_reuse_share_one_live_range() -> None:
+    lifetimes = _lifetimes("donated_inputs_and_their_reuse_are_not_pooled")
+    assert lifetimes["x"] == (("x", "r"), MemoryOwner.CALLER)
+    assert lifetimes["k"] == (("k",), MemoryOwner.CALLER)
+    assert lifetimes["a"] == (("a",), MemoryOwner.PROGRAM)
 
 
-def test_live_ranges_end_with_the_last_window() -> None:
-    program = parsed(RULES["views_and_writes_in_place_are_the_memory_they_show"])
-    ranges = {item.name: (item.first, item.end) for item in program_ranges(program)}
+def test_live_ranges_end_at_the_last_view() -> None:
+    program = parsed(RULES["views_and_in_place_writes_belong_to_their_root"])
+    ranges = {item.name: (item.first, item.end) for item in program_live_ranges(program)}
     assert ranges["a"] == (0, 10) and ranges["b"] == (5, 11) and ranges["x"] == (0, len(program.body.lines))
 
 
-def test_what_is_in_flight_is_live_until_its_wait() -> None:
-    program = parsed(RULES["what_a_collective_works_on_is_left_alone"])
-    ranges = {item.name: (item.first, item.end) for item in program_ranges(program)}
+def test_buffers_in_flight_are_live_until_the_wait() -> None:
+    program = parsed(RULES["memory_of_collectives_is_not_pooled"])
+    ranges = {item.name: (item.first, item.end) for item in program_live_ranges(program)}
     assert ranges["a"] == (0, 7) and ranges["sum"] == (2, 10)
 
 
-def test_slack_gives_fewer_pools_and_no_more_than_it_says() -> None:
+def test_slack_reduces_pools_within_its_bound() -> None:
     """Two pools around the tight moment become one that is there throughout."""
-    program = parsed(RULES["pools_begin_and_end_around_a_moment_that_is_tight"])
+    program = parsed(RULES["pools_are_split_around_the_peak"])
     for slack, pools in ((0.0, 2), (0.2, 2), (0.5, 1)):
         plan = plan_memory(program, alignment=cache_line, slack=slack)
         assert len(plan.body.pools) == pools

@@ -1,4 +1,4 @@
-"""The calls of torch's operator database: each a function of a flat list of tensors, traced as a compiler gets it."""
+"""The calls of torch's operator database, as functions of a flat list of tensors, and their traced graphs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fxwrap.torch_compat import FakeTensorMode
-from tests.opinfo.known import UNINITIALISED
+from tests.opinfo.known_failures import UNINITIALISED
 
-# At each sample torch looks through the whole stack, with the text of its lines, for a unittest's method.
+# For each sample, torch searches the whole stack for a unittest method, which takes most of the time.
 for _module in (common_utils, opinfo_core):
     assert callable(_module.extract_test_fn)
     _module.extract_test_fn = lambda: None
 
 DTYPES = (torch.float32, torch.int64, torch.bool)
-"""What the sweep runs operators with, where they take it."""
+"""The dtypes that the sweep uses, for operators that support them."""
 
 _RESULTS = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 FORMS = ("function", "inplace", "gradient")
-"""What is called: the operator, its method that writes its first operand, or the gradients of its results."""
+"""The called form: the operator, its in-place method, or the gradients of its results."""
 
 SEED = 42
 """The seed that the database's own functions for in-place random operators begin with."""
@@ -41,7 +41,7 @@ SEED = 42
 
 @dataclass(frozen=True)
 class Case:
-    """An operator of the database with a dtype and a form of calling it."""
+    """An operator of the database with a dtype, a form and a device."""
 
     operator: OpInfo
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What `case_of` finds it by."""
+        """The argument of `case_of`."""
         return (self.name, self.dtype_name, self.form, self.device)
 
     @property
@@ -71,28 +71,28 @@ class Case:
         """Returns the calls of the function itself, one for each of the database's samples."""
         torch.manual_seed(SEED)
         function = self.operator.inplace_variant if self.form == "inplace" else self.operator.op
-        found = []
+        calls = []
         for sample in self.operator.sample_inputs(self.device, self.dtype, requires_grad=False):
             flat, structure = tree_flatten(((sample.input, *sample.args), sample.kwargs))
-            found.append(Call(function, structure, tuple(flat), self.name not in UNINITIALISED))
-        return found
+            calls.append(Call(function, structure, tuple(flat), self.name not in UNINITIALISED))
+        return calls
 
     def call_of(self, sample: Call) -> Call:
-        """Returns the call that a sample is for: itself, or of the gradients of its results."""
-        return sample.of_gradients() if self.form == "gradient" else sample
+        """Returns the call for a sample: itself, or the gradients of its results."""
+        return sample.gradient_call() if self.form == "gradient" else sample
 
 
 def cases(dtypes: Sequence[torch.dtype] = DTYPES, form: str = "function", device: str = "cpu") -> list[Case]:
-    """Returns every operator of the database with each of the dtypes that it takes on a device, in this form."""
-    found = []
+    """Returns a case for each operator of the database and each of the dtypes that it supports on the device."""
+    result = []
     for operator in op_db:
         for dtype in dtypes:
-            known = operator.supported_dtypes(device)
+            supported = operator.supported_dtypes(device)
             if form == "gradient":
-                known = operator.supported_backward_dtypes(device) if operator.supports_autograd else ()
-            if dtype in known and (form != "inplace" or operator.inplace_variant is not None):
-                found.append(Case(operator, dtype, form, device))
-    return found
+                supported = operator.supported_backward_dtypes(device) if operator.supports_autograd else ()
+            if dtype in supported and (form != "inplace" or operator.inplace_variant is not None):
+                result.append(Case(operator, dtype, form, device))
+    return result
 
 
 def case_of(key: tuple[str, str, str, str]) -> Case:
@@ -108,9 +108,9 @@ def _operators() -> dict[str, OpInfo]:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator: a function with its arguments, flat. Its tensors can be given anew.
+    """A call of an operator: a function with its flattened arguments, whose tensors can be replaced.
 
-    Where it is not `defined`, nothing is known of the elements of its results.
+    If it is not `defined`, the elements of its results are unspecified.
     """
 
     function: Callable[..., Any]
@@ -128,27 +128,29 @@ class Call:
 
         With `wide`, an argument that asks for float32 asks for float64.
         """
-        given = iter(tensors)
-        flat = [next(given) if isinstance(item, Tensor) else _wide(item) if wide else item for item in self.arguments]
+        remaining = iter(tensors)
+        flat = [
+            next(remaining) if isinstance(item, Tensor) else _wide(item) if wide else item for item in self.arguments
+        ]
         positional, keywords = tree_unflatten(flat, self.structure)
         results = tree_flatten(self.function(*positional, **keywords))[0]
         return [item for item in results if item is None or isinstance(item, _RESULTS)]
 
-    def of_gradients(self) -> Call:
+    def gradient_call(self) -> Call:
         """Returns the call that gives the gradients of the results, each multiplied with a random cotangent."""
         position = [index for index, item in enumerate(self.tensors) if item.dtype.is_floating_point]
         results = [item for item in self.run(self.tensors) if _is_floating(item)]
         cotangents = [torch.randn(item.shape, dtype=item.dtype, device=item.device) for item in results]
 
-        def gradients(operands: list[Tensor], given: list[Tensor]) -> Any:
+        def gradients(operands: list[Tensor], cotangents: list[Tensor]) -> Any:
             def forward(*floating: Tensor) -> list[Tensor]:
-                filled = list(operands)
+                replaced = list(operands)
                 for index, item in zip(position, floating, strict=True):
-                    filled[index] = item
-                return [item for item in self.run(filled) if _is_floating(item)]
+                    replaced[index] = item
+                return [item for item in self.run(replaced) if _is_floating(item)]
 
             _, pull_back = torch.func.vjp(forward, *[operands[index] for index in position])
-            return pull_back(given)
+            return pull_back(cotangents)
 
         flat, structure = tree_flatten(((self.tensors, cotangents), {}))
         return Call(gradients, structure, tuple(flat))
@@ -159,24 +161,24 @@ class Call:
 
 
 def traced(call: Call, mode: FakeTensorMode) -> GraphModule:
-    """Returns a call's graph of ATen operators, functional but for what it writes of its arguments, on fake tensors."""
+    """Returns a call's graph of ATen operators on fake tensors, functional except for mutations of its arguments."""
     fakes = [mode.from_tensor(item, static_shapes=True) for item in call.tensors]
     with mode, enable_python_dispatcher():
-        # Operators that are made of others are taken apart first: what these write has to be made functional too.
-        taken_apart = make_fx(lambda *tensors: call.run(tensors))(*fakes)
-        found: GraphModule = make_fx(torch.func.functionalize(Interpreter(taken_apart).run))(*fakes)
-    found.graph.eliminate_dead_code()
-    return found
+        # Composite operators are decomposed first, so that their mutations are functionalised too.
+        decomposed = make_fx(lambda *tensors: call.run(tensors))(*fakes)
+        graph: GraphModule = make_fx(torch.func.functionalize(Interpreter(decomposed).run))(*fakes)
+    graph.graph.eliminate_dead_code()
+    return graph
 
 
 def new_mode() -> FakeTensorMode:
-    """Returns the mode of fake tensors for calls whose graphs are to be joined."""
+    """Returns the fake-tensor mode for calls whose graphs are concatenated."""
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
 
 
-def joined(graphs: Sequence[GraphModule]) -> GraphModule:
-    """Returns one graph that takes what the graphs take, one after the other, and gives what they give."""
+def concatenate_graphs(graphs: Sequence[GraphModule]) -> GraphModule:
+    """Returns one graph with the inputs and outputs of all graphs, in order."""
     root, graph = torch.nn.Module(), Graph()
     for number, part in enumerate(graphs):
         for index, node in enumerate(part.graph.find_nodes(op="placeholder")):

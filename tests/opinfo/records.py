@@ -1,4 +1,4 @@
-"""What became of the calls of a row: an operator with a dtype, a device and a form of calling it."""
+"""The outcomes of the calls of a row: an operator with a dtype, a form and a device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from fxwrap import Options
-from tests.opinfo.batch import FAILED, NOT_RUN, REFUSED, Verdict, Verdicts, judged, text_of
+from tests.opinfo.batch import FAILED, NOT_RUN, REJECTED_BY_EAGER, Verdict, Verdicts, run_and_compare, text_of
 from tests.opinfo.calls import Call, Case
-from tests.opinfo.known import KNOWN
+from tests.opinfo.known_failures import KNOWN_FAILURES
 
 _BATCH = 96
 _EXAMPLES = 6
@@ -25,20 +25,24 @@ _EXAMPLES = 6
 
 @dataclass(frozen=True)
 class Record:
-    """What became of the calls of a row: how many of each word, with examples of what was seen.
+    """The outcomes of the calls of a row.
 
-    Of so many `samples` of the database so many `calls` were made. `kinds` counts the nodes of their graphs that were
-    fused, were views or were called; `called` says why. `where` names the versions and the machine.
+    Fields:
+        environment: versions and machine.
+        samples, calls: how many samples the database has, and how many of them ran.
+        verdicts, examples: how many calls have each outcome, with examples of differences and errors.
+        kinds: how many nodes of the traced graphs were fused, were views or were called.
+        called: the reason for each called operator.
     """
 
     name: str
     dtype: str
     form: str
     device: str
-    where: str
+    environment: str
     samples: int
     calls: int
-    words: dict[str, int]
+    verdicts: dict[str, int]
     examples: dict[str, list[str]]
     kinds: dict[str, int]
     called: dict[str, str]
@@ -46,28 +50,28 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What row of the table it is."""
+        """The key of its case."""
         return (self.name, self.dtype, self.form, self.device)
 
     @property
     def explanation(self) -> str | None:
-        """Why calls of this operator fail, where that is known."""
-        for known in KNOWN:
+        """The known reason why calls of this row fail, or None."""
+        for known in KNOWN_FAILURES:
             patterns = (known.name, known.dtype, known.form, known.device)
             if all(re.fullmatch(pattern, part) for pattern, part in zip(patterns, self.key, strict=True)):
-                if all(re.search(known.seen, example) for example in self.examples.get(FAILED, ())):
+                if all(re.search(known.detail, example) for example in self.examples.get(FAILED, ())):
                     return known.reason
         return None
 
     @property
     def unexplained(self) -> bool:
-        """Whether calls failed and nobody knows why."""
-        return FAILED in self.words and self.explanation is None
+        """Whether calls failed for an unknown reason."""
+        return FAILED in self.verdicts and self.explanation is None
 
 
 @cache
-def where() -> str:
-    """Returns the versions of what computes here, the processor and the GPU if there is one."""
+def environment() -> str:
+    """Returns the versions of torch and Triton, the processor, the GPU if there is one, and the date."""
     parts = [f"torch {torch.__version__}"]
     path = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE) if path.exists() else []
@@ -77,61 +81,61 @@ def where() -> str:
 
         parts[1:1] = [f"Triton {triton.__version__}"]
         parts.append(torch.cuda.get_device_name())
-    return ", ".join(parts)
+    return ", ".join([*parts, time.strftime("%Y-%m-%d", time.gmtime())])
 
 
 def record_of(case: Case, options: Options, most: int) -> Record:
-    """Runs at most so many calls of a case, evenly chosen, and returns what became of them."""
+    """Runs at most `most` calls of a case, evenly sampled, and returns their outcomes."""
     started = time.perf_counter()
     samples = case.samples()
-    found, calls = Verdicts(), []
-    for sample in _chosen(samples, most):
+    verdicts, calls = Verdicts(), []
+    for sample in _subsample(samples, most):
         try:
             calls.append(case.call_of(sample))
-        except Exception as error:  # noqa: BLE001 - operators raise what they please
-            found.calls.append(Verdict(sample, REFUSED, text_of(error)))
+        except Exception as error:  # noqa: BLE001 - operators raise any exception
+            verdicts.calls.append(Verdict(sample, REJECTED_BY_EAGER, text_of(error)))
     for start in range(0, len(calls), _BATCH):
-        found.add(judged(calls[start : start + _BATCH], options))
-    words = Counter(verdict.word for verdict in found.calls)
+        verdicts.add(run_and_compare(calls[start : start + _BATCH], options))
+    counts = Counter(verdict.word for verdict in verdicts.calls)
     examples: dict[str, list[str]] = {}
-    for verdict in found.calls:
-        if verdict.seen and len(examples.setdefault(verdict.word, [])) < _EXAMPLES:
-            examples[verdict.word].append(f"({verdict.call})  {verdict.seen}")
+    for verdict in verdicts.calls:
+        if verdict.detail and len(examples.setdefault(verdict.word, [])) < _EXAMPLES:
+            examples[verdict.word].append(f"({verdict.call})  {verdict.detail}")
     return Record(
-        *case.key, where(), len(samples), len(found.calls), dict(words), examples,
-        dict(found.kinds), found.called, time.perf_counter() - started,
+        *case.key, environment(), len(samples), len(verdicts.calls), dict(counts), examples,
+        dict(verdicts.kinds), verdicts.called, time.perf_counter() - started,
     )  # fmt: skip
 
 
-def _chosen(samples: Sequence[Call], most: int) -> list[Call]:
+def _subsample(samples: Sequence[Call], most: int) -> list[Call]:
     if len(samples) <= most:
         return list(samples)
     return [samples[number * len(samples) // most] for number in range(most)]
 
 
-def broken(case: Case, reason: str) -> Record:
-    """Returns the record of a case whose process gave none."""
+def crashed(case: Case, reason: str) -> Record:
+    """Returns the record of a case whose process died or timed out."""
     return _empty(case, FAILED, reason)
 
 
 def not_run(case: Case, reason: str) -> Record:
-    """Returns the record of a case that nobody ran."""
+    """Returns the record of a case that did not run."""
     return _empty(case, NOT_RUN, reason)
 
 
 def _empty(case: Case, word: str, reason: str) -> Record:
-    return Record(*case.key, where(), 0, 0, {word: 1}, {word: [reason]}, {}, {}, 0.0)
+    return Record(*case.key, environment(), 0, 0, {word: 1}, {word: [reason]}, {}, {}, 0.0)
 
 
 def read(paths: Sequence[Path]) -> list[Record]:
-    """Returns the records in files; of two for one row the later, but one that ran stands before one that did not."""
-    found: dict[tuple[str, ...], Record] = {}
+    """Returns the records in files: of several for one row, the last one that ran."""
+    records: dict[tuple[str, ...], Record] = {}
     for path in paths:
         for line in path.read_text().splitlines() if path.exists() else ():
             record = Record(**json.loads(line))
-            if NOT_RUN not in record.words or record.key not in found:
-                found[record.key] = record
-    return list(found.values())
+            if NOT_RUN not in record.verdicts or record.key not in records:
+                records[record.key] = record
+    return list(records.values())
 
 
 def line_of(record: Record) -> str:

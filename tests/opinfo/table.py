@@ -1,7 +1,8 @@
-"""The page that says what became of every operator."""
+"""The page with a row for each operator, and its summary in `docs/opinfo.md`."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,28 +10,7 @@ from tests.opinfo.batch import FAILED, NOT_RUN, PASSED
 from tests.opinfo.calls import FORMS
 from tests.opinfo.records import Record
 
-_HEAD = """# Operators of torch's database, compared
-
-Each operator of `torch.testing._internal.common_methods_invocations.op_db`, with samples of the database: traced,
-compiled by fxwrap with fused kernels (C++ on a CPU, Triton on a GPU), run by emitted Python, and compared with eager.
-Dtypes, sizes, strides, integers, bools and the places of NaN and infinities are equal; floats are as near to the
-operator in float64 as eager's are, by relative norm. What operands hold afterwards is compared too.
-`python -m tests.opinfo.sweep --help` says how this page is made.
-
-"Calls" are samples that were run; where the database has more, they were chosen evenly, and the column says of how
-many. "Fused" counts the operators of the traced graphs that became part of kernels, "views" index arithmetic alone,
-"called" operator calls, for which the last column names the operators. Results other than "passed":
-
-- *eager refuses it*: eager raises for the sample.
-- *torch traces no graph of it*: tracing raises, mostly because Python looks at an element of a tensor.
-- *eager differs from itself*: two runs of eager from one seed differ.
-- *torch's fake tensors say other strides or dtypes than eager gives*: the program does what the graph says.
-- *torch's graph computes something else than eager*: the compiled program agrees with the graph run by eager. Gradients
-  of products, say, have another formula where eager sees that no factor is zero.
-- *explained*: it fails for the reason given.
-- *failed*: it fails and should not.
-- *not run*: the time was over.
-"""
+_SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.DOTALL)
 
 _PARTS = (
     "| part | operators | dtypes | rows | calls | results | versions and machine |",
@@ -40,32 +20,45 @@ _COLUMNS = (
     "| operator | dtype | calls | fused | views | called | result | called operators |",
     "|---|---|---:|---:|---:|---:|---|---|",
 )
-_FORMS = {"function": "Functions", "inplace": "Methods that write their operand", "gradient": "Gradients"}
+_FORMS = {"function": "Functions", "inplace": "In-place methods", "gradient": "Gradients"}
 _DEVICES = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
 
-def table(records: Sequence[Record]) -> str:
-    """Returns a page with a row for each record, in parts by form and device."""
-    rows = sorted(records, key=lambda record: (record.device, FORMS.index(record.form), record.name, record.dtype))
-    parts: dict[tuple[str, str], list[Record]] = {}
-    for record in rows:
-        parts.setdefault((record.form, record.device), []).append(record)
-    lines = [_HEAD, *_PARTS, *[_summary(part, rows) for part, rows in parts.items()], "", _left_out(records), ""]
-    for part, rows in parts.items():
+def page(records: Sequence[Record]) -> str:
+    """Returns a page with the summary and a row for each record, in parts by form and device."""
+    lines = ["# Operators of torch's database, compared", "", *summary(records), ""]
+    for part, rows in _parts(records).items():
         lines += [f"## {_title(part)}", "", *_COLUMNS, *[_row(record) for record in rows], ""]
     return "\n".join(lines)
 
 
+def summary(records: Sequence[Record]) -> list[str]:
+    """Returns a table with a row for each form and device, and a sentence on rows and samples that did not run."""
+    return [*_PARTS, *[_summary(part, rows) for part, rows in _parts(records).items()], "", _left_out(records)]
+
+
+def replace_summary(document: str, records: Sequence[Record]) -> str:
+    """Returns a document with the summary of records between `<!-- summary -->` and `<!-- end -->`."""
+    return _SUMMARY.sub(lambda match: "\n".join([match[1].rstrip(), *summary(records), match[2]]), document)
+
+
+def _parts(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    parts: dict[tuple[str, str], list[Record]] = {}
+    for record in sorted(records, key=lambda item: (item.device, FORMS.index(item.form), item.name, item.dtype)):
+        parts.setdefault((record.form, record.device), []).append(record)
+    return parts
+
+
 def _left_out(records: Sequence[Record]) -> str:
-    """Returns a sentence on what the records lack."""
-    ran = {(record.form, record.device) for record in records}
-    parts = [(form, device) for device in _DEVICES for form in FORMS if (form, device) not in ran]
+    """Returns a sentence on rows and samples that did not run."""
+    measured = {(record.form, record.device) for record in records}
+    parts = [(form, device) for device in _DEVICES for form in FORMS if (form, device) not in measured]
     fewer = [record for record in records if record.calls < record.samples]
-    late = sum(NOT_RUN in record.words for record in records)
-    left = [_title(part).replace(", ", " ").lower().replace("cpu", "CPU").replace("gpu", "GPU") for part in parts]
-    left += [f"samples of {len(fewer)} rows that have more of them than were chosen"] if fewer else []
-    left += [f"{late} rows for which there was no time"] if late else []
-    return f"Not run: {'; '.join([*left, 'other dtypes'])}."
+    unfinished = sum(NOT_RUN in record.verdicts for record in records)
+    omitted = [_title(part).replace(", ", " ").lower().replace("cpu", "CPU").replace("gpu", "GPU") for part in parts]
+    omitted += [f"some samples of {len(fewer)} rows"] if fewer else []
+    omitted += [f"{unfinished} rows, for lack of time"] if unfinished else []
+    return f"Not run: {'; '.join([*omitted, 'other dtypes'])}."
 
 
 def _title(part: tuple[str, str]) -> str:
@@ -74,18 +67,18 @@ def _title(part: tuple[str, str]) -> str:
 
 
 def _summary(part: tuple[str, str], records: Sequence[Record]) -> str:
-    """Returns how many rows and calls a part has, how many of each word, and where they were run."""
+    """Returns the counts of rows, calls and outcomes of a part, and its environment."""
     counted: Counter[str] = Counter()
     for record in records:
-        for word, count in record.words.items():
+        for word, count in record.verdicts.items():
             counted["explained" if word == FAILED and record.explanation else word] += count
-    words = "; ".join(f"{count} {word}" for word, count in counted.most_common())
+    outcomes = "; ".join(f"{count} {word}" for word, count in counted.most_common())
     names = len({record.name for record in records})
     calls = f"{sum(record.calls for record in records)} of {sum(record.samples for record in records)}"
-    places = Counter(record.where for record in records).most_common()
-    ran = "; ".join(f"{place} ({count} rows)" if len(places) > 1 else place for place, count in places)
+    environments = Counter(record.environment for record in records).most_common()
+    environment = "; ".join(f"{name} ({count} rows)" if len(environments) > 1 else name for name, count in environments)
     dtypes = ", ".join(sorted({record.dtype for record in records}))
-    return f"| {_title(part)} | {names} | {dtypes} | {len(records)} | {calls} | {words} | {ran} |"
+    return f"| {_title(part)} | {names} | {dtypes} | {len(records)} | {calls} | {outcomes} | {environment} |"
 
 
 def _row(record: Record) -> str:
@@ -96,12 +89,12 @@ def _row(record: Record) -> str:
 
 
 def _result(record: Record) -> str:
-    if set(record.words) == {PASSED}:
+    if set(record.verdicts) == {PASSED}:
         return PASSED
-    if NOT_RUN in record.words:
+    if NOT_RUN in record.verdicts:
         return NOT_RUN
-    parts = [f"{count} {word}" for word, count in record.words.items() if word != FAILED]
-    if FAILED in record.words:
+    parts = [f"{count} {word}" for word, count in record.verdicts.items() if word != FAILED]
+    if FAILED in record.verdicts:
         reason = record.explanation
-        parts.append(f"{record.words[FAILED]} " + (FAILED if reason is None else f"explained: {reason}"))
+        parts.append(f"{record.verdicts[FAILED]} " + (FAILED if reason is None else f"explained: {reason}"))
     return "; ".join(parts) or PASSED

@@ -1,6 +1,6 @@
-"""A fixed part of the sweep over torch's operator database: some operators of every module of rules, few calls each.
+"""A subset of the sweep over torch's operator database: some operators of each module of rules, few calls each.
 
-The calls of a module are one program, so that the C++ compiler is started once or twice a test. `sweep.py` runs all.
+The calls of a module form one program, so that a test runs the C++ compiler once or twice. `sweep.py` runs all.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from fxwrap import Options
 from fxwrap.lowering import rules
 from tests.conftest import NO_EXPECTTEST
 
-pytest.importorskip("expecttest", reason=NO_EXPECTTEST)  # before what follows imports it
+pytest.importorskip("expecttest", reason=NO_EXPECTTEST)  # before the imports below need it
 
-from tests.opinfo.batch import FAILED, PASSED, REFUSED, Verdicts, judged
+from tests.opinfo.batch import FAILED, PASSED, REJECTED_BY_EAGER, Verdicts, run_and_compare
 from tests.opinfo.calls import Call, cases
-from tests.opinfo.judge import difference
+from tests.opinfo.comparison import difference
+from tests.opinfo.records import Record
+from tests.opinfo.table import page, replace_summary
 
 CALLS = {torch.float32: 2, torch.int64: 1}
 
@@ -43,7 +45,7 @@ FUNCTIONS = {
     "softmax": "log_softmax logsumexp masked_softmax softmax_with_dtype",
     "views": "as_strided diagonal expand flip permute repeat reshape roll unfold split view_as",
 }
-"""For each module of rules, operators of the database that reach it."""
+"""Operators of the database that use each module of rules."""
 
 GRADIENTS = {
     "norms": "nn_functional_layer_norm nn_functional_rms_norm nn_functional_group_norm",
@@ -56,74 +58,80 @@ GRADIENTS = {
 IN_PLACE = "add cumsum index_copy masked_fill sigmoid tril"
 
 CALLED = {
-    "arithmetic": "div.Tensor_mode fmod.Tensor remainder.Tensor",  # of integers: they raise where the divisor is 0
+    "arithmetic": "div.Tensor_mode fmod.Tensor remainder.Tensor",  # integers raise for a zero divisor
     "copies": "_local_scalar_dense.default",
     "functions": "polygamma.default",
-    "pointwise_losses": "binary_cross_entropy.default",  # it raises for what is no probability
+    "pointwise_losses": "binary_cross_entropy.default",  # raises for values outside [0, 1]
     "pooling": "avg_pool2d.default",
     "scatter": "index_put.default index_add.default scatter.reduce scatter_add.default scatter_reduce.two",
     "views": "as_strided.default",
     "gradients of moved": "embedding_dense_backward.default index_add.default scatter_add.default",
     "gradients of pointwise": "avg_pool2d_backward.default empty_like.default",
 }
-"""What of these operators' graphs may be called rather than fused. Atomic additions give other sums in each run."""
+"""Operators of these graphs that may be called. Atomic additions are not deterministic."""
 
 
 def calls_of(names: str, form: str = "function") -> list[Call]:
-    """Returns the first calls of operators, with each dtype that they take."""
-    wanted = {case.name: case for case in cases(form=form)}
-    unknown = set(names.split()) - set(wanted)
+    """Returns the first calls of operators, for each dtype that they support."""
+    known = {case.name: case for case in cases(form=form)}
+    unknown = set(names.split()) - set(known)
     assert not unknown, f"torch's database has no {unknown}"
-    found: list[Call] = []
+    calls: list[Call] = []
     for case in cases(tuple(CALLS) if form == "function" else (torch.float32,), form):
         if case.name in names.split():
-            found += islice(case.calls(), CALLS[case.dtype])
-    return found
+            calls += islice(case.calls(), CALLS[case.dtype])
+    return calls
 
 
-def assert_agrees(found: Verdicts, called: str) -> None:
-    """Fails unless every call is compiled and agrees with eager, fused but for the operators that are called."""
-    failed = [f"{verdict.word}: ({verdict.call}) {verdict.seen}" for verdict in found.calls if verdict.word != PASSED]
+def assert_agrees(verdicts: Verdicts, called: str) -> None:
+    """Fails unless every call is compiled and agrees with eager; only the operators in `called` may be called."""
+    failed = [
+        f"{verdict.word}: ({verdict.call}) {verdict.detail}" for verdict in verdicts.calls if verdict.word != PASSED
+    ]
     assert not failed, "\n".join(failed)
-    assert set(found.called) <= {f"aten.{name}" for name in called.split()}
-    assert found.kinds["fused"] + found.kinds["view"] > 0
+    assert set(verdicts.called) <= {f"aten.{name}" for name in called.split()}
+    assert verdicts.kinds["fused"] + verdicts.kinds["view"] > 0
 
 
 @pytest.mark.parametrize("module", FUNCTIONS)
 def test_operators(module: str) -> None:
-    assert_agrees(judged(calls_of(FUNCTIONS[module]), Options(fallback="error")), CALLED.get(module, ""))
+    assert_agrees(run_and_compare(calls_of(FUNCTIONS[module]), Options(fallback="error")), CALLED.get(module, ""))
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_gradients(kind: str) -> None:
-    found = judged(calls_of(GRADIENTS[kind], "gradient"), Options(fallback="error"))
-    assert_agrees(found, CALLED.get(f"gradients of {kind}", ""))
+    verdicts = run_and_compare(calls_of(GRADIENTS[kind], "gradient"), Options(fallback="error"))
+    assert_agrees(verdicts, CALLED.get(f"gradients of {kind}", ""))
 
 
-def test_methods_that_write_their_operand() -> None:
+def test_in_place_methods() -> None:
     calls = calls_of(IN_PLACE, "inplace")
-    found = judged(calls, Options(fallback="error"))
-    found.calls = [verdict for verdict in found.calls if verdict.word != REFUSED]  # operands too small for the result
-    assert len(found.calls) > len(calls) // 2
-    assert_agrees(found, "")
+    verdicts = run_and_compare(calls, Options(fallback="error"))
+    verdicts.calls = [
+        verdict for verdict in verdicts.calls if verdict.word != REJECTED_BY_EAGER
+    ]  # operands too small for the result
+    assert len(verdicts.calls) > len(calls) // 2
+    assert_agrees(verdicts, "")
 
 
-def test_every_module_of_rules_has_operators() -> None:
+def test_every_rules_module_is_covered() -> None:
     modules = {module.name for module in pkgutil.iter_modules(rules.__path__)}
-    assert modules - {"normalization", "positions", "registry", "rows"} == set(FUNCTIONS)  # these serve the others
+    assert modules - {"indexing_common", "normalization", "reduction_common", "registry"} == set(
+        FUNCTIONS
+    )  # these serve the others
 
 
-def test_a_wrong_rule_is_found() -> None:
+def test_a_wrong_rule_is_detected() -> None:
     wrong = Options(fallback="error", decompositions={torch.ops.aten.exp.default: lambda x: x.expm1()})
-    words = {verdict.word for verdict in judged(calls_of("exp"), wrong).calls}
-    assert FAILED in words
+    outcomes = {verdict.word for verdict in run_and_compare(calls_of("exp"), wrong).calls}
+    assert FAILED in outcomes
 
 
 @pytest.mark.parametrize(
-    ("found", "eager", "text"),
+    ("result", "eager", "text"),
     [
-        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), "NaN elsewhere"),
-        (torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, torch.inf]), "infinite elsewhere"),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), "NaN at other elements"),
+        (torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, torch.inf]), "infinite at other elements"),
         (torch.tensor([1, 2]), torch.tensor([1, 3]), "not equal"),
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001]), "relative error"),
         (torch.ones(2, 3), torch.ones(3, 2).t(), "strides"),
@@ -131,7 +139,21 @@ def test_a_wrong_rule_is_found() -> None:
         (1, 1.0, "eager has 1.0"),
     ],
 )
-def test_differences_are_seen(found: object, eager: object, text: str) -> None:
-    seen = difference([found], [eager], None)
-    assert seen is not None
-    assert text in seen
+def test_differences_are_detected(result: object, eager: object, text: str) -> None:
+    detail = difference([result], [eager], None)
+    assert detail is not None
+    assert text in detail
+
+
+def test_the_page_and_the_summary() -> None:
+    common = ("function", "cpu", "torch 2.13, a CPU")
+    records = [
+        Record("add", "float32", *common, 9, 9, {PASSED: 9}, {}, {"fused": 9}, {}, 1.0),
+        Record("mm", "float32", *common, 4, 2, {PASSED: 1, FAILED: 1}, {}, {"call": 2}, {"aten.mm.default": ""}, 1.0),
+    ]
+    assert "| mm | float32 | 2 of 4 | 0 | 0 | 2 | 1 passed; 1 failed | mm |" in page(records)
+    document = replace_summary("before\n<!-- summary -->\nold\n<!-- end -->\nafter\n", records)
+    row = "| Functions, on a CPU | 2 | float32 | 2 | 11 of 13 | 10 passed; 1 failed | torch 2.13, a CPU |"
+    assert row in document.splitlines() and "old" not in document
+    assert document.startswith("before\n") and document.endswith("<!-- end -->\nafter\n")
+    assert replace_summary(document, records) == document

@@ -20,7 +20,7 @@ import torch
 
 from fxwrap import Options
 from tests.opinfo.calls import Case, case_of
-from tests.opinfo.records import Record, broken, not_run, record_of
+from tests.opinfo.records import Record, crashed, not_run, record_of
 
 _START = 120.0
 """Seconds that a process may take until it asks for its first row."""
@@ -28,7 +28,7 @@ _START = 120.0
 
 @dataclass(frozen=True)
 class Setting:
-    """How rows are run: with which options, how many calls each at most, on which device."""
+    """How rows run: options, the largest number of calls per row, device."""
 
     options: Options
     most: int
@@ -36,29 +36,28 @@ class Setting:
 
     @property
     def forks(self) -> bool:
-        """Whether each row has a process of its own."""
+        """Whether each row runs in a new process."""
         return self.device == "cpu"
 
 
-def swept(wanted: Sequence[Case], setting: Setting, *, jobs: int, timeout: float, limit: float) -> Iterator[Record]:
-    """Yields a record for each case, as they come, so many of them running at a time.
+def run_sweep(cases: Sequence[Case], setting: Setting, *, jobs: int, timeout: float, limit: float) -> Iterator[Record]:
+    """Yields a record for each case as it arrives; `jobs` cases run at a time.
 
-    A case that takes longer than `timeout` seconds has failed; those that are not done after `limit` seconds are said
-    to be not run.
+    A case that takes longer than `timeout` seconds fails; cases that are unfinished after `limit` seconds are not run.
     """
     until = time.monotonic() + limit
-    waiting, workers = deque(wanted), list[_Worker]()
+    waiting, workers = deque(cases), list[_Worker]()
     try:
         while (waiting or any(worker.case for worker in workers)) and time.monotonic() < until:
             for worker in [worker for worker in workers if worker.case is None]:
                 if waiting:
-                    worker.give(waiting.popleft())
+                    worker.start(waiting.popleft())
             while waiting and len(workers) < jobs:
                 workers.append(_Worker(setting))
                 workers[-1].give(waiting.popleft())
             wait([worker.connection for worker in workers if worker.case is not None], timeout=0.2)
             for worker in list(workers):
-                record = worker.taken(timeout)
+                record = worker.poll(timeout)
                 if record is not None:
                     yield record
                 if worker.ended:
@@ -67,12 +66,12 @@ def swept(wanted: Sequence[Case], setting: Setting, *, jobs: int, timeout: float
     finally:
         for worker in workers:
             worker.end()
-    yield from [not_run(case, f"the sweep's {limit:.0f} s were over") for case in late]
+    yield from [not_run(case, f"the sweep's limit of {limit:.0f} s was reached") for case in late]
 
 
 @dataclass
 class _Worker:
-    """A process and the case that it runs."""
+    """A process, and the case that it runs."""
 
     setting: Setting
     case: Case | None = None
@@ -83,32 +82,32 @@ class _Worker:
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("fork" if self.setting.forks else "spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(self.setting, theirs), daemon=True)
+        self.connection, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(self.setting, child), daemon=True)
         self.process.start()
-        theirs.close()
+        child.close()
         self.started = time.monotonic() + (0.0 if self.setting.forks else _START)
 
-    def give(self, case: Case) -> None:
+    def start(self, case: Case) -> None:
         self.case = case
         self.started = max(time.monotonic(), self.started)
         self.connection.send(case.key)
 
-    def taken(self, timeout: float) -> Record | None:
-        """Returns the record of its case when that has ended, by itself, by a crash or by taking too long."""
+    def poll(self, timeout: float) -> Record | None:
+        """Returns the record of its case once that has finished, crashed or timed out."""
         if self.case is None:
             return None
         record: Record | None = None
         if self.connection.poll():
             try:
-                record, lives = self.connection.recv()
+                record, alive = self.connection.recv()
             except (EOFError, ConnectionResetError):
-                record, lives = broken(self.case, f"its process died of {self._death()}"), False
+                record, alive = crashed(self.case, f"its process died of {self._death()}"), False
             self.started = 0.0
-            if not lives:
+            if not alive:
                 self.end()
         elif time.monotonic() - self.started > timeout:
-            record = broken(self.case, f"it took more than {timeout:.0f} s")
+            record = crashed(self.case, f"it took more than {timeout:.0f} s")
             self.end()
         if record is not None:
             self.case = None
@@ -128,24 +127,24 @@ class _Worker:
 
 
 def _serve(setting: Setting, connection: Connection) -> None:
-    """Runs the cases that are sent, and sends their records, each with whether the process can run another."""
+    """Runs each case that it receives, and sends its record and whether the process can run another."""
     torch.set_num_threads(1)
-    lives = True
-    while lives:
+    alive = True
+    while alive:
         case = case_of(connection.recv())
         try:
             record = record_of(case, setting.options, setting.most)
-        except Exception as error:  # noqa: BLE001 - it becomes a row
-            record = broken(case, f"{type(error).__name__}: {error}")
-        lives = not setting.forks and _is_well()
-        connection.send((record, lives))
+        except Exception as error:  # noqa: BLE001 - the error becomes a row
+            record = crashed(case, f"{type(error).__name__}: {error}")
+        alive = not setting.forks and _cuda_works()
+        connection.send((record, alive))
     connection.close()
     if not setting.forks:
-        os._exit(0)  # a broken context fails at exit, too
+        os._exit(0)  # a broken CUDA context fails at exit too
 
 
-def _is_well() -> bool:
-    """Whether kernels still run: after an assertion on the device none does in this process."""
+def _cuda_works() -> bool:
+    """Whether kernels still run; after a device-side assertion no kernel runs in the process."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

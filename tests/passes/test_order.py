@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 import fxwrap
-from fxwrap.lines import Call
-from fxwrap.passes.order import reorder_for_peak_memory
+from fxwrap.lines import ExternCall
+from fxwrap.passes.reorder import reorder_for_peak_memory
 from fxwrap.wrapper_ir import Program, live_bytes, verify
 from tests.memory_planning.programs import parsed
 
-_WIDE = """
+_MASSIVELY_PARALLEL = """
 program @p(%x: borrowed f32[64]@cpu) {
   %a = extern.call @aten.sin.default(%x) : f32[64]@cpu
   %b = extern.call @aten.cos.default(%x) : f32[64]@cpu
@@ -27,20 +27,25 @@ program @p(%x: borrowed f32[64]@cpu) {
 
 
 def _calls(program: Program) -> list[str]:
-    return [line.target.split(".")[1] for line in program.body.lines if isinstance(line, Call)]
+    return [line.target.split(".")[1] for line in program.body.lines if isinstance(line, ExternCall)]
 
 
-def test_what_is_used_soon_is_computed_late() -> None:
-    program = parsed(_WIDE)
-    found = reorder_for_peak_memory(program)
-    assert (found.before, found.after) == (live_bytes(program).peak, live_bytes(verify(found.program)).peak)
-    assert (found.before, found.after) == (4 * 256 + 4, 2 * 256 + 3 * 4)
+def test_values_are_computed_near_their_use() -> None:
+    program = parsed(_MASSIVELY_PARALLEL)
+    reordered = reorder_for_peak_memory(program)
+    assert (reordered.peak_before, reordered.peak_after) == (
+        live_bytes(program).peak,
+        live_bytes(verify(reordered.program)).peak,
+    )
+    assert (reordered.peak_before, reordered.peak_after) == (4 * 256 + 4, 2 * 256 + 3 * 4)
     x = torch.randn(64)
-    assert all(torch.equal(one, other) for one, other in zip(fxwrap.run(found.program, [x]), fxwrap.run(program, [x])))
+    assert all(
+        torch.equal(one, other) for one, other in zip(fxwrap.run(reordered.program, [x]), fxwrap.run(program, [x]))
+    )
 
 
-def test_random_numbers_stay_in_their_order() -> None:
-    text = _WIDE.replace("aten.sin.default(%x)", "aten.rand_like.default(%x)")
+def test_random_operators_stay_ordered() -> None:
+    text = _MASSIVELY_PARALLEL.replace("aten.sin.default(%x)", "aten.rand_like.default(%x)")
     text = text.replace("aten.cos.default(%x)", "aten.randn_like.default(%x)")
     drawn = text.replace(
         "default(%x) : f32[64]@cpu\n  %b =", 'default(%x) effect_set=(random("cpu")) : f32[64]@cpu\n  %b ='
@@ -49,13 +54,13 @@ def test_random_numbers_stay_in_their_order() -> None:
         "default(%x) : f32[64]@cpu\n  %c =", 'default(%x) effect_set=(random("cpu")) : f32[64]@cpu\n  %c ='
     )
     program = parsed(drawn)
-    found = reorder_for_peak_memory(program)
-    assert found.after < found.before
-    order = _calls(found.program)
+    reordered = reorder_for_peak_memory(program)
+    assert reordered.peak_after < reordered.peak_before
+    order = _calls(reordered.program)
     assert order.index("rand_like") < order.index("randn_like")
 
 
-def test_a_write_in_place_stays_between_the_reads_around_it() -> None:
+def test_an_in_place_write_stays_between_its_reads() -> None:
     program = parsed("""
 program @p(%x: mutable f32[64]@cpu) {
   %a = extern.call @aten.sin.default(%x) : f32[64]@cpu
@@ -68,14 +73,14 @@ program @p(%x: mutable f32[64]@cpu) {
   control.return(%a1, %b1)
 }
 """)
-    found = reorder_for_peak_memory(program)
-    assert found.after < found.before
+    reordered = reorder_for_peak_memory(program)
+    assert reordered.peak_after < reordered.peak_before
     x = torch.randn(64)
-    wanted, got = fxwrap.run(program, [x.clone()]), fxwrap.run(found.program, [x.clone()])
-    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    expected, actual = fxwrap.run(program, [x.clone()]), fxwrap.run(reordered.program, [x.clone()])
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
-def test_the_programs_own_order_is_kept_where_no_other_is_better() -> None:
-    program = reorder_for_peak_memory(parsed(_WIDE)).program
+def test_the_original_order_is_kept_without_improvement() -> None:
+    program = reorder_for_peak_memory(parsed(_MASSIVELY_PARALLEL)).program
     again = reorder_for_peak_memory(program)
-    assert again.program is program and again.before == again.after
+    assert again.program is program and again.peak_before == again.peak_after

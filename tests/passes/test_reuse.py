@@ -1,4 +1,4 @@
-"""Freed memory that serves later allocations: what is taken, what is left alone, and that the peak never rises."""
+"""Reuse of freed memory: eligible buffers, excluded ones, and the peak."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 import fxwrap
-from fxwrap.converters.checked import CheckedInterpreter
+from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.lines import Reuse
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.wrapper_ir import Program, live_bytes, verify
 from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import RULES, parsed
-from tests.strategies.programs import RandomProgram, random_programs
+from tests.support.strategies.programs import RandomProgram, random_programs
 
 
 def _reused(program: Program) -> list[tuple[str, str]]:
@@ -24,16 +24,16 @@ def _reused(program: Program) -> list[tuple[str, str]]:
     return [(line.result.name, line.root.name) for line in changed.lines() if isinstance(line, Reuse)]
 
 
-def test_a_freed_buffer_serves_a_later_allocation_of_the_same_or_less_bytes() -> None:
+def test_a_freed_buffer_is_reused_for_equal_or_smaller_allocations() -> None:
     assert _reused(parsed(RULES["allocations_of_one_device_share_a_pool"])) == [("c", "a")]
 
 
 def test_symbolic_sizes_must_be_equal() -> None:
-    assert _reused(parsed(RULES["sizes_without_a_common_factor_lie_on_one_another"])) == []
+    assert _reused(parsed(RULES["sizes_without_a_common_factor_are_stacked"])) == []
     assert _reused(parsed(RULES["unbacked_sizes_get_a_later_pool"])) == [("e", "c")]
 
 
-def test_an_owned_input_serves_and_a_shared_one_does_not() -> None:
+def test_donated_inputs_are_reused_and_shared_ones_are_not() -> None:
     text = """
 program @p(%x: owned f32[16]@cpu, %k: shared f32[16]@cpu) {
   %a = extern.call @aten.add.Tensor(%x, %k) : f32[16]@cpu
@@ -53,7 +53,7 @@ program @p(%x: owned f32[16]@cpu, %k: shared f32[16]@cpu) {
     assert _reused(parsed(text)) == [("b", "x")]
 
 
-def test_memory_that_waits_at_the_worst_moment_is_not_kept() -> None:
+def test_memory_idle_at_the_peak_is_not_reused() -> None:
     text = """
 program @p(%x: borrowed f32[16]@cpu) {
   %a = memory.alloc() : f32[16]@cpu
@@ -75,19 +75,19 @@ program @p(%x: borrowed f32[16]@cpu) {
     assert _reused(parsed(text)) == []
 
 
-def test_what_is_given_back_or_worked_on_elsewhere_is_left_alone() -> None:
+def test_returned_or_in_flight_memory_is_not_reused() -> None:
     for rule in (
-        "what_is_given_back_is_in_no_pool",
-        "what_a_function_gives_back_is_in_no_pool",
-        "what_a_collective_works_on_is_left_alone",
-        "memory_that_a_vendors_line_takes_is_left_alone",
+        "returned_values_are_not_pooled",
+        "function_results_are_not_pooled",
+        "memory_of_collectives_is_not_pooled",
+        "memory_reused_by_extension_lines_is_not_pooled",
     ):
         assert _reused(parsed(RULES[rule])) == [], rule
 
 
-def test_blocks_reuse_their_own_memory_alone() -> None:
-    text = RULES["blocks_and_loops_have_pools_of_their_own"]
-    assert _reused(parsed(text)) == []  # what ^then makes last is given back
+def test_blocks_reuse_only_their_own_memory() -> None:
+    text = RULES["blocks_and_loops_have_separate_pools"]
+    assert _reused(parsed(text)) == []  # the last value of ^then is returned
     longer = text.replace(
         "    %t3 = memory.alloc() : f32[16]@cpu\n    extern.call @aten.sin.out(%t2) outs=(%t3)\n    memory.free(%t2)\n",
         "    %tm = memory.alloc() : f32[16]@cpu\n    extern.call @aten.sin.out(%t2) outs=(%tm)\n    memory.free(%t2)\n"
@@ -97,12 +97,12 @@ def test_blocks_reuse_their_own_memory_alone() -> None:
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(made=random_programs(most_steps=20))
-def test_random_programs_mean_the_same_and_take_no_more(made: RandomProgram) -> None:
-    changed = verify(reuse_memory(made.program))
-    assert live_bytes(changed, made.symbols).peak <= live_bytes(made.program, made.symbols).peak
-    wanted = fxwrap.run(made.program, made.inputs(seed=5))
-    for one, other in zip(CheckedInterpreter(changed).run(made.inputs(seed=5)), wanted, strict=True):
+@given(case=random_programs(most_steps=20))
+def test_random_programs_are_equivalent_and_never_raise_the_peak(case: RandomProgram) -> None:
+    changed = verify(reuse_memory(case.program))
+    assert live_bytes(changed, case.symbols).peak <= live_bytes(case.program, case.symbols).peak
+    expected = fxwrap.run(case.program, case.inputs(seed=5))
+    for one, other in zip(CheckedInterpreter(changed).run(case.inputs(seed=5)), expected, strict=True):
         assert_same(one, other)
 
 

@@ -13,9 +13,9 @@ from fxwrap.lines import View
 from fxwrap.passes import fold_views
 from fxwrap.wrapper_ir import Program
 from tests.converters.test_random_programs import assert_same
-from tests.golden import check_golden, read_section, sections
-from tests.samples import SAMPLES
-from tests.strategies.programs import RandomProgram, random_programs
+from tests.support.golden import check_golden, read_section, sections
+from tests.support.samples import SAMPLES
+from tests.support.strategies.programs import RandomProgram, random_programs
 
 GOLDENS = Path(__file__).parent / "golden"
 RULES = sorted(path.stem for path in GOLDENS.glob("fold_views_*.txt"))
@@ -26,7 +26,7 @@ def views(program: Program) -> int:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_text(rule: str, update_golden: bool) -> None:
+def test_golden_text(rule: str, update_golden: bool) -> None:
     path = GOLDENS / f"{rule}.txt"
     text = read_section(path, "input")
     program = fxwrap.verify(fxwrap.parse(text))
@@ -36,7 +36,7 @@ def test_text(rule: str, update_golden: bool) -> None:
     inputs = [torch.randn(item.value.tensor_type.sizes) for item in program.inputs]
     inputs = [x > 0 if item.value.tensor_type.dtype == torch.bool else x for x, item in zip(inputs, program.inputs)]
     for emitter in ("interpreter", "python"):
-        result = fxwrap.compiler.emit(folded, emitter)(*inputs)
+        result = fxwrap.compile.emit(folded, emitter)(*inputs)
         assert_results(result, fxwrap.run(program, inputs))
 
 
@@ -46,7 +46,7 @@ def assert_results(mine: tuple, theirs: tuple) -> None:
         assert_same(one, other)
 
 
-def test_there_are_goldens() -> None:
+def test_golden_files_exist() -> None:
     assert len(RULES) >= 6
 
 
@@ -56,7 +56,7 @@ def run_seeded(program: Program, name: str) -> tuple:
 
 
 @pytest.mark.parametrize("name", list(SAMPLES))
-def test_samples_stay_valid_and_folding_again_changes_nothing(name: str) -> None:
+def test_folding_is_valid_and_idempotent(name: str) -> None:
     program = SAMPLES[name].program()
     folded = fxwrap.verify(fold_views(program))
     assert fold_views(folded) == folded
@@ -65,16 +65,16 @@ def test_samples_stay_valid_and_folding_again_changes_nothing(name: str) -> None
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(made=random_programs())
-def test_random_programs_mean_the_same(made: RandomProgram) -> None:
-    folded = fxwrap.verify(fold_views(made.program))
-    assert views(folded) <= views(made.program)
-    ours, theirs = made.inputs(seed=5), made.inputs(seed=5)
-    assert_results(fxwrap.run(folded, ours), fxwrap.run(made.program, theirs))
+@given(case=random_programs())
+def test_random_programs_are_equivalent(case: RandomProgram) -> None:
+    folded = fxwrap.verify(fold_views(case.program))
+    assert views(folded) <= views(case.program)
+    ours, theirs = case.inputs(seed=5), case.inputs(seed=5)
+    assert_results(fxwrap.run(folded, ours), fxwrap.run(case.program, theirs))
     assert_results(tuple(ours), tuple(theirs))
 
 
-def test_a_size_known_later_is_not_the_type_of_memory() -> None:
+def test_allocations_use_no_symbol_before_its_definition() -> None:
     lines = """  %y = memory.alloc() : f32[24]@cpu
   kernel.launch @twice(%x, 24) outs=(%y)
   u0 = symbol.item(%n)

@@ -10,12 +10,12 @@ from fxwrap.loop_ir import (
     INTEGERS,
     ZERO,
     Axis,
-    Body,
     Buffer,
     Index,
     Kernel,
+    KernelBuilder,
     evaluate_kernel,
-    linear_index,
+    linearize_index,
 )
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.kernels import load_kernel
@@ -37,7 +37,7 @@ def random_tensor(buffer: Buffer, size: int, seed: int) -> torch.Tensor:
 def check(
     kernel: Kernel,
     numbers: Mapping[str, int] | None = None,
-    given: Mapping[str, torch.Tensor] | None = None,
+    arguments: Mapping[str, torch.Tensor] | None = None,
     rtol: float = 1e-5,
 ) -> str:
     """Runs a kernel in C++ and by the evaluator in float64 where it can; returns its source."""
@@ -50,11 +50,11 @@ def check(
 
     buffers = {item.name: random_tensor(item, size(item), place) for place, item in enumerate(kernel.inputs)}
     buffers |= {item.name: random_tensor(item, size(item), 99 + place) for place, item in enumerate(kernel.outputs)}
-    buffers |= given or {}
+    buffers |= arguments or {}
     wanted = {name: tensor.clone() for name, tensor in buffers.items()}
     evaluate_kernel(kernel, wanted, values)
     launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
-    launch((1, 1, 1), *buffers.values(), *[values[symbol.name] for symbol in kernel.numbers])
+    launch((1, 1, 1), *buffers.values(), *[values[symbol.name] for symbol in kernel.symbols])
     for item in kernel.outputs:
         tolerance = 1e-2 if item.dtype in (BF16, torch.float16) else rtol if item.dtype.is_floating_point else 0
         torch.testing.assert_close(
@@ -72,13 +72,13 @@ def reduction(
     kind: str, dtype: torch.dtype, sizes: tuple[int, ...], reduced: tuple[int, ...], loaded: torch.dtype | None = None
 ) -> Kernel:
     """A reduction over some dimensions of a contiguous tensor, storing all its results."""
-    body = Body()
+    body = KernelBuilder()
     axes = [Axis(f"i{place}", size) for place, size in enumerate(sizes)]
-    kept = [axis for place, axis in enumerate(axes) if place not in reduced]
-    value = body.load("x", linear_index(axes, sizes), loaded or dtype).to(dtype)
-    at = linear_index(kept, [axis.size for axis in kept]) if kept else ZERO
+    parallel = [axis for place, axis in enumerate(axes) if place not in reduced]
+    value = body.load("x", linearize_index(axes, sizes), loaded or dtype).to(dtype)
+    at = linearize_index(parallel, [axis.size for axis in parallel]) if parallel else ZERO
     count = 1
-    for axis in kept:
+    for axis in parallel:
         count *= int(axis.size)
     outputs = []
     total = 1
@@ -87,16 +87,16 @@ def reduction(
     for place, result in enumerate(body.reduce(kind, value)):
         body.store(f"out{place}", at, result)
         outputs.append(Buffer(f"out{place}", result.dtype, count))
-    return body.finish(kept, [axes[place] for place in reduced], [Buffer("x", loaded or dtype, total)], outputs)
+    return body.finish(parallel, [axes[place] for place in reduced], [Buffer("x", loaded or dtype, total)], outputs)
 
 
-def pointwise(formula: Callable[[Body, Axis, Axis], None], rows: int, columns: int, *inputs: Buffer) -> Kernel:
+def pointwise(formula: Callable[[KernelBuilder, Axis, Axis], None], rows: int, columns: int, *inputs: Buffer) -> Kernel:
     """A kernel over a matrix whose formula stores to `out`."""
-    body, row, column = Body(), Axis("row", rows), Axis("column", columns)
+    body, row, column = KernelBuilder(), Axis("row", rows), Axis("column", columns)
     formula(body, row, column)
     return body.finish([row, column], [], inputs, [Buffer("out", F32, rows * columns)])
 
 
 def matrix(row: Axis, column: Axis) -> Index:
     """The offset in a contiguous matrix."""
-    return linear_index((row, column), (row.size, column.size))
+    return linearize_index((row, column), (row.size, column.size))

@@ -23,7 +23,7 @@ KERNEL_TESTS = (
 
 
 def clang_command() -> str:
-    """The command in FXWRAP_CLANG, arguments included, else clang++ where it is found and can link OpenMP's runtime."""
+    """The command in FXWRAP_CLANG, arguments included, else clang++ if it exists and can link OpenMP's runtime."""
     if chosen := os.environ.get("FXWRAP_CLANG"):
         return chosen
     if not shutil.which("clang++"):
@@ -45,9 +45,7 @@ def test_kernels_are_the_same_with_clang() -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_clang_is_told_where_vector_math_is(
-    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clang_links_the_vector_math_library(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, library = tmp_path / "clang++", tmp_path / "libmvec.so.1"
     library.touch()
     cases = f"*mvec*) echo {library};; *stdc*) echo libstdc++.so.6;; *) echo clang version 1;;"
@@ -55,7 +53,7 @@ def test_clang_is_told_where_vector_math_is(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", f"{compiler} {machine}")  # an argument of the command, which is asked with it
     monkeypatch.setattr(build.platform, "machine", lambda: machine)
-    found = build._compiler()
-    assert found.command == (str(compiler), machine)
+    compiler_settings = build._compiler()
+    assert compiler_settings.command == (str(compiler), machine)
     expected = (("-fveclib=libmvec",), (str(library),)) if machine == "x86_64" else ((), ())
-    assert (found.kernel_flags, found.runtime) == expected
+    assert (compiler_settings.kernel_flags, compiler_settings.runtime) == expected

@@ -15,12 +15,12 @@ from fxwrap.loop_ir import (
     SCANS,
     ZERO,
     Axis,
-    Body,
     Buffer,
     Kernel,
+    KernelBuilder,
     Scalar,
     as_index,
-    linear_index,
+    linearize_index,
 )
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -45,10 +45,10 @@ SHAPES = {
 
 
 def kinds_and_dtypes() -> list[tuple[str, torch.dtype]]:
-    found = []
+    cases = []
     for kind, spec in REDUCTIONS.items():
-        found += [(kind, dtype) for dtype in (*DTYPES, torch.bool) if spec.domain.accepts(dtype)]
-    return found
+        cases += [(kind, dtype) for dtype in (*DTYPES, torch.bool) if spec.domain.accepts(dtype)]
+    return cases
 
 
 def compiled_together(kernels: Callable[[], Iterable[Kernel]]) -> Any:
@@ -60,6 +60,7 @@ def compiled_together(kernels: Callable[[], Iterable[Kernel]]) -> Any:
         prepare_kernels(tuple([KernelText(item.language, item.source, item.signature) for item in printed]))
 
     return compile_them
+
 
 compiled_reductions = compiled_together(
     lambda: (reduction(kind, dtype, *shape) for kind, dtype in kinds_and_dtypes() for shape in SHAPES.values())
@@ -91,20 +92,20 @@ compiled_long_reductions = compiled_together(
 @pytest.mark.usefixtures("compiled_long_reductions")
 @pytest.mark.parametrize("shape", LONG)
 @pytest.mark.parametrize("kind", LONG_KINDS)
-def test_long_reductions_in_parts(kind: str, shape: str) -> None:
+def test_long_reductions_are_split(kind: str, shape: str) -> None:
     check(reduction(kind, F32, *LONG[shape]), rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "argmax", "argmin"])
 @pytest.mark.parametrize("shape", ["row", "column"])
-def test_nan_wins_and_the_first_of_equals_is_found(kind: str, shape: str) -> None:
+def test_nan_propagates_and_ties_return_the_first_index(kind: str, shape: str) -> None:
     sizes, reduced = ((4, 200), (1,)) if shape == "row" else ((200, 4), (0,))
     x = torch.zeros(4, 200)
     x[1, 150] = x[1, 70] = float("nan")
     x[2] = -float("inf")
     x[3] = torch.arange(200) % 3
-    given = {"x": (x if shape == "row" else x.T).contiguous().flatten()}
-    check(reduction(kind, F32, sizes, reduced), given=given)
+    arguments = {"x": (x if shape == "row" else x.T).contiguous().flatten()}
+    check(reduction(kind, F32, sizes, reduced), arguments=arguments)
 
 
 @pytest.mark.parametrize("kind", ["sum", "prod", "any", "all"])
@@ -120,7 +121,7 @@ def test_half_precision_is_reduced_in_float32(loaded: torch.dtype, shape: str) -
     check(reduction("sum", F32, *SHAPES[shape], loaded=loaded))
 
 
-def test_a_long_float32_sum_keeps_its_digits() -> None:
+def test_a_long_float32_sum_is_accurate() -> None:
     x = torch.rand(1 << 20, generator=torch.Generator().manual_seed(3))
     kernel = reduction("sum", F32, (1 << 20,), (0,))
     printed = print_cpp_kernel(kernel)
@@ -131,9 +132,9 @@ def test_a_long_float32_sum_keeps_its_digits() -> None:
 
 def scan(kind: str, dtype: torch.dtype, sizes: tuple[int, int], dim: int) -> Kernel:
     """A scan along one dimension of a matrix, storing all its results."""
-    body = Body()
+    body = KernelBuilder()
     axes = [Axis("row", sizes[0]), Axis("column", sizes[1])]
-    at = linear_index(axes, sizes)
+    at = linearize_index(axes, sizes)
     outputs = []
     for place, result in enumerate(body.scan(kind, body.load("x", at, dtype))):
         body.store(f"out{place}", at, result)
@@ -156,21 +157,21 @@ compiled_scans = compiled_together(lambda: (scan(kind, dtype, sizes, dim) for ki
 @pytest.mark.usefixtures("compiled_scans")
 @pytest.mark.parametrize(("kind", "dtype", "dim", "sizes"), SCAN_CASES, ids=str)
 def test_scans(kind: str, dtype: torch.dtype, dim: int, sizes: tuple[int, int]) -> None:
-    given = {"x": torch.ones(sizes[0] * sizes[1], dtype=dtype)} if kind == "cumprod" else None
-    check(scan(kind, dtype, sizes, dim), given=given, rtol=1e-4)
+    arguments = {"x": torch.ones(sizes[0] * sizes[1], dtype=dtype)} if kind == "cumprod" else None
+    check(scan(kind, dtype, sizes, dim), arguments=arguments, rtol=1e-4)
 
 
 def test_a_scan_of_nan_and_infinity() -> None:
     x = torch.tensor([1.0, float("inf"), 2.0, float("nan"), 5.0, -float("inf"), 3.0, 3.0])
     for kind in SCANS:
-        check(scan(kind, F32, (1, 8), 1), given={"x": x})
+        check(scan(kind, F32, (1, 8), 1), arguments={"x": x})
 
 
 def softmax(rows: int, columns: int, dtype: torch.dtype, dim: int) -> Kernel:
     """A softmax along one dimension of a matrix."""
-    body = Body()
+    body = KernelBuilder()
     axes = [Axis("row", rows), Axis("column", columns)]
-    at = linear_index(axes, (rows, columns))
+    at = linearize_index(axes, (rows, columns))
     x = body.load("x", at, dtype).to(F32)
     largest, total = body.reduce("softmax", x)
     body.store("out", at, ((x - largest).exp() / total).to(dtype))
@@ -191,9 +192,9 @@ def test_softmax_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, dim: 
 
 def layer_norm(rows: int, columns: int, dtype: torch.dtype, dim: int) -> Kernel:
     """Residual and layer norm along one dimension, which stores the sum and the statistics too."""
-    body = Body()
+    body = KernelBuilder()
     axes = [Axis("row", rows), Axis("column", columns)]
-    at, along = linear_index(axes, (rows, columns)), as_index(axes[dim])
+    at, along = linearize_index(axes, (rows, columns)), as_index(axes[dim])
     x = body.load("x", at, dtype).to(F32) + body.load("r", at, dtype).to(F32)
     mean, squares = body.reduce("welford", x)
     length = (rows, columns)[dim]
@@ -202,10 +203,10 @@ def layer_norm(rows: int, columns: int, dtype: torch.dtype, dim: int) -> Kernel:
     body.store("out", at, ((x - mean) * scale * body.load("w", along, dtype).to(F32)).to(dtype))
     body.store("mean", as_index(axes[1 - dim]), mean)
     body.store("scale", as_index(axes[1 - dim]), scale)
-    count, kept = rows * columns, (rows, columns)[1 - dim]
+    count, remaining = rows * columns, (rows, columns)[1 - dim]
     inputs = [Buffer("x", dtype, count), Buffer("r", dtype, count), Buffer("w", dtype, length)]
-    outputs = [Buffer("sum", dtype, count), Buffer("out", dtype, count), Buffer("mean", F32, kept)]
-    return body.finish([axes[1 - dim]], [axes[dim]], inputs, [*outputs, Buffer("scale", F32, kept)])
+    outputs = [Buffer("sum", dtype, count), Buffer("out", dtype, count), Buffer("mean", F32, remaining)]
+    return body.finish([axes[1 - dim]], [axes[dim]], inputs, [*outputs, Buffer("scale", F32, remaining)])
 
 
 NORM_CASES = list(product([(3, 100), (100, 3), (5, 2000), (2, 40000), (1000, 70)], (F32, BF16), (0, 1)))
@@ -220,9 +221,9 @@ def test_layer_norm_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, di
 
 
 def test_a_store_over_an_input_does_not_change_what_later_stages_read() -> None:
-    body = Body()
+    body = KernelBuilder()
     row, column = Axis("row", 3), Axis("column", 100)
-    at = linear_index((row, column), (3, 100))
+    at = linearize_index((row, column), (3, 100))
     x = body.load("x", at, F32) * 2.0
     body.store("x", at, x)
     total = body.reduce("sum", x)[0]
@@ -232,7 +233,7 @@ def test_a_store_over_an_input_does_not_change_what_later_stages_read() -> None:
 
 
 def test_two_stores_of_one_element_read_it_first() -> None:
-    body, axis = Body(), Axis("i", 50)
+    body, axis = KernelBuilder(), Axis("i", 50)
     x = body.load("x", as_index(axis), F32)
     body.store("x", as_index(axis), x + 1.0)
     body.store("y", as_index(axis), x)
@@ -242,8 +243,8 @@ def test_two_stores_of_one_element_read_it_first() -> None:
 def transposed(sizes: tuple[int, int], dtype: torch.dtype) -> Kernel:
     """A sum of two matrices, of which one is transposed."""
 
-    def formula(body: Body, row: Axis, column: Axis) -> None:
-        turned = body.load("x", linear_index((column, row), (column.size, row.size)), dtype).to(F32)
+    def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
+        turned = body.load("x", linearize_index((column, row), (column.size, row.size)), dtype).to(F32)
         body.store("out", matrix(row, column), turned + body.load("y", matrix(row, column), F32))
 
     count = sizes[0] * sizes[1]
@@ -264,7 +265,7 @@ def test_transposed_loads(sizes: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 def test_masks_and_indices_with_divisions() -> None:
-    def formula(body: Body, row: Axis, column: Axis) -> None:
+    def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
         inside = (body.index(column) >= 3) & (body.index(column) < 23)
         padded = body.where(inside, lambda: body.load("x", as_index(row) * 20 + column - 3, F32), -1.5)
         position = as_index(row) * 30 + column
@@ -276,8 +277,8 @@ def test_masks_and_indices_with_divisions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_conditions_on_the_vectorised_axis_cut_its_loop(dtype: torch.dtype) -> None:
-    body, row, column = Body(), Axis("row", 5), Axis("column", 30)
+def test_conditions_on_the_vectorised_axis_split_its_loop(dtype: torch.dtype) -> None:
+    body, row, column = KernelBuilder(), Axis("row", 5), Axis("column", 30)
 
     def part(name: str, start: int, size: int) -> Scalar:
         return body.load(name, as_index(row) * size + column - start, dtype)
@@ -296,10 +297,10 @@ def test_conditions_on_the_vectorised_axis_cut_its_loop(dtype: torch.dtype) -> N
     assert "where" not in source, "nor a choice"
 
 
-def test_gathered_indices() -> None:
-    def formula(body: Body, row: Axis, column: Axis) -> None:
-        chosen = body.gathered(body.load("index", as_index(row), torch.int64), 9)
-        small = body.gathered(body.load("small", as_index(column), torch.int32).to(torch.int64), 9)
+def test_indirect_indices() -> None:
+    def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
+        chosen = body.indirect_index(body.load("index", as_index(row), torch.int64), 9)
+        small = body.indirect_index(body.load("small", as_index(column), torch.int32).to(torch.int64), 9)
         value = body.load("table", chosen * 30 + column, F32) + body.load("table", small * 30, F32)
         body.store("out", matrix(row, column), value)
 
@@ -309,8 +310,8 @@ def test_gathered_indices() -> None:
 
 def combining(mode: str, dtype: torch.dtype) -> Kernel:
     """Rows that are combined with the rows of a table at positions that are read."""
-    body, row, column = Body(), Axis("row", 50), Axis("column", 8)
-    chosen = body.gathered(body.load("index", as_index(row), torch.int64), 9)
+    body, row, column = KernelBuilder(), Axis("row", 50), Axis("column", 8)
+    chosen = body.indirect_index(body.load("index", as_index(row), torch.int64), 9)
     value = body.load("x", matrix(row, column), dtype)
     mask = body.index(row) < 45
     body.store("out", chosen * 8 + column, value, mask, mode)
@@ -325,14 +326,14 @@ compiled_combining = compiled_together(lambda: (combining(*case) for case in COM
 
 @pytest.mark.usefixtures("compiled_combining")
 @pytest.mark.parametrize(("mode", "dtype"), COMBINING_CASES, ids=str)
-def test_stores_that_combine(mode: str, dtype: torch.dtype) -> None:
+def test_combining_stores(mode: str, dtype: torch.dtype) -> None:
     check(combining(mode, dtype), rtol=1e-4)
 
 
 def table_of_sums(columns: int, dtype: torch.dtype) -> Kernel:
     """Many rows that are added to the few rows of a table."""
-    body, row, column = Body(), Axis("row", 600), Axis("column", columns)
-    chosen = body.gathered(body.load("index", as_index(row), torch.int64), 9)
+    body, row, column = KernelBuilder(), Axis("row", 600), Axis("column", columns)
+    chosen = body.indirect_index(body.load("index", as_index(row), torch.int64), 9)
     value = body.load("x", matrix(row, column), dtype)
     body.store("out", chosen * columns + column, value, body.index(row) < 550, "add")
     inputs = [Buffer("index", torch.int64, 600), Buffer("x", dtype, 600 * columns)]
@@ -346,10 +347,10 @@ compiled_tables = compiled_together(lambda: (table_of_sums(*case) for case in TA
 
 @pytest.mark.usefixtures("compiled_tables")
 @pytest.mark.parametrize(("columns", "dtype"), TABLE_CASES, ids=str)
-def test_rows_added_to_a_table_run_in_parallel_over_columns(columns: int, dtype: torch.dtype) -> None:
+def test_scattered_row_adds_are_parallel_over_columns(columns: int, dtype: torch.dtype) -> None:
     kernel = table_of_sums(columns, dtype)
     x = torch.randint(0, 2, (600 * columns,)).to(dtype)  # sums of whole numbers are exact in any order
-    source = check(kernel, given={"x": x, "out": torch.zeros(9 * columns, dtype=dtype)})
+    source = check(kernel, arguments={"x": x, "out": torch.zeros(9 * columns, dtype=dtype)})
     assert "parallel" in source or columns < 70
 
 
@@ -358,11 +359,11 @@ def test_rows_added_to_a_table_run_in_parallel_over_columns(columns: int, dtype:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_symbolic_sizes(rows: int, columns: int, dim: int) -> None:
     s0, s1 = make_symbol("s0"), make_symbol("s1")
-    body, row, column = Body(), Axis("row", s0), Axis("column", s1)
+    body, row, column = KernelBuilder(), Axis("row", s0), Axis("column", s1)
     axes = (row, column)
-    x = body.load("x", linear_index(axes, (s0, s1)), F32)
+    x = body.load("x", linearize_index(axes, (s0, s1)), F32)
     mean, squares = body.reduce("welford", x)
-    body.store("out", linear_index(axes, (s0, s1)), (x - mean) / (squares + 1.0))
+    body.store("out", linearize_index(axes, (s0, s1)), (x - mean) / (squares + 1.0))
     body.store("mean", as_index(axes[1 - dim]), mean)
     outputs = [Buffer("out", F32, s0 * s1), Buffer("mean", F32, (s0, s1)[1 - dim])]
     kernel = body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", F32, s0 * s1)], outputs)
@@ -374,37 +375,37 @@ def test_powers_of_symbols() -> None:
         check(squares_kernel(), dict(zip(("s0", "s1"), sizes, strict=True)))
 
 
-def test_numbers_of_the_program() -> None:
+def test_scalar_arguments() -> None:
     s0, f0 = make_symbol("s0"), make_symbol("f0")
-    body, axis = Body(), Axis("i", s0)
+    body, axis = KernelBuilder(), Axis("i", s0)
     scaled = body.load("x", as_index(axis), F32) * body.number(f0, torch.float64).to(F32)
     body.store("out", as_index(axis), scaled + body.number(sympy.Integer(2) * s0, torch.int64).to(F32))
     kernel = body.finish([axis], [], [Buffer("x", F32, s0)], [Buffer("out", F32, s0)])
     check(kernel, {"s0": 17, "f0": 0.3})
 
 
-def test_names_that_cplusplus_has_taken_are_changed() -> None:
-    body, axis = Body(), Axis("for", 9)
+def test_reserved_cplusplus_names_are_renamed() -> None:
+    body, axis = KernelBuilder(), Axis("for", 9)
     body.store("lane", as_index(axis), body.load("int", as_index(axis), F32) + body.load("op", as_index(axis), F32))
     inputs = [Buffer("int", F32, 9), Buffer("op", F32, 9)]
     check(body.finish([axis], [], inputs, [Buffer("lane", F32, 9)]))
 
 
 def test_no_axes() -> None:
-    body = Body()
+    body = KernelBuilder()
     body.store("out", ZERO, body.load("x", ZERO, F32).exp())
     check(body.finish([], [], [Buffer("x", F32, 1)], [Buffer("out", F32, 1)]))
 
 
-def test_the_text_reads_well() -> None:
-    body, row, column = Body(), Axis("row", 1024), Axis("column", 256)
-    with body.origins("softmax"):
+def test_the_source_is_readable() -> None:
+    body, row, column = KernelBuilder(), Axis("row", 1024), Axis("column", 256)
+    with body.origin_scope("softmax"):
         x = body.load("x", matrix(row, column), F32)
         power = (x - body.reduce("max", x)[0]).exp()
         body.store("out", matrix(row, column), power / body.reduce("sum", power)[0])
     count = 1024 * 256
     kernel = body.finish([row], [column], [Buffer("x", F32, count)], [Buffer("out", F32, count)])
-    assert print_cpp_kernel(kernel, "softmax", origins=False).source == SOFTMAX
+    assert print_cpp_kernel(kernel, "softmax", origin_comments=False).source == SOFTMAX
 
 
 SOFTMAX = """\
@@ -437,19 +438,19 @@ extern "C" void fxwrap_softmax(const float* x, float* out) {
 
 @pytest.mark.parametrize("along", ["row", "column"])
 @pytest.mark.parametrize("bad", [None, 9])
-def test_a_requirement_that_fails_makes_the_launch_fail(along: str, bad: int | None) -> None:
-    body, row, column = Body(), Axis("row", 40), Axis("column", 50)
+def test_a_failing_assertion_fails_the_launch(along: str, bad: int | None) -> None:
+    body, row, column = KernelBuilder(), Axis("row", 40), Axis("column", 50)
     position = body.load("index", as_index(row if along == "row" else column), torch.int64)
     inside = (position >= 0) & (position < 9)
-    body.require(inside, 'out of "bounds"')
-    chosen = body.gathered(inside.where(position, 0), 9)
+    body.device_assert(inside, 'out of "bounds"')
+    chosen = body.indirect_index(inside.where(position, 0), 9)
     body.store("out", matrix(row, column), body.load("table", chosen * 50 + column, F32))
     count = 40 if along == "row" else 50
     inputs = [Buffer("index", torch.int64, count), Buffer("table", F32, 450)]
     kernel = body.finish([row, column], [], inputs, [Buffer("out", F32, 2000)])
     positions = torch.arange(count) % 9
     if bad is None:
-        check(kernel, given={"index": positions})
+        check(kernel, arguments={"index": positions})
         return
     positions[-1] = bad
     printed = print_cpp_kernel(kernel)
@@ -459,17 +460,17 @@ def test_a_requirement_that_fails_makes_the_launch_fail(along: str, bad: int | N
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_requirement_in_a_reduction(dim: int) -> None:
-    body, axes = Body(), (Axis("row", 40), Axis("column", 50))
-    position = body.load("index", linear_index(axes, (40, 50)), torch.int64)
+def test_an_assertion_in_a_reduction(dim: int) -> None:
+    body, axes = KernelBuilder(), (Axis("row", 40), Axis("column", 50))
+    position = body.load("index", linearize_index(axes, (40, 50)), torch.int64)
     inside = position < 9
-    body.require(inside, "out of bounds", "runtime")
-    table = body.load("table", body.gathered(inside.where(position, 0), 9), F32)
+    body.device_assert(inside, "out of bounds", "runtime")
+    table = body.load("table", body.indirect_index(inside.where(position, 0), 9), F32)
     body.store("out", as_index(axes[1 - dim]), body.reduce("sum", table)[0])
     inputs = [Buffer("index", torch.int64, 2000), Buffer("table", F32, 9)]
     kernel = body.finish([axes[1 - dim]], [axes[dim]], inputs, [Buffer("out", F32, (40, 50)[1 - dim])])
     positions = torch.arange(2000) % 9
-    check(kernel, given={"index": positions})
+    check(kernel, arguments={"index": positions})
     positions[777] = 11
     printed = print_cpp_kernel(kernel)
     launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
@@ -478,20 +479,20 @@ def test_a_requirement_in_a_reduction(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_requirement_on_what_is_scanned(dim: int) -> None:
+def test_an_assertion_on_scanned_values(dim: int) -> None:
     """The pass that checks it scans from the start once more."""
     sizes = (40, 50)
-    body, axes = Body(), (Axis("row", 40), Axis("column", 50))
-    at = linear_index(axes, sizes)
+    body, axes = KernelBuilder(), (Axis("row", 40), Axis("column", 50))
+    at = linearize_index(axes, sizes)
     (position,) = body.scan("cumsum", body.load("steps", at, torch.int64))
     inside = position < 9
-    body.require(inside, "out of bounds")
-    body.store("out", at, body.load("table", body.gathered(inside.where(position, 0), 9), F32))
+    body.device_assert(inside, "out of bounds")
+    body.store("out", at, body.load("table", body.indirect_index(inside.where(position, 0), 9), F32))
     inputs = [Buffer("steps", torch.int64, 2000), Buffer("table", F32, 9)]
     kernel = body.finish([axes[1 - dim]], [axes[dim]], inputs, [Buffer("out", F32, 2000)])
     steps = torch.zeros(sizes, dtype=torch.int64)
     steps[(slice(None), slice(0, 40, 5)) if dim else slice(0, 40, 5)] = 1  # sums up to 8
-    check(kernel, given={"steps": steps.flatten()})
+    check(kernel, arguments={"steps": steps.flatten()})
     steps[-1, -1] = 1
     printed = print_cpp_kernel(kernel)
     launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
@@ -502,17 +503,17 @@ def test_a_requirement_on_what_is_scanned(dim: int) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_scan_that_two_stages_need(dim: int) -> None:
     sizes = (40, 50)
-    body, axes = Body(), (Axis("row", 40), Axis("column", 50))
-    at = linear_index(axes, sizes)
+    body, axes = KernelBuilder(), (Axis("row", 40), Axis("column", 50))
+    at = linearize_index(axes, sizes)
     (running,) = body.scan("cumsum", body.load("x", at, F32))
     body.store("out", at, running - body.reduce("max", running)[0])
     kernel = body.finish([axes[1 - dim]], [axes[dim]], [Buffer("x", F32, 2000)], [Buffer("out", F32, 2000)])
     check(kernel, rtol=1e-4)
 
 
-def test_a_sum_of_columns_that_gcc_12_never_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_sum_that_hung_gcc_12(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its unroll-and-jam went on for ever."""
-    body, sizes = Body(), (2, 16, 32, 128)
+    body, sizes = KernelBuilder(), (2, 16, 32, 128)
     batch, state, column, row = axes = [Axis(name, size) for name, size in zip("bscr", sizes, strict=True)]
     b, s, c, r = map(as_index, axes)
     x = body.load("x", c * 4096 + b * 2048 + r * 16 + s, F32)
@@ -522,5 +523,5 @@ def test_a_sum_of_columns_that_gcc_12_never_compiled(monkeypatch: pytest.MonkeyP
     kernel = body.finish([batch, state, column], [row], inputs, [Buffer("out", F32, 1024)])
 
     build_bridge()
-    monkeypatch.setattr(build, "LONGEST_COMMAND", 60)
+    monkeypatch.setattr(build, "COMPILER_TIMEOUT_SECONDS", 60)
     check(kernel, rtol=1e-4)

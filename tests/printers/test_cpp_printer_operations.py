@@ -8,7 +8,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fxwrap.loop_ir import INTEGERS, KERNEL_DTYPES, OPERATIONS, Axis, Body, Buffer, Kernel, OperationSpec, as_index
+from fxwrap.loop_ir import (
+    INTEGERS,
+    KERNEL_DTYPES,
+    OPERATIONS,
+    Axis,
+    Buffer,
+    Kernel,
+    KernelBuilder,
+    OperationSpec,
+    as_index,
+)
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
@@ -50,15 +60,15 @@ def operands_of(spec: OperationSpec, dtype: torch.dtype) -> list[torch.Tensor]:
     if spec.operands == 3:
         chosen[1:] = [chosen[1][:20], chosen[2][:20].flip(0)]
     grid = torch.meshgrid(*[torch.arange(item.numel()) for item in chosen], indexing="ij")
-    return [item[place.flatten()] for item, place in zip(chosen, grid, strict=True)]
+    return [item[index.flatten()] for item, index in zip(chosen, grid, strict=True)]
 
 
 def kernel_of(spec: OperationSpec, used: Sequence[torch.Tensor], result: torch.dtype) -> Kernel:
     """A kernel that applies one operation to each element."""
-    body, axis = Body(), Axis("i", used[0].numel())
-    loads = [body.load(f"in{place}", as_index(axis), item.dtype) for place, item in enumerate(used)]
+    body, axis = KernelBuilder(), Axis("i", used[0].numel())
+    loads = [body.load(f"in{index}", as_index(axis), item.dtype) for index, item in enumerate(used)]
     body.store("out", as_index(axis), body.compute(spec.name, *loads, dtype=result))
-    inputs = [Buffer(f"in{place}", item.dtype, item.numel()) for place, item in enumerate(used)]
+    inputs = [Buffer(f"in{index}", item.dtype, item.numel()) for index, item in enumerate(used)]
     return body.finish([axis], [], inputs, [Buffer("out", result, axis.size)])
 
 
@@ -70,12 +80,12 @@ def run(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def ulps(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """How many units in the last place of the wanted numbers the found ones are away; NaN equals NaN."""
-    close = wanted.to(found.dtype)
+def ulps(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Returns the distance in units in the last place of the expected value; NaN equals NaN."""
+    close = expected.to(actual.dtype)
     spacing = (torch.nextafter(close.abs(), torch.full_like(close, torch.inf)) - close.abs()).double()
-    away = (found.double() - wanted.double()).abs() / spacing
-    same = (found == close) | (found.isnan() & close.isnan())
+    away = (actual.double() - expected.double()).abs() / spacing
+    same = (actual == close) | (actual.isnan() & close.isnan())
     return torch.where(same, 0.0, away.nan_to_num(nan=torch.inf))
 
 
@@ -112,21 +122,21 @@ def _case(spec: OperationSpec, dtype: torch.dtype) -> tuple[Kernel, list[torch.T
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("spec", "dtype"), CASES, ids=lambda item: getattr(item, "name", str(item)[6:]))
-def test_an_operation_is_torchs(spec: OperationSpec, dtype: torch.dtype) -> None:
+def test_operations_match_torch(spec: OperationSpec, dtype: torch.dtype) -> None:
     kernel, used = _case(spec, dtype)
-    result, found = kernel.outputs[0].dtype, run(kernel, used)
+    result, actual = kernel.outputs[0].dtype, run(kernel, used)
     if dtype not in FLOATS or result is torch.bool or spec.name in EXACT or spec.name == "where":
-        torch.testing.assert_close(found, spec.meaning(*used), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(actual, spec.reference(*used), rtol=0, atol=0, equal_nan=True)
         if dtype in FLOATS and result is not torch.bool:
-            wanted = spec.meaning(*used)
-            real = ~wanted.isnan()
-            assert torch.equal(found.signbit()[real], wanted.signbit()[real]), "signed zeros"
+            expected = spec.reference(*used)
+            real = ~expected.isnan()
+            assert torch.equal(actual.signbit()[real], expected.signbit()[real]), "signed zeros"
         return
-    wanted = spec.meaning(*[item.double() for item in used])
-    worst = ulps(found, wanted)
-    place = int(worst.argmax())
-    assert worst[place] <= ULPS.get(spec.name, 4), (
-        f"{[float(item[place]) for item in used]} gives {found[place]}, not {wanted[place]}"
+    expected = spec.reference(*[item.double() for item in used])
+    worst = ulps(actual, expected)
+    index = int(worst.argmax())
+    assert worst[index] <= ULPS.get(spec.name, 4), (
+        f"{[float(item[index]) for item in used]} gives {actual[index]}, not {expected[index]}"
     )
 
 
@@ -151,43 +161,45 @@ def test_a_function_is_accurate_everywhere(spec: OperationSpec, dtype: torch.dty
         used = used.abs()  # between their poles torch's own digits are lost
     if spec.name == "erfinv":
         used = used[used.abs() < (0.8 if dtype is torch.float64 else 1)]  # beyond, erf in float64 has too few digits
-    found, wanted = run(kernel_of(spec, [used], dtype), [used]), spec.meaning(used.double())
-    worst = ulps(found, wanted)
-    worst[wanted.abs() < {"lgamma": 1e-3, "digamma": 1e-3, "sigmoid": 2e-38}.get(spec.name, 0.0)] = 0.0
-    place = int(worst.argmax())
-    assert worst[place] <= ULPS.get(spec.name, 4), f"{spec.name}({used[place]}) is {found[place]}, not {wanted[place]}"
+    actual, expected = run(kernel_of(spec, [used], dtype), [used]), spec.reference(used.double())
+    worst = ulps(actual, expected)
+    worst[expected.abs() < {"lgamma": 1e-3, "digamma": 1e-3, "sigmoid": 2e-38}.get(spec.name, 0.0)] = 0.0
+    index = int(worst.argmax())
+    assert worst[index] <= ULPS.get(spec.name, 4), (
+        f"{spec.name}({used[index]}) is {actual[index]}, not {expected[index]}"
+    )
 
 
 @pytest.mark.parametrize("source", sorted(KERNEL_DTYPES, key=str), ids=str)
-def test_casts_are_torchs(source: torch.dtype) -> None:
+def test_casts_match_torch(source: torch.dtype) -> None:
     targets = sorted(KERNEL_DTYPES, key=str)
-    given = values(source)
-    body, axis = Body(), Axis("i", given.numel())
-    for place, target in enumerate(targets):
+    operand = values(source)
+    body, axis = KernelBuilder(), Axis("i", operand.numel())
+    for index, target in enumerate(targets):
         value = body.load("x", as_index(axis), source)
-        body.store(f"out{place}", as_index(axis), body.compute("cast", value, dtype=target))
-    outputs = [Buffer(f"out{place}", target, axis.size) for place, target in enumerate(targets)]
+        body.store(f"out{index}", as_index(axis), body.compute("cast", value, dtype=target))
+    outputs = [Buffer(f"out{index}", target, axis.size) for index, target in enumerate(targets)]
     kernel = body.finish([axis], [], [Buffer("x", source, axis.size)], outputs)
     printed = print_cpp_kernel(kernel)
-    outs = [torch.empty(given.numel(), dtype=target) for target in targets]
-    load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), given, *outs)
+    outs = [torch.empty(operand.numel(), dtype=target) for target in targets]
+    load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), operand, *outs)
     for target, out in zip(targets, outs, strict=True):
-        kept = torch.ones_like(given, dtype=torch.bool)
+        in_range = torch.ones_like(operand, dtype=torch.bool)
         if source.is_floating_point and target in INTEGERS:  # what does not fit is undefined
-            kept = (given.double() > torch.iinfo(target).min) & (given.double() < torch.iinfo(target).max)
-        torch.testing.assert_close(out[kept], given[kept].to(target), rtol=0, atol=0, equal_nan=True)
+            in_range = (operand.double() > torch.iinfo(target).min) & (operand.double() < torch.iinfo(target).max)
+        torch.testing.assert_close(out[in_range], operand[in_range].to(target), rtol=0, atol=0, equal_nan=True)
 
 
-def test_two_bools_combined_are_a_bool_within_another_operation() -> None:
+def test_combined_bools_stay_bool_in_nested_operations() -> None:
     """C++ makes an int of `a & b`, which a function of two values of one type does not take beside a bool."""
-    body, axis = Body(), Axis("i", 8)
+    body, axis = KernelBuilder(), Axis("i", 8)
     a, b, c = [body.load(name, as_index(axis), torch.bool) for name in "abc"]
     both, either = body.compute("logical_and", b, c), body.compute("bitwise_or", a, c)
     body.store("out", as_index(axis), body.compute("where", body.compute("where", a, both, c), b, either))
     buffers = [Buffer(name, torch.bool, 8) for name in ("a", "b", "c", "out")]
     printed = print_cpp_kernel(body.finish([axis], [], buffers[:3], buffers[3:]))
-    given = [torch.tensor(column) for column in zip(*itertools.product([False, True], repeat=3), strict=True)]
+    operand = [torch.tensor(column) for column in zip(*itertools.product([False, True], repeat=3), strict=True)]
     out = torch.empty(8, dtype=torch.bool)
-    load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), *given, out)
-    x, y, z = given
+    load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), *operand, out)
+    x, y, z = operand
     assert torch.equal(out, torch.where(torch.where(x, y & z, z), y, x | z))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Body, Buffer, as_index
+from fxwrap.loop_ir import Axis, Buffer, KernelBuilder, as_index
 from tests.printers.test_cpp_printer_loops import check
 
 
 @pytest.mark.parametrize("kind", ["cumsum", "cummax"])
-def test_a_scan_that_later_passes_need_begins_again(kind: str) -> None:
+def test_a_scan_reused_by_later_loops_is_restarted(kind: str) -> None:
     row, place = Axis("p0", 3), Axis("r0", 7)
     at = as_index(row) * 7 + place
-    body = Body()
+    body = KernelBuilder()
     scanned = body.scan(kind, body.load("x", at, torch.float32))[0]
     mean, spread = body.reduce("welford", scanned)
     body.store("out0", row, spread)

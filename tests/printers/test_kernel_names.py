@@ -11,8 +11,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.converters.emitted import kernel_texts
-from fxwrap.kernel_names import function_in, function_name
+from fxwrap.converters.emitted_program import kernel_texts
+from fxwrap.devices.kernel_names import find_function_name, make_function_name
 from fxwrap.printers import PrintedKernel
 from fxwrap.runtime.native import compiled_kernels
 from fxwrap.wrapper_ir import KernelDefinition
@@ -28,19 +28,19 @@ def triton_kernels(function: Callable[..., Any], *sizes: tuple[int, ...]) -> tup
     return lowered(function, *sizes, cpu_kernels="triton").kernels
 
 
-def test_machine_code_has_the_name_of_what_it_does() -> None:
+def test_gpu_kernels_have_descriptive_names() -> None:
     (kernel,) = triton_kernels(lambda x: (x * 0.5).softmax(-1), (8, 1024))
-    name = function_in(kernel.source)
+    name = find_function_name(kernel.source)
     assert re.fullmatch(r"fxwrap_mul_softmax_[0-9a-f]{8}", name)
-    made = compiled(PrintedKernel(kernel.language, kernel.source, kernel.signature, kernel.options))
-    assert made.metadata.name == made.name == name, "what Triton launches, and hooks of profilers are told"
-    assert f".text.{name}\0".encode() in made.asm["cubin"], "what the driver, and so a profiler, sees"
-    assert made.metadata_group[f"{name}.cubin"].endswith(f"{name}.cubin"), "the files in Triton's cache folder"
+    binary = compiled(PrintedKernel(kernel.language, kernel.source, kernel.signature, kernel.options))
+    assert binary.metadata.name == binary.name == name, "the name that Triton launches and reports to profiler hooks"
+    assert f".text.{name}\0".encode() in binary.asm["cubin"], "the name that the driver and profilers see"
+    assert binary.metadata_group[f"{name}.cubin"].endswith(f"{name}.cubin"), "the files in Triton's cache folder"
 
 
-def test_kernels_of_one_name_are_told_apart_and_equal_ones_are_one() -> None:
+def test_name_collisions_are_numbered_and_equal_kernels_shared() -> None:
     names = [
-        [function_in(kernel.source) for kernel in triton_kernels(lambda x: x.sin().sum(0).cos(), size)]
+        [find_function_name(kernel.source) for kernel in triton_kernels(lambda x: x.sin().sum(0).cos(), size)]
         for size in [(64, 32), (64, 32), (96, 40)]
     ]
     assert names[0] == names[1] and not {*names[0]} & {*names[2]}
@@ -48,7 +48,7 @@ def test_kernels_of_one_name_are_told_apart_and_equal_ones_are_one() -> None:
     assert [kernel.name for kernel in layers] == ["relu_0"]
 
 
-def test_a_cpu_kernel_has_a_symbol_of_what_it_does() -> None:
+def test_cpu_kernels_have_descriptive_symbols() -> None:
     program = lowered(lambda x, y: torch.nn.functional.gelu(x + y), (256, 1024), (1024,))
     fxwrap.to_python(program)(torch.ones(256, 1024), torch.ones(1024))
     (kernel,) = kernel_texts(program)
@@ -58,14 +58,14 @@ def test_a_cpu_kernel_has_a_symbol_of_what_it_does() -> None:
 
 
 @pytest.mark.parametrize("readable", ["add", "x" * 1000, "not an identifier!", "kernel", "1"])
-def test_names_are_bounded_identifiers(readable: str) -> None:
-    for name in (function_name(readable), function_name(readable, "content")):
+def test_names_are_identifiers_of_bounded_length(readable: str) -> None:
+    for name in (make_function_name(readable), make_function_name(readable, "content")):
         assert name.isidentifier() and name.isascii() and len(name) <= 120
-        assert function_in(f"def helper(a):\n    ...\n\n\ndef {name}(x):\n    ...\n") == name
-        assert function_in(f'extern "C" void {name}(float* x) {{}}\n') == name
-    assert function_name(readable, "one") != function_name(readable, "other")
+        assert find_function_name(f"def helper(a):\n    ...\n\n\ndef {name}(x):\n    ...\n") == name
+        assert find_function_name(f'extern "C" void {name}(float* x) {{}}\n') == name
+    assert make_function_name(readable, "one") != make_function_name(readable, "other")
 
 
-def test_texts_of_others_keep_their_names() -> None:
-    assert function_name("") == function_in("@triton.jit\ndef kernel(x):\n    pass\n") == "kernel"
-    assert function_in('extern "C" int helper();\nextern "C" void kernel(float* x) {}\n') == "kernel"
+def test_user_kernels_keep_their_names() -> None:
+    assert make_function_name("") == find_function_name("@triton.jit\ndef kernel(x):\n    pass\n") == "kernel"
+    assert find_function_name('extern "C" int helper();\nextern "C" void kernel(float* x) {}\n') == "kernel"

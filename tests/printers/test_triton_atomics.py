@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Body, KernelError, as_index, linear_index
+from fxwrap.loop_ir import Axis, KernelBuilder, KernelError, as_index, linearize_index
 from fxwrap.printers.triton import Configuration, configurations, print_triton
 from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check
 
@@ -16,9 +16,9 @@ from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check
 def test_atomic_stores_count_every_element(mode: str, dtype: torch.dtype) -> None:
     i, j = Axis("p0", 7), Axis("p1", 5)
 
-    def write(body: Body) -> None:
-        place = body.gathered(body.load("index", as_index(i), I64), 3)
-        value = body.load("x", linear_index([i, j], [7, 5]), dtype)
+    def write(body: KernelBuilder) -> None:
+        place = body.indirect_index(body.load("index", as_index(i), I64), 3)
+        value = body.load("x", linearize_index([i, j], [7, 5]), dtype)
         body.store("out", place, value, mask=body.load("use", as_index(j), torch.bool), mode=mode)
 
     inputs = {"index": (I64, 7), "x": (dtype, 35), "use": (torch.bool, 5)}
@@ -39,8 +39,8 @@ def test_atomic_extrema_of_floats(mode: str, dtype: torch.dtype) -> None:
     count = len(odd)
     axis = Axis("p0", count * count)
 
-    def write(body: Body) -> None:
-        place = body.gathered(body.load("index", as_index(axis), I64), count * count)
+    def write(body: KernelBuilder) -> None:
+        place = body.indirect_index(body.load("index", as_index(axis), I64), count * count)
         body.store("out", place, body.load("x", as_index(axis), dtype), mode=mode)
 
     inputs = {"index": (I64, count * count), "x": (dtype, count * count)}
@@ -48,13 +48,13 @@ def test_atomic_extrema_of_floats(mode: str, dtype: torch.dtype) -> None:
     start = odd.repeat_interleave(count)
     start = torch.where(start.isnan(), start.abs().copysign(torch.tensor(1.0 if mode == "max" else -1.0)), start)
     for x in (odd.repeat(count), -odd.repeat(count)):
-        given = {"index": torch.arange(count * count), "x": x}
-        check(kernel, inputs=given, in_place={"out": start})
-        check(kernel, inputs=given | {"index": torch.arange(count * count) // 7}, in_place={"out": start})
+        arguments = {"index": torch.arange(count * count), "x": x}
+        check(kernel, inputs=arguments, in_place={"out": start})
+        check(kernel, inputs=arguments | {"index": torch.arange(count * count) // 7}, in_place={"out": start})
 
 
 @pytest.mark.parametrize(("mode", "dtype"), [("prod", F32), ("max", BF16), ("add", torch.int8)])
-def test_atomic_stores_that_no_gpu_has_are_refused(mode: str, dtype: torch.dtype) -> None:
+def test_unsupported_atomic_stores_are_declined(mode: str, dtype: torch.dtype) -> None:
     axis = Axis("p0", 3)
     kernel = build(
         [axis], [], {"x": (dtype, 3)}, {"out": (dtype, 3)},

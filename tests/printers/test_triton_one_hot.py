@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Body, Kernel, as_index, linear_index
+from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, linearize_index
 from fxwrap.printers.triton import Configuration, configurations, print_triton
 from tests.printers.triton_kernels import BF16, F32, I64, build, check
 
@@ -19,8 +19,8 @@ def loss_kernel(rows: int, size: int, flag: str = "eq") -> Kernel:
     """The sum over each row of its log-softmax where the position is the row's label."""
     p, r = Axis("p0", rows), Axis("r0", size)
 
-    def write(body: Body) -> None:
-        x = body.load("x", linear_index([p, r], [rows, size]), BF16).to(F32)
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", linearize_index([p, r], [rows, size]), BF16).to(F32)
         largest, total = body.reduce("softmax", x)
         label = body.load("label", as_index(p), I64)
         one_hot = body.compute(flag, body.index(as_index(r)), label).to(F32)
@@ -34,7 +34,7 @@ ROW = Configuration(y=(Axis("p0", 9),), r_block=32, num_warps=1)
 
 
 @pytest.mark.parametrize("size", [32, 27])
-def test_a_label_picks_its_element(size: int) -> None:
+def test_a_one_hot_sum_becomes_a_gather(size: int) -> None:
     kernel = loss_kernel(9, size)
     labels = torch.tensor([0, 3, size - 1, size, -1, 2**40, -(2**33), 5, 6])
     assert PICKS in check(kernel, ROW, inputs={"label": labels})
@@ -42,7 +42,7 @@ def test_a_label_picks_its_element(size: int) -> None:
 
 @pytest.mark.parametrize("size", [32, 27])
 @pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan"), 3e38, -3e38])
-def test_elements_that_are_not_finite_count(value: float, size: int) -> None:
+def test_non_finite_elements_propagate(value: float, size: int) -> None:
     x = torch.randn(9, size, generator=torch.Generator().manual_seed(3)).to(BF16)
     x[1, 4] = x[2, 5] = x[3, :] = x[4, 0] = value
     x[4, 1] = -value
@@ -50,7 +50,7 @@ def test_elements_that_are_not_finite_count(value: float, size: int) -> None:
     assert PICKS in check(loss_kernel(9, size), ROW, inputs={"x": x.flatten(), "label": labels})
 
 
-def test_only_a_whole_row_of_its_own_is_picked_from() -> None:
+def test_only_an_exclusive_full_row_is_gathered_from() -> None:
     kernel = loss_kernel(9, 32)
     (axis,) = kernel.axes
     labels = torch.arange(9)
@@ -61,14 +61,14 @@ def test_only_a_whole_row_of_its_own_is_picked_from() -> None:
         assert PICKS not in check(kernel, cut, inputs={"label": labels})
 
 
-def test_only_a_comparison_with_one_number_picks() -> None:
+def test_only_a_comparison_with_one_label_becomes_a_gather() -> None:
     assert PICKS in print_triton(loss_kernel(8192, 4096)).source
     assert PICKS not in check(loss_kernel(9, 32, "ne"), ROW, inputs={"label": torch.arange(9)})
     p, r = Axis("p0", 9), Axis("r0", 32)
 
-    def write(body: Body) -> None:
-        x = body.load("x", linear_index([p, r], [9, 32]), F32)
-        label = body.load("label", linear_index([p, r], [9, 32]), I64)  # another for each element
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", linearize_index([p, r], [9, 32]), F32)
+        label = body.load("label", linearize_index([p, r], [9, 32]), I64)  # another for each element
         product = body.index(as_index(r)).equals(label).to(F32) * x
         body.store("out", as_index(p), body.reduce("sum", product)[0])
 
@@ -77,11 +77,11 @@ def test_only_a_comparison_with_one_number_picks() -> None:
         assert PICKS not in check(kernel, cut)
 
 
-def test_a_row_that_the_kernel_overwrites_is_not_loaded_again() -> None:
+def test_an_overwritten_row_is_not_reloaded() -> None:
     p, r = Axis("p0", 9), Axis("r0", 32)
-    position = linear_index([p, r], [9, 32])
+    position = linearize_index([p, r], [9, 32])
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", position, F32)
         body.store("x", position, x * 2.0)
         one_hot = body.index(as_index(r)).equals(body.load("label", as_index(p), I64)).to(F32)
@@ -92,12 +92,12 @@ def test_a_row_that_the_kernel_overwrites_is_not_loaded_again() -> None:
     assert PICKS not in check(kernel, ROW, inputs={"label": torch.arange(9)}, in_place=start)
 
 
-def test_the_picked_element_follows_its_position() -> None:
+def test_the_gathered_element_uses_its_index() -> None:
     """Loads of weights, of flipped rows and of gathered ones are computed at the label too."""
     p, r = Axis("p0", 9), Axis("r0", 32)
 
-    def write(body: Body) -> None:
-        place = body.gathered(body.load("order", as_index(r), I64), 32)
+    def write(body: KernelBuilder) -> None:
+        place = body.indirect_index(body.load("order", as_index(r), I64), 32)
         x = body.load("x", as_index(p) * 32 + 31 - r, F32) * body.load("weight", as_index(r), F32)
         row = x + body.load("x", as_index(p) * 32 + place, F32)
         one_hot = body.index(as_index(r)).equals(body.load("label", as_index(p), I64)).to(F32)

@@ -15,23 +15,23 @@ from fxwrap.loop_ir import (
     REDUCTIONS,
     SCANS,
     Axis,
-    Body,
     Buffer,
     Index,
     Kernel,
+    KernelBuilder,
     KernelError,
     OperationSpec,
     Scalar,
     as_index,
-    linear_index,
-    with_named_numbers,
+    hoist_expressions,
+    linearize_index,
 )
 from fxwrap.printers.triton import Configuration, configurations, print_triton
 from fxwrap.runtime.kernels import load_kernel
-from fxwrap.symbolic import canonical, evaluate, expression_kind, make_symbol, parse_expr
+from fxwrap.symbolic import canonicalize, evaluate, expression_kind, make_symbol, parse_expr
 from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, random, softmax_kernel, squares_kernel
 
-# NumPy, which the interpreter computes with, warns of what these tests are about: overflow, NaN, division by zero.
+# NumPy, which the interpreter computes with, warns of the tested cases: overflow, NaN, division by zero.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 FLOATS = (
@@ -71,40 +71,40 @@ OPERATION_CASES = [
 
 
 @pytest.mark.parametrize(("spec", "dtype"), OPERATION_CASES, ids=lambda item: getattr(item, "name", str(item)[6:]))
-def test_an_operation_is_torchs(spec: OperationSpec, dtype: torch.dtype) -> None:
-    given = pairs(spec, dtype)
-    count = given["a"].numel()
+def test_operations_match_torch(spec: OperationSpec, dtype: torch.dtype) -> None:
+    arguments = pairs(spec, dtype)
+    count = arguments["a"].numel()
     axis = Axis("p0", count)
 
-    def write(body: Body) -> None:
-        loads = [body.load(name, as_index(axis), item.dtype) for name, item in given.items()]
+    def write(body: KernelBuilder) -> None:
+        loads = [body.load(name, as_index(axis), item.dtype) for name, item in arguments.items()]
         body.store("out", as_index(axis), body.compute(spec.name, *loads))
 
     result = torch.bool if spec.result == "bool" else dtype
-    inputs = {name: (item.dtype, count) for name, item in given.items()}
+    inputs = {name: (item.dtype, count) for name, item in arguments.items()}
     kernel = build([axis], [], inputs, {"out": (result, count)}, write)
-    check(kernel, inputs=given, tolerance=4e-6 if dtype is F32 else None)
+    check(kernel, inputs=arguments, tolerance=4e-6 if dtype is F32 else None)
 
 
-def converted(body: Body, name: str, index: Index, source: torch.dtype, target: torch.dtype) -> Scalar:
+def converted(body: KernelBuilder, name: str, index: Index, source: torch.dtype, target: torch.dtype) -> Scalar:
     """An element of `a` as another dtype."""
     return body.compute(name, body.load("a", index, source), dtype=target)
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(sorted(KERNEL_DTYPES, key=str), 2)), ids=str)
-def test_casts_are_torchs(source: torch.dtype, target: torch.dtype) -> None:
-    given = values(source)
+def test_casts_match_torch(source: torch.dtype, target: torch.dtype) -> None:
+    operand = values(source)
     if source.is_floating_point and not target.is_floating_point and target is not torch.bool:
         top = 100.0 if target in (torch.int8, torch.uint8) else 1000.0
-        given = given[given.isfinite() & (given.abs() <= top)]
-        given = given[given >= 0] if target is torch.uint8 else given
-    count = given.numel()
+        operand = operand[operand.isfinite() & (operand.abs() <= top)]
+        operand = operand[operand >= 0] if target is torch.uint8 else operand
+    count = operand.numel()
     axis = Axis("p0", count)
     kernel = build(
         [axis], [], {"a": (source, count)}, {"out": (target, count)},
         lambda body: body.store("out", as_index(axis), converted(body, "cast", as_index(axis), source, target)),
     )  # fmt: skip
-    check(kernel, inputs={"a": given})
+    check(kernel, inputs={"a": operand})
 
 
 @pytest.mark.parametrize(("source", "target"), [(F32, torch.int32), (torch.int64, F64), (BF16, torch.int16)])
@@ -118,12 +118,12 @@ def test_bits_are_reinterpreted(source: torch.dtype, target: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, torch.int64, torch.uint8, torch.bool])
-def test_numbers_keep_their_precision(dtype: torch.dtype) -> None:
+def test_scalars_keep_their_precision(dtype: torch.dtype) -> None:
     axis = Axis("p0", 5)
-    given = {F32: 0.1, F64: 0.1, torch.int64: 2**40 + 1, torch.uint8: 200, torch.bool: True}[dtype]
+    constant = {F32: 0.1, F64: 0.1, torch.int64: 2**40 + 1, torch.uint8: 200, torch.bool: True}[dtype]
 
-    def write(body: Body) -> None:
-        value, number = body.load("a", as_index(axis), dtype), body.constant(given, dtype)
+    def write(body: KernelBuilder) -> None:
+        value, number = body.load("a", as_index(axis), dtype), body.constant(constant, dtype)
         body.store("same", as_index(axis), number)
         body.store("chosen", as_index(axis), body.load("b", as_index(axis), torch.bool).where(number, value))
         if dtype is not torch.bool:
@@ -138,7 +138,7 @@ def test_numbers_keep_their_precision(dtype: torch.dtype) -> None:
 
 
 def tilings(kernel: Kernel) -> list[Configuration]:
-    """Ways to cut a kernel over p0 by r0: rows and columns, whole and looped, blocks that fit and that do not."""
+    """Configurations of a kernel over p0 by r0: rows and columns, whole and looped, blocks that fit and that do not."""
     p = kernel.axes
     size = int(kernel.reduced_count)
     whole = 1 << max(size - 1, 0).bit_length()
@@ -156,8 +156,8 @@ def tilings(kernel: Kernel) -> list[Configuration]:
 def reduction_kernel(kind: str, dtype: torch.dtype, rows: int, size: int) -> Kernel:
     """A kernel with one reduction over the rows of x."""
     p, r = Axis("p0", rows), Axis("r0", size)
-    body = Body()
-    results = body.reduce(kind, body.load("x", linear_index([p, r], [rows, size]), dtype))
+    body = KernelBuilder()
+    results = body.reduce(kind, body.load("x", linearize_index([p, r], [rows, size]), dtype))
     for number, value in enumerate(results):
         body.store(f"out{number}", as_index(p), value)
     outputs = [Buffer(f"out{number}", value.dtype, rows) for number, value in enumerate(results)]
@@ -194,10 +194,10 @@ SPECIAL_ROWS = (
 
 @pytest.mark.parametrize("kind", ["max", "min", "argmax", "argmin", "softmax", "sum"])
 def test_reductions_of_special_numbers(kind: str) -> None:
-    given = torch.tensor(SPECIAL_ROWS).repeat(1, 3).flatten()
+    operand = torch.tensor(SPECIAL_ROWS).repeat(1, 3).flatten()
     kernel = reduction_kernel(kind, F32, 4, 15)
     for configuration in tilings(kernel):
-        check(kernel, configuration, inputs={"x": given})
+        check(kernel, configuration, inputs={"x": operand})
 
 
 @pytest.mark.parametrize("kind", ["sum", "prod", "any", "all"])
@@ -219,28 +219,28 @@ SCAN_CASES = [
 @pytest.mark.parametrize("special", [False, True])
 def test_scans(kind: str, dtype: torch.dtype, special: bool) -> None:
     p, r = Axis("p0", 4), Axis("r0", 15)
-    position = linear_index([p, r], [4, 15])
-    body = Body()
+    position = linearize_index([p, r], [4, 15])
+    body = KernelBuilder()
     results = body.scan(kind, body.load("x", position, dtype))
     for number, value in enumerate(results):
         body.store(f"out{number}", position, value)
     outputs = [Buffer(f"out{number}", value.dtype, 60) for number, value in enumerate(results)]
     kernel = body.finish([p], [r], [Buffer("x", dtype, 60)], outputs)
     numbers = random(F32, 60, torch.Generator().manual_seed(3)) * 3
-    given = torch.tensor(SPECIAL_ROWS).repeat(1, 3).flatten() if special else numbers
+    operand = torch.tensor(SPECIAL_ROWS).repeat(1, 3).flatten() if special else numbers
     if special and not dtype.is_floating_point:
-        given = given.nan_to_num(nan=5.0, posinf=9.0, neginf=-9.0)
+        operand = operand.nan_to_num(nan=5.0, posinf=9.0, neginf=-9.0)
     for configuration in tilings(kernel):
-        check(kernel, configuration, inputs={"x": given.to(dtype)})
+        check(kernel, configuration, inputs={"x": operand.to(dtype)})
 
 
-def test_a_scan_that_two_stages_and_a_requirement_need() -> None:
+def test_a_scan_shared_by_two_stages_and_an_assertion() -> None:
     p, r = Axis("p0", 4), Axis("r0", 15)
-    position = linear_index([p, r], [4, 15])
+    position = linearize_index([p, r], [4, 15])
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         (running,) = body.scan("cumsum", body.load("x", position, I64))
-        body.require(running < 30, "out of range")
+        body.device_assert(running < 30, "out of range")
         body.store("out", position, running - body.reduce("max", running)[0])
 
     kernel = build([p], [r], {"x": (I64, 60)}, {"out": (I64, 60)}, write)
@@ -252,10 +252,10 @@ def test_a_scan_that_two_stages_and_a_requirement_need() -> None:
             launch(printed.grid, torch.arange(60) % 6, torch.zeros(60, dtype=I64))
 
 
-def test_a_reduction_of_what_does_not_vary_counts_every_element() -> None:
+def test_a_reduction_of_an_invariant_value_counts_every_element() -> None:
     p, r = Axis("p0", 3), Axis("r0", 5)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         body.store("out", as_index(p), body.reduce("sum", body.load("x", as_index(p), F32))[0])
         body.store("ones", as_index(p), body.reduce("sum", body.constant(1.0, F32))[0])
 
@@ -265,13 +265,13 @@ def test_a_reduction_of_what_does_not_vary_counts_every_element() -> None:
 
 
 def layer_norm_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel:
-    """A residual sum, which is kept, and its layer norm."""
+    """A residual sum, which is stored, and its layer norm."""
     p, r = Axis("p0", rows), Axis("r0", size)
-    position = linear_index([p, r], [rows, size])
+    position = linearize_index([p, r], [rows, size])
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         total = body.load("x", position, dtype).to(F32) + body.load("residual", position, dtype).to(F32)
-        body.store("kept", position, total.to(dtype))
+        body.store("sum", position, total.to(dtype))
         mean, squares = body.reduce("welford", total)
         scale = (squares / float(size) + 1e-5).rsqrt()
         normal = (total - mean) * scale * body.load("weight", as_index(r), F32) + body.load("bias", as_index(r), F32)
@@ -280,7 +280,7 @@ def layer_norm_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel
         body.store("scale", as_index(p), scale)
 
     inputs = {"x": (dtype, rows * size), "residual": (dtype, rows * size), "weight": (F32, size), "bias": (F32, size)}
-    outputs = {"kept": (dtype, rows * size), "out": (dtype, rows * size), "mean": (F32, rows), "scale": (F32, rows)}
+    outputs = {"sum": (dtype, rows * size), "out": (dtype, rows * size), "mean": (F32, rows), "scale": (F32, rows)}
     return build([p], [r], inputs, outputs, write)
 
 
@@ -294,13 +294,13 @@ def test_stages(size: int) -> None:
 def test_reduced_axes_are_flattened() -> None:
     n, c, h = Axis("r0", 3), Axis("p0", 4), Axis("r1", 7)
 
-    def write(body: Body) -> None:
-        x = body.load("x", linear_index([n, c, h], [3, 4, 7]), F32)
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", linearize_index([n, c, h], [3, 4, 7]), F32)
         mean, squares = body.reduce("welford", x)
         body.store("mean", as_index(c), mean)
         body.store("squares", as_index(c), squares)
         body.store("at", as_index(c), body.reduce("argmax", x)[0])
-        body.store("out", linear_index([n, c, h], [3, 4, 7]), x - mean)
+        body.store("out", linearize_index([n, c, h], [3, 4, 7]), x - mean)
 
     outputs = {"mean": (F32, 4), "squares": (F32, 4), "at": (I64, 4), "out": (F32, 84)}
     kernel = build([c], [n, h], {"x": (F32, 84)}, outputs, write)
@@ -315,10 +315,10 @@ def test_reduced_axes_are_flattened() -> None:
 def test_transposed_sums(rows: int, columns: int) -> None:
     i, j = Axis("p0", rows), Axis("p1", columns)
 
-    def write(body: Body) -> None:
-        left = body.load("a", linear_index([i, j], [rows, columns]), BF16).to(F32)
-        right = body.load("b", linear_index([j, i], [columns, rows]), BF16).to(F32)
-        body.store("out", linear_index([i, j], [rows, columns]), (left + right).to(BF16))
+    def write(body: KernelBuilder) -> None:
+        left = body.load("a", linearize_index([i, j], [rows, columns]), BF16).to(F32)
+        right = body.load("b", linearize_index([j, i], [columns, rows]), BF16).to(F32)
+        body.store("out", linearize_index([i, j], [rows, columns]), (left + right).to(BF16))
 
     count = rows * columns
     kernel = build([i, j], [], {"a": (BF16, count), "b": (BF16, count)}, {"out": (BF16, count)}, write)
@@ -330,11 +330,11 @@ def test_transposed_sums(rows: int, columns: int) -> None:
 def test_broadcast_over_every_axis(sizes: tuple[int, int, int]) -> None:
     axes = [Axis(f"p{number}", size) for number, size in enumerate(sizes)]
 
-    def write(body: Body) -> None:
-        total = body.load("x", linear_index(axes, sizes), F32)
+    def write(body: KernelBuilder) -> None:
+        total = body.load("x", linearize_index(axes, sizes), F32)
         for name, axis in zip("abc", axes, strict=True):
             total = total + body.load(name, as_index(axis), F32)
-        body.store("out", linear_index(axes, sizes), total)
+        body.store("out", linearize_index(axes, sizes), total)
 
     count = sizes[0] * sizes[1] * sizes[2]
     inputs = {"x": (F32, count), **{name: (F32, size) for name, size in zip("abc", sizes, strict=True)}}
@@ -353,7 +353,7 @@ def test_broadcast_over_every_axis(sizes: tuple[int, int, int]) -> None:
 def test_padding_is_masked() -> None:
     axis = Axis("p0", 12)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         place = body.index(as_index(axis) - 3)
         inside = body.compute("ge", place, body.constant(0, I64)) & (place < 6)
         body.store("out", as_index(axis), body.where(inside, lambda: body.load("x", as_index(axis) - 3, F32, 0.5), 7.0))
@@ -363,13 +363,13 @@ def test_padding_is_masked() -> None:
 
 
 @pytest.mark.parametrize("columns", [5, 16])
-def test_gathered_rows(columns: int) -> None:
+def test_indirect_rows(columns: int) -> None:
     i, j = Axis("p0", 6), Axis("p1", columns)
 
-    def write(body: Body) -> None:
-        chosen = body.gathered(body.load("index", as_index(i), I64), 4)
+    def write(body: KernelBuilder) -> None:
+        chosen = body.indirect_index(body.load("index", as_index(i), I64), 4)
         value = body.load("table", chosen * columns + j, BF16).to(F32)
-        body.store("out", linear_index([i, j], [6, columns]), value)
+        body.store("out", linearize_index([i, j], [6, columns]), value)
 
     inputs = {"index": (I64, 6), "table": (BF16, 4 * columns)}
     kernel = build([i, j], [], inputs, {"out": (F32, 6 * columns)}, write)
@@ -379,9 +379,9 @@ def test_gathered_rows(columns: int) -> None:
 
 def test_outputs_may_be_read() -> None:
     p, r = Axis("p0", 4), Axis("r0", 20)
-    position = linear_index([p, r], [4, 20])
+    position = linearize_index([p, r], [4, 20])
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", position, F32)
         body.store("x", position, x * 2.0)
         largest = body.reduce("max", x)[0]
@@ -402,9 +402,9 @@ def test_outputs_may_be_read() -> None:
 def test_symbolic_sizes_and_numbers() -> None:
     s0, s1, z0 = make_symbol("s0"), make_symbol("s1"), make_symbol("f0")
     p, r = Axis("p0", s0), Axis("r0", s1)
-    position = linear_index([p, r], [s0, s1])
+    position = linearize_index([p, r], [s0, s1])
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", position, F32) * body.number(z0, F64).to(F32)
         mean, squares = body.reduce("welford", x)
         body.store("out", position, x - mean)
@@ -427,19 +427,19 @@ def test_powers_of_symbols(sizes: tuple[int, int]) -> None:
         assert "**" not in check(kernel, configuration, numbers=dict(zip(("s0", "s1"), sizes, strict=True)))
 
 
-def test_a_power_that_is_no_product_is_refused() -> None:
+def test_a_negative_power_is_rejected() -> None:
     axis = Axis("p0", make_symbol("s0"))
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         body.store("out", as_index(axis), body.number(make_symbol("s0") ** -1, F64))
 
     kernel = build([axis], [], {}, {"out": (F64, make_symbol("s0"))}, write)
-    with pytest.raises(KernelError, match=re.escape("a kernel computes no s0**-1: a launch has to pass its value")):
+    with pytest.raises(KernelError, match=re.escape("Triton has no form of s0**-1 in an index; pass")):
         print_triton(kernel)
-    check(with_named_numbers(kernel)[0], numbers={"s0": 4, "f0": 0.25})
+    check(hoist_expressions(kernel)[0], numbers={"s0": 4, "f0": 0.25})
 
 
-def test_quotients_and_extremes_of_symbols_are_computed_by_the_launch() -> None:
+def test_symbolic_quotients_and_extrema_are_computed_at_launch() -> None:
     """Among them are those that Triton would round towards zero, or has no function for."""
     s0 = make_symbol("s0")
     texts = ("floordiv(s0 - 9, 2)", "mod(s0 - 9, 4)", "max(s0, s1)", "min(s0**2, s1)", "2*s0**-1", "sqrt(s0)")
@@ -447,24 +447,24 @@ def test_quotients_and_extremes_of_symbols_are_computed_by_the_launch() -> None:
     kinds = [F64 if expression_kind(formula) == "float" else I64 for formula in formulas]
     p, q = Axis("p0", parse_expr("max(s0, s1) + floordiv(s0, 2)")), Axis("p1", s0**2)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         for name, formula, kind in zip(texts, formulas, kinds, strict=True):
-            body.store(name, linear_index([p, q], [p.size, q.size]), body.number(formula, kind))
+            body.store(name, linearize_index([p, q], [p.size, q.size]), body.number(formula, kind))
 
-    count = canonical(p.size * q.size)
+    count = canonicalize(p.size * q.size)
     outputs = {name: (kind, count) for name, kind in zip(texts, kinds, strict=True)}
-    kernel, named = with_named_numbers(build([p, q], [], {}, outputs, write))
+    kernel, named = hoist_expressions(build([p, q], [], {}, outputs, write))
     known = {"s0": 4, "s1": 5}
     passed = {symbol.name: evaluate(formula, known) for symbol, formula in named.items()}
     assert set(passed.values()) >= {-3, 3, 5, 2, 0.5}
     check(kernel, numbers=known | passed)
 
 
-def test_indices_are_wide_where_32_bits_do_not_do() -> None:
+def test_indices_are_64_bit_where_32_overflow() -> None:
     large = 2**31 + 8
     axis = Axis("p0", large)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         body.store("out", as_index(axis), body.load("x", as_index(axis), torch.int8))
 
     text = print_triton(build([axis], [], {"x": (torch.int8, large)}, {"out": (torch.int8, large)}, write)).source
@@ -500,12 +500,12 @@ def test_one_element_and_none() -> None:
     assert print_triton(empty).grid == (0, 1, 1)
 
 
-def test_requirements_raise_where_they_do_not_hold() -> None:
+def test_failing_assertions_raise() -> None:
     axis = Axis("p0", 5)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         index = body.load("index", as_index(axis), I64)
-        body.require(index < 3, "index out of range")
+        body.device_assert(index < 3, "index out of range")
         body.store("out", as_index(axis), index)
 
     kernel = build([axis], [], {"index": (I64, 5)}, {"out": (I64, 5)}, write)

@@ -17,14 +17,14 @@ from fxwrap.loop_ir import (
     REDUCTIONS,
     SCANS,
     Axis,
-    Body,
     Kernel,
+    KernelBuilder,
     as_index,
-    linear_index,
+    linearize_index,
 )
-from fxwrap.printers.printed import PrintedKernel
+from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import Configuration, configurations, print_triton
-from fxwrap.runtime.triton_compile import kernel_of
+from fxwrap.runtime.triton.compile import load_jit_function
 from fxwrap.symbolic import make_symbol
 from tests.printers.test_triton_printer import layer_norm_kernel
 from tests.printers.triton_kernels import BF16, F32, F64, I64, build, softmax_kernel, squares_kernel
@@ -35,7 +35,7 @@ SPILLED = re.compile(r"st\.local|ld\.local")
 
 def compiled(printed: PrintedKernel) -> Any:
     """A kernel compiled for compute capability 9.0, its pointers and numbers divisible by 16."""
-    function = kernel_of(printed.source)
+    function = load_jit_function(printed.source)
     names = {"f16": "fp16", "f32": "fp32", "f64": "fp64"}
     types = [names.get(entry.removeprefix("*"), entry.removeprefix("*")) for entry in printed.signature]
     kinds = [
@@ -51,8 +51,8 @@ def compiled(printed: PrintedKernel) -> Any:
 
 def instructions(kernel: Kernel, configuration: Configuration | None = None) -> str:
     """The PTX of a kernel, which spills nothing."""
-    found = compiled(print_triton(kernel, configuration))
-    text: str = found.asm["ptx"]
+    binary = compiled(print_triton(kernel, configuration))
+    text: str = binary.asm["ptx"]
     assert not SPILLED.search(text), "the kernel keeps values in local memory"
     return text
 
@@ -61,7 +61,7 @@ def pointwise(inputs: dict[str, torch.dtype], formula: Any, dtype: torch.dtype =
     """A kernel over a whole matrix of 8192 x 4096 elements."""
     axis = Axis("p0", ROWS * COLUMNS)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         loads = [body.load(name, as_index(axis), item).to(F32) for name, item in inputs.items()]
         body.store("out", as_index(axis), formula(*loads).to(dtype))
 
@@ -72,9 +72,9 @@ def pointwise(inputs: dict[str, torch.dtype], formula: Any, dtype: torch.dtype =
 def bias_gelu() -> Kernel:
     """gelu(x + bias)."""
     i, j = Axis("p0", ROWS), Axis("p1", COLUMNS)
-    position = linear_index([i, j], [ROWS, COLUMNS])
+    position = linearize_index([i, j], [ROWS, COLUMNS])
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", position, BF16).to(F32) + body.load("bias", as_index(j), BF16).to(F32)
         body.store("out", position, (x * 0.5 * ((x * 0.7071067811865476).erf() + 1.0)).to(BF16))
 
@@ -86,10 +86,10 @@ def transposed_sum() -> Kernel:
     """a + b.t()."""
     i, j = Axis("p0", ROWS), Axis("p1", COLUMNS)
 
-    def write(body: Body) -> None:
-        left = body.load("a", linear_index([i, j], [ROWS, COLUMNS]), BF16).to(F32)
-        right = body.load("b", linear_index([j, i], [COLUMNS, ROWS]), BF16).to(F32)
-        body.store("out", linear_index([i, j], [ROWS, COLUMNS]), (left + right).to(BF16))
+    def write(body: KernelBuilder) -> None:
+        left = body.load("a", linearize_index([i, j], [ROWS, COLUMNS]), BF16).to(F32)
+        right = body.load("b", linearize_index([j, i], [COLUMNS, ROWS]), BF16).to(F32)
+        body.store("out", linearize_index([i, j], [ROWS, COLUMNS]), (left + right).to(BF16))
 
     inputs = {"a": (BF16, ROWS * COLUMNS), "b": (BF16, ROWS * COLUMNS)}
     return build([i, j], [], inputs, {"out": (BF16, ROWS * COLUMNS)}, write)
@@ -100,10 +100,10 @@ def column_statistics() -> Kernel:
     part, column, row = Axis("p0", 8), Axis("p1", COLUMNS), Axis("r0", ROWS // 8)
     position = (as_index(part) * (ROWS // 8) + row) * COLUMNS + column
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         mean, squares = body.reduce("welford", body.load("x", position, BF16).to(F32))
-        body.store("mean", linear_index([part, column], [8, COLUMNS]), mean)
-        body.store("squares", linear_index([part, column], [8, COLUMNS]), squares)
+        body.store("mean", linearize_index([part, column], [8, COLUMNS]), mean)
+        body.store("squares", linearize_index([part, column], [8, COLUMNS]), squares)
 
     outputs = {"mean": (F32, 8 * COLUMNS), "squares": (F32, 8 * COLUMNS)}
     return build([part, column], [row], {"x": (BF16, ROWS * COLUMNS)}, outputs, write)
@@ -112,9 +112,9 @@ def column_statistics() -> Kernel:
 def cumulative_sum() -> Kernel:
     """A running sum along rows."""
     p, r = Axis("p0", ROWS), Axis("r0", COLUMNS)
-    position = linear_index([p, r], [ROWS, COLUMNS])
+    position = linearize_index([p, r], [ROWS, COLUMNS])
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         body.store("out", position, body.scan("cumsum", body.load("x", position, BF16).to(F32))[0].to(BF16))
 
     return build([p], [r], {"x": (BF16, ROWS * COLUMNS)}, {"out": (BF16, ROWS * COLUMNS)}, write)
@@ -135,25 +135,27 @@ TYPICAL = {
 
 
 @pytest.mark.parametrize("name", TYPICAL)
-def test_typical_kernels_move_whole_vectors_and_spill_nothing(name: str) -> None:
+def test_typical_kernels_use_vector_accesses_without_spills(name: str) -> None:
     text = instructions(TYPICAL[name]())
     loads = re.findall(r"ld\.global\S*|cp\.async\S*.*", text)
     assert any(".v4." in load or ".v8." in load or "cp.async.cg" in load for load in loads), loads
     assert re.search(r"st\.global\S*\.v[48]\.", text)
 
 
-def test_column_reductions_move_whole_vectors_and_spill_nothing() -> None:
+def test_column_reductions_use_vector_accesses_without_spills() -> None:
     text = instructions(column_statistics())
     assert re.search(r"ld\.global\S*\.v4\.|cp\.async\.cg", text)
 
 
-def test_symbolic_sizes_still_move_whole_vectors() -> None:
+def test_symbolic_sizes_keep_vector_accesses() -> None:
     s0, s1 = make_symbol("s0"), make_symbol("s1")
     i, j = Axis("p0", s0), Axis("p1", s1)
 
-    def write(body: Body) -> None:
-        x = body.load("x", linear_index([i, j], [s0, s1]), BF16).to(F32) + body.load("bias", as_index(j), BF16).to(F32)
-        body.store("out", linear_index([i, j], [s0, s1]), x.to(BF16))
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", linearize_index([i, j], [s0, s1]), BF16).to(F32) + body.load("bias", as_index(j), BF16).to(
+            F32
+        )
+        body.store("out", linearize_index([i, j], [s0, s1]), x.to(BF16))
 
     inputs = {"x": (BF16, s0 * s1), "bias": (BF16, s1)}
     text = instructions(build([i, j], [], inputs, {"out": (BF16, s0 * s1)}, write))
@@ -174,7 +176,7 @@ def test_every_operation_compiles(dtype: torch.dtype) -> None:
     ]
     types = dict.fromkeys("xyz", dtype) | {"flag": torch.bool}
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x, y, _, flag = [body.load(name, as_index(axis), item) for name, item in types.items()]
         for spec in specs:
             used = [flag, x, y] if spec.name == "where" else [x, y][: spec.operands]
@@ -191,10 +193,10 @@ def test_every_operation_compiles(dtype: torch.dtype) -> None:
 def every_combination(dtype: torch.dtype) -> Kernel:
     """A kernel with every reduction and scan of a dtype, over rows that are short: what compiles is the same."""
     p, r = Axis("p0", 64), Axis("r0", 250)
-    position = linear_index([p, r], [64, 250])
+    position = linearize_index([p, r], [64, 250])
     outputs = {}
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", position, dtype)
         for kind in [kind for kind, spec in REDUCTIONS.items() if spec.domain.accepts(dtype)]:
             for number, value in enumerate(body.reduce(kind, x)):
@@ -233,8 +235,8 @@ def test_reductions_of_columns_compile() -> None:
 def test_atomic_stores_compile(mode: str, dtype: torch.dtype) -> None:
     axis = Axis("p0", 4096)
 
-    def write(body: Body) -> None:
-        place = body.gathered(body.load("index", as_index(axis), I64), 100)
+    def write(body: KernelBuilder) -> None:
+        place = body.indirect_index(body.load("index", as_index(axis), I64), 100)
         body.store("out", place, body.load("x", as_index(axis), dtype), mode=mode)
 
     kernel = build([axis], [], {"x": (dtype, 4096), "index": (I64, 4096)}, {"out": (dtype, 100)}, write)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxwrap.loop_ir import Axis, Body, Buffer, Index, Kernel, Scalar, as_index, linear_index
+from fxwrap.loop_ir import Axis, Buffer, Index, Kernel, KernelBuilder, Scalar, as_index, linearize_index
 from fxwrap.printers.triton import Configuration, configurations
 from tests.printers.triton_kernels import BF16, F32, F64, I64, check
 
@@ -21,11 +21,11 @@ REDUCTIONS = ("sum", "max", "min", "welford", "softmax")
 
 
 @dataclass
-class Building:
+class KernelDraw:
     """A kernel that is being drawn: values of rows and of elements, and the buffers used so far."""
 
     draw: st.DrawFn
-    body: Body
+    body: KernelBuilder
     axes: list[Axis]
     reduced: list[Axis]
     inputs: list[Buffer]
@@ -42,7 +42,7 @@ class Building:
         count = 1
         for size in sizes:
             count *= size
-        return linear_index(places, sizes), count
+        return linearize_index(places, sizes), count
 
     def load(self) -> None:
         position, count = self.index([*self.axes, *self.reduced])
@@ -56,8 +56,8 @@ class Building:
         index, table = f"in{len(self.inputs)}", f"in{len(self.inputs) + 1}"
         self.inputs += [Buffer(index, I64, count), Buffer(table, F32, 7)]
         chosen = self.body.load(index, position, I64)
-        chosen = self.body.compute("integer_remainder", chosen, chosen.of(7))
-        self.values.append(self.body.load(table, self.body.gathered(chosen, 7), F32))
+        chosen = self.body.compute("integer_remainder", chosen, chosen.coerce(7))
+        self.values.append(self.body.load(table, self.body.indirect_index(chosen, 7), F32))
 
     def compute(self) -> None:
         name = self.draw(st.sampled_from((*UNARY, *BINARY)))
@@ -86,7 +86,7 @@ class Building:
         for size in sizes:
             count *= size
         dtype = self.draw(st.sampled_from((BF16, F32, F64)))
-        self.body.store(name, linear_index(order, sizes), value.to(dtype))
+        self.body.store(name, linearize_index(order, sizes), value.to(dtype))
         self.outputs.append(Buffer(name, dtype, count))
 
 
@@ -96,7 +96,7 @@ def cases(draw: st.DrawFn) -> tuple[Kernel, Configuration]:
     sizes = st.sampled_from((1, 2, 3, 4, 7, 8, 13))
     axes = [Axis(f"p{number}", draw(sizes)) for number in range(draw(st.integers(0, 3)))]
     reduced = [Axis(f"r{number}", draw(sizes)) for number in range(draw(st.integers(0, 2)))]
-    building = Building(draw, Body(), axes, reduced, [], [], [])
+    building = KernelDraw(draw, KernelBuilder(), axes, reduced, [], [], [])
     building.load()
     for _ in range(draw(st.integers(1, 8))):
         steps = [building.load, building.gather, building.compute, building.compute]
@@ -106,11 +106,11 @@ def cases(draw: st.DrawFn) -> tuple[Kernel, Configuration]:
     for value in {item.position: item for item in building.values[-3:]}.values():
         building.store(value)
     kernel = building.body.finish(axes, reduced, building.inputs, building.outputs)
-    return kernel, draw(cuts(kernel))
+    return kernel, draw(draw_configuration(kernel))
 
 
 @st.composite
-def cuts(draw: st.DrawFn, kernel: Kernel) -> Configuration:
+def draw_configuration(draw: st.DrawFn, kernel: Kernel) -> Configuration:
     """One of the printer's own configurations, or any other."""
     if draw(st.booleans()):
         return draw(st.sampled_from(configurations(kernel)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Body, Kernel, as_index
+from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index
 from fxwrap.printers.triton import Configuration, print_triton
 from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, launch_interpreted, softmax_kernel
 
@@ -13,7 +13,7 @@ from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, lau
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def test_masks_only_where_a_block_reaches_beyond_the_end() -> None:
+def test_masks_only_where_a_block_exceeds_the_bounds() -> None:
     assert "mask" not in print_triton(softmax_kernel(8, 4096)).source
     assert "mask" in print_triton(softmax_kernel(8, 4095)).source
 
@@ -41,7 +41,7 @@ def kernel(x_ptr, out_ptr, R_BLOCK: tl.constexpr):
 def test_names_do_not_clash() -> None:
     axis = Axis("program", 6)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         value = (
             body.load("tl", as_index(axis), F32)
             + body.load("x.1", as_index(axis), F32)
@@ -53,14 +53,14 @@ def test_names_do_not_clash() -> None:
     check(build([axis], [], inputs, {"kernel": (F32, 6)}, write))
 
 
-def test_fast_forms_only_where_half_precision_hides_them() -> None:
+def test_fast_math_only_where_half_precision_hides_it() -> None:
     half = print_triton(softmax_kernel(8, 64, BF16)).source
     assert "tl.exp(" in half and "div_rn" not in half and "libdevice" not in half
     single = print_triton(softmax_kernel(8, 64, F32)).source
     assert "tl.exp(" not in single and "div_rn" in single
     axis = Axis("p0", 64)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x, y = [body.load(name, as_index(axis), BF16).to(F32) for name in "xy"]
         body.store("product", as_index(axis), (x.exp() * y).to(BF16))
         body.store("difference", as_index(axis), ((x + 1.0).exp() - y).to(BF16))
@@ -74,38 +74,38 @@ def test_fast_forms_only_where_half_precision_hides_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_divisions_by_powers_of_two_are_products(dtype: torch.dtype) -> None:
+def test_divisions_by_powers_of_two_are_multiplications(dtype: torch.dtype) -> None:
     axis = Axis("p0", 64)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", as_index(axis), dtype)
         for name, number in (("exact", 4096.0), ("inexact", 3.0), ("huge", 2.0**126), ("zero", 0.0)):
             body.store(name, as_index(axis), x / number)
 
     outputs = dict.fromkeys(("exact", "inexact", "huge", "zero"), (dtype, 64))
     text = check(build([axis], [], {"x": (dtype, 64)}, outputs, write))
-    assert text.count("quotient") == 2, "one is made, and one stored"
+    assert text.count("quotient") == 2, "one definition and one store"
 
 
 def test_gelu_of_half_precision() -> None:
     axis = Axis("p0", 512)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", as_index(axis), BF16).to(F32)
         gelu = x * 0.5 * ((x * 0.7071067811865476).erf() + 1.0)
         body.store("out", as_index(axis), gelu.to(BF16))
 
-    def exact(body: Body) -> None:
+    def exact(body: KernelBuilder) -> None:
         body.store("out", as_index(axis), body.load("x", as_index(axis), BF16).to(F32).erf().to(BF16))
 
-    given = torch.cat([torch.linspace(-6, 6, 507), torch.tensor([0.0, -0.0, float("inf"), -200.0, float("nan")])]).to(
+    operand = torch.cat([torch.linspace(-6, 6, 507), torch.tensor([0.0, -0.0, float("inf"), -200.0, float("nan")])]).to(
         BF16
     )
     kernel = build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, write)
-    text = check(kernel, inputs={"x": given}, tolerance=8e-3)
-    assert "erf_beside_one(" in text
-    alone = check(build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, exact), inputs={"x": given})
-    assert "erf_beside_one(" not in alone, "by itself it keeps its relative precision"
+    text = check(kernel, inputs={"x": operand}, tolerance=8e-3)
+    assert "fast_erf(" in text
+    alone = check(build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, exact), inputs={"x": operand})
+    assert "fast_erf(" not in alone, "by itself it keeps its relative precision"
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, BF16])
@@ -113,7 +113,7 @@ def test_numbers_keep_the_sign_of_zero(dtype: torch.dtype) -> None:
     axis = Axis("p0", 4)
     arithmetic = F64 if dtype is F64 else F32
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", as_index(axis), dtype).to(arithmetic)
         with body.masked(x > 0.0):
             padded = body.load("x", as_index(axis), dtype, -0.0).to(arithmetic)
@@ -127,12 +127,12 @@ def test_numbers_keep_the_sign_of_zero(dtype: torch.dtype) -> None:
             body.store(name, as_index(axis), value.to(dtype))
 
     names = ("same", "chosen", "sum", "padded")
-    given = torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=dtype)
+    operand = torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=dtype)
     kernel = build([axis], [], {"x": (dtype, 4)}, dict.fromkeys(names, (dtype, 4)), write)
-    check(kernel, inputs={"x": given})
-    found = {name: torch.full((4,), 7.0, dtype=dtype) for name in names}
-    launch_interpreted(kernel, print_triton(kernel), {"x": given, **found})
-    signs = {name: torch.signbit(value).tolist() for name, value in found.items()}
+    check(kernel, inputs={"x": operand})
+    outputs = {name: torch.full((4,), 7.0, dtype=dtype) for name in names}
+    launch_interpreted(kernel, print_triton(kernel), {"x": operand, **outputs})
+    signs = {name: torch.signbit(value).tolist() for name, value in outputs.items()}
     assert signs["same"] == [True] * 4
     assert signs["chosen"] == signs["padded"] == [True, True, False, True]
     assert signs["sum"] == [False, True, False, True]
@@ -143,14 +143,14 @@ def scaled_rows(mean_first: bool) -> Kernel:
     p, r = Axis("p0", 3), Axis("r0", 16)
     position = as_index(p) * 16 + r
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", position, F32)
         (total,) = body.reduce("sum", x)
         if mean_first:
             body.store("total", as_index(p), total)
         index = body.load("index", as_index(r), I64)
-        body.require(index < 4, "index out of range")
-        weight = body.load("weight", as_index(body.gathered(index, 4)), BF16).to(F32)
+        body.device_assert(index < 4, "index out of range")
+        weight = body.load("weight", as_index(body.indirect_index(index, 4)), BF16).to(F32)
         body.store("out", position, (x - total) * weight)
 
     inputs = {"x": (F32, 48), "index": (I64, 16), "weight": (BF16, 4)}
@@ -159,7 +159,7 @@ def scaled_rows(mean_first: bool) -> Kernel:
 
 
 @pytest.mark.parametrize("mean_first", [False, True])
-def test_what_waits_for_no_reduction_is_loaded_before_it(mean_first: bool) -> None:
+def test_loads_independent_of_a_reduction_are_hoisted(mean_first: bool) -> None:
     index = torch.arange(16) % 4
     kernel = scaled_rows(mean_first)
     text = check(kernel, Configuration(y=kernel.axes, r_block=16), inputs={"index": index})
@@ -169,11 +169,11 @@ def test_what_waits_for_no_reduction_is_loaded_before_it(mean_first: bool) -> No
     assert order == sorted(order)
 
 
-def test_what_is_written_is_not_loaded_before() -> None:
+def test_loads_are_not_hoisted_over_writes() -> None:
     p, r = Axis("p0", 2), Axis("r0", 16)
     element = as_index(p) * 16 + r
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         x = body.load("x", element, F32)
         (total,) = body.reduce("sum", x)
         body.store("x", element, x - total)
@@ -187,7 +187,7 @@ def test_what_is_written_is_not_loaded_before() -> None:
 def test_a_bool_becomes_a_number_in_one_step() -> None:
     axis = Axis("p0", 8)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         flag = body.load("x", as_index(axis), F32) > 0.0
         body.store("out", as_index(axis), flag.to(I64).to(F32).to(BF16).to(F32))
         body.store("count", as_index(axis), flag.to(I64) + 1)
@@ -198,10 +198,10 @@ def test_a_bool_becomes_a_number_in_one_step() -> None:
     assert ".to(tl.bfloat16)" not in text and text.count(".to(tl.int64)") == 1
 
 
-def test_positions_in_a_row_are_compared_in_32_bits() -> None:
+def test_indices_in_a_row_are_compared_in_32_bits() -> None:
     p, r = Axis("p0", 6), Axis("r0", 16)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         label, position = body.load("label", as_index(p), I64), body.index(as_index(r))
         for name, flag in (("same", position.equals(label)), ("other", label.differs(position))):
             (total,) = body.reduce("sum", flag.to(F32) * body.load("x", as_index(p) * 16 + r, F32))
@@ -209,22 +209,22 @@ def test_positions_in_a_row_are_compared_in_32_bits() -> None:
 
     outputs = dict.fromkeys(("same", "other"), (F32, 6))
     kernel = build([p], [r], {"x": (F32, 96), "label": (I64, 6)}, outputs, write)
-    given = {"label": torch.tensor([0, 15, 16, -1, 2**32 + 3, -(2**63)])}
+    arguments = {"label": torch.tensor([0, 15, 16, -1, 2**32 + 3, -(2**63)])}
     for configuration in (Configuration(y=(p,), r_block=16), Configuration(y=(p,), y_block=4, r_block=8, looped=True)):
-        assert check(kernel, configuration, inputs=given).count("narrowed(label)") == 2
+        assert check(kernel, configuration, inputs=arguments).count("to_int32_or_minus_one(label)") == 2
 
 
-def test_sums_of_exponentials_leave_out_the_smallest() -> None:
+def test_softmax_sums_flush_small_exponentials_to_zero() -> None:
     p, r = Axis("p0", 4), Axis("r0", 16)
 
-    def write(body: Body) -> None:
+    def write(body: KernelBuilder) -> None:
         largest, total = body.reduce("softmax", body.load("x", as_index(p) * 16 + r, BF16).to(F32))
         body.store("out", as_index(p), largest + total.log())
 
     kernel = build([p], [r], {"x": (BF16, 64)}, {"out": (F32, 4)}, write)
-    given = torch.linspace(-300, 300, 64).to(BF16)
-    given[:16] = -float("inf")
-    given[16:18] = torch.tensor([float("nan"), float("inf")])
+    operand = torch.linspace(-300, 300, 64).to(BF16)
+    operand[:16] = -float("inf")
+    operand[16:18] = torch.tensor([float("nan"), float("inf")])
     for configuration in (Configuration(y=(p,), r_block=16), Configuration(y=(p,), r_block=8, looped=True)):
-        assert "exp_or_zero(" in check(kernel, configuration, inputs={"x": given})
-    assert "exp_or_zero(" not in print_triton(softmax_kernel(8, 64)).source, "what is stored keeps small numbers"
+        assert "exp_ftz(" in check(kernel, configuration, inputs={"x": operand})
+    assert "exp_ftz(" not in print_triton(softmax_kernel(8, 64)).source, "what is stored keeps small numbers"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fxwrap.loop_ir import Axis, Body, Buffer, Kernel, evaluate_kernel, linear_index
+from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, evaluate_kernel, linearize_index
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.triton import Configuration, print_triton
 from fxwrap.runtime.kernels import load_kernel
@@ -20,10 +20,10 @@ def build(
     reduced: Sequence[Axis],
     inputs: Mapping[str, tuple[torch.dtype, int]],
     outputs: Mapping[str, tuple[torch.dtype, int]],
-    write: Callable[[Body], None],
+    write: Callable[[KernelBuilder], None],
 ) -> Kernel:
     """Returns a kernel whose body `write` adds."""
-    body = Body()
+    body = KernelBuilder()
     write(body)
     buffers = [[Buffer(name, *item) for name, item in group.items()] for group in (inputs, outputs)]
     return body.finish(axes, reduced, *buffers)
@@ -50,10 +50,10 @@ def check(
     """Runs a kernel's text in Triton's interpreter and compares every output with the evaluator's; returns the text."""
     generator = torch.Generator().manual_seed(7)
     known = dict(numbers or {})
-    given = dict(inputs or {})
+    arguments = dict(inputs or {})
     for buffer in kernel.inputs:
-        if buffer.name not in given:
-            given[buffer.name] = random(buffer.dtype, int(evaluate(buffer.extent, known)), generator)
+        if buffer.name not in arguments:
+            arguments[buffer.name] = random(buffer.dtype, int(evaluate(buffer.extent, known)), generator)
     expected: dict[str, torch.Tensor] = {}
     actual: dict[str, torch.Tensor] = {}
     for buffer in kernel.outputs:
@@ -61,13 +61,15 @@ def check(
         if start is None:
             start = torch.full((int(evaluate(buffer.extent, known)),), 77).to(buffer.dtype)
         expected[buffer.name], actual[buffer.name] = start.clone(), start.clone()
-    evaluate_kernel(kernel, {**given, **expected}, known)
+    evaluate_kernel(kernel, {**arguments, **expected}, known)
     printed = print_triton(kernel, configuration)
-    launch_interpreted(kernel, printed, {**given, **actual}, known)
+    launch_interpreted(kernel, printed, {**arguments, **actual}, known)
     for name, want in expected.items():
         got = actual[name]
         atol = tolerance or {BF16: 2e-2, torch.float16: 2e-3, F32: 2e-5, F64: 1e-11}.get(want.dtype, 0)
-        torch.testing.assert_close(got, want, rtol=atol, atol=atol, equal_nan=True, msg=_told(name, printed.source))
+        torch.testing.assert_close(
+            got, want, rtol=atol, atol=atol, equal_nan=True, msg=_device_assert(name, printed.source)
+        )
     return printed.source
 
 
@@ -82,10 +84,10 @@ def launch_interpreted(
     launch = load_kernel(printed.language, printed.source, printed.signature, printed.options)
     grid = tuple([int(evaluate(size, known)) for size in printed.grid])
     arguments = [tensors[item.name] for item in (*kernel.inputs, *kernel.outputs)]
-    launch(grid, *arguments, *[known[str(symbol)] for symbol in kernel.numbers])
+    launch(grid, *arguments, *[known[str(symbol)] for symbol in kernel.symbols])
 
 
-def _told(name: str, source: str) -> Callable[[str], str]:
+def _device_assert(name: str, source: str) -> Callable[[str], str]:
     return lambda message: f"output {name}: {message}\n{source}"
 
 
@@ -95,10 +97,10 @@ def squares_kernel() -> Kernel:
     p, q, r, t = Axis("p0", s0), Axis("p1", s0), Axis("r0", s1), Axis("r1", s1)
     cube = Axis("p2", (s0 + 1) ** 2)
 
-    def write(body: Body) -> None:
-        x = body.load("x", linear_index([p, q, cube, r, t], [s0, s0, cube.size, s1, s1]), F32)
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", linearize_index([p, q, cube, r, t], [s0, s0, cube.size, s1, s1]), F32)
         (total,) = body.reduce("sum", x)
-        body.store("out", linear_index([p, q, cube], [s0, s0, cube.size]), total)
+        body.store("out", linearize_index([p, q, cube], [s0, s0, cube.size]), total)
 
     parallel = s0**2 * cube.size
     return build([p, q, cube], [r, t], {"x": (F32, parallel * s1**2)}, {"out": (F32, parallel)}, write)
@@ -107,9 +109,9 @@ def squares_kernel() -> Kernel:
 def softmax_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel:
     """A softmax over rows, in one kernel of two stages."""
     p, r = Axis("p0", rows), Axis("r0", size)
-    position = linear_index([p, r], [rows, size])
-    body = Body()
-    with body.origins("softmax of model.py:12"):
+    position = linearize_index([p, r], [rows, size])
+    body = KernelBuilder()
+    with body.origin_scope("softmax of model.py:12"):
         x = body.load("x", position, dtype).to(F32)
         largest, total = body.reduce("softmax", x)
         body.store("out", position, ((x - largest).exp() / total).to(dtype))

@@ -29,9 +29,9 @@ def inputs() -> list[Tensor]:
     return [torch.randn(4, 8), torch.randn(8, 16), torch.randn(16)]
 
 
-def emitted(function: Callable[..., Any], given: list[Tensor], **options: Any) -> GraphModule:
-    graph = make_fx(function, tracing_mode="fake")(*given)
-    return fxwrap.compile_graph(graph, given, options=Options(emitter="fx", **options)).graph_module
+def emitted(function: Callable[..., Any], arguments: list[Tensor], **options: Any) -> GraphModule:
+    graph = make_fx(function, tracing_mode="fake")(*arguments)
+    return fxwrap.compile_graph(graph, arguments, options=Options(emitter="fx", **options)).graph_module
 
 
 def pattern(x: Any, w: Any, b: Any) -> Any:
@@ -43,7 +43,7 @@ def replacement(x: Any, w: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("language", ["cpp", "triton"])
-def test_kernels_are_known_by_what_they_compute(language: str) -> None:
+def test_launches_are_matched_by_kernel_semantics(language: str) -> None:
     graph_module = emitted(layers, inputs(), cpu_kernels=language)
     first, second = rw.kernel_nodes(graph_module, "aten.add.Tensor", "aten.gelu.default")
     assert first.kernel == second.kernel and first.kernel.language == language
@@ -53,7 +53,7 @@ def test_kernels_are_known_by_what_they_compute(language: str) -> None:
     assert rw.kernel_of(first.outs[0]) is None and rw.kernel_of(first.node) == first
 
 
-def test_torchs_observers_see_what_a_rewrite_changes() -> None:
+def test_graph_observers_see_rewrites() -> None:
     graph_module = emitted(layers, inputs())
     created: list[torch.fx.Node] = []
     erased: list[torch.fx.Node] = []
@@ -65,71 +65,73 @@ def test_torchs_observers_see_what_a_rewrite_changes() -> None:
 
 
 @pytest.mark.parametrize("language", ["cpp", "triton"])
-def test_a_launch_and_what_it_updates_are_replaced(language: str) -> None:
-    given = inputs()
-    graph_module = emitted(layers, given, cpu_kernels=language)
-    found = rw.replace_in_graph(graph_module, pattern, replacement)
-    assert [item.refused for item in found] == ["", ""] and len(found[0].nodes) == 2
+def test_a_launch_with_in_place_updates_is_replaced(language: str) -> None:
+    arguments = inputs()
+    graph_module = emitted(layers, arguments, cpu_kernels=language)
+    matches = rw.replace_in_graph(graph_module, pattern, replacement)
+    assert [item.failure_reason for item in matches] == ["", ""] and len(matches[0].nodes) == 2
     graph_module.graph.lint()
     assert not list(rw.kernel_nodes(graph_module))
     assert not graph_module.graph.find_nodes(op="call_function", target=aten.empty_strided.default)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.gelu.default):
         assert isinstance(node.meta["val"], FakeTensor) and node.meta["fxwrap_origin"].operators[-1] == "aten.gelu"
-    torch.testing.assert_close(graph_module(*given), layers(*given))
-    torch.testing.assert_close(fxwrap.run(fxwrap.from_fx(graph_module), list(given)), layers(*given))
+    torch.testing.assert_close(graph_module(*arguments), layers(*arguments))
+    torch.testing.assert_close(fxwrap.run(fxwrap.from_fx(graph_module), list(arguments)), layers(*arguments))
 
 
-def test_a_condition_says_which_matches_are_meant() -> None:
-    given = inputs()
-    graph_module = emitted(layers, given)
-    found = rw.replace_in_graph(graph_module, pattern, replacement, where=lambda nodes: nodes["x"].op == "placeholder")
-    assert [bool(item.refused) for item in found] == [False, True]
-    torch.testing.assert_close(graph_module(*given), layers(*given))
+def test_a_condition_filters_matches() -> None:
+    arguments = inputs()
+    graph_module = emitted(layers, arguments)
+    matches = rw.replace_in_graph(
+        graph_module, pattern, replacement, where=lambda nodes: nodes["x"].op == "placeholder"
+    )
+    assert [bool(item.failure_reason) for item in matches] == [False, True]
+    torch.testing.assert_close(graph_module(*arguments), layers(*arguments))
 
 
-def test_what_a_kernel_writes_into_an_input_is_copied_there() -> None:
+def test_kernel_writes_to_inputs_are_copied_back() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         x.copy_(torch.tanh(y) * 2)
         return x @ y
 
-    given = [torch.randn(4, 4), torch.randn(4, 4)]
-    graph_module = emitted(function, given)
+    arguments = [torch.randn(4, 4), torch.randn(4, 4)]
+    graph_module = emitted(function, arguments)
     (launch,) = rw.kernel_nodes(graph_module)
 
     def launched(y: Any, x: Any) -> Any:
         return rw.kernel_node(*launch.operators)(y, x)
 
-    found = rw.replace_in_graph(graph_module, launched, lambda y, x: aten.mul.Tensor(aten.tanh.default(y), 2))
-    assert [item.refused for item in found] == [""]
-    ours, theirs = [item.clone() for item in given], [item.clone() for item in given]
+    matches = rw.replace_in_graph(graph_module, launched, lambda y, x: aten.mul.Tensor(aten.tanh.default(y), 2))
+    assert [item.failure_reason for item in matches] == [""]
+    ours, theirs = [item.clone() for item in arguments], [item.clone() for item in arguments]
     torch.testing.assert_close(graph_module(*ours)[0], function(*theirs))
     torch.testing.assert_close(ours, theirs)
     assert graph_module.graph.find_nodes(op="call_function", target=aten.copy_.default)
 
 
 @pytest.mark.parametrize("language", ["cpp", "triton"])
-def test_memory_with_windows_is_an_operand(language: str) -> None:
+def test_memory_with_views_is_an_operand(language: str) -> None:
     """A kernel writes it, so what a product reads is the memory, not what the launch gives, which is nothing."""
 
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         hidden = torch.tanh(x) * 2
         return hidden.t(), hidden @ w, hidden[1:]
 
-    given = inputs()[:2]
-    graph_module = emitted(function, given, cpu_kernels=language)
+    arguments = inputs()[:2]
+    graph_module = emitted(function, arguments, cpu_kernels=language)
     (launch,) = rw.kernel_nodes(graph_module)
-    found = rw.replace_in_graph(
+    matches = rw.replace_in_graph(
         graph_module,
         lambda x, w: aten.mm.default(x, w),
         lambda x, w: aten.squeeze.dim(aten.bmm.default(aten.unsqueeze.default(x, 0), aten.unsqueeze.default(w, 0)), 0),
         where=lambda nodes: nodes["x"] is launch.outs[0],
     )
-    assert [item.refused for item in found] == [""]
-    torch.testing.assert_close(tuple(graph_module(*given)), function(*given))
-    torch.testing.assert_close(fxwrap.run(fxwrap.from_fx(graph_module), list(given)), function(*given))
+    assert [item.failure_reason for item in matches] == [""]
+    torch.testing.assert_close(tuple(graph_module(*arguments)), function(*arguments))
+    torch.testing.assert_close(fxwrap.run(fxwrap.from_fx(graph_module), list(arguments)), function(*arguments))
 
 
-def test_memory_that_is_written_between_forbids_a_match() -> None:
+def test_an_intervening_write_prevents_a_match() -> None:
     def function(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         product = x @ y
         x.add_(1)
@@ -138,17 +140,17 @@ def test_memory_that_is_written_between_forbids_a_match() -> None:
     def two_products(x: Any, y: Any, z: Any) -> Any:
         return aten.mm.default(aten.mm.default(x, y), z)
 
-    given = [torch.randn(4, 4) for _ in range(3)]
-    graph_module = emitted(function, given, fuse=False)
-    found = rw.replace_in_graph(graph_module, two_products, lambda x, y, z: aten.mm.default(x, aten.mm.default(y, z)))
-    assert [item.refused for item in found] == ["memory that it reads is written between its nodes"]
+    arguments = [torch.randn(4, 4) for _ in range(3)]
+    graph_module = emitted(function, arguments, fuse=False)
+    matches = rw.replace_in_graph(graph_module, two_products, lambda x, y, z: aten.mm.default(x, aten.mm.default(y, z)))
+    assert [item.failure_reason for item in matches] == ["memory that it reads is written between its nodes"]
 
 
 def test_a_replacement_of_another_dtype_is_an_error() -> None:
     def half(x: Any, w: Any, b: Any) -> Any:
         return aten._to_copy.default(replacement(x, w, b), dtype=torch.float16)
 
-    with pytest.raises(RewriteError, match=r"'mm' is torch\.float32 \(4, 16\) on cpu, and the replacement gives torch"):
+    with pytest.raises(RewriteError, match=r"'mm' is torch\.float32 \(4, 16\) on cpu, but the replacement is torch"):
         rw.replace_in_graph(emitted(layers, inputs()), pattern, half)
     with pytest.raises(RewriteError, match=r"kernel_node\(\.\.\.\) is for functions that are patterns"):
         rw.kernel_node("aten.add.Tensor")(torch.ones(2))
@@ -156,12 +158,12 @@ def test_a_replacement_of_another_dtype_is_an_error() -> None:
 
 def test_as_a_pass_of_a_compile(fresh_dynamo: None) -> None:
     def fused(graph_module: GraphModule) -> None:
-        found.extend(rw.replace_in_graph(graph_module, pattern, replacement))
+        matches.extend(rw.replace_in_graph(graph_module, pattern, replacement))
 
-    found: list[rw.GraphMatch] = []
+    matches: list[rw.GraphMatch] = []
     passes = [Pass(fused, key="1", at="fx_emitted")]
-    given = inputs()
+    arguments = inputs()
     with torch.no_grad():
-        result = torch.compile(layers, backend="fxwrap", options={"passes": passes, "emitter": "fx"})(*given)
-    assert len(found) == 2
-    torch.testing.assert_close(result, layers(*given))
+        result = torch.compile(layers, backend="fxwrap", options={"passes": passes, "emitter": "fx"})(*arguments)
+    assert len(matches) == 2
+    torch.testing.assert_close(result, layers(*arguments))

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Any
-
-import pytest
-
-from fxwrap import pass_spec
-
-GUIDE = (Path(__file__).parents[2] / "docs" / "rewriting.md").read_text()
+from fxwrap.options import empty_pass_registry
+from tests.support.documents import run_snippets
 
 
-def test_the_snippets_run(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
-    monkeypatch.setattr(pass_spec, "_REGISTRY", {})
-    names: dict[str, Any] = {"__name__": "guide"}
-    snippets = re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
-    assert len(snippets) == 6
-    for number, snippet in enumerate(snippets):
-        exec(compile(snippet, f"<docs/rewriting.md, snippet {number}>", "exec"), names)
+def test_the_snippets_run(fresh_dynamo: None) -> None:
+    with empty_pass_registry():
+        names = run_snippets("docs/rewriting.md")
+    assert {"gelu_of_linear", "as_tanh", "replacement", "rename", "too_short"} <= set(names)

@@ -1,4 +1,4 @@
-"""Rewrites that must change nothing: each call made again, two made again as one, copies put in and taken out."""
+"""Rewrites that must change nothing: each call rebuilt, two calls rebuilt as one, copies inserted and elided."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import given, settings
 
 import fxwrap
 from fxwrap import rewrite as rw
-from fxwrap.lines import Call, Mutate
-from fxwrap.wrapper_ir import Program, canonical
-from tests.strategies.programs import RandomProgram, random_programs
+from fxwrap.lines import ExternCall, Mutate
+from fxwrap.wrapper_ir import Program, canonicalize_program
+from tests.support.strategies.programs import RandomProgram, random_programs
 
 
-def made_again(line: Any, builder: rw.LineBuilder, operands: dict[str, Any] | None = None) -> tuple[Any, ...]:
+def rebuild_line(line: Any, builder: rw.LineBuilder, operands: dict[str, Any] | None = None) -> tuple[Any, ...]:
     """Makes a call again, and returns what stands for its results and for what it fills or writes."""
-    results = builder.again(line, operands)
+    results = builder.clone_call(line, operands)
     results = results if isinstance(results, tuple) else () if results is None else (results,)
     written = line.writes if isinstance(line, Mutate) else line.outs
     return (*results, *[(operands or {}).get(value.name, value) for value in written])
@@ -42,39 +42,39 @@ def tensors(inputs: Sequence[Any]) -> list[torch.Tensor]:
 UNARY = ("aten.sin.default", "aten.tanh.default", "aten.neg.default", "aten.sigmoid.default")
 
 
-def anything(line: Any) -> bool:
+def match_any_line(line: Any) -> bool:
     return True
 
 
 @settings(max_examples=25)
 @given(random_programs())
-def test_each_call_made_again_is_the_same_program(random: RandomProgram) -> None:
-    every_call = rw.call(anything, ...)
-    done = rw.rewrite(random.program, every_call, lambda match, builder: made_again(match.lines[0], builder))
-    assert canonical(done.program) == canonical(random.program)
-    calls = [line for line in random.program.lines() if isinstance(line, Call | Mutate)]
-    assert len(done.matches) == len(calls) and not done.refusals, done.report()
+def test_rebuilding_each_call_is_the_identity(random: RandomProgram) -> None:
+    every_call = rw.call(match_any_line, ...)
+    done = rw.rewrite(random.program, every_call, lambda match, builder: rebuild_line(match.lines[0], builder))
+    assert canonicalize_program(done.program) == canonicalize_program(random.program)
+    calls = [line for line in random.program.lines() if isinstance(line, ExternCall | Mutate)]
+    assert len(done.matches) == len(calls) and not done.match_failures, done.report()
 
 
-def as_one(match: rw.Match, builder: rw.LineBuilder) -> Any:
+def rebuild_both(match: rw.Match, builder: rw.LineBuilder) -> Any:
     """Makes the two calls of a match where one of them stood."""
     first, second = match.line("first"), match.line("second")
-    given = made_again(first, builder)
-    new = {old.name: value for old, value in zip(results_of(first), given, strict=True) if value is not None}
-    return made_again(second, builder, new)
+    values = rebuild_line(first, builder)
+    new = {old.name: value for old, value in zip(results_of(first), values, strict=True) if value is not None}
+    return rebuild_line(second, builder, new)
 
 
 @settings(max_examples=40)
 @given(random_programs(most_steps=24))
-def test_two_calls_made_again_in_one_place_mean_the_same(random: RandomProgram) -> None:
-    first = rw.call(anything, ...).named("first")
-    pattern = rw.reading(rw.call(anything, first)).named("second")
-    assert_same_meaning(random, rw.rewrite(random.program, pattern, as_one).program)
+def test_rebuilding_two_calls_together_is_equivalent(random: RandomProgram) -> None:
+    first = rw.call(match_any_line, ...).named("first")
+    pattern = rw.with_operands_anywhere(rw.call(match_any_line, first)).named("second")
+    assert_same_meaning(random, rw.rewrite(random.program, pattern, rebuild_both).program)
 
 
 @settings(max_examples=40)
 @given(random_programs(most_steps=24))
-def test_two_outputs_made_in_one_place_mean_the_same(random: RandomProgram) -> None:
+def test_rebuilding_two_outputs_together_is_equivalent(random: RandomProgram) -> None:
     """Two calls that read one tensor, wherever they are."""
     x = rw.tensor("x")
     pattern = rw.call(UNARY, x).named("first"), rw.call(UNARY, x).named("second")
@@ -87,7 +87,7 @@ def test_two_outputs_made_in_one_place_mean_the_same(random: RandomProgram) -> N
 
 @settings(max_examples=25)
 @given(random_programs())
-def test_copies_put_in_and_taken_out_mean_the_same(random: RandomProgram) -> None:
+def test_inserting_and_removing_copies_is_equivalent(random: RandomProgram) -> None:
     x = rw.tensor("x")
     unary = rw.call(UNARY, x)
 

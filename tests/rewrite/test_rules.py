@@ -1,4 +1,4 @@
-"""What is replaced and what is left alone, one rule a case, on programs as text."""
+"""Matches that are replaced, and those that are not: one rule a case, on programs as text."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ MUTABLE = "%x: mutable f32[4]@cpu"
 RANDOM = '%{0} = extern.call @aten.rand_like.default(%x) effect_set=(random("cpu")) : f32[4]@cpu'
 
 
-def test_a_match_becomes_one_line_under_the_old_name() -> None:
+def test_a_match_is_replaced_and_keeps_its_result_name() -> None:
     done = rw.rewrite(program(f"{SINE}\n{HYPERBOLIC}\nmemory.free(%a)\n{RETURN}"), TANH_OF_SIN, AS_COS)
     assert lines(done.program) == ["%b = extern.call @aten.cos.default(%x) : f32[4]@cpu", RETURN]
     assert [len(match.lines) for match in done.matches] == [2]
 
 
-def test_frees_are_placed_anew() -> None:
+def test_frees_are_recomputed() -> None:
     owned = "%x: owned f32[4]@cpu"
     before = program(f"{SINE}\nmemory.free(%x)\n{HYPERBOLIC}\nmemory.free(%a)\n{RETURN}", owned)
     done = rw.rewrite(before, TANH_OF_SIN, AS_COS)
     assert lines(done.program) == ["%b = extern.call @aten.cos.default(%x) : f32[4]@cpu", "memory.free(%x)", RETURN]
 
 
-def test_memory_that_is_filled_is_followed_and_goes_with_what_filled_it() -> None:
+def test_out_variant_buffers_are_matched_and_removed_with_their_writer() -> None:
     filled = "%a = memory.alloc() : f32[4]@cpu\nextern.call @aten.sin.out(%x) outs=(%a)"
     pattern = rw.call(TANH, rw.call("aten.sin.out", X, ...))
     done = rw.rewrite(program(f"{filled}\n{HYPERBOLIC}\nmemory.free(%a)\n{RETURN}"), pattern, AS_COS)
     assert lines(done.program) == ["%b = extern.call @aten.cos.default(%x) : f32[4]@cpu", RETURN]
 
 
-def test_memory_that_is_filled_twice_is_two_things() -> None:
+def test_a_buffer_filled_twice_is_two_values() -> None:
     filled = "%a = memory.alloc() : f32[4]@cpu\nextern.call @aten.sin.out(%x) outs=(%a)"
     again = "%c = extern.call @aten.neg.default(%a) : f32[4]@cpu\nextern.call @aten.cos.out(%x) outs=(%a)"
     before = program(f"{filled}\n{again}\n{HYPERBOLIC}\nmemory.free(%a)\ncontrol.return(%b, %c)")
@@ -66,7 +66,7 @@ def test_memory_that_is_filled_twice_is_two_things() -> None:
     assert rw.find(before, rw.call(TANH, rw.call("aten.cos.out", X, ...))).matches
 
 
-def test_what_is_written_into_an_input_is_copied_there() -> None:
+def test_writes_to_inputs_are_copied_back() -> None:
     before = program("extern.mutate @aten.neg_.default(%x) writes=(%x)\ncontrol.return()", MUTABLE)
     done = rw.rewrite(before, rw.call("aten.neg_.default", X), rw.call("aten.neg.default", X))
     assert lines(done.program)[1] == "extern.mutate @aten.copy_.default(%x, %neg) writes=(%x)"
@@ -82,7 +82,7 @@ def test_a_builder_may_write_into_an_input_itself() -> None:
     assert lines(done.program)[0] == "extern.mutate @aten.mul_.Scalar(%x, -1) writes=(%x)"
 
 
-def test_memory_that_is_updated_in_place_has_another_name_from_there_on() -> None:
+def test_in_place_updates_rename_the_value() -> None:
     before = program(
         f"{SINE}\n%c = extern.call @aten.neg.default(%a) : f32[4]@cpu\n"
         "extern.mutate @aten.tanh_.default(%a) writes=(%a)\ncontrol.return(%a, %c)"
@@ -96,7 +96,7 @@ def test_memory_that_is_updated_in_place_has_another_name_from_there_on() -> Non
     ]
 
 
-def test_outputs_are_made_before_the_first_use_of_any() -> None:
+def test_outputs_precede_their_first_use() -> None:
     """New lines stand where the first line of the match stood: the last one comes too late."""
     before = program(
         f"{SINE}\n%c = extern.call @aten.neg.default(%a) : f32[4]@cpu\nmemory.free(%a)\n"
@@ -109,13 +109,13 @@ def test_outputs_are_made_before_the_first_use_of_any() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_overwritten_is_read_before() -> None:
+def test_overwritten_operands_are_read_first() -> None:
     before = program(f"{SINE}\n{TO_NEGATIVE}\n{HYPERBOLIC}\nmemory.free(%a)\n{RETURN}", MUTABLE)
     done = rw.rewrite(before, TANH_OF_SIN, AS_COS)
     assert lines(done.program) == ["%b = extern.call @aten.cos.default(%x) : f32[4]@cpu", TO_NEGATIVE, RETURN]
 
 
-def test_results_that_nothing_reads_are_left_out() -> None:
+def test_unused_results_are_dropped() -> None:
     before = program("%v, _ = extern.call @aten.max.dim(%x, 0) : f32[]@cpu, none\ncontrol.return(%v)")
     done = rw.rewrite(before, rw.call("aten.max.dim", X, 0).output(0), rw.call("aten.min.dim", X, 0).output(0))
     assert lines(done.program)[0] == "%v, _ = extern.call @aten.min.dim(%x, 0) : f32[]@cpu, none"
@@ -132,7 +132,7 @@ def test_blocks_and_functions_are_rewritten() -> None:
     before = program(body, "%x: borrowed f32[4]@cpu, %flag: borrowed bool[]@cpu", function)
     done = rw.rewrite(before, rw.call(SIN, X), AS_COS)
     assert len(done.matches) == 3 and str(done.program).count("aten.cos.default") == 3
-    with pytest.raises(RewriteError, match="a block sees its arguments only"):
+    with pytest.raises(RewriteError, match="a nested block can use its arguments only"):
         rw.rewrite(before, rw.call(SIN, X), lambda match, builder: builder.constant(torch.ones(4)))
 
 
@@ -152,7 +152,7 @@ def test_symbolic_sizes_are_inferred() -> None:
     assert "slice_copy" in lines(rw.rewrite(before, TANH_OF_SIN, build).program)[2]
 
 
-def test_a_round_for_matches_that_would_cross() -> None:
+def test_overlapping_matches_use_another_round() -> None:
     """The second pair moves up over the first one's last line: it is replaced in a round of its own."""
     body = "\n".join(
         f"%{name} = extern.call @aten.{operator}.default(%{operand}) : f32[4]@cpu"
@@ -192,13 +192,13 @@ def test_a_round_for_matches_that_would_cross() -> None:
         ("extern.call @aten.sin.default(%x)", rw.call(SIN, X).where(lambda line: line.results[0].name == "b"), True),
         ("extern.call @aten.sin.default(%x)", rw.call(SIN, rw.tensor("x", where=lambda x: x.name == "y")), False),
         ("extern.call @aten.sin.default(%x)", rw.call(SIN, rw.one_of(rw.call(TANH, X), X)), True),
-        ("extern.call @aten.atan2.default(%y, %x)", rw.reading(rw.call("aten.atan2.default", X)), True),
+        ("extern.call @aten.atan2.default(%y, %x)", rw.with_operands_anywhere(rw.call("aten.atan2.default", X)), True),
         ("extern.call @aten.sin.default(%x)", rw.line(rw.Operation), False),
     ],
 )  # fmt: skip
 def test_operands(text: str, pattern: rw.Operation, matches: bool) -> None:
-    found = rw.find(program(f"%b = {text} : f32[4]@cpu\n{RETURN}", BOTH), pattern)
-    assert bool(found.matches) == matches, found.report()
+    result = rw.find(program(f"%b = {text} : f32[4]@cpu\n{RETURN}", BOTH), pattern)
+    assert bool(result.matches) == matches, result.report()
 
 
 def test_operands_in_either_order() -> None:
@@ -206,28 +206,28 @@ def test_operands_in_either_order() -> None:
     before = program(body, BOTH)
     pattern = rw.call("aten.add.Tensor", rw.call(SIN, X), Y)
     assert not rw.find(before, pattern).matches
-    (match,) = rw.find(before, pattern.in_either_order()).matches
+    (match,) = rw.find(before, pattern.as_commutative()).matches
     assert match["x"].name == "x" and match["y"].name == "y"
 
 
 @pytest.mark.parametrize("optional", [False, True])
 def test_views_are_matched_by_name(optional: bool) -> None:
     sine = SINE.replace("f32[4]", "f32[2, 3]")
-    for given in ("%a", "%v"):
-        shown = "%v = memory.view(%a) : f32[3, 2 | 1, 3]@cpu\n" if given == "%v" else ""
-        size = "3, 2 | 1, 3" if given == "%v" else "2, 3"
-        tanh = f"%b = extern.call @aten.tanh.default({given}) : f32[{size}]@cpu"
-        body = f"{sine}\n{shown}{tanh}\nmemory.free(%a)\n{RETURN}"
+    for operand in ("%a", "%v"):
+        view_line = "%v = memory.view(%a) : f32[3, 2 | 1, 3]@cpu\n" if operand == "%v" else ""
+        size = "3, 2 | 1, 3" if operand == "%v" else "2, 3"
+        tanh = f"%b = extern.call @aten.tanh.default({operand}) : f32[{size}]@cpu"
+        body = f"{sine}\n{view_line}{tanh}\nmemory.free(%a)\n{RETURN}"
         before = program(body, "%x: borrowed f32[2, 3]@cpu")
-        found = rw.find(before, rw.call(TANH, rw.view(rw.call(SIN, X), optional=optional)))
-        assert bool(found.matches) == (optional or given == "%v")
+        result = rw.find(before, rw.call(TANH, rw.view(rw.call(SIN, X), optional=optional)))
+        assert bool(result.matches) == (optional or operand == "%v")
 
 
 SOURCE = 'extern "C" void kernel(const float* a, float* b) {}\n'
 KERNEL = KernelDefinition("double_0", "cpp", SOURCE, ("*f32", "*f32"))
 
 
-def test_launches_are_matched_by_kernel_and_flow() -> None:
+def test_launches_are_matched_by_kernel_and_data_flow() -> None:
     body = (
         f"{SINE}\n%b = memory.alloc() : f32[4]@cpu\nkernel.launch @double_0(%a) outs=(%b)\nmemory.free(%a)\n"
         "kernel.launch @double_0(%x) outs=(%b)\ncontrol.return(%b)"
@@ -246,7 +246,7 @@ def rw_double(match: rw.Match, builder: rw.LineBuilder) -> Any:
     return builder.call("aten.mul.Scalar", match.lines[0].arguments[0], 2)
 
 
-# --- what is left alone -----------------------------------------------------------------------------------------------
+# --- matches that are not replaced -----------------------------------------------------------------------------------
 
 TO_NEGATIVE = "extern.mutate @aten.neg_.default(%x) writes=(%x)"
 ENTER, EXIT = 'note.enter_range() name="r"', 'note.exit_range() name="r"'
@@ -270,36 +270,34 @@ ANGLE_OF_SIN = rw.call(ATAN, rw.call(SIN, X), Y)
         (f"{SINE}\n{HYPERBOLIC}\ncontrol.return(%b, %a)", "", TANH_OF_SIN,
          "%a is used by another line too: control.return(%b, %a)"),
         (f"{SINE}\n{HYPERBOLIC}\nmemory.free(%a)\n{NEGATIVE}\ncontrol.return(%b, %c)", "",
-         rw.call(TANH, rw.call(SIN, rw.tensor("x", only_here=True))),
+         rw.call(TANH, rw.call(SIN, rw.tensor("x", no_other_uses=True))),
          "%x is read by another line too: %c = extern.call @aten.neg.default(%x)"),
         (f"{NONZERO}\ncontrol.return(%a)", "", rw.call("aten.nonzero.default", X),
-         "the sizes of %a are known only when it has run"),
+         "the sizes of %a are known only at run time"),
     ],
 )  # fmt: skip
-def test_a_match_is_left_alone_where_its_lines_cannot_be_one(
-    body: str, inputs: str, pattern: rw.Operation, reason: str
-) -> None:
+def test_non_mergeable_matches_are_skipped(body: str, inputs: str, pattern: rw.Operation, reason: str) -> None:
     before = program(body, inputs or "%x: borrowed f32[4]@cpu")
     done = rw.rewrite(before, pattern, lambda match, builder: pytest.fail("it was not to be replaced"))
     assert done.program is before
-    (refusal,) = done.refusals
-    assert reason in refusal.reason and reason in done.report()
+    (failure,) = done.match_failures
+    assert reason in failure.reason and reason in done.report()
 
 
-def test_results_that_others_read_stay_where_the_pattern_allows_it() -> None:
+def test_results_with_other_uses_are_kept_where_allowed() -> None:
     before = program(f"{SINE}\n{HYPERBOLIC}\ncontrol.return(%b, %a)")
-    done = rw.rewrite(before, rw.call(TANH, rw.call(SIN, X).also_used()), AS_COS)
+    done = rw.rewrite(before, rw.call(TANH, rw.call(SIN, X).allow_other_uses()), AS_COS)
     cosine = "%b = extern.call @aten.cos.default(%x) : f32[4]@cpu"
     assert lines(done.program) == [SINE, cosine, "control.return(%b, %a)"]
 
 
-def test_memory_that_another_stream_frees_is_left_alone() -> None:
+def test_memory_freed_on_another_stream_is_skipped() -> None:
     before = program(f"{SINE}\n{HYPERBOLIC}\nmemory.free(%a) stream=1\n{RETURN}")
-    (refusal,) = rw.rewrite(before, TANH_OF_SIN, AS_COS).refusals
-    assert refusal.reason == "%a is used by another line too: memory.free(%a) stream=1"
+    (failure,) = rw.rewrite(before, TANH_OF_SIN, AS_COS).match_failures
+    assert failure.reason == "%a is used by another line too: memory.free(%a) stream=1"
 
 
-def itself(match: rw.Match, builder: rw.LineBuilder) -> Any:
+def return_operand(match: rw.Match, builder: rw.LineBuilder) -> Any:
     return match["x"]
 
 
@@ -307,27 +305,27 @@ def itself(match: rw.Match, builder: rw.LineBuilder) -> Any:
     ("after", "reason"),
     [
         ("{0}\nmemory.free(%a)\ncontrol.return(%b)", ""),
-        ("control.return(%a)", "%a is given back"),
+        ("control.return(%a)", "%a is returned"),
         ("{0}\nextern.mutate @aten.neg_.default(%a) writes=(%a)\nmemory.free(%a)\ncontrol.return(%b)", "%a is written"),
-        (f"{TO_NEGATIVE}\n{{0}}\nmemory.free(%a)\ncontrol.return(%b)", "%x would stand for %a, and is written before"),
+        (f"{TO_NEGATIVE}\n{{0}}\nmemory.free(%a)\ncontrol.return(%b)", "%x would replace %a, but is written before"),
         (f"{{0}}\nmemory.free(%a)\n{TO_NEGATIVE}\ncontrol.return(%b)", ""),
     ],
 )
-def test_a_copy_is_left_out_only_where_nothing_can_tell(after: str, reason: str) -> None:
+def test_a_copy_is_elided_only_where_unobservable(after: str, reason: str) -> None:
     copied = "%a = extern.call @aten.clone.default(%x) : f32[4]@cpu"
-    done = rw.rewrite(program(f"{copied}\n{after.format(HYPERBOLIC)}", MUTABLE), rw.call(CLONE, X), itself)
+    done = rw.rewrite(program(f"{copied}\n{after.format(HYPERBOLIC)}", MUTABLE), rw.call(CLONE, X), return_operand)
     assert bool(done.matches) == (not reason), done.report()
-    assert not reason or reason in done.refusals[0].reason
+    assert not reason or reason in done.match_failures[0].reason
     assert ("aten.clone" in str(done.program)) == bool(reason)
 
 
-def test_a_builder_may_leave_a_match_alone() -> None:
+def test_a_builder_may_decline_a_match() -> None:
     def build(match: rw.Match, builder: rw.LineBuilder) -> Any:
         raise rw.Skip("it is small")
 
     before = program(f"{SINE}\n{HYPERBOLIC}\nmemory.free(%a)\n{RETURN}")
     done = rw.rewrite(before, TANH_OF_SIN, build)
-    assert done.program is before and done.refusals[0].reason == "it is small"
+    assert done.program is before and done.match_failures[0].reason == "it is small"
 
 
 # --- wrong patterns and replacements ----------------------------------------------------------------------------------
@@ -343,51 +341,51 @@ def type_(dtype: torch.dtype) -> TensorType:
     ("build", "reason"),
     [
         (lambda match, builder: builder.call("aten._to_copy.default", match["x"], dtype=torch.float16),
-         r"%b is f32\[4\]@cpu, and the replacement gives f16\[4\]@cpu for it"),
-        (lambda match, builder: builder.call("aten.max.dim", match["x"], 0), "the replacement gives 2 values"),
-        (lambda match, builder: None, "the replacement gives None for %b"),
+         r"%b is f32\[4\]@cpu, but its replacement is f16\[4\]@cpu"),
+        (lambda match, builder: builder.call("aten.max.dim", match["x"], 0), "the replacement returns 2 values"),
+        (lambda match, builder: None, "the replacement returns None for %b"),
         (lambda match, builder: builder.call("aten.cos.default", match.line("sin").results[0]),
-         "the replacement uses %a, which the match takes away"),
-        (lambda match, builder: match.line("sin").results[0], "the replacement gives %a, which the match takes away"),
+         "the replacement uses %a, which the match removes"),
+        (lambda match, builder: match.line("sin").results[0], "the replacement returns %a, which the match removes"),
         (lambda match, builder: builder.mutate("aten.neg_.default", match["x"]),
          "the replacement writes %x, which the matched lines do not write"),
         (lambda match, builder: builder.call("aten.neg_.default", match["x"]), "aten.neg_.default writes its operands"),
         (lambda match, builder: builder.mutate("aten.neg.default", match["x"]), "aten.neg.default writes no operand"),
         (lambda match, builder: builder.call("vendor.nothing.default", match["x"]),
-         "torch knows no operator 'vendor.nothing.default'"),
+         "torch has no operator 'vendor.nothing.default'"),
         (lambda match, builder: builder.call("aten.mm.default", match["x"], match["x"]),
-         "aten.mm.default fails on these arguments"),
-        (lambda match, builder: builder.call("aten.nonzero.default", match["x"]), "are known only when it has run"),
-        (lambda match, builder: builder.add(Free(match["x"])), "frees are placed when all lines are there"),
+         "aten.mm.default fails on these inputs"),
+        (lambda match, builder: builder.call("aten.nonzero.default", match["x"]), "are known only at run time"),
+        (lambda match, builder: builder.add(Free(match["x"])), "the rewrite inserts frees"),
         (lambda match, builder: match["z"], "the pattern captures no 'z'; it has x"),
         (lambda match, builder: match.line("tan"), "the pattern names no operation 'tan'; it has sin"),
     ],
 )  # fmt: skip
-def test_a_wrong_replacement_is_an_error_at_its_line(build: Wrong, reason: str) -> None:
+def test_an_invalid_replacement_is_reported_at_its_line(build: Wrong, reason: str) -> None:
     before = program(f"{SINE}\n{HYPERBOLIC}\nmemory.free(%a)\n{RETURN}", MUTABLE)
     with pytest.raises(RewriteError, match=reason) as caught:
         rw.rewrite(before, rw.call(TANH, rw.call(SIN, X).named("sin")), build)
     assert "replacing %b = extern.call @aten.tanh.default(%a)" in str(caught.value)
 
 
-def test_memory_that_is_never_written_is_found() -> None:
+def test_unwritten_memory_is_detected() -> None:
     def build(match: rw.Match, builder: rw.LineBuilder) -> Any:
         result = builder.value(type_(torch.float32))
         builder.add(Alloc(result))
         return result
 
     before = program(f"{SINE}\n{HYPERBOLIC}\nmemory.free(%a)\n{RETURN}")
-    with pytest.raises(fxwrap.errors.VerifyError, match="%b is read but nothing has written it"):
+    with pytest.raises(fxwrap.errors.VerifyError, match="%b is read before it is written"):
         rw.rewrite(before, TANH_OF_SIN, build)
 
 
 @pytest.mark.parametrize("pattern", [(), X, (X,), "aten.sin.default", rw.one_of(TANH_OF_SIN, X)])
-def test_what_is_no_pattern_is_an_error(pattern: Any) -> None:
+def test_invalid_patterns_are_rejected(pattern: Any) -> None:
     with pytest.raises(RewriteError, match="a pattern"):
         rw.find(program(f"{SINE}\ncontrol.return(%a)"), pattern)
 
 
-def test_what_is_no_replacement_is_an_error() -> None:
+def test_invalid_replacements_are_rejected() -> None:
     before = program(f"{SINE}\ncontrol.return(%a)")
     with pytest.raises(RewriteError, match="a replacement is a function, or calls in terms of wildcards, not 'x'"):
         rw.rewrite(before, rw.call(SIN, X), "x")

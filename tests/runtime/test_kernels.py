@@ -27,7 +27,7 @@ extern "C" void kernel(const double* in0, double* out0, bool flag, int32_t small
 SIGNATURE = ("*f64", "*f64", "bool", "i32", "i64", "f32", "f64")
 
 
-def test_a_cpp_kernel_gets_tensors_and_numbers_of_every_kind() -> None:
+def test_a_cpp_kernel_receives_tensors_and_scalars_of_every_kind() -> None:
     launch = load_kernel("cpp", NUMBERS, SIGNATURE, ())
     x, out = torch.tensor([0.5], dtype=torch.float64), torch.empty(6, dtype=torch.float64)
     launch((1, 1, 1), x, out, True, -7, 2**52 + 1, 0.25, 1e-300)
@@ -56,7 +56,7 @@ def test_flags_of_a_cpp_kernel_are_used() -> None:
         ("cpp", ("*f32", "q5"), (), "no type for a kernel's parameter 'q5'"),
         ("cpp", ("*f32",), (("num_warps", 4),), "has no.* option 'num_warps'|no option 'num_warps'"),
         ("triton", ("*f32",), (("warps", 4),), "a Triton kernel has no option 'warps', only num_warps"),
-        ("triton", ("*f32",), (), "defines a function called 'kernel' with @triton.jit"),
+        ("triton", ("*f32",), (), "must define a function 'kernel' with @triton.jit"),
     ],
 )
 def test_a_kernel_that_cannot_be_loaded_says_why(
@@ -68,7 +68,7 @@ def test_a_kernel_that_cannot_be_loaded_says_why(
 
 def test_a_cpp_kernel_has_no_grid() -> None:
     launch = load_kernel("cpp", 'extern "C" void kernel(float* out) { out[0] = 1; }\n', ("*f32",), ())
-    with pytest.raises(FxwrapError, match=r"its grid is \(1, 1, 1\), not \(2, 1, 1\)"):
+    with pytest.raises(FxwrapError, match=r"the grid must be \(1, 1, 1\), not \(2, 1, 1\)"):
         launch((2, 1, 1), torch.ones(1))
 
 
@@ -172,7 +172,7 @@ def test_a_triton_kernel_runs_in_emitted_programs(softmax_program: Program, emit
     assert torch.equal(run(softmax_program, [x, torch.zeros(3, 8)])[0], y)
 
 
-def test_a_cpp_kernel_that_writes_an_input_moves_its_version_on() -> None:
+def test_a_cpp_kernel_bumps_versions_of_written_inputs() -> None:
     kernel = KernelDefinition("one", "cpp", 'extern "C" void kernel(float* out) { out[0] = 1; }\n', ("*f32",))
     program = parse(
         """program @write(%x: mutable f32[4]@cpu) {
@@ -188,7 +188,7 @@ def test_a_cpp_kernel_that_writes_an_input_moves_its_version_on() -> None:
     assert x.tolist() == [0, 0, 1, 0] and x._version == 1
 
 
-def test_two_kernels_of_one_name_scheme_do_not_meet() -> None:
+def test_kernels_with_similar_names_do_not_collide() -> None:
     source = 'static float helper() {{ return {0}; }}\nextern "C" void kernel(float* out) {{ out[0] = helper(); }}\n'
     kernels = [KernelDefinition(f"size{n}", "cpp", source.format(n), ("*f32",)) for n in (1, 2)]
     program = parse(
@@ -218,13 +218,13 @@ def test_generated_kernels_are_compiled_together(monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernels_are_compiled_once_for_all_emitters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Emitted C++ has them in its own library, but takes what the compiler made of them for the other emitters."""
+    """Emitted C++ links the kernels into its library from the objects compiled for the other emitters."""
     _empty_cache(monkeypatch, tmp_path)
     kernel = generated(11)
     prepare_kernels.__wrapped__((kernel,))
     (unit,) = (tmp_path / "units").iterdir()
-    (made,) = unit.iterdir()
-    at_first = made.stat().st_mtime_ns
+    (library,) = unit.iterdir()
+    at_first = library.stat().st_mtime_ns
     definition = KernelDefinition("size11", kernel.language, kernel.source, kernel.signature, kernel.options)
     program = parse(
         """program @one() {
@@ -238,10 +238,10 @@ def test_kernels_are_compiled_once_for_all_emitters(monkeypatch: pytest.MonkeyPa
     assert to_cpp(program)()[0].item() == 11
     assert len(list((tmp_path / "programs").iterdir())) == 2
     assert [item.name for item in (tmp_path / "units").iterdir()] == [unit.name]
-    assert made.stat().st_mtime_ns == at_first
+    assert library.stat().st_mtime_ns == at_first
 
 
-def test_a_broken_kernel_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_kernel_does_not_affect_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _empty_cache(monkeypatch, tmp_path)
     good, bad = generated(7), KernelText("cpp", '#include "kernel.h"\nwrong\n', ("*f32",))
     prepare_kernels.__wrapped__((good, bad))
@@ -253,7 +253,7 @@ def test_a_broken_kernel_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def _empty_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Have a folder as the cache that holds the bridge alone: it takes long to build, and is not what is tested."""
+    """Use a cache folder that holds only the bridge, which takes long to build and is not tested here."""
     bridge = build_bridge().folder
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(folder))
     (folder / bridge.name).symlink_to(bridge)
@@ -266,5 +266,5 @@ def generated(number: int) -> KernelText:
 
 
 def _load(kernel: KernelText) -> Callable[..., None]:
-    """Load what was prepared, whatever this process has loaded before."""
+    """Load the prepared kernels, whatever this process has loaded before."""
     return CPP_KERNELS.load(kernel.source, kernel.signature, kernel.options)

@@ -13,7 +13,7 @@ from fxwrap.symbolic import (
     Expression,
     SymbolInfo,
     bounds,
-    canonical,
+    canonicalize,
     ceiling_divide,
     evaluate,
     expression_kind,
@@ -29,7 +29,8 @@ from fxwrap.symbolic import (
     total,
 )
 from fxwrap.symbolic.functions import FUNCTIONS
-from tests.strategies.expressions import INTEGER_SYMBOLS, sizes
+from fxwrap.torch_compat import sympy_functions
+from tests.support.strategies.expressions import INTEGER_SYMBOLS, sizes
 
 S77 = sympy.Symbol("s77", positive=True, integer=True)
 U0 = sympy.Symbol("u0", integer=True)
@@ -40,9 +41,9 @@ ZF3 = sympy.Symbol("zf3", real=True)
     ("foreign", "text"),
     [
         (64 * S77 + 3, "64*s77 + 3"),
-        (torch_compat.FloorDiv(S77, 2), "floordiv(s77, 2)"),
-        (torch_compat.CeilDiv(S77, 8), "ceildiv(s77, 8)"),
-        (torch_compat.Max(1, U0), "max(1, u0)"),
+        (sympy_functions.FloorDiv(S77, 2), "floordiv(s77, 2)"),
+        (sympy_functions.CeilDiv(S77, 8), "ceildiv(s77, 8)"),
+        (sympy_functions.Max(1, U0), "max(1, u0)"),
         (sympy.Max(1, U0), "max(1, u0)"),
         (sympy.Min(7, U0), "min(7, u0)"),
         (sympy.Mod(U0, 4), "python_mod(u0, 4)"),
@@ -53,8 +54,8 @@ ZF3 = sympy.Symbol("zf3", real=True)
         (sympy.exp(ZF3), "exp(f3)"),
         (sympy.Pow(ZF3, sympy.Float(0.25)), "float_pow(f3, 0.25)"),
         (sympy.Pow(2, U0), "pow_by_natural(2, u0)"),
-        (torch_compat.LShift(U0, S77), "u0*pow_by_natural(2, s77)"),
-        (torch_compat.ToFloat(S77) * ZF3, "f3*to_float(s77)"),
+        (sympy_functions.LShift(U0, S77), "u0*pow_by_natural(2, s77)"),
+        (sympy_functions.ToFloat(S77) * ZF3, "f3*to_float(s77)"),
         (sympy.Symbol("zuf1", real=True) + ZF3, "f3 + uf1"),
         (sympy.And(S77 < 4, U0 >= 2), "and(u0 >= 2, s77 < 4)"),
         (sympy.Eq(U0, 1), "u0 == 1"),
@@ -66,23 +67,23 @@ ZF3 = sympy.Symbol("zf3", real=True)
         (torch_compat.int_oo, "int_inf"),
     ],
 )
-def test_shape_env_expressions_become_ours(foreign: sympy.Basic, text: str) -> None:
-    found = canonical(foreign)
-    assert print_expr(found) == text
-    assert canonical(found) == found
-    assert parse_expr(text) == found
+def test_shape_env_expressions_are_canonicalised(foreign: sympy.Basic, text: str) -> None:
+    result = canonicalize(foreign)
+    assert print_expr(result) == text
+    assert canonicalize(result) == result
+    assert parse_expr(text) == result
 
 
 def test_symbols_are_renamed_by_mapping_first() -> None:
     s0 = make_symbol("s0")
-    assert canonical(S77 * U0, {S77: s0}) == s0 * make_symbol("u0")
-    assert canonical(S77, {S77: s0}) is s0
+    assert canonicalize(S77 * U0, {S77: s0}) == s0 * make_symbol("u0")
+    assert canonicalize(S77, {S77: s0}) is s0
     assert make_symbol("s0") is s0
 
 
 def test_assumptions_of_shape_env_do_not_leak() -> None:
-    assert canonical(S77) != S77
-    assert canonical(S77).is_positive is None
+    assert canonicalize(S77) != S77
+    assert canonicalize(S77).is_positive is None
 
 
 @pytest.mark.parametrize(
@@ -106,12 +107,12 @@ def test_unknown_symbol_names_are_errors(name: str) -> None:
         (sympy.Function("g")(U0), "the expression language has no g"),
         (sympy.zoo, "the expression language has no constant zoo"),
         (sympy.Symbol("width"), "'width' is not a symbol"),
-        (torch_compat.FloorDiv(ZF3, 2, evaluate=False), "floordiv is defined on integers"),
+        (sympy_functions.FloorDiv(ZF3, 2, evaluate=False), "floordiv is defined on integers"),
     ],
 )
-def test_what_the_language_lacks_is_an_error(foreign: sympy.Basic, message: str) -> None:
+def test_unsupported_functions_are_errors(foreign: sympy.Basic, message: str) -> None:
     with pytest.raises(ExpressionError, match=message):
-        canonical(foreign)
+        canonicalize(foreign)
 
 
 def test_every_function_has_one_name_and_one_class() -> None:

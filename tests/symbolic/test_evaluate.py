@@ -12,24 +12,24 @@ import pytest
 import sympy
 from hypothesis import given, settings
 
-from fxwrap import torch_compat
 from fxwrap.errors import ExpressionError
 from fxwrap.symbolic import (
     PYTHON_IMPORTS,
     CppPrinter,
     Expression,
+    Number,
     PythonPrinter,
-    Scalar,
-    canonical,
+    canonicalize,
     cpp_prelude,
     evaluate,
     expression_kind,
     parse_expr,
     symbol_kind,
 )
-from tests.strategies.expressions import any_expressions, environments
+from fxwrap.torch_compat import sympy_functions
+from tests.support.strategies.expressions import any_expressions, environments
 
-Case = tuple[Expression, dict[str, Scalar]]
+Case = tuple[Expression, dict[str, Number]]
 RAISED = (ArithmeticError, ValueError, TypeError)
 
 
@@ -73,11 +73,11 @@ RAISED = (ArithmeticError, ValueError, TypeError)
         ("f0 < inf", True),
     ],
 )
-def test_values_and_types(text: str, value: Scalar) -> None:
-    environment: dict[str, Scalar] = {"s0": -7, "s1": 5, "f0": -2.5, "b0": True}
-    found = evaluate(parse_expr(text), environment)
-    assert found == value
-    assert type(found) is type(value)
+def test_values_and_types(text: str, value: Number) -> None:
+    environment: dict[str, Number] = {"s0": -7, "s1": 5, "f0": -2.5, "b0": True}
+    result = evaluate(parse_expr(text), environment)
+    assert result == value
+    assert type(result) is type(value)
 
 
 def test_division_by_zero_raises_where_it_is_evaluated() -> None:
@@ -94,18 +94,18 @@ def test_a_symbol_without_value_is_an_error() -> None:
         evaluate(parse_expr("s0 + s1"), {"s0": 1})
 
 
-def _evaluated(expression: Expression, environment: dict[str, Scalar]) -> Scalar | type[Exception]:
+def _evaluated(expression: Expression, environment: dict[str, Number]) -> Number | type[Exception]:
     try:
         return evaluate(expression, environment)
     except RAISED as error:
         return type(error)
 
 
-def _python_source_value(source: str, environment: dict[str, Scalar]) -> Scalar | type[Exception]:
+def _python_source_value(source: str, environment: dict[str, Number]) -> Number | type[Exception]:
     scope: dict[str, object] = {}
     exec("\n".join(PYTHON_IMPORTS), scope)
     try:
-        value: Scalar = eval(source, scope, dict(environment))  # the emitted source is what is under test
+        value: Number = eval(source, scope, dict(environment))  # the emitted source is what is under test
     except RAISED as error:
         return type(error)
     return value
@@ -119,7 +119,7 @@ def _same(left: object, right: object) -> bool:
 
 @settings(max_examples=200)
 @given(any_expressions(), environments())
-def test_python_source_equals_evaluation(expression: Expression, environment: dict[str, Scalar]) -> None:
+def test_python_source_equals_evaluation(expression: Expression, environment: dict[str, Number]) -> None:
     source = PythonPrinter().print(expression)
     assert _same(_python_source_value(source, environment), _evaluated(expression, environment)), source
 
@@ -149,16 +149,16 @@ def test_source_reads_as_written_by_hand(text: str, python: str, cpp: str) -> No
     assert CppPrinter().print(parse_expr(text)) == cpp
 
 
-def test_symbols_take_the_names_given() -> None:
+def test_symbols_use_the_requested_names() -> None:
     names = {"s0": "sizes[0]"}
     assert PythonPrinter(names).print(parse_expr("s0 + s1")) == "sizes[0] + s1"
     assert CppPrinter(names).print(parse_expr("s0 + s1")) == "sizes[0] + s1"
 
 
-def _subexpressions_fit(expression: Expression, environment: dict[str, Scalar]) -> bool:
+def _subexpressions_fit(expression: Expression, environment: dict[str, Number]) -> bool:
     """Whether C++ promises the same: every subexpression has a finite value below 2**53."""
     for node in sympy.preorder_traversal(expression):
-        value = _evaluated(canonical(node), environment)
+        value = _evaluated(canonicalize(node), environment)
         if isinstance(value, type) or abs(value) >= 2**53 or not math.isfinite(value):
             return False
     return True
@@ -169,7 +169,7 @@ def _collect_cases(count: int) -> list[Case]:
 
     @settings(max_examples=count, database=None, derandomize=True)
     @given(any_expressions(), environments())
-    def collect(expression: Expression, environment: dict[str, Scalar]) -> None:
+    def collect(expression: Expression, environment: dict[str, Number]) -> None:
         hypothesis.assume(_subexpressions_fit(expression, environment))
         cases.append((expression, environment))
 
@@ -189,15 +189,13 @@ EDGES = [
 
 
 def _edge_cases() -> list[Case]:
-    return [
-        (parse_expr(text), {"s0": first, "s1": second}) for text, pairs in EDGES for first, second in pairs
-    ]
+    return [(parse_expr(text), {"s0": first, "s1": second}) for text, pairs in EDGES for first, second in pairs]
 
 
 _CPP_TYPES = {"int": "int64_t", "float": "double", "bool": "bool"}
 
 
-def _cpp_literal(value: Scalar) -> str:
+def _cpp_literal(value: Number) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"INT64_C({value})" if isinstance(value, int) else f"({value!r})"
@@ -209,8 +207,7 @@ def _cpp_program(cases: list[Case]) -> str:
         kind = expression_kind(expression)
         names = [] if isinstance(expression, int) else sorted(s.name for s in expression.free_symbols)
         declared = "".join(
-            f"  {_CPP_TYPES[symbol_kind(name)]} {name} = {_cpp_literal(environment[name])};\n"
-            for name in names
+            f"  {_CPP_TYPES[symbol_kind(name)]} {name} = {_cpp_literal(environment[name])};\n" for name in names
         )
         source = CppPrinter().print(expression)
         print_format = '"%.17g\\n", value' if kind == "float" else '"%lld\\n", static_cast<long long>(value)'
@@ -227,9 +224,7 @@ def _run_cpp(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     assert compiler is not None, "the C++ printer's tests need g++ on the PATH"
     (folder / "program.cpp").write_text(source)
     command = [compiler, "-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Werror=narrowing"]
-    built = subprocess.run(
-        [*command, "program.cpp", "-o", "program"], cwd=folder, capture_output=True, text=True
-    )
+    built = subprocess.run([*command, "program.cpp", "-o", "program"], cwd=folder, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[:4000]
     return subprocess.run([str(folder / "program")], capture_output=True, text=True)
 
@@ -263,7 +258,7 @@ def test_cpp_source_equals_evaluation(tmp_path: Path) -> None:
 )
 def test_cpp_throws_where_python_raises(text: str, message: str, tmp_path: Path) -> None:
     expression = parse_expr(text)
-    environment: dict[str, Scalar] = {"s0": 0, "f0": 2.0}
+    environment: dict[str, Number] = {"s0": 0, "f0": 2.0}
     if "64-bit" not in message:
         assert isinstance(_evaluated(expression, environment), type)
     result = _run_cpp(_cpp_program([(expression, environment)]), tmp_path)
@@ -271,10 +266,10 @@ def test_cpp_throws_where_python_raises(text: str, message: str, tmp_path: Path)
     assert message in result.stderr
 
 
-def test_torch_expressions_mean_the_same_after_canonical() -> None:
+def test_canonicalisation_preserves_meaning() -> None:
     s77, s3 = (
         sympy.Symbol("s77", integer=True, positive=True),
         sympy.Symbol("s3", integer=True, positive=True),
     )
-    built = torch_compat.Max(1, torch_compat.FloorDiv(s77 * s3 + 5, 4)) + torch_compat.PythonMod(s77, s3)
-    assert evaluate(canonical(built), {"s77": 9, "s3": 5}) == max(1, 50 // 4) + 9 % 5
+    built = sympy_functions.Max(1, sympy_functions.FloorDiv(s77 * s3 + 5, 4)) + sympy_functions.PythonMod(s77, s3)
+    assert evaluate(canonicalize(built), {"s77": 9, "s3": 5}) == max(1, 50 // 4) + 9 % 5

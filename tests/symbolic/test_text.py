@@ -8,19 +8,19 @@ import pytest
 import sympy
 from hypothesis import given, settings
 
-from fxwrap import torch_compat
 from fxwrap.errors import ParseError
 from fxwrap.symbolic import (
     Expression,
     TokenStream,
-    canonical,
+    canonicalize,
     make_symbol,
     parse_expr,
     print_expr,
     read_expr,
     read_size,
 )
-from tests.strategies.expressions import any_expressions
+from fxwrap.torch_compat import sympy_functions
+from tests.support.strategies.expressions import any_expressions
 
 
 @settings(max_examples=300)
@@ -35,7 +35,7 @@ def test_parse_of_print_is_the_same_expression(expression: Expression) -> None:
 @settings(max_examples=300)
 @given(any_expressions())
 def test_canonical_is_idempotent(expression: Expression) -> None:
-    again = canonical(expression)
+    again = canonicalize(expression)
     assert sympy.srepr(again) == sympy.srepr(expression)
 
 
@@ -111,18 +111,18 @@ def test_hand_written_text_becomes_canonical(text: str, same: str) -> None:
 def test_integer_constants_are_plain_ints() -> None:
     assert type(parse_expr("1 + 2")) is int
     assert type(parse_expr("-7")) is int
-    assert type(canonical(sympy.Integer(4))) is int
+    assert type(canonicalize(sympy.Integer(4))) is int
 
 
 @pytest.mark.parametrize("value", [0.1, 1e300, 5e-324, 1 / 3, -2.5e-7, 2.0**70, math.pi])
-def test_floats_keep_every_bit(value: float) -> None:
-    parsed = parse_expr(print_expr(canonical(value)))
+def test_floats_round_trip_bitwise(value: float) -> None:
+    parsed = parse_expr(print_expr(canonicalize(value)))
     assert float(parsed).hex() == value.hex()
 
 
 def test_ceildiv_reads_as_torch_writes_it() -> None:
     n0 = make_symbol("n0")
-    assert parse_expr("ceildiv(n0, 1024)") == torch_compat.FloorDiv(n0 + 1023, 1024)
+    assert parse_expr("ceildiv(n0, 1024)") == sympy_functions.FloorDiv(n0 + 1023, 1024)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_ceildiv_reads_as_torch_writes_it() -> None:
         ("%x + 1", 1, "expected an expression, found '%x'"),
     ],
 )
-def test_errors_give_line_and_column(text: str, column: int, reason: str) -> None:
+def test_errors_have_line_and_column(text: str, column: int, reason: str) -> None:
     with pytest.raises(ParseError) as caught:
         parse_expr(text)
     assert (caught.value.line, caught.value.column) == (1, column)
@@ -154,7 +154,7 @@ def test_errors_give_line_and_column(text: str, column: int, reason: str) -> Non
     assert caught.value.text == text
 
 
-def test_expressions_end_where_the_program_text_goes_on() -> None:
+def test_expressions_end_at_program_syntax() -> None:
     stream = TokenStream("[2*s0 | 1, s0] expr=64*s0 range=(2, 4096)")
     stream.expect("[")
     assert print_expr(read_expr(stream)) == "2*s0"
@@ -169,7 +169,7 @@ def test_expressions_end_where_the_program_text_goes_on() -> None:
     stream.expect("name", "range")
 
 
-def test_read_size_leaves_comparison_marks() -> None:
+def test_read_size_stops_at_comparison_operators() -> None:
     stream = TokenStream("s0 + 1 > s1")
     assert print_expr(read_size(stream)) == "s0 + 1"
     assert stream.at(">")

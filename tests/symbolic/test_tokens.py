@@ -74,8 +74,8 @@ def test_numbers(number: str) -> None:
 
 def test_lines_and_columns_across_comments_blank_lines_and_raw_strings() -> None:
     text = '# head\n\na  # tail\n\n  b """x\ny""" c\n(d,\n e) f\n'
-    places = [(token.text, token.line, token.column) for token in tokenize(text)]
-    assert places == [
+    positions = [(token.text, token.line, token.column) for token in tokenize(text)]
+    assert positions == [
         ("a", 3, 1),
         ("\n", 3, 10),
         ("b", 5, 3),
@@ -109,7 +109,7 @@ def test_no_newline_tokens_inside_brackets_but_inside_braces() -> None:
         ("% x", 1, 1, "character '%' starts no token"),
     ],
 )
-def test_errors_give_line_and_column(text: str, line: int, column: int, reason: str) -> None:
+def test_errors_have_line_and_column(text: str, line: int, column: int, reason: str) -> None:
     with pytest.raises(ParseError) as caught:
         tokenize(text)
     assert (caught.value.line, caught.value.column) == (line, column)
@@ -118,7 +118,7 @@ def test_errors_give_line_and_column(text: str, line: int, column: int, reason: 
 
 
 @given(st.text(), st.booleans())
-def test_quoted_text_reads_back(text: str, raw: bool) -> None:
+def test_quoted_text_round_trips(text: str, raw: bool) -> None:
     assert _kinds(quote(text, raw=raw)) == [("string", text)]
 
 
@@ -127,7 +127,7 @@ def test_raw_quoting_keeps_source_readable_and_falls_back() -> None:
     assert quote('"""doc"""', raw=True).startswith('"\\"')
 
 
-def test_stream_takes_peeks_and_expects() -> None:
+def test_token_stream_accept_peek_and_expect() -> None:
     stream = TokenStream("a = 3")
     assert stream.peek(1).kind == "="
     assert stream.peek(9).kind == "end"
@@ -140,7 +140,7 @@ def test_stream_takes_peeks_and_expects() -> None:
     assert stream.next().kind == "end"
 
 
-def test_stream_errors_name_what_was_expected_and_found() -> None:
+def test_token_stream_errors_name_expected_and_actual_token() -> None:
     stream = TokenStream("a\nb = (")
     for _ in range(3):
         stream.next()

@@ -1,4 +1,4 @@
-"""Autotuning: what is timed and chosen, and the records of choices. A fake timer on the CPU, a real one on a GPU."""
+"""Autotuning: timing, choices and their records. A fake timer on the CPU, a real one on a GPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fxwrap.lowering import lower_with_coverage
 from fxwrap.options import EMITTERS
 from fxwrap.printers import KernelRequest, candidate_kernels
 from fxwrap.runtime.native import cache_folder
-from fxwrap.tuning import Choice, TuningRecords, fastest, fingerprint
-from tests.tuning.fakes import FAST, OPTIONS, SLOW, FakeTimer, refuse, tuner
+from fxwrap.tuning import TuningRecord, TuningRecords, fastest, fingerprint
+from tests.tuning.fake_timer import FAST, OPTIONS, SLOW, FakeTimer, fail_timing, tuner
 
 
 def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -40,33 +40,33 @@ def tuned(timer: Callable[..., Any], folder: Path, name: str = "fake device") ->
     program = lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=chosen.print_kernel).program
     if chosen.tune():
         program = lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=chosen.print_kernel).program
-    return chosen.named(program)
+    return chosen.add_tuning_header(program)
 
 
-def test_the_fastest_way_becomes_the_kernel_and_its_grid(tmp_path: Path) -> None:
+def test_the_fastest_configuration_sets_kernel_and_grid(tmp_path: Path) -> None:
     untuned = fxwrap.lower(graph(), INPUTS, options=OPTIONS)
     timer = FakeTimer(fast=2)
     program = tuned(timer, tmp_path)
     (work,) = timer.works
     (kernel,) = program.kernels
-    assert len(work.ways) >= 3
-    assert (kernel.source, kernel.options) == (work.ways[2].source, work.ways[2].options)
+    assert len(work.candidates) >= 3
+    assert (kernel.source, kernel.options) == (work.candidates[2].source, work.candidates[2].options)
     assert kernel.options != untuned.kernels[0].options
     (launch,) = [line for line in program.body.lines if line.opcode == "kernel.launch"]
-    assert launch.grid == work.ways[2].grid
+    assert launch.grid == work.candidates[2].grid
     torch.testing.assert_close(fxwrap.run(program, INPUTS)[0], function(*INPUTS))
 
 
-def test_what_is_timed_has_the_sizes_of_the_graph(tmp_path: Path) -> None:
+def test_kernels_are_timed_with_the_graphs_sizes(tmp_path: Path) -> None:
     timer = FakeTimer(fast=0)
     tuned(timer, tmp_path)
     (work,) = timer.works
     assert [(item.dtype, item.count) for item in work.buffers] == [(torch.float32, 8192)] * 3
     assert work.bytes == 3 * 4 * 8192
-    assert work.grids[0] == work.ways[0].grid
+    assert work.grids[0] == work.candidates[0].grid
 
 
-def test_positions_stay_inside_of_what_is_gathered_from(tmp_path: Path) -> None:
+def test_benchmark_indices_are_in_bounds(tmp_path: Path) -> None:
     table, positions = torch.randn(1000, 8), torch.randint(0, 1000, (30,))
     traced = make_fx(lambda table, positions: table[positions] * 2)(table, positions)
     timer = FakeTimer(fast=0)
@@ -74,7 +74,7 @@ def test_positions_stay_inside_of_what_is_gathered_from(tmp_path: Path) -> None:
     lower_with_coverage(traced, [table, positions], options=OPTIONS, print_kernel=chosen.print_kernel)
     chosen.tune()
     (work,) = timer.works
-    assert {item.below for item in work.buffers if item.dtype is torch.int64} == {1000}
+    assert {item.upper_bound for item in work.buffers if item.dtype is torch.int64} == {1000}
 
 
 def test_a_symbolic_size_is_timed_at_its_hint(tmp_path: Path) -> None:
@@ -102,9 +102,7 @@ class Counted(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("width", "count"), [(4, 8192 * 48 * 4), (1000, 4096 * 48 * 1000), (100000, 32 * 32 * 100000)])
-def test_a_size_that_nobody_knows_is_guessed_within_its_range_and_within_memory(
-    width: int, count: int, tmp_path: Path
-) -> None:
+def test_unbacked_sizes_are_estimated_within_range_and_memory(width: int, count: int, tmp_path: Path) -> None:
     exported = torch.export.export(Counted(), (torch.randn(width), torch.tensor([3, 4])))
     timer = FakeTimer(fast=1)
     chosen = tuner(timer, tmp_path)
@@ -115,7 +113,7 @@ def test_a_size_that_nobody_knows_is_guessed_within_its_range_and_within_memory(
     assert work.bytes <= 2**30
     assert len(program.kernels) == 1 and all(type(size) is int for grid in work.grids for size in grid)
     repeated = lower_with_coverage(exported, options=OPTIONS, print_kernel=chosen.print_kernel).program
-    assert repeated.kernels[0].options == work.ways[1].options
+    assert repeated.kernels[0].options == work.candidates[1].options
 
 
 @pytest.mark.parametrize(
@@ -132,25 +130,25 @@ def test_a_size_that_nobody_knows_is_guessed_within_its_range_and_within_memory(
         ([[1.0], [0.5]], 1),
     ],
 )
-def test_a_way_must_be_faster_than_noise(samples: list[list[float]], chosen: int) -> None:
+def test_a_configuration_must_be_faster_than_noise(samples: list[list[float]], chosen: int) -> None:
     assert fastest(samples) == chosen
 
 
-def test_a_record_is_found_again(tmp_path: Path) -> None:
+def test_a_tuning_record_is_reused(tmp_path: Path) -> None:
     first = tuned(FakeTimer(fast=2), tmp_path)
-    assert str(tuned(refuse, tmp_path)) == str(first)
+    assert str(tuned(fail_timing, tmp_path)) == str(first)
     guess = tuned(FakeTimer(fast=0), tmp_path / "other")
-    assert str(tuned(refuse, tmp_path / "other")) == str(guess)
+    assert str(tuned(fail_timing, tmp_path / "other")) == str(guess)
 
 
-def test_another_device_has_records_of_its_own(tmp_path: Path) -> None:
+def test_tuning_records_are_per_device(tmp_path: Path) -> None:
     tuned(FakeTimer(fast=2), tmp_path)
     timer = FakeTimer(fast=0)
     tuned(timer, tmp_path, name="another device")
     assert timer.works
 
 
-def test_the_header_names_the_record(tmp_path: Path) -> None:
+def test_the_header_names_the_tuning_record(tmp_path: Path) -> None:
     programs = [tuned(FakeTimer(fast), tmp_path / str(number)) for number, fast in enumerate((0, 2, 2))]
     names = [dict(program.header)["tuning"] for program in programs]
     assert names[1] == names[2] != names[0]
@@ -160,35 +158,42 @@ def test_the_header_names_the_record(tmp_path: Path) -> None:
     assert fxwrap.parse(str(programs[1])) == programs[1]
 
 
-def damage_nothing_left(path: Path) -> None:
+def corrupt_empty(path: Path) -> None:
     path.write_text("")
 
 
-def damage_cut_off(path: Path) -> None:
+def corrupt_truncated(path: Path) -> None:
     path.write_text(path.read_text()[:-5])
 
 
-def damage_other_content(path: Path) -> None:
+def corrupt_other_content(path: Path) -> None:
     path.write_text("[1, 2]")
 
 
-def damage_wrong_class(path: Path) -> None:
-    path.write_text(json.dumps({"way": 3, "seconds": 1.0, "guess_seconds": 1.0}))
+def corrupt_wrong_class(path: Path) -> None:
+    path.write_text(json.dumps({"way": 3, "seconds": 1.0, "default_seconds": 1.0}))
 
 
-def damage_unknown_bytes(path: Path) -> None:
+def corrupt_unknown_bytes(path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
 
 
-def damage_stale(path: Path) -> None:
-    path.write_text(json.dumps({"way": "of another version", "seconds": 1.0, "guess_seconds": 1.0}))
+def corrupt_stale(path: Path) -> None:
+    path.write_text(json.dumps({"way": "of another version", "seconds": 1.0, "default_seconds": 1.0}))
 
 
 @pytest.mark.parametrize(
     "damage",
-    [damage_nothing_left, damage_cut_off, damage_other_content, damage_wrong_class, damage_unknown_bytes, damage_stale],
+    [
+        corrupt_empty,
+        corrupt_truncated,
+        corrupt_other_content,
+        corrupt_wrong_class,
+        corrupt_unknown_bytes,
+        corrupt_stale,
+    ],
 )
-def test_a_damaged_record_is_made_again(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_corrupt_tuning_record_is_rebuilt(damage: Callable[[Path], None], tmp_path: Path) -> None:
     first = tuned(FakeTimer(fast=2), tmp_path)
     (path,) = tmp_path.iterdir()
     whole = path.read_text()
@@ -200,51 +205,53 @@ def test_a_damaged_record_is_made_again(damage: Callable[[Path], None], tmp_path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_many_writers_agree_on_one_record(tmp_path: Path) -> None:
+def test_concurrent_writers_agree_on_one_tuning_record(tmp_path: Path) -> None:
     records = TuningRecords(tmp_path)
-    choices = [Choice(f"way {number}", 1.0, 2.0) for number in range(16)]
+    choices = [TuningRecord(f"way {number}", 1.0, 2.0) for number in range(16)]
     with ThreadPoolExecutor(16) as pool:
-        settled = list(pool.map(lambda choice: records.settle("key", choice), choices))
+        settled = list(pool.map(lambda choice: records.commit("key", choice), choices))
     assert len(set(settled)) == 1
     assert records.read("key") == settled[0]
     assert [path.name for path in tmp_path.iterdir()] == ["key.json"]
 
 
-def test_another_process_s_choice_counts(tmp_path: Path) -> None:
-    """Two compiles that time the same kernel at once give the same program, whatever each has measured."""
+def test_another_processs_choice_is_used(tmp_path: Path) -> None:
+    """Two concurrent compiles that time the same kernel return the same program, whatever each has measured."""
     chosen = tuner(FakeTimer(fast=2), tmp_path)
     lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=chosen.print_kernel)
     other = tuned(FakeTimer(fast=1), tmp_path)
     assert chosen.tune()
     program = lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=chosen.print_kernel).program
-    assert str(chosen.named(program)) == str(other)
+    assert str(chosen.add_tuning_header(program)) == str(other)
 
 
-def test_without_a_folder_to_write_the_choice_still_counts(tmp_path: Path) -> None:
+def test_without_a_writable_folder_the_choice_is_still_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     program = tuned(FakeTimer(fast=2), tmp_path / "file" / "folder")
     assert program.kernels[0].options != fxwrap.lower(graph(), INPUTS, options=OPTIONS).kernels[0].options
 
 
-def test_what_cannot_be_timed_leaves_no_record(tmp_path: Path) -> None:
+def test_kernels_that_cannot_be_timed_leave_no_record(tmp_path: Path) -> None:
     untuned = fxwrap.lower(graph(), INPUTS, options=OPTIONS)
-    program = tuned(lambda works: [[[] for _ in work.ways] for work in works], tmp_path)
+    program = tuned(lambda works: [[[] for _ in work.candidates] for work in works], tmp_path)
     assert program.kernels == untuned.kernels
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_every_emitter_runs_the_choice(emitter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_emitter_uses_the_chosen_configuration(
+    emitter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timer = FakeTimer(fast=2)
-    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: tuner(timer, tmp_path))
+    monkeypatch.setattr("fxwrap.compile.compiler.gpu_tuner", lambda: tuner(timer, tmp_path))
     compiled = fxwrap.compile_graph(graph(), INPUTS, options=OPTIONS.replace(emitter=emitter))
     (work,) = timer.works
-    assert compiled.program.kernels[0].options == work.ways[2].options
+    assert compiled.program.kernels[0].options == work.candidates[2].options
     torch.testing.assert_close(compiled(*INPUTS)[0], function(*INPUTS))
 
 
 def test_kernels_on_the_cpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxwrap.tuning.tuner.time_on_gpu", refuse)
+    monkeypatch.setattr("fxwrap.tuning.tuner.time_on_gpu", fail_timing)
     for language in ("cpp", "triton"):
         plain = fxwrap.Options(cpu_kernels=language)
         compiled = fxwrap.compile_graph(graph(), INPUTS, options=plain.replace(autotune=True))
@@ -252,7 +259,7 @@ def test_kernels_on_the_cpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> No
         assert "tuning" not in dict(compiled.program.header)
 
 
-def test_a_fingerprint_tells_ways_apart(tmp_path: Path) -> None:
+def test_fingerprints_distinguish_configurations(tmp_path: Path) -> None:
     requests: list[KernelRequest] = []
     chosen = tuner(FakeTimer(fast=0), tmp_path)
 
@@ -261,8 +268,8 @@ def test_a_fingerprint_tells_ways_apart(tmp_path: Path) -> None:
         return chosen.print_kernel(request)
 
     lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=keep)
-    ways = [way() for way in candidate_kernels(requests[0])]
-    assert len({fingerprint(way) for way in ways}) == len(set(ways))
+    candidates = [way() for way in candidate_kernels(requests[0])]
+    assert len({fingerprint(way) for way in candidates}) == len(set(candidates))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
@@ -288,14 +295,14 @@ def test_kernels_are_timed_on_a_gpu_once(name: str, tmp_path: Path, monkeypatch:
     traced, options = make_fx(called)(*inputs), fxwrap.Options(autotune=True)
     compiled = fxwrap.compile_graph(traced, inputs, options=options)
     torch.testing.assert_close(compiled(*inputs)[0], called(*inputs), rtol=1e-4, atol=1e-4)
-    found = [json.loads(path.read_text()) for path in (cache_folder() / "tuning").iterdir()]
-    assert found and all(0 < record["seconds"] <= record["guess_seconds"] < 1e-3 for record in found)
-    monkeypatch.setattr("fxwrap.tuning.tuner.time_on_gpu", refuse)
+    records = [json.loads(path.read_text()) for path in (cache_folder() / "tuning").iterdir()]
+    assert records and all(0 < record["seconds"] <= record["default_seconds"] < 1e-3 for record in records)
+    monkeypatch.setattr("fxwrap.tuning.tuner.time_on_gpu", fail_timing)
     assert str(fxwrap.compile_graph(traced, inputs, options=options).program) == str(compiled.program)
 
 
 @pytest.mark.gpu
-def test_torch_compile_tunes_and_leaves_random_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_tunes_without_consuming_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     x = torch.randn(4096, 999, device="cuda", requires_grad=True)
@@ -314,10 +321,10 @@ def test_torch_compile_tunes_and_leaves_random_numbers_alone(tmp_path: Path, mon
 @pytest.mark.gpu
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_a_compiled_kernel_is_found_by_its_first_launch(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = torch.randn(64, 1001 + EMITTERS.index(emitter), device="cuda")  # a kernel of its own for each emitter
+    rows = torch.randn(64, 1001 + EMITTERS.index(emitter), device="cuda")  # another kernel for each emitter
     compiled = fxwrap.compile_graph(
         make_fx(lambda x: torch.softmax(x, -1))(rows), [rows], options=fxwrap.Options(emitter=emitter)
     )
     assert compiled.program.kernels
-    monkeypatch.setattr(triton.JITFunction, "_do_compile", lambda *_: pytest.fail("it is compiled again"))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **_facts: pytest.fail("it is compiled again"))
     torch.testing.assert_close(compiled(rows)[0], torch.softmax(rows, -1))

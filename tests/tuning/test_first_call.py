@@ -1,4 +1,4 @@
-"""Autotuning at the first call: its sizes are those that kernels are timed for, and what they give replaces it."""
+"""Autotuning at the first call: kernels are timed for its sizes, and the tuned program replaces the first one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import fxwrap
 from fxwrap.errors import FxwrapError, InputError, OptionError, TuningWarning
 from fxwrap.lines import Launch
 from fxwrap.options import EMITTERS
-from tests.tuning.fakes import OPTIONS, FakeTimer, refuse, tuner
+from tests.tuning.fake_timer import OPTIONS, FakeTimer, fail_timing, tuner
 
-LATER = OPTIONS.replace(autotune="first_call")
+AT_FIRST_CALL = OPTIONS.replace(autotune="first_call")
 
 
 def use(timer: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: tuner(timer, folder))
+    monkeypatch.setattr("fxwrap.compile.compiler.gpu_tuner", lambda: tuner(timer, folder))
 
 
 class Scaled(torch.nn.Module):
@@ -40,12 +40,12 @@ def dynamic() -> torch.export.ExportedProgram:
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_the_first_call_s_sizes_are_timed_and_the_choice_replaces_what_ran(
+def test_tuning_uses_first_call_sizes_and_replaces_the_program(
     emitter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer = FakeTimer(fast=1)
     use(timer, tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(dynamic(), options=LATER.replace(emitter=emitter))
+    compiled = fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL.replace(emitter=emitter))
     entry, before = compiled.flat, compiled.program
     assert not timer.works
     x = torch.randn(100, 32)
@@ -53,20 +53,20 @@ def test_the_first_call_s_sizes_are_timed_and_the_choice_replaces_what_ran(
     (work,) = timer.works
     assert [item.count for item in work.buffers] == [3200, 3200]
     (kernel,) = compiled.program.kernels
-    assert (kernel.source, kernel.options) == (work.ways[1].source, work.ways[1].options)
+    assert (kernel.source, kernel.options) == (work.candidates[1].source, work.candidates[1].options)
     assert kernel.options != before.kernels[0].options
     assert compiled.stages[-1].program is compiled.program and "hint=100" in str(compiled.program)
-    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: pytest.fail("it is compiled a third time"))
+    monkeypatch.setattr("fxwrap.compile.compiler.gpu_tuner", lambda: pytest.fail("it is compiled a third time"))
     other = torch.randn(7, 32)
     torch.testing.assert_close(entry(other)[0], Scaled()(other))
     torch.testing.assert_close(compiled(other)[0], Scaled()(other))
 
 
-def test_another_compile_finds_the_record_of_the_same_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_compile_reuses_the_record_of_equal_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = []
-    for timer in (FakeTimer(fast=2), refuse):
+    for timer in (FakeTimer(fast=2), fail_timing):
         use(timer, tmp_path, monkeypatch)
-        compiled = fxwrap.compile_graph(dynamic(), options=LATER)
+        compiled = fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL)
         compiled(torch.randn(100, 32))
         programs.append(str(compiled.program))
     assert programs[0] == programs[1]
@@ -79,10 +79,10 @@ class Selected(torch.nn.Module):
         return torch.nonzero(x) * 3 + 1
 
 
-def test_sizes_that_are_computed_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computed_sizes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = FakeTimer(fast=1)
     use(timer, tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(torch.export.export(Selected(), (torch.ones(50),)), options=LATER)
+    compiled = fxwrap.compile_graph(torch.export.export(Selected(), (torch.ones(50),)), options=AT_FIRST_CALL)
     x = torch.arange(50) % 2
     for _ in range(2):
         torch.testing.assert_close(compiled(x.float())[0], Selected()(x.float()))
@@ -91,7 +91,7 @@ def test_sizes_that_are_computed_are_noted(tmp_path: Path, monkeypatch: pytest.M
     assert "hint=25" in str(compiled.program)
 
 
-def test_a_block_s_sizes_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_sizes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Branches(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             chosen: torch.Tensor = torch.cond(
@@ -101,44 +101,46 @@ def test_a_block_s_sizes_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     timer = FakeTimer(fast=1)
     use(timer, tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(torch.export.export(Branches(), (torch.ones(40),)), options=LATER)
+    compiled = fxwrap.compile_graph(torch.export.export(Branches(), (torch.ones(40),)), options=AT_FIRST_CALL)
     x = (torch.arange(40) % 4 == 0).float()
     torch.testing.assert_close(compiled(x)[0], Branches()(x))
     counts = [item.count for work in timer.works for item in work.buffers]
     assert 10 in counts and 40 in counts
 
 
-def test_nothing_is_compiled_again_where_all_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of fixed sizes whose kernels have records is what it will be."""
+def test_nothing_is_recompiled_when_all_records_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of fixed sizes whose kernels have records is already tuned."""
     x = torch.randn(64, 64)
     graph = make_fx(lambda x: x.t().relu() + x)(x)
     use(FakeTimer(fast=1), tmp_path, monkeypatch)
     chosen = fxwrap.compile_graph(graph, [x], options=OPTIONS)
-    use(refuse, tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(graph, [x], options=LATER)
-    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: pytest.fail("it is compiled again"))
+    use(fail_timing, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(graph, [x], options=AT_FIRST_CALL)
+    monkeypatch.setattr("fxwrap.compile.compiler.gpu_tuner", lambda: pytest.fail("it is compiled again"))
     compiled(x)
     assert compiled.program.kernels == chosen.program.kernels
 
 
-def test_inputs_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_call_tuning_applies_mutations_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def count(x: torch.Tensor) -> torch.Tensor:
         return x.add_(1).relu() * 2
 
     x = torch.randn(9, 40)
     use(FakeTimer(fast=1), tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(make_fx(torch.func.functionalize(count))(x.clone()), [x.clone()], options=LATER)
-    given, wanted = x.clone(), x.clone()
+    compiled = fxwrap.compile_graph(
+        make_fx(torch.func.functionalize(count))(x.clone()), [x.clone()], options=AT_FIRST_CALL
+    )
+    mutated, wanted = x.clone(), x.clone()
     for _ in range(2):
-        torch.testing.assert_close(compiled(given)[0], count(wanted))
-        torch.testing.assert_close(given, wanted)
+        torch.testing.assert_close(compiled(mutated)[0], count(wanted))
+        torch.testing.assert_close(mutated, wanted)
 
 
-def test_the_graph_may_be_changed_before_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_may_be_modified_before_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(64, 64)
     graph = make_fx(lambda x: x.t().relu() + x)(x)
     use(FakeTimer(fast=1), tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(graph, [x], options=LATER)
+    compiled = fxwrap.compile_graph(graph, [x], options=AT_FIRST_CALL)
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
         node.target = torch.ops.aten.neg.default
     graph.recompile()
@@ -146,10 +148,10 @@ def test_the_graph_may_be_changed_before_the_first_call(tmp_path: Path, monkeypa
         torch.testing.assert_close(compiled(x)[0], x.t().relu() + x)
 
 
-def test_a_bad_call_is_not_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_call_does_not_trigger_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = FakeTimer(fast=1)
     use(timer, tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(dynamic(), options=LATER)
+    compiled = fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL)
     with pytest.raises(InputError):
         compiled(torch.randn(5000, 32))
     assert not timer.works
@@ -157,12 +159,12 @@ def test_a_bad_call_is_not_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert timer.works
 
 
-def test_where_compiling_again_fails_it_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_recompile_keeps_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(works: Any) -> Any:
         raise FxwrapError("no clock")
 
     use(fail, tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(dynamic(), options=LATER)
+    compiled = fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL)
     before, x = compiled.program, torch.randn(30, 32)
     with pytest.warns(TuningWarning, match="no clock"):
         torch.testing.assert_close(compiled(x)[0], Scaled()(x))
@@ -172,7 +174,7 @@ def test_where_compiling_again_fails_it_stays_as_it_was(tmp_path: Path, monkeypa
     assert compiled.program is before
 
 
-def test_other_threads_run_what_is_there_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_run_the_untuned_program_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, finish = threading.Event(), threading.Event()
     fake = FakeTimer(fast=1)
 
@@ -182,7 +184,7 @@ def test_other_threads_run_what_is_there_meanwhile(tmp_path: Path, monkeypatch: 
         return fake(works)
 
     use(slow, tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(dynamic(), options=LATER.replace(emitter="python"))
+    compiled = fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL.replace(emitter="python"))
     before, x = compiled.program, torch.randn(30, 32)
     first = threading.Thread(target=compiled, args=(x,))
     first.start()
@@ -195,10 +197,10 @@ def test_other_threads_run_what_is_there_meanwhile(tmp_path: Path, monkeypatch: 
     torch.testing.assert_close(compiled(x)[0], Scaled()(x))
 
 
-def test_a_graph_that_was_asked_for_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_graph_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been rewritten."""
-    use(refuse, tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(dynamic(), options=LATER.replace(emitter="fx"))
+    use(fail_timing, tmp_path, monkeypatch)
+    compiled = fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL.replace(emitter="fx"))
     graph, x = compiled.graph_module, torch.randn(30, 32)
     torch.testing.assert_close(compiled(x)[0], Scaled()(x))
     assert compiled.graph_module is graph
@@ -214,10 +216,10 @@ class Watching(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def test_nothing_is_timed_while_operators_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_timed_under_a_dispatch_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = FakeTimer(fast=1)
     use(timer, tmp_path, monkeypatch)
-    compiled = fxwrap.compile_graph(dynamic(), options=LATER)
+    compiled = fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL)
     x = torch.randn(30, 32)
     with Watching() as watching:
         compiled(x)
@@ -247,7 +249,7 @@ def test_torch_compile_times_at_the_first_call_in_training(
     assert counts == [40 * 8, 50 * 8]  # backward and forward, whose first call torch watches
 
 
-def test_a_graph_that_is_given_away_is_timed_when_it_is_compiled(
+def test_an_exposed_graph_is_tuned_at_compile_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
 ) -> None:
     timer = FakeTimer(fast=1)
@@ -267,17 +269,17 @@ def test_a_graph_that_is_given_away_is_timed_when_it_is_compiled(
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("keywords", "text"),
     [
-        ({"autotune": "later"}, "option 'autotune' is True, False or 'first_call', not 'later'"),
-        ({"autotune": 1}, "option 'autotune' is True, False or 'first_call', not 1"),
-        ({"symbol_hints": {"s0": 2.5}}, "option 'symbol_hints' takes whole numbers, not 2.5 for 's0'"),
-        ({"symbol_hints": 3}, "option 'symbol_hints' takes a Mapping, not 3"),
+        ({"autotune": "later"}, "option 'autotune' takes a bool or 'first_call', not 'later'"),
+        ({"autotune": 1}, "option 'autotune' takes a bool or 'first_call', not 1"),
+        ({"symbol_hints": {"s0": 2.5}}, "option 'symbol_hints' takes integers, not 2.5 for 's0'"),
+        ({"symbol_hints": 3}, "option 'symbol_hints' takes a mapping, not 3"),
     ],
 )
-def test_what_is_no_such_option(given: dict[str, Any], text: str) -> None:
+def test_invalid_tuning_options(keywords: dict[str, Any], text: str) -> None:
     with pytest.raises(OptionError) as caught:
-        fxwrap.Options(**given)
+        fxwrap.Options(**keywords)
     assert text in str(caught.value)
 
 

@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.cli.command import main
-from fxwrap.compiler import Compiled, emit
-from tests.tuning.fakes import OPTIONS, FakeTimer, tuner
+from fxwrap.compile import Compiled, emit
+from tests.tuning.fake_timer import OPTIONS, FakeTimer, tuner
 
 X = torch.randn(96, 64)
 
@@ -25,11 +25,11 @@ def function(x: torch.Tensor) -> torch.Tensor:
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """A program whose kernel is not the best guess."""
     timer = FakeTimer(fast=2)
-    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: tuner(timer, tmp_path / "records"))
-    found = fxwrap.compile_graph(make_fx(function)(X), [X], options=OPTIONS)
+    monkeypatch.setattr("fxwrap.compile.compiler.gpu_tuner", lambda: tuner(timer, tmp_path / "records"))
+    tuned = fxwrap.compile_graph(make_fx(function)(X), [X], options=OPTIONS)
     (work,) = timer.works
-    assert found.program.kernels[0].options == work.ways[2].options != work.ways[0].options
-    return found
+    assert tuned.program.kernels[0].options == work.candidates[2].options != work.candidates[0].options
+    return tuned
 
 
 def chosen(program: fxwrap.Program) -> Any:
@@ -37,7 +37,7 @@ def chosen(program: fxwrap.Program) -> Any:
     return kernel.hash, kernel.options, dict(program.header)["tuning"]
 
 
-def test_text(compiled: Compiled) -> None:
+def test_program_text(compiled: Compiled) -> None:
     assert chosen(fxwrap.parse(str(compiled.program))) == chosen(compiled.program)
 
 
@@ -49,7 +49,7 @@ def test_a_saved_program(emitter: str, compiled: Compiled, tmp_path: Path) -> No
     torch.testing.assert_close(loaded(X)[0], function(X))
 
 
-def test_a_graph_that_is_read_back(compiled: Compiled) -> None:
+def test_a_graph_round_trip(compiled: Compiled) -> None:
     again = fxwrap.from_fx(compiled.graph_module)
     assert [(kernel.hash, kernel.options) for kernel in again.kernels] == [chosen(compiled.program)[:2]]
 
@@ -63,8 +63,8 @@ def test_emitted_text(emitter: str, text: str, compiled: Compiled) -> None:
     assert text in emit(compiled.program, emitter).source
 
 
-def test_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: tuner(FakeTimer(fast=2), tmp_path / "records"))
+def test_show_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fxwrap.compile.compiler.gpu_tuner", lambda: tuner(FakeTimer(fast=2), tmp_path / "records"))
     options = ["--option", "autotune=true", "--option", "cpu_kernels=triton"]
     assert main(["show", f"{__file__}:function", "--inputs", "f32[96, 64]", *options]) == 0
     printed = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("option", "text"),
     [("autotune", "--option takes NAME=VALUE, not 'autotune'"), ("autotun=true", "did you mean 'autotune'?"),
-     ("autotune=soon", "option 'autotune' is True, False or 'first_call', not 'soon'")],
+     ("autotune=soon", "option 'autotune' takes a bool or 'first_call', not 'soon'")],
 )  # fmt: skip
 def test_a_command_line_with_a_wrong_option(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", f"{__file__}:function", "--inputs", "f32[2, 2]", "--option", option]) == 2

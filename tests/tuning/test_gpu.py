@@ -15,18 +15,18 @@ import fxwrap
 from fxwrap.lowering import lower_with_coverage
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.native import cache_folder
-from fxwrap.tuning import TuningWork, time_on_gpu
-from fxwrap.tuning.first_call import _may_time
-from tests.tuning.fakes import refuse, tuner
+from fxwrap.tuning import TuningTask, time_on_gpu
+from fxwrap.tuning.first_call import _can_time
+from tests.tuning.fake_timer import fail_timing, tuner
 
 pytestmark = pytest.mark.gpu
 
-LATER = fxwrap.Options(autotune="first_call")
+AT_FIRST_CALL = fxwrap.Options(autotune="first_call")
 
 
 @pytest.fixture(autouse=True)
 def own_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records, and all else that is kept, of this test alone."""
+    """A cache folder, with the tuning records, for this test alone."""
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
 
 
@@ -46,29 +46,29 @@ def records() -> list[Path]:
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_the_first_call_s_sizes_are_timed(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_call_sizes_are_timed(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = ({0: Dim("batch", min=2, max=65536)},)
     exported = torch.export.export(Scaled(), (torch.randn(16, 1024, device="cuda"),), dynamic_shapes=shapes)
     x, other = torch.randn(6000, 1024, device="cuda"), torch.randn(77, 1024, device="cuda")
-    compiled = fxwrap.compile_graph(exported, options=LATER.replace(emitter=emitter))
+    compiled = fxwrap.compile_graph(exported, options=AT_FIRST_CALL.replace(emitter=emitter))
     assert not records()
     entry = compiled.flat
-    for given in (x, other, x):
-        torch.testing.assert_close(entry(given)[0], Scaled()(given))
+    for operand in (x, other, x):
+        torch.testing.assert_close(entry(operand)[0], Scaled()(operand))
     assert records() and "hint=6000" in str(compiled.program)
-    monkeypatch.setattr("fxwrap.tuning.tuner.time_on_gpu", refuse)
-    again = fxwrap.compile_graph(exported, options=LATER.replace(emitter=emitter))
+    monkeypatch.setattr("fxwrap.tuning.tuner.time_on_gpu", fail_timing)
+    again = fxwrap.compile_graph(exported, options=AT_FIRST_CALL.replace(emitter=emitter))
     again(x)
     assert str(again.program) == str(compiled.program)
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_a_size_that_is_computed_is_timed_as_it_was(emitter: str) -> None:
+def test_a_computed_size_is_timed_with_its_value(emitter: str) -> None:
     exported = torch.export.export(Selected(), (torch.ones(64, device="cuda"),))
-    compiled = fxwrap.compile_graph(exported, options=LATER.replace(emitter=emitter))
+    compiled = fxwrap.compile_graph(exported, options=AT_FIRST_CALL.replace(emitter=emitter))
     few, many = (torch.arange(64, device="cuda") % 4 == 0).float(), torch.ones(64, device="cuda")
-    for given in (few, many):
-        torch.testing.assert_close(compiled(given)[0], Selected()(given))
+    for operand in (few, many):
+        torch.testing.assert_close(compiled(operand)[0], Selected()(operand))
     assert "hint=16" in str(compiled.program)
 
 
@@ -86,12 +86,12 @@ def test_torch_compile_with_dynamic_sizes(fresh_dynamo: None) -> None:
     assert records()
 
 
-def test_nothing_is_timed_while_a_graph_is_recorded() -> None:
+def test_nothing_is_timed_during_graph_capture() -> None:
     x = torch.zeros(4, device="cuda")
-    assert _may_time()
+    assert _can_time()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x += 1
-        assert not _may_time()
+        assert not _can_time()
 
 
 def test_small_kernels_are_not_timed() -> None:
@@ -118,20 +118,20 @@ def _scanned(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [_columns, _rows, _transposed, _scanned, torch.sigmoid])
-def test_every_way_has_samples(function: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
-    """Ways that are far behind are timed once, ways that cannot be launched never; most can."""
-    works: list[TuningWork] = []
+def test_every_configuration_has_samples(function: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    """Slow configurations are timed once, those that cannot be launched never; most can."""
+    works: list[TuningTask] = []
 
-    def keep(found: Any) -> list[list[list[float]]]:
-        works.extend(found)
-        return [[[] for _ in work.ways] for work in found]
+    def keep(tasks: Any) -> list[list[list[float]]]:
+        works.extend(tasks)
+        return [[[] for _ in work.candidates] for work in tasks]
 
     x = torch.randn(4096, 3000, device="cuda")
     chosen = tuner(keep, tmp_path / "none")
     lower_with_coverage(make_fx(function)(x), [x], print_kernel=chosen.print_kernel)
     chosen.tune()
     for work, samples in zip(works, time_on_gpu(works), strict=True):
-        assert all(len(found) in (0, 1, 9) for found in samples), samples
+        assert all(len(seconds) in (0, 1, 9) for seconds in samples), samples
         assert sum(map(bool, samples)) * 2 > len(samples) and samples[0]
-        fastest = min(min(found) for found in samples if found)
+        fastest = min(min(seconds) for seconds in samples if seconds)
         assert work.bytes / 8e12 < fastest < 1e-3, (work.bytes, samples)

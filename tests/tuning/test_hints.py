@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.lowering import lower_with_coverage
-from fxwrap.tuning import TuningWork, set_count, worth_more
-from fxwrap.tuning.tuner import LEAST_SECONDS
-from tests.tuning.fakes import OPTIONS, FakeTimer, tuner
+from fxwrap.tuning import TuningTask, argument_set_count, remaining_candidates
+from fxwrap.tuning.tuner import MIN_SECONDS
+from tests.tuning.fake_timer import OPTIONS, FakeTimer, tuner
 
 
 class Selected(torch.nn.Module):
@@ -24,10 +24,10 @@ class Selected(torch.nn.Module):
         return torch.nonzero(x) * 3 + 1
 
 
-def timed(graph: Any, folder: Path, options: fxwrap.Options = OPTIONS, least_seconds: float = 0) -> list[TuningWork]:
+def timed(graph: Any, folder: Path, options: fxwrap.Options = OPTIONS, min_seconds: float = 0) -> list[TuningTask]:
     """What is timed of an exported program or graph."""
     timer = FakeTimer(fast=1)
-    chosen = tuner(timer, folder, least_seconds=least_seconds)
+    chosen = tuner(timer, folder, min_seconds=min_seconds)
     lower_with_coverage(graph, options=options, print_kernel=chosen.print_kernel)
     chosen.tune()
     return timer.works
@@ -49,7 +49,7 @@ def selected() -> torch.export.ExportedProgram:
         ((9000, 10**6), None, 9000),
     ],
 )
-def test_an_unbacked_size_has_the_option_s_hint_or_the_documented_guess_in_its_range(
+def test_an_unbacked_size_uses_the_hint_option_or_the_default(
     bounds: tuple[int, int], hint: int | None, count: int, tmp_path: Path
 ) -> None:
     hints = {} if hint is None else {"u0": hint}
@@ -59,7 +59,7 @@ def test_an_unbacked_size_has_the_option_s_hint_or_the_documented_guess_in_its_r
     assert (f"hint={count}" in str(fxwrap.lower(selected(), options=options))) == (hint is not None)
 
 
-def test_the_option_s_hint_wins_over_the_traced_size(tmp_path: Path) -> None:
+def test_the_hint_option_overrides_the_traced_size(tmp_path: Path) -> None:
     shapes = ({0: Dim("batch", min=2, max=4096)},)
     exported = torch.export.export(torch.nn.ReLU(), (torch.randn(600, 32),), dynamic_shapes=shapes)
     name = fxwrap.lower(exported).body.lines[0].symbol.name  # type: ignore[attr-defined]
@@ -68,11 +68,11 @@ def test_the_option_s_hint_wins_over_the_traced_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", [torch._dynamo.decorators.mark_unbacked, torch._dynamo.mark_dynamic])
-def test_torch_s_hint_override_is_the_hint(
+def test_torchs_hint_override_is_used(
     mark: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
 ) -> None:
     timer = FakeTimer(fast=1)
-    monkeypatch.setattr("fxwrap.compiler.gpu_tuner", lambda: tuner(timer, tmp_path))
+    monkeypatch.setattr("fxwrap.compile.compiler.gpu_tuner", lambda: tuner(timer, tmp_path))
     x = torch.randn(40, 8)
     mark(x, 0, hint_override=333)
     options = {"cpu_kernels": "triton", "autotune": True}
@@ -83,11 +83,11 @@ def test_torch_s_hint_override_is_the_hint(
 
 
 @pytest.mark.parametrize(("rows", "columns", "worth"), [(64, 64, False), (8192, 512, True), (1, 40000, True)])
-def test_kernels_below_the_cost_of_a_launch_are_not_timed(rows: int, columns: int, worth: bool, tmp_path: Path) -> None:
+def test_kernels_cheaper_than_a_launch_are_not_timed(rows: int, columns: int, worth: bool, tmp_path: Path) -> None:
     """Few bytes are soon moved, but by one program of long rows they are not."""
     x = torch.empty(rows, columns)
     traced = make_fx(lambda x: torch.softmax(x, -1), tracing_mode="fake")(x)
-    assert bool(timed(traced, tmp_path, least_seconds=LEAST_SECONDS)) == worth
+    assert bool(timed(traced, tmp_path, min_seconds=MIN_SECONDS)) == worth
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_kernels_below_the_cost_of_a_launch_are_not_timed(rows: int, columns: in
         (0, 10, 5),
     ],
 )
-def test_buffers_take_turns_until_they_do_not_fit_the_cache(set_bytes: int, free_bytes: int, count: int) -> None:
-    assert set_count(set_bytes, 50, free_bytes) == count
+def test_benchmark_buffers_rotate_beyond_the_cache_size(set_bytes: int, free_bytes: int, count: int) -> None:
+    assert argument_set_count(set_bytes, 50, free_bytes) == count
 
 
-def test_ways_that_are_far_behind_are_not_timed_again() -> None:
-    assert worth_more({0: 1.0, 2: 1.9, 3: 2.5, 5: 2.0}) == [0, 2, 5]
-    assert worth_more({}) == []
+def test_slow_configurations_are_not_retimed() -> None:
+    assert remaining_candidates({0: 1.0, 2: 1.9, 3: 2.5, 5: 2.0}) == [0, 2, 5]
+    assert remaining_candidates({}) == []

@@ -11,33 +11,33 @@ from fxwrap.wrapper_ir import (
     Block,
     Program,
     Tag,
+    alias_roots,
     all_effects,
     last_uses,
     live_bytes,
     parse_program,
     program_arguments,
     random_effect,
-    roots,
     symbol_infos,
 )
-from tests.samples import SAMPLES
-from tests.strategies.programs import RandomProgram, random_programs
+from tests.support.samples import SAMPLES
+from tests.support.strategies.programs import RandomProgram, random_programs
 
 
 def _parse(text: str) -> Program:
     return parse_program(text, CORE_LINES)
 
 
-def test_each_value_has_the_root_whose_memory_it_shows() -> None:
+def test_each_value_has_its_storage_root() -> None:
     program = SAMPLES["views_share_one_root"].program()
-    found = roots(program.body.lines, program_arguments(program))
-    assert found == {"x": "x", "r": "r", "t": "r", "half": "r", "row": "x"}
+    root_of = alias_roots(program.body.lines, program_arguments(program))
+    assert root_of == {"x": "x", "r": "r", "t": "r", "half": "r", "row": "x"}
 
 
-def test_results_that_an_operator_aliases_have_the_operands_root() -> None:
+def test_aliasing_results_have_the_operands_root() -> None:
     program = SAMPLES["aliases"].program()
-    found = roots(program.body.lines, program_arguments(program))
-    assert found == {"x": "x", "z": "z", "bits": "x", "real": "z", "sum": "sum", "same": "sum"}
+    root_of = alias_roots(program.body.lines, program_arguments(program))
+    assert root_of == {"x": "x", "z": "z", "bits": "x", "real": "z", "sum": "sum", "same": "sum"}
 
 
 def test_a_root_is_last_used_through_any_of_its_views() -> None:
@@ -46,7 +46,7 @@ def test_a_root_is_last_used_through_any_of_its_views() -> None:
     assert last_uses(program.body.lines[:-1], program_arguments(program)) == {"x": 4, "r": 3}
 
 
-def test_an_argument_that_nothing_touches_has_no_position() -> None:
+def test_an_unused_argument_has_no_last_use() -> None:
     program = _parse("program @p(%x: borrowed f32[4]@cpu) {\n  control.return()\n}\n")
     assert last_uses(program.body.lines, program_arguments(program)) == {"x": -1}
 
@@ -86,7 +86,7 @@ function @noise(%n: f32[4]@cpu) {
     assert all_effects(end, functions) == ()
 
 
-def test_symbols_are_found_wherever_they_are_defined() -> None:
+def test_all_symbol_definitions_are_collected() -> None:
     infos = symbol_infos(SAMPLES["symbols_of_all_kinds"].program())
     assert list(infos) == ["s2", "f0", "b0", "s0", "s1", "n1", "n2", "u0", "uf0", "b1", "n0", "f1"]
     assert (infos["s2"].lower, infos["s2"].upper, infos["s2"].hint) == (1, 64, 3)
@@ -107,10 +107,10 @@ constant %w: u8[10]@cpu
 
 def test_live_bytes_count_operands_and_results_of_each_line() -> None:
     program = _parse(_CHAIN.format(last="%c = memory.reuse(%b) : f32[2]@cpu"))
-    found = live_bytes(program, include_constants=False)
+    live = live_bytes(program, include_constants=False)
     x, o, a, b = 128, 32, 128, 256
-    assert found.at_line == (x + o + a, x + o + a, x + a + b, x + a + b, x + b, x + b)
-    assert (found.peak, found.position) == (512, 2)
+    assert live.at_line == (x + o + a, x + o + a, x + a + b, x + a + b, x + b, x + b)
+    assert (live.peak, live.position) == (512, 2)
     assert live_bytes(program).peak == 512 + 10
     assert live_bytes(program, include_inputs=False, include_constants=False).peak == a + b
 
@@ -132,7 +132,7 @@ def test_the_bytes_of_a_strided_tensor_reach_to_its_last_element() -> None:
     assert live_bytes(program).peak == (100 + 20 + 1) * 4
 
 
-def test_sizes_come_from_hints_and_given_values_win() -> None:
+def test_passed_sizes_override_hints() -> None:
     program = SAMPLES["mlp"].program()
     fixed = 8 * 4 * 4  # the weight
     assert live_bytes(program).peak == fixed + 6 * (8 + 4 + 4) * 4
@@ -173,8 +173,8 @@ function @wide(%f: f32[10]@cpu) {
 
 @settings(max_examples=50)
 @given(random_programs())
-def test_without_frees_nothing_is_smaller(random: RandomProgram) -> None:
+def test_without_frees_live_bytes_never_shrink(random: RandomProgram) -> None:
     program = random.program
-    kept = tuple(line for line in program.body.lines if not isinstance(line, Free))
-    without = program.replace(body=Block((), kept))
+    others = tuple(line for line in program.body.lines if not isinstance(line, Free))
+    without = program.replace(body=Block((), others))
     assert live_bytes(program, random.symbols).peak <= live_bytes(without, random.symbols).peak

@@ -13,14 +13,14 @@ from fxwrap.wrapper_ir import (
     Origin,
     Program,
     Source,
-    canonical,
+    canonicalize_program,
     parse_program,
     print_program,
     program_key,
     verify,
 )
-from tests.samples import EXTENSIONS, SAMPLES
-from tests.strategies.programs import RandomProgram, random_programs
+from tests.support.samples import EXTENSIONS, SAMPLES
+from tests.support.strategies.programs import RandomProgram, random_programs
 
 
 def _parse(text: str) -> Program:
@@ -44,32 +44,32 @@ def _renamed(program: Program) -> Program:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_canonical_form_verifies_and_is_its_own(name: str) -> None:
-    form = canonical(SAMPLES[name].program())
+    form = canonicalize_program(SAMPLES[name].program())
     verify(form)
-    assert canonical(form) == form
-    assert print_program(canonical(form)) == print_program(form)
+    assert canonicalize_program(form) == form
+    assert print_program(canonicalize_program(form)) == print_program(form)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_other_names_give_the_same_form_and_key(name: str) -> None:
+def test_renaming_preserves_form_and_key(name: str) -> None:
     program = SAMPLES[name].program()
     other = _renamed(program)
     assert other != program or name == "empty"
-    assert print_program(canonical(other)) == print_program(canonical(program))
+    assert print_program(canonicalize_program(other)) == print_program(canonicalize_program(program))
     assert program_key(other) == program_key(program)
 
 
 @settings(max_examples=100)
 @given(random_programs())
 def test_the_canonical_form_of_a_random_program_verifies(random: RandomProgram) -> None:
-    form = canonical(random.program)
+    form = canonicalize_program(random.program)
     verify(form)
-    assert canonical(form) == form
+    assert canonicalize_program(form) == form
 
 
 @settings(max_examples=50)
 @given(random_programs())
-def test_other_names_give_a_random_program_the_same_key(random: RandomProgram) -> None:
+def test_renaming_preserves_the_key_of_random_programs(random: RandomProgram) -> None:
     assert program_key(_renamed(random.program)) == program_key(random.program)
 
 
@@ -78,7 +78,7 @@ def test_origins_are_dropped() -> None:
     marked = [line.replace(origin=Origin((Source("node"),))) for line in program.body.lines]
     other = program.replace(body=Block((), tuple(marked)))
     assert program_key(other) == program_key(program)
-    assert all(line.origin is None for line in canonical(other).lines())
+    assert all(line.origin is None for line in canonicalize_program(other).lines())
 
 
 def test_a_free_moves_to_the_last_use() -> None:
@@ -97,7 +97,7 @@ program @frees(%x: borrowed f32[4]@cpu, %unused: owned f32[4]@cpu) {
 }
 """
     )
-    assert print_program(canonical(program)) == (
+    assert print_program(canonicalize_program(program)) == (
         """\
 program @program(%v0: borrowed f32[4]@cpu, %v1: owned f32[4]@cpu) {
   memory.free(%v1)
@@ -114,7 +114,7 @@ program @program(%v0: borrowed f32[4]@cpu, %v1: owned f32[4]@cpu) {
     )
 
 
-def test_what_a_collective_reads_is_freed_after_the_wait() -> None:
+def test_collective_operands_are_freed_after_the_wait() -> None:
     program = _parse(
         """
 program @flight(%x: borrowed f32[4]@cpu) {
@@ -128,19 +128,19 @@ program @flight(%x: borrowed f32[4]@cpu) {
 }
 """
     )
-    lines = verify(canonical(program)).body.lines
+    lines = verify(canonicalize_program(program)).body.lines
     assert [line.root.name for line in lines if isinstance(line, Free)] == ["v1", "v2"]
     assert [type(line).opcode for line in lines[2:4]] == ["collective.wait", "memory.free"]
 
 
-def test_equal_kernels_become_one_and_unused_ones_go() -> None:
+def test_equal_kernels_are_merged_and_unused_ones_removed() -> None:
     program = SAMPLES["mlp"].program()
     (kernel,) = program.kernels
     twin = type(kernel)("twin", kernel.language, kernel.source, kernel.signature, kernel.options)
     unused = type(kernel)("unused", kernel.language, kernel.source + "\n", kernel.signature, kernel.options)
     more = program.replace(kernels=(unused, twin, kernel))
-    assert canonical(more) == canonical(program)
-    assert [item.name for item in canonical(more).kernels] == ["kernel0"]
+    assert canonicalize_program(more) == canonicalize_program(program)
+    assert [item.name for item in canonicalize_program(more).kernels] == ["kernel0"]
 
 
 CHANGES = {
@@ -162,7 +162,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_any_other_change_gives_another_key(what: str) -> None:
+def test_any_other_change_changes_the_key(what: str) -> None:
     name, before, after = CHANGES[what]
     text = SAMPLES[name].full_text()
     assert before in text
@@ -170,7 +170,7 @@ def test_any_other_change_gives_another_key(what: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"source": "other"}, {"language": "cuda"}, {"options": (("BLOCK", 8),)}])
-def test_another_kernel_gives_another_key(change: dict[str, object]) -> None:
+def test_another_kernel_changes_the_key(change: dict[str, object]) -> None:
     program = SAMPLES["mlp"].program()
     (kernel,) = program.kernels
     fields = {name: getattr(kernel, name) for name in ("name", "language", "source", "signature", "options")}
@@ -191,9 +191,9 @@ def test_options_and_target_are_part_of_the_key() -> None:
     assert all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
 
 
-def test_constants_keep_their_payloads() -> None:
+def test_constant_payloads_are_preserved() -> None:
     program = SAMPLES["mutated_inputs_and_constants"].program()
-    tensors = canonical(program).store.tensors
+    tensors = canonicalize_program(program).store.tensors
     assert [tensors[name] is tensor for name, tensor in zip(("v3", "v4", "v5"), program.store.tensors.values())] == [
         True
     ] * 3
@@ -224,10 +224,10 @@ function @second(%s: f32[4]@cpu) {
 """
 
 
-def test_functions_stand_in_the_order_of_their_calls_and_unused_ones_go() -> None:
+def test_functions_are_in_call_order_and_unused_ones_removed() -> None:
     program = verify(_parse(FUNCTIONS))
-    made = verify(canonical(program))
-    targets = [block.lines[0].target if hasattr(block.lines[0], "target") else "" for _, block in made.functions]
+    canonical = verify(canonicalize_program(program))
+    targets = [block.lines[0].target if hasattr(block.lines[0], "target") else "" for _, block in canonical.functions]
     assert targets == ["aten.cos.default", "", "aten.sin.default"]
     functions = dict(program.functions)
     other = program.replace(functions=tuple([(name, functions[name]) for name in ("inner", "second", "first")]))

@@ -26,8 +26,8 @@ from fxwrap.wrapper_ir import (
     print_type,
     verify,
 )
-from tests.samples import EXTENSIONS, SAMPLES
-from tests.strategies.programs import RandomProgram, random_programs
+from tests.support.samples import EXTENSIONS, SAMPLES
+from tests.support.strategies.programs import RandomProgram, random_programs
 
 ALL_LINES = (*CORE_LINES, *EXTENSIONS)
 
@@ -37,7 +37,7 @@ def parse(text: str) -> Program:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_sample_reads_back_equal(name: str) -> None:
+def test_samples_round_trip(name: str) -> None:
     program = SAMPLES[name].program()
     text = print_program(program)
     again = parse(text)
@@ -60,13 +60,13 @@ def test_samples_hold_two_instances_of_every_line() -> None:
 
 @settings(max_examples=100)
 @given(random_programs())
-def test_a_random_program_reads_back_equal_and_verifies(random: RandomProgram) -> None:
+def test_random_programs_round_trip_and_verify(random: RandomProgram) -> None:
     program = random.program
     assert parse(print_program(verify(program))) == program
 
 
 def _example(cls: type[LineBase]) -> str:
-    """The text after `Example:` in a docstring: in back quotes, or as an indented block."""
+    """The text after `Example:` in a docstring: in back quotes, or as an indent_statements block."""
     doc = inspect.getdoc(cls)
     assert doc is not None and "Example:" in doc, f"{cls.__name__} has no example"
     after = doc.split("Example:", 1)[1]
@@ -98,7 +98,7 @@ def test_every_element_type_of_torch_has_a_name() -> None:
     assert len(set(DTYPE_NAMES.values())) == len(DTYPE_NAMES)
 
 
-def test_a_type_leaves_out_what_is_ordinary() -> None:
+def test_a_type_omits_defaults() -> None:
     device = torch.device("cuda:1")
     assert print_type(TensorType(torch.float32, (4, 8), (8, 1), device)) == "f32[4, 8]@cuda:1"
     assert print_type(TensorType(torch.float32, (4, 8), (1, 4), device)) == "f32[4, 8 | 1, 4]@cuda:1"
@@ -116,7 +116,7 @@ def test_a_type_leaves_out_what_is_ordinary() -> None:
         torch.channels_last,
     ],
 )  # fmt: skip
-def test_a_literal_reads_back_equal(literal: object) -> None:
+def test_literals_round_trip(literal: object) -> None:
     text = f"program @p() {{\n  control.return({print_literal(literal)})\n}}\n"
     (line,) = parse(text).body.lines
     (again,) = line.values  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def test_a_literal_reads_back_equal(literal: object) -> None:
     assert print_literal(again) == print_literal(literal)
 
 
-def test_a_literal_that_the_ir_does_not_hold_is_refused() -> None:
+def test_unsupported_literals_are_rejected() -> None:
     with pytest.raises(TypeError, match="the IR has no text form for object"):
         print_literal(object())
 

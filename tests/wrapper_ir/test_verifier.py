@@ -24,7 +24,7 @@ from fxwrap.wrapper_ir import (
     verifier,
     verify,
 )
-from tests.golden import check_golden
+from tests.support.golden import check_golden
 
 NEGATIVE = sorted((Path(__file__).parent / "negative").glob("*.txt"))
 _MARK = "--- error\n"
@@ -44,7 +44,7 @@ def test_a_broken_rule_is_named_with_its_place(path: Path, update_golden: bool) 
 
 
 @pytest.mark.parametrize("path", NEGATIVE, ids=lambda path: path.stem)
-def test_a_file_is_named_after_the_rule_that_it_breaks(path: Path) -> None:
+def test_negative_files_are_named_after_their_rule(path: Path) -> None:
     assert path.stem.partition("_")[0] == _error_of(path.read_text().partition(_MARK)[0]).rule
 
 
@@ -55,10 +55,11 @@ def test_every_documented_rule_has_a_negative_program() -> None:
     assert broken | by_construction == documented
 
 
-def test_every_check_of_a_line_by_itself_has_a_negative_program() -> None:
+def test_every_line_check_has_a_negative_program() -> None:
     tested = {path.stem.partition("_")[2].split("__")[0].replace("_", ".", 1) for path in NEGATIVE}
     checked = {cls.opcode for cls in CORE_LINES if cls.verify_self is not LineBase.verify_self}
-    checked |= {cls.opcode for cls in CORE_LINES if cls.verify_target is not LineBase.verify_target}
+    checked |= {cls.opcode for cls in CORE_LINES if cls.verify_kernel is not LineBase.verify_kernel}
+    checked |= {cls.opcode for cls in CORE_LINES if cls.verify_function is not LineBase.verify_function}
     assert checked - tested == set()
 
 
@@ -70,23 +71,23 @@ _MATRIX = TensorType.contiguous(torch.float32, (4, 8), torch.device("cpu"))
 _RETURN = Program("p", (), Block((), (Return(()),)))
 
 
-def test_a_name_that_the_text_cannot_hold_is_refused() -> None:
-    with pytest.raises(VerifyError, match=r"\[name\] %x-y is no name"):
+def test_an_unprintable_name_is_rejected() -> None:
+    with pytest.raises(VerifyError, match=r"\[name\] %x-y is not a name"):
         verify(_with_inputs(_RETURN, Value("x-y", _MATRIX)))
 
 
-def test_a_value_defined_twice_is_refused() -> None:
+def test_a_redefined_value_is_rejected() -> None:
     with pytest.raises(VerifyError, match=r"\[redefined\] %x is defined twice"):
         verify(_with_inputs(_RETURN, Value("x", _MATRIX), Value("x", _MATRIX)))
 
 
-def test_a_field_of_a_wrong_class_is_refused_in_a_program_made_by_hand() -> None:
+def test_a_field_of_the_wrong_class_is_rejected() -> None:
     body = Block((), (Comment(3), Return(())))  # type: ignore[arg-type]
     with pytest.raises(VerifyError, match=r"\[line\] 'text' of note.comment takes str, not int"):
         verify(_RETURN.replace(body=body))
 
 
-def test_a_value_used_with_another_type_is_refused() -> None:
+def test_a_value_used_with_another_type_is_rejected() -> None:
     other = TensorType.contiguous(torch.float32, (8, 4), torch.device("cpu"))
     program = _RETURN.replace(body=Block((), (Return((Value("x", other),)),)))
     with pytest.raises(VerifyError, match=r"\[type\] %x is used with another type"):

@@ -1,4 +1,4 @@
-"""Lowering rules: what each ATen operator computes, element by element."""
+"""Lowering rules: how a kernel computes each element of an ATen operator's results."""
 
 from fxwrap.lowering.rules import activations as activations
 from fxwrap.lowering.rules import arithmetic as arithmetic
@@ -9,7 +9,6 @@ from fxwrap.lowering.rules import cross_entropy as cross_entropy
 from fxwrap.lowering.rules import functions as functions
 from fxwrap.lowering.rules import indexing as indexing
 from fxwrap.lowering.rules import norms as norms
-from fxwrap.lowering.rules import pointwise as pointwise
 from fxwrap.lowering.rules import pointwise_losses as pointwise_losses
 from fxwrap.lowering.rules import pooling as pooling
 from fxwrap.lowering.rules import rearrange as rearrange
@@ -19,5 +18,7 @@ from fxwrap.lowering.rules import scatter as scatter
 from fxwrap.lowering.rules import softmax as softmax
 from fxwrap.lowering.rules import views as views
 from fxwrap.lowering.rules.registry import RULES as RULES
-from fxwrap.lowering.rules.registry import Call as Call
-from fxwrap.lowering.rules.registry import Result as Result
+from fxwrap.lowering.rules.registry import Declined as Declined
+from fxwrap.lowering.rules.registry import LoweringResult as LoweringResult
+from fxwrap.lowering.rules.registry import OperatorCall as OperatorCall
+from fxwrap.lowering.rules.registry import lowering_rule as lowering_rule

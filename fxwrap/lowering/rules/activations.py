@@ -3,82 +3,71 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from fxwrap.loop_ir import Scalar, as_index
-from fxwrap.lowering.definitions import Definition, Indices, Reader, pointwise
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
 from fxwrap.lowering.rules.pointwise import (
     Parameter,
-    body_of,
-    bound,
-    element,
+    check_operands,
     elementwise,
+    elementwise_body,
+    load_operand,
     promoted_dtype,
-    refusal,
-    rounded_number,
-    row,
+    register_elementwise,
+    round_number,
 )
-from fxwrap.lowering.rules.registry import Call, Result
+from fxwrap.lowering.rules.registry import Declined, LoweringResult, NumberOrSymbol, OperatorCall, lowering_rule
 
 # --- rectifiers, thresholds and shrinkage ----------------------------------------------------------------------------
 
-row("aten.relu.default", lambda x: x.maximum(0), accepts="number")
-row("aten.relu6.default", lambda x: x.maximum(0).minimum(6), accepts="number")
+register_elementwise("aten.relu.default", lambda x: x.maximum(0), dtypes="number")
+register_elementwise("aten.relu6.default", lambda x: x.maximum(0).minimum(6), dtypes="number")
 
 
-@bound("aten.hardtanh.default")
-def _hardtanh(call: Call, x: Definition, lower: Any, upper: Any) -> Result | str:
-    """torch clamps, with bounds converted to the operand's dtype."""
+@lowering_rule("aten.hardtanh.default")
+def _hardtanh(
+    call: OperatorCall, x: Definition, lower: NumberOrSymbol, upper: NumberOrSymbol
+) -> LoweringResult | Declined:
+    """torch converts the bounds to the operand's dtype."""
     dtype = x.dtype
-    reason = refusal(call, (x, lower, upper), dtype, "number")
-    if reason is not None:
-        return reason
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        value, low, high = [element(reader, item, indices, dtype) for item in (x, lower, upper)]
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        value, low, high = [load_operand(reader, item, indices, dtype) for item in (x, lower, upper)]
         return value.maximum(low).minimum(high)
 
-    return pointwise(call.sizes, call.dtype, call.device, body)
+    return check_operands(call, (x, lower, upper), dtype, "number") or call.define(body)
 
 
-def _hardtanh_backward(gradient: Scalar, x: Scalar, lower: Parameter, upper: Parameter) -> Scalar:
-    return ((x > lower) & (x < upper)).where(gradient, 0.0)
+@lowering_rule("aten.threshold.default")
+def _threshold(
+    call: OperatorCall, x: Definition, limit: NumberOrSymbol, value: NumberOrSymbol
+) -> LoweringResult | Declined:
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        operands = [load_operand(reader, operand, indices, x.dtype, exact=True) for operand in (x, limit, value)]
+        return (operands[0] <= operands[1]).where(operands[2], operands[0])
+
+    return check_operands(call, (x, limit, value), x.dtype, "number") or call.define(body)
 
 
+@lowering_rule("aten.threshold_backward.default")
+def _threshold_backward(
+    call: OperatorCall, gradient: Definition, x: Definition, limit: NumberOrSymbol
+) -> LoweringResult | Declined:
+    dtype = promoted_dtype((gradient, x))
 
-@bound("aten.threshold.default")
-def _threshold_rule(call: Call, x: Definition, limit: Any, value: Any) -> Result | str:
-    reason = refusal(call, (x, limit, value), x.dtype, "number")
-    if reason is not None:
-        return reason
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        operands = [load_operand(reader, operand, indices, dtype, exact=True) for operand in (gradient, x, limit)]
+        return (operands[1] <= operands[2]).where(0, operands[0])
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        item, threshold, other = [element(reader, part, indices, x.dtype, exact=True) for part in (x, limit, value)]
-        return (item <= threshold).where(other, item)
-
-    return pointwise(call.sizes, call.dtype, call.device, body)
-
-
-@bound("aten.threshold_backward.default")
-def _threshold_backward(call: Call, gradient: Definition, x: Definition, limit: Any) -> Result | str:
-    dtype = promoted_dtype((gradient, x), "DEFAULT")
-    reason = refusal(call, (gradient, x, limit), dtype, "number")
-    if reason is not None:
-        return reason
-
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        slope, item, threshold = [element(reader, part, indices, dtype, exact=True) for part in (gradient, x, limit)]
-        return (item <= threshold).where(0, slope)
-
-    return pointwise(call.sizes, call.dtype, call.device, body)
+    return check_operands(call, (gradient, x, limit), dtype, "number") or call.define(body)
 
 
-@bound("aten.hardshrink.default")
-def _hardshrink(call: Call, x: Definition, limit: Any) -> Result | str:
-    limit = rounded_number(limit, x.dtype)
-    formula: Callable[..., Scalar] = lambda x, limit: _within(x, limit).where(0.0, x)  # noqa: E731
-    return elementwise(call, (x,), "DEFAULT", formula, accepts="float", parameters=(limit,))
+@lowering_rule("aten.hardshrink.default")
+def _hardshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> LoweringResult | Declined:
+    def formula(x: Scalar, limit: Parameter) -> Scalar:
+        return _within(x, limit).where(0.0, x)
+
+    return elementwise(call, (x,), formula, dtypes="float", parameters=(round_number(limit, x.dtype),))
 
 
 def _softshrink(x: Scalar, limit: Parameter) -> Scalar:
@@ -86,76 +75,69 @@ def _softshrink(x: Scalar, limit: Parameter) -> Scalar:
     return _within(x, limit).where(0.0, shrunk)
 
 
-def _shrink_backward(gradient: Scalar, x: Scalar, limit: Parameter) -> Scalar:
-    return ((x < -limit) | (x > limit)).where(gradient, 0.0)
-
-
 def _within(x: Scalar, limit: Parameter) -> Scalar:
     return (x >= -limit) & (x <= limit)
 
 
-row("aten.hardtanh_backward.default", _hardtanh_backward, operands=2, accepts="float")
-row("aten.softshrink.default", _softshrink, accepts="float")
-row(
-    ("aten.hardshrink_backward.default", "aten.softshrink_backward.default"),
-    _shrink_backward, operands=2, accepts="float",
+register_elementwise(
+    "aten.hardtanh_backward.default",
+    lambda g, x, lower, upper: ((x > lower) & (x < upper)).where(g, 0.0), operands=2, dtypes="float",
 )  # fmt: skip
-
-
-def _leaky_relu(x: Scalar, slope: Parameter) -> Scalar:
-    return (x > 0).where(x, x * slope)
+register_elementwise("aten.softshrink.default", _softshrink, dtypes="float")
+register_elementwise(
+    ("aten.hardshrink_backward.default", "aten.softshrink_backward.default"),
+    lambda g, x, limit: ((x < -limit) | (x > limit)).where(g, 0.0), operands=2, dtypes="float",
+)  # fmt: skip
 
 
 def _leaky_relu_backward(gradient: Scalar, x: Scalar, slope: Parameter, _: bool) -> Scalar:
     return (x > 0).where(gradient, gradient * slope)
 
 
-row("aten.leaky_relu.default", _leaky_relu, accepts="float")
-row("aten.leaky_relu_backward.default", _leaky_relu_backward, operands=2, accepts="float")
-row("aten._prelu_kernel.default", lambda x, w: (x > 0).where(x, w * x), operands=2, accepts="float")
+register_elementwise("aten.leaky_relu.default", lambda x, slope: (x > 0).where(x, x * slope), dtypes="float")
+register_elementwise("aten.leaky_relu_backward.default", _leaky_relu_backward, operands=2, dtypes="float")
+register_elementwise("aten._prelu_kernel.default", lambda x, w: (x > 0).where(x, w * x), operands=2, dtypes="float")
 
 
-@bound("aten._prelu_kernel_backward.default")
-def _prelu_backward(call: Call, gradient: Definition, x: Definition, weight: Definition) -> Result | str:
+@lowering_rule("aten._prelu_kernel_backward.default", dtypes="float")
+def _prelu_backward(
+    call: OperatorCall, gradient: Definition, x: Definition, weight: Definition
+) -> LoweringResult | Declined:
     operands = (gradient, x, weight)
-    dtype = promoted_dtype(operands, "DEFAULT")
-    reason = refusal(call, operands, dtype, "float")
-    if reason is not None:
-        return reason
-    of_x = body_of(operands, dtype, lambda g, x, w: (x > 0).where(g, w * g))
-    of_weight = body_of(operands, dtype, lambda g, x, w: (x > 0).where(0.0, x * g))
-    return tuple([
-        pointwise(call.sizes_of(fake), fake.dtype, call.device, body)
-        for fake, body in zip(call.fake, (of_x, of_weight), strict=True)
-    ])  # fmt: skip
+    dtype = promoted_dtype(operands)
+    of_x = elementwise_body(operands, dtype, lambda g, x, w: (x > 0).where(g, w * g))
+    of_weight = elementwise_body(operands, dtype, lambda g, x, w: (x > 0).where(0.0, x * g))
+    return tuple([call.define(body, fake) for fake, body in zip(call.results, (of_x, of_weight), strict=True)])
 
 
-@bound("aten.prelu.default")
-def _prelu(call: Call, x: Definition, weight: Definition) -> Result | str:
-    """One weight a channel, which is dimension 1, or one in all."""
-    reason = refusal(call, (x, weight), x.dtype, "float")
-    if reason is not None:
-        return reason
+@lowering_rule("aten.prelu.default", dtypes="float")
+def _prelu(call: OperatorCall, x: Definition, weight: Definition) -> LoweringResult | Declined:
+    """The weight has one element for each channel, dimension 1, or a single one."""
     single = not weight.sizes or weight.sizes[0] == 1
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
         value = reader.load(x, indices)
         channel = [0] * len(weight.sizes) if single else [indices[1] if len(indices) > 1 else indices[0]]
         return (value > 0).where(value, reader.load(weight, channel).to(value.dtype) * value)
 
-    return pointwise(call.sizes, call.dtype, call.device, body)
+    return call.define(body)
 
 
-@bound("aten.rrelu_with_noise_backward.default")
+@lowering_rule("aten.rrelu_with_noise_backward.default")
 def _rrelu_backward(
-    call: Call, gradient: Any, x: Any, noise: Any, lower: Any, upper: Any, training: bool, _: bool
-) -> Result | str:
+    call: OperatorCall,
+    gradient: Definition,
+    x: Definition,
+    noise: Definition,
+    lower: float,
+    upper: float,
+    training: bool,
+) -> LoweringResult | Declined:
     if training and upper - lower > 1e-6:
-        return elementwise(call, (gradient, noise), "DEFAULT", lambda g, n: g * n, accepts="float")
-    slope = (lower + upper) / 2
+        return elementwise(call, (gradient, noise), lambda g, n: g * n, dtypes="float")
     return elementwise(
-        call, (gradient, x), "DEFAULT", _leaky_relu_backward, accepts="float", parameters=(slope, False)
-    )  # fmt: skip
+        call, (gradient, x), _leaky_relu_backward, dtypes="float", parameters=((lower + upper) / 2, False)
+    )
 
 
 # --- exponential units -----------------------------------------------------------------------------------------------
@@ -168,22 +150,26 @@ def _elu(x: Scalar, alpha: Parameter, scale: Parameter, input_scale: Parameter) 
 
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
-row("aten.elu.default", _elu, accepts="float")
-row("aten.selu.default", lambda x: _elu(x, _SELU_ALPHA, _SELU_SCALE, 1.0), accepts="float")
-row("aten.celu.default", lambda x, alpha: _elu(x, alpha, 1.0, 1.0 / alpha), accepts="float")
+register_elementwise("aten.elu.default", _elu, dtypes="float")
+register_elementwise("aten.selu.default", lambda x: _elu(x, _SELU_ALPHA, _SELU_SCALE, 1.0), dtypes="float")
+register_elementwise("aten.celu.default", lambda x, alpha: _elu(x, alpha, 1.0, 1.0 / alpha), dtypes="float")
 
 
-@bound("aten.elu_backward.default")
+@lowering_rule("aten.elu_backward.default")
 def _elu_backward(
-    call: Call, gradient: Any, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Any
-) -> Result | str:
+    call: OperatorCall,
+    gradient: Definition,
+    alpha: NumberOrSymbol,
+    scale: NumberOrSymbol,
+    input_scale: NumberOrSymbol,
+    is_result: bool,
+    x: Definition,
+) -> LoweringResult | Declined:
     def formula(gradient: Scalar, x: Scalar, alpha: Parameter, scale: Parameter, input_scale: Parameter) -> Scalar:
-        grown = x + alpha * scale if is_result else (x * input_scale).exp() * (alpha * scale)
-        return (x > 0).where(gradient * scale, gradient * input_scale * grown)
+        slope = x + alpha * scale if is_result else (x * input_scale).exp() * (alpha * scale)
+        return (x > 0).where(gradient * scale, gradient * input_scale * slope)
 
-    return elementwise(
-        call, (gradient, x), "DEFAULT", formula, accepts="float", parameters=(alpha, scale, input_scale)
-    )  # fmt: skip
+    return elementwise(call, (gradient, x), formula, dtypes="float", parameters=(alpha, scale, input_scale))
 
 
 # --- gates -----------------------------------------------------------------------------------------------------------
@@ -209,10 +195,6 @@ def _gelu_backward(gradient: Scalar, x: Scalar, approximate: str = "none") -> Sc
     return gradient * (cumulative + x * density)
 
 
-def _silu(x: Scalar) -> Scalar:
-    return x / (1.0 + (-x).exp())
-
-
 def _silu_backward(gradient: Scalar, x: Scalar) -> Scalar:
     gate = x.sigmoid()
     return gradient * gate * (1.0 + x * (1.0 - gate))
@@ -231,18 +213,18 @@ def _hardsigmoid_backward(gradient: Scalar, x: Scalar) -> Scalar:
     return ((x > -3.0) & (x < 3.0)).where(gradient * (1.0 / 6.0), 0.0)
 
 
-row("aten.gelu.default", _gelu, accepts="float")
-row("aten.gelu_backward.default", _gelu_backward, operands=2, accepts="float")
-row("aten.silu.default", _silu, accepts="float")
-row("aten.silu_backward.default", _silu_backward, operands=2, accepts="float")
-row("aten.hardswish.default", lambda x: x * _hard_gate(x) / 6.0, accepts="float")
-row("aten.hardswish_backward.default", _hardswish_backward, operands=2, accepts="float")
-row("aten.hardsigmoid.default", lambda x: _hard_gate(x) / 6.0, accepts="float")
-row("aten.hardsigmoid_backward.default", _hardsigmoid_backward, operands=2, accepts="float")
-row("aten.sigmoid_backward.default", lambda g, y: g * (1.0 - y) * y, operands=2, accepts="float")
-row("aten.tanh_backward.default", lambda g, y: g * (1.0 - y * y), operands=2, accepts="float")
+register_elementwise("aten.gelu.default", _gelu, dtypes="float")
+register_elementwise("aten.gelu_backward.default", _gelu_backward, operands=2, dtypes="float")
+register_elementwise("aten.silu.default", lambda x: x / (1.0 + (-x).exp()), dtypes="float")
+register_elementwise("aten.silu_backward.default", _silu_backward, operands=2, dtypes="float")
+register_elementwise("aten.hardswish.default", lambda x: x * _hard_gate(x) / 6.0, dtypes="float")
+register_elementwise("aten.hardswish_backward.default", _hardswish_backward, operands=2, dtypes="float")
+register_elementwise("aten.hardsigmoid.default", lambda x: _hard_gate(x) / 6.0, dtypes="float")
+register_elementwise("aten.hardsigmoid_backward.default", _hardsigmoid_backward, operands=2, dtypes="float")
+register_elementwise("aten.sigmoid_backward.default", lambda g, y: g * (1.0 - y) * y, operands=2, dtypes="float")
+register_elementwise("aten.tanh_backward.default", lambda g, y: g * (1.0 - y * y), operands=2, dtypes="float")
 
-# --- softplus and its kin --------------------------------------------------------------------------------------------
+# --- softplus and mish -----------------------------------------------------------------------------------------------
 
 
 def _softplus(x: Scalar, beta: Parameter, limit: Parameter) -> Scalar:
@@ -252,12 +234,8 @@ def _softplus(x: Scalar, beta: Parameter, limit: Parameter) -> Scalar:
 
 def _softplus_backward(gradient: Scalar, x: Scalar, beta: Parameter, limit: Parameter) -> Scalar:
     scaled = x * beta
-    grown = scaled.exp()
-    return (scaled > limit).where(gradient, gradient * grown / (grown + 1.0))
-
-
-def _mish(x: Scalar) -> Scalar:
-    return x * x.exp().apply("log1p").tanh()
+    exponential = scaled.exp()
+    return (scaled > limit).where(gradient, gradient * exponential / (exponential + 1.0))
 
 
 def _mish_backward(gradient: Scalar, x: Scalar) -> Scalar:
@@ -270,68 +248,56 @@ def log_sigmoid(x: Scalar) -> Scalar:
     return x.minimum(0.0) - (-abs(x)).exp().apply("log1p")
 
 
-row("aten.softplus.default", _softplus, accepts="float")
-row("aten.softplus_backward.default", _softplus_backward, operands=2, accepts="float")
-row("aten.mish.default", _mish, accepts="float")
-row("aten.mish_backward.default", _mish_backward, operands=2, accepts="float")
-row("aten.log_sigmoid.default", log_sigmoid, accepts="float")
+register_elementwise("aten.softplus.default", _softplus, dtypes="float")
+register_elementwise("aten.softplus_backward.default", _softplus_backward, operands=2, dtypes="float")
+register_elementwise("aten.mish.default", lambda x: x * x.exp().apply("log1p").tanh(), dtypes="float")
+register_elementwise("aten.mish_backward.default", _mish_backward, operands=2, dtypes="float")
+register_elementwise("aten.log_sigmoid.default", log_sigmoid, dtypes="float")
 
 
-@bound("aten.log_sigmoid_forward.default")
-def _log_sigmoid_forward(call: Call, x: Definition) -> Result | str:
-    """The second result is for the backward: exp(-|x|), or nothing on devices where torch computes it again."""
-    reason = refusal(call, (x,), x.dtype, "float")
-    if reason is not None:
-        return reason
-    result, kept = call.fake
-    kept_sizes = call.sizes_of(kept)
-    definition = pointwise(call.sizes_of(result), result.dtype, call.device, body_of((x,), x.dtype, log_sigmoid))
-    if len(kept_sizes) != len(x.sizes) or (kept_sizes == (0,) and x.sizes != (0,)):
-        return definition, pointwise(kept_sizes, kept.dtype, call.device, lambda r, _: r.number(0.0, x.dtype))
-    body = body_of((x,), x.dtype, lambda x: (-abs(x)).exp())
-    return definition, pointwise(kept_sizes, kept.dtype, call.device, body)
+@lowering_rule("aten.log_sigmoid_forward.default", dtypes="float")
+def _log_sigmoid_forward(call: OperatorCall, x: Definition) -> LoweringResult:
+    """The second result is exp(-|x|) for the backward; it is empty on devices where torch recomputes it."""
+    result, buffer = call.results
+    sizes = call.sizes_of(buffer)
+    definition = call.define(elementwise_body((x,), x.dtype, log_sigmoid), result)
+    if len(sizes) != len(x.sizes) or (sizes == (0,) and x.sizes != (0,)):
+        return definition, call.define(lambda reader, _: reader.number(0.0, x.dtype), buffer)
+    return definition, call.define(elementwise_body((x,), x.dtype, lambda x: (-abs(x)).exp()), buffer)
 
 
-@bound("aten.log_sigmoid_backward.default")
-def _log_sigmoid_backward(call: Call, gradient: Definition, x: Definition, _: Definition) -> Result | str:
-    """exp(-|x|) is computed again, which is cheaper than reading it."""
+def _log_sigmoid_backward(gradient: Scalar, x: Scalar, _: object) -> Scalar:
+    """Recomputes exp(-|x|), which is cheaper than loading it."""
+    exponential = (-abs(x)).exp()
+    rest = exponential / (1.0 + exponential)
+    return gradient * (x < 0).where(1.0 - rest, rest)
 
-    def formula(gradient: Scalar, x: Scalar) -> Scalar:
-        grown = (-abs(x)).exp()
-        rest = grown / (1.0 + grown)
-        return gradient * (x < 0).where(1.0 - rest, rest)
 
-    return elementwise(call, (gradient, x), "DEFAULT", formula, accepts="float")
+register_elementwise("aten.log_sigmoid_backward.default", _log_sigmoid_backward, operands=2, dtypes="float")
 
 
 # --- gated linear units ----------------------------------------------------------------------------------------------
 
 
-@bound("aten.glu.default")
-def _glu(call: Call, x: Definition, dim: int) -> Result | str:
-    reason = refusal(call, (x,), x.dtype, "float")
-    if reason is not None:
-        return reason
+@lowering_rule("aten.glu.default", dtypes="float")
+def _glu(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
     dim = dim % len(x.sizes)
     half = call.sizes[dim]
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
         second = list(indices)
         second[dim] = as_index(indices[dim]) + half
         return reader.load(x, indices) * reader.load(x, second).sigmoid()
 
-    return pointwise(call.sizes, call.dtype, call.device, body)
+    return call.define(body)
 
 
-@bound("aten.glu_backward.default")
-def _glu_backward(call: Call, gradient: Definition, x: Definition, dim: int) -> Result | str:
-    reason = refusal(call, (gradient, x), x.dtype, "float")
-    if reason is not None:
-        return reason
+@lowering_rule("aten.glu_backward.default", dtypes="float")
+def _glu_backward(call: OperatorCall, gradient: Definition, x: Definition, dim: int) -> LoweringResult:
     dim = dim % len(x.sizes)
     half = gradient.sizes[dim]
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
         first, second = list(indices), list(indices)
         first[dim] = as_index(indices[dim]) % half
         second[dim] = as_index(indices[dim]) % half + half
@@ -340,4 +306,4 @@ def _glu_backward(call: Call, gradient: Definition, x: Definition, dim: int) -> 
         in_first = reader.body.index(indices[dim]) < reader.body.index(half)
         return in_first.where(gate * slope, (1.0 - gate) * gate * reader.load(x, first) * slope)
 
-    return pointwise(call.sizes, call.dtype, call.device, body)
+    return call.define(body)

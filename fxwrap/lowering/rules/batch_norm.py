@@ -1,254 +1,166 @@
-"""Batch norm in torch's many spellings: with and without running statistics, for training and not; and its backward.
+"""Batch norm's operators, for training and evaluation, with and without running statistics; and its backward.
 
-Spellings that write running statistics in place stay operator calls; AOTAutograd makes functional ones of them.
+Operators that write running statistics in place stay extern calls; AOTAutograd functionalizes them.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fxwrap.loop_ir import Scalar, compute_dtype
-from fxwrap.lowering.definitions import Definition, Indices, Pointwise, Reader, pointwise
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise
 from fxwrap.lowering.rules.normalization import (
-    Gradients,
-    RowValue,
-    Space,
-    batch_space,
+    NormalizationBackward,
+    RowStatistic,
+    batch_norm_space,
+    load_row_statistic,
     moments,
-    normalised,
-    reciprocal_deviation,
-    row_value,
-    statistic,
+    normalize,
+    reciprocal_std,
+    statistic_result,
 )
-from fxwrap.lowering.rules.registry import Call, Result
-from fxwrap.lowering.rules.rows import kernel_rule
-
-_MUTATES = "it writes running statistics in place"
-_Parameter = Definition | None
+from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, lowering_rule
 
 
-@kernel_rule("aten._native_batch_norm_legit.no_stats")
-def _without_running(
-    call: Call, x: Definition, weight: _Parameter, bias: _Parameter, training: bool, momentum: Any, epsilon: float
-) -> Result:
-    return _training(call, x, weight, bias, None, None, 0.0, epsilon)
-
-
-@kernel_rule("aten._native_batch_norm_legit_no_training.default")
-def _no_training(
-    call: Call,
-    x: Definition,
-    weight: _Parameter,
-    bias: _Parameter,
-    mean: Definition,
-    variance: Definition,
-    momentum: float,
-    epsilon: float,
-) -> Result:
-    return _evaluation(call, x, weight, bias, mean, variance, epsilon)
-
-
-@kernel_rule("aten._native_batch_norm_legit_functional.default")
-def _functional(
-    call: Call,
-    x: Definition,
-    weight: _Parameter,
-    bias: _Parameter,
-    mean: Definition,
-    variance: Definition,
-    training: bool,
-    momentum: float,
-    epsilon: float,
-) -> Result:
-    if training:
-        return _training(call, x, weight, bias, mean, variance, momentum, epsilon)
-    return _evaluation(call, x, weight, bias, mean, variance, epsilon)
-
-
-@kernel_rule("aten._native_batch_norm_legit.default", "aten.native_batch_norm.default")
-def _maybe_mutating(
-    call: Call,
-    x: Definition,
-    weight: _Parameter,
-    bias: _Parameter,
-    mean: _Parameter,
-    variance: _Parameter,
-    training: bool,
-    momentum: float,
-    epsilon: float,
-) -> Result | str:
+@lowering_rule(
+    "aten._native_batch_norm_legit.no_stats", "aten._native_batch_norm_legit_no_training.default",
+    "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.default",
+    "aten.native_batch_norm.default", "aten._batch_norm_with_update_functional.default",
+    "aten._batch_norm_no_update.default",
+)  # fmt: skip
+def _forward(
+    call: OperatorCall, x: Definition, weight: Definition | None, bias: Definition | None, *others: object
+) -> LoweringResult | Declined:
+    arguments = call.bind()
+    mean, variance = arguments.get("running_mean"), arguments.get("running_var")
+    if call.operator.startswith("_batch_norm") and _has_cudnn_reserve(call):
+        return Declined("its result reserves memory for cuDNN")
     if mean is None or variance is None:
-        return _training(call, x, weight, bias, None, None, 0.0, epsilon)
-    return _MUTATES if training else _evaluation(call, x, weight, bias, mean, variance, epsilon)
+        return _training_forward(call, x, weight, bias, None, None, 0.0, arguments["eps"])
+    if not arguments.get("training", call.operator == "_batch_norm_with_update_functional"):
+        return _eval_forward(call, x, weight, bias, mean, variance, arguments["eps"])
+    if call.operator in ("_native_batch_norm_legit", "native_batch_norm"):
+        return Declined(_MUTATION_REASON)
+    return _training_forward(call, x, weight, bias, mean, variance, arguments["momentum"], arguments["eps"])
 
 
-@kernel_rule("aten._batch_norm_with_update.default")
-def _with_update(call: Call, *_: Any) -> str:
-    return _MUTATES
+_MUTATION_REASON = "it writes running statistics in place"
 
 
-@kernel_rule("aten._batch_norm_with_update_functional.default")
-def _with_update_functional(
-    call: Call,
+@lowering_rule("aten._batch_norm_with_update.default")
+def _with_update(call: OperatorCall) -> Declined:
+    return Declined(_MUTATION_REASON)
+
+
+def _has_cudnn_reserve(call: OperatorCall) -> bool:
+    """Whether another library's backward may follow and read the fourth result, which only that library computes."""
+    return call.spec.reserves_batch_norm_state or call.sizes_of(call.results[3]) != (0,)
+
+
+def _eval_forward(
+    call: OperatorCall,
     x: Definition,
-    weight: _Parameter,
-    bias: _Parameter,
-    mean: Definition,
-    variance: Definition,
-    momentum: float,
-    epsilon: float,
-) -> Result | str:
-    if _reserves(call):
-        return "its result keeps memory for cuDNN"
-    return _training(call, x, weight, bias, mean, variance, momentum, epsilon)
-
-
-@kernel_rule("aten._batch_norm_no_update.default")
-def _no_update(
-    call: Call,
-    x: Definition,
-    weight: _Parameter,
-    bias: _Parameter,
-    mean: _Parameter,
-    variance: _Parameter,
-    momentum: float,
-    epsilon: float,
-) -> Result | str:
-    if _reserves(call):
-        return "its result keeps memory for cuDNN"
-    if mean is None or variance is None:
-        return _training(call, x, weight, bias, None, None, 0.0, epsilon)
-    return _evaluation(call, x, weight, bias, mean, variance, epsilon)
-
-
-def _reserves(call: Call) -> bool:
-    """Whether a backward that another library does may follow: then the fourth result is not for us to give."""
-    return call.spec.saves_batch_norm or call.sizes_of(call.fake[3]) != (0,)
-
-
-def _evaluation(
-    call: Call,
-    x: Definition,
-    weight: _Parameter,
-    bias: _Parameter,
+    weight: Definition | None,
+    bias: Definition | None,
     mean: Definition,
     variance: Definition,
     epsilon: float,
-) -> Result:
-    """Normalises with running statistics. Saved ones are mean and deviation, or empty, as the operator has it."""
-    space, computes = batch_space(x.sizes), x.compute_dtype
-    mean_at, deviation_at = row_value(mean, computes, space), _deviation_of(variance, computes, epsilon)
-    result, *others = call.fake
+) -> LoweringResult:
+    """Normalizes with running statistics. The saved results are mean and rstd, or empty."""
+    space, computes = batch_norm_space(x.sizes), x.compute_dtype
+    mean_at, rstd_at = load_row_statistic(mean, computes, space), _rstd_of_variance(variance, computes, epsilon)
+    result, *others = call.results
     extra = [mean, variance] if len(others) >= 4 else []
     saved = others[: len(others) - len(extra)]
     return (
-        normalised(call, result, space, x, mean_at, deviation_at, weight, bias),
-        *_saved(call, saved, mean_at, deviation_at),
+        normalize(call, result, space, x, mean_at, rstd_at, weight, bias),
+        *_saved_statistics(call, saved, mean_at, rstd_at),
         *[_copy(call, fake, item) for fake, item in zip(others[len(saved) :], extra, strict=True)],
     )
 
 
-def _training(
-    call: Call,
+def _training_forward(
+    call: OperatorCall,
     x: Definition,
-    weight: _Parameter,
-    bias: _Parameter,
-    running_mean: _Parameter,
-    running_variance: _Parameter,
+    weight: Definition | None,
+    bias: Definition | None,
+    running_mean: Definition | None,
+    running_variance: Definition | None,
     momentum: float,
     epsilon: float,
-) -> Result:
-    """Normalises with the batch's statistics; the last results are new running ones, if there are any."""
-    space = batch_space(x.sizes)
+) -> LoweringResult:
+    """Normalizes with the batch's statistics; the last results are the new running statistics, if there are any."""
+    space = batch_norm_space(x.sizes)
     mean, squares = moments(call, space, x)
-    deviation = reciprocal_deviation(call, space, squares, epsilon)
-    mean_at, deviation_at = row_value(mean, mean.dtype, space), row_value(deviation, mean.dtype, space)
-    result, *others = call.fake
+    rstd = reciprocal_std(call, space, squares, epsilon)
+    mean_at, rstd_at = load_row_statistic(mean, mean.dtype, space), load_row_statistic(rstd, mean.dtype, space)
+    result, *others = call.results
     running: tuple[Definition, ...] = ()
+
+    def unbiased(reader: ElementReader, row: Indices) -> Scalar:
+        return reader.load(squares, row) / (reader.number(space.count, squares.dtype) - 1.0)
+
     if running_mean is not None and running_variance is not None:
         others, (mean_fake, variance_fake) = others[:-2], others[-2:]
         running = (
-            _updated(call, mean_fake, running_mean, momentum, mean_at),
-            _updated(call, variance_fake, running_variance, momentum, _unbiased(squares, space)),
+            _update_running_statistic(call, mean_fake, running_mean, momentum, mean_at),
+            _update_running_statistic(call, variance_fake, running_variance, momentum, unbiased),
         )
     return (
-        normalised(call, result, space, x, mean_at, deviation_at, weight, bias),
-        *_saved(call, others, mean_at, deviation_at),
+        normalize(call, result, space, x, mean_at, rstd_at, weight, bias),
+        *_saved_statistics(call, others, mean_at, rstd_at),
         *running,
     )
 
 
-def _saved(call: Call, fakes: list[torch.Tensor], mean: RowValue, deviation: RowValue) -> list[Definition]:
-    """Returns mean and deviation as results, and an empty reserve; where they are empty nothing is computed."""
-    values = (mean, deviation, lambda reader, row: reader.number(0, torch.uint8))
-    return [statistic(call, fake, value, 1) for fake, value in zip(fakes, values, strict=False)]
+def _saved_statistics(
+    call: OperatorCall, fakes: list[torch.Tensor], mean: RowStatistic, rstd: RowStatistic
+) -> list[Definition]:
+    """Returns mean, rstd and an empty reserve as results, as many as there are fakes."""
+    values = (mean, rstd, lambda reader, row: reader.number(0, torch.uint8))
+    return [statistic_result(call, fake, value, 1) for fake, value in zip(fakes, values, strict=False)]
 
 
-def _deviation_of(variance: Definition, dtype: torch.dtype, epsilon: float) -> RowValue:
+def _rstd_of_variance(variance: Definition, dtype: torch.dtype, epsilon: float) -> RowStatistic:
     return lambda reader, row: (reader.load(variance, row).to(dtype) + epsilon).rsqrt()
 
 
-def _unbiased(squares: Definition, space: Space) -> RowValue:
-    def value(reader: Reader, row: Indices) -> Scalar:
-        return reader.load(squares, row) / (reader.number(space.count, squares.dtype) - 1.0)
-
-    return value
-
-
-def _updated(call: Call, fake: torch.Tensor, running: Definition, momentum: float, value: RowValue) -> Pointwise:
+def _update_running_statistic(
+    call: OperatorCall, fake: torch.Tensor, running: Definition, momentum: float, value: RowStatistic
+) -> Pointwise:
     """Returns momentum * value + (1 - momentum) * running."""
     computes = compute_dtype(fake.dtype)
 
-    def body(reader: Reader, row: Indices) -> Scalar:
+    def body(reader: ElementReader, row: Indices) -> Scalar:
         return value(reader, row).to(computes) * momentum + reader.load(running, row).to(computes) * (1.0 - momentum)
 
-    return pointwise(call.sizes_of(fake), fake.dtype, call.device, body)
+    return call.define(body, fake)
 
 
-def _copy(call: Call, fake: torch.Tensor, source: Definition) -> Pointwise:
-    return pointwise(call.sizes_of(fake), fake.dtype, call.device, lambda reader, row: reader.load(source, row))
+def _copy(call: OperatorCall, fake: torch.Tensor, source: Definition) -> Pointwise:
+    return call.define(lambda reader, row: reader.load(source, row), fake)
 
 
-# --- backward -----------------------------------------------------------------------------------------------------
+# --- backward --------------------------------------------------------------------------------------------------------
 
 
-@kernel_rule("aten.native_batch_norm_backward.default")
-def _backward(
-    call: Call,
-    grad: Definition,
-    x: Definition,
-    weight: _Parameter,
-    running_mean: _Parameter,
-    running_variance: _Parameter,
-    mean: _Parameter,
-    deviation: _Parameter,
-    training: bool,
-    epsilon: float,
-    mask: Any,
-) -> Result | str:
-    space, computes = batch_space(x.sizes), x.compute_dtype
+@lowering_rule("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
+def _backward(call: OperatorCall, grad: Definition, x: Definition, *_: object) -> LoweringResult | Declined:
+    arguments, space, computes = call.bind(), batch_norm_space(x.sizes), x.compute_dtype
+    reserve = arguments.get("reserve")
+    if reserve is not None and (call.spec.reserves_batch_norm_state or reserve.sizes != (0,)):
+        return Declined("another library saved what its backward needs")
+    training = arguments["train" if reserve is None else "update"]
     if training:
-        if mean is None or deviation is None:
-            return "it lacks the saved statistics"
-        mean_at, deviation_at = row_value(mean, computes, space), row_value(deviation, computes, space)
+        mean, rstd = arguments["save_mean"], arguments["save_invstd" if reserve is None else "save_var"]
+        if mean is None or rstd is None:
+            return Declined("it lacks the saved statistics")
+        mean_at, rstd_at = load_row_statistic(mean, computes, space), load_row_statistic(rstd, computes, space)
     else:
-        if running_mean is None or running_variance is None:
-            return "it lacks the running statistics"
-        mean_at = row_value(running_mean, computes, space)
-        deviation_at = _deviation_of(running_variance, computes, epsilon)
-    gradients = Gradients(call, space, grad, x, mean_at, deviation_at, weight)
-    makers = (
-        gradients.of_input if training else gradients.of_constant_statistics,
-        gradients.of_weight,
-        gradients.of_bias,
-    )
-    return tuple([make(fake) if wanted else None for make, fake, wanted in zip(makers, call.fake, mask, strict=True)])
-
-
-@kernel_rule("aten.batch_norm_backward.default")
-def _backward_with_reserve(call: Call, *arguments: Any) -> Result | str:
-    if call.spec.saves_batch_norm or arguments[-1].sizes != (0,):
-        return "another library saved what it needs"
-    return _backward(call, *arguments[:-1])
+        mean, variance = arguments["running_mean"], arguments["running_var"]
+        if mean is None or variance is None:
+            return Declined("it lacks the running statistics")
+        mean_at = load_row_statistic(mean, computes, space)
+        rstd_at = _rstd_of_variance(variance, computes, arguments["eps"])
+    backward = NormalizationBackward(call, space, grad, x, mean_at, rstd_at, arguments["weight"])
+    return backward.gradients(arguments["output_mask"], training)

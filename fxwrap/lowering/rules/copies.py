@@ -1,116 +1,97 @@
-"""Copies, casts, fills and choices between tensors."""
+"""Copies, casts, fills and selection between tensors."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from fxwrap.loop_ir import Scalar
-from fxwrap.lowering.definitions import Definition, Indices, Reader, pointwise
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
 from fxwrap.lowering.rules.pointwise import (
-    bound,
-    element,
-    elementwise,
+    Operand,
+    check_operands,
     fits,
+    load_operand,
     promoted_dtype,
-    refusal,
+    register_elementwise,
 )
-from fxwrap.lowering.rules.registry import Call, Result, rule
+from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, TensorOrNumber, lowering_rule
 
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
-@bound("aten.clone.default")
-def _clone(call: Call, x: Definition, _: Any) -> Result | str:
-    return _cast(call, x)
-
-
-@bound("aten._to_copy.default")
-def _to_copy(call: Call, x: Definition, _: Any, layout: Any, device: Any, pinned: Any, *__: Any) -> Result | str:
-    if layout not in (None, torch.strided):
-        return f"a copy to the layout {layout}"
-    return "a copy to pinned memory" if pinned else _cast(call, x)
-
-
-@rule("prims.convert_element_type.default")
-def _convert(call: Call, x: Definition, _: torch.dtype) -> Result | str:
-    return _cast(call, x)
-
-
-@bound("aten.copy.default")
-def _copy_of_another(call: Call, x: Definition, source: Definition, *_: Any) -> Result | str:
-    return _cast(call, source)
-
-
-def _cast(call: Call, x: Definition) -> Result | str:
-    """Half precision rounds here, because the model asked for it; the same dtype changes nothing."""
+@lowering_rule("aten.clone.default", "prims.convert_element_type.default")
+def _cast(call: OperatorCall, x: Definition) -> LoweringResult | Declined:
+    """A cast to half precision rounds inside a kernel too, because the model requests it."""
     if x.device != call.device:
-        return f"a copy from {x.device} to {call.device}"
-    reason = refusal(call, (x,), call.dtype)
-    if reason is not None:
-        return reason
+        return Declined(f"a copy from {x.device} to {call.device}")
+    return check_operands(call, (x,), call.dtype) or call.define(
+        lambda reader, indices: load_operand(reader, x, indices, call.dtype)
+    )
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        return element(reader, x, indices, call.dtype)
 
-    return pointwise(call.sizes, call.dtype, call.device, body)
+@lowering_rule("aten._to_copy.default")
+def _to_copy(
+    call: OperatorCall, x: Definition, layout: torch.layout | None, pin_memory: bool | None
+) -> LoweringResult | Declined:
+    if layout not in (None, torch.strided):
+        return Declined(f"a copy to the layout {layout}")
+    return Declined("a copy to pinned memory") if pin_memory else _cast(call, x)
+
+
+@lowering_rule("aten.copy.default")
+def _copy(call: OperatorCall, x: Definition, source: Definition) -> LoweringResult | Declined:
+    return _cast(call, source)
 
 
 # --- fills -----------------------------------------------------------------------------------------------------------
 
 
-@bound("aten.fill.Scalar", "aten.fill.Tensor")
-def _fill(call: Call, x: Definition, value: Any) -> Result | str:
-    reason = _value_refusal(call, (value,), value)
-    if reason is not None:
-        return reason
-    return pointwise(
-        call.sizes, call.dtype, call.device, lambda reader, indices: element(reader, value, indices, call.dtype)
-    )  # fmt: skip
+@lowering_rule("aten.fill.Scalar", "aten.fill.Tensor")
+def _fill(call: OperatorCall, x: Definition, value: TensorOrNumber) -> LoweringResult | Declined:
+    return _check_value(call, (value,), value) or call.define(
+        lambda reader, indices: load_operand(reader, value, indices, call.dtype)
+    )
 
 
-@bound("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
-def _masked_fill(call: Call, x: Definition, mask: Definition, value: Any) -> Result | str:
-    reason = _value_refusal(call, (x, mask, value), value)
-    if reason is not None:
-        return reason
+@lowering_rule("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+def _masked_fill(
+    call: OperatorCall, x: Definition, mask: Definition, value: TensorOrNumber
+) -> LoweringResult | Declined:
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        condition = load_operand(reader, mask, indices, torch.bool)
+        filling = load_operand(reader, value, indices, call.dtype)
+        return condition.where(filling, load_operand(reader, x, indices, call.dtype))
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        condition = element(reader, mask, indices, torch.bool)
-        filling = element(reader, value, indices, call.dtype)
-        return condition.where(filling, element(reader, x, indices, call.dtype))
-
-    return pointwise(call.sizes, call.dtype, call.device, body)
+    return _check_value(call, (x, mask, value), value) or call.define(body)
 
 
-def _value_refusal(call: Call, operands: Any, value: Any) -> str | None:
-    """A number has to fit into the tensor it is written to: eager raises for those that do not."""
-    reason = refusal(call, operands, call.dtype)
-    if reason is None and not isinstance(value, Definition) and not fits(value, call.dtype):
-        return f"the number {value} is out of the range of {call.dtype}"
-    return reason
+def _check_value(call: OperatorCall, operands: Sequence[Operand], value: TensorOrNumber) -> Declined | None:
+    """Declines a number that the filled tensor cannot hold: eager raises for it."""
+    declined = check_operands(call, operands, call.dtype)
+    if declined is None and not fits(value, call.dtype):
+        return Declined(f"the number {value} is out of the range of {call.dtype}")
+    return declined
 
 
-# --- choices ---------------------------------------------------------------------------------------------------------
+# --- selection -------------------------------------------------------------------------------------------------------
 
 
-@bound("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
-def _where(call: Call, condition: Definition, x: Any, y: Any) -> Result | str:
-    dtype = promoted_dtype((x, y), "DEFAULT")
-    reason = refusal(call, (x, y), dtype) or refusal(call, (condition,), torch.bool)
-    if reason is not None:
-        return reason
+@lowering_rule("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+def _where(
+    call: OperatorCall, condition: Definition, x: TensorOrNumber, y: TensorOrNumber
+) -> LoweringResult | Declined:
+    dtype = promoted_dtype((x, y))
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        chosen = element(reader, condition, indices, torch.bool)
-        return chosen.where(element(reader, x, indices, dtype), element(reader, y, indices, dtype))
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        chosen = load_operand(reader, condition, indices, torch.bool)
+        return chosen.where(load_operand(reader, x, indices, dtype), load_operand(reader, y, indices, dtype))
 
-    return pointwise(call.sizes, call.dtype, call.device, body)
+    declined = check_operands(call, (x, y), dtype) or check_operands(call, (condition,), torch.bool)
+    return declined or call.define(body)
 
 
-@bound("aten.native_dropout_backward.default")
-def _dropout_backward(call: Call, gradient: Definition, mask: Definition, scale: Any) -> Result | str:
-    return elementwise(
-        call, (gradient, mask), "DEFAULT", lambda g, mask, scale: g * mask * scale, accepts="float", parameters=(scale,)
-    )  # fmt: skip
+register_elementwise(
+    "aten.native_dropout_backward.default", lambda g, mask, scale: g * mask * scale, operands=2, dtypes="float"
+)

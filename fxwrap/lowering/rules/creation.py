@@ -1,156 +1,120 @@
-"""Tensors made of numbers alone. Random numbers stay operator calls: they must be those that eager gives."""
+"""Tensors computed from numbers alone. Random tensors stay extern calls, because they must equal eager's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeGuard
 
-import sympy
 import torch
+from typing_extensions import TypeIs
 
-from fxwrap.loop_ir import INTEGERS, Number, Scalar, as_index
-from fxwrap.lowering.definitions import Indices, Pointwise, Reader, pointwise
-from fxwrap.lowering.rules.positions import choose, same
-from fxwrap.lowering.rules.registry import Call
-from fxwrap.lowering.rules.rows import kernel_rule
+from fxwrap.loop_ir import INTEGERS, Scalar, as_index
+from fxwrap.lowering.fusion.definitions import ElementReader, Indices, Pointwise, pointwise
+from fxwrap.lowering.rules.indexing_common import index_equal, masked_where
+from fxwrap.lowering.rules.registry import Declined, LoweringResult, NumberOrSymbol, OperatorCall, lowering_rule
 from fxwrap.symbolic import Size
 
 
-def filled(sizes: Sequence[Size], dtype: torch.dtype, device: torch.device, value: Number | sympy.Basic) -> Pointwise:
-    """Returns a tensor of one number."""
+def full_tensor(sizes: Sequence[Size], dtype: torch.dtype, device: torch.device, value: NumberOrSymbol) -> Pointwise:
+    """Returns a tensor filled with one number."""
     return pointwise(sizes, dtype, device, lambda reader, indices: reader.number(value, dtype))
 
 
-_VALUE_ARGUMENT = {
-    "aten.scalar_tensor.default": 0,
-    "aten.full.default": 1,
-    "aten.full_like.default": 1,
-    "aten.new_full.default": 2,
-}
-"""Which argument of an operator is the number that it fills with."""
+@lowering_rule("aten.full.default", "aten.full_like.default", "aten.new_full.default", "aten.scalar_tensor.default")
+def _full(call: OperatorCall) -> LoweringResult:
+    arguments = call.bind()
+    value = arguments["s" if call.operator == "scalar_tensor" else "fill_value"]
+    return full_tensor(call.sizes, call.dtype, call.device, value)
 
-_CONSTANTS = {
+
+CONSTANT_FILLS = {
     f"aten.{name}.default": number
     for number, word in enumerate(("zeros", "ones"))
     for name in (word, f"{word}_like", f"new_{word}")
 }
-"""Operators that fill with a number that their name says."""
+"""Operators that fill with the number of their name."""
 
 
-@kernel_rule(*_VALUE_ARGUMENT)
-def _full(call: Call, *arguments: Any, **keywords: Any) -> Pointwise:
-    position = _VALUE_ARGUMENT[call.name]
-    value = arguments[position] if len(arguments) > position else keywords.get("fill_value", keywords.get("value"))
-    return filled(call.sizes, call.dtype, call.device, value)
+@lowering_rule(*CONSTANT_FILLS)
+def _constant(call: OperatorCall) -> LoweringResult:
+    return full_tensor(call.sizes, call.dtype, call.device, CONSTANT_FILLS[call.name])
 
 
-@kernel_rule(*_CONSTANTS)
-def _constant(call: Call, *_: Any, **__: Any) -> Pointwise:
-    return filled(call.sizes, call.dtype, call.device, _CONSTANTS[call.name])
-
-
-@kernel_rule("aten.eye.default", "aten.eye.m")
-def _eye(call: Call, *_: Any, **__: Any) -> Pointwise:
+@lowering_rule("aten.eye.default", "aten.eye.m")
+def _eye(call: OperatorCall) -> LoweringResult:
     dtype = call.dtype
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        on_diagonal = same(reader, indices[0], indices[1])
-        return choose(reader, on_diagonal, lambda: reader.number(1, dtype), lambda: reader.number(0, dtype))
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        on_diagonal = index_equal(reader, indices[0], indices[1])
+        return masked_where(reader, on_diagonal, lambda: reader.number(1, dtype), lambda: reader.number(0, dtype))
 
-    return pointwise(call.sizes, dtype, call.device, body)
-
-
-# --- rows of numbers -------------------------------------------------------------------------------------------------
+    return call.define(body)
 
 
-@kernel_rule("aten.arange.default")
-def _arange(call: Call, end: Any, **_: Any) -> Any:
-    return _progression(call, 0, 1)
+# --- ranges ----------------------------------------------------------------------------------------------------------
 
 
-@kernel_rule("aten.arange.start")
-def _arange_from(call: Call, start: Any, end: Any, **_: Any) -> Any:
-    return _progression(call, start, 1)
+@lowering_rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "prims.iota.default")
+def _arange(call: OperatorCall) -> LoweringResult | Declined:
+    """Computes start + i * step, in exact integers where both are whole numbers.
 
-
-@kernel_rule("aten.arange.start_step")
-def _arange_by(call: Call, start: Any, end: Any, step: Any = 1, **_: Any) -> Any:
-    return _progression(call, start, step)
-
-
-@kernel_rule("prims.iota.default")
-def _iota(call: Call, length: Any, *, start: Any, step: Any, **_: Any) -> Any:
-    return _progression(call, start, step)
-
-
-def _progression(call: Call, start: Any, step: Any) -> Pointwise | str:
-    """Returns start, start + step, start + 2*step...; exact integers wherever the numbers are whole.
-
-    A float progression is computed in float64, as eager does on the CPU, so that it does not drift.
+    A float range is computed in float64, as eager does on the CPU, so that it does not drift.
     """
-    dtype = call.dtype
-    if dtype in INTEGERS and _is_number(start) and _is_number(step):
+    arguments = call.bind()
+    start: NumberOrSymbol = arguments.get("start", 0)
+    step: NumberOrSymbol = arguments.get("step", 1)
+    if call.dtype in INTEGERS and _is_known(start) and _is_known(step):
         start, step = int(start), int(step)
-    if not _whole(step):
-        return _float_progression(call, start, step)
-    if not _whole(start):
-        return _float_progression(call, start, step) if _is_number(start) else _from_symbolic(call, start, int(step))
-    first, each = int(start), int(step)
-    return pointwise(
-        call.sizes, dtype, call.device,
-        lambda reader, indices: reader.body.index(as_index(indices[0]) * each + first),
-    )  # fmt: skip
+    if not _is_whole(step) or (_is_known(start) and not _is_whole(start)):
+        return _float_range(call, start, step)
+    each = int(step)
+    if _is_known(start):
+        first = int(start)
+        return call.define(lambda reader, indices: reader.body.index(as_index(indices[0]) * each + first))
+    if not start.is_integer:
+        return Declined("it starts at a symbolic float")
+    # The start is added as a number: an index may contain sizes only, and the start's sign is unknown.
+    return call.define(
+        lambda reader, indices: reader.body.index(as_index(indices[0]) * each) + reader.number(start, torch.int64)
+    )
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a value is a number that is known when the program is made."""
+def _is_known(value: NumberOrSymbol) -> TypeIs[int | float]:
     return isinstance(value, int | float)
 
 
-def _whole(number: Any) -> bool:
-    return _is_number(number) and float(number).is_integer()
+def _is_whole(value: NumberOrSymbol) -> TypeGuard[int | float]:
+    return _is_known(value) and float(value).is_integer()
 
 
-def _from_symbolic(call: Call, start: sympy.Expr, step: int) -> Pointwise | str:
-    if not start.is_integer:
-        return "it starts at a symbolic float"
-
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        # The start is a number and no part of the index: its sign is not known, as that of sizes is.
-        return reader.body.index(as_index(indices[0]) * step) + reader.number(start, torch.int64)
-
-    return pointwise(call.sizes, call.dtype, call.device, body)
-
-
-def _float_progression(call: Call, start: Any, step: Any) -> Pointwise:
+def _float_range(call: OperatorCall, start: NumberOrSymbol, step: NumberOrSymbol) -> Pointwise:
     if call.dtype in INTEGERS:
-        computes = torch.int64  # a number is symbolic: eager converts numbers to the dtype first
+        computes = torch.int64  # eager first converts symbolic numbers to the dtype
     else:
-        computes = torch.float64 if call.spec.rounds_as_cpu or call.dtype is torch.float64 else torch.float32
+        computes = torch.float64 if call.spec.cpu_rounding or call.dtype is torch.float64 else torch.float32
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
         position = reader.body.index(indices[0]).to(computes)
         return reader.number(start, computes) + reader.number(step, computes) * position
 
-    return pointwise(call.sizes, call.dtype, call.device, body)
+    return call.define(body)
 
 
-@kernel_rule("aten.linspace.default")
-def _linspace(call: Call, start: Any, end: Any, steps: Any, **_: Any) -> Any:
+@lowering_rule("aten.linspace.default")
+def _linspace(call: OperatorCall, start: NumberOrSymbol, end: NumberOrSymbol, steps: Size) -> LoweringResult | Declined:
     """Counts from the nearer end, so that both ends are exact."""
-    if not (_is_number(start) and _is_number(end) and isinstance(steps, int)):
-        return "an end or the number of steps is symbolic"
-    dtype = call.dtype
-    if dtype in INTEGERS:
-        start, end = int(start), int(end)
+    if not (_is_known(start) and _is_known(end) and isinstance(steps, int)):
+        return Declined("an end or the number of steps is symbolic")
+    dtype, count = call.dtype, steps
+    first, last = (int(start), int(end)) if dtype in INTEGERS else (start, end)
     computes = torch.float32 if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64
-    step = (end - start) / max(steps - 1, 1)
+    step = (last - first) / max(count - 1, 1)
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
         number, index = reader.number, as_index(indices[0])
-        first = number(start, computes) + number(step, computes) * reader.body.index(index).to(computes)
-        back = reader.body.index(as_index(steps - 1) - index).to(computes)
-        last = number(end, computes) - number(step, computes) * back
-        return first if steps == 1 else (reader.body.index(index) < steps // 2).where(first, last)
+        forward = number(first, computes) + number(step, computes) * reader.body.index(index).to(computes)
+        distance = reader.body.index(as_index(count - 1) - index).to(computes)
+        backward = number(last, computes) - number(step, computes) * distance
+        return forward if count == 1 else (reader.body.index(index) < count // 2).where(forward, backward)
 
-    return pointwise(call.sizes, dtype, call.device, body)
+    return call.define(body)

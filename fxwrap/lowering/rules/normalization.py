@@ -1,263 +1,275 @@
-"""What normalisations share: which elements have a mean and a deviation in common, and which have parameters in common.
+"""The shared forward and backward of normalizations.
 
-Layer, group, batch and RMS norm differ in nothing else, so each has a `Space` here, and one forward and one backward
-serve them all.
+Layer, group, batch and RMS norm differ in which elements share a mean and a deviation, and which share parameters. A
+`NormalizationSpace` describes that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from fxwrap.loop_ir import Scalar, as_index
-from fxwrap.lowering.definitions import Definition, Indices, Pointwise, Reader, Reduced, pointwise, reduction
-from fxwrap.lowering.rules.registry import Call
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    ElementReader,
+    Indices,
+    Pointwise,
+    Reduced,
+    pointwise,
+    reduction,
+)
+from fxwrap.lowering.rules.registry import ElementBody, OperatorCall
 from fxwrap.symbolic import Size, floor_divide, product
 
 
 @dataclass(frozen=True)
-class Space:
+class NormalizationSpace:
     """How the elements of an operand are grouped.
 
-    Elements with one mean form a row: `rows` are the sizes of the rows' index space, `row_sizes` those within one;
-    `row` gives an element's row, and `in_row` its indices from a row and a place in it. Elements with one weight form
-    a column, likewise. `one_weight` says that a row has only one weight.
+    Elements with one mean form a row: `rows` are the sizes of the rows' index space, and `row_sizes` those within a
+    row. `row` maps an element's indices to its row, and `indices_in_row` maps a row and the indices within it to the
+    element's indices. Elements with one weight form a column, likewise. `weight_per_row`: each row has one weight.
     """
 
     sizes: tuple[Size, ...]
     rows: tuple[Size, ...]
     row_sizes: tuple[Size, ...]
     row: Callable[[Indices], Indices]
-    in_row: Callable[[Indices, Indices], Indices]
+    indices_in_row: Callable[[Indices, Indices], Indices]
     columns: tuple[Size, ...]
     column_sizes: tuple[Size, ...]
     column: Callable[[Indices], Indices]
-    in_column: Callable[[Indices, Indices], Indices]
-    one_weight: bool = False
+    indices_in_column: Callable[[Indices, Indices], Indices]
+    weight_per_row: bool = False
 
     @property
     def count(self) -> Size:
-        """How many elements a row has."""
+        """The number of elements of a row."""
         return product(self.row_sizes)
 
 
-def layer_space(sizes: tuple[Size, ...], normalized_rank: int) -> Space:
-    """Returns the space of layer norm: the last dimensions are a row, each of its places a column."""
+def layer_norm_space(sizes: tuple[Size, ...], normalized_rank: int) -> NormalizationSpace:
+    """Returns the space of layer norm: the last dimensions are a row, and each element of a row is a column."""
     first = len(sizes) - normalized_rank
     outer, inner = sizes[:first], sizes[first:]
-    return Space(
+    return NormalizationSpace(
         sizes,
         rows=outer,
         row_sizes=inner,
         row=lambda at: at[:first],
-        in_row=lambda row, place: [*row, *place],
+        indices_in_row=lambda row, within: [*row, *within],
         columns=inner,
         column_sizes=outer or (1,),
         column=lambda at: at[first:],
-        in_column=lambda column, place: [*(place if outer else ()), *column],
+        indices_in_column=lambda column, within: [*(within if outer else ()), *column],
     )
 
 
-def group_space(sizes: tuple[Size, ...], groups: int) -> Space:
-    """Returns the space of group norm: groups of neighbouring channels of a sample are a row, a channel is a column."""
+def group_norm_space(sizes: tuple[Size, ...], groups: int) -> NormalizationSpace:
+    """Returns the space of group norm: adjacent channels of a sample are a row, a channel is a column."""
     channels = floor_divide(sizes[1], groups)
-    return Space(
+    return NormalizationSpace(
         sizes,
         rows=(sizes[0], groups),
         row_sizes=(channels, *sizes[2:]),
         row=lambda at: [at[0], as_index(at[1]) // channels],
-        in_row=lambda row, place: [row[0], as_index(row[1]) * channels + place[0], *place[1:]],
+        indices_in_row=lambda row, within: [row[0], as_index(row[1]) * channels + within[0], *within[1:]],
         columns=(sizes[1],),
         column_sizes=(sizes[0], *sizes[2:]),
         column=lambda at: [at[1]],
-        in_column=lambda column, place: [place[0], column[0], *place[1:]],
+        indices_in_column=lambda column, within: [within[0], column[0], *within[1:]],
     )
 
 
-def batch_space(sizes: tuple[Size, ...]) -> Space:
+def batch_norm_space(sizes: tuple[Size, ...]) -> NormalizationSpace:
     """Returns the space of batch norm: a channel is a row and a column."""
     channel, others = (sizes[1],), (sizes[0], *sizes[2:])
 
-    def joined(channel: Indices, place: Indices) -> Indices:
-        return [place[0], channel[0], *place[1:]]
+    def element(channel: Indices, within: Indices) -> Indices:
+        return [within[0], channel[0], *within[1:]]
 
-    return Space(
-        sizes,
-        rows=channel,
-        row_sizes=others,
-        row=lambda at: [at[1]],
-        in_row=joined,
-        columns=channel,
-        column_sizes=others,
-        column=lambda at: [at[1]],
-        in_column=joined,
-        one_weight=True,
+    def channel_of(indices: Indices) -> Indices:
+        return [indices[1]]
+
+    return NormalizationSpace(
+        sizes, channel, others, channel_of, element, channel, others, channel_of, element, weight_per_row=True
     )
 
 
-RowValue = Callable[[Reader, Indices], Scalar]
-"""What gives a statistic of a row, in the dtype that arithmetic happens in."""
+RowStatistic = ElementBody
+"""Computes a statistic of a row, given the row's indices, in the compute dtype."""
 
 
-def row_value(definition: Definition, dtype: torch.dtype, space: Space) -> RowValue:
-    """Returns the elements of a tensor of row statistics, whose sizes are the rows', then perhaps ones."""
+def load_row_statistic(definition: Definition, dtype: torch.dtype, space: NormalizationSpace) -> RowStatistic:
+    """Returns the elements of a tensor of row statistics, whose sizes are the rows' and perhaps trailing ones."""
     ones = len(definition.sizes) - len(space.rows)
     return lambda reader, row: reader.load(definition, [*row, *[0] * ones]).to(dtype)
 
 
-def moments(call: Call, space: Space, x: Definition) -> tuple[Reduced, Reduced]:
-    """Returns the mean of each row, and its sum of squared differences from it."""
+def moments(call: OperatorCall, space: NormalizationSpace, x: Definition) -> tuple[Reduced, Reduced]:
+    """Returns the mean of each row, and the sum of squared differences from it."""
     computes = x.compute_dtype
     mean, squares = reduction(
         "welford", space.rows, space.row_sizes, call.device, computes,
-        lambda reader, row, place: reader.load(x, space.in_row(row, place)), (computes, computes),
+        lambda reader, row, within: reader.load(x, space.indices_in_row(row, within)), (computes, computes),
     )  # fmt: skip
     return mean, squares
 
 
-def reciprocal_deviation(call: Call, space: Space, squares: Definition, epsilon: float) -> Pointwise:
-    """Returns 1 / sqrt(variance + epsilon) of each row, given its sum of squared differences."""
+def reciprocal_std(call: OperatorCall, space: NormalizationSpace, squares: Definition, epsilon: float) -> Pointwise:
+    """Returns 1 / sqrt(squares / count + epsilon) of each row, given a sum of squares."""
     computes = squares.dtype
 
-    def body(reader: Reader, row: Indices) -> Scalar:
+    def body(reader: ElementReader, row: Indices) -> Scalar:
         return (reader.load(squares, row) / reader.number(space.count, computes) + epsilon).rsqrt()
 
     return pointwise(space.rows, computes, call.device, body)
 
 
-def normalised(
-    call: Call,
+def normalize(
+    call: OperatorCall,
     fake: torch.Tensor,
-    space: Space,
+    space: NormalizationSpace,
     x: Definition,
-    mean: RowValue | None,
-    deviation: RowValue,
+    mean: RowStatistic | None,
+    rstd: RowStatistic,
     weight: Definition | None,
     bias: Definition | None = None,
 ) -> Pointwise:
-    """Returns (x - mean) * deviation * weight + bias. `deviation` gives a reciprocal; what is None is left out."""
+    """Returns (x - mean) * rstd * weight + bias; `rstd` is a reciprocal, and None leaves a term out."""
     computes = x.compute_dtype
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
         row, column = space.row(indices), space.column(indices)
         value = reader.load(x, indices)
-        value = (value if mean is None else value - mean(reader, row)) * deviation(reader, row)
+        value = (value if mean is None else value - mean(reader, row)) * rstd(reader, row)
         if weight is not None:
             value = value * reader.load(weight, column).to(computes)
         return value if bias is None else value + reader.load(bias, column).to(computes)
 
-    return pointwise(call.sizes_of(fake), fake.dtype, call.device, body)
+    return call.define(body, fake)
 
 
-def statistic(call: Call, fake: torch.Tensor, value: RowValue, rank: int) -> Pointwise:
-    """Returns row statistics, of rows with `rank` dimensions, as a result; ones may follow in its sizes."""
-    return pointwise(
-        call.sizes_of(fake), fake.dtype, call.device, lambda reader, indices: value(reader, indices[:rank])
-    )
+def statistic_result(call: OperatorCall, fake: torch.Tensor, value: RowStatistic, rank: int) -> Pointwise:
+    """Returns statistics of rows with `rank` dimensions as a result, which may have trailing sizes of 1."""
+    return call.define(lambda reader, indices: value(reader, indices[:rank]), fake)
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """The backward of a normalisation whose statistics are known: sums over rows and over columns, and a formula.
+class NormalizationBackward:
+    """The backward of a normalization with known statistics.
 
-    With n = (x - mean) * deviation and g = grad * weight, the gradient of x is
-    (g - mean of g - n * mean of g * n) * deviation, where means are taken over a row.
+    With n = (x - mean) * rstd and g = grad * weight, the gradient of x is (g - mean(g) - n * mean(g * n)) * rstd,
+    where means are taken over a row.
     """
 
-    call: Call
-    space: Space
+    call: OperatorCall
+    space: NormalizationSpace
     grad: Definition
     x: Definition
-    mean: RowValue | None
-    deviation: RowValue
+    mean: RowStatistic | None
+    rstd: RowStatistic
     weight: Definition | None
+
+    def gradients(self, mask: Sequence[bool], training: bool = True) -> tuple[Definition | None, ...]:
+        """Returns the gradients of input, weight and bias that the mask requests, as many as it has flags."""
+        makers = (
+            self.input_gradient if training else self.eval_input_gradient,
+            self.weight_gradient,
+            self.bias_gradient,
+        )
+        return tuple([
+            make(fake) if wanted and fake is not None else None
+            for make, fake, wanted in zip(makers, self.call.results, mask, strict=False)
+        ])  # fmt: skip
 
     @property
     def _dtype(self) -> torch.dtype:
         return self.x.compute_dtype
 
-    def _normal(self, reader: Reader, indices: Indices) -> Scalar:
+    def _normalized(self, reader: ElementReader, indices: Indices) -> Scalar:
         row, value = self.space.row(indices), reader.load(self.x, indices)
-        return (value if self.mean is None else value - self.mean(reader, row)) * self.deviation(reader, row)
+        return (value if self.mean is None else value - self.mean(reader, row)) * self.rstd(reader, row)
 
-    def _grad(self, reader: Reader, indices: Indices) -> Scalar:
+    def _grad(self, reader: ElementReader, indices: Indices) -> Scalar:
         return reader.load(self.grad, indices).to(self._dtype)
 
-    def _weight(self, reader: Reader, indices: Indices) -> Scalar | None:
+    def _weight(self, reader: ElementReader, indices: Indices) -> Scalar | None:
         if self.weight is None:
             return None
         return reader.load(self.weight, self.space.column(indices)).to(self._dtype)
 
-    def _inner_grad(self, reader: Reader, indices: Indices) -> Scalar:
-        """The gradient before the weight; where a row has one weight, it waits until after the sums."""
+    def _inner_grad(self, reader: ElementReader, indices: Indices) -> Scalar:
+        """The gradient before the weight; a weight per row is applied after the sums."""
         grad, weight = self._grad(reader, indices), self._weight(reader, indices)
-        return grad if weight is None or self.space.one_weight else grad * weight
+        return grad if weight is None or self.space.weight_per_row else grad * weight
 
-    def _outer_weight(self, reader: Reader, indices: Indices) -> Scalar | None:
-        return self._weight(reader, indices) if self.space.one_weight else None
+    def eval_input_gradient(self, fake: torch.Tensor) -> Pointwise:
+        """Returns the gradient of x where the statistics do not depend on x."""
 
-    def of_constant_statistics(self, fake: torch.Tensor) -> Pointwise:
-        """Returns the gradient of x where mean and deviation do not depend on it."""
-
-        def body(reader: Reader, indices: Indices) -> Scalar:
+        def body(reader: ElementReader, indices: Indices) -> Scalar:
             grad, weight = self._grad(reader, indices), self._weight(reader, indices)
-            scaled = grad * self.deviation(reader, self.space.row(indices))
+            scaled = grad * self.rstd(reader, self.space.row(indices))
             return scaled if weight is None else scaled * weight
 
-        return pointwise(self.call.sizes_of(fake), fake.dtype, self.call.device, body)
+        return self.call.define(body, fake)
 
-    def of_input(self, fake: torch.Tensor) -> Pointwise:
+    def input_gradient(self, fake: torch.Tensor) -> Pointwise:
         """Returns the gradient of x."""
         space, dtype = self.space, self._dtype
-        total, product = self._total if self.mean is not None else None, self._product
+        total, dot = self._grad_sum if self.mean is not None else None, self._grad_dot_normalized
 
-        def body(reader: Reader, indices: Indices) -> Scalar:
+        def body(reader: ElementReader, indices: Indices) -> Scalar:
             row, count = space.row(indices), reader.number(space.count, dtype)
             value = self._inner_grad(reader, indices)
             if total is not None:
                 value = value - reader.load(total, row) / count
-            value = value - self._normal(reader, indices) * (reader.load(product, row) / count)
-            value = value * self.deviation(reader, row)
-            weight = self._outer_weight(reader, indices)
+            value = value - self._normalized(reader, indices) * (reader.load(dot, row) / count)
+            value = value * self.rstd(reader, row)
+            weight = self._weight(reader, indices) if space.weight_per_row else None
             return value if weight is None else value * weight
 
-        return pointwise(self.call.sizes_of(fake), fake.dtype, self.call.device, body)
+        return self.call.define(body, fake)
 
     @cached_property
-    def _total(self) -> Reduced:
-        return self._over_rows(self._inner_grad)
+    def _grad_sum(self) -> Reduced:
+        return self._sum_over_rows(self._inner_grad)
 
     @cached_property
-    def _product(self) -> Reduced:
-        return self._over_rows(lambda reader, at: self._inner_grad(reader, at) * self._normal(reader, at))
+    def _grad_dot_normalized(self) -> Reduced:
+        return self._sum_over_rows(lambda reader, at: self._inner_grad(reader, at) * self._normalized(reader, at))
 
-    def of_weight(self, fake: torch.Tensor) -> Reduced:
-        """Returns the gradient of the weight: a sum over each column, which may be a row's sum already."""
-        if self.space.one_weight:
-            return Reduced(self._product.sizes, fake.dtype, self.call.device, self._product.source)
-        return self._over_columns(fake, lambda reader, at: self._grad(reader, at) * self._normal(reader, at))
+    def weight_gradient(self, fake: torch.Tensor) -> Reduced:
+        """Returns the gradient of the weight: the sum over each column."""
+        if self.space.weight_per_row:
+            return self._row_sum_as_result(self._grad_dot_normalized, fake)
+        return self._sum_over_columns(fake, lambda reader, at: self._grad(reader, at) * self._normalized(reader, at))
 
-    def of_bias(self, fake: torch.Tensor) -> Reduced:
-        """Returns the gradient of the bias: a sum over each column, which may be a row's sum already."""
-        if self.space.one_weight:
-            return Reduced(self._total.sizes, fake.dtype, self.call.device, self._total.source)
-        return self._over_columns(fake, self._grad)
+    def bias_gradient(self, fake: torch.Tensor) -> Reduced:
+        """Returns the gradient of the bias: the sum over each column."""
+        if self.space.weight_per_row:
+            return self._row_sum_as_result(self._grad_sum, fake)
+        return self._sum_over_columns(fake, self._grad)
 
-    def _over_rows(self, value: Callable[[Reader, Indices], Scalar]) -> Reduced:
+    def _row_sum_as_result(self, total: Reduced, fake: torch.Tensor) -> Reduced:
+        return Reduced(total.sizes, fake.dtype, self.call.device, total.source)
+
+    def _sum_over_rows(self, value: ElementBody) -> Reduced:
         space, dtype = self.space, self._dtype
         (total,) = reduction(
             "sum", space.rows, space.row_sizes, self.call.device, dtype,
-            lambda reader, row, place: value(reader, space.in_row(row, place)), (dtype,),
+            lambda reader, row, within: value(reader, space.indices_in_row(row, within)), (dtype,),
         )  # fmt: skip
         return total
 
-    def _over_columns(self, fake: torch.Tensor, value: Callable[[Reader, Indices], Scalar]) -> Reduced:
+    def _sum_over_columns(self, fake: torch.Tensor, value: ElementBody) -> Reduced:
         space = self.space
         (total,) = reduction(
             "sum", space.columns, space.column_sizes, self.call.device, self._dtype,
-            lambda reader, column, place: value(reader, space.in_column(column, place)), (fake.dtype,),
+            lambda reader, column, within: value(reader, space.indices_in_column(column, within)), (fake.dtype,),
         )  # fmt: skip
         return total

@@ -2,214 +2,137 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from fxwrap.loop_ir import Scalar
-from fxwrap.lowering.definitions import Definition, Indices, Reader, pointwise
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
 from fxwrap.lowering.rules.normalization import (
-    Gradients,
-    Space,
-    group_space,
-    layer_space,
+    NormalizationBackward,
+    NormalizationSpace,
+    group_norm_space,
+    layer_norm_space,
+    load_row_statistic,
     moments,
-    normalised,
-    reciprocal_deviation,
-    row_value,
-    statistic,
+    normalize,
+    reciprocal_std,
+    statistic_result,
 )
-from fxwrap.lowering.rules.registry import Call, Result
-from fxwrap.lowering.rules.rows import combine, kernel_rule, row_result, rows_of
+from fxwrap.lowering.rules.reduction_common import build_reduction, outer_result, reduction_shape
+from fxwrap.lowering.rules.registry import LoweringResult, OperatorCall, lowering_rule
+from fxwrap.symbolic import Size
 
 
-@kernel_rule("aten.native_layer_norm.default")
-def _layer_norm(
-    call: Call, x: Definition, normalized: Any, weight: Definition | None, bias: Definition | None, epsilon: float
-) -> Result:
-    return _forward(call, layer_space(x.sizes, len(normalized)), x, weight, bias, epsilon)
+def _space(call: OperatorCall, x: Definition) -> NormalizationSpace:
+    arguments = call.bind()
+    if "group" in arguments:
+        return group_norm_space(x.sizes, arguments["group"])
+    return layer_norm_space(x.sizes, len(arguments["normalized_shape"]))
 
 
-@kernel_rule("aten.native_group_norm.default")
-def _group_norm(
-    call: Call,
-    x: Definition,
-    weight: Definition | None,
-    bias: Definition | None,
-    samples: Any,
-    channels: Any,
-    places: Any,
-    groups: int,
-    epsilon: float,
-) -> Result:
-    return _forward(call, group_space(x.sizes, groups), x, weight, bias, epsilon)
-
-
-def _forward(
-    call: Call, space: Space, x: Definition, weight: Definition | None, bias: Definition | None, epsilon: float
-) -> Result:
-    result, mean_fake, deviation_fake = call.fake
+@lowering_rule("aten.native_layer_norm.default", "aten.native_group_norm.default")
+def _forward(call: OperatorCall, x: Definition, *_: object) -> LoweringResult:
+    arguments, space = call.bind(), _space(call, x)
+    result, mean_fake, rstd_fake = call.results
     mean, squares = moments(call, space, x)
-    deviation = reciprocal_deviation(call, space, squares, epsilon)
-    mean_at, deviation_at = row_value(mean, mean.dtype, space), row_value(deviation, mean.dtype, space)
+    rstd = reciprocal_std(call, space, squares, arguments["eps"])
+    mean_at, rstd_at = load_row_statistic(mean, mean.dtype, space), load_row_statistic(rstd, mean.dtype, space)
     return (
-        normalised(call, result, space, x, mean_at, deviation_at, weight, bias),
-        statistic(call, mean_fake, mean_at, len(space.rows)),
-        statistic(call, deviation_fake, deviation_at, len(space.rows)),
+        normalize(call, result, space, x, mean_at, rstd_at, arguments["weight"], arguments["bias"]),
+        statistic_result(call, mean_fake, mean_at, len(space.rows)),
+        statistic_result(call, rstd_fake, rstd_at, len(space.rows)),
     )
 
 
-@kernel_rule("aten.native_layer_norm_backward.default")
-def _layer_norm_backward(
-    call: Call,
-    grad: Definition,
-    x: Definition,
-    normalized: Any,
-    mean: Definition,
-    deviation: Definition,
-    weight: Definition | None,
-    bias: Definition | None,
-    mask: Any,
-) -> Result:
-    return _backward(call, layer_space(x.sizes, len(normalized)), grad, x, mean, deviation, weight, mask)
+@lowering_rule(
+    "aten.native_layer_norm_backward.default", "aten.native_group_norm_backward.default",
+    "aten._fused_rms_norm_backward.default",
+)  # fmt: skip
+def _backward(call: OperatorCall, grad: Definition, x: Definition, *_: object) -> LoweringResult:
+    arguments, space, computes = call.bind(), _space(call, x), x.compute_dtype
+    mean, weight, mask = arguments.get("mean"), arguments["weight"], arguments["output_mask"]
+    mean_at = None if mean is None else load_row_statistic(mean, computes, space)
+    rstd_at = load_row_statistic(arguments["rstd"], computes, space)
+    if call.operator == "_fused_rms_norm_backward":
+        mask = (mask[0], mask[1] and weight is not None)
+    return NormalizationBackward(call, space, grad, x, mean_at, rstd_at, weight).gradients(mask)
 
 
-@kernel_rule("aten.native_group_norm_backward.default")
-def _group_norm_backward(
-    call: Call,
-    grad: Definition,
-    x: Definition,
-    mean: Definition,
-    deviation: Definition,
-    weight: Definition | None,
-    samples: Any,
-    channels: Any,
-    places: Any,
-    groups: int,
-    mask: Any,
-) -> Result:
-    return _backward(call, group_space(x.sizes, groups), grad, x, mean, deviation, weight, mask)
+@lowering_rule("aten._fused_rms_norm.default")
+def _rms_norm(
+    call: OperatorCall, x: Definition, normalized: Sequence[Size], weight: Definition | None, epsilon: float | None
+) -> LoweringResult:
+    space, computes = _space(call, x), x.compute_dtype
+    rows = reduction_shape(x, range(len(x.sizes) - len(normalized), len(x.sizes)))
 
-
-def _backward(
-    call: Call,
-    space: Space,
-    grad: Definition,
-    x: Definition,
-    mean: Definition | None,
-    deviation: Definition,
-    weight: Definition | None,
-    mask: Any,
-) -> Result:
-    """Returns the gradients of input, weight and bias that the mask asks for, as many as it has flags."""
-    computes = x.compute_dtype
-    mean_at = None if mean is None else row_value(mean, computes, space)
-    gradients = Gradients(call, space, grad, x, mean_at, row_value(deviation, computes, space), weight)
-    makers = (gradients.of_input, gradients.of_weight, gradients.of_bias)
-    return tuple([
-        make(fake) if wanted and fake is not None else None
-        for make, fake, wanted in zip(makers, call.fake, mask, strict=False)
-    ])  # fmt: skip
-
-
-# --- RMS norm -----------------------------------------------------------------------------------------------------
-
-
-@kernel_rule("aten._fused_rms_norm.default")
-def _rms_norm(call: Call, x: Definition, normalized: Any, weight: Definition | None, epsilon: float | None) -> Result:
-    space, computes = layer_space(x.sizes, len(normalized)), x.compute_dtype
-    rows = rows_of(x, range(len(x.sizes) - len(normalized), len(x.sizes)))
-    (total,) = combine(call, "sum", rows, computes, _square(x, space))
-    added = torch.finfo(computes).eps if epsilon is None else epsilon
-
-    def root(reader: Reader, row: Indices) -> Scalar:
-        return (reader.load(total, row) / reader.number(space.count, computes) + added).rsqrt()
-
-    deviation = row_value(pointwise(space.rows, computes, call.device, root), computes, space)
-    result, deviation_fake = call.fake
-    return (
-        normalised(call, result, space, x, None, deviation, weight),
-        statistic(call, deviation_fake, deviation, len(space.rows)),
-    )
-
-
-def _square(x: Definition, space: Space) -> Any:
-    def body(reader: Reader, row: Indices, place: Indices) -> Scalar:
-        value = reader.load(x, space.in_row(row, place))
+    def square(reader: ElementReader, row: Indices, within: Indices) -> Scalar:
+        value = reader.load(x, space.indices_in_row(row, within))
         return value * value
 
-    return body
+    (total,) = build_reduction(call, "sum", rows, computes, square)
+    root = reciprocal_std(call, space, total, torch.finfo(computes).eps if epsilon is None else epsilon)
+    rstd = load_row_statistic(root, computes, space)
+    result, rstd_fake = call.results
+    return (
+        normalize(call, result, space, x, None, rstd, weight),
+        statistic_result(call, rstd_fake, rstd, len(space.rows)),
+    )
 
 
-@kernel_rule("aten._fused_rms_norm_backward.default")
-def _rms_norm_backward(
-    call: Call,
-    grad: Definition,
-    x: Definition,
-    normalized: Any,
-    deviation: Definition,
-    weight: Definition | None,
-    mask: Any,
-) -> Result:
-    space = layer_space(x.sizes, len(normalized))
-    return _backward(call, space, grad, x, None, deviation, weight, (mask[0], mask[1] and weight is not None))
+# --- weight norm -----------------------------------------------------------------------------------------------------
 
 
-# --- weight norm --------------------------------------------------------------------------------------------------
-
-
-@kernel_rule("aten._weight_norm_interface.default")
-def _weight_norm(call: Call, v: Definition, g: Definition, dim: int = 0) -> Result:
-    """Returns v * g / norm and the norm, taken over all dimensions but one."""
+@lowering_rule("aten._weight_norm_interface.default")
+def _weight_norm(call: OperatorCall, v: Definition, g: Definition, dim: int) -> LoweringResult:
+    """Returns v * g / norm and the norm over all dimensions but one."""
     rank, computes = len(v.sizes), v.compute_dtype
-    rows = rows_of(v, [place for place in range(rank) if place != dim % rank])
+    rows = reduction_shape(v, [other for other in range(rank) if other != dim % rank])
 
-    def square(reader: Reader, kept: Indices, reduced: Indices) -> Scalar:
-        value = reader.load(v, rows.joined(kept, reduced))
+    def square(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
+        value = reader.load(v, rows.operand_indices(row, reduced))
         return value * value
 
-    (total,) = combine(call, "sum", rows, computes, square)
-    result, norm_fake = call.fake
+    (total,) = build_reduction(call, "sum", rows, computes, square)
+    result, norm_fake = call.results
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        scale = reader.load(g, _only(indices, dim)).to(computes) / reader.load(total, rows.row(indices)).sqrt()
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        numerator = reader.load(g, _indices_of_dim(indices, dim)).to(computes)
+        scale = numerator / reader.load(total, rows.outer_indices(indices)).sqrt()
         return reader.load(v, indices) * scale
 
-    scaled = pointwise(call.sizes_of(result), result.dtype, call.device, body)
-    return scaled, row_result(call, norm_fake, rows, lambda reader, row: reader.load(total, row).sqrt())
+    norm = outer_result(call, norm_fake, rows, lambda reader, row: reader.load(total, row).sqrt())
+    return call.define(body, result), norm
 
 
-@kernel_rule("aten._weight_norm_interface_backward.default")
+@lowering_rule("aten._weight_norm_interface_backward.default")
 def _weight_norm_backward(
-    call: Call, grad: Definition, v: Definition, g: Definition, norms: Definition, dim: int
-) -> Result:
+    call: OperatorCall, grad: Definition, v: Definition, g: Definition, norms: Definition, dim: int
+) -> LoweringResult:
     rank, computes = len(v.sizes), v.compute_dtype
-    rows = rows_of(v, [place for place in range(rank) if place != dim % rank])
+    rows = reduction_shape(v, [other for other in range(rank) if other != dim % rank])
 
-    def product(reader: Reader, kept: Indices, reduced: Indices) -> Scalar:
-        at = rows.joined(kept, reduced)
-        return reader.load(grad, at).to(computes) * reader.load(v, at)
+    def product(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
+        indices = rows.operand_indices(row, reduced)
+        return reader.load(grad, indices).to(computes) * reader.load(v, indices)
 
-    (total,) = combine(call, "sum", rows, computes, product)
-    v_fake, g_fake = call.fake
+    (total,) = build_reduction(call, "sum", rows, computes, product)
+    v_fake, g_fake = call.results
 
-    def of_v(reader: Reader, indices: Indices) -> Scalar:
-        one = _only(indices, dim)
-        norm = reader.load(norms, one).to(computes)
-        along = reader.load(v, indices) * (reader.load(total, rows.row(indices)) / (norm * norm))
-        scale = reader.load(g, one).to(computes) / norm
-        return (reader.load(grad, indices).to(computes) - along) * scale
+    def of_v(reader: ElementReader, indices: Indices) -> Scalar:
+        row = _indices_of_dim(indices, dim)
+        norm = reader.load(norms, row).to(computes)
+        projection = reader.load(v, indices) * (reader.load(total, rows.outer_indices(indices)) / (norm * norm))
+        scale = reader.load(g, row).to(computes) / norm
+        return (reader.load(grad, indices).to(computes) - projection) * scale
 
-    def of_g(reader: Reader, indices: Indices) -> Scalar:
+    def of_g(reader: ElementReader, indices: Indices) -> Scalar:
         norm = reader.load(norms, indices).to(computes)
-        return reader.load(total, rows.row(indices)) / norm
+        return reader.load(total, rows.outer_indices(indices)) / norm
 
-    return (
-        pointwise(call.sizes_of(v_fake), v_fake.dtype, call.device, of_v),
-        pointwise(call.sizes_of(g_fake), g_fake.dtype, call.device, of_g),
-    )
+    return call.define(of_v, v_fake), call.define(of_g, g_fake)
 
 
-def _only(indices: Indices, dim: int) -> Indices:
-    """Returns the indices with all but one dimension's at 0, as in a tensor that has size 1 in the others."""
-    return [index if place == dim % len(indices) else 0 for place, index in enumerate(indices)]
+def _indices_of_dim(indices: Indices, dim: int) -> Indices:
+    """Returns the indices with 0 in all dimensions but one, for a tensor of size 1 in the others."""
+    return [index if other == dim % len(indices) else 0 for other, index in enumerate(indices)]

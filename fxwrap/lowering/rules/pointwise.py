@@ -1,161 +1,177 @@
-"""What pointwise rules stand on: broadcasting, torch's promotion, the rounding of numbers, and a row for each operator.
+"""Pointwise operators: broadcasting, type promotion and the rounding of Python numbers.
 
-The operators themselves are in `arithmetic`, `functions`, `activations`, `losses` and `copies`.
+The operators are in `arithmetic`, `functions`, `activations`, `pointwise_losses` and `copies`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import sympy
 import torch
 
-from fxwrap.loop_ir import INTEGERS, KERNEL_DTYPES, STORAGE_ONLY, Scalar, compute_dtype
-from fxwrap.lowering.definitions import (
+from fxwrap.caching import bounded_cache
+from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Scalar, compute_dtype
+from fxwrap.lowering.fusion.definitions import (
+    CpuScalar,
     Definition,
-    HostNumber,
+    ElementReader,
     Indices,
     Pointwise,
-    Reader,
     broadcast_indices,
-    pointwise,
 )
-from fxwrap.lowering.rules.registry import RULES, Call, Result
-from fxwrap.symbolic import Size
+from fxwrap.lowering.rules.registry import (
+    Declined,
+    DtypeDomain,
+    ElementBody,
+    LoweringResult,
+    OperatorCall,
+    TensorOrNumber,
+    check_dtype,
+    lowering_rule,
+)
 from fxwrap.torch_compat import PROMOTION_KINDS, elementwise_dtypes
 
-Numbers: TypeAlias = Literal["rounded", "exact", "rounded on cpu"]
-"""How an operator on half precision takes Python numbers: rounded to half precision first, as most do, or not."""
+T = TypeVar("T")
 
-Accepts: TypeAlias = Literal["any", "float", "number", "integer", "bits"]
-"""Which promoted dtypes an operator takes: any, floating point, all but bool, integers, integers and bool."""
+Promotion: TypeAlias = Literal[
+    "DEFAULT", "NO_OPMATH", "INT_TO_FLOAT", "ALWAYS_BOOL", "COMPLEX_TO_FLOAT", "BOOL_TO_LONG"
+]
+"""The names of `torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND`."""
+
+NumberRounding: TypeAlias = Literal["rounded", "exact", "rounded on cpu"]
+"""Whether an operator on half precision first rounds Python numbers to half precision."""
+
+Operand: TypeAlias = TensorOrNumber | None
 
 Parameter: TypeAlias = "Scalar | float"
-"""What a formula takes for an argument that is no operand: a Python number, or a scalar when it is symbolic."""
+"""A formula's argument that takes no part in promotion: a Python number, or a scalar when it is symbolic."""
 
 # --- the formula of an operator --------------------------------------------------------------------------------------
 
 
 def elementwise(
-    call: Call,
-    operands: Sequence[Any],
-    promotion: str,
+    call: OperatorCall,
+    operands: Sequence[Operand],
     formula: Callable[..., Scalar],
     *,
-    numbers: Numbers = "rounded",
-    accepts: Accepts = "any",
-    parameters: Sequence[Any] = (),
-) -> Pointwise | str:
-    """Returns a formula applied to operands that are broadcast against one another and promoted as torch does.
+    promotion: Promotion = "DEFAULT",
+    number_rounding: NumberRounding = "rounded",
+    dtypes: DtypeDomain = "any",
+    parameters: Sequence[object] = (),
+) -> Pointwise | Declined:
+    """Returns a formula applied to operands that are broadcast and promoted as torch does.
 
-    `promotion` names torch's rule: "DEFAULT", "NO_OPMATH", "INT_TO_FLOAT", "ALWAYS_BOOL", "COMPLEX_TO_FLOAT" or
-    "BOOL_TO_LONG". The formula takes a scalar for each operand, in the compute dtype of the promoted one, None for an
-    operand that is None, and then the parameters, which have no part in promotion: a symbolic one becomes a scalar.
+    The formula takes a scalar for each operand, in the compute dtype of the promoted dtype (None for an operand that
+    is None), then the parameters. `dtypes` is the domain of the promoted dtype.
     """
     dtype = promoted_dtype(operands, promotion)
-    reason = refusal(call, operands, dtype, accepts)
-    if reason is not None:
-        return reason
-    exact = numbers_are_exact(call, numbers)
-    body = body_of(operands, dtype, formula, exact=exact, parameters=parameters)
-    return pointwise(call.sizes, call.dtype, call.device, body)
+    declined = check_operands(call, operands, dtype, dtypes)
+    if declined is not None:
+        return declined
+    exact = numbers_are_exact(call, number_rounding)
+    return call.define(elementwise_body(operands, dtype, formula, exact=exact, parameters=parameters))
 
 
-def body_of(
-    operands: Sequence[Any],
+def elementwise_body(
+    operands: Sequence[Operand],
     dtype: torch.dtype,
     formula: Callable[..., Scalar],
     *,
     exact: bool = False,
-    parameters: Sequence[Any] = (),
-) -> Callable[[Reader, Indices], Scalar]:
+    parameters: Sequence[object] = (),
+) -> ElementBody:
     """Returns the body that applies a formula to operands in a promoted dtype, read at a broadcast result's indices."""
     computes = compute_dtype(dtype)
 
-    def body(reader: Reader, indices: Indices) -> Scalar:
-        scalars = [element(reader, operand, indices, dtype, exact) for operand in operands]
-        return formula(*scalars, *[parameter(reader, item, computes) for item in parameters])
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        scalars = [load_operand(reader, operand, indices, dtype, exact) for operand in operands]
+        return formula(*scalars, *[lower_parameter(reader, item, computes) for item in parameters])
 
     return body
 
 
-def parameter(reader: Reader, item: Any, dtype: torch.dtype) -> Any:
-    """Returns what a formula takes for an argument that is no operand: a symbolic number as a scalar, else itself."""
+def lower_parameter(reader: ElementReader, item: T | sympy.Basic, dtype: torch.dtype) -> T | Scalar:
+    """Returns a symbolic number as a scalar, any other parameter unchanged."""
     return reader.number(item, dtype) if isinstance(item, sympy.Basic) else item
 
 
-def element(reader: Reader, operand: Any, indices: Indices, dtype: torch.dtype, exact: bool = False) -> Scalar:
-    """Returns an operand's element at the indices of a result that it is broadcast to; a number is itself.
+def load_operand(
+    reader: ElementReader, operand: Operand, indices: Indices, dtype: torch.dtype, exact: bool = False
+) -> Scalar:
+    """Returns an operand's element at the indices of a broadcast result, or a number as a constant.
 
-    The operand is converted to `dtype`, and where that is of half precision then to float32, which rounds it; `exact`
-    leaves the rounding out for numbers and for tensors of rank 0 on the CPU, as some operators do.
+    The element is converted to `dtype`; half precision is rounded and computed with as float32. `exact` skips the
+    rounding of numbers and of CPU tensors of rank 0, as some operators do.
     """
     if operand is None:
-        return None  # type: ignore[return-value]  # the formula knows that this operand may be left out
+        return None  # type: ignore[return-value]  # formulas accept None for optional operands
     if isinstance(operand, Definition):
-        exact = exact and not operand.sizes and (operand.device.type == "cpu" or isinstance(operand, HostNumber))
+        exact = exact and not operand.sizes and (operand.device.type == "cpu" or isinstance(operand, CpuScalar))
         value = reader.load(operand, broadcast_indices(operand.sizes, indices))
-        return value.to(compute_dtype(dtype)) if exact else converted(value, operand.dtype, dtype)
+        return value.to(compute_dtype(dtype)) if exact else convert_element(value, operand.dtype, dtype)
     computes = compute_dtype(dtype)
     if isinstance(operand, sympy.Basic):
         value = reader.number(operand, computes)
-        return value if exact else rounded(value, dtype)
-    return reader.number(operand if exact else rounded_number(operand, dtype), computes)
+        return value if exact else round_to_dtype(value, dtype)
+    return reader.number(operand if exact else round_number(operand, dtype), computes)
 
 
-def converted(value: Scalar, source: torch.dtype, dtype: torch.dtype) -> Scalar:
-    """Returns an element of a tensor of dtype `source` as one of `dtype`, in the compute dtype of that."""
+def convert_element(value: Scalar, source: torch.dtype, dtype: torch.dtype) -> Scalar:
+    """Returns an element of a tensor of dtype `source`, converted to `dtype`, in the compute dtype of `dtype`."""
     computed = value.to(compute_dtype(dtype))
-    return computed if source in _EXACT_IN_HALF or source is dtype else rounded(computed, dtype)
+    return computed if source in _EXACT_IN_HALF or source is dtype else round_to_dtype(computed, dtype)
 
 
-def rounded(value: Scalar, dtype: torch.dtype) -> Scalar:
-    """Returns a value of the compute dtype rounded to what a tensor of `dtype` can hold."""
+def round_to_dtype(value: Scalar, dtype: torch.dtype) -> Scalar:
+    """Returns a value of the compute dtype, rounded to `dtype`."""
     return value.to(dtype).to(value.dtype) if dtype in STORAGE_ONLY else value
 
 
 _EXACT_IN_HALF = frozenset({torch.bool, torch.int8, torch.uint8})
-"""Dtypes whose every number both half precisions hold."""
+"""Dtypes that both half precisions represent exactly."""
 
 
-def rounded_number(number: Any, dtype: torch.dtype) -> Any:
-    """Returns a Python number rounded to half precision, if `dtype` is that; anything else is itself."""
-    if dtype not in STORAGE_ONLY or isinstance(number, sympy.Basic):
+def round_number(number: T, dtype: torch.dtype) -> T | float:
+    """Returns a Python number rounded to `dtype` if that is half precision; any other value unchanged."""
+    if dtype not in STORAGE_ONLY or not isinstance(number, int | float):
         return number
-    if isinstance(number, int) and abs(number) <= 256:  # what both half precisions hold
+    if isinstance(number, int) and abs(number) <= 256:  # exact in both half precisions
         return number
     return torch.tensor(float(number)).to(dtype).item()
 
 
-def numbers_are_exact(call: Call, numbers: Numbers) -> bool:
-    """Whether an operator's Python numbers are used as they are, on the device of this call."""
-    return numbers == "exact" or (numbers == "rounded on cpu" and not call.spec.rounds_as_cpu)
+def numbers_are_exact(call: OperatorCall, number_rounding: NumberRounding) -> bool:
+    """Whether an operator computes with unrounded Python numbers on the call's device."""
+    return number_rounding == "exact" or (number_rounding == "rounded on cpu" and not call.spec.cpu_rounding)
 
 
 # --- promotion -------------------------------------------------------------------------------------------------------
 
+_PromotionKey: TypeAlias = tuple[torch.dtype, int] | type | None
+"""What promotion depends on: a tensor's dtype and whether it has dimensions, or the type of a number."""
 
-def promoted_dtype(operands: Sequence[Any], promotion: str) -> torch.dtype:
-    """Returns the dtype that torch converts operands to; half precision is computed with in float32 afterwards."""
+
+def promoted_dtype(operands: Sequence[Operand], promotion: Promotion = "DEFAULT") -> torch.dtype:
+    """Returns the dtype that torch converts operands to."""
     kind = "DEFAULT" if promotion in ("ALWAYS_BOOL", "NO_OPMATH") else promotion
-    return _promoted(tuple([_example(operand) for operand in operands]), kind, torch.get_default_dtype())
+    keys = tuple([_promotion_key(operand) for operand in operands])
+    return _cached_promoted_dtype(keys, kind, torch.get_default_dtype())
 
 
-@lru_cache(maxsize=4096)
-def _promoted(examples: tuple[Any, ...], kind: str, _default: torch.dtype) -> torch.dtype:
-    made = [
-        torch.empty((1,) * item[1], dtype=item[0], device="meta") if isinstance(item, tuple) else item(0)
-        for item in examples
-        if item is not None
+@bounded_cache(4096)
+def _cached_promoted_dtype(keys: tuple[_PromotionKey, ...], kind: Promotion, _default: torch.dtype) -> torch.dtype:
+    examples = [
+        torch.empty((1,) * key[1], dtype=key[0], device="meta") if isinstance(key, tuple) else key(0)
+        for key in keys
+        if key is not None
     ]
-    return elementwise_dtypes(*made, type_promotion_kind=PROMOTION_KINDS[kind])[1]
+    return elementwise_dtypes(*examples, type_promotion_kind=PROMOTION_KINDS[kind])[1]
 
 
-def _example(operand: Any) -> Any:
-    """Returns what promotion looks at: a dtype and whether there are dimensions, or the kind of a number."""
+def _promotion_key(operand: Operand) -> _PromotionKey:
     if isinstance(operand, Definition):
         return operand.dtype, int(bool(operand.sizes))
     if isinstance(operand, sympy.Basic):
@@ -163,41 +179,28 @@ def _example(operand: Any) -> Any:
     return None if operand is None else type(operand)
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- decline reasons -------------------------------------------------------------------------------------------------
 
 
-def refusal(call: Call, operands: Sequence[Any], dtype: torch.dtype, accepts: Accepts = "any") -> str | None:
-    """Returns why a call is not computed by a kernel in this promoted dtype, or None."""
-    fakes = call.fake if isinstance(call.fake, tuple | list) else (call.fake,)
-    types = [dtype, *[fake.dtype for fake in fakes if isinstance(fake, torch.Tensor)]]
-    types += [operand.dtype for operand in operands if isinstance(operand, Definition)]
-    unknown = next((item for item in types if item not in KERNEL_DTYPES), None)
-    if unknown is not None:
-        return f"kernels do not compute in {unknown}"
-    if not _takes(accepts, dtype):
-        return f"its operands are of {dtype}"
+def check_operands(
+    call: OperatorCall, operands: Sequence[Operand], dtype: torch.dtype, dtypes: DtypeDomain = "any"
+) -> Declined | None:
+    """Declines operands that a kernel cannot compute with in a promoted dtype of the domain `dtypes`."""
+    declined = check_dtype(dtype, dtypes)
+    if declined is not None:
+        return declined
     for operand in operands:
         if isinstance(operand, Definition):
             if operand.device != call.device:
-                return f"an operand is on {operand.device}, the result on {call.device}"
+                return Declined(f"an operand is on {operand.device}, the result on {call.device}")
         elif not fits(operand, dtype, strict=False):
-            return f"the number {operand} is out of the range of {dtype}"
+            return Declined(f"the number {operand} is out of the range of {dtype}")
     return None
 
 
-def _takes(accepts: Accepts, dtype: torch.dtype) -> bool:
-    return {
-        "any": True,
-        "float": dtype.is_floating_point,
-        "number": dtype is not torch.bool,
-        "integer": dtype in INTEGERS,
-        "bits": dtype in INTEGERS or dtype is torch.bool,
-    }[accepts]
-
-
-def fits(number: Any, dtype: torch.dtype, *, strict: bool = True) -> bool:
-    """Whether torch converts a number to a dtype; `strict` where it raises for a finite one that becomes infinite."""
-    if number is None or isinstance(number, sympy.Basic | bool) or dtype is torch.bool:
+def fits(number: object, dtype: torch.dtype, *, strict: bool = True) -> bool:
+    """Whether torch converts a number to a dtype; `strict` rejects finite numbers that become infinite."""
+    if not isinstance(number, int | float) or isinstance(number, bool) or dtype is torch.bool:
         return True
     if dtype in INTEGERS:
         limits = torch.iinfo(dtype)
@@ -207,69 +210,27 @@ def fits(number: Any, dtype: torch.dtype, *, strict: bool = True) -> bool:
     return not strict or not math.isfinite(number) or abs(number) <= torch.finfo(dtype).max
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+# --- registration ----------------------------------------------------------------------------------------------------
 
 
-def bound_arguments(call: Call) -> list[Any]:
-    """Returns the arguments of an ATen call in its schema's order, the schema's defaults for those left out."""
-    names, defaults = _signature(call.name)
-    given = dict(zip(names, call.arguments)) | call.keywords
-    return [given.get(name, default) for name, default in zip(names, defaults)]
-
-
-@cache
-def _signature(name: str) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    namespace, operator, overload = name.split(".")
-    schema = getattr(getattr(getattr(torch.ops, namespace), operator), overload)._schema
-    return tuple([item.name for item in schema.arguments]), tuple([item.default_value for item in schema.arguments])
-
-
-def row(
+def register_elementwise(
     names: str | Sequence[str],
     formula: Callable[..., Scalar],
-    promotion: str = "DEFAULT",
+    promotion: Promotion = "DEFAULT",
     *,
     operands: int = 1,
-    numbers: Numbers = "rounded",
-    accepts: Accepts = "any",
+    number_rounding: NumberRounding = "rounded",
+    dtypes: DtypeDomain = "any",
 ) -> None:
-    """Registers ATen overloads whose first arguments are operands and whose others are parameters of the formula."""
+    """Registers a formula as the rule of ATen overloads.
 
-    def lowered(call: Call) -> Result | str:
-        arguments = bound_arguments(call)
+    The first `operands` arguments are operands; all others are parameters of the formula, in the schema's order.
+    """
+
+    @lowering_rule(*((names,) if isinstance(names, str) else names))
+    def _elementwise(call: OperatorCall) -> LoweringResult | Declined:
+        arguments = list(call.bind().values())
         return elementwise(
-            call, arguments[:operands], promotion, formula,
-            numbers=numbers, accepts=accepts, parameters=arguments[operands:],
+            call, arguments[:operands], formula, promotion=promotion, number_rounding=number_rounding, dtypes=dtypes,
+            parameters=arguments[operands:],
         )  # fmt: skip
-
-    for name in (names,) if isinstance(names, str) else names:
-        register(name, lowered)
-
-
-def bound(*names: str) -> Callable[[Callable[..., Result | str]], Callable[..., Result | str]]:
-    """Registers a function `(call, *arguments)` as the rule of ATen overloads; defaults are the schema's."""
-
-    def register_function(function: Callable[..., Result | str]) -> Callable[..., Result | str]:
-        for name in names:
-            register(name, lambda call: function(call, *bound_arguments(call)))
-        return function
-
-    return register_function
-
-
-def register(name: str, lowered: Callable[[Call], Result | str]) -> None:
-    """Registers the rule of one overload. Raises ValueError where it has one."""
-    if name in RULES:
-        raise ValueError(f"two rules for {name}")
-    RULES[name] = lowered
-
-
-def broadcast_sizes(operands: Sequence[Any]) -> tuple[Size, ...]:
-    """Returns the sizes that tensors among the operands broadcast to."""
-    tensors = [operand.sizes for operand in operands if isinstance(operand, Definition)]
-    rank = max([len(sizes) for sizes in tensors], default=0)
-    found: list[Size] = [1] * rank
-    for sizes in tensors:
-        for position, size in enumerate(sizes, rank - len(sizes)):
-            found[position] = size if found[position] == 1 else found[position]
-    return tuple(found)

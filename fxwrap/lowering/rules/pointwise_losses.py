@@ -1,58 +1,66 @@
-"""Losses: a formula an element, reduced as asked, and their backward."""
+"""Pointwise losses, reduced to their mean or sum, and their backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fxwrap.loop_ir import Scalar, compute_dtype
-from fxwrap.lowering.definitions import Definition, Indices, Reader, pointwise, reduction
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, reduction
 from fxwrap.lowering.rules.activations import log_sigmoid
+from fxwrap.lowering.rules.indexing_common import broadcast_sizes
 from fxwrap.lowering.rules.pointwise import (
+    Operand,
     Parameter,
-    body_of,
-    bound,
-    broadcast_sizes,
+    check_operands,
     elementwise,
+    elementwise_body,
     promoted_dtype,
-    refusal,
 )
-from fxwrap.lowering.rules.registry import Call, Result
-from fxwrap.symbolic import Size, product
+from fxwrap.lowering.rules.registry import Declined, LoweringResult, NumberOrSymbol, OperatorCall, lowering_rule
+from fxwrap.symbolic import product
 
 _NONE, _MEAN = 0, 1
 
 
 def _loss(
-    call: Call, operands: Sequence[Any], reduced: int, formula: Callable[..., Scalar], parameters: Sequence[Any] = ()
-) -> Result | str:
-    """Returns the loss of each element, their mean or their sum, summed in the compute dtype."""
-    dtype = promoted_dtype(operands, "DEFAULT")
-    sizes = broadcast_sizes(operands)
-    reason = refusal(call, operands, dtype, "float")
-    if reason is not None:
-        return reason
-    body = body_of(operands, dtype, formula, parameters=parameters)
+    call: OperatorCall,
+    operands: Sequence[Definition | None],
+    reduced: int,
+    formula: Callable[..., Scalar],
+    *parameters: NumberOrSymbol,
+) -> LoweringResult | Declined:
+    """Returns the loss of each element, their mean or their sum, computed in the compute dtype."""
+    dtype = promoted_dtype(operands)
+    sizes = broadcast_sizes([operand.sizes for operand in operands if operand is not None])
+    declined = check_operands(call, operands, dtype, "float")
+    if declined is not None:
+        return declined
+    body = elementwise_body(operands, dtype, formula, parameters=parameters)
     if reduced == _NONE or not sizes:
-        return pointwise(call.sizes, call.dtype, call.device, body)
+        return call.define(body)
     computes = compute_dtype(dtype)
     (total,) = reduction(
         "sum", (), sizes, call.device, computes, lambda reader, _, indices: body(reader, indices), (computes,)
     )  # fmt: skip
 
-    def result(reader: Reader, _: Indices) -> Scalar:
+    def result(reader: ElementReader, _: Indices) -> Scalar:
         value = reader.load(total, ())
         return value / reader.number(product(sizes), computes) if reduced == _MEAN else value
 
-    return pointwise((), call.dtype, call.device, result)
+    return call.define(result)
 
 
 def _loss_backward(
-    call: Call, operands: Sequence[Any], reduced: int, x: Definition, formula: Callable[..., Scalar], *others: Any
-) -> Result | str:
-    """Returns a loss's gradient; the formula's first parameter is how many elements a mean is over, else 1."""
-    count: Size = product(x.sizes) if reduced == _MEAN else 1
-    return elementwise(call, operands, "DEFAULT", formula, accepts="float", parameters=(count or 1, *others))
+    call: OperatorCall,
+    operands: Sequence[Operand],
+    reduced: int,
+    x: Definition,
+    formula: Callable[..., Scalar],
+    *others: NumberOrSymbol,
+) -> LoweringResult | Declined:
+    """Returns a loss's gradient. The formula's first parameter is the number of averaged elements, 1 without a mean."""
+    count = product(x.sizes) if reduced == _MEAN else 1
+    return elementwise(call, operands, formula, dtypes="float", parameters=(count or 1, *others))
 
 
 # --- distances -------------------------------------------------------------------------------------------------------
@@ -73,73 +81,71 @@ def _huber(x: Scalar, y: Scalar, delta: Parameter) -> Scalar:
     return (distance <= delta).where(0.5 * distance * distance, delta * (distance - 0.5 * delta))
 
 
-@bound("aten.mse_loss.default")
-def _mse(call: Call, x: Definition, y: Definition, reduced: int) -> Result | str:
-    return _loss(call, (x, y), reduced, _squared)
+def _smooth_l1_backward(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter, beta: Parameter) -> Scalar:
+    difference = x - y
+    slope = (difference <= -beta).where(-gradient, difference * gradient / beta)
+    return (difference >= beta).where(gradient, slope) * (1.0 / count)
 
 
-@bound("aten.l1_loss.default")
-def _l1(call: Call, x: Definition, y: Definition, reduced: int) -> Result | str:
-    return _loss(call, (x, y), reduced, lambda x, y: abs(x - y))
+def _huber_backward(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter, delta: Parameter) -> Scalar:
+    difference = x - y
+    slope = (difference <= -delta).where(-gradient * delta, difference * gradient)
+    return (difference >= delta).where(gradient * delta, slope) * (1.0 / count)
 
 
-@bound("aten.smooth_l1_loss.default")
-def _smooth_l1_rule(call: Call, x: Definition, y: Definition, reduced: int, beta: Any) -> Result | str:
-    return _loss(call, (x, y), reduced, _smooth_l1, (beta,))
+def _soft_margin_backward(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter) -> Scalar:
+    return y * gradient * ((y * x).sigmoid() - 1.0) * (1.0 / count)
 
 
-@bound("aten.huber_loss.default")
-def _huber_rule(call: Call, x: Definition, y: Definition, reduced: int, delta: Any) -> Result | str:
-    return _loss(call, (x, y), reduced, _huber, (delta,))
+def _register_loss(operator: str, formula: Callable[..., Scalar], backward: Callable[..., Scalar] | None) -> None:
+    """Registers a loss of (x, y, reduction, *parameters) and its backward, which takes the gradient first."""
+
+    @lowering_rule(f"aten.{operator}.default")
+    def _forward_rule(
+        call: OperatorCall, x: Definition, y: Definition, reduced: int, *parameters: NumberOrSymbol
+    ) -> LoweringResult | Declined:
+        return _loss(call, (x, y), reduced, formula, *parameters)
+
+    if backward is None:
+        return
+
+    @lowering_rule(f"aten.{operator}_backward.default")
+    def _backward_rule(
+        call: OperatorCall, gradient: Definition, x: Definition, y: Definition, reduced: int, *others: NumberOrSymbol
+    ) -> LoweringResult | Declined:
+        return _loss_backward(call, (gradient, x, y), reduced, x, backward, *others)
 
 
-@bound("aten.mse_loss_backward.default")
-def _mse_backward(call: Call, gradient: Definition, x: Definition, y: Definition, reduced: int) -> Result | str:
-    def formula(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter) -> Scalar:
-        return (x - y) * (2.0 / count) * gradient
-
-    return _loss_backward(call, (gradient, x, y), reduced, x, formula)
-
-
-@bound("aten.smooth_l1_loss_backward.default")
-def _smooth_l1_backward(call: Call, gradient: Any, x: Any, y: Any, reduced: int, beta: Any) -> Result | str:
-    def formula(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter, beta: Parameter) -> Scalar:
-        difference = x - y
-        slope = (difference <= -beta).where(-gradient, difference * gradient / beta)
-        return (difference >= beta).where(gradient, slope) * (1.0 / count)
-
-    return _loss_backward(call, (gradient, x, y), reduced, x, formula, beta)
+_register_loss("mse_loss", _squared, lambda g, x, y, count: (x - y) * (2.0 / count) * g)
+_register_loss("l1_loss", lambda x, y: abs(x - y), None)
+_register_loss("smooth_l1_loss", _smooth_l1, _smooth_l1_backward)
+_register_loss("huber_loss", _huber, _huber_backward)
+_register_loss("soft_margin_loss", lambda x, y: (-x * y).exp().apply("log1p"), _soft_margin_backward)
 
 
-@bound("aten.huber_loss_backward.default")
-def _huber_backward(call: Call, gradient: Any, x: Any, y: Any, reduced: int, delta: Any) -> Result | str:
-    def formula(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter, delta: Parameter) -> Scalar:
-        difference = x - y
-        slope = (difference <= -delta).where(-gradient * delta, difference * gradient)
-        return (difference >= delta).where(gradient * delta, slope) * (1.0 / count)
-
-    return _loss_backward(call, (gradient, x, y), reduced, x, formula, delta)
+# --- binary cross entropy --------------------------------------------------------------------------------------------
 
 
-# --- logarithmic -----------------------------------------------------------------------------------------------------
-
-
-@bound("aten.binary_cross_entropy.default")
-def _cross_entropy(call: Call, x: Any, y: Any, weight: Any, reduced: int) -> Result | str:
-    if call.spec.raises:  # a kernel's requirement raises another class of error than eager
-        return "eager raises for inputs that are not between 0 and 1"
+@lowering_rule("aten.binary_cross_entropy.default")
+def _cross_entropy(
+    call: OperatorCall, x: Definition, y: Definition, weight: Definition | None, reduced: int
+) -> LoweringResult | Declined:
+    if call.spec.asserts_raise:  # a device assertion raises another class of error than eager
+        return Declined("eager raises for inputs that are not between 0 and 1")
     return _loss(call, (x, y, weight), reduced, _binary_cross_entropy)
 
 
 def _binary_cross_entropy(x: Scalar, y: Scalar, weight: Scalar | None) -> Scalar:
-    """Logarithms are bounded by -100, so that a certain and wrong answer costs no infinity."""
-    x.body.require((x >= 0.0) & (x <= 1.0), "all elements of input should be between 0 and 1")
+    """Logarithms are at least -100, so that a certain but wrong prediction has a finite loss."""
+    x.body.device_assert((x >= 0.0) & (x <= 1.0), "all elements of input should be between 0 and 1")
     loss = (y - 1.0) * (-x).apply("log1p").maximum(-100.0) - y * x.log().maximum(-100.0)
     return loss if weight is None else loss * weight
 
 
-@bound("aten.binary_cross_entropy_backward.default")
-def _cross_entropy_backward(call: Call, gradient: Any, x: Any, y: Any, weight: Any, reduced: int) -> Result | str:
+@lowering_rule("aten.binary_cross_entropy_backward.default")
+def _cross_entropy_backward(
+    call: OperatorCall, gradient: Definition, x: Definition, y: Definition, weight: Definition | None, reduced: int
+) -> LoweringResult | Declined:
     def formula(gradient: Scalar, x: Scalar, y: Scalar, weight: Scalar | None, count: Parameter) -> Scalar:
         slope = gradient * (x - y) / ((1.0 - x) * x).maximum(1e-12)
         slope = slope if weight is None else slope * weight
@@ -148,28 +154,20 @@ def _cross_entropy_backward(call: Call, gradient: Any, x: Any, y: Any, weight: A
     return _loss_backward(call, (gradient, x, y, weight), reduced, x, formula)
 
 
-@bound("aten.binary_cross_entropy_with_logits.default")
+@lowering_rule("aten.binary_cross_entropy_with_logits.default")
 def _cross_entropy_with_logits(
-    call: Call, x: Any, y: Any, weight: Any, positive_weight: Any, reduced: int
-) -> Result | str:
+    call: OperatorCall,
+    x: Definition,
+    y: Definition,
+    weight: Definition | None,
+    positive_weight: Definition | None,
+    reduced: int,
+) -> LoweringResult | Declined:
     def formula(x: Scalar, y: Scalar, weight: Scalar | None, positive_weight: Scalar | None) -> Scalar:
-        certain = log_sigmoid(x)
+        log_probability = log_sigmoid(x)
         if positive_weight is not None:
-            certain = certain * ((positive_weight - 1.0) * y + 1.0)
-        loss = (1.0 - y) * x - certain
+            log_probability = log_probability * ((positive_weight - 1.0) * y + 1.0)
+        loss = (1.0 - y) * x - log_probability
         return loss if weight is None else loss * weight
 
     return _loss(call, (x, y, weight, positive_weight), reduced, formula)
-
-
-@bound("aten.soft_margin_loss.default")
-def _soft_margin(call: Call, x: Definition, y: Definition, reduced: int) -> Result | str:
-    return _loss(call, (x, y), reduced, lambda x, y: (-x * y).exp().apply("log1p"))
-
-
-@bound("aten.soft_margin_loss_backward.default")
-def _soft_margin_backward(call: Call, gradient: Any, x: Any, y: Any, reduced: int) -> Result | str:
-    def formula(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter) -> Scalar:
-        return y * gradient * ((y * x).sigmoid() - 1.0) * (1.0 / count)
-
-    return _loss_backward(call, (gradient, x, y), reduced, x, formula)

@@ -3,269 +3,235 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
 from fxwrap.loop_ir import Scalar, compute_dtype
-from fxwrap.lowering.definitions import Definition, Indices, Reader, broadcast_indices, pointwise
-from fxwrap.lowering.rules.pointwise import broadcast_sizes
-from fxwrap.lowering.rules.registry import Call, Result
-from fxwrap.lowering.rules.rows import Rows, combine, kernel_rule, reduced_result, row_result, rows_of
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, broadcast_indices
+from fxwrap.lowering.rules.indexing_common import broadcast_sizes
+from fxwrap.lowering.rules.reduction_common import (
+    ReductionShape,
+    build_reduction,
+    outer_result,
+    reduced_result,
+    reduction_shape,
+)
+from fxwrap.lowering.rules.registry import (
+    Declined,
+    LoweringResult,
+    NumberOrSymbol,
+    OperatorCall,
+    ReductionBody,
+    lowering_rule,
+)
 from fxwrap.symbolic import Size, minimum
 
+Dims: TypeAlias = Sequence[int] | int | None
 
-def _same(value: Scalar) -> Scalar:
+ElementFunction: TypeAlias = Callable[[Scalar], Scalar]
+
+
+def _identity(value: Scalar) -> Scalar:
     return value
 
 
-def _truth(value: Scalar) -> Scalar:
+def _is_nonzero(value: Scalar) -> Scalar:
     return value if value.dtype is torch.bool else value.differs(0)
 
 
-def _count(value: Scalar) -> Scalar:
-    return _truth(value).to(torch.int64)
+def _nonzero_as_int(value: Scalar) -> Scalar:
+    return _is_nonzero(value).to(torch.int64)
 
 
-def _number(value: Scalar) -> Scalar:
-    """Returns 0 for NaN."""
-    return value.apply("isnan").where(0.0, value) if value.dtype.is_floating_point else value
+_BOOL_KINDS = {"sum": "any", "prod": "all", "max": "any", "min": "all"}
+"""The reduction that replaces another one on bools."""
 
 
-_KINDS_OF_BOOL = {"sum": "any", "prod": "all", "max": "any", "min": "all"}
-"""What a reduction is when its result is a bool."""
+def _register_reduction(kind: str, element: ElementFunction, *names: str) -> None:
+    """Registers operators (operand, dims, ...) that combine a function of each element."""
+
+    @lowering_rule(*names)
+    def _reduction(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResult:
+        return _reduce_elements(call, kind, element, x, dims)
 
 
-def _one_result(kind: str, element: Callable[[Scalar], Scalar], *names: str) -> None:
-    """Registers operators (operand, dims, keepdim, dtype=) that combine a function of each element."""
-
-    @kernel_rule(*names)
-    def lowered(call: Call, x: Definition, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Result:
-        return _combined(call, kind, element, x, rows_of(x, dims))
-
-
-def _combined(call: Call, kind: str, element: Callable[[Scalar], Scalar], x: Definition, rows: Rows) -> Definition:
-    """Returns a reduction of a function of each element; it happens in the dtype of the result."""
+def _reduce_elements(call: OperatorCall, kind: str, element: ElementFunction, x: Definition, dims: Dims) -> Definition:
+    """Returns a reduction of a function of each element, in the dtype of the result."""
+    rows = reduction_shape(x, dims)
     dtype = torch.bool if kind in ("any", "all") else call.dtype
-    chosen = _KINDS_OF_BOOL.get(kind, kind) if dtype is torch.bool else kind
+    kind = _BOOL_KINDS.get(kind, kind) if dtype is torch.bool else kind
 
-    def body(reader: Reader, kept: Indices, reduced: Indices) -> Scalar:
-        return element(reader.load(x, rows.joined(kept, reduced)))
+    def body(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
+        return element(reader.load(x, rows.operand_indices(row, reduced)))
 
-    (part,) = combine(call, chosen, rows, dtype, body)
-    return reduced_result(call, call.fake, rows, part)
+    (part,) = build_reduction(call, kind, rows, dtype, body)
+    return reduced_result(call, call.result, rows, part)
 
 
 for _kind, _element, _names in (
-    ("sum", _same, ("aten.sum.default", "aten.sum.dim_IntList")),
-    ("sum", _count, ("aten.count_nonzero.default", "aten.count_nonzero.dim_IntList")),
-    ("prod", _same, ("aten.prod.default", "aten.prod.dim_int")),
-    ("max", _same, ("aten.amax.default", "aten.max.default")),
-    ("min", _same, ("aten.amin.default", "aten.min.default")),
-    ("any", _truth, ("aten.any.default", "aten.any.dim")),
-    ("all", _truth, ("aten.all.default", "aten.all.dim")),
+    ("sum", _identity, ("aten.sum.default", "aten.sum.dim_IntList")),
+    ("sum", _nonzero_as_int, ("aten.count_nonzero.default", "aten.count_nonzero.dim_IntList")),
+    ("prod", _identity, ("aten.prod.default", "aten.prod.dim_int")),
+    ("max", _identity, ("aten.amax.default", "aten.max.default")),
+    ("min", _identity, ("aten.amin.default", "aten.min.default")),
+    ("any", _is_nonzero, ("aten.any.default", "aten.any.dim")),
+    ("all", _is_nonzero, ("aten.all.default", "aten.all.dim")),
 ):
-    _one_result(_kind, _element, *_names)
+    _register_reduction(_kind, _element, *_names)
 
 
-@kernel_rule("aten.nansum.default")
-def _nansum(call: Call, x: Definition, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Result | str:
+@lowering_rule("aten.nansum.default")
+def _nansum(call: OperatorCall, x: Definition, dims: Sequence[int] | None) -> LoweringResult | Declined:
     if dims is not None and not len(dims) and x.sizes:
-        return "torch's shape rule and its kernel differ for an empty list of dimensions"
-    return _combined(call, "sum", _number, x, rows_of(x, dims))
+        return Declined("torch's shape rule and its kernel differ for an empty list of dimensions")
+    is_float = x.dtype.is_floating_point
+    element: ElementFunction = (lambda value: value.apply("isnan").where(0.0, value)) if is_float else _identity
+    return _reduce_elements(call, "sum", element, x, dims)
 
 
-@kernel_rule("aten.any.dims")
-def _any_dims(call: Call, x: Definition, dims: Any = None, keepdim: bool = False) -> Result:
-    return _truth_over("any", call, x, dims)
-
-
-@kernel_rule("aten.all.dims")
-def _all_dims(call: Call, x: Definition, dims: Any = None, keepdim: bool = False) -> Result:
-    return _truth_over("all", call, x, dims)
-
-
-def _truth_over(kind: str, call: Call, x: Definition, dims: Any) -> Definition:
-    """Reduces over dimensions; here, unlike elsewhere, an empty list of them means none."""
+@lowering_rule("aten.any.dims", "aten.all.dims")
+def _any_or_all(call: OperatorCall, x: Definition, dims: Sequence[int] | None) -> LoweringResult:
+    """Reduces over dimensions; unlike elsewhere, an empty list means none."""
     if dims is None or len(dims):
-        return _combined(call, kind, _truth, x, rows_of(x, dims))
-    return pointwise(call.sizes, call.dtype, call.device, lambda reader, indices: _truth(reader.load(x, indices)))
+        return _reduce_elements(call, call.operator, _is_nonzero, x, dims)
+    return call.define(lambda reader, indices: _is_nonzero(reader.load(x, indices)))
 
 
-@kernel_rule("aten.mean.default", "aten.mean.dim")
-def _mean(call: Call, x: Definition, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Result:
-    return mean_of(call, call.fake, rows_of(x, dims), rows_of(x, dims).element(x))
+@lowering_rule("aten.mean.default", "aten.mean.dim")
+def _mean(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResult:
+    """Returns a sum, divided in the compute dtype; the mean of no element is NaN."""
+    rows, dtype = reduction_shape(x, dims), call.dtype
+    (total,) = build_reduction(call, "sum", rows, dtype, rows.load_element(x))
+    return outer_result(
+        call, call.result, rows, lambda reader, row: reader.load(total, row) / reader.number(rows.count, dtype)
+    )
 
 
-def mean_of(
-    call: Call, fake: torch.Tensor, rows: Rows, body: Callable[[Reader, Indices, Indices], Scalar]
-) -> Definition:
-    """Returns the mean of `body` over rows: a sum, divided in the dtype that arithmetic happens in; NaN for none."""
-    (total,) = combine(call, "sum", rows, fake.dtype, body)
-
-    def divided(reader: Reader, row: Indices) -> Scalar:
-        return reader.load(total, row) / reader.number(rows.count, fake.dtype)
-
-    return row_result(call, fake, rows, divided)
+@lowering_rule("aten.trace.default")
+def _trace(call: OperatorCall, x: Definition) -> LoweringResult:
+    rows = ReductionShape((minimum(*x.sizes),), (0,))
+    (total,) = build_reduction(call, "sum", rows, call.dtype, lambda reader, _, at: reader.load(x, (at[0], at[0])))
+    return reduced_result(call, call.result, rows, total)
 
 
-@kernel_rule("aten.trace.default")
-def _trace(call: Call, x: Definition) -> Result:
-    rows = Rows((minimum(*x.sizes),), (0,))
-    (total,) = combine(call, "sum", rows, call.dtype, lambda reader, _, at: reader.load(x, (at[0], at[0])))
-    return reduced_result(call, call.fake, rows, total)
+# --- extrema with positions, and both extrema ------------------------------------------------------------------------
 
 
-# --- extrema with positions, and both extrema ---------------------------------------------------------------------
-
-
-def _position(call: Call, kind: str, x: Definition, dims: Any, fake: torch.Tensor) -> Definition:
-    """Returns the first position of the largest or smallest along dimensions; NaN is both."""
-    rows = rows_of(x, dims)
+def _arg_extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: torch.Tensor) -> Definition:
+    """Returns the first position of the largest or smallest element along dimensions; the first NaN wins."""
+    rows = reduction_shape(x, dims)
     dtype = torch.uint8 if x.dtype is torch.bool else x.dtype
-    (part,) = combine(call, kind, rows, dtype, rows.element(x))
+    (part,) = build_reduction(call, kind, rows, dtype, rows.load_element(x))
     return reduced_result(call, fake, rows, part)
 
 
-def _extremum(call: Call, kind: str, x: Definition, dims: Any, fake: torch.Tensor) -> Definition:
-    rows = rows_of(x, dims)
-    chosen = _KINDS_OF_BOOL[kind] if x.dtype is torch.bool else kind
-    (part,) = combine(call, chosen, rows, x.dtype, rows.element(x))
+def _extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: torch.Tensor) -> Definition:
+    rows = reduction_shape(x, dims)
+    kind = _BOOL_KINDS[kind] if x.dtype is torch.bool else kind
+    (part,) = build_reduction(call, kind, rows, x.dtype, rows.load_element(x))
     return reduced_result(call, fake, rows, part)
 
 
-@kernel_rule("aten.argmax.default")
-def _argmax(call: Call, x: Definition, dim: Any = None, keepdim: bool = False) -> Result:
-    return _position(call, "argmax", x, dim, call.fake)
+@lowering_rule("aten.argmax.default", "aten.argmin.default")
+def _argmax_or_argmin(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
+    return _arg_extremum(call, call.operator, x, dim, call.result)
 
 
-@kernel_rule("aten.argmin.default")
-def _argmin(call: Call, x: Definition, dim: Any = None, keepdim: bool = False) -> Result:
-    return _position(call, "argmin", x, dim, call.fake)
+@lowering_rule("aten.max.dim", "aten.min.dim")
+def _extremum_and_position(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
+    (values, positions), kind = call.results, call.operator
+    return _extremum(call, kind, x, dim, values), _arg_extremum(call, f"arg{kind}", x, dim, positions)
 
 
-@kernel_rule("aten.max.dim")
-def _max_dim(call: Call, x: Definition, dim: int, keepdim: bool = False) -> Result:
-    values, positions = call.fake
-    return _extremum(call, "max", x, dim, values), _position(call, "argmax", x, dim, positions)
-
-
-@kernel_rule("aten.min.dim")
-def _min_dim(call: Call, x: Definition, dim: int, keepdim: bool = False) -> Result:
-    values, positions = call.fake
-    return _extremum(call, "min", x, dim, values), _position(call, "argmin", x, dim, positions)
-
-
-@kernel_rule("aten.aminmax.default")
-def _aminmax(call: Call, x: Definition, dim: Any = None, keepdim: bool = False) -> Result:
-    low, high = call.fake
+@lowering_rule("aten.aminmax.default")
+def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
+    low, high = call.results
     return _extremum(call, "min", x, dim, low), _extremum(call, "max", x, dim, high)
 
 
-# --- variance -----------------------------------------------------------------------------------------------------
+# --- variance --------------------------------------------------------------------------------------------------------
 
 
-@kernel_rule("aten.var.correction")
-def _var(call: Call, x: Definition, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Result:
-    return _moments(call, x, dims, correction, _same, call.fake)[0]
+@lowering_rule("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.std_mean.correction")
+def _variance(call: OperatorCall, x: Definition, dims: Dims, correction: NumberOrSymbol | None) -> LoweringResult:
+    """Returns the variance or its square root, and the mean where the operator has two results."""
+    rows = reduction_shape(x, dims)
+    mean, squares = build_reduction(call, "welford", rows, x.dtype, rows.load_element(x))
+
+    def body(reader: ElementReader, row: Indices) -> Scalar:
+        variance = reader.load(squares, row) / _degrees_of_freedom(
+            reader, rows.count, 1 if correction is None else correction, mean.dtype
+        )
+        return variance.sqrt() if call.operator.startswith("std") else variance
+
+    variance = outer_result(call, call.results[0], rows, body)
+    if len(call.results) == 1:
+        return variance
+    return variance, reduced_result(call, call.results[1], rows, mean)
 
 
-@kernel_rule("aten.std.correction")
-def _std(call: Call, x: Definition, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Result:
-    return _moments(call, x, dims, correction, Scalar.sqrt, call.fake)[0]
-
-
-@kernel_rule("aten.var_mean.correction")
-def _var_mean(call: Call, x: Definition, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Result:
-    return _moments(call, x, dims, correction, _same, *call.fake)
-
-
-@kernel_rule("aten.std_mean.correction")
-def _std_mean(call: Call, x: Definition, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Result:
-    return _moments(call, x, dims, correction, Scalar.sqrt, *call.fake)
-
-
-def _moments(
-    call: Call, x: Definition, dims: Any, correction: Any, finish: Callable[[Scalar], Scalar], *fakes: torch.Tensor
-) -> tuple[Definition, ...]:
-    """Returns `finish` of the variance and, if two fakes are given, the mean."""
-    rows = rows_of(x, dims)
-    mean, squares = combine(call, "welford", rows, x.dtype, rows.element(x))
-    less = 1 if correction is None else correction
-
-    def spread(reader: Reader, row: Indices) -> Scalar:
-        return finish(reader.load(squares, row) / _degrees(reader, rows.count, less, mean.dtype))
-
-    variance = row_result(call, fakes[0], rows, spread)
-    return (variance, *[reduced_result(call, fake, rows, mean) for fake in fakes[1:]])
-
-
-def _degrees(reader: Reader, count: Size, correction: Any, dtype: torch.dtype) -> Scalar:
+def _degrees_of_freedom(reader: ElementReader, count: Size, correction: NumberOrSymbol, dtype: torch.dtype) -> Scalar:
     """Returns count - correction, 0 where that is negative."""
     if isinstance(count, int) and isinstance(correction, int | float):
         return reader.number(float(max(count - correction, 0)), dtype)
     return (reader.number(count, dtype) - reader.number(correction, dtype)).maximum(0.0)
 
 
-# --- norms --------------------------------------------------------------------------------------------------------
+# --- norms -----------------------------------------------------------------------------------------------------------
 
 
-@kernel_rule("aten.linalg_vector_norm.default")
+@lowering_rule(
+    "aten.linalg_vector_norm.default", "aten.norm.Scalar", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dtype",
+    "aten.norm.ScalarOpt_dim_dtype",
+)  # fmt: skip
 def _vector_norm(
-    call: Call, x: Definition, order: Any = 2, dims: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Result | str:
-    rows = rows_of(x, dims)
-    return _norm(call, rows, order, rows.element(x))
+    call: OperatorCall, x: Definition, order: NumberOrSymbol | None, dims: Dims = None
+) -> LoweringResult | Declined:
+    rows = reduction_shape(x, dims)
+    return _norm(call, rows, 2 if order is None else order, rows.load_element(x))
 
 
-@kernel_rule(
-    "aten.norm.Scalar", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dtype", "aten.norm.ScalarOpt_dim_dtype"
-)
-def _old_norm(
-    call: Call, x: Definition, order: Any = 2, dims: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Result | str:
-    rows = rows_of(x, dims)
-    return _norm(call, rows, 2 if order is None else order, rows.element(x))
-
-
-@kernel_rule("aten.dist.default")
-def _dist(call: Call, x: Definition, y: Definition, order: Any = 2) -> Result | str:
-    sizes = broadcast_sizes((x, y))
-    rows = Rows(sizes, tuple(range(len(sizes))))
+@lowering_rule("aten.dist.default")
+def _dist(call: OperatorCall, x: Definition, y: Definition, order: NumberOrSymbol) -> LoweringResult | Declined:
+    sizes = broadcast_sizes([x.sizes, y.sizes])
+    rows = ReductionShape(sizes, tuple(range(len(sizes))))
     computes = compute_dtype(call.dtype)
 
-    def difference(reader: Reader, kept: Indices, reduced: Indices) -> Scalar:
-        at = rows.joined(kept, reduced)
-        left, right = [reader.load(item, broadcast_indices(item.sizes, at)).to(computes) for item in (x, y)]
+    def difference(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
+        indices = rows.operand_indices(row, reduced)
+        left, right = [reader.load(item, broadcast_indices(item.sizes, indices)).to(computes) for item in (x, y)]
         return left - right
 
     return _norm(call, rows, order, difference)
 
 
-def _norm(call: Call, rows: Rows, order: Any, body: Callable[[Reader, Indices, Indices], Scalar]) -> Definition | str:
-    """Returns the norm of an order, over rows, in the dtype that arithmetic on the result's happens in."""
+def _norm(
+    call: OperatorCall, rows: ReductionShape, order: NumberOrSymbol, body: ReductionBody
+) -> Definition | Declined:
+    """Returns the norm of an order over rows, in the compute dtype of the result."""
     if not isinstance(order, int | float):
-        return "the order of the norm is symbolic"
+        return Declined("the order of the norm is symbolic")
     computes = compute_dtype(call.dtype)
     kind, element, finish = _NORMS.get(order) or _general_norm(float(order))
 
-    def combined(reader: Reader, kept: Indices, reduced: Indices) -> Scalar:
-        return element(body(reader, kept, reduced).to(computes))
+    def combined(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
+        return element(body(reader, row, reduced).to(computes))
 
-    (part,) = combine(call, kind, rows, computes, combined)
-    return row_result(call, call.fake, rows, lambda reader, row: finish(reader.load(part, row)))
+    (part,) = build_reduction(call, kind, rows, computes, combined)
+    return outer_result(call, call.result, rows, lambda reader, row: finish(reader.load(part, row)))
 
 
-def _general_norm(order: float) -> tuple[str, Callable[[Scalar], Scalar], Callable[[Scalar], Scalar]]:
+def _general_norm(order: float) -> tuple[str, ElementFunction, ElementFunction]:
     return "sum", lambda value: abs(value).apply("pow", order), lambda total: total.apply("pow", 1.0 / order)
 
 
-_NORMS: dict[float, tuple[str, Callable[[Scalar], Scalar], Callable[[Scalar], Scalar]]] = {
-    0: ("sum", lambda value: value.differs(0.0).to(value.dtype), _same),
-    1: ("sum", abs, _same),
+_NORMS: dict[float, tuple[str, ElementFunction, ElementFunction]] = {
+    0: ("sum", lambda value: value.differs(0.0).to(value.dtype), _identity),
+    1: ("sum", abs, _identity),
     2: ("sum", lambda value: value * value, Scalar.sqrt),
-    math.inf: ("max", abs, _same),
-    -math.inf: ("min", abs, _same),
+    math.inf: ("max", abs, _identity),
+    -math.inf: ("min", abs, _identity),
 }
-"""Norms that need no power, by order: a reduction, what it combines of an element, and what it ends with."""
+"""Norms without powers, by order: the reduction, the function of each element, and the function of the result."""

@@ -1,61 +1,190 @@
-"""The table of lowering rules: overload name -> rule."""
+"""The registry of lowering rules: how a kernel computes each overload, or why it declines a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import sympy
 import torch
 
-from fxwrap.device_spec import DeviceSpec
-from fxwrap.lowering.definitions import Definition
+from fxwrap.caching import bounded_cache
+from fxwrap.devices import DeviceSpec
+from fxwrap.loop_ir import INTEGERS, KERNEL_DTYPES, Scalar
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, pointwise
+from fxwrap.symbolic import Number, Size
+from fxwrap.torch_compat import operator_overload, torch_schema
+
+NumberOrSymbol: TypeAlias = Number | sympy.Expr
+"""A number argument: a constant, or an expression over the program's symbols."""
+
+TensorOrNumber: TypeAlias = Definition | NumberOrSymbol
+
+ElementBody: TypeAlias = Callable[[ElementReader, Indices], Scalar]
+"""Computes the element at the given indices."""
+
+ReductionBody: TypeAlias = Callable[[ElementReader, Indices, Indices], Scalar]
+"""Computes the operand of a reduction, given the parallel and the reduced indices."""
+
+DtypeDomain: TypeAlias = Literal["any", "float", "number", "integer", "bits"]
+"""The dtypes that a rule accepts: any, floating point, all but bool, integers, integers and bool."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call that a rule is asked to define.
+class Declined:
+    """The reason why a call stays an extern call."""
 
-    `arguments` and `keywords` are the node's, with definitions for tensors and numbers for the rest (ints, floats,
-    bools, sympy expressions, dtypes, None, tuples). `fake` is what it gives: a fake tensor, or a tuple of them. `spec`
-    has the facts about the type of `device`.
+    reason: str
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """A call to lower.
+
+    `arguments` and `keywords` are those of the FX node, with definitions for tensors; other arguments are literals,
+    sympy expressions, dtypes or sequences. `fake` is the fake tensor of the result, or a sequence of them; an unused
+    gradient is None. `spec` describes the type of `device`.
     """
 
     name: str
-    arguments: Sequence[Any]
-    keywords: dict[str, Any]
+    arguments: Sequence[object]
+    keywords: Mapping[str, object]
     fake: Any
     device: torch.device
-    sizes_of: Callable[[torch.Tensor], tuple[Any, ...]] = field(repr=False)
+    sizes_of: Callable[[torch.Tensor], tuple[Size, ...]] = field(repr=False)
     spec: DeviceSpec
 
     @property
-    def sizes(self) -> tuple[Any, ...]:
-        """The sizes of the one result."""
-        return self.sizes_of(self.fake)
+    def operator(self) -> str:
+        """The operator's name without namespace and overload."""
+        return self.name.split(".")[1]
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The fake tensor of the only result."""
+        return self.fake  # type: ignore[no-any-return]
+
+    @property
+    def results(self) -> Sequence[torch.Tensor]:
+        """The fake tensors of the results."""
+        return tuple(self.fake) if isinstance(self.fake, tuple | list) else (self.fake,)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes of the only result."""
+        return self.sizes_of(self.result)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the one result."""
-        return self.fake.dtype  # type: ignore[no-any-return]
+        """The dtype of the only result."""
+        return self.result.dtype
+
+    def define(self, body: ElementBody, result: torch.Tensor | None = None) -> Pointwise:
+        """Returns a pointwise definition of a result, by default of the only one."""
+        fake = self.result if result is None else result
+        return pointwise(self.sizes_of(fake), fake.dtype, self.device, body)
+
+    def bind(self) -> dict[str, Any]:
+        """Returns all arguments by name, in the schema's order. Absent ones have the schema's defaults."""
+        defaults, _ = _schema_arguments(self.name)
+        return {**defaults, **dict(zip(defaults, self.arguments, strict=False)), **self.keywords}
 
 
-Result: TypeAlias = Definition | tuple[Definition | None, ...]
-Rule: TypeAlias = Callable[[Call], "Result | str"]
-"""Returns the definitions of a call's results, or the reason why it stays an operator call."""
+LoweringResult: TypeAlias = Definition | tuple[Definition | None, ...]
+Rule: TypeAlias = Callable[[OperatorCall], LoweringResult | Declined]
+"""Returns the definitions of a call's results, or declines the call."""
+
+F = TypeVar("F", bound=Callable[..., LoweringResult | Declined])
 
 RULES: dict[str, Rule] = {}
-"""Every rule by overload name ("aten.add.Tensor"). Filled by the modules of this package, read through `rule_for`."""
+"""Rules by overload name ("aten.add.Tensor"). `lowering_rule` registers them when their modules are imported."""
 
 
-def rule(*names: str) -> Callable[[Callable[..., Result | str]], Callable[..., Result | str]]:
-    """Registers a function `(call, *arguments, **keywords)` as the rule of these overloads."""
+def lowering_rule(*names: str, dtypes: DtypeDomain = "any", index_argument: int | None = None) -> Callable[[F], F]:
+    """Registers `function(call, *arguments)` as the rule of overloads.
 
-    def register(function: Callable[..., Result | str]) -> Callable[..., Result | str]:
+    The function receives as many of the schema's positional arguments as it has parameters, and those keyword-only
+    arguments that it names. Absent arguments have the schema's defaults. A call is declined when a tensor is not
+    strided or has a dtype that kernels lack, or when a condition below does not hold.
+
+    Args:
+        names: overload names. Raises ValueError for one that has a rule.
+        dtypes: the dtypes that each tensor argument may have.
+        index_argument: the position of an index tensor, which must be int32 or int64.
+    """
+
+    def register(function: F) -> F:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        variadic = any(item.kind is inspect.Parameter.VAR_POSITIONAL for item in parameters)
+        accepted = {item.name for item in parameters}
+
+        def rule(call: OperatorCall) -> LoweringResult | Declined:
+            bound = call.bind()
+            _, keyword_only = _schema_arguments(call.name)
+            positional = [value for name, value in bound.items() if name not in keyword_only]
+            named = {name: bound[name] for name in keyword_only & accepted}
+            if not variadic:
+                positional = positional[: len(parameters) - len(named)]
+            declined = _check_tensors(call, bound.values(), dtypes)
+            if declined is None and index_argument is not None:
+                declined = check_index_dtype(positional[index_argument])
+            return declined or function(call, *positional, **named)
+
+        rule.__module__, rule.__doc__ = function.__module__, function.__doc__
         for name in names:
             if name in RULES:
                 raise ValueError(f"two rules for {name}")
-            RULES[name] = lambda call: function(call, *call.arguments, **call.keywords)
+            RULES[name] = rule
         return function
 
     return register
+
+
+@bounded_cache(4096)
+def _schema_arguments(name: str) -> tuple[dict[str, Any], frozenset[str]]:
+    """Returns the defaults of an overload's arguments in the schema's order, and the names of keyword-only ones."""
+    arguments = torch_schema(operator_overload(name)).arguments
+    return {item.name: item.default_value for item in arguments}, frozenset(
+        item.name for item in arguments if item.kwarg_only
+    )
+
+
+def _check_tensors(call: OperatorCall, arguments: Iterable[object], dtypes: DtypeDomain) -> Declined | None:
+    """Declines a call whose operands or results kernels cannot hold."""
+    results: Sequence[object] = call.results
+    for fake in results:
+        if isinstance(fake, torch.Tensor):
+            if fake.layout is not torch.strided:
+                return Declined(f"its result has the layout {fake.layout}")
+            if fake.dtype not in KERNEL_DTYPES:
+                return Declined(f"kernels have no {fake.dtype}")
+    for argument in arguments:
+        for item in argument if isinstance(argument, list | tuple) else (argument,):
+            declined = check_dtype(item.dtype, dtypes) if isinstance(item, Definition | torch.Tensor) else None
+            if declined is not None:
+                return declined
+    return None
+
+
+def check_dtype(dtype: torch.dtype, domain: DtypeDomain) -> Declined | None:
+    """Declines operands of a dtype outside a domain."""
+    if dtype not in KERNEL_DTYPES:
+        return Declined(f"kernels have no {dtype}")
+    accepted = {
+        "any": True,
+        "float": dtype.is_floating_point,
+        "number": dtype is not torch.bool,
+        "integer": dtype in INTEGERS,
+        "bits": dtype in INTEGERS or dtype is torch.bool,
+    }[domain]
+    return None if accepted else Declined(f"its operands are of {dtype}")
+
+
+def check_index_dtype(*tensors: Definition) -> Declined | None:
+    """Declines index tensors that are not int32 or int64."""
+    for tensor in tensors:
+        if tensor.dtype not in (torch.int64, torch.int32):
+            return Declined(f"kernels take indices of int64 and int32, not {tensor.dtype}")
+    return None

@@ -1,4 +1,4 @@
-"""The loop IR as C++ for CPUs: OpenMP threads, vectorised loops, no header but `kernel.h` of the runtime."""
+"""The C++ printer: loop IR as C++ for CPUs, with OpenMP threads, vectorised loops and the runtime's `kernel.h`."""
 
 from fxwrap.printers.cpp.printer import INCLUDE as INCLUDE
 from fxwrap.printers.cpp.printer import print_cpp_kernel as print_cpp_kernel

@@ -1,49 +1,40 @@
-"""Loops of kernels that reduce or scan across the vectorised axis: a block of columns at a time, one lane a column."""
+"""Loops of kernels that reduce or scan across the vectorised axis: blocks of columns, one lane a column."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fxwrap.loop_ir import Reduce, Store
-from fxwrap.printers.cpp.body import Known
-from fxwrap.printers.cpp.index_text import size_text
-from fxwrap.printers.cpp.plan import (
-    COLUMN_BLOCK,
-    COLUMN_PART,
-    LONG_COLUMN_PART,
-    MOST_COLUMN_PARTS,
-    split_axis,
-)
-from fxwrap.printers.cpp.scans import ScanningPrinter
-from fxwrap.printers.cpp.types import CPP_TYPES
-from fxwrap.symbolic import product
+from fxwrap.loop_ir import Constant, IndexValue, Reduce, Store
+from fxwrap.printers.cpp.index_printer import print_size
+from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, COLUMN_CHUNK, LONG_COLUMN_CHUNK, MAX_COLUMN_CHUNKS, split_axis
+from fxwrap.printers.cpp.loops import loop_head
+from fxwrap.printers.cpp.scans import ScanPrinterBase
+from fxwrap.printers.cpp.statements import EmittedValues
 
 
-class ColumnPrinter(ScanningPrinter):
-    """A kernel whose vectorised axis is kept. `block` columns are reduced together, each in its lane."""
+class ColumnPrinter(ScanPrinterBase):
+    """A kernel whose vectorised axis is parallel. `block` columns are reduced together, each in its lane."""
 
     def print(self) -> None:
         """Writes the loops."""
-        lane = self.plan.lane
-        assert lane is not None
-        size = size_text(lane.size)
-        self.block = min(COLUMN_BLOCK, lane.size) if isinstance(lane.size, int) else COLUMN_BLOCK
-        self.block = max(self.block, 1)
-        heads = [self.head(axis) for axis in self.kernel.axes if axis is not lane]
-        heads.append(f"for (int64_t {lane.name}_0 = 0; {lane.name}_0 < {size}; {lane.name}_0 += {self.block})")
-        with self.nest(heads, "" if self.plan.splits else self.parallel()):
-            self.lane_count = str(self.block)
-            if not isinstance(lane.size, int) or lane.size % self.block:
-                self.writer.line(f"const int lanes = int(fxwrap::min<int64_t>({self.block}, {size} - {lane.name}_0));")
-                self.lane_count = "lanes"
-            known: Known = {}
+        vector_axis = self.vector_axis
+        size, start = print_size(vector_axis.size), f"{vector_axis.name}_0"
+        is_fixed = isinstance(vector_axis.size, int)
+        self.block = max(min(COLUMN_BLOCK, vector_axis.size) if isinstance(vector_axis.size, int) else COLUMN_BLOCK, 1)
+        heads = [loop_head(axis) for axis in self.kernel.axes if axis is not vector_axis]
+        heads.append(f"for (int64_t {start} = 0; {start} < {size}; {start} += {self.block})")
+        with self.nest(heads, "" if self.plan.splits_reduction else self.parallel()):
+            self.lane_count = str(self.block) if is_fixed and vector_axis.size % self.block == 0 else "lanes"
+            if self.lane_count == "lanes":
+                self.writer.line(f"const int lanes = int(fxwrap::min<int64_t>({self.block}, {size} - {start}));")
+            known: EmittedValues = {}
             for reductions, stores in self.stage_sinks():
                 self.print_stage(reductions, stores, known)
-            if self.requirements:
-                self.begin_requirements(known)
+            if self.device_asserts:
+                self.initialize_assert_scans(known)
                 with self.columns():
-                    self.print_requirements(dict(known))
+                    self.print_device_asserts(dict(known))
             if self.final_stores():
                 with self.columns():
                     self.write_stores(self.final_stores(), dict(known))
@@ -51,156 +42,114 @@ class ColumnPrinter(ScanningPrinter):
     @contextmanager
     def columns(self) -> Iterator[None]:
         """Opens the vectorised loop over the block's columns."""
-        lane = self.plan.lane
-        assert lane is not None
+        name = self.vector_axis.name
         with self.nest([f"for (int lane = 0; lane < {self.lane_count}; ++lane)"], self.simd()):
-            self.writer.line(f"const int64_t {lane.name} = {lane.name}_0 + lane;")
+            self.writer.line(f"const int64_t {name} = {name}_0 + lane;")
             yield
 
-    def print_stage(self, reductions: list[int], stores: list[Store], known: Known) -> None:
+    def print_stage(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
         """Writes one pass over the columns."""
         targets = self.targets(reductions, stores)
         if not targets:
             return
-        self.keep_fixed(targets, known)
-        scans = self.begin_scans(targets, known)
+        self.hoist_column_invariants(targets, known)
+        scans = self.initialize_scans(targets, known)
         count = self.kernel.reduced_count
-        long = not isinstance(count, int) or count > 2 * COLUMN_PART
-        if (long or self.plan.splits) and not scans:
-            self.print_parts(reductions, stores, known)
+        is_long = not isinstance(count, int) or count > 2 * COLUMN_CHUNK
+        if (is_long or self.plan.splits_reduction) and not scans:
+            self.print_split_reduction(reductions, stores, known)
             return
         self.declare(reductions)
-        with self.nest([self.head(axis) for axis in self.kernel.reduced]):
+        with self.nest([loop_head(axis) for axis in self.kernel.reduced]):
             self.column_body(reductions, stores, known)
-        for place in reductions:
-            known[place] = self.result(place, self.statements.name(place))
+        for position in reductions:
+            known[position] = self.result(position)
 
-    def keep_fixed(self, targets: Sequence[int], known: Known) -> None:
-        """Writes what a pass needs and does not vary: scalars as constants, columns' values as lanes."""
-        needed = self.statements.needed(targets, known)
-        fixed = {place for place in needed if not self.plan.varying[place]}
-        frontier = {place for place in targets if place in fixed}
-        for place in needed:
-            if place not in fixed:
-                frontier |= {operand for operand in self.statements.operands_of(place) if operand in fixed}
-        lane = self.plan.lane
-        whole = self.statements.needed(frontier, known)
-        scalars = [place for place in whole if self.is_scalar(place)]
-        outermost = {
-            place
-            for place in scalars
-            if place in frontier or any(place in self.statements.operands_of(u) for u in whole if not self.is_scalar(u))
-        }
-        self.statements.write(sorted(outermost), known, keep=sorted(outermost))
-        columns = [place for place in sorted(frontier) if place not in known and self.heavy(place)]
+    def hoist_column_invariants(self, targets: Sequence[int], known: EmittedValues) -> None:
+        """Writes the operations that do not vary: scalars as constants, values of columns as arrays with lanes."""
+        frontier = self.invariants(targets, known)
+        needed = self.statements.backward_slice(frontier, known)
+        scalars = {position for position in needed if self.is_scalar(position)}
+        outermost = sorted(scalars & frontier | self.frontier(needed, scalars))
+        self.statements.write(outermost, known, named=outermost)
+        columns = [position for position in sorted(frontier) if position not in known and self.is_buffered(position)]
         if not columns:
             return
-        assert lane is not None
-        for place in columns:
-            kind, name = self.statements.type(place), self.statements.name(place)
-            self.writer.line(f"{kind} {name}_lanes[{self.block}];")
+        names = {position: f"{self.statements.name(position)}_lanes" for position in columns}
+        for position, name in names.items():
+            self.writer.line(f"{self.statements.type(position)} {name}[{self.block}];")
         with self.columns():
             inner = dict(known)
-            self.statements.write(columns, inner, keep=columns)
-            for place in columns:
-                self.writer.line(f"{self.statements.name(place)}_lanes[lane] = {inner[place]};")
-        for place in columns:
-            known[place] = f"{self.statements.name(place)}_lanes[lane]"
+            self.statements.write(columns, inner, named=columns)
+            for position, name in names.items():
+                self.writer.line(f"{name}[lane] = {inner[position]};")
+        known.update({position: f"{name}[lane]" for position, name in names.items()})
 
-    def is_scalar(self, place: int) -> bool:
+    def is_scalar(self, position: int) -> bool:
         """Whether a value is the same in all columns of a block."""
-        on_reduction = any(
-            isinstance(self.kernel.operations[item], Reduce) for item in self.statements.needed([place], {})
-        )
-        return self.plan.lane not in self.plan.depends[place] and not on_reduction
+        needed = self.statements.backward_slice([position], {})
+        on_reduction = any(isinstance(self.kernel.operations[item], Reduce) for item in needed)
+        return self.vector_axis not in self.plan.dependent_axes[position] and not on_reduction
 
-    def heavy(self, place: int) -> bool:
-        """Whether a column's value is worth keeping for the whole pass."""
-        return self.statements.kernel.operations[place].__class__.__name__ not in ("Constant", "IndexValue")
+    def is_buffered(self, position: int) -> bool:
+        """Whether a column's value costs more to compute than to load."""
+        return not isinstance(self.statements.kernel.operations[position], Constant | IndexValue)
 
     def declare(self, reductions: Sequence[int], suffix: str = "") -> None:
         """Declares the accumulators of reductions, one lane a column."""
-        for place in reductions:
-            operation = self.kernel.operations[place]
-            assert isinstance(operation, Reduce)
-            self.writer.line(
-                f"{self.lanes_type(place)} {self.statements.name(place)}{suffix}({self.start(operation)});"
-            )
+        for position in reductions:
+            kind, name = self.lanes_type(position, self.block), self.statements.name(position)
+            self.writer.line(f"{kind} {name}{suffix}({self.identity_element(self.reduction(position))});")
 
-    def lanes_type(self, place: int) -> str:
-        """Returns the type of a block's accumulators."""
-        operation = self.kernel.operations[place]
-        assert isinstance(operation, Reduce)
-        value = CPP_TYPES[self.statements.dtype(operation.operands[0])]
-        if not operation.kind.startswith("arg"):
-            return f"Lanes<{value}, {self.block}>"
-        better = "Larger" if operation.kind == "argmax" else "Smaller"
-        count = self.kernel.reduced_count
-        position = "int32_t" if isinstance(count, int) and count < 2**31 else "int64_t"
-        return f"BestLanes<{value}, {self.block}, {position}, {better}>"
-
-    def result(self, place: int, name: str) -> str:
+    def result(self, position: int) -> str:
         """Returns the text of a column's complete result."""
-        operation = self.kernel.operations[place]
-        assert isinstance(operation, Reduce)
-        if operation.kind.startswith("arg"):
-            return f"int64_t({name}.position[lane])"
-        return f"{name}[lane]"
+        name = self.statements.name(position)
+        return f"int64_t({name}.position[lane])" if self.is_arg_reduction(position) else f"{name}[lane]"
 
-    def column_body(self, reductions: Sequence[int], stores: Sequence[Store], known: Known, suffix: str = "") -> None:
+    def column_body(
+        self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, suffix: str = ""
+    ) -> None:
         """Writes the vectorised loop over a block's columns for one element of the reduced axes."""
         inner = dict(known)
         with self.columns():
             values = [store.value for store in stores]
-            self.statements.write(self.targets(reductions, stores), inner, keep=values if len(values) > 1 else ())
-            for place in reductions:
-                self.fold_lane(place, inner, f"{self.statements.name(place)}{suffix}")
+            self.statements.write(self.targets(reductions, stores), inner, named=values if len(values) > 1 else ())
+            for position in reductions:
+                self.accumulate_lane(position, inner, f"{self.statements.name(position)}{suffix}")
             for store in stores:
                 self.statements.store(store, inner)
 
-    def running(self, place: int) -> str:
+    def running(self, position: int) -> str:
         """Returns the running value of a column."""
-        return f"{self.statements.name(place)}_running[lane]"
+        return f"{self.statements.name(position)}_running[lane]"
 
-    def begin(self, kind: str, name: str, start: str, *, again: bool) -> str:
-        """Returns the statement that begins the running values of a block's columns."""
+    def initialize_running_value(self, kind: str, name: str, start: str, *, reinitialize: bool) -> str:
+        """Returns the statement that initialises the running values of a block's columns."""
         lanes = f"Lanes<{kind}, {self.block}>"
-        return f"{name} = {lanes}({start});" if again else f"{lanes} {name}({start});"
+        return f"{name} = {lanes}({start});" if reinitialize else f"{lanes} {name}({start});"
 
-    def print_parts(self, reductions: list[int], stores: list[Store], known: Known) -> None:
+    def print_split_reduction(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
         """Writes a pass over long columns in parts of fixed size, whose results are combined in a fixed order."""
-        axis = split_axis(self.kernel.reduced)
-        others = product([item.size for item in self.kernel.reduced if item is not axis])
-        count = self.kernel.reduced_count
-        few = isinstance(count, int) and count <= COLUMN_PART * MOST_COLUMN_PARTS
-        rows = COLUMN_PART if few else LONG_COLUMN_PART
-        length = max(1, rows // others) if isinstance(others, int) else 1
-        size, stage = size_text(axis.size), f"{self.kernel.stages[reductions[0]]}" if reductions else "last"
-        self.writer.line(f"const int64_t parts_{stage} = ({size} + {length - 1}) / {length};")
-        for place in reductions:
-            name = self.statements.name(place)
-            self.writer.line(f"Parts<{self.lanes_type(place)}> {name}_parts(parts_{stage});")
-        pragma = self.parallel() if self.plan.splits else ""
-        with self.nest([f"for (int64_t part = 0; part < parts_{stage}; ++part)"], pragma):
+        axis, count = split_axis(self.kernel.reduced), self.kernel.reduced_count
+        is_short = isinstance(count, int) and count <= COLUMN_CHUNK * MAX_COLUMN_CHUNKS
+        length = self.part_length(COLUMN_CHUNK if is_short else LONG_COLUMN_CHUNK, axis)
+        types = [self.lanes_type(position, self.block) for position in reductions]
+        parts = self.declare_parts(reductions, length, types)
+        pragma = self.parallel() if self.plan.splits_reduction else ""
+        with self.nest([f"for (int64_t part = 0; part < {parts}; ++part)"], pragma):
             self.writer.line(f"const int64_t start = part * {length};")
-            self.writer.line(f"const int64_t end = fxwrap::min<int64_t>(start + {length}, {size});")
+            self.writer.line(f"const int64_t end = fxwrap::min<int64_t>(start + {length}, {print_size(axis.size)});")
             self.declare(reductions, "_lanes")
             heads = [
-                f"for (int64_t {item.name} = start; {item.name} < end; ++{item.name})"
-                if item is axis
-                else self.head(item)
-                for item in self.kernel.reduced
+                loop_head(item, "start", "end") if item is axis else loop_head(item) for item in self.kernel.reduced
             ]
             with self.nest(heads):
                 self.column_body(reductions, stores, known, "_lanes")
-            for place in reductions:
-                name = self.statements.name(place)
+            for position in reductions:
+                name = self.statements.name(position)
                 self.writer.line(f"{name}_parts[part] = {name}_lanes;")
-        for place in reductions:
-            operation = self.kernel.operations[place]
-            assert isinstance(operation, Reduce)
-            name, kind = self.statements.name(place), self.lanes_type(place)
-            combine = f"Lanewise{{{self.combine(place)}}}"
-            start = f"{kind}({self.start(operation)})"
-            self.writer.line(f"{kind} {name} = {name}_parts.combined(parts_{stage}, {start}, {combine});")
-            known[place] = self.result(place, name)
+        for position, kind in zip(reductions, types, strict=True):
+            name, combine = self.statements.name(position), f"Lanewise{{{self.combine(position)}}}"
+            identity_element = f"{kind}({self.identity_element(self.reduction(position))})"
+            self.writer.line(f"{kind} {name} = {name}_parts.combined({parts}, {identity_element}, {combine});")
+            known[position] = self.result(position)

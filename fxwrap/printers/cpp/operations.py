@@ -1,4 +1,4 @@
-"""The scalar operations of the loop IR as C++ expressions; what is no operator is a function of `kernel.h`."""
+"""The scalar operations of the loop IR as C++ operators and functions of `kernel.h`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 import torch
 
 from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Compute
-from fxwrap.printers.cpp.index_text import grouped
-from fxwrap.printers.cpp.types import CPP_TYPES, NARROW
+from fxwrap.printers.cpp.index_printer import parenthesize
+from fxwrap.printers.cpp.types import CPP_TYPES, PROMOTED_INTEGERS
 
 _INFIX: Final[Mapping[str, str]] = {
     "add": "+", "sub": "-", "mul": "*", "div": "/",
@@ -25,8 +25,8 @@ _INTEGER_FUNCTIONS: Final[Mapping[str, str]] = {
     "fmod": "integer_fmod",
 }  # fmt: skip
 
-CHEAP: Final[frozenset[str]] = frozenset({*_INFIX, *_PREFIX, "cast"})
-"""Operations that may stand inside a larger expression without making it hard to read."""
+INLINABLE: Final[frozenset[str]] = frozenset({*_INFIX, *_PREFIX, "cast"})
+"""Operations that are readable inside a larger expression."""
 
 
 def expression(operation: Compute, operands: Sequence[str], dtype: torch.dtype) -> str:
@@ -41,32 +41,34 @@ def expression(operation: Compute, operands: Sequence[str], dtype: torch.dtype) 
             of = "<bool>" if operation.dtype is torch.bool else ""  # C++ gives `a & b` of two bools the type int
             return f"op::where{of}({', '.join(operands)})"
         case "bitwise_not":
-            return f"!{grouped(operands[0])}" if dtype is torch.bool else _narrowed(f"~{grouped(operands[0])}", dtype)
+            operand = parenthesize(operands[0])
+            return f"!{operand}" if dtype is torch.bool else _truncate(f"~{operand}", dtype)
         case _:
-            return _by_table(name, operation.dtype, operands, dtype)
+            return _format_operator(name, operation.dtype, operands, dtype)
 
 
 def _cast(result: torch.dtype, operand: str, dtype: torch.dtype) -> str:
     if result is dtype:
         return operand
     narrow = f"to<{CPP_TYPES[dtype]}>("
-    if dtype in STORAGE_ONLY and result is torch.float32 and operand.startswith(narrow) and grouped(operand) == operand:
-        return f"rounded<{CPP_TYPES[dtype]}>({operand.removeprefix(narrow)}"  # narrowed and widened again
+    is_narrowed = dtype in STORAGE_ONLY and operand.startswith(narrow) and parenthesize(operand) == operand
+    if is_narrowed and result is torch.float32:
+        return f"rounded<{CPP_TYPES[dtype]}>({operand.removeprefix(narrow)}"
     return f"to<{CPP_TYPES[result]}>({operand})"
 
 
-def _by_table(name: str, result: torch.dtype, operands: Sequence[str], dtype: torch.dtype) -> str:
+def _format_operator(name: str, result: torch.dtype, operands: Sequence[str], dtype: torch.dtype) -> str:
     if name in ("eq", "ne") and dtype in STORAGE_ONLY:
         operands = [f"to<float>({operand})" for operand in operands]
     if name in _INFIX:
-        text = f"{grouped(operands[0])} {_INFIX[name]} {grouped(operands[1])}"
-        return _narrowed(text, result)
+        text = f"{parenthesize(operands[0])} {_INFIX[name]} {parenthesize(operands[1])}"
+        return _truncate(text, result)
     if name in _PREFIX:
-        return _narrowed(f"{_PREFIX[name]}{grouped(operands[0])}", result)
+        return _truncate(f"{_PREFIX[name]}{parenthesize(operands[0])}", result)
     function = _INTEGER_FUNCTIONS.get(name, name) if dtype in INTEGERS else name
     return f"op::{function}({', '.join(operands)})"
 
 
-def _narrowed(text: str, dtype: torch.dtype) -> str:
-    """Returns arithmetic that C++ did on int as the narrower type it is of."""
-    return f"{CPP_TYPES[dtype]}({text})" if dtype in NARROW else text
+def _truncate(text: str, dtype: torch.dtype) -> str:
+    """Returns the text of integer arithmetic, converted back from C++'s promotion to int."""
+    return f"{CPP_TYPES[dtype]}({text})" if dtype in PROMOTED_INTEGERS else text

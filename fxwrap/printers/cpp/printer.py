@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from fxwrap.kernel_names import function_name
+from fxwrap.devices.kernel_names import make_function_name
 from fxwrap.loop_ir import Axis, Buffer, Index, Kernel, Load, Operation, Store, as_index, map_operation
-from fxwrap.printers.cpp.body import Writer
 from fxwrap.printers.cpp.columns import ColumnPrinter
+from fxwrap.printers.cpp.decompose_reductions import decompose_reductions
+from fxwrap.printers.cpp.loop_plan import LoopPlan, make_loop_plan
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter, RowPrinter
-from fxwrap.printers.cpp.plan import Plan, make_plan
-from fxwrap.printers.cpp.rewrite import with_plain_reductions
-from fxwrap.printers.cpp.scans import ScanPrinter
-from fxwrap.printers.cpp.types import CPP_TYPES, NUMBER_TYPES, SIGNATURE_ENTRIES
-from fxwrap.printers.printed import PrintedKernel
+from fxwrap.printers.cpp.scans import RowScanPrinter
+from fxwrap.printers.cpp.statements import CppSourceWriter
+from fxwrap.printers.cpp.types import CPP_TYPES, SYMBOL_TYPES
+from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
 from fxwrap.symbolic import symbol_kind
 
 INCLUDE = '#include "kernel.h"\n'
-"""How every generated kernel begins."""
+"""The first line of every generated kernel."""
 
 _RESERVED_WORDS = """
 kernel lane lanes tile part start end count offset op combine fxwrap to update bitcast literal infinity nan for_lanes
@@ -31,55 +31,55 @@ float16
 _RESERVED = frozenset(_RESERVED_WORDS.split())
 
 
-def print_cpp_kernel(kernel: Kernel, name: str = "", origins: bool = True) -> PrintedKernel:
-    """Returns a kernel as C++ source. `name` says what it does; `origins` says whether statements carry theirs."""
-    kernel = with_plain_reductions(_with_safe_names(kernel))
-    writer = Writer()
-    _loops(make_plan(kernel), writer, origins).print_kernel()
-    numbers = [(NUMBER_TYPES[symbol_kind(symbol.name)], symbol.name) for symbol in kernel.numbers]
+def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = True) -> PrintedKernel:
+    """Returns a kernel as C++ source. `name` is what it computes; `origin_comments` adds origins to statements."""
+    kernel = decompose_reductions(_sanitize_names(kernel))
+    writer = CppSourceWriter()
+    _make_loop_printer(make_loop_plan(kernel), writer, origin_comments).print_kernel()
+    symbols = [(SYMBOL_TYPES[symbol_kind(symbol.name)], symbol.name) for symbol in kernel.symbols]
     parameters = [
         *[f"const {CPP_TYPES[item.dtype]}* {item.name}" for item in kernel.inputs],
         *[f"{CPP_TYPES[item.dtype]}* {item.name}" for item in kernel.outputs],
-        *[f"{types[1]} {text}" for types, text in numbers],
+        *[f"{types[1]} {text}" for types, text in symbols],
     ]
-    head = f'extern "C" void {function_name(name)}({", ".join(parameters)}) {{'
+    head = f'extern "C" void {make_function_name(name)}({", ".join(parameters)}) {{'
     body = "\n".join(writer.lines)
     includes = INCLUDE + ("#include <cmath>\n#include <limits>\n" if "std::" in body else "")
     signature = (
-        *[SIGNATURE_ENTRIES[item.dtype] for item in (*kernel.inputs, *kernel.outputs)],
-        *[types[0] for types, _ in numbers],
+        *[f"*{SIGNATURE_TYPES[item.dtype]}" for item in (*kernel.inputs, *kernel.outputs)],
+        *[types[0] for types, _ in symbols],
     )
     return PrintedKernel("cpp", f"{includes}\n{head}\n{body}\n}}\n", signature)
 
 
-def _loops(plan: Plan, writer: Writer, origins: bool) -> LoopPrinter:
+def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments: bool) -> LoopPrinter:
     kernel = plan.kernel
     if not kernel.reduced:
-        return PointwisePrinter(plan, writer, origins)
-    if not plan.lane_is_reduced:
-        return ColumnPrinter(plan, writer, origins)
-    return (ScanPrinter if kernel.scans else RowPrinter)(plan, writer, origins)
+        return PointwisePrinter(plan, writer, origin_comments)
+    if not plan.vector_axis_is_reduced:
+        return ColumnPrinter(plan, writer, origin_comments)
+    return (RowScanPrinter if kernel.scans else RowPrinter)(plan, writer, origin_comments)
 
 
-def _with_safe_names(kernel: Kernel) -> Kernel:
-    """Returns the kernel with buffers and axes whose names are C++ identifiers of their own."""
-    taken = {str(symbol.name) for symbol in kernel.numbers}
+def _sanitize_names(kernel: Kernel) -> Kernel:
+    """Returns the kernel with unique C++ identifiers as the names of buffers and axes."""
+    used = {str(symbol.name) for symbol in kernel.symbols}
     names: dict[str, str] = {}
     buffers = [item.name for item in (*kernel.inputs, *kernel.outputs)]
     axes = [axis.name for axis in (*kernel.axes, *kernel.reduced)]
     for old in (*buffers, *axes):
         name = re.sub(r"\W", "_", old) or "x"
         name = f"_{name}" if name[0].isdigit() else name
-        while name in taken or name in _RESERVED:
+        while name in used or name in _RESERVED:
             name += "_"
-        taken.add(name)
+        used.add(name)
         names[old] = name
     if all(old == new for old, new in names.items()):
         return kernel
-    return _renamed(kernel, names)
+    return _rename(kernel, names)
 
 
-def _renamed(kernel: Kernel, names: dict[str, str]) -> Kernel:
+def _rename(kernel: Kernel, names: dict[str, str]) -> Kernel:
     axes = {axis: Axis(names[axis.name], axis.size) for axis in (*kernel.axes, *kernel.reduced)}
 
     def index(old: Index) -> Index:

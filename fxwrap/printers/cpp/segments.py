@@ -1,12 +1,13 @@
-"""Cuts of a loop where conditions on its variable change: between two cuts they are constants, and masks are gone.
+"""Splitting of loops where conditions on their variable change, so that masks are constant in each segment.
 
-This is what makes cat and pad plain copies: each part of the range loads from one tensor, without a mask.
+A segment of cat or pad is a plain copy from one tensor.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,54 +17,59 @@ from fxwrap.loop_ir import (
     Axis,
     Compute,
     Constant,
-    Gathered,
+    DeviceAssert,
     Index,
     IndexValue,
+    IndirectIndex,
     Kernel,
     Load,
     Operation,
-    Require,
     Store,
     as_index,
     map_operation,
 )
 
-MOST_SEGMENTS = 8
+MAX_SEGMENTS = 8
+
+_ABSORBING_VALUES = {"logical_and": False, "bitwise_and": False, "logical_or": True, "bitwise_or": True}
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of an axis's range, and the kernel as it is there: operations keep their positions, some are constants."""
+    """A part of an axis's range, and the kernel specialised to it. Operations have the same positions."""
 
     start: int
     end: int
     kernel: Kernel
 
 
-def segments_of(kernel: Kernel, axis: Axis) -> list[Segment]:
-    """Returns the parts into which conditions cut an axis; none when they do not, or its size is not known."""
+def split_loop(kernel: Kernel, axis: Axis) -> list[Segment]:
+    """Returns the segments of an axis between changes of conditions; none if there are no changes or too many."""
     if not isinstance(axis.size, int):
         return []
-    cuts: set[int] = set()
+    split_points: set[int] = set()
     for operation in kernel.operations:
-        found = _comparison(kernel, operation, axis)
-        if found is not None:
-            cuts |= {cut for cut in found.cuts if 0 < cut < axis.size}
-    if not cuts or len(cuts) >= MOST_SEGMENTS:
+        comparison = _comparison(kernel, operation, axis)
+        if comparison is not None:
+            split_points |= {point for point in comparison.split_points if 0 < point < axis.size}
+    if not split_points or len(split_points) >= MAX_SEGMENTS:
         return []
-    places = [0, *sorted(cuts), axis.size]
-    return [Segment(start, end, _specialised(kernel, axis, start)) for start, end in itertools.pairwise(places)]
+    bounds = [0, *sorted(split_points), axis.size]
+    return [Segment(start, end, _specialise(kernel, axis, start)) for start, end in itertools.pairwise(bounds)]
 
 
-def interior_of(kernel: Kernel, axes: Sequence[Axis], lane: Axis) -> tuple[Axis, Segment] | None:
-    """Returns the part of one of the axes, most of its range, within which masks on strided loads are gone.
+def find_interior_segment(kernel: Kernel, axes: Sequence[Axis], lane: Axis) -> tuple[Axis, Segment] | None:
+    """Returns the largest segment of one of the axes, which removes masks of strided loads in most of its range.
 
-    Compilers vectorise masked loads of neighbours, and of nothing else. `lane` is the vectorised axis.
+    Compilers vectorise masked loads only if they are contiguous. `lane` is the vectorised axis.
     """
     if not any(isinstance(item, Load) and item.mask is not None and _strided(item, lane) for item in kernel.operations):
         return None
     for axis in reversed(axes):
-        if segments := segments_of(kernel, axis):
+        if segments := split_loop(kernel, axis):
             longest = max(segments, key=lambda item: item.end - item.start)
             return (axis, longest) if 2 * (longest.end - longest.start) > segments[-1].end else None
     return None
@@ -75,35 +81,27 @@ def _strided(load: Load, lane: Axis) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Comparison:
-    """Whether `scale` times an axis is less than, equal to ... a number. `scale` is positive."""
+class _AxisComparison:
+    """The comparison of `scale` times an axis with a number, by the operation's name. `scale` is positive."""
 
     name: str
     scale: int
     number: int
 
     @property
-    def cuts(self) -> tuple[int, ...]:
-        """The places along the axis from which on it may be another truth than before."""
+    def split_points(self) -> tuple[int, ...]:
+        """The positions along the axis at which the comparison may change."""
         first_not_less, first_larger = -(-self.number // self.scale), self.number // self.scale + 1
         return {"lt": (first_not_less,), "ge": (first_not_less,), "le": (first_larger,), "gt": (first_larger,)}.get(
             self.name, (first_not_less, first_larger)
         )
 
-    def holds(self, place: int) -> bool:
-        """Whether it is true at a place along the axis."""
-        left, right = self.scale * place, self.number
-        return {
-            "lt": left < right, "le": left <= right, "gt": left > right, "ge": left >= right, "eq": left == right,
-            "ne": left != right,
-        }[self.name]  # fmt: skip
 
-
-def _comparison(kernel: Kernel, operation: Operation, axis: Axis) -> _Comparison | None:
+def _comparison(kernel: Kernel, operation: Operation, axis: Axis) -> _AxisComparison | None:
     """Returns a comparison of the axis with a number; None for other operations."""
-    if not isinstance(operation, Compute) or operation.name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+    if not isinstance(operation, Compute) or operation.name not in _COMPARISONS:
         return None
-    left, right = [kernel.operations[place] for place in operation.operands]
+    left, right = [kernel.operations[operand] for operand in operation.operands]
     if not isinstance(left, IndexValue) or not isinstance(right, Constant):
         return None
     stride = left.index.stride(axis)
@@ -111,72 +109,66 @@ def _comparison(kernel: Kernel, operation: Operation, axis: Axis) -> _Comparison
     if scale is None or scale <= 0:
         return None
     offset = (left.index - as_index(axis) * scale).constant
-    return None if offset is None else _Comparison(operation.name, scale, int(right.value) - offset)
+    return None if offset is None else _AxisComparison(operation.name, scale, int(right.value) - offset)
 
 
-def _specialised(kernel: Kernel, axis: Axis, start: int) -> Kernel:
-    """Returns the kernel as it is from `start` up to the next cut."""
+def _specialise(kernel: Kernel, axis: Axis, start: int) -> Kernel:
+    """Returns the kernel specialised to the segment that begins at `start`."""
     new: list[Operation] = []
     same = list(range(len(kernel.operations)))
     truth: dict[int, bool] = {}
 
     def index(old: Index) -> Index:
-        found = [atom for atom in old.atoms() if isinstance(atom, Gathered)]
-        return old.substitute({atom: Gathered(same[atom.operation], atom.size) for atom in found})
+        indirect = [atom for atom in old.atoms() if isinstance(atom, IndirectIndex)]
+        return old.substitute({atom: IndirectIndex(same[atom.operation], atom.size) for atom in indirect})
 
-    for place, old in enumerate(kernel.operations):
+    for position, old in enumerate(kernel.operations):
         operation = map_operation(old, same.__getitem__, index)
-        found = _comparison(kernel, old, axis)
-        if found is not None:
-            truth[place] = found.holds(start)
+        comparison = _comparison(kernel, old, axis)
+        if comparison is not None:
+            truth[position] = _COMPARISONS[comparison.name](comparison.scale * start, comparison.number)
         elif isinstance(operation, Compute):
-            _fold(operation, place, same, truth)
-            _fold_cast(operation, place, same, new)
-        operation = _unmasked(operation, truth)
-        if place in truth:
-            operation = Constant(truth[place], torch.bool)
-        new.append(operation)
+            _fold(operation, position, same, truth)
+            _fold_cast(operation, position, same, new)
+        new.append(Constant(truth[position], torch.bool) if position in truth else _fold_mask(operation, truth))
     return replace(kernel, operations=tuple(new))
 
 
-def _fold(operation: Compute, place: int, same: list[int], truth: dict[int, bool]) -> None:
-    """Notes what an operation is whose conditions are known: a truth, or the same as another operation."""
+def _fold(operation: Compute, position: int, same: list[int], truth: dict[int, bool]) -> None:
+    """Records a constant bool in `truth`, and an operation that equals another one in `same`."""
     known = [truth.get(operand) for operand in operation.operands]
     if operation.name == "where" and known[0] is not None:
         chosen = operation.operands[1 if known[0] else 2]
-        same[place] = same[chosen]
+        same[position] = same[chosen]
         if chosen in truth:
-            truth[place] = truth[chosen]
+            truth[position] = truth[chosen]
     elif operation.name == "logical_not" and known[0] is not None:
-        truth[place] = not known[0]
-    elif operation.dtype is torch.bool and operation.name in _DECIDES:
-        decisive = _DECIDES[operation.name]
+        truth[position] = not known[0]
+    elif operation.dtype is torch.bool and operation.name in _ABSORBING_VALUES:
+        decisive = _ABSORBING_VALUES[operation.name]
         if decisive in known:
-            truth[place] = decisive
+            truth[position] = decisive
         elif known == [not decisive, not decisive]:
-            truth[place] = not decisive
+            truth[position] = not decisive
         elif (not decisive) in known:
             other = operation.operands[0 if known[0] is None else 1]
-            same[place] = same[other]
+            same[position] = same[other]
 
 
-def _fold_cast(operation: Compute, place: int, same: list[int], new: list[Operation]) -> None:
-    """Notes that a half-precision number, widened and narrowed again, is what it was: a part of a cat is a copy."""
+def _fold_cast(operation: Compute, position: int, same: list[int], new: list[Operation]) -> None:
+    """Records in `same` a half-precision value that is widened and narrowed again, as in a segment of a cat."""
     if operation.name != "cast" or operation.dtype not in STORAGE_ONLY:
         return
     wide = new[operation.operands[0]]
     if isinstance(wide, Compute) and wide.name == "cast":
         source = new[wide.operands[0]]
         if isinstance(source, Load) and source.dtype is operation.dtype:
-            same[place] = wide.operands[0]
+            same[position] = wide.operands[0]
 
 
-_DECIDES = {"logical_and": False, "bitwise_and": False, "logical_or": True, "bitwise_or": True}
-
-
-def _unmasked(operation: Operation, truth: dict[int, bool]) -> Operation:
-    """Returns an operation without a mask that is known; one that never happens becomes a constant."""
-    if not isinstance(operation, Load | Store | Require) or operation.mask not in truth:
+def _fold_mask(operation: Operation, truth: dict[int, bool]) -> Operation:
+    """Returns an operation without a constant mask; one that is always masked becomes a constant."""
+    if not isinstance(operation, Load | Store | DeviceAssert) or operation.mask not in truth:
         return operation
     if truth[operation.mask]:
         return replace(operation, mask=None)

@@ -1,4 +1,4 @@
-"""C++ types of the loop IR's dtypes, and numbers as C++ literals."""
+"""C++ types of the loop IR's dtypes, and C++ literals."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ CPP_TYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "uint8_t",
 }  # fmt: skip
 
-SIGNATURE_ENTRIES: Final[Mapping[torch.dtype, str]] = {
-    torch.float32: "*f32", torch.float64: "*f64", torch.bfloat16: "*bf16", torch.float16: "*f16", torch.bool: "*i1",
-    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
-}  # fmt: skip
-
-NUMBER_TYPES: Final[Mapping[str, tuple[str, str]]] = {
+SYMBOL_TYPES: Final[Mapping[str, tuple[str, str]]] = {
     "int": ("i64", "int64_t"), "float": ("f64", "double"), "bool": ("bool", "bool"),
 }  # fmt: skip
-"""By a symbol's kind: its entry in a kernel's signature, and its C++ type."""
+"""The type of a symbol in a kernel's signature and in C++, by its kind."""
 
-NARROW: Final[frozenset[torch.dtype]] = frozenset({torch.int8, torch.int16, torch.uint8})
-"""Integers that C++ widens in arithmetic, so that every result is narrowed again."""
+PROMOTED_INTEGERS: Final[frozenset[torch.dtype]] = frozenset({torch.int8, torch.int16, torch.uint8})
+"""Integers that C++ promotes to int in arithmetic, so that results are narrowed again."""
 
 
 def literal(value: float | int | bool, dtype: torch.dtype) -> str:
-    """Returns a number as C++ text of exactly the dtype's C++ type."""
+    """Returns a number as a C++ expression of the dtype's C++ type."""
     match dtype:
         case torch.bool:
             return "true" if value else "false"

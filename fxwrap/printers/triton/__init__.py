@@ -1,7 +1,7 @@
-"""The Triton printer: kernels of the loop IR as Triton kernels, and the ways to cut them into programs."""
+"""The Triton printer: loop IR kernels as Triton kernels, their configurations, and combo kernels."""
 
+from fxwrap.printers.triton.combo_kernel import combine_triton_kernels as combine_triton_kernels
+from fxwrap.printers.triton.combo_kernel import group_key as group_key
 from fxwrap.printers.triton.configuration import Configuration as Configuration
 from fxwrap.printers.triton.configuration import configurations as configurations
-from fxwrap.printers.triton.join import join_triton as join_triton
-from fxwrap.printers.triton.join import joinable as joinable
 from fxwrap.printers.triton.printer import print_triton as print_triton

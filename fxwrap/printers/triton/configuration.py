@@ -1,40 +1,41 @@
-"""How a kernel is cut into programs: tiles, blocks, warps and pipeline stages, with the best guess first.
+"""Configurations of Triton kernels: tiles, blocks, warps and pipeline stages.
 
-The guesses come from sweeps on an H200 over kernels of these shapes at 64 MiB an operand; each rule says what it won.
+The first configuration of a kernel is the default; autotuning times all. The heuristics come from sweeps over
+memory-bound kernels on an H200.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 
-from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, Gathered, Kernel, Load, Store
+from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Store
 from fxwrap.symbolic import Size, evaluate
 
 Hint: TypeAlias = Callable[[Size], int]
-"""Gives a typical value of a size."""
+"""Returns a typical value of a size."""
 
-PERSISTENT = 16384
-"""Rows of up to so many elements are held in registers; longer ones are read once for each stage."""
+MAX_PERSISTENT_ELEMENTS = 16384
+"""Largest number of elements of a row held in registers. Longer rows are read once for each stage."""
 
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
-"""Rows, columns and warps of tiles for what is read along two axes."""
+"""Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
 _WAVE = 264
-"""Programs that keep a large GPU busy: two for each of 132 multiprocessors."""
+"""Number of programs that occupy a large GPU: two for each of 132 multiprocessors."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A way to cut a kernel.
+    """The tiling and launch metadata of a kernel.
 
-    Fields: `x` the parallel axes along the tile's contiguous dimension, flattened, `x_block` elements a program; `y`
-    likewise for the tile's other dimension; the remaining parallel axes have one element a program. A kernel with
-    reduced axes has them, flattened, along the dimension that is left: beside `x`, or beside `y`, `r_block` elements at
-    a time. `looped` walks over them in a loop for each stage; otherwise the block holds all of them.
+    Fields: `x` are the parallel axes flattened into the tile's contiguous dimension, of which a program has `x_block`
+    elements; `y` and `y_block` are the same for the other dimension. Other parallel axes have one element a program.
+    The reduced axes are flattened into the remaining dimension, in blocks of `r_block` elements. `looped` reads them in
+    a loop for each stage; otherwise one block has all of them.
     """
 
     x: tuple[Axis, ...] = ()
@@ -44,74 +45,64 @@ class Configuration:
     r_block: int = 1
     looped: bool = False
     num_warps: int = 4
-    num_stages: int = field(default=1)
+    num_stages: int = 1
 
 
-def typical(symbol_value: int = 1024) -> Hint:
-    """Returns a hint under which every symbol has one value."""
-
-    def hint(size: Size) -> int:
-        if isinstance(size, int):
-            return size
-        values: Mapping[str, int] = {str(symbol): symbol_value for symbol in size.free_symbols}
-        return int(evaluate(size, values))
-
-    return hint
+def _default_hint(size: Size) -> int:
+    """Returns a size for symbols of 1024."""
+    return size if isinstance(size, int) else int(evaluate(size, {str(symbol): 1024 for symbol in size.free_symbols}))
 
 
 def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configuration, ...]:
-    """Returns ways to cut a kernel, the best guess first; every one of them is correct."""
-    hint = hint or typical()
+    """Returns candidate configurations of a kernel, the default one first; all are correct."""
+    hint = hint or _default_hint
     if not kernel.reduced:
-        found = _pointwise(kernel, hint)
-    elif _reduces_across(kernel, hint):
-        found = _columns(kernel, hint)
+        candidates = _pointwise_configurations(kernel, hint)
+    elif _is_outer_reduction(kernel, hint):
+        candidates = _outer_reduction_configurations(kernel, hint)
     else:
-        found = _rows(kernel, hint)
-    return tuple(dict.fromkeys(found))
+        candidates = _inner_reduction_configurations(kernel, hint)
+    return tuple(dict.fromkeys(candidates))
 
 
 # --- pointwise ------------------------------------------------------------------------------------------------------
 
 
-def _pointwise(kernel: Kernel, hint: Hint) -> list[Configuration]:
+def _pointwise_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
     if not kernel.axes:
         return [Configuration(num_warps=1)]
     inner, other = _contiguous_axes(kernel, hint)
     if other is not None:
-        return [_transposed(inner, other, hint, *shape) for shape in _TILES]
+        return [_transposed_tile(inner, other, hint, *shape) for shape in _TILES]
     block, warps = _pointwise_block(kernel, hint)
-    rows = _rows_that_share(kernel, inner, hint)
-    shared = [_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
+    rows = _broadcast_rows(kernel, inner, hint)
+    shared = [_pointwise_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
     sizes.append((4 * block, 2 * warps))
-    return [*shared, *[_tile(kernel, inner, hint, *size) for size in sizes]]
+    return [*shared, *[_pointwise_tile(kernel, inner, hint, *size) for size in sizes]]
 
 
-def _rows_that_share(kernel: Kernel, inner: Axis, hint: Hint) -> int:
-    """Returns how many rows load the same vectors along the inner axis, 1 where these are less than a row itself.
-
-    Eight rows by 256 normalised a batch, with four float32 vectors, in 34.6 us where one row by 1024 took 43.1.
-    """
+def _broadcast_rows(kernel: Kernel, inner: Axis, hint: Hint) -> int:
+    """Returns the number of rows that share the vectors along the inner axis; 1 if these are smaller than a row."""
     vectors = rows = 0
     for access in kernel.operations:
         if isinstance(access, Load | Store) and inner in access.index.axes():
-            along = isinstance(access, Load) and access.index.axes() == {inner}
-            vectors, rows = vectors + along * _itemsize(kernel, access), rows + (not along) * _itemsize(kernel, access)
+            if isinstance(access, Load) and access.index.axes() == {inner}:
+                vectors += _itemsize(kernel, access)
+            else:
+                rows += _itemsize(kernel, access)
     return hint(kernel.count) // max(hint(inner.size), 1) if vectors >= rows else 1
 
 
 def _pointwise_block(kernel: Kernel, hint: Hint) -> tuple[int, int]:
-    """Sixteen bytes a thread of the smallest dtype; twice that where arithmetic or other loads of a buffer take time.
-
-    A rotary embedding, which reads the other half of a row too, took 34.5 us with 16 elements a thread and 34.7 with 8.
-    """
+    """Returns the block size and warps: 16 bytes of the smallest dtype a thread, more to hide latency."""
     moved = [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
     smallest = min([_itemsize(kernel, access) for access in moved], default=4)
     elements = min(16 // smallest, 8)
-    cost = sum(OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute))
-    gathers = any(isinstance(atom, Gathered) for access in moved for atom in access.index.atoms())
-    if gathers or _neighbours(kernel) or (cost >= 15 and any(_cost(item) >= 12 for item in kernel.operations)):
+    costs = [OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute)]
+    gathers = any(isinstance(atom, IndirectIndex) for access in moved for atom in access.index.atoms())
+    is_costly = sum(costs) >= 15 and max(costs) >= 12
+    if gathers or is_costly or _has_overlapping_loads(kernel):
         elements *= 2
     if gathers:
         elements *= 2
@@ -119,31 +110,27 @@ def _pointwise_block(kernel: Kernel, hint: Hint) -> tuple[int, int]:
     total = hint(kernel.count)
     while block > 128 and total < block * _WAVE:
         block //= 2
-    return min(block, power_of_two(total)), 8 if gathers and block >= 4096 else 4
+    return min(block, next_power_of_2(total)), 8 if gathers and block >= 4096 else 4
 
 
-def _neighbours(kernel: Kernel) -> bool:
-    """Whether a buffer is loaded in several ways, some of them masked, as the halves of a row in a rotary embedding."""
+def _has_overlapping_loads(kernel: Kernel) -> bool:
+    """Whether a buffer has several loads, one of them masked, as the halves of a row in a rotary embedding."""
     loads = [item for item in kernel.operations if isinstance(item, Load)]
     return any(sum(one.buffer == other.buffer for other in loads) > 1 for one in loads if one.mask is not None)
 
 
-def _cost(operation: object) -> int:
-    return OPERATIONS[operation.name].cost if isinstance(operation, Compute) else 0
-
-
-def _transposed(inner: Axis, other: Axis, hint: Hint, y_block: int, x_block: int, warps: int) -> Configuration:
-    """Tiles of 64 x 64 read both ways in whole lines: a transposed sum ran at the speed of a copy."""
-    x_block = min(x_block, power_of_two(hint(inner.size)))
-    y_block = min(y_block, power_of_two(hint(other.size)))
+def _transposed_tile(inner: Axis, other: Axis, hint: Hint, y_block: int, x_block: int, warps: int) -> Configuration:
+    """Returns a tile with whole cache lines in both directions."""
+    x_block = min(x_block, next_power_of_2(hint(inner.size)))
+    y_block = min(y_block, next_power_of_2(hint(other.size)))
     return Configuration((inner,), (other,), x_block, y_block, num_warps=warps)
 
 
-def _tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int, rows: int = 1) -> Configuration:
-    """Flat where that is simplest; rows by columns where the inner axis fills blocks, which saves divisions."""
+def _pointwise_tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int, rows: int = 1) -> Configuration:
+    """Returns a flat block, or rows by columns if the inner axis fills its blocks, which saves divisions."""
     rest = tuple([axis for axis in kernel.axes if axis != inner])
     size = hint(inner.size)
-    x_block = min(block, power_of_two(size))
+    x_block = min(block, next_power_of_2(size))
     filled = -(-size // x_block) * x_block
     if not rest or (filled * 4 > size * 5 and isinstance(inner.size, int)):
         return Configuration(x=kernel.axes, x_block=block, num_warps=warps)
@@ -153,126 +140,117 @@ def _tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int, rows:
 # --- reductions -----------------------------------------------------------------------------------------------------
 
 
-def _rows(kernel: Kernel, hint: Hint) -> list[Configuration]:
-    """One row a program from 2048 elements on, held in registers where it fits: softmax ran at the speed of a copy."""
+def _inner_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+    """Returns persistent configurations for rows that fit registers, and looped ones for long rows."""
     size, count = kernel.reduced_count, hint(kernel.count)
-    block = power_of_two(hint(size))
-    loads = _full_loads(kernel)
-    limit = PERSISTENT if loads <= 2 else PERSISTENT // 2
-    found = []
+    block = next_power_of_2(hint(size))
+    loads = _count_varying_loads(kernel)
+    limit = MAX_PERSISTENT_ELEMENTS if loads <= 2 else MAX_PERSISTENT_ELEMENTS // 2
+    candidates = []
     if isinstance(size, int) and block <= limit:
         rows = max(2048 // block, 1) if kernel.axes else 1
         while rows > 1 and count < rows * _WAVE:
             rows //= 2
         tile = rows * block
-        warps = _warps(tile, 16 if tile <= 2048 else _elements_a_thread(kernel, count))
+        warps = _num_warps(tile, 16 if tile <= 2048 else _elements_per_thread(kernel, count))
         whole = Configuration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
-        found += [whole, *[replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= 16]]
+        candidates += [
+            whole,
+            *[replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= 16],
+        ]
         if rows > 1:
-            found.append(replace(whole, y_block=rows // 2))
+            candidates.append(replace(whole, y_block=rows // 2))
         if count >= 2 * rows * _WAVE and tile <= 4096:
-            found.append(replace(whole, y_block=rows * 2, num_warps=min(warps * 2, 16)))
+            candidates.append(replace(whole, y_block=rows * 2, num_warps=min(warps * 2, 16)))
     loop = min(block, 8192)
-    warps = 16 if _reads_again(kernel) else 8  # rows read twice want more loads in flight
-    longest = (16384, 16) if _held(kernel) <= 2 and not _reads_again(kernel) and block > 8192 else (loop, warps)
-    shapes = [longest, (max(loop // 2, 1), 8), (max(loop // 4, 1), 8)]
-    if count >= 2 * _WAVE:  # with several rows a multiprocessor, shorter blocks hide more
+    warps = 16 if _is_multi_pass(kernel) else 8
+    is_narrow = _bytes_per_element(kernel) <= 2 and not _is_multi_pass(kernel) and block > 8192
+    shapes = [(16384, 16) if is_narrow else (loop, warps), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8)]
+    if count >= 2 * _WAVE:  # rows of one multiprocessor hide each other's latency
         shapes[:2] = shapes[1::-1]
-    looped = [Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _warps(r, 8))) for r, w in shapes]
-    if _reads_again(kernel) and count >= 2 * _WAVE and block > PERSISTENT:
-        # As few rows at a time as keep all threads busy, so that what is read again is still in the cache: a group
-        # norm of 32768 elements a row took 37.4 us with 32 warps a row and 39.2 with 8.
+    looped = [
+        Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _num_warps(r, 8))) for r, w in shapes
+    ]
+    if _is_multi_pass(kernel) and count >= 2 * _WAVE and block > MAX_PERSISTENT_ELEMENTS:
+        # few rows at a time, so that the second pass reads from the cache
         looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
-    # loads of the next round on their way, as the columns' tiles have them
     looped.append(replace(looped[-1], num_stages=3))
-    return [*found, *looped] if not found or block > 2048 else found
+    return [*candidates, *looped] if not candidates or block > 2048 else candidates
 
 
-def _elements_a_thread(kernel: Kernel, count: int) -> int:
-    """Returns how many elements of a row a thread holds: fewer where it holds several vectors of them.
-
-    With 32 instead of 16, a masked softmax took 46.1 us instead of 46.9 and a log-softmax's backward 48.7 instead of
-    49.7, but an RMS norm, with weights, 35.0 instead of 34.5. With 64 instead of 32, the log-softmax of a loss took
-    20.2 us instead of 21.3; a single row wants many threads.
-    """
-    vectors = _full_loads(kernel) - _tile_loads(kernel)
-    held = _held(kernel)
-    if _full_loads(kernel) > 1 and (vectors or held > 4):
+def _elements_per_thread(kernel: Kernel, count: int) -> int:
+    """Returns the number of elements of a row in a thread: fewer if it also has elements of several vectors."""
+    vectors = _count_varying_loads(kernel) - len(_full_tile_loads(kernel))
+    bytes_per_element = _bytes_per_element(kernel)
+    if _count_varying_loads(kernel) > 1 and (vectors or bytes_per_element > 4):
         return 16
-    return 64 if held <= 2 and not _reads_again(kernel) and count >= _WAVE else 32
+    return 64 if bytes_per_element <= 2 and not _is_multi_pass(kernel) and count >= _WAVE else 32
 
 
-def _columns(kernel: Kernel, hint: Hint) -> list[Configuration]:
-    """Tiles of 64 rows by 64 columns, three loads in flight: column sums and statistics within 1.2 of a copy.
-
-    Where a tile is loaded from several buffers, these are enough: two took 35.1 us with one stage and 37.3 with three.
-    """
+def _outer_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+    """Returns tiles of rows by columns with three pipeline stages; one stage if several buffers are loaded."""
     inner, _ = _contiguous_axes(kernel, hint, reduced=False)
     size = kernel.reduced_count
-    widest = power_of_two(hint(inner.size))
-    found = []
+    widest = next_power_of_2(hint(inner.size))
+    candidates = []
     if isinstance(size, int):
-        height = power_of_two(size)
+        height = next_power_of_2(size)
         width = min(64 if height <= 128 else 32 if height <= 512 else 16, widest)
-        if height * width <= PERSISTENT:
-            warps = _warps(height * width, 16)
-            found.append(Configuration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
-    whole = list(found)
+        if height * width <= MAX_PERSISTENT_ELEMENTS:
+            warps = _num_warps(height * width, 16)
+            candidates.append(Configuration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
+    whole = list(candidates)
     shapes = [(64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)]
-    if _tile_loads(kernel) > 1:
+    if len(_full_tile_loads(kernel)) > 1:
         shapes = [shapes[3], *shapes[:3]]
     for width, height, stages in shapes:
         block = min(width, widest)
-        rows = min(height * (width // block), power_of_two(hint(size)))
-        warps = min(_warps(block * rows, 16), 4)
-        found.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
-    if whole and not _reads_again(kernel) and hint(size) > 128:
-        found = [*found[len(whole) :], *whole]
-    return found
+        rows = min(height * (width // block), next_power_of_2(hint(size)))
+        warps = min(_num_warps(block * rows, 16), 4)
+        candidates.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
+    if whole and not _is_multi_pass(kernel) and hint(size) > 128:
+        candidates = [*candidates[len(whole) :], *whole]
+    return candidates
 
 
-def _reduces_across(kernel: Kernel, hint: Hint) -> bool:
-    """Whether most of what is read lies contiguous along a parallel axis, as in a sum of columns."""
-    scores = _scores(kernel, hint)
+def _is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
+    """Whether most accesses are contiguous along a parallel axis, as in a sum of columns."""
+    scores = _contiguity_scores(kernel, hint)
     parallel = max([scores.get(axis, 0) for axis in kernel.axes], default=0)
     return parallel > max([scores.get(axis, 0) for axis in kernel.reduced], default=0)
 
 
-# --- questions ------------------------------------------------------------------------------------------------------
+# --- properties of kernels ------------------------------------------------------------------------------------------
 
 
-def power_of_two(size: int) -> int:
+def next_power_of_2(size: int) -> int:
     """Returns the smallest power of two that is at least the size, and at least 1."""
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _warps(tile: int, elements: int) -> int:
-    return min(max(power_of_two(tile // (32 * elements)), 1), 16)
+def _num_warps(tile: int, elements: int) -> int:
+    return min(max(next_power_of_2(tile // (32 * elements)), 1), 16)
 
 
-def _full_loads(kernel: Kernel) -> int:
+def _count_varying_loads(kernel: Kernel) -> int:
     pairs = zip(kernel.operations, kernel.varying, strict=True)
     return sum(isinstance(operation, Load) and varies for operation, varies in pairs)
 
 
-def _tiles(kernel: Kernel) -> list[Load]:
-    """Returns the loads that vary along the rows and along every parallel axis."""
+def _full_tile_loads(kernel: Kernel) -> list[Load]:
+    """Returns the loads that vary along all axes."""
     whole = {*kernel.axes, *kernel.reduced}
-    pairs = zip(kernel.operations, kernel.addressed, strict=True)
+    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
     return [operation for operation, axes in pairs if isinstance(operation, Load) and whole <= axes]
 
 
-def _held(kernel: Kernel) -> int:
-    """Returns the bytes that are loaded for each element of the whole space."""
-    return sum(item.dtype.itemsize for item in _tiles(kernel))
+def _bytes_per_element(kernel: Kernel) -> int:
+    """Returns the bytes that are loaded for each element of the iteration space."""
+    return sum(item.dtype.itemsize for item in _full_tile_loads(kernel))
 
 
-def _tile_loads(kernel: Kernel) -> int:
-    return len(_tiles(kernel))
-
-
-def _reads_again(kernel: Kernel) -> bool:
-    """Whether something that varies along the row waits for a reduction of it, so that a loop must walk twice."""
+def _is_multi_pass(kernel: Kernel) -> bool:
+    """Whether an operation that varies along the row depends on a reduction of it, which needs a second pass."""
     return any(stage > 0 and varies for stage, varies in zip(kernel.stages, kernel.varying, strict=True))
 
 
@@ -284,10 +262,10 @@ def _itemsize(kernel: Kernel, access: Load | Store) -> int:
     return stored.itemsize
 
 
-def _scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...] = (Load, Store)) -> dict[Axis, int]:
-    """Returns for each axis the bytes moved by accesses that walk over it element by element."""
-    found: dict[Axis, int] = {}
-    for access, axes in zip(kernel.operations, kernel.addressed, strict=True):
+def _contiguity_scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...] = (Load, Store)) -> dict[Axis, int]:
+    """Returns for each axis the bytes of the accesses that are contiguous along it."""
+    scores: dict[Axis, int] = {}
+    for access, axes in zip(kernel.operations, kernel.address_axes, strict=True):
         if not isinstance(access, Load | Store) or not isinstance(access, only):
             continue
         weight = _itemsize(kernel, access)
@@ -295,14 +273,14 @@ def _scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...] = (Load, S
             weight *= max(hint(axis.size), 1)
         for axis in access.index.axes():
             if access.index.stride(axis) == ONE:
-                found[axis] = found.get(axis, 0) + weight
-    return found
+                scores[axis] = scores.get(axis, 0) + weight
+    return scores
 
 
 def _contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[Axis, Axis | None]:
-    """Returns the axis along which most is contiguous, stores first, and another one if much is along that."""
-    scores = _scores(kernel, hint)
-    stores = _scores(kernel, hint, Store) if reduced else {}
+    """Returns the axis with the most contiguous accesses, stores first, and a second one with many, if any."""
+    scores = _contiguity_scores(kernel, hint)
+    stores = _contiguity_scores(kernel, hint, Store) if reduced else {}
     ranked = sorted(kernel.axes, key=lambda axis: (stores.get(axis, 0), scores.get(axis, 0)), reverse=True)
     inner = ranked[0] if scores.get(ranked[0]) else kernel.axes[-1]
     others = [axis for axis in kernel.axes if axis != inner and scores.get(axis, 0) * 5 >= sum(scores.values())]

@@ -1,13 +1,48 @@
-"""Functions that generated kernels define above themselves, each only where a kernel uses it.
+"""Helper functions of generated kernels. A kernel's source defines the helpers it uses.
 
-A helper's text may use other helpers, the name `tl`, and `libdevice`, which is CUDA's library of functions (replaced by
-torch's functions where Triton interprets a kernel on the CPU).
+A helper may use other helpers, `tl`, and `libdevice`, CUDA's math library. Triton's interpreter on the CPU replaces the
+latter by torch functions.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+
+_EXTREME = '''
+def {place}_{extreme}(a, a_position, b, b_position):
+    """The {comparative} of two, NaN counting as the {extreme}; the {place} of equals."""
+    better = (a {sign} b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    chosen = better | (same & (a_position {order} b_position))
+    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
+
+
+'''
+
+_ATOMIC = '''
+def atomic_{kind}_float(pointer, value, mask, INTEGER: tl.constexpr, UNSIGNED: tl.constexpr, NAN: tl.constexpr):
+    """The {comparative} of a float in memory and another: as integers they are in order, but those below zero in reverse.
+
+    NaN is {nan}, as long as its sign is as here, in memory too.
+    """
+    bits = tl.where(value != value, NAN, value.to(INTEGER, bitcast=True))
+    integers = pointer.to(tl.pointer_type(INTEGER), bitcast=True)
+    tl.atomic_{kind}(integers, bits, mask=mask & (bits >= 0), sem="relaxed")
+    naturals = pointer.to(tl.pointer_type(UNSIGNED), bitcast=True)
+    tl.atomic_{opposite}(naturals, bits.to(UNSIGNED, bitcast=True), mask=mask & (bits < 0), sem="relaxed")
+
+
+'''  # noqa: E501
+
+_LOG_ADD_EXP = '''def log_add_exp(a, b):
+    """log(exp(a) + exp(b)) without overflow."""
+    largest = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    smallest = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    finite = (largest != smallest) | (tl.abs(largest) != float("inf"))
+    difference = tl.where(finite, smallest - largest, 0.0)
+    return tl.where(finite, largest + libdevice.log1p(libdevice.exp(difference)), largest)
+'''
 
 _TEXTS = '''
 def floor_quotient(a, b):
@@ -23,12 +58,12 @@ def floor_modulo(a, b):
     return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
 
 
-def narrowed(a):
+def to_int32_or_minus_one(a):
     """A 64-bit integer in 32 bits, -1 where it is negative or does not fit."""
     return tl.where((a >= 0) & (a <= 2147483647), a, -1).to(tl.int32)
 
 
-def exp_or_zero(x):
+def exp_ftz(x):
     """exp, or 0 below the smallest normal number, which is two instructions where tl.exp is five."""
     return libdevice.exp2(x * 1.4426950408889634)
 
@@ -109,7 +144,7 @@ def erf(x):
     return tl.where(size > 0.927734375, tail, near)
 
 
-def erf_beside_one(x):
+def fast_erf(x):
     """The error function to 1e-7, absolutely: for sums with 1 that half precision keeps little of. 1 - 2 ** P(|x|)."""
     size = tl.minimum(tl.abs(x), 4.1, propagate_nan=tl.PropagateNan.ALL)
     power = tl.fma(size, -4.5360925e-5, 4.455242e-4)
@@ -162,84 +197,32 @@ def multiply(a, b):
     return a * b
 
 
-def first_largest(a, a_position, b, b_position):
-    """The larger of two, NaN counting as the largest; the first of equals."""
-    better = (a > b) | ((a != a) & (b == b))
-    same = (a == b) | ((a != a) & (b != b))
-    chosen = better | (same & (a_position < b_position))
-    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
-
-
-def first_smallest(a, a_position, b, b_position):
-    """The smaller of two, NaN counting as the smallest; the first of equals."""
-    better = (a < b) | ((a != a) & (b == b))
-    same = (a == b) | ((a != a) & (b != b))
-    chosen = better | (same & (a_position < b_position))
-    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
-
-
-def last_largest(a, a_position, b, b_position):
-    """The larger of two, NaN counting as the largest; the last of equals."""
-    better = (a > b) | ((a != a) & (b == b))
-    same = (a == b) | ((a != a) & (b != b))
-    chosen = better | (same & (a_position > b_position))
-    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
-
-
-def last_smallest(a, a_position, b, b_position):
-    """The smaller of two, NaN counting as the smallest; the last of equals."""
-    better = (a < b) | ((a != a) & (b == b))
-    same = (a == b) | ((a != a) & (b != b))
-    chosen = better | (same & (a_position > b_position))
-    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
-
-
-def atomic_max_of_floats(pointer, value, mask, INTEGER: tl.constexpr, UNSIGNED: tl.constexpr, NAN: tl.constexpr):
-    """The larger of a float in memory and another: as integers they are in order, but those below zero in reverse.
-
-    NaN is larger than infinity, as long as its sign is as here, in memory too.
-    """
-    bits = tl.where(value != value, NAN, value.to(INTEGER, bitcast=True))
-    integers = pointer.to(tl.pointer_type(INTEGER), bitcast=True)
-    tl.atomic_max(integers, bits, mask=mask & (bits >= 0), sem="relaxed")
-    naturals = pointer.to(tl.pointer_type(UNSIGNED), bitcast=True)
-    tl.atomic_min(naturals, bits.to(UNSIGNED, bitcast=True), mask=mask & (bits < 0), sem="relaxed")
-
-
-def atomic_min_of_floats(pointer, value, mask, INTEGER: tl.constexpr, UNSIGNED: tl.constexpr, NAN: tl.constexpr):
-    """The smaller of a float in memory and another: as integers they are in order, but those below zero in reverse.
-
-    NaN is smaller than minus infinity, as long as its sign is as here, in memory too.
-    """
-    bits = tl.where(value != value, NAN, value.to(INTEGER, bitcast=True))
-    integers = pointer.to(tl.pointer_type(INTEGER), bitcast=True)
-    tl.atomic_min(integers, bits, mask=mask & (bits >= 0), sem="relaxed")
-    naturals = pointer.to(tl.pointer_type(UNSIGNED), bitcast=True)
-    tl.atomic_max(naturals, bits.to(UNSIGNED, bitcast=True), mask=mask & (bits < 0), sem="relaxed")
-
-
-def log_add_exp(a, b):
-    """log(exp(a) + exp(b)) without overflow."""
-    largest = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    smallest = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    finite = (largest != smallest) | (tl.abs(largest) != float("inf"))
-    difference = tl.where(finite, smallest - largest, 0.0)
-    return tl.where(finite, largest + libdevice.log1p(libdevice.exp(difference)), largest)
 '''
+
+_GENERATED = [
+    *[
+        _EXTREME.format(place=place, extreme=extreme, comparative=comparative, sign=sign, order=order)
+        for place, order in (("first", "<"), ("last", ">"))
+        for extreme, comparative, sign in (("largest", "larger", ">"), ("smallest", "smaller", "<"))
+    ],
+    _ATOMIC.format(kind="max", opposite="min", comparative="larger", nan="larger than infinity"),
+    _ATOMIC.format(kind="min", opposite="max", comparative="smaller", nan="smaller than minus infinity"),
+    _LOG_ADD_EXP,
+]
 
 HELPERS: Mapping[str, str] = {
     match.group(1): "@triton.jit\n" + match.group(0).strip()
-    for match in re.finditer(r"^def (\w+)\(.*?(?=^def |\Z)", _TEXTS, re.MULTILINE | re.DOTALL)
+    for match in re.finditer(r"^def (\w+)\(.*?(?=^def |\Z)", _TEXTS + "".join(_GENERATED), re.MULTILINE | re.DOTALL)
 }
-"""The text of each helper by name, decorated."""
+"""The decorated source of each helper by name."""
 
 
-def helper_texts(used: Iterable[str]) -> list[str]:
-    """Returns the texts of these helpers and of those they call, in the order of the table."""
-    pending, found = list(used), set[str]()
+def helper_sources(used: Iterable[str]) -> list[str]:
+    """Returns the sources of helpers and of the helpers they call, in the order of the table."""
+    pending, needed = list(used), set[str]()
     while pending:
         name = pending.pop()
-        if name not in found:
-            found.add(name)
+        if name not in needed:
+            needed.add(name)
             pending += [other for other in HELPERS if re.search(rf"\b{other}\(", HELPERS[name])]
-    return [text for name, text in HELPERS.items() if name in found]
+    return [text for name, text in HELPERS.items() if name in needed]

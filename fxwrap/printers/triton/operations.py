@@ -1,8 +1,7 @@
-"""How each scalar operation of the loop IR is written in Triton.
+"""Templates of the loop IR's scalar operations in Triton.
 
-A row is a template over operands `{0}`, `{1}`, ...; `{bits}` is the width of the operands' dtype. Templates of float32
-and float64 differ where Triton's own functions round worse than torch's kernels for GPUs do: float32 division and
-square roots are asked for in their rounded forms, and library functions come from libdevice.
+A template has operands `{0}`, `{1}`, ... and `{bits}`, the width of their dtype. Float32 division and square roots are
+correctly rounded, and math functions are those of libdevice, as in torch's CUDA kernels.
 """
 
 from __future__ import annotations
@@ -24,19 +23,13 @@ TRITON_DTYPES = {
 }  # fmt: skip
 """Triton's name of each dtype of kernels."""
 
-SIGNATURES = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "i1",
-    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}  # fmt: skip
-"""The name of each dtype in a kernel's signature."""
-
 _LIBDEVICE = (
     "hypot", "copysign", "nextafter", "atan2", "pow", "fmod", "trunc", "rsqrt", "exp", "exp2", "expm1", "log", "log2",
     "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "asinh", "acosh", "atanh",
     "erf", "erfc", "erfinv", "lgamma",
 )  # fmt: skip
 
-_TWO = ("hypot", "copysign", "nextafter", "atan2", "pow", "fmod")
+_BINARY_LIBDEVICE = ("hypot", "copysign", "nextafter", "atan2", "pow", "fmod")
 
 _ANY: dict[str, str] = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
@@ -49,8 +42,8 @@ _ANY: dict[str, str] = {
 
 _FLOAT: dict[str, str] = {
     **{name: f"libdevice.{name}({{0}})" for name in _LIBDEVICE},
-    **{name: f"libdevice.{name}({{0}}, {{1}})" for name in _TWO},
-    "neg": "{0} * -1.0",  # Triton's own negation is 0 - x, which makes 0.0 of 0.0
+    **{name: f"libdevice.{name}({{0}}, {{1}})" for name in _BINARY_LIBDEVICE},
+    "neg": "{0} * -1.0",  # Triton's negation is 0 - x, which is 0.0 for 0.0
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "fmax": "tl.where(({0} > {1}) | ({1} != {1}), {0}, {1})",
@@ -66,12 +59,12 @@ _FLOAT: dict[str, str] = {
 
 _FLOAT32: dict[str, str] = {
     "div": "tl.div_rn({0}, {1})", "sqrt": "tl.sqrt_rn({0})", "reciprocal": "tl.div_rn(1.0, {0})",
-    "sigmoid": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))", "erf": "erf({0})", "erf_beside_one": "erf_beside_one({0})",
+    "sigmoid": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))", "erf": "erf({0})", "fast_erf": "fast_erf({0})",
     "floor_divide": "float_floor_divide({0}, {1}, tl.div_rn({0}, {1}))",
     "trunc_divide": "libdevice.trunc(tl.div_rn({0}, {1}))",
 }  # fmt: skip
 
-_COARSE: dict[str, str] = {
+_FAST_MATH: dict[str, str] = {
     "div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "exp": "tl.exp({0})", "exp2": "tl.exp2({0})",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
 }  # fmt: skip
@@ -105,7 +98,7 @@ _INFIX = re.compile(r"^\{0\} \S+ \{1\}$|^tl\.(where|maximum|minimum|div_rn)\(")
 
 @dataclass(frozen=True)
 class Template:
-    """An operation's text on one dtype: `literals` says whether one operand may be written as a number."""
+    """An operation's text for one dtype; `literals` says whether one operand may be a plain literal."""
 
     text: str
     literals: bool
@@ -116,16 +109,16 @@ class Template:
         return tuple([name for name in HELPERS if re.search(rf"(?<![.\w]){name}\(", self.text)])
 
 
-def template(name: str, dtype: torch.dtype, coarse: bool = False) -> Template:
-    """Returns how an operation on operands of a dtype is written. Raises KeyError where kernels have none.
+def template(name: str, dtype: torch.dtype, fast_math: bool = False) -> Template:
+    """Returns the template of an operation on operands of a dtype. Raises KeyError if the dtype has none.
 
-    `coarse` asks for fast forms in float32 that are a few units in the last place off.
+    `fast_math` selects faster float32 forms with errors of a few units in the last place.
     """
     if dtype is torch.bool:
         rows = _BOOL
     elif dtype in (torch.float32, torch.float64):
         rows = _FLOAT | (_FLOAT32 if dtype is torch.float32 else {})
-        rows |= _COARSE if coarse and dtype is torch.float32 else {}
+        rows |= _FAST_MATH if fast_math and dtype is torch.float32 else {}
     elif dtype in STORAGE_ONLY:
         rows = _HALF
     else:
@@ -136,7 +129,7 @@ def template(name: str, dtype: torch.dtype, coarse: bool = False) -> Template:
 
 
 def cast_text(value: str, source: torch.dtype, target: torch.dtype) -> str:
-    """Returns a conversion between dtypes as torch makes it."""
+    """Returns a conversion between dtypes with torch's semantics."""
     if source is target:
         return value
     half = (*STORAGE_ONLY, torch.float64)
@@ -153,14 +146,14 @@ def cast_text(value: str, source: torch.dtype, target: torch.dtype) -> str:
     return f"{value}.to({TRITON_DTYPES[target]})"
 
 
-def number_text(value: float | int | bool, dtype: torch.dtype) -> str:
-    """Returns a number as a literal, floats as the shortest text that reads back as the same number of the dtype."""
+def literal_text(value: float | int | bool, dtype: torch.dtype) -> str:
+    """Returns a number as a literal; floats are the shortest text with the same value in the dtype."""
     if dtype is torch.bool:
         return str(bool(value))
     if not dtype.is_floating_point:
         return str(int(value))
     value = float(value)
-    if value == 0 and math.copysign(1.0, value) < 0:  # Triton makes 0.0 of the literal
+    if value == 0 and math.copysign(1.0, value) < 0:  # Triton parses the literal as 0.0
         whole, bits = ("tl.int64", 63) if dtype is torch.float64 else ("tl.int32", 31)
         return f"tl.full((), {-(2**bits)}, {whole}).to(tl.float{bits + 1}, bitcast=True)"
     if value != value or value in (float("inf"), float("-inf")):

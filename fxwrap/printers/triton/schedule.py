@@ -1,18 +1,18 @@
-"""The order in which a kernel's operations are printed: straight, or a loop for each stage of its reductions."""
+"""The order in which a kernel's operations are printed: straight-line, or a loop for each stage of reductions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fxwrap.loop_ir import Compute, Kernel, Load, Reduce, Require, Scan, Store, operands
+from fxwrap.loop_ir import Compute, DeviceAssert, Kernel, Load, Reduce, Scan, Store, operands
 
 _FEW_LOADS = 8
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What happens before a loop over the row, and in it. `last_use` are its loads that no later loop has."""
+class LoopStage:
+    """The operations before and in one loop over the row. `last_use` are its loads that no later loop has."""
 
     before: tuple[int, ...]
     loop: tuple[int, ...]
@@ -23,14 +23,14 @@ class Stage:
 class Schedule:
     """An order of printing.
 
-    Fields: `straight` all operations, for a kernel without loops; `stages` for a looped one; `at_end` what is stored
-    after all loops; `reloaded` the loads that several loops have; `inlined` the operations printed inside the one that
-    uses them; `barrier` whether threads must wait for each other before the first store.
+    Fields: `straight_line` are all operations of a kernel without loops; `stages` those of a looped one; `after_loops`
+    the stores after all loops; `reloaded` the loads that several loops have; `inlined` the operations printed inside
+    their only user; `barrier` says whether threads must synchronise before the first store.
     """
 
-    straight: tuple[int, ...]
-    stages: tuple[Stage, ...]
-    at_end: tuple[int, ...]
+    straight_line: tuple[int, ...]
+    stages: tuple[LoopStage, ...]
+    after_loops: tuple[int, ...]
     reloaded: frozenset[int]
     inlined: frozenset[int]
     barrier: bool
@@ -39,15 +39,15 @@ class Schedule:
 def make_schedule(kernel: Kernel, looped: bool) -> Schedule:
     """Returns the order in which a kernel is printed.
 
-    Where a buffer is read and written, all writes wait for the last loop, since an earlier one may be followed by a
-    loop that reads the buffer again.
+    If a buffer is read and written, all stores are in the last loop, since later loops may read the buffer again.
     """
-    in_place = not {item.name for item in kernel.outputs}.isdisjoint(_loaded(kernel))
-    barrier = in_place and _loads_shared(kernel)
+    loaded = {operation.buffer for operation in kernel.operations if isinstance(operation, Load)}
+    in_place = not loaded.isdisjoint([item.name for item in kernel.outputs])
+    barrier = in_place and _has_shared_loads(kernel)
     if not looped or not kernel.reduced:
         inlined = _inlined(kernel)
-        return Schedule(_loads_first(kernel, inlined), (), (), frozenset(), inlined, barrier)
-    loops = _loops(kernel, in_place)
+        return Schedule(_hoist_loads(kernel, inlined), (), (), frozenset(), inlined, barrier)
+    loops = _stage_loops(kernel, in_place)
     count = max([*kernel.stages, *loops], default=0) + 1
     uses: dict[int, list[int]] = {}
     for number, positions in loops.items():
@@ -56,24 +56,23 @@ def make_schedule(kernel: Kernel, looped: bool) -> Schedule:
                 uses.setdefault(position, []).append(number)
     reloaded = frozenset([position for position, numbers in uses.items() if len(numbers) > 1])
     stages = []
-    at_end: list[int] = []
+    after_loops: list[int] = []
     for number in range(count):
         before: list[int] = []
         for position, operation in enumerate(kernel.operations):
             if kernel.stages[position] == number and not kernel.varying[position] and not isinstance(operation, Reduce):
-                (at_end if in_place and isinstance(operation, Store) else before).append(position)
+                (after_loops if in_place and isinstance(operation, Store) else before).append(position)
         last = frozenset([position for position, numbers in uses.items() if numbers[-1] == number])
-        stages.append(Stage(tuple(before), loops.get(number, ()), last))
-    return Schedule((), tuple(stages), tuple(at_end), reloaded, _inlined(kernel), barrier)
+        stages.append(LoopStage(tuple(before), loops.get(number, ()), last))
+    return Schedule((), tuple(stages), tuple(after_loops), reloaded, _inlined(kernel), barrier)
 
 
-def _loads_first(kernel: Kernel, inlined: frozenset[int]) -> tuple[int, ...]:
-    """Returns all operations with the loads that wait for no reduction or scan before the first of these.
+def _hoist_loads(kernel: Kernel, inlined: frozenset[int]) -> tuple[int, ...]:
+    """Returns all operations, with the loads that depend on no reduction or scan hoisted before the first of these.
 
-    Threads meet in each, and no load is moved across that by a compiler: one behind it would begin when all is idle.
-    Where there is none, loads come before all else, since none is moved across a branch either, as exact division has:
-    a SwiGLU took 47.6 us instead of 49.3. Many loads would fill the registers.
-    Requirements move along, so that what is loaded at positions that they are about still comes after them.
+    The compiler moves no load across a reduction, where threads synchronise, nor across a branch, as in exact division.
+    Kernels without reductions hoist a few loads only, for the sake of registers. Assertions are hoisted too, so that
+    they still precede the loads they guard.
     """
     operations = kernel.operations
     combinations = [position for position, item in enumerate(operations) if isinstance(item, Reduce | Scan)]
@@ -85,23 +84,23 @@ def _loads_first(kernel: Kernel, inlined: frozenset[int]) -> tuple[int, ...]:
     for position, operation in enumerate(operations):
         if position in combinations or not waiting.isdisjoint(operands(operation)):
             waiting.add(position)
-        elif isinstance(operation, Load | Require) and position >= first:
-            if isinstance(operation, Require) or operation.buffer not in written:
+        elif isinstance(operation, Load | DeviceAssert) and position >= first:
+            if isinstance(operation, DeviceAssert) or operation.buffer not in written:
                 early.add(position)
         elif not inlined.isdisjoint(operands(operation)) and not early.isdisjoint(operands(operation)):
-            early.add(position)  # a load is printed inside the cast that uses it
+            early.add(position)  # the cast that a load is inlined into
         if isinstance(operation, Store):
             written.add(operation.buffer)
-    early = {position for position in _with_operands(kernel, early) if position >= first}
+    early = {position for position in backward_slice(kernel, early) if position >= first}
     rest = [position for position in range(first, len(operations)) if position not in early]
     return (*range(first), *sorted(early), *rest)
 
 
-def _loops(kernel: Kernel, in_place: bool) -> dict[int, tuple[int, ...]]:
-    """Returns the operations of each stage's loop, in order: what its reductions and stores need that varies."""
+def _stage_loops(kernel: Kernel, in_place: bool) -> dict[int, tuple[int, ...]]:
+    """Returns the operations of each stage's loop, in order: its reductions, stores and their varying operands."""
     sinks: dict[int, list[int]] = {}
     for position, operation in enumerate(kernel.operations):
-        if isinstance(operation, Reduce) or (isinstance(operation, Store | Require) and kernel.varying[position]):
+        if isinstance(operation, Reduce) or (isinstance(operation, Store | DeviceAssert) and kernel.varying[position]):
             sinks.setdefault(kernel.stages[position], []).append(position)
     if in_place and sinks:
         last = max(sinks)
@@ -110,31 +109,24 @@ def _loops(kernel: Kernel, in_place: bool) -> dict[int, tuple[int, ...]]:
             if number != last and moved:
                 sinks[number] = [position for position in sinks[number] if position not in moved]
                 sinks[last] = sorted([*moved, *sinks[last]])
-    return {number: _needed(kernel, positions) for number, positions in sorted(sinks.items()) if positions}
+    slices = {number: backward_slice(kernel, items, kernel.varying) for number, items in sorted(sinks.items()) if items}
+    return {number: tuple(sorted(positions)) for number, positions in slices.items()}
 
 
-def _needed(kernel: Kernel, sinks: list[int]) -> tuple[int, ...]:
-    return tuple(sorted(_with_operands(kernel, sinks, kernel.varying)))
-
-
-def _with_operands(kernel: Kernel, sinks: Iterable[int], within: Sequence[bool] | None = None) -> set[int]:
-    """Returns operations and what they need; `within` says of each whether it counts."""
-    found = set(sinks)
-    pending = list(found)
+def backward_slice(kernel: Kernel, sinks: Iterable[int], within: Sequence[bool] | None = None) -> set[int]:
+    """Returns operations and their transitive operands, of which only those that `within` selects are followed."""
+    needed = set(sinks)
+    pending = list(needed)
     while pending:
         for used in operands(kernel.operations[pending.pop()]):
-            if used not in found and (within is None or within[used]):
-                found.add(used)
+            if used not in needed and (within is None or within[used]):
+                needed.add(used)
                 pending.append(used)
-    return found
+    return needed
 
 
-def _loaded(kernel: Kernel) -> set[str]:
-    return {operation.buffer for operation in kernel.operations if isinstance(operation, Load)}
-
-
-def _loads_shared(kernel: Kernel) -> bool:
-    """Whether several threads may load one element of a buffer that is written: it varies on fewer axes."""
+def _has_shared_loads(kernel: Kernel) -> bool:
+    """Whether several threads may load one element of a buffer that is written: its index has fewer axes."""
     outputs = {item.name for item in kernel.outputs}
     axes = {*kernel.axes, *kernel.reduced}
     loads = [item for item in kernel.operations if isinstance(item, Load) and item.buffer in outputs]
@@ -142,12 +134,12 @@ def _loads_shared(kernel: Kernel) -> bool:
 
 
 def _inlined(kernel: Kernel) -> frozenset[int]:
-    """Returns loads that only a cast uses, and casts that only a store uses, with no store in between."""
+    """Returns loads whose only user is a cast, and casts whose only user is a store, with no store in between."""
     users: dict[int, list[int]] = {}
     for position, operation in enumerate(kernel.operations):
         for used in operands(operation):
             users.setdefault(used, []).append(position)
-    found = set()
+    inlined = set()
     for position, using in users.items():
         if len(using) != 1:
             continue
@@ -156,8 +148,8 @@ def _inlined(kernel: Kernel) -> frozenset[int]:
         if isinstance(operation, Load):
             cast = isinstance(user, Compute) and user.name == "cast"
             if cast and not any(isinstance(item, Store) for item in between):
-                found.add(position)
+                inlined.add(position)
         elif isinstance(operation, Compute) and operation.name == "cast":
             if isinstance(user, Store) and user.value == position and user.mask != position:
-                found.add(position)
-    return frozenset(found)
+                inlined.add(position)
+    return frozenset(inlined)

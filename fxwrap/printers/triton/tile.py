@@ -1,4 +1,4 @@
-"""The tile of a kernel: which axes lie along which of its dimensions, and how a program finds its part."""
+"""The tile of a kernel: the axes along its dimensions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from fxwrap.symbolic import Size, ceiling_divide, product
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of a tile: its axes flattened, `block` elements of them at a time.
-
-    `name` is "x", "y" or "r". `masked` says that the last block reaches beyond the axes' end.
-    """
+    """One dimension of a tile, "x", "y" or "r": blocks of flattened axes."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -22,29 +19,29 @@ class Dimension:
 
     @property
     def size(self) -> Size:
-        """How many elements the axes have."""
+        """The number of elements of the axes."""
         return product(axis.size for axis in self.axes)
 
     @property
     def masked(self) -> bool:
-        """Whether a block may reach beyond the end."""
+        """Whether the last block may extend beyond the end."""
         size = self.size
         return not isinstance(size, int) or size == 0 or size % self.block != 0
 
     @property
     def blocks(self) -> Size:
-        """How many blocks there are."""
+        """The number of blocks."""
         return ceiling_divide(self.size, self.block)
 
     @property
-    def option(self) -> str:
-        """The constant parameter that holds the block's size."""
+    def block_constant(self) -> str:
+        """The name of the constant parameter for the block's size."""
         return f"{self.name.upper()}_BLOCK"
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A program's part of the space: `dimensions` in the order of the tile, and axes with one element a program."""
+    """The iterations of a program: the tile's `dimensions` in order, and `outer` axes with one element a program."""
 
     dimensions: tuple[Dimension, ...]
     outer: tuple[Axis, ...]
@@ -61,24 +58,24 @@ class Tile:
 
     @property
     def shape(self) -> str:
-        """The whole tile's shape as text."""
-        sizes = [item.option for item in self.dimensions]
+        """The tile's shape as text."""
+        sizes = [item.block_constant for item in self.dimensions]
         return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
 
     @property
-    def programs(self) -> Size:
-        """How many programs there are."""
+    def num_programs(self) -> Size:
+        """The number of programs."""
         return product([*[item.blocks for item in self.parallel], *[axis.size for axis in self.outer]])
 
-    def spread(self, position: int) -> str:
-        """Returns the subscript that puts a vector along one dimension."""
+    def broadcast_subscript(self, position: int) -> str:
+        """Returns the subscript that broadcasts a vector along one dimension."""
         if len(self.dimensions) == 1:
             return ""
         return f"[{', '.join([':' if other == position else 'None' for other in range(len(self.dimensions))])}]"
 
 
 def make_tile(kernel: Kernel, configuration: Configuration) -> Tile:
-    """Returns the tile that a configuration asks for; a block of one element is no dimension."""
+    """Returns the tile of a configuration. A block of one element is no dimension."""
     chosen = configuration
     y = Dimension("y", chosen.y, chosen.y_block) if chosen.y and chosen.y_block > 1 else None
     x = Dimension("x", chosen.x, chosen.x_block) if chosen.x and (chosen.x_block > 1 or not kernel.reduced) else None

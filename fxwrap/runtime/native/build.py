@@ -1,14 +1,15 @@
-"""Compiling emitted C++ with the user's compiler, through a content-addressed cache on disk.
+"""Compiles emitted C++ with the user's compiler, through a content-addressed cache on disk.
 
-Two kinds of entries: the bridge with its Python binding, built once for each torch, Python and compiler; and
-programs. An entry is a folder made under a temporary name and renamed into place, so what can be seen is complete.
-Processes that want the same entry at the same time wait for one another.
+There are two kinds of entries: the bridge with its Python binding, one per torch, Python and compiler, and programs. An
+entry is a folder, built under a temporary name and renamed atomically. Processes that need the same entry wait for one
+another.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -26,57 +27,66 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fxwrap.errors import NativeBuildError
-from fxwrap.runtime.native.provided import provided_kernel
+from fxwrap.runtime.native.prebuilt import find_prebuilt_kernel
 
-_HERE = Path(__file__).parent
-# Files that are compiled together: reading torch's headers takes longer than all else that most of them need.
+log = logging.getLogger("fxwrap.native")
+
+_Item = TypeVar("_Item")
+
+_SOURCE_FOLDER = Path(__file__).parent
+# Files that are compiled together: parsing torch's headers dominates the time of most of them.
 _BRIDGE_UNITS = (
-    ("typed_calls.cpp",),
+    ("bridge/typed_calls.cpp",),
     (
-        *("values.cpp", "bridge.cpp", "checks.cpp", "streams.cpp", "execute.cpp", "driver.cpp", "launch.cpp"),
-        *("plans.cpp", "cublas.cpp", "products.cpp", "cudnn.cpp", "convolutions.cpp", "attention.cpp"),
+        *("bridge/values.cpp", "bridge/bridge.cpp", "bridge/checks.cpp", "bridge/execute.cpp"),
+        *("cuda/streams.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
+        *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),
+        *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp"),
     ),
 )
-_BINDING_UNITS = (("binding.cpp",), ("launcher.cpp",))
+_BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp",))
 _HEADERS = (
-    *("bridge.h", "frame.h", "values.h", "calls.h", "checks.h", "driver.h", "launch.h", "binding.h"),
-    *("plans.h", "library.h", "cublas.h", "cudnn.h"),
+    *("bridge/bridge.h", "bridge/frame.h", "bridge/values.h", "bridge/calls.h", "bridge/checks.h"),
+    *("cuda/driver.h", "cuda/launch.h", "binding/binding.h"),
+    *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),
 )
+_PROGRAM_HEADERS = _SOURCE_FOLDER / "bridge"
+"""The folder of the headers that emitted programs and kernels include: `bridge.h` and `kernel.h`."""
 BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
-"""The files of the bridge: its library, and its Python binding."""
+"""The files of the bridge: its library and its Python binding."""
 
 _BRIDGE, _BINDING = BRIDGE_LIBRARIES
 
 _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
 _BRIDGE_FLAGS = ("-O2", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
-# Straight-line calls: no optimisation runs as fast and compiles fastest (benchmarks/bridge_calls.py).
+# Programs are straight-line calls, which optimisation does not speed up (benchmarks/bridge_calls.py).
 PROGRAM_FLAGS = ("-O0",)
-# Compilers tune for half the width of the vectors that AVX-512 has; loops over whole rows are faster with all of it.
+# By default compilers use half of AVX-512's vector width; loops over whole rows are faster with all of it.
 _WIDEST_VECTORS = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
-# Kernels keep eager's rounding (no contraction) and its wrap-around of integers; nothing reads errno or traps.
+# Kernels have eager's rounding (no contraction) and integer wrap-around; they use neither errno nor traps.
 KERNEL_FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv"),
     *_WIDEST_VECTORS,
 )
-# g++ 12 never ends its unroll-and-jam of some sums of columns; without it no kernel was slower.
+# g++ 12 does not terminate in unroll-and-jam for some column reductions.
 _GCC_KERNEL_FLAGS = ("-fno-loop-unroll-and-jam",)
-# clang++ has no attribute for functions that glibc has vector versions of; it knows them by the name of their library.
+# clang++ selects glibc's vector functions by this flag instead of an attribute.
 _CLANG_KERNEL_FLAGS = ("-fveclib=libmvec",)
 _VECTOR_MATH = "libmvec.so.1"
-LONGEST_COMMAND = 900
+COMPILER_TIMEOUT_SECONDS = 900
 """Seconds after which a compiler or linker is stopped."""
 _KERNEL_HEADER = "kernel.h"
 
 
 @dataclass(frozen=True, slots=True)
 class NativeSource:
-    """A further translation unit of a program: its text, the flags for it (those of CPU kernels by default), and files
-    that stand beside it by name while it is compiled."""
+    """An additional translation unit of a program: text, compiler flags (by default those of CPU kernels), and files
+    that it includes by name."""
 
     text: str
     flags: tuple[str, ...] = KERNEL_FLAGS
@@ -85,14 +95,14 @@ class NativeSource:
 
 @dataclass(frozen=True, slots=True)
 class BridgeBuild:
-    """The built bridge: its folder, and the seconds that building took in this process (0.0 when it was cached)."""
+    """The built bridge: its folder and the seconds of the build in this process (0.0 if it was cached)."""
 
     folder: Path
     seconds: float
 
 
 def cache_folder() -> Path:
-    """The folder of compiled code: `FXWRAP_CACHE_DIR`, else `fxwrap` in the user's cache folder."""
+    """Returns the cache folder: `FXWRAP_CACHE_DIR`, else `fxwrap` in the user's cache folder."""
     chosen = os.environ.get("FXWRAP_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -100,24 +110,24 @@ def cache_folder() -> Path:
 
 
 def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSource] = ()) -> Path:
-    """Compile an emitted program to a shared library, or find it in the cache; return its path.
+    """Returns the path of an emitted program's shared library, compiled now unless it is in the cache.
 
-    `source_text` is the emitted translation unit, which includes `bridge.h`; `extra_sources` are linked with it (CPU
-    kernels). The sources are kept beside the library for debuggers. `CXX` names the compiler (default: g++, c++ or
-    clang++, whichever is found first). Raises NativeBuildError with the command and the compiler's output.
+    `source_text` is the emitted translation unit, which includes `bridge.h`; `extra_sources` (CPU kernels) are linked
+    with it. The sources remain beside the library for debuggers. `CXX` selects the compiler (default: the first of
+    g++, c++ and clang++). Raises NativeBuildError with the command and the compiler's output.
     """
     sources = (NativeSource(source_text, PROGRAM_FLAGS), *extra_sources)
     compiler = _compiler()
     bridge = build_bridge().folder
     stem = re.sub(r"\W+", "_", name) or "program"
     key = _digest(
-        _environment(compiler),
+        _toolchain_key(compiler),
         _bridge_digest(),
         str(bridge),
         *(text for source in sources for text in (source.text, *source.flags)),
         *(f"{file} {hashlib.sha256(content).hexdigest()}" for source in sources for file, content in source.files),
         *[_kernel_header() for source in sources if _KERNEL_HEADER in source.text],
-        _processor() if any("-march=native" in source.flags for source in sources) else "",
+        _cpu_description() if any("-march=native" in source.flags for source in sources) else "",
     )
 
     def build(folder: Path) -> None:
@@ -127,34 +137,34 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
             path.write_text(source.text, encoding="utf-8")
             for file, content in source.files:
                 (folder / file).write_bytes(content)
-        ahead = _take_ahead(compiler, source_text, paths[0].with_suffix(".o"))
-        _in_parallel(lambda unit: _compile_unit(compiler, *unit), units[ahead:])
+        precompiled = _claim_precompiled(compiler, source_text, paths[0].with_suffix(".o"))
+        _parallel_map(lambda unit: _compile_unit(compiler, *unit), units[precompiled:])
         objects = [path.with_suffix(".o").name for path in paths]
         bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
         linked = [*shared, *objects, *bridge_flags, *compiler.runtime]
-        _run([*compiler.command, "-shared", *linked, "-o", f"{stem}.so"], folder)
+        _run_compiler([*compiler.command, "-shared", *linked, "-o", f"{stem}.so"], folder)
         for item in (*objects, *[file for source in sources for file, _ in source.files]):
             (folder / item).unlink()
 
-    return _entry(cache_folder() / "programs" / key, build) / f"{stem}.so"
+    return _get_or_build_entry(cache_folder() / "programs" / key, build) / f"{stem}.so"
 
 
 def _compile_unit(compiler: _Compiler, source: NativeSource, path: Path) -> str:
-    """Compiles a translation unit to an object file beside it. One of CPU kernels is compiled once: programs of every
-    emitter have the same, each in a library of its own."""
+    """Compiles a translation unit to an object file beside it. Objects of CPU kernels are cached: the programs of all
+    emitters link the same ones."""
     if source.flags != KERNEL_FLAGS or source.files:
-        return _run(_unit_command(compiler, source, path), path.parent)
-    key = _digest(_environment(compiler), source.text, *KERNEL_FLAGS, _kernel_header(), _processor())
+        return _run_compiler(_unit_command(compiler, source, path), path.parent)
+    key = _digest(_toolchain_key(compiler), source.text, *KERNEL_FLAGS, _kernel_header(), _cpu_description())
 
     def build(folder: Path) -> None:
         unit = folder / _UNIT
         unit.write_text(source.text, encoding="utf-8")
-        _run(_unit_command(compiler, source, unit), folder)
+        _run_compiler(_unit_command(compiler, source, unit), folder)
         unit.unlink()
 
-    made = _entry(cache_folder() / "units" / key, build) / _UNIT.with_suffix(".o")
-    shutil.copyfile(made, path.with_suffix(".o"))
+    cached = _get_or_build_entry(cache_folder() / "units" / key, build) / _UNIT.with_suffix(".o")
+    shutil.copyfile(cached, path.with_suffix(".o"))
     return ""
 
 
@@ -163,37 +173,34 @@ _UNIT = Path("kernels.cpp")
 
 def _unit_command(compiler: _Compiler, source: NativeSource, path: Path) -> list[str]:
     own = compiler.kernel_flags if source.flags == KERNEL_FLAGS else ()
-    flags = (*_COMMON_FLAGS, *source.flags, *own, "-I", str(_HERE))
+    flags = (*_COMMON_FLAGS, *source.flags, *own, "-I", str(_PROGRAM_HEADERS))
     return [*compiler.command, *flags, "-c", path.name, "-o", path.with_suffix(".o").name]
 
 
-def compile_ahead(source_text: str) -> None:
-    """Compiles an emitted translation unit beside other work, for `compile_cpp` to take.
-
-    Raises as `compile_cpp` does.
-    """
+def precompile_cpp(source_text: str) -> None:
+    """Compiles an emitted translation unit ahead of `compile_cpp`, which links the object. Raises as `compile_cpp`."""
     compiler = _compiler()
 
     def build(folder: Path) -> None:
-        path = folder / _AHEAD.with_suffix(".cpp")
+        path = folder / _PRECOMPILED_OBJECT.with_suffix(".cpp")
         path.write_text(source_text, encoding="utf-8")
-        _run(_unit_command(compiler, NativeSource(source_text, PROGRAM_FLAGS), path), folder)
+        _run_compiler(_unit_command(compiler, NativeSource(source_text, PROGRAM_FLAGS), path), folder)
 
-    _entry(_ahead_folder(compiler, source_text), build)
-
-
-_AHEAD = Path("program.o")
+    _get_or_build_entry(_precompiled_folder(compiler, source_text), build)
 
 
-def _ahead_folder(compiler: _Compiler, source_text: str) -> Path:
-    return cache_folder() / "programs" / f"ahead-{_digest(_environment(compiler), _bridge_digest(), source_text)}"
+_PRECOMPILED_OBJECT = Path("program.o")
 
 
-def _take_ahead(compiler: _Compiler, source_text: str, target: Path) -> bool:
-    """Moves what was compiled ahead to its place; says whether there was something, and nobody else took it first."""
-    folder = _ahead_folder(compiler, source_text)
+def _precompiled_folder(compiler: _Compiler, source_text: str) -> Path:
+    return cache_folder() / "programs" / f"ahead-{_digest(_toolchain_key(compiler), _bridge_digest(), source_text)}"
+
+
+def _claim_precompiled(compiler: _Compiler, source_text: str, target: Path) -> bool:
+    """Moves a precompiled object to `target`; returns whether there was one that no other process claimed."""
+    folder = _precompiled_folder(compiler, source_text)
     try:
-        os.replace(folder / _AHEAD, target)
+        os.replace(folder / _PRECOMPILED_OBJECT, target)
     except OSError:
         return False
     shutil.rmtree(folder, ignore_errors=True)
@@ -201,37 +208,37 @@ def _take_ahead(compiler: _Compiler, source_text: str, target: Path) -> bool:
 
 
 def compiled_kernels(symbols: tuple[str, ...]) -> dict[str, Path]:
-    """Returns the libraries of those kernels that are compiled, by symbol; the cache keeps a note for each."""
-    found = {symbol: path for symbol in symbols if (path := provided_kernel(symbol)) is not None}
-    others = tuple([symbol for symbol in symbols if symbol not in found])
-    for symbol, note in zip(others, _kernel_notes(others) if others else (), strict=True):
-        if note.is_file():
-            library = cache_folder() / note.read_text(encoding="utf-8")
+    """Returns the libraries of compiled kernels by symbol, from the index files in the cache."""
+    libraries = {symbol: path for symbol in symbols if (path := find_prebuilt_kernel(symbol)) is not None}
+    others = tuple([symbol for symbol in symbols if symbol not in libraries])
+    for symbol, index_file in zip(others, _kernel_index_files(others) if others else (), strict=True):
+        if index_file.is_file():
+            library = cache_folder() / index_file.read_text(encoding="utf-8")
             if library.is_file():
-                found[symbol] = library
-    return found
+                libraries[symbol] = library
+    return libraries
 
 
-def record_kernels(symbols: Sequence[str], library: Path) -> None:
-    """Notes that kernels are in a library, which lies in the cache."""
+def index_kernel_library(symbols: Sequence[str], library: Path) -> None:
+    """Writes index files of kernels for a library in the cache."""
     text = str(library.relative_to(cache_folder()))
-    for note in _kernel_notes(symbols):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_name(f"{note.name}.{os.getpid()}")
+    for path in _kernel_index_files(symbols):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
         temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, note)
+        os.replace(temporary, path)
 
 
-def _kernel_notes(symbols: Sequence[str]) -> list[Path]:
+def _kernel_index_files(symbols: Sequence[str]) -> list[Path]:
     compiler = _compiler()
-    whole = _digest(_environment(compiler), _bridge_digest(), _kernel_header(), *KERNEL_FLAGS, _processor())
-    return [cache_folder() / "kernels" / _digest(whole, symbol) for symbol in symbols]
+    common = _digest(_toolchain_key(compiler), _bridge_digest(), _kernel_header(), *KERNEL_FLAGS, _cpu_description())
+    return [cache_folder() / "kernels" / _digest(common, symbol) for symbol in symbols]
 
 
 def build_bridge() -> BridgeBuild:
-    """Build the bridge and its Python binding for this torch, Python and compiler, or find them in the cache."""
+    """Returns the bridge and binding for this torch, Python and compiler, built now unless they are in the cache."""
     compiler = _compiler()
-    folder = cache_folder() / f"bridge-{_digest(_environment(compiler), _bridge_digest())}"
+    folder = cache_folder() / f"bridge-{_digest(_toolchain_key(compiler), _bridge_digest())}"
     start = time.perf_counter()
     built = False
 
@@ -240,7 +247,7 @@ def build_bridge() -> BridgeBuild:
         built = True
         _build_bridge(compiler, target)
 
-    _entry(folder, build)
+    _get_or_build_entry(folder, build)
     return BridgeBuild(folder, time.perf_counter() - start if built else 0.0)
 
 
@@ -249,38 +256,33 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
     library_folder = str(torch_root / "lib")
     include = ["-isystem", str(torch_root / "include"), "-isystem", sysconfig.get_paths()["include"]]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    flags = [*_COMMON_FLAGS, *_BRIDGE_FLAGS, abi, *include]
+    flags = [*_COMMON_FLAGS, *_BRIDGE_FLAGS, abi, "-I", str(_SOURCE_FOLDER), *include]
 
     def compiled(unit: Sequence[str]) -> str:
-        text, made = folder / unit[0], Path(unit[0]).with_suffix(".o").name
-        text.write_text("".join([f'#include "{_HERE / source}"\n' for source in unit]), encoding="utf-8")
-        _run([*compiler.command, *flags, "-c", text.name, "-o", made], folder)
+        text = folder / Path(unit[0]).name
+        target = text.with_suffix(".o").name
+        text.write_text("".join([f'#include "{_SOURCE_FOLDER / source}"\n' for source in unit]), encoding="utf-8")
+        _run_compiler([*compiler.command, *flags, "-c", text.name, "-o", target], folder)
         text.unlink()
-        return made
+        return target
 
-    objects = _in_parallel(compiled, [*_BRIDGE_UNITS, *_BINDING_UNITS])
+    objects = _parallel_map(compiled, [*_BRIDGE_UNITS, *_BINDING_UNITS])
     bridge_objects, binding_objects = objects[: len(_BRIDGE_UNITS)], objects[len(_BRIDGE_UNITS) :]
     torch_flags = [f"-L{library_folder}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library_folder}", *compiler.runtime]
     link = [*compiler.command, "-shared", *bridge_objects, *torch_flags, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE]
-    _run(link, folder)
-    binding = [
-        *binding_objects,
-        "-L.",
-        "-lfxwrap_bridge",
-        "-Wl,-rpath,$ORIGIN",
-        "-ltorch_python",
-    ]
-    _run([*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING], folder)
+    _run_compiler(link, folder)
+    binding = [*binding_objects, "-L.", "-lfxwrap_bridge", "-Wl,-rpath,$ORIGIN", "-ltorch_python"]
+    _run_compiler([*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING], folder)
     for item in objects:
         (folder / item).unlink()
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiler:
-    """A C++ compiler: its command, its version, the shared runtimes to link, and flags of its own for kernels.
+    """A C++ compiler: command, version, shared runtime libraries to link, and its flags for kernels.
 
-    Where an installation has no libstdc++.so for `-lstdc++` to find, the C++ runtime is named by its file: the compiler
-    would link the static library, whose streams crash beside the shared one that torch has loaded.
+    Without a libstdc++.so for `-lstdc++`, the C++ runtime is linked by path: the static library's streams crash beside
+    the shared one that torch loads.
     """
 
     command: tuple[str, ...]
@@ -290,35 +292,32 @@ class _Compiler:
 
 
 def _compiler() -> _Compiler:
-    chosen = os.environ.get("CXX", "")
-    if chosen:
-        return _probe(tuple(shlex.split(chosen)))
+    command = os.environ.get("CXX", "")
+    if command:
+        return _probe(tuple(shlex.split(command)))
     for candidate in ("g++", "c++", "clang++"):
         if shutil.which(candidate):
             return _probe((candidate,))
     raise NativeBuildError(
-        "no C++ compiler found: tried g++, c++ and clang++. Install one, or name it in the environment variable CXX; "
+        "no C++ compiler found: tried g++, c++ and clang++. Install one, or set the environment variable CXX; "
         "the Python emitter (options={'emitter': 'python'}) needs none"
     )
 
 
 def compiler_identity() -> str:
-    """Returns what says which C++ compiler is used, without asking it: its path, and its file's size and time.
-
-    "" where there is none.
-    """
-    chosen = shlex.split(os.environ.get("CXX", ""))
-    for name in chosen[:1] or ("g++", "c++", "clang++"):
+    """Identifies the C++ compiler without running it: path, size and modification time; "" without a compiler."""
+    command = shlex.split(os.environ.get("CXX", ""))
+    for name in command[:1] or ("g++", "c++", "clang++"):
         path = shutil.which(name)
         if path:
-            facts = os.stat(path)
-            return f"{chosen or name} {os.path.realpath(path)} {facts.st_size} {facts.st_mtime_ns}"
-    return str(chosen or "")
+            status = os.stat(path)
+            return f"{command or name} {os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
+    return str(command or "")
 
 
 @cache
 def _probe(command: tuple[str, ...]) -> _Compiler:
-    version = _run([*command, "--version"], Path.cwd())
+    version = _run_compiler([*command, "--version"], Path.cwd())
     runtime = () if _library_file(command, "libstdc++.so") else _library_file(command, "libstdc++.so.6")
     if "clang" not in version:
         return _Compiler(command, version, runtime, _GCC_KERNEL_FLAGS)
@@ -329,13 +328,13 @@ def _probe(command: tuple[str, ...]) -> _Compiler:
 
 
 def _library_file(command: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """The file of a shared library where the compiler finds one, else nothing."""
-    asked = subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
-    found = asked.stdout.strip()
-    return (found,) if os.path.isabs(found) else ()
+    """Returns the path of a shared library that the compiler links, or an empty tuple."""
+    result = subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+    path = result.stdout.strip()
+    return (path,) if os.path.isabs(path) else ()
 
 
-def _environment(compiler: _Compiler) -> str:
+def _toolchain_key(compiler: _Compiler) -> str:
     return "\n".join(
         (
             *compiler.command,
@@ -354,20 +353,20 @@ def _environment(compiler: _Compiler) -> str:
 @cache
 def _bridge_digest() -> str:
     files = (*_HEADERS, *[file for unit in (*_BRIDGE_UNITS, *_BINDING_UNITS) for file in unit])
-    return _digest(*_BRIDGE_FLAGS, *((_HERE / name).read_text(encoding="utf-8") for name in files))
+    return _digest(*_BRIDGE_FLAGS, *((_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in files))
 
 
 @cache
 def _kernel_header() -> str:
-    return (_HERE / _KERNEL_HEADER).read_text(encoding="utf-8")
+    return (_PROGRAM_HEADERS / _KERNEL_HEADER).read_text(encoding="utf-8")
 
 
 @cache
-def _processor() -> str:
-    """What -march=native depends on: the instruction sets of this machine's processor."""
+def _cpu_description() -> str:
+    """Returns the processor's model and instruction sets, which -march=native depends on."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            text = "".join(takewhile(str.strip, file))  # of the first processor: the system takes long to write all
+            text = "".join(takewhile(str.strip, file))  # the first processor: reading all is slow
     except OSError:
         return platform.processor()
     lines = text.splitlines()
@@ -383,12 +382,12 @@ def _digest(*parts: str) -> str:
     return state.hexdigest()[:32]
 
 
-def _entry(folder: Path, build: Callable[[Path], None]) -> Path:
-    """The cache entry `folder`, made by `build(temporary folder)` if it is not there yet."""
+def _get_or_build_entry(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Returns the cache entry `folder`, built by `build(temporary folder)` if it is missing."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(cache_folder() / "locks" / folder.name):
+    with _file_lock(cache_folder() / "locks" / folder.name):
         if folder.is_dir():
             return folder
         temporary = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
@@ -402,16 +401,16 @@ def _entry(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which the system releases with the process; deleting the file would race."""
+def _file_lock(path: Path) -> Iterator[None]:
+    """Holds a lock file, which the system releases with the process; deleting the file would race."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _in_parallel(function: Callable[[Any], str], items: Sequence[Any]) -> list[str]:
-    """Returns what a function gives for each item; several threads call it, as it waits for the compiler."""
+def _parallel_map(function: Callable[[_Item], str], items: Sequence[_Item]) -> list[str]:
+    """Maps a function over items in threads, as it waits for compiler processes."""
     count = min(len(items), os.cpu_count() or 1)
     if count < 2:
         return [function(item) for item in items]
@@ -419,8 +418,9 @@ def _in_parallel(function: Callable[[Any], str], items: Sequence[Any]) -> list[s
         return list(pool.map(function, items))
 
 
-def _run(command: list[str], folder: Path) -> str:
-    """Run a compiler command in `folder` and return its output."""
+def _run_compiler(command: list[str], folder: Path) -> str:
+    """Runs a compiler command in `folder` and returns its output."""
+    log.debug("%s", shlex.join(command))
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
@@ -428,34 +428,34 @@ def _run(command: list[str], folder: Path) -> str:
         )
     except OSError as failure:
         raise NativeBuildError(
-            f"cannot run the C++ compiler '{command[0]}': {failure.strerror}. Install it, or name another in the "
+            f"cannot run the C++ compiler '{command[0]}': {failure.strerror}. Install it, or set another in the "
             f"environment variable CXX; the Python emitter needs none.\ncommand: {shlex.join(command)}"
         ) from failure
     try:
-        printed, complaints = process.communicate(timeout=LONGEST_COMMAND)
+        stdout, stderr = process.communicate(timeout=COMPILER_TIMEOUT_SECONDS)
     except BaseException as reason:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # g++ waits for the compiler itself, which would go on alone
+            os.killpg(process.pid, signal.SIGKILL)  # g++'s child would continue
         process.communicate()
         if isinstance(reason, subprocess.TimeoutExpired):
             raise NativeBuildError(
-                f"the C++ compiler did not end within {LONGEST_COMMAND} s and was stopped. Name another in the "
-                f"environment variable CXX.\ncommand: {shlex.join(command)}"
+                f"the C++ compiler did not finish within {COMPILER_TIMEOUT_SECONDS} s and was stopped. Set another in "
+                f"the environment variable CXX.\ncommand: {shlex.join(command)}"
             ) from None
         raise
     if process.returncode != 0:
         raise NativeBuildError(
             f"the C++ compiler failed with exit status {process.returncode}.\ncommand: {shlex.join(command)}\n"
-            f"{printed}{complaints}"
+            f"{stdout}{stderr}"
         )
-    return printed
+    return stdout
 
 
-def binary_target() -> dict[str, Any]:
-    """Returns what a compiled library depends on besides its source, as plain data; see `unusable`.
+def binary_target() -> dict[str, str | list[str]]:
+    """Returns the dependencies of a compiled library besides its source, as JSON data; see `incompatibility_reason`.
 
-    The versions of torch and Python and of the bridge's and kernels' own sources, the machine, its C library, and the
-    instructions of its processor, which kernels are compiled for.
+    These are the versions of torch, Python, the bridge and the kernel header, the machine, its C library, and the
+    processor's instruction sets.
     """
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -463,29 +463,29 @@ def binary_target() -> dict[str, Any]:
         "bridge": _digest(_bridge_digest(), _kernel_header(), *_COMMON_FLAGS, *PROGRAM_FLAGS, *KERNEL_FLAGS),
         "machine": f"{platform.system()} {platform.machine()}",
         "libc": platform.libc_ver()[1],
-        "instructions": _instructions(),
+        "instructions": _cpu_instruction_sets(),
     }
 
 
-def unusable(target: Mapping[str, Any]) -> str:
-    """Returns why a library for another `binary_target` cannot be used here; "" where it can."""
+def incompatibility_reason(target: Mapping[str, Any]) -> str:
+    """Returns why a library for a `binary_target` cannot be used on this machine, or ""."""
     here = binary_target()
     for name in ("torch", "python", "bridge", "machine"):
         if target.get(name) != here[name]:
-            return f"it is for {name} {target.get(name)!r}, and here is {here[name]!r}"
+            return f"it is for {name} {target.get(name)!r}, not {here[name]!r}"
     if _version(target.get("libc", "")) > _version(here["libc"]):
-        return f"it is for the C library {target.get('libc')}, and here is {here['libc']}"
+        return f"it is for the C library {target.get('libc')}, not {here['libc']}"
     missing = set(target.get("instructions", [])) - set(here["instructions"])
     if missing:
         return f"it uses instructions that this processor lacks: {', '.join(sorted(missing))}"
     return ""
 
 
-def _version(text: str) -> tuple[int, ...]:
+def _version(text: object) -> tuple[int, ...]:
     return tuple([int(part) for part in re.findall(r"\d+", str(text))])
 
 
-def _instructions() -> list[str]:
-    """Returns the instruction sets of this machine's processor, by the names that its system has for them."""
-    line = next((s for s in _processor().splitlines() if s.startswith(("flags", "Features"))), "")
+def _cpu_instruction_sets() -> list[str]:
+    """Returns the instruction sets of this processor, by the system's names."""
+    line = next((s for s in _cpu_description().splitlines() if s.startswith(("flags", "Features"))), "")
     return sorted(set(line.partition(":")[2].split()))

@@ -1,0 +1,154 @@
+"""Renders the tables of `benchmarks/README.md` and `README.md` from the result files.
+
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`. NAME is a result file, or one of `SUMMARIES`.
+
+    python -m benchmarks.tables           # write both documents
+    python -m benchmarks.tables --check   # only compare; the exit status is 1 if a document is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.results import FOLDER, REPOSITORY, Cell, Row, cell_text, describe, geometric_mean
+
+DOCUMENTS = (REPOSITORY / "README.md", REPOSITORY / "benchmarks" / "README.md")
+BLOCK = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+Ratio = tuple[str, str]
+"""Two columns of a result, the second "" where the first holds the ratio itself."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A line of README.md's table: a ratio to Inductor, over the rows of a result that a condition selects."""
+
+    title: str
+    result: str
+    ratio: Ratio
+    where: tuple[str, str] | None = None
+
+    def ratios(self) -> list[float]:
+        """Returns the ratio of each row that has it."""
+        above, below = self.ratio
+        rows = [row for row in rows_of(self.result) if self.where is None or row[self.where[0]] == self.where[1]]
+        return [number(row[above]) / (number(row[below]) if below else 1.0) for row in rows if row[above] is not None]
+
+
+FORWARD, TRAINING = ("step", "forward"), ("step", "training")
+COMPARISONS = (
+    Comparison("H200: full-size models, forward, time", "gpu_models-run", ("C++ / Inductor", ""), FORWARD),
+    Comparison("the same, both with CUDA graphs", "gpu_models-run", ("C++ with graphs / Inductor", ""), FORWARD),
+    Comparison("the same, host time", "gpu_models-host", ("C++ host / Inductor", "")),
+    Comparison("the same, peak memory", "gpu_models-run", ("C++ peak / Inductor", ""), FORWARD),
+    Comparison("H200: training steps of GPT-2 and Llama, time", "gpu_models-run", ("C++ / Inductor", ""), TRAINING),
+    Comparison("H200: fused operators, device time", "ops-cuda-bfloat16", ("fxwrap / Inductor", "")),
+    Comparison("CPU: small models, forward, time", "models-run-cpu", ("fxwrap, us", "Inductor, us"), FORWARD),
+    Comparison("CPU: small models, compile time", "models-compile-cpu", ("fxwrap, s", "Inductor, s")),
+    Comparison("CPU: fused operators, float32, time", "ops-epyc-float32", ("fxwrap / Inductor", "")),
+)
+
+
+def result(name: str) -> dict[str, Any]:
+    """Returns the content of a result file."""
+    return dict(json.loads((FOLDER / f"{name}.json").read_text()))
+
+
+def rows_of(name: str) -> list[Row]:
+    """Returns the rows of a result."""
+    return list(result(name)["rows"])
+
+
+def number(cell: Cell) -> float:
+    """Returns a cell that must be a number."""
+    assert isinstance(cell, int | float), f"{cell!r} is not a number"
+    return float(cell)
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """Returns rows as a Markdown table."""
+    heads = list(rows[0])
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return [*lines, *[f"| {' | '.join(cell_text(row.get(head)) for head in heads)} |" for row in rows]]
+
+
+def whole_result(name: str) -> list[str]:
+    """Returns a result with its provenance."""
+    data = result(name)
+    command = " ".join([data["script"], *data["arguments"]])
+    return [f"`{command}`: {describe(data)}.", "", *markdown(data["rows"])]
+
+
+def comparison() -> list[str]:
+    """Returns the summary of README.md: geometric means and worst ratios to Inductor."""
+    rows: list[Row] = []
+    for item in COMPARISONS:
+        ratios = item.ratios()
+        mean, worst = f"{geometric_mean(ratios):.2f}", f"{max(ratios):.2f}"
+        row: Row = {"fxwrap / TorchInductor": item.title, "geometric mean": mean, "worst": worst, "of": len(ratios)}
+        rows.append({**row, "measured": f"[{result(item.result)['date']}](benchmarks/results/{item.result}.json)"})
+    return markdown(rows)
+
+
+def operators() -> list[str]:
+    """Returns the ratio to Inductor of each fused operator in all runs of `ops.py`."""
+    names = [path.stem for path in sorted(FOLDER.glob("ops-*.json"))]
+    columns = {name: {row["operator"]: row["fxwrap / Inductor"] for row in rows_of(name)} for name in names}
+    heads = {name: name.removeprefix("ops-").replace("-", ", ") for name in names}
+    operators = list(dict.fromkeys(operator for column in columns.values() for operator in column))
+    rows: list[dict[str, Cell]] = [
+        {"operator": operator, **{heads[name]: columns[name].get(operator) for name in names}} for operator in operators
+    ]
+    means = {heads[name]: geometric_mean(map(number, columns[name].values())) for name in names}
+    provenance = [f"- {heads[name]}: {describe(result(name))}" for name in names]
+    return [*provenance, "", *markdown([*rows, {"operator": "geometric mean", **means}])]
+
+
+def index() -> list[str]:
+    """Returns a line for each script, with its result files and their dates."""
+    files: dict[str, list[str]] = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        data = result(path.stem)
+        link = f"[{path.stem}](results/{path.name}) ({data['date']})"
+        files.setdefault(Path(data["script"]).name, []).append(link)
+    return markdown([{"script": f"`{script}`", "results": ", ".join(links)} for script, links in files.items()])
+
+
+SUMMARIES: Mapping[str, Callable[[], list[str]]] = {"comparison": comparison, "operators": operators, "index": index}
+
+
+def rendered(text: str) -> str:
+    """Returns a document with all of its tables rendered."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match[2]
+        lines = SUMMARIES[name]() if name in SUMMARIES else whole_result(name)
+        return "\n".join([match[1].rstrip(), *lines, match[4]])
+
+    return BLOCK.sub(block, text)
+
+
+def main() -> int:
+    """Writes or checks the documents; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check: bool = parser.parse_args().check
+    stale = [path for path in DOCUMENTS if rendered(path.read_text()) != path.read_text()]
+    for path in stale:
+        print(f"{path.relative_to(REPOSITORY)} is out of date" if check else f"writing {path.relative_to(REPOSITORY)}")
+        if not check:
+            path.write_text(rendered(path.read_text()))
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The environment that a compile depends on, as a key for external caches."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from fxwrap.options import Options
+
+PACKAGES = ("fxwrap", "torch", "triton", "sympy")
+"""The packages whose versions can change what is emitted."""
+
+
+def environment_key(options: Options | None = None) -> str:
+    """Returns a hash, 64 hex digits, of everything that a compile depends on besides the graph.
+
+    It covers the versions of fxwrap, torch, triton, sympy and Python, the machine's architecture, the CUDA version
+    torch was built for, and the options. Passes stand by name, point and key; one without a key makes
+    `Options.cacheable` false, and nothing may be cached. Other functions (lowerings, decompositions, a partitioner,
+    `on_graph`) stand by module and qualified name: a cache that outlives an edit of theirs must add its own key.
+    """
+    text = f"{environment_text()}\noptions={(options or Options()).resolve_devices().text()}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def environment_text() -> str:
+    """Returns versions and machine as `name=text` lines, without options."""
+    parts = [f"{name}={text}" for name, text in package_versions().items()]
+    parts += [
+        f"python={platform.python_version()}",
+        f"machine={platform.machine()}",
+        f"cuda={torch.version.cuda}",
+    ]
+    return "\n".join(parts)
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of the packages that can change what is emitted, by name; "absent" for a missing one."""
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,173 @@
+"""A program as text entries: IR, kernel sources by content hash, and origins of lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
+from fxwrap.devices import language_traits, registered_lines
+from fxwrap.errors import ArtifactError, FxwrapError
+from fxwrap.lines import CORE_LINES, ExtensionLine, ExternCall, Mutate, StartCollective
+from fxwrap.torch_compat import operator_overload
+from fxwrap.wrapper_ir import (
+    Block,
+    KernelDefinition,
+    LineBase,
+    Origin,
+    Program,
+    Role,
+    Source,
+    blocks,
+    map_line,
+    parse_program,
+    verify,
+)
+
+PROGRAM = "program.ir"
+ORIGINS = "origins.json"
+KERNELS = "kernels"
+
+
+def check_kernels(program: Program, path: str) -> None:
+    """Raises ArtifactError for in-process kernels, whose source does not define all of them."""
+    for kernel in program.kernels:
+        options = dict(kernel.options)
+        if language_traits(kernel.language).user_defined and "live" in options:
+            raise ArtifactError(
+                path, kernel.name,
+                f"the kernel @{kernel.name} exists only in this process: {options.get('reason', '')}",
+                "Change the kernel so that its text defines all of it",
+            )  # fmt: skip
+
+
+def write_program(writer: ArchiveWriter, program: Program) -> list[dict[str, object]]:
+    """Adds a program's texts; returns the manifest entries of its kernels."""
+    writer.add_bytes(PROGRAM, str(program.replace(kernels=())).encode())
+    writer.add_bytes(ORIGINS, _origins_text(program).encode())
+    described: list[dict[str, object]] = []
+    for kernel in program.kernels:
+        entry = f"{KERNELS}/{kernel.hash}.{language_traits(kernel.language).file_extension}"
+        writer.add_bytes(entry, kernel.source.encode())
+        described.append({
+            "name": kernel.name, "language": kernel.language, "hash": kernel.hash, "entry": entry,
+            "signature": list(kernel.signature), "options": [list(pair) for pair in kernel.options],
+        })  # fmt: skip
+    return described
+
+
+def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]]) -> Program:
+    """Returns the verified program of a file, without payloads of constants.
+
+    Raises ArtifactError for invalid texts, kernels with a wrong hash, and unregistered operators.
+    """
+    described = archive.manifest.get("kernels")
+    if not isinstance(described, list):
+        raise archive.error(MANIFEST, "it does not list the kernels")
+    kernels = tuple([_kernel(archive, item) for item in described])
+    text = archive.read_text(PROGRAM)
+    try:
+        program = verify(parse_program(text, (*CORE_LINES, *registered_lines(), *extensions)).replace(kernels=kernels))
+    except FxwrapError as error:
+        remedy = "Pass the line classes that it uses as `extensions`, or save it again"
+        raise archive.error(PROGRAM, f"it is not a program: {error}", remedy) from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise archive.error(PROGRAM, f"it cannot be read: {type(error).__name__}: {error}") from None
+    origins = archive.read_text(ORIGINS)
+    try:
+        program = restore_origins(program, json.loads(origins))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise archive.error(ORIGINS, f"it cannot be read: {type(error).__name__}: {error}") from None
+    _check_operators(archive, program)
+    return program
+
+
+def _check_operators(archive: Archive, program: Program) -> None:
+    """Raises ArtifactError for unregistered operators."""
+    called = [line.target if isinstance(line, ExternCall | Mutate) else line.operator for line in program.lines()
+              if isinstance(line, ExternCall | Mutate | StartCollective)]  # fmt: skip
+    missing = []
+    for target in dict.fromkeys(called):
+        try:
+            operator_overload(target)
+        except LookupError:
+            missing.append(target)
+    if missing:
+        reason = f"it calls operators that are not registered: {', '.join(missing)}"
+        raise archive.error(PROGRAM, reason, "Import the package that registers them, then load the file")
+
+
+def _kernel(archive: Archive, item: Mapping[str, Any]) -> KernelDefinition:
+    try:
+        name, entry, expected = str(item["name"]), str(item["entry"]), str(item["hash"])
+        options = tuple([(str(key), option) for key, option in item["options"]])
+        signature = tuple([str(kind) for kind in item["signature"]])
+        kernel = KernelDefinition(name, str(item["language"]), archive.read_text(entry), signature, options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise archive.error(MANIFEST, f"it does not describe a kernel: {error!r}") from None
+    if kernel.hash != expected:
+        reason = f"the kernel @{name} has the hash {kernel.hash}, not {expected}"
+        raise archive.error(entry, reason, "Do not use the file: save the program again")
+    return kernel
+
+
+# --- origins --------------------------------------------------------------------------------------------------------
+
+
+def _origins_text(program: Program) -> str:
+    """Returns the origins of all lines as JSON: a table of sources, and for each line its handle and source indices."""
+    sources: dict[Source, int] = {}
+    lines: list[list[object] | None] = []
+    for line in _iterate_lines(program):
+        if line.origin is None:
+            lines.append(None)
+            continue
+        numbers = [sources.setdefault(source, len(sources)) for source in line.origin.sources]
+        lines.append([line.origin.handle, *numbers])
+    table = [list(dataclasses.astuple(source)) for source in sources]
+    fields = [field.name for field in dataclasses.fields(Source)]
+    return json.dumps({"fields": fields, "sources": table, "lines": lines}) + "\n"
+
+
+def restore_origins(program: Program, data: Mapping[str, Any]) -> Program:
+    """Returns a program with the origins of `_origins_text`'s data."""
+    known = {field.name for field in dataclasses.fields(Source)}
+    sources = [
+        Source(**{name: item for name, item in zip(data["fields"], row, strict=True) if name in known})
+        for row in data["sources"]
+    ]
+    remaining = iter(data["lines"])
+    body = _block_with_origins(program.body, sources, remaining)
+    functions = tuple([(name, _block_with_origins(block, sources, remaining)) for name, block in program.functions])
+    return program.replace(body=body, functions=functions)
+
+
+def _iterate_lines(program: Program) -> Iterator[LineBase]:
+    for block in (program.body, *[block for _, block in program.functions]):
+        yield from _lines_of(block)
+
+
+def _lines_of(block: Block) -> Iterator[LineBase]:
+    for line in block.lines:
+        yield line
+        for _, nested in blocks(line):
+            yield from _lines_of(nested)
+
+
+def _block_with_origins(block: Block, sources: list[Source], remaining: Iterator[Any]) -> Block:
+    lines = []
+    for line in block.lines:
+        item = next(remaining, None)
+        if item is not None:
+            handle, *numbers = item
+            line = line.replace(origin=Origin(tuple([sources[number] for number in numbers]), handle))
+        if blocks(line):
+            line = map_line(
+                line,
+                lambda leaf: _block_with_origins(leaf, sources, remaining) if isinstance(leaf, Block) else leaf,
+                (Role.BLOCK,),
+            )
+        lines.append(line)
+    return dataclasses.replace(block, lines=tuple(lines))

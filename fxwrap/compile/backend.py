@@ -1,0 +1,174 @@
+"""`torch.compile(model, backend="fxwrap")`: the entry Dynamo finds by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.fx import GraphModule
+
+from fxwrap.caching import clear_caches
+from fxwrap.compile.compiled import Compiled
+from fxwrap.compile.compiler import compile_graph
+from fxwrap.converters.fx.module import boxed_function
+from fxwrap.fx_passes import decomposition_table, partitioner, replace_stream_methods, simplify_attention_masks
+from fxwrap.lines import Return
+from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
+from fxwrap.torch_compat import AotGraphInfo, aot_autograd, aot_graph_info, boxed_call, report_output_strides
+from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
+
+GraphKind: TypeAlias = Literal["inference", "forward", "backward"]
+
+CompiledGraphFunction: TypeAlias = Callable[..., Any]
+"""A compiled graph, as Dynamo and AOTAutograd call it."""
+
+DYNAMO_PASSES: tuple[Step[GraphModule, Options], ...] = (
+    Step(
+        "replace_stream_methods", "turn method calls on streams and events into operators (torch 2.11)",
+        lambda graph, _options: replace_stream_methods(graph),
+    ),
+    Step(
+        "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",
+        simplify_attention_masks, "fuse", lambda options: options.fuse,
+    ),
+)  # fmt: skip
+"""The passes over Dynamo's graph, before AOTAutograd."""
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """The description of a graph for `on_graph`.
+
+    Fields:
+        name: the program's name.
+        kind: "inference", "forward" or "backward".
+        device: the device of the first input that is not on the CPU, else the CPU.
+        static_inputs: positions of inputs whose address never changes (parameters and buffers).
+        mutated_inputs: positions of inputs that the graph mutates.
+        donated_inputs: positions of inputs whose memory the graph may reuse.
+    """
+
+    name: str
+    kind: GraphKind
+    device: torch.device
+    static_inputs: frozenset[int] = frozenset()
+    mutated_inputs: frozenset[int] = frozenset()
+    donated_inputs: frozenset[int] = frozenset()
+
+
+def fxwrap(
+    graph_module: GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> CompiledGraphFunction:
+    """Compiles a graph that Dynamo captured, for inference and training.
+
+    `options` are the fields of `Options`; `mode` is a mode of torch.compile. Raises OptionError for unknown ones.
+    """
+    return make_backend(Options.from_mapping(options, mode))(graph_module, example_inputs)
+
+
+fxwrap.reset = clear_caches  # type: ignore[attr-defined]  # torch.compiler.reset() calls it
+
+
+def make_backend(
+    options: Options, compile_with: Callable[..., Compiled] = compile_graph
+) -> Callable[[GraphModule, Sequence[object]], CompiledGraphFunction]:
+    """Returns a backend for `torch.compile(backend=...)`, for inference and training.
+
+    `compile_with` compiles each graph of ATen operators that AOTAutograd returns. It takes the arguments of
+    `compile_graph`; the `boxed` entry of its result runs.
+    """
+    kinds: tuple[GraphKind, ...] = ("forward", "backward", "inference")
+    compilers = {kind: _GraphCompiler(kind, options, compile_with) for kind in kinds}
+    traced = aot_autograd(
+        fw_compiler=compilers["forward"],
+        bw_compiler=compilers["backward"],
+        inference_compiler=compilers["inference"],
+        partition_fn=partitioner(options),
+        decompositions=decomposition_table(options),
+        keep_inference_input_mutations=True,
+    )
+
+    def backend(graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
+        for step in enabled_steps(DYNAMO_PASSES, options):
+            graph_module = step.run(graph_module, options)
+        return traced(graph_module, example_inputs)  # type: ignore[no-any-return]
+
+    return backend
+
+
+@dataclass(frozen=True)
+class _GraphCompiler:
+    """Compiles the graphs of one kind that AOTAutograd returns."""
+
+    kind: GraphKind
+    options: Options
+    compile_with: Callable[..., Compiled]
+
+    def __call__(self, graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
+        outputs = graph_module.graph.output_node().args[0]
+        info = aot_graph_info(self.kind, len(outputs) if isinstance(outputs, tuple | list) else 1)
+        static_inputs = self._static_inputs(graph_module, info)
+        options = self.options.replace(check_inputs=False)
+        if options.on_graph is not None and options.autotune == FIRST_CALL:
+            options = options.replace(autotune=True)  # `on_graph` gets the graph before any call
+        compiled = self.compile_with(
+            graph_module, example_inputs, options=options, ownership=self._ownership(graph_module, info),
+            name=self.kind, flexible_stride_outputs=info.saved_outputs, static_inputs=static_inputs,
+        )  # fmt: skip
+        if info.saved_outputs or options.output_strides == "any":
+            report_output_strides(_static_strides(compiled.program))
+        entry = compiled.boxed
+        if options.on_graph is not None:
+            graph_info = self._graph_info(compiled.program, static_inputs, info.donated_inputs)
+            entry = boxed_function(options.on_graph(compiled.graph_module, graph_info))
+
+        return boxed_call(entry)
+
+    def _graph_info(self, program: Program, static_inputs: frozenset[int], donated_inputs: frozenset[int]) -> GraphInfo:
+        devices = [item.value.type.device for item in program.inputs
+                   if isinstance(item.value, Value) and isinstance(item.value.type, TensorType)]  # fmt: skip
+        return GraphInfo(
+            name=program.name,
+            kind=self.kind,
+            # A tensor on the CPU may be a scalar among tensors of another device.
+            device=next((device for device in devices if device.type != "cpu"), torch.device("cpu")),
+            static_inputs=static_inputs,
+            mutated_inputs=frozenset(
+                position for position, item in enumerate(program.inputs) if item.ownership is Ownership.MUTABLE
+            ),
+            donated_inputs=donated_inputs,
+        )
+
+    def _ownership(self, graph_module: GraphModule, info: AotGraphInfo) -> dict[int, Ownership]:
+        """Returns the ownership of a backward's inputs: it frees them after their last use, except the primals."""
+        if self.kind != "backward":
+            return {}
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        return {
+            position: Ownership.OWNED if position in info.donated_inputs else Ownership.SHARED
+            for position, node in enumerate(placeholders)
+            if not node.name.startswith("primals_")
+        }
+
+    def _static_inputs(self, graph_module: GraphModule, info: AotGraphInfo) -> frozenset[int]:
+        """Returns the positions of inputs whose address never changes; a backward takes some primals, by name."""
+        if self.kind != "backward":
+            return info.static_inputs
+        names = {f"primals_{position + 1}" for position in info.static_inputs}
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        return frozenset(position for position, node in enumerate(placeholders) if node.name in names)
+
+
+def _static_strides(program: Program) -> list[tuple[int, ...] | None]:
+    """Returns the strides of a program's outputs; None for outputs without strides or with symbolic ones."""
+    last = program.body.lines[-1]
+    assert isinstance(last, Return), "a program ends with a Return"
+    types = [item.type if isinstance(item, Value) else None for item in last.values]
+    strides = [type_.strides if isinstance(type_, TensorType) else (None,) for type_ in types]
+    return [item if all(isinstance(stride, int) for stride in item) else None for item in strides]  # type: ignore[misc]

@@ -1,0 +1,158 @@
+"""The result of a compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from fxwrap.artifact import save_program
+from fxwrap.converters.emission import explain_out_of_memory
+from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
+from fxwrap.converters.fx import EmittedGraph, to_fx
+from fxwrap.lowering import NodeCoverage
+from fxwrap.memory_planning import MemoryPlan
+from fxwrap.options import Options
+from fxwrap.passes.provenance import Provenance, provenance
+from fxwrap.torch_compat import FakeTensor
+from fxwrap.tuning import FirstCallAutotuner
+from fxwrap.wrapper_ir import Program, program_key
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A program after one step of the pipeline; `pass_name` names the step or the user's pass."""
+
+    pass_name: str
+    program: Program
+
+
+@dataclass(frozen=True)
+class _CompileResult:
+    """The results of one run of the pipeline."""
+
+    stages: tuple[Stage, ...]
+    emitted: EmittedProgram
+    coverage: tuple[NodeCoverage, ...]
+    plan: MemoryPlan | None
+    fake_inputs: Mapping[str, FakeTensor] | None
+
+    @property
+    def program(self) -> Program:
+        return self.stages[-1].program
+
+    def boxed(self) -> BoxedCallable:
+        return explain_out_of_memory(self.emitted.boxed, self.plan, self.program)
+
+    def flat(self) -> FlatCallable:
+        return explain_out_of_memory(self.emitted.flat, self.plan, self.program)
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        return provenance(self.program)
+
+    @cached_property
+    def graph_module(self) -> GraphModule:
+        emitted = self.emitted
+        if not isinstance(emitted, EmittedGraph):
+            emitted = to_fx(self.program, fake_inputs=self.fake_inputs)
+        return emitted.graph_module
+
+
+class Compiled(EmittedProgram):
+    """A compiled graph. Call it with the flat inputs; it returns the tuple of flat outputs.
+
+    `boxed` takes the inputs in a list and clears the list. With `autotune="first_call"`, the program and all that
+    depends on it change once, at the end of the first call. `cached` is whether the result came from the compile cache;
+    its only stage is then "cache".
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        options: Options,
+        emitted: EmittedProgram,
+        fake_inputs: Mapping[str, FakeTensor] | None = None,
+        coverage: Sequence[NodeCoverage] = (),
+        plan: MemoryPlan | None = None,
+        recompile: Callable[[Mapping[str, int]], Compiled] | None = None,
+        cached: bool = False,
+    ) -> None:
+        """`recompile` compiles the graph for the sizes of the first call, after that call; see `FirstCallAutotuner`."""
+        self.options = options
+        self.cached = cached
+        self._result = _CompileResult(tuple(stages), emitted, tuple(coverage), plan, fake_inputs)
+        self._first_call: FirstCallAutotuner | None = None
+        if recompile is None:
+            super().__init__("", self._result.boxed, self._result.flat)
+            return
+
+        def replace_result(symbols: Mapping[str, int]) -> Compiled:
+            recompiled = recompile(symbols)
+            recompiled.boxed, recompiled.flat  # noqa: B018  builds them before anything changes
+            self._result = recompiled._result
+            return recompiled
+
+        entries = EmittedProgram("", self._result.boxed, self._result.flat)
+        first = self._first_call = FirstCallAutotuner(self.program, entries, replace_result)
+        super().__init__("", lambda: first.boxed, lambda: first.flat)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The programs after each step that changed them; the last one runs."""
+        return self._result.stages
+
+    @property
+    def emitted(self) -> EmittedProgram:
+        """The emitted program."""
+        return self._result.emitted
+
+    @property
+    def source(self) -> str:
+        """The text of the emitted program."""
+        return self._result.emitted.source
+
+    @property
+    def coverage(self) -> tuple[NodeCoverage, ...]:
+        """For each call of the graph, whether it was fused or called, and the decline reason."""
+        return self._result.coverage
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """The program's memory plan, if the options asked for one."""
+        return self._result.plan
+
+    @property
+    def program(self) -> Program:
+        """The program that runs."""
+        return self._result.program
+
+    @property
+    def provenance(self) -> Provenance:
+        """The origins of each kernel launch and operator call in the model's source."""
+        return self._result.provenance
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """The program as an FX graph: the one that runs with the emitter "fx", else one emitted on first use.
+
+        The caller may rewrite a graph that runs, so reading it turns off `autotune="first_call"`.
+        """
+        if self._first_call is not None and isinstance(self.emitted, EmittedGraph):
+            self._first_call.skip_tuning()
+        return self._result.graph_module
+
+    def save(self, path: str | Path, *, constants: bool = True) -> None:
+        """Saves the program, its compiled code and its constants into a file; see `fxwrap.save`."""
+        save_program(
+            self.program, path, emitter=self.options.emitter, emitters=(self.options.emitter,),
+            options=self.options.text(), plan=self.plan, constants=constants,
+        )  # fmt: skip
+
+    @property
+    def key(self) -> str:
+        """A hash of the program, up to the names of values and origins, and of the options."""
+        return program_key(self.program, self.options.text())

@@ -1,0 +1,244 @@
+"""Compiling a graph: the FX passes once, then the steps of `steps.py`, again where kernels fail."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from fxwrap.compile.compiled import Compiled, Stage
+from fxwrap.compile.kernels import (
+    KernelFailure,
+    compile_program_kernels,
+    warm_up_kernel_compilers,
+    warn_kernel_failures,
+)
+from fxwrap.compile.log import StepTimes, log
+from fxwrap.compile.steps import (
+    EMISSION_STEPS,
+    NOT_LOWERED,
+    PROGRAM_STEPS,
+    CompileContext,
+    CompileState,
+    CompileStep,
+    effective_emitter,
+    steps_for,
+)
+from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
+from fxwrap.converters.emission import emit, emit_memory_checked
+from fxwrap.errors import VerifyError
+from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
+from fxwrap.lowering import RULES
+from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, Options
+from fxwrap.torch_compat import FakeTensor, without_fake_mode
+from fxwrap.tuning import gpu_tuner
+from fxwrap.user_passes import run_source_passes
+from fxwrap.wrapper_ir import Ownership, Program, program_key, symbol_infos, verify
+
+
+def compile_graph(
+    graph: GraphModule | ExportedProgram,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    options: Options | None = None,
+    ownership: Mapping[int, Ownership] | None = None,
+    name: str = "program",
+    flexible_stride_outputs: Collection[int] = (),
+    static_inputs: Collection[int] = (),
+    compiled_by_key: MutableMapping[str, Compiled] | None = None,
+) -> Compiled:
+    """Compiles a graph of ATen operators and its kernels; usable inside and outside of Dynamo.
+
+    The operators of a kernel that fails to compile are called instead, with a FusionWarning that names them, unless the
+    option `fallback` is "error".
+
+    Args:
+        graph: a GraphModule of ATen overloads (hand-written, from make_fx or AOTAutograd) or an exported program. It is
+            not changed.
+        example_inputs: one value for each placeholder; needed only if the nodes have no fake values.
+        options: see `Options`.
+        ownership: the ownership of inputs, by position; see `Ownership`.
+        name: the program's name, also of its files in the cache.
+        flexible_stride_outputs: positions of outputs whose strides may change; the program's types have their strides.
+        static_inputs: positions of inputs whose address never changes (parameters and buffers): captured CUDA graphs
+            read and write them in place.
+        compiled_by_key: earlier results by `Compiled.key`. An equal program without constants is returned from it, with
+            its own names and provenance; other results are added.
+
+    Raises GraphError for a graph that cannot be compiled, PassError for a user's pass that fails or breaks the program,
+    and the error of a kernel that no operator can replace.
+    """
+    # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
+    with without_fake_mode():
+        options = (options or Options()).resolve_devices()
+        request = CompileRequest(
+            graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs
+        )
+        slot = find_slot(request)
+        compiled = None if slot is None else _load_from_cache(slot, graph, compiled_by_key)
+        if compiled is None:
+            warm_up_kernel_compilers(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
+            context = CompileContext(
+                _prepare(graph, example_inputs, options, name, flexible_stride_outputs),
+                options, ownership or {}, frozenset(static_inputs), _fake_inputs(graph), compiled_by_key,
+                gpu_tuner() if options.autotune else None,
+            )  # fmt: skip
+            compiled, is_cacheable = _compile(context)
+            is_new = compiled_by_key is None or compiled_by_key.get(compiled.key) is not compiled
+            if slot is not None and is_new and is_cacheable:
+                slot.store(compiled.program, compiled.emitted, compiled.coverage, compiled.plan)
+    if compiled_by_key is not None:
+        compiled_by_key.setdefault(compiled.key, compiled)
+    return compiled
+
+
+def _prepare(
+    graph: GraphModule | ExportedProgram,
+    example_inputs: Sequence[Any] | None,
+    options: Options,
+    name: str,
+    flexible_stride_outputs: Collection[int],
+) -> PreparedGraph:
+    """Returns the graph after the user's passes at FX_BEFORE_LOWERING and the FX passes."""
+    source = graph_source(graph, example_inputs, options, name)
+    if options.autotune == FIRST_CALL and source.graph_module is graph:
+        # The caller may change its graph before the first call compiles it again.
+        source = replace(source, graph_module=GraphModule(graph, copy.deepcopy(graph.graph)))
+    source = run_source_passes(options.passes_at(FX_BEFORE_LOWERING), source, example_inputs, check=options.verify)
+    return prepare_graph(
+        source, example_inputs, options, fused_operators=RULES, flexible_stride_outputs=flexible_stride_outputs
+    )
+
+
+def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
+    """Returns the fake tensors of a graph's placeholders by name."""
+    graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    values = {node.name: node.meta.get("val") for node in placeholders}
+    return {name: value for name, value in values.items() if isinstance(value, FakeTensor)}
+
+
+def _load_from_cache(
+    slot: CacheSlot, graph: GraphModule | ExportedProgram, compiled_by_key: MutableMapping[str, Compiled] | None
+) -> Compiled | None:
+    """Returns the cached result of a compile, or the earlier result for an equal program; None if there is none."""
+    entry, options = slot.load(), slot.request.options
+    if entry is None:
+        return None
+    same = _same_program(entry.program, options, compiled_by_key)
+    if same is not None:
+        return same
+    fake_inputs = _fake_inputs(graph)
+    if options.check_memory:
+        emitted = emit_memory_checked(entry.program)
+    else:
+        emitted = emit(entry.program, options.emitter, fake_inputs)
+    if compile_program_kernels(entry.program, emitted, effective_emitter(options)):
+        return None
+    stages = [Stage("cache", entry.program)]
+    return Compiled(stages, options, emitted, fake_inputs, entry.coverage, entry.plan, cached=True)
+
+
+def _same_program(
+    program: Program, options: Options, compiled_by_key: Mapping[str, Compiled] | None
+) -> Compiled | None:
+    if compiled_by_key is None or program.constants:
+        return None
+    return compiled_by_key.get(program_key(program, options.text()))
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The result of running all steps once.
+
+    `is_cacheable` is whether the result is reproducible from the cache: no warning was given, and the first call does
+    not compile again.
+    """
+
+    compiled: Compiled
+    declined_nodes: frozenset[str] = frozenset()
+    failures: tuple[KernelFailure, ...] = ()
+    is_cacheable: bool = True
+
+
+def _compile(context: CompileContext) -> tuple[Compiled, bool]:
+    """Runs the steps until all kernels compile; operators whose kernels fail become extern calls.
+
+    Returns the result, and whether it may be cached. Raises the errors that `compile_graph` documents.
+    """
+    attempt = _attempt(context)
+    failures = list(attempt.failures)
+    while attempt.failures:
+        unresolved = [failure for failure in attempt.failures if failure.nodes <= attempt.declined_nodes]
+        if unresolved or context.options.fallback == "error":
+            raise (unresolved or attempt.failures)[0].error
+        nodes = frozenset().union(*[failure.nodes for failure in attempt.failures])
+        attempt = _attempt(replace(context, declined_nodes=attempt.declined_nodes | nodes))
+        failures += attempt.failures
+    if failures:
+        warn_kernel_failures(failures)
+    return attempt.compiled, attempt.is_cacheable and not failures
+
+
+def _attempt(context: CompileContext) -> _Attempt:
+    options, fake_inputs = context.options, context.fake_inputs
+    times, stages = StepTimes(), list[Stage]()
+    state = _run_steps(PROGRAM_STEPS, NOT_LOWERED, context, stages, times)
+    same = _same_program(state.program, options, context.compiled_by_key) if options.cacheable else None
+    if same is not None:
+        return _Attempt(same)
+    state = _run_steps(EMISSION_STEPS, state, context, stages, times)
+    assert state.emitted is not None
+    times.log_summary(state.program, len(state.coverage))
+    recompile = None
+    if _autotunes_on_first_call(state.program, context):
+        recompile = partial(_recompile_for, replace(context, declined_nodes=state.declined_nodes))
+    compiled = Compiled(stages, options, state.emitted, fake_inputs, state.coverage, state.plan, recompile)
+    return _Attempt(compiled, state.declined_nodes, state.failures, recompile is None and not state.warned)
+
+
+def _autotunes_on_first_call(program: Program, context: CompileContext) -> bool:
+    """Whether the sizes of the first call may select other configurations than the graph's hints."""
+    tuner = context.tuner
+    if tuner is None or context.autotunes_now:
+        return False
+    return tuner.has_pending or (tuner.has_alternatives and bool(symbol_infos(program)))
+
+
+def _recompile_for(context: CompileContext, symbols: Mapping[str, int]) -> Compiled:
+    """Compiles the prepared graph again, with autotuning, for these values of its symbols."""
+    log.info("'%s' is compiled again for the sizes of its first call: %s", context.prepared.name, dict(symbols))
+    options = context.options.replace(autotune=True, symbol_hints={**context.options.symbol_hints, **symbols})
+    with without_fake_mode():
+        compiled, _ = _compile(replace(context, options=options, compiled_by_key=None, tuner=gpu_tuner()))
+    return compiled
+
+
+def _run_steps(
+    steps: Sequence[CompileStep],
+    state: CompileState,
+    context: CompileContext,
+    stages: list[Stage],
+    times: StepTimes,
+) -> CompileState:
+    """Runs the enabled steps and the user's passes; times and verifies them, and records each changed program."""
+    for step in steps_for(steps, context.options):
+        before, state = state.program, step.run(state, context)
+        if state.program is not before and state.program != before:
+            stages.append(Stage(step.name, state.program))
+            if context.options.verify:
+                _verify_after(stages[-1])
+        times.end(step.name)
+    return state
+
+
+def _verify_after(stage: Stage) -> None:
+    try:
+        verify(stage.program)
+    except VerifyError as error:
+        raise VerifyError(error.rule, f"after pass '{stage.pass_name}': {error.reason}", error.context) from None

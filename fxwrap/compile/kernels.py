@@ -1,0 +1,148 @@
+"""Compilation of a program's kernels before it runs, so that failed ones can be replaced by operator calls."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.fx import GraphModule
+
+from fxwrap.converters.emitted_program import EmittedProgram
+from fxwrap.devices import find_language, language_traits
+from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
+from fxwrap.lines import Launch
+from fxwrap.options import Options
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.kernels import compile_kernels
+from fxwrap.runtime.native import build_bridge, find_prebuilt_program, precompile_cpp
+from fxwrap.runtime.triton.compile import KernelUse
+from fxwrap.symbolic import Number, evaluate
+from fxwrap.wrapper_ir import Program, Value, hints_with_fallback
+
+log = logging.getLogger("fxwrap.kernels")
+
+
+@dataclass(frozen=True)
+class KernelFailure:
+    """A kernel that failed to compile.
+
+    Fields:
+        kernel: its name.
+        error: the compiler's error.
+        nodes: names of the graph nodes of its launches; empty if a launch has no origin, so that no operator can
+            replace it.
+        operators: names of the operators that it computes.
+    """
+
+    kernel: str
+    error: FxwrapError
+    nodes: frozenset[str]
+    operators: tuple[str, ...]
+
+
+def warm_up_kernel_compilers(graph: GraphModule, options: Options) -> None:
+    """Starts the kernel compilers while a graph is lowered, if the graph is large enough to have many kernels."""
+    nodes = graph.graph.nodes
+    if not options.fuse or sum([node.op == "call_function" for node in nodes]) < _MANY_CALLS:
+        return
+    values = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+    specs = options.device_specs()
+    for device_type in sorted({value.device.type for value in values if isinstance(value, torch.Tensor)}):
+        spec = specs.get(device_type)
+        language = None if spec is None else find_language(options.kernel_language(spec))
+        if language is not None and language.kernels.warm_up is not None:
+            language.kernels.warm_up(device_type)
+
+
+_MANY_CALLS = 24
+
+
+def compile_program_kernels(program: Program, emitted: EmittedProgram, emitter: str) -> list[KernelFailure]:
+    """Compiles all kernels of a program for its emitter; returns those that fail.
+
+    C++ kernels are linked into emitted C++, so that is built as a whole. Raises NativeBuildError if the build fails and
+    no kernel is the reason.
+    """
+    if emitter == "cpp" and find_prebuilt_program(emitted.source) is not None:
+        return []
+    launches: dict[str, list[Launch]] = {}
+    for line in program.lines():
+        if isinstance(line, Launch):
+            launches.setdefault(line.kernel, []).append(line)
+    values = hints_with_fallback(program)
+    uses = {name: _kernel_use(program, lines[0], values) for name, lines in launches.items()}
+    linked = {
+        name: use
+        for name, use in uses.items()
+        if emitter == "cpp" and language_traits(use.kernel.language).links_into_cpp
+    }
+    others = {name: use for name, use in uses.items() if name not in linked}
+    with ThreadPoolExecutor(1) as executor:
+        if emitter == "cpp" and others:
+            executor.submit(precompile_cpp, emitted.source)  # the build below raises its errors
+        failures = _compile(others, launches)  # before the build, which also links compiled Triton kernels
+    if linked and not _try_build(emitted):
+        failures += _compile(linked, launches)
+        if not failures:
+            _ = emitted.boxed  # raises the error of the build, since no kernel is its reason
+    return failures
+
+
+def _compile(uses: Mapping[str, KernelUse], launches: Mapping[str, Sequence[Launch]]) -> list[KernelFailure]:
+    errors = zip(uses, compile_kernels(tuple(uses.values())), strict=True)
+    return [_failure(name, error, launches[name]) for name, error in errors if error is not None]
+
+
+def _try_build(emitted: EmittedProgram) -> bool:
+    try:
+        _ = emitted.boxed
+    except NativeBuildError:
+        build_bridge()  # raises if there is no C++ compiler: then no fallback helps
+        return False
+    return True
+
+
+def _kernel_use(program: Program, launch: Launch, values: Mapping[str, Number]) -> KernelUse:
+    """Returns a kernel with typical scalar arguments of a launch."""
+    kernel = program.kernel(launch.kernel)
+    scalars = [item for item in launch.arguments if isinstance(item, int | float | sympy.Basic)]
+    tensors = [item for item in (*launch.outs, *launch.arguments) if isinstance(item, Value)]
+    return KernelUse(
+        KernelText(kernel.language, kernel.source, kernel.signature, kernel.options),
+        tensors[0].tensor_type.device if tensors else torch.device("cpu"),
+        tuple([evaluate(item, values) if isinstance(item, sympy.Basic) else item for item in scalars]),
+    )
+
+
+def _failure(kernel: str, error: FxwrapError, launches: Sequence[Launch]) -> KernelFailure:
+    origins = [line.origin for line in launches if line.origin is not None]
+    nodes = frozenset([node for origin in origins for node in origin.nodes])
+    has_origins = len(origins) == len(launches) and all(origin.nodes for origin in origins)
+    operators = dict.fromkeys([name for origin in origins for name in origin.operators])
+    return KernelFailure(kernel, error, nodes if has_origins else frozenset(), tuple(operators))
+
+
+def warn_kernel_failures(failures: Sequence[KernelFailure]) -> None:
+    """Warns once of kernels that failed to compile, with their operators and the reasons."""
+    kernels = _abbreviate([f"@{failure.kernel}" for failure in failures])
+    operators = _abbreviate([name for failure in failures for name in failure.operators])
+    reasons = _abbreviate([str(failure.error).strip() for failure in failures], "\n", 2)
+    for failure in failures:
+        log.info("the kernel @%s failed, and its operators are called: %s", failure.kernel, failure.error)
+    warnings.warn(
+        f"the kernels {kernels} cannot be compiled, and their operators ({operators}) are called instead: {reasons}",
+        FusionWarning,
+        stacklevel=3,
+    )
+
+
+def _abbreviate(items: Sequence[str], separator: str = ", ", most: int = 8) -> str:
+    """Returns the distinct items in one text, with the number of omitted ones."""
+    distinct = list(dict.fromkeys(items))
+    omitted = [f"and {len(distinct) - most} more"] if len(distinct) > most else []
+    return separator.join([*distinct[:most], *omitted])

@@ -1,0 +1,279 @@
+"""The steps of a compile after the FX passes: one table row each. A new default pass is one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+from fxwrap.compile.compiled import Compiled
+from fxwrap.compile.kernels import KernelFailure, compile_program_kernels
+from fxwrap.converters.emission import emit, emit_memory_checked
+from fxwrap.converters.emitted_program import EmittedProgram
+from fxwrap.converters.fx import EmittedGraph, to_fx
+from fxwrap.fx_passes import PreparedGraph
+from fxwrap.lines import Return
+from fxwrap.lowering import Lowered, NodeCoverage, lower_prepared
+from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
+from fxwrap.options import (
+    FX_EMITTED,
+    IR_BEFORE_EMISSION,
+    IR_BEFORE_PLANNING,
+    PASS_POINTS,
+    PLANNERS,
+    Options,
+    Pass,
+    Step,
+    enabled_steps,
+)
+from fxwrap.passes import fold_views
+from fxwrap.passes.combo_kernels import combine_kernels
+from fxwrap.passes.device_guards import insert_device_guards
+from fxwrap.passes.graph_capture import CaptureChecker
+from fxwrap.passes.out_variants import use_out_variants
+from fxwrap.passes.partition import partition
+from fxwrap.passes.provenance import assign_call_handles
+from fxwrap.passes.reorder import reorder_for_peak_memory
+from fxwrap.passes.reuse import reuse_memory
+from fxwrap.printers import print_kernel
+from fxwrap.torch_compat import FakeTensor
+from fxwrap.tuning import Tuner
+from fxwrap.user_passes import run_emitted_pass, run_program_pass
+from fxwrap.wrapper_ir import Block, Ownership, Program, TensorType, Value, verify
+
+
+@dataclass(frozen=True)
+class CompileContext:
+    """The inputs of a compile. Its attempts differ in `declined_nodes` only.
+
+    Fields:
+        prepared: the graph after the FX passes.
+        options: the options, with their devices resolved.
+        ownership: the ownership of inputs, by position.
+        static_inputs: positions of inputs whose address never changes.
+        fake_inputs: fake tensors of the inputs by name, for the metadata of emitted FX graphs.
+        compiled_by_key: earlier results, which equal programs share.
+        tuner: selects the configurations of kernels; None without autotuning.
+        declined_nodes: names of nodes that become extern calls.
+    """
+
+    prepared: PreparedGraph
+    options: Options
+    ownership: Mapping[int, Ownership]
+    static_inputs: frozenset[int]
+    fake_inputs: Mapping[str, FakeTensor]
+    compiled_by_key: Mapping[str, Compiled] | None = None
+    tuner: Tuner | None = None
+    declined_nodes: frozenset[str] = frozenset()
+
+    @property
+    def autotunes_now(self) -> bool:
+        """Whether kernels are timed during the compile; always with `check_memory`, which has one entry only."""
+        return self.options.autotune is True or self.options.check_memory
+
+
+@dataclass(frozen=True)
+class CompileState:
+    """The results of the steps so far.
+
+    Fields:
+        program: the current program.
+        coverage: for each call of the graph, whether it was fused or called, and the decline reason.
+        declined_nodes: names of nodes that became extern calls although they have lowering rules.
+        warned: whether a warning mentioned any of them.
+        plan: the memory plan.
+        graph: the emitted graph, if the user's passes rewrite it.
+        emitted: the emitted program.
+        failures: the kernels that failed to compile.
+    """
+
+    program: Program
+    coverage: tuple[NodeCoverage, ...] = ()
+    declined_nodes: frozenset[str] = frozenset()
+    warned: bool = False
+    plan: MemoryPlan | None = None
+    graph: EmittedGraph | None = None
+    emitted: EmittedProgram | None = None
+    failures: tuple[KernelFailure, ...] = ()
+
+
+NOT_LOWERED = CompileState(Program("<not lowered>", (), Block((), (Return(()),))))
+"""The state before the first step."""
+
+CompileStep: TypeAlias = Step[CompileState, CompileContext]
+
+
+def _lower(_state: CompileState, context: CompileContext) -> CompileState:
+    """Lowers the graph, a second time if autotuning changes configurations."""
+    tuner = context.tuner
+    lower = partial(
+        lower_prepared, context.prepared, context.options, context.ownership,
+        print_kernel=print_kernel if tuner is None else tuner.print_kernel,
+    )  # fmt: skip
+    lowered: Lowered = lower(declined_nodes=context.declined_nodes)
+    if tuner is not None and context.autotunes_now and tuner.tune():
+        lowered = lower(declined_nodes=lowered.declined_nodes)
+    program = lowered.program if tuner is None else tuner.add_tuning_header(lowered.program)
+    if not context.options.verify:
+        verify(program)  # the passes rely on the rules of the IR, so the first program is verified in any case
+    return CompileState(program, lowered.coverage, lowered.declined_nodes, lowered.warned)
+
+
+def _combine_kernels(state: CompileState, context: CompileContext) -> CompileState:
+    max_bytes = {name: spec.combo_kernel_bytes for name, spec in context.options.device_specs().items()}
+    program = combine_kernels(state.program, max_bytes)
+    return state if program is state.program else replace(state, program=assign_call_handles(program))
+
+
+def _partition(state: CompileState, context: CompileContext) -> CompileState:
+    options, program = context.options, state.program
+    devices = [spec.device_type for spec in options.device_specs().values() if spec.supports_graph_capture]
+    can_capture = CaptureChecker(program, devices, options.cuda_graph_exclude)
+    static_inputs = [item.name for position, item in enumerate(program.inputs) if position in context.static_inputs]
+    partitioned = partition(program, can_capture, max_captures=options.cuda_graph_limit, static_inputs=static_inputs)
+    return replace(state, program=partitioned)
+
+
+def _transform(function: Callable[[Program], Program]) -> Callable[[CompileState, CompileContext], CompileState]:
+    """Returns a step that applies a function to the program."""
+    return lambda state, _context: replace(state, program=function(state.program))
+
+
+def _use_out_variants(state: CompileState, context: CompileContext) -> CompileState:
+    if not _uses_pools(state.program, context.options):
+        return state
+    return replace(state, program=use_out_variants(state.program))
+
+
+def _plan_memory(state: CompileState, context: CompileContext) -> CompileState:
+    if not _uses_pools(state.program, context.options):
+        return state
+    plan = plan_program_memory(state.program, context.options)
+    return replace(state, program=apply_plan(state.program, plan), plan=plan)
+
+
+def _emit(state: CompileState, context: CompileContext) -> CompileState:
+    options = context.options
+    if options.check_memory:
+        return replace(state, emitted=emit_memory_checked(state.program))
+    if state.graph is not None and options.emitter == "fx":
+        return replace(state, emitted=state.graph)
+    return replace(state, emitted=emit(state.program, options.emitter, context.fake_inputs))
+
+
+def _compile_kernels(state: CompileState, context: CompileContext) -> CompileState:
+    assert state.emitted is not None, "kernels are compiled after emission"
+    failures = compile_program_kernels(state.program, state.emitted, effective_emitter(context.options))
+    return replace(state, failures=tuple(failures))
+
+
+def _run_user_pass(item: Pass, state: CompileState, context: CompileContext) -> CompileState:
+    check = context.options.verify
+    if item.at != FX_EMITTED:
+        program = run_program_pass(item, state.program, check=check)
+        return state if program is state.program else replace(state, program=assign_call_handles(program))
+    graph = state.graph or to_fx(state.program, fake_inputs=context.fake_inputs)
+    graph_module, program = run_emitted_pass(item, graph.graph_module, check=check)
+    return replace(state, program=program, graph=EmittedGraph(program, graph_module))
+
+
+def _plans_pools(options: Options) -> bool:
+    """Whether the options allow memory pools; with "default", the program decides: see `_uses_pools`."""
+    return options.memory_planning not in ("none", "reuse")
+
+
+def _pass_point(point: str, description: str) -> CompileStep:
+    """Returns the row of a pass point, in whose place the user's passes run."""
+    return Step(point, description, lambda state, _context: state, "passes")
+
+
+PROGRAM_STEPS: tuple[CompileStep, ...] = (
+    Step("lower", "lower the prepared graph to a program, and fuse operators into kernels", _lower),
+    Step("fold_views", "fold views of views, and remove views that have no effect", _transform(fold_views)),
+    _pass_point(IR_BEFORE_PLANNING, "the user's passes over the program, before memory planning"),
+    Step(
+        "reorder_for_peak_memory", "reorder lines to lower the peak memory",
+        _transform(lambda program: reorder_for_peak_memory(program).program),
+        "reorder_for_peak_memory", lambda options: options.reorder_for_peak_memory,
+    ),
+    Step(
+        "combo_kernels", "combine small independent launches into combo kernels (horizontal fusion)", _combine_kernels,
+        "combo_kernels", lambda options: options.combo_kernels,
+    ),
+    Step(
+        "partition", "move lines that CUDA graphs can capture into functions", _partition,
+        "cuda_graphs", lambda options: options.cuda_graphs,
+    ),
+    Step(
+        "reuse_memory", "let later allocations reuse freed memory", _transform(reuse_memory),
+        "memory_planning='reuse'", lambda options: options.memory_planning == "reuse",
+    ),
+    Step(
+        "use_out_variants", "call out variants of operators, so that their results can be in pools", _use_out_variants,
+        "memory_planning", _plans_pools,
+    ),
+    Step(
+        "plan_memory", "assign offsets in memory pools to allocations", _plan_memory,
+        "memory_planning", _plans_pools,
+    ),
+    _pass_point(IR_BEFORE_EMISSION, "the user's passes over the program, after memory planning"),
+    Step(
+        "insert_device_guards", "make the device of each call current, where it is not",
+        _transform(insert_device_guards),
+    ),
+)  # fmt: skip
+"""The steps up to the final program."""
+
+EMISSION_STEPS: tuple[CompileStep, ...] = (
+    _pass_point(FX_EMITTED, "the user's passes over the program as an FX graph, which is imported again"),
+    Step("emit", "emit Python, C++ or an FX graph", _emit, "emitter"),
+    Step("compile_kernels", "compile the kernels", _compile_kernels),
+)
+"""The steps from the final program to code."""
+
+
+def steps_for(steps: Sequence[CompileStep], options: Options) -> Iterator[CompileStep]:
+    """Yields the steps that the options turn on, with the user's passes in place of their pass points."""
+    for step in enabled_steps(steps, options):
+        if step.name not in PASS_POINTS:
+            yield step
+        for item in options.passes_at(step.name):
+            yield Step(item.name, f"the user's pass at '{step.name}'", partial(_run_user_pass, item), "passes")
+
+
+def effective_emitter(options: Options) -> str:
+    """Returns the name of the emitter whose output runs."""
+    return "interpreter" if options.check_memory else options.emitter
+
+
+def _uses_pools(program: Program, options: Options) -> bool:
+    """Whether allocations of a program share pools.
+
+    By default only inference programs do. A pool is allocated for the whole call. A backward frees its inputs, so the
+    pool would come on top of inputs and of the workspaces of operators, and raise the peak memory.
+    """
+    if options.memory_planning != "default":
+        return True
+    if effective_emitter(options) != "cpp" or options.cuda_graphs:
+        return False
+    pooled = {device_type for device_type, spec in options.device_specs().items() if spec.prefers_memory_pools}
+    types = [item.value.type for item in program.inputs if isinstance(item.value, Value)]
+    is_pooled = any(isinstance(type_, TensorType) and type_.device.type in pooled for type_ in types)
+    frees_inputs = any(item.ownership in (Ownership.OWNED, Ownership.SHARED) for item in program.inputs)
+    return is_pooled and not frees_inputs
+
+
+def plan_program_memory(program: Program, options: Options) -> MemoryPlan:
+    """Returns the offset of each allocation in its pool, by the options' algorithm and devices.
+
+    Raises PlanningError for memory that cannot be planned.
+    """
+    alignments = {device_type: spec.alignment for device_type, spec in options.device_specs().items()}
+    algorithm = options.memory_planning if options.memory_planning in PLANNERS else "auto"
+    return plan_memory(
+        program,
+        alignment=lambda device: alignments.get(device.type, 1),
+        algorithm=algorithm,
+        slack=options.memory_slack,
+    )

@@ -1,0 +1,88 @@
+"""The shared libraries of emitted C++ programs and of their captured functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+
+from fxwrap.converters.cpp.replay import ReplayingProgram, function_as_program, graphed_functions
+from fxwrap.converters.emitted_program import EmittedProgram
+from fxwrap.devices import KernelLanguage, language_traits
+from fxwrap.lines import CallFunction
+from fxwrap.runtime.cpp_kernels import KernelText, make_translation_units
+from fxwrap.runtime.native import (
+    NativeProgram,
+    NativeSource,
+    compile_cpp,
+    find_prebuilt_program,
+    load_program,
+    source_key,
+)
+from fxwrap.runtime.triton.translation_units import compiled_variants, variants_unit
+from fxwrap.wrapper_ir import KernelDefinition, Program
+
+
+class EmittedCpp(EmittedProgram):
+    """A program as a C++ translation unit, which is compiled at the first call.
+
+    Each call of a captured function has its own program in `functions`.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        program: Program,
+        kernels: Sequence[KernelDefinition],
+        replayed_calls: Sequence[CallFunction],
+        emit: Callable[[Program], EmittedCpp],
+    ) -> None:
+        """`kernels` are the launched kernels, `replayed_calls` the calls of captured functions."""
+        load = cache(self._load)
+        super().__init__(source, lambda: load().boxed, load)  # native code runs below autograd
+        self._program = program
+        self._kernels = tuple(kernels)
+        self._replayed_calls = tuple(replayed_calls)
+        self._emit = emit
+
+    @cached_property
+    def functions(self) -> tuple[EmittedCpp, ...]:
+        """The programs of the captured functions, in the order of their calls."""
+        return tuple([self._emit(function_as_program(self._program, line)) for line in self._replayed_calls])
+
+    def libraries(self) -> Mapping[str, Path]:
+        """Compiles and returns the libraries of the program and its functions, by the key of the source.
+
+        Raises NativeBuildError for a compilation error.
+        """
+        own = {source_key(self.source): self.library()}
+        return own | {key: path for function in self.functions for key, path in function.libraries().items()}
+
+    def library(self) -> Path:
+        """Compiles and returns the library of the program. Raises NativeBuildError for a compilation error."""
+        path = find_prebuilt_program(self.source)
+        if path is not None:
+            return path
+        kernels = [KernelText(item.language, item.source, item.signature, item.options) for item in self._kernels]
+        return compile_cpp(self.source, name=self._program.name, extra_sources=linked_units(kernels))
+
+    def _load(self) -> NativeProgram | ReplayingProgram:
+        program, library = self._program, self.library()
+        constants = [program.store.tensors[constant.value.name] for constant in program.constants]
+        if not self._replayed_calls:
+            return load_program(library, constants)
+        functions = graphed_functions(program, self._replayed_calls, self.functions)
+        return ReplayingProgram(load_program(library, [*constants, functions.handle]), functions)
+
+
+def linked_units(kernels: Sequence[KernelText]) -> list[NativeSource]:
+    """Returns the sources linked into emitted C++: C++ kernels, and the Triton kernels compiled so far."""
+    in_cpp = [kernel for kernel in kernels if language_traits(kernel.language).links_into_cpp]
+    by_triton = [kernel for kernel in kernels if is_compiled_by_triton(language_traits(kernel.language))]
+    variants = {kernel.symbol: compiled_variants(kernel) for kernel in by_triton}
+    return [*make_translation_units(in_cpp), *variants_unit(variants)]
+
+
+def is_compiled_by_triton(traits: KernelLanguage) -> bool:
+    """Returns whether compiled Triton code of a language is linked in; a user's kernels are autotuned first."""
+    return traits.is_triton and not traits.user_defined

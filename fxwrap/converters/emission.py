@@ -1,0 +1,61 @@
+"""Selection of an emitter by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
+
+from fxwrap.converters.cpp import to_cpp
+from fxwrap.converters.emitted_program import EmittedProgram
+from fxwrap.converters.fx import to_fx
+from fxwrap.converters.interpreter import CheckedInterpreter, Interpreter
+from fxwrap.converters.python import to_python
+from fxwrap.devices import line_handlers
+from fxwrap.memory_planning import MemoryPlan, out_of_memory_message
+from fxwrap.torch_compat import FakeTensor
+from fxwrap.wrapper_ir import Program
+
+EntryT = TypeVar("EntryT", bound=Callable[..., object])
+
+
+def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] | None = None) -> EmittedProgram:
+    """Emits a program with an emitter. `fake_inputs` by name provide the metadata of FX graphs."""
+    return to_fx(program, fake_inputs=fake_inputs) if emitter == "fx" else EMITTER_FUNCTIONS[emitter](program)
+
+
+def emit_interpreter(program: Program) -> EmittedProgram:
+    """Returns a program that the interpreter runs; its text is the IR."""
+    return EmittedProgram(str(program), lambda: lambda inputs: Interpreter(program).run(inputs))
+
+
+def emit_memory_checked(program: Program) -> EmittedProgram:
+    """Returns a program that the memory-checking interpreter runs; its text is the IR."""
+    handlers = line_handlers(Interpreter.name)
+    return EmittedProgram(str(program), lambda: lambda inputs: CheckedInterpreter(program, handlers).run(inputs))
+
+
+EMITTER_FUNCTIONS: dict[str, Callable[[Program], EmittedProgram]] = {
+    "python": to_python,
+    "cpp": to_cpp,
+    "interpreter": emit_interpreter,
+}
+
+
+def explain_out_of_memory(entry: EntryT, plan: MemoryPlan | None, program: Program) -> EntryT:
+    """Returns an entry whose out-of-memory errors report the memory plan; the entry itself without a plan."""
+    if plan is None:
+        return entry
+
+    def run(*inputs: object) -> object:
+        try:
+            return entry(*inputs)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            if not any(text in str(error) for text in _OUT_OF_MEMORY):
+                raise
+            raise type(error)(f"{error}\n{out_of_memory_message(plan, program)}") from error
+
+    return cast(EntryT, run)
+
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""Messages of torch's allocators."""

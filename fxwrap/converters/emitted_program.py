@@ -1,0 +1,84 @@
+"""The result of an emitter: a text and a callable, which is built at the first use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled, set_grad_enabled, without_fake_mode
+from fxwrap.wrapper_ir import Program
+
+BoxedCallable = Callable[[list[Any]], Any]
+"""Takes the flat inputs in a list, which it clears, and returns the tuple of outputs."""
+
+FlatCallable = Callable[..., Any]
+"""Takes the flat inputs as arguments and returns the tuple of outputs."""
+
+
+class EmittedProgram:
+    """An executable program. A call with the flat inputs returns the tuple of flat outputs.
+
+    `flat` is the same entry with less overhead. `boxed` takes the inputs in a list, which it clears, so that donated
+    inputs are freed after their last use. Grad mode and autocast are off, since the captured graph has the casts.
+    """
+
+    def __init__(
+        self, source: str, build: Callable[[], BoxedCallable], flat: Callable[[], FlatCallable] | None = None
+    ) -> None:
+        """`build` returns the boxed entry; `flat` returns the flat one if it does not call the boxed one."""
+        self._source = source
+        self._build = build
+        self._flat = flat
+        self._lock = threading.Lock()
+
+    @property
+    def source(self) -> str:
+        """The emitted text."""
+        return self._source
+
+    @cached_property
+    def boxed(self) -> BoxedCallable:
+        """The boxed entry, which is built (imported, compiled) at the first use."""
+        with self._lock, without_fake_mode():  # torch.compile may build it under fake mode
+            if "boxed" not in self.__dict__:  # another thread may have built it
+                self.__dict__["boxed"] = self._build()
+            return cast(BoxedCallable, self.__dict__["boxed"])
+
+    @cached_property
+    def flat(self) -> FlatCallable:
+        """The flat entry, which is built at the first use."""
+        if self._flat is None:
+            return disable_autograd_and_autocast(self.boxed)
+        with without_fake_mode():
+            return self._flat()
+
+    def __call__(self, *inputs: object) -> Any:
+        return self.flat(*inputs)
+
+
+def disable_autograd_and_autocast(boxed: BoxedCallable) -> FlatCallable:
+    """Returns a flat entry that calls a boxed one with grad mode and autocast off."""
+
+    def flat(*inputs: object) -> Any:
+        if is_any_autocast_enabled():
+            with torch.no_grad(), DisableAutocast():
+                return boxed([*inputs])
+        if not torch.is_grad_enabled():
+            return boxed([*inputs])
+        set_grad_enabled(False)
+        try:
+            return boxed([*inputs])
+        finally:
+            set_grad_enabled(True)
+
+    return flat
+
+
+def kernel_texts(program: Program) -> tuple[KernelText, ...]:
+    """Returns a program's kernels in the runtime's form."""
+    return tuple([KernelText(item.language, item.source, item.signature, item.options) for item in program.kernels])

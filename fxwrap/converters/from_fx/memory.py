@@ -1,0 +1,252 @@
+"""Import of nodes that allocate, reuse and view memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxwrap.converters.from_fx.calls import import_operator_call, infer_view_type
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
+from fxwrap.converters.from_fx.numbers import import_storage_offset
+from fxwrap.lines import Alloc, ExternCall, Pool, PoolSlice, Reuse, View, Workspace
+from fxwrap.symbolic import Size, make_symbol, product, total
+from fxwrap.torch_compat import is_plain_view
+from fxwrap.wrapper_ir import TensorType, Value, contiguous_strides
+
+_ATEN, _FXWRAP = torch.ops.aten, torch.ops.fxwrap
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _new_value(
+    importer: GraphImporter,
+    node: Node,
+    line_class: type[Alloc | Reuse | Pool | PoolSlice | Workspace],
+    type_: TensorType,
+) -> Value:
+    """Returns the value of new memory, in the memory space and layout of the original line if its type agrees."""
+    line = importer.original_line(node, line_class)
+    known = line.result.type if line is not None else None
+    if isinstance(known, TensorType) and replace(type_, memory_space=known.memory_space, layout=known.layout) == known:
+        type_ = known
+    return importer.value(node.name, type_)
+
+
+def _alloc(importer: GraphImporter, node: Node) -> None:
+    keywords = dict(node.kwargs)
+    dtype, device = keywords.pop("dtype", None), keywords.pop("device", None)
+    is_plain = len(node.args) == 2 and isinstance(dtype, torch.dtype) and isinstance(device, torch.device | str)
+    if not is_plain or any(keywords.values()):
+        import_operator_call(importer, node)
+        return
+    sizes, strides = (importer.argument(node, item) for item in node.args)
+    type_ = TensorType(dtype, sizes, strides, torch.device(device))  # type: ignore[arg-type]
+    value = _new_value(importer, node, Alloc, type_)
+    importer.emit_definition(Alloc(value), node, value)
+
+
+def _reuse(importer: GraphImporter, node: Node) -> None:
+    root = importer.tensor(node, node.args[0])
+    sizes, strides, dtype = (importer.argument(node, item) for item in node.args[1:])
+    old = root.tensor_type
+    value = _new_value(importer, node, Reuse, TensorType(dtype, sizes, strides, old.device, 0, old.memory_space))
+    importer.emit_definition(Reuse(value, root), node, value)
+    importer.consume(node, root)
+
+
+def _byte_buffer_type(size: Size, device: torch.device | str) -> TensorType:
+    return TensorType(torch.uint8, (size,), (1,), torch.device(device))
+
+
+def _pool(importer: GraphImporter, node: Node) -> None:
+    size, device = (importer.argument(node, item) for item in node.args)
+    value = _new_value(importer, node, Pool, _byte_buffer_type(size, device))
+    importer.emit_definition(Pool(value), node, value)
+
+
+def _workspace(importer: GraphImporter, node: Node) -> None:
+    size, zeroed, device = (importer.argument(node, item) for item in node.args)
+    value = _new_value(importer, node, Workspace, _byte_buffer_type(size, device))
+    importer.emit_definition(Workspace(value, zeroed), node, value)
+
+
+def _pool_slice(importer: GraphImporter, node: Node) -> None:
+    pool = importer.tensor(node, node.args[0])
+    offset, sizes, strides, dtype = (importer.argument(node, item) for item in node.args[1:])
+    type_ = TensorType(dtype, sizes, strides, pool.tensor_type.device, 0, pool.tensor_type.memory_space)
+    value = _new_value(importer, node, PoolSlice, type_)
+    importer.emit_definition(PoolSlice(value, pool, offset), node, value)
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+def _view(importer: GraphImporter, node: Node) -> None:
+    """Imports an overload that views are emitted as; its type is computed directly if its arguments are normalised."""
+    is_call = importer.original_line(node, ExternCall) is not None
+    if is_call or node.kwargs or _is_symbolic_select(importer, node) or not _has_no_lazy_bits(node):
+        import_operator_call(importer, node)
+        return
+    base = importer.tensor(node, node.args[0])
+    arguments = [importer.argument(node, item) for item in node.args[1:]]
+    type_ = _VIEW_TYPES[node.target](base.tensor_type, *arguments)
+    value = importer.value(node.name, type_ or infer_view_type(importer, node))
+    importer.emit_definition(View(value, base), node, value)
+
+
+def _has_no_lazy_bits(node: Node) -> bool:
+    """Whether the metadata shows no conjugate or negative bits, which the type of a view does not have."""
+    val, operand = node.meta.get("val"), node.args[0]
+    base = operand.meta.get("val") if isinstance(operand, Node) else None
+    if not isinstance(val, torch.Tensor) or not isinstance(base, torch.Tensor) or val.dtype != base.dtype:
+        return True
+    return is_plain_view(val, base) and not val.is_conj() and not val.is_neg()
+
+
+def _is_symbolic_select(importer: GraphImporter, node: Node) -> bool:
+    """Whether a `select` has a symbolic index: eager checks it, so the import keeps the call."""
+    if node.target is not _ATEN.select.int or len(node.args) < 3:
+        return False
+    return isinstance(importer.argument(node, node.args[2]), sympy.Basic)
+
+
+def _as_strided(importer: GraphImporter, node: Node) -> None:
+    if importer.original_line(node, ExternCall) is not None or node.kwargs or len(node.args) < 3:
+        import_operator_call(importer, node)
+        return
+    base = importer.tensor(node, node.args[0])
+    sizes, strides = (importer.argument(node, item) for item in node.args[1:3])
+    offset = _offset_in_root(importer, node, base)
+    type_ = replace(base.tensor_type, sizes=sizes, strides=strides, storage_offset=offset)
+    value = importer.value(node.name, type_)
+    importer.emit_definition(View(value, base), node, value)
+
+
+def _offset_in_root(importer: GraphImporter, node: Node, base: Value) -> Size:
+    """Returns the offset of a view in its root; torch counts from the storage, the IR from the root."""
+    base_offset = base.tensor_type.storage_offset
+    item = node.args[3] if len(node.args) > 3 else None
+    if item is None or _is_offset_of(item, node.args[0]):
+        return base_offset
+    if isinstance(item, Node) and item.target is operator.add and _is_offset_of(item.args[0], node.args[0]):
+        return total((base_offset, importer.argument(node, item.args[1])))
+    offset: Size = importer.argument(node, item)
+    root = importer.root_of[base.name]
+    if root not in importer.external_values:
+        return offset  # a root of the program begins where its storage does
+    root_offset = importer.size_symbols.get((root, "storage_offset", 0))
+    if root_offset is None:
+        info = importer.state.symbols.fresh("n")
+        importer.emit(importer.size_line(info, importer.external_values[root], 0, "storage_offset"), node)
+        root_offset = make_symbol(info.name)
+    return total((offset, product((root_offset, -1))))
+
+
+def _is_offset_of(item: object, base: object) -> bool:
+    return isinstance(item, Node) and item.target is _ATEN.sym_storage_offset.default and item.args[0] is base
+
+
+def _storage_offset(importer: GraphImporter, node: Node) -> None:
+    """Imports a storage offset as a line, unless only offsets of views use it."""
+    sums = [user for user in node.users if user.target is operator.add and user.args[0] is node]
+    if "fxwrap_symbol" not in node.meta and _only_offsets_views(node, sums):
+        importer.env[node] = None
+        importer.absorbed.update(sums)
+        return
+    import_storage_offset(importer, node)
+
+
+def _only_offsets_views(node: Node, sums: list[Node]) -> bool:
+    base = node.args[0]
+    for user in node.users:
+        if user in sums and "fxwrap_symbol" not in user.meta:
+            if not all(_is_as_strided_at(view, user, base) for view in user.users):
+                return False
+        elif not _is_as_strided_at(user, node, base):
+            return False
+    return bool(node.users)
+
+
+def _is_as_strided_at(view: Node, offset: Node, base: object) -> bool:
+    is_as_strided = view.target is _ATEN.as_strided.default and len(view.args) == 4
+    return is_as_strided and view.args[3] is offset and view.args[0] is base
+
+
+# --- the types of views: None unless every argument is as the converter emits it, without sizes of -1 -----------------
+
+
+def _view_type(base: TensorType, sizes: tuple[Size, ...]) -> TensorType | None:
+    if not _all_nonnegative(*sizes) or not base.is_contiguous:
+        return None
+    return replace(base, sizes=sizes, strides=contiguous_strides(sizes))
+
+
+def _permute_type(base: TensorType, order: tuple[int, ...]) -> TensorType | None:
+    if not _all_nonnegative(*order):
+        return None
+    sizes, strides = (tuple([numbers[dim] for dim in order]) for numbers in (base.sizes, base.strides))
+    return replace(base, sizes=sizes, strides=strides)
+
+
+def _expand_type(base: TensorType, sizes: tuple[Size, ...]) -> TensorType | None:
+    if not _all_nonnegative(*sizes):
+        return None
+    added = len(sizes) - len(base.sizes)
+    strides = [0] * added + [
+        0 if size == 1 and new != 1 else stride
+        for size, stride, new in zip(base.sizes, base.strides, sizes[added:], strict=True)
+    ]
+    return replace(base, sizes=sizes, strides=tuple(strides))
+
+
+def _slice_type(base: TensorType, *arguments: int) -> TensorType | None:
+    if len(arguments) != 4 or not all(type(item) is int and item >= 0 for item in arguments):
+        return None
+    dim, start, end, step = arguments
+    size = base.sizes[dim]
+    if step != 1 or end < start or not isinstance(size, int) or end > size:
+        return None
+    sizes = (*base.sizes[:dim], end - start, *base.sizes[dim + 1 :])
+    return replace(base, sizes=sizes, storage_offset=_offset_by(base, dim, start))
+
+
+def _select_type(base: TensorType, dim: int, index: int) -> TensorType | None:
+    size = base.sizes[dim] if type(dim) is int and dim >= 0 else None
+    if not isinstance(size, int) or type(index) is not int or not 0 <= index < size:
+        return None
+    sizes, strides = (items[:dim] + items[dim + 1 :] for items in (base.sizes, base.strides))
+    return replace(base, sizes=sizes, strides=strides, storage_offset=_offset_by(base, dim, index))
+
+
+def _offset_by(base: TensorType, dim: int, index: int) -> Size:
+    return total((base.storage_offset, product((index, base.strides[dim]))))
+
+
+def _all_nonnegative(*items: Size) -> bool:
+    return all(isinstance(item, sympy.Basic) or (type(item) is int and item >= 0) for item in items)
+
+
+_VIEW_TYPES: dict[object, Callable[..., TensorType | None]] = {
+    _ATEN.view.default: _view_type,
+    _ATEN.permute.default: _permute_type,
+    _ATEN.expand.default: _expand_type,
+    _ATEN.slice.Tensor: _slice_type,
+    _ATEN.select.int: _select_type,
+}
+
+MEMORY: NodeImporters = {
+    _ATEN.empty_strided.default: _alloc,
+    _FXWRAP.reuse.default: _reuse,
+    _FXWRAP.pool.default: _pool,
+    _FXWRAP.pool_slice.default: _pool_slice,
+    _FXWRAP.workspace.default: _workspace,
+    _ATEN.as_strided.default: _as_strided,
+    _ATEN.sym_storage_offset.default: _storage_offset,
+    **dict.fromkeys(_VIEW_TYPES, _view),
+}

@@ -1,0 +1,142 @@
+"""Static types of the tensors of an emitted graph, and the views that plain tensors may replace.
+
+A node's type is known while its target is that of its line and its operands have the types that they had in the line,
+whatever else was rewritten. Symbolic sizes are excluded, as are lines whose result types do not follow from operands.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.fx import Node
+
+from fxwrap.converters.views import view_form
+from fxwrap.lines import Alloc, ExternCall, View
+from fxwrap.runtime.library import cpp_kernel_operator
+from fxwrap.torch_compat import aliased_or_mutated_inputs, operator_overload, out_argument_names, triton_launch
+from fxwrap.wrapper_ir import TensorType, Value
+
+_ATEN = torch.ops.aten
+
+VIEW_OPERATORS = {
+    "view": _ATEN.view.default,
+    "permute": _ATEN.permute.default,
+    "expand": _ATEN.expand.default,
+    "slice": _ATEN.slice.Tensor,
+    "select": _ATEN.select.int,
+    "as_strided": _ATEN.as_strided.default,
+}
+"""The operator of a view, by the kind of its form."""
+
+
+def known_types(nodes: Iterable[Node]) -> dict[Node, TensorType]:
+    """Returns the types that are known, of nodes in the order of a graph. Linear in the number of nodes."""
+    known: dict[Node, TensorType] = {}
+    for node in nodes:
+        type_ = _type_of(node, known)
+        if type_ is not None and all(type(number) is int for number in (*type_.sizes, *type_.strides)):
+            known[node] = type_
+    return known
+
+
+def _type_of(node: Node, known: dict[Node, TensorType]) -> TensorType | None:
+    if node.op == "placeholder":
+        type_ = node.meta.get("fxwrap_type")
+        return type_ if isinstance(type_, TensorType) else None
+    line = node.meta.get("fxwrap_line")
+    if node.op != "call_function":
+        return None
+    match line:
+        case Alloc():
+            return line.result.tensor_type if _is_allocation(node, line.result.tensor_type) else None
+        case View():
+            return line.result.tensor_type if _is_view(node, line, known) else None
+        case ExternCall():
+            return _result_type(node, line, known)
+        case _:
+            return None
+
+
+def _is_allocation(node: Node, type_: TensorType) -> bool:
+    return (
+        node.target is _ATEN.empty_strided.default
+        and node.args == (list(type_.sizes), list(type_.strides))
+        and node.kwargs == {"dtype": type_.dtype, "device": type_.device}
+    )
+
+
+def _is_view(node: Node, line: View, known: dict[Node, TensorType]) -> bool:
+    old, new = line.base.tensor_type, line.result.tensor_type
+    base = node.args[0] if node.args else None
+    if not isinstance(base, Node) or known.get(base) != old or node.kwargs:
+        return False
+    form = view_form(old, new)
+    arguments = form.arguments
+    if form.kind == "as_strided":
+        if new.storage_offset != old.storage_offset:
+            return False  # a node computes the offset
+        arguments = arguments[:2]
+    return node.target is VIEW_OPERATORS[form.kind] and _arguments_match(arguments, node.args[1:], known)
+
+
+def _result_type(node: Node, line: ExternCall, known: dict[Node, TensorType]) -> TensorType | None:
+    """Returns the type of an operator's only result, or of an item of several."""
+    call, index = node, None
+    if node.target is operator.getitem:
+        call, index = node.args  # type: ignore[assignment]
+        if call.op != "call_function" or call.meta.get("fxwrap_line") is not line:
+            return None
+    if not _is_call(call, line, known):
+        return None
+    results: tuple[object, ...] = line.results
+    if index is not None:
+        items = results[0] if len(results) == 1 and isinstance(results[0], tuple) else results
+        results = items[index : index + 1] if isinstance(index, int) else ()
+    result = results[0] if len(results) == 1 else None
+    return result.type if isinstance(result, Value) and isinstance(result.type, TensorType) else None
+
+
+def _is_call(node: Node, line: ExternCall, known: dict[Node, TensorType]) -> bool:
+    if node.target is not operator_overload(line.target):
+        return False
+    keywords = dict(line.keywords)
+    if line.outs:
+        keywords.update(zip(out_argument_names(line.target), line.outs, strict=True))
+    return (
+        _arguments_match(line.arguments, node.args, known)
+        and node.kwargs.keys() == keywords.keys()
+        and all(_arguments_match(item, node.kwargs[name], known) for name, item in keywords.items())
+    )
+
+
+def _arguments_match(then: object, now: object, known: dict[Node, TensorType]) -> bool:
+    """Whether a node's argument is that of its line; a tensor may be another one of the same type."""
+    if isinstance(then, Value):
+        return isinstance(now, Node) and known.get(now) == then.type
+    if isinstance(then, tuple):
+        if not isinstance(now, list | tuple) or len(then) != len(now):
+            return False
+        return all(_arguments_match(one, other, known) for one, other in zip(then, now, strict=True))
+    return type(then) is type(now) and bool(then == now)
+
+
+_VIEWS = frozenset(VIEW_OPERATORS.values())
+_LAUNCHES = frozenset({cpp_kernel_operator, triton_launch})
+
+
+def untracked_views(nodes: Sequence[Node]) -> frozenset[Node]:
+    """Returns the views that may be plain tensors on the same storage, without torch's view tracking.
+
+    The two are indistinguishable if the tensor and its views are read only by kernels and by operators that neither
+    mutate nor alias them.
+    """
+    tracked: set[Node] = set()
+    untracked = []
+    for node in reversed(nodes):
+        if node.op == "call_function" and node.target in _VIEWS and node not in tracked:
+            untracked.append(node)
+        elif node.op != "call_function" or node.target not in _LAUNCHES:
+            tracked.update(aliased_or_mutated_inputs(node))
+    return frozenset(untracked)

@@ -1,0 +1,4 @@
+"""Programs as Python source."""
+
+from fxwrap.converters.python.converter import PythonConverter as PythonConverter
+from fxwrap.converters.python.converter import to_python as to_python

@@ -1,0 +1,35 @@
+"""Names of kernel functions, as profilers and debuggers show them: `fxwrap_` and a description.
+
+In sources that fxwrap did not print, the function is called `kernel`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Final
+
+_PREFIX: Final = "fxwrap_"
+"""Distinguishes fxwrap's kernels from others in a profile, and from functions of C, Python and Triton."""
+
+_UNNAMED: Final = "kernel"
+_MAX_NAME_LENGTH: Final = 100
+_DEFINITION = re.compile(rf'^(?:def|extern "C" void) ({_PREFIX}\w+)\(', re.MULTILINE)
+
+
+def make_function_name(readable: str, content: str = "") -> str:
+    """Returns the identifier of a printed function: from a readable name, or `kernel` for "".
+
+    Digits of a hash of a non-empty `content` distinguish functions of the same readable name.
+    """
+    if not readable:
+        return _UNNAMED
+    cleaned = re.sub(r"[^A-Za-z0-9_]+", "_", readable)[:_MAX_NAME_LENGTH]
+    digits = f"_{hashlib.sha256(content.encode()).hexdigest()[:8]}" if content else ""
+    return f"{_PREFIX}{cleaned}{digits}"
+
+
+def find_function_name(source: str) -> str:
+    """Returns the name of the function in a kernel's source."""
+    match = _DEFINITION.search(source)
+    return match[1] if match else _UNNAMED

@@ -1,0 +1,179 @@
+"""Traits of kernel languages and capabilities of device types; the compiler reads these instead of names."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLanguage:
+    """Traits of a kernel language for passes and emitters.
+
+    Fields:
+        name: the `language` of its kernels in a program.
+        file_extension: of a file with a kernel's source, without the dot.
+        gridless: a launch calls the kernel once, with the grid (1, 1, 1); other kernels run at each point of a grid.
+        raw_pointer_arguments: printed kernels read only the data pointer of a tensor, so that any tensor with the same
+            data pointer may replace it.
+        links_into_cpp: sources are C++ functions that emitted C++ links and calls.
+        is_triton: sources are Triton's; emitted graphs launch them by torch's operator for Triton kernels.
+        needs_device_guard: a launch runs on the current device instead of the tensors' device.
+        user_defined: kernels are the user's; they have no printer, and their source has all that a launch needs.
+    """
+
+    name: str
+    file_extension: str = "txt"
+    gridless: bool = False
+    raw_pointer_arguments: bool = True
+    links_into_cpp: bool = False
+    is_triton: bool = False
+    needs_device_guard: bool = True
+    user_defined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GemmPaddingCosts:
+    """The cost model of padded matmuls. All figures are in bytes that the device copies in the same time.
+
+    Fields:
+        saved_bytes_per_operation: what aligned rows save for each multiplication and each addition.
+        copy_overhead_bytes: the fixed cost of a copy.
+        min_saved_bytes: the least saving for which a matmul is padded.
+        chunk_column_multiple: the columns of a chunk of a result that is computed and copied chunk by chunk are a
+            multiple of this.
+        target_chunks: about how many chunks there are: more chunks need less memory and use the device less well.
+    """
+
+    saved_bytes_per_operation: float = 1 / 32
+    copy_overhead_bytes: int = 10_000_000
+    min_saved_bytes: int = 3_000_000
+    chunk_column_multiple: int = 2048
+    target_chunks: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """Capabilities of a device type. Each default is correct for any device, but slow on some.
+
+    Fields:
+        device_type: torch's name: "cpu", "cuda", or a name that a vendor's package registered with torch.
+        kernel_language: the language of generated kernels; "" for extern calls only.
+        alignment: bytes to which allocations and pool offsets are aligned, a power of two.
+        memory_spaces: memory spaces that a tensor type may have; "" is the one that torch allocates in.
+        prefer_extern_ops: overloads ("aten.mm.default") that stay extern calls although they have lowering rules.
+        supports_multiple_devices: there may be several devices of the type, identified by an index.
+        supports_streams: work is queued on streams and may overlap. Without it, a call has run when it returns.
+        massively_parallel: a kernel needs thousands of elements at once to occupy the device, like a GPU: long
+            reductions are split, and kernels with few rows do not fuse whole tensors. Otherwise few threads loop.
+        channels_last_dtypes: dtypes in which image convolutions are faster in channels-last layout.
+        gemm_epilogue_dtypes: dtypes in which a library fuses a bias with relu or the tanh form of GELU as the epilogue
+            of a GEMM, computed at least as exactly as the result is stored.
+        gemm_padding_dtypes: dtypes in which matmuls are several times faster with row lengths that are multiples of
+            ROW_ALIGNMENT.
+        gemm_padding_costs: the cost model that decides which matmuls are padded.
+        unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
+        packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
+            matmuls of one tensor with several weights.
+        combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size become
+            combo kernels where the language has a `KernelCombiner`; 0 for none.
+        instructions_per_byte: instructions per element of a large tensor in the time to move one byte of each; 0 where
+            caches make that unpredictable. It enables recomputation of cheap tensors and tables of slow functions.
+        asserts_raise: a failed assertion in a kernel raises at its launch. Otherwise it fails on the device.
+        cpu_rounding: torch's operators compute as on the CPU: scalars are rounded to a tensor's dtype, `arange` counts
+            in float64, and additions into one element are ordered.
+        supports_all_atomics: kernels have atomics for all modes and dtypes. Otherwise products and integers below
+            4 bytes are missing.
+        zeroes_fully_masked_rows: torch's attention kernels return zeros for fully masked rows.
+        reserves_batch_norm_state: batch norm's forward reserves memory for a library's backward.
+        supports_graph_capture: work can be captured and replayed (CUDA graphs) by the runtime's `graph_capturer`.
+        prefers_memory_pools: an allocation takes longer than a slice of a pool in emitted C++.
+        random_state_bytes: the size of the generator's state; None where programs cannot save it.
+    """
+
+    device_type: str
+    kernel_language: str
+    alignment: int = 64
+    memory_spaces: tuple[str, ...] = ("",)
+    prefer_extern_ops: frozenset[str] = frozenset()
+    supports_multiple_devices: bool = True
+    supports_streams: bool = True
+    massively_parallel: bool = False
+    channels_last_dtypes: frozenset[torch.dtype] = frozenset()
+    gemm_epilogue_dtypes: frozenset[torch.dtype] = frozenset()
+    gemm_padding_dtypes: frozenset[torch.dtype] = frozenset()
+    gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
+    unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
+    packed_gemm_bytes: int = 0
+    combo_kernel_bytes: int = 0
+    instructions_per_byte: int = 0
+    asserts_raise: bool = False
+    cpu_rounding: bool = False
+    supports_all_atomics: bool = False
+    zeroes_fully_masked_rows: bool = False
+    reserves_batch_norm_state: bool = False
+    supports_graph_capture: bool = False
+    prefers_memory_pools: bool = False
+    random_state_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise ValueError(f"the alignment of {self.device_type} must be a power of two, not {self.alignment}")
+
+    def text(self) -> str:
+        """Returns the fields that differ from their defaults, in order: equal specs have equal texts."""
+        fields = [(item, getattr(self, item.name)) for item in dataclasses.fields(self)]
+        texts = [f"{item.name}={_text(value)}" for item, value in fields if value != item.default]
+        return f"DeviceSpec({', '.join(texts)})"
+
+
+def _text(value: object) -> str:
+    return str(sorted(map(str, value))) if isinstance(value, frozenset) else repr(value)
+
+
+ROW_ALIGNMENT = 16
+"""Bytes to which GEMM libraries want row lengths aligned."""
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+CPP = KernelLanguage("cpp", file_extension="cpp", gridless=True, links_into_cpp=True, needs_device_guard=False)
+TRITON = KernelLanguage("triton", file_extension="py", is_triton=True)
+USER_TRITON = KernelLanguage(
+    "user_triton", file_extension="py", raw_pointer_arguments=False, is_triton=True, user_defined=True
+)
+
+CPU = DeviceSpec(
+    "cpu",
+    CPP.name,
+    alignment=64,
+    supports_multiple_devices=False,
+    supports_streams=False,
+    channels_last_dtypes=_HALF | {torch.float32},
+    asserts_raise=True,
+    cpu_rounding=True,
+    supports_all_atomics=True,
+    zeroes_fully_masked_rows=True,
+    random_state_bytes=5056,
+)
+CUDA = DeviceSpec(
+    "cuda",
+    TRITON.name,
+    alignment=512,
+    massively_parallel=True,
+    channels_last_dtypes=_HALF,  # tensor cores
+    gemm_epilogue_dtypes=_HALF,
+    gemm_padding_dtypes=_HALF,
+    unfused_bias_dtypes=frozenset({torch.float32}),
+    packed_gemm_bytes=2 << 20,
+    combo_kernel_bytes=4 << 20,
+    instructions_per_byte=4,
+    reserves_batch_norm_state=True,
+    supports_graph_capture=True,
+    prefers_memory_pools=True,
+    random_state_bytes=16,
+)
+
+DEVICE_SPECS: tuple[DeviceSpec, ...] = (CPU, CUDA)
+"""The device types that fxwrap registers itself."""

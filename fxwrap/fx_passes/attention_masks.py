@@ -1,0 +1,317 @@
+"""Simplification of attention masks, before torch selects an attention kernel.
+
+Torch selects the kernel while it traces, by the operands' metadata. Attention with a mask is slower than without one or
+with `is_causal`, yet models build masks that are all true or causal. No kernel reads a mask whose last dimension is not
+contiguous: torch decomposes such attention into float32 matmuls and a softmax. So this pass evaluates constant masks,
+and makes others contiguous.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.nn import functional
+
+from fxwrap.options import Options
+from fxwrap.torch_compat import (
+    HigherOrderOperator,
+    OpOverload,
+    copy_dynamo_module,
+    copy_dynamo_node,
+    storage_identity,
+    without_fake_mode,
+)
+from fxwrap.wrapper_ir.operators import operator_schema
+
+_aten = torch.ops.aten
+
+_ATTENTION = frozenset({functional.scaled_dot_product_attention, _aten.scaled_dot_product_attention.default})
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+_MASK_OPERATORS = frozenset({
+    "add", "alias", "and", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bool", "clone",
+    "contiguous", "cumsum", "detach", "diff", "eq", "expand", "expand_as", "flip", "floordiv", "full", "full_like",
+    "ge", "getitem", "gt", "index", "int", "inv", "invert", "le", "lift_fresh_copy", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "long", "lt", "masked_fill", "mod", "mul", "ne", "neg", "new_full", "new_ones",
+    "new_zeros", "not", "ones", "ones_like", "or", "permute", "repeat", "reshape", "rsub", "select", "slice", "squeeze",
+    "sub", "to", "to_copy", "transpose", "tril", "triu", "unsqueeze", "view", "where", "xor", "zeros", "zeros_like",
+})  # fmt: skip
+"""Names of operators that masks are built from."""
+_MAX_FOLDED_BYTES = 1 << 27
+"""The largest tensor that is computed at compile time: twice a mask of 8192 rows and columns."""
+
+_IN_PLACE_FUNCTIONS = frozenset({
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+    operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.imatmul,
+})  # fmt: skip
+_IN_PLACE_METHODS = frozenset([f"__{function.__name__}__" for function in _IN_PLACE_FUNCTIONS])
+
+_LAYOUT_PROPAGATING = frozenset({
+    "getitem", "transpose", "permute", "swapaxes", "movedim", "squeeze", "unsqueeze", "select", "slice", "reshape",
+    "flatten", "clone",
+})  # fmt: skip
+"""Names of operators that accept any layout, and whose result's layout depends on it."""
+_LAYOUT_HIDING = frozenset({"contiguous", "linear", "matmul", "mm", "addmm", "bmm"})
+"""Names of operators that accept any layout, and whose result's layout does not depend on it."""
+
+MaskRewrite: TypeAlias = Literal["all_true", "causal", "contiguous"]
+"""A rewrite of a mask: removed since it is all true, replaced by `is_causal`, or made contiguous."""
+
+_LOG_MESSAGES: Mapping[MaskRewrite, str] = {
+    "all_true": "is all true and is removed",
+    "causal": "is a lower triangle and becomes is_causal",
+    "contiguous": "has a layout that no kernel reads and is copied",
+}
+
+log = logging.getLogger("fxwrap.compile")
+
+
+def simplify_attention_masks(graph_module: GraphModule, options: Options) -> GraphModule:
+    """Returns a Dynamo graph whose attention masks suit torch's kernels.
+
+    Boolean masks that are all true are removed, lower triangles become `is_causal`, and masks that are not contiguous
+    are copied. Attention with dropout, or with an observable layout of its result, is not changed. Returns the graph
+    itself if there is nothing to rewrite.
+    """
+    rewrites = find_mask_rewrites(graph_module.graph, options)
+    if not rewrites:
+        return graph_module
+    graph, node_map = Graph(), dict[Node, Node]()
+    for node in graph_module.graph.nodes:
+        node_map[node] = copy_dynamo_node(graph, node, node_map)
+    rewrite_masks({node_map[node]: rewrite for node, rewrite in rewrites.items()}, options)
+    return copy_dynamo_module(graph_module, graph)
+
+
+def find_mask_rewrites(graph: Graph, options: Options) -> dict[Node, MaskRewrite]:
+    """Returns the attention calls whose masks are rewritten."""
+    mask_of = {
+        node: mask for node in graph.nodes if (mask := _mask_of(node)) is not None and _is_layout_unobservable(node)
+    }
+    if not mask_of or not options.fuse or "aten.scaled_dot_product_attention.default" in options.preserve_ops:
+        return {}
+    constants = _constant_nodes(graph)
+    rewrite_of = {mask: _classify_mask(mask, constants) for mask in dict.fromkeys(mask_of.values())}
+    return {
+        node: rewrite for node, mask in mask_of.items()
+        if (rewrite := rewrite_of[mask]) is not None
+        and (rewrite != "contiguous" or _has_supported_dtype(mask, node))
+    }  # fmt: skip
+
+
+def _has_supported_dtype(mask: Node, node: Node) -> bool:
+    """Whether kernels read the mask's dtype: float32 masks with half-precision operands gave wrong results on H200."""
+    return _fake(mask).dtype in (torch.bool, _fake(_arguments(node)["query"]).dtype)
+
+
+def rewrite_masks(rewrites: Mapping[Node, MaskRewrite], options: Options) -> None:
+    """Applies the result of `find_mask_rewrites` to its graph, in place."""
+    specs = options.device_specs()
+    contiguous_masks: dict[Hashable, _ContiguousMask] = {}
+    for node, rewrite in rewrites.items():
+        arguments = _arguments(node)
+        mask = arguments["attn_mask"]
+        log.debug("%s: the mask %s %s", node.name, mask.name, _LOG_MESSAGES[rewrite])
+        if rewrite == "contiguous":
+            key = mask, _fake(node).dtype, _fake(arguments["query"]).dtype
+            if key not in contiguous_masks:
+                spec = specs.get(_fake(node).device.type)
+                is_exact = spec is not None and spec.zeroes_fully_masked_rows
+                contiguous_masks[key] = _ContiguousMask(mask, node, arguments["query"], is_exact)
+            arguments["attn_mask"] = contiguous_masks[key].mask
+            contiguous_masks[key].zero_fully_masked_rows(node)
+        else:
+            arguments |= {"attn_mask": None, "is_causal": rewrite == "causal"}
+        node.args = tuple([arguments.pop(name) for name in _PARAMETERS[:3]])
+        node.kwargs = arguments
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """Returns the arguments of an attention call by parameter name."""
+    return dict(zip(_PARAMETERS, node.args)) | node.kwargs
+
+
+def _mask_of(node: Node) -> Node | None:
+    if node.target not in _ATTENTION:
+        return None
+    arguments = _arguments(node)
+    mask = arguments.get("attn_mask")
+    # Kernels draw other random numbers than the formula does.
+    is_supported = arguments.get("is_causal", False) is False and arguments.get("dropout_p", 0.0) == 0
+    return mask if isinstance(mask, Node) and is_supported else None
+
+
+def _is_layout_unobservable(node: Node) -> bool:
+    """Whether no result depends on the layout of a tensor."""
+    return all(
+        user.op != "output"
+        and (_name(user) in _LAYOUT_HIDING or (_name(user) in _LAYOUT_PROPAGATING and _is_layout_unobservable(user)))
+        for user in node.users
+    )
+
+
+def _broadcast_dims(mask: torch.Tensor) -> list[int]:
+    """Returns the batch dimensions along which a mask is broadcast."""
+    return [dimension for dimension, stride in enumerate(mask.stride()[:-2]) if type(stride) is int and stride == 0]
+
+
+def _fake(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _name(node: Node) -> str:
+    """Returns the name of a call's target: one name for the function, the method and the operator."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        target = target.overloadpacket
+    return (target if isinstance(target, str) else str(getattr(target, "__name__", ""))).strip("_")
+
+
+# --- constant masks ---------------------------------------------------------------------------------------------------
+
+
+def _classify_mask(mask: Node, constants: frozenset[Node]) -> MaskRewrite | None:
+    fake = _fake(mask)
+    if not isinstance(fake, torch.Tensor) or fake.ndim < 2:
+        return None
+    if mask in constants and fake.dtype is torch.bool and fake.numel() > 0:
+        value = _fold_constant(mask)
+        if value is not None and bool(value.all()):
+            return "all_true"
+        if value is not None and _is_lower_triangular(value):
+            return "causal"
+    stride, size = fake.stride(-1), fake.shape[-1]
+    # A comparison of symbols would install a guard.
+    is_strided = type(stride) is int and stride != 1 and not (type(size) is int and size == 1)
+    return "contiguous" if is_strided else None
+
+
+def _is_lower_triangular(value: torch.Tensor) -> bool:
+    rows, columns = value.shape[-2:]
+    return rows == columns and bool((value == torch.ones(rows, columns, dtype=torch.bool).tril()).all())
+
+
+def _constant_nodes(graph: Graph) -> frozenset[Node]:
+    """Returns the tensors that do not depend on the graph's inputs; none if a call may mutate one of them."""
+    constants: set[Node] = set()
+    storages: set[int | None] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        operands = node.all_input_nodes
+        if _may_mutate(node):
+            if any(_storage(operand) in storages for operand in operands):
+                return frozenset()
+        elif constants.issuperset(operands) and _name(node) in _MASK_OPERATORS and _is_foldable(_fake(node)):
+            constants.add(node)
+            storages.add(_storage(node))
+    return frozenset(constants)
+
+
+def _storage(node: Node) -> int | None:
+    fake = _fake(node)
+    return storage_identity(fake) if isinstance(fake, torch.Tensor) else None
+
+
+def _is_foldable(fake: Any) -> bool:
+    """Whether a value is a tensor of integers or booleans, small enough to compute at compile time."""
+    if not isinstance(fake, torch.Tensor) or fake.dtype.is_floating_point or fake.dtype.is_complex:
+        return False
+    return all(type(size) is int for size in fake.shape) and fake.untyped_storage().nbytes() <= _MAX_FOLDED_BYTES
+
+
+def _may_mutate(node: Node) -> bool:
+    """Whether a call may mutate its operands, by its name, schema or parameters."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return bool(operator_schema(target).mutated_arguments)
+    if isinstance(target, str):
+        named = target in _IN_PLACE_METHODS if target.endswith("__") else target.endswith("_")
+        return node.op == "call_module" or named
+    if getattr(target, "__module__", "") == operator.add.__module__:
+        return target in _IN_PLACE_FUNCTIONS
+    parameters = getattr(getattr(target, "__code__", None), "co_varnames", ())
+    name = getattr(target, "__name__", "_")
+    return (
+        isinstance(target, HigherOrderOperator) or name.endswith("_") or "out" in node.kwargs or "inplace" in parameters
+    )
+
+
+def _fold_constant(mask: Node) -> torch.Tensor | None:
+    """Computes a constant on the CPU, with broadcast dimensions of size 1; returns None if that fails."""
+    needed, pending = {mask}, [mask]
+    while pending:
+        new = [operand for operand in pending.pop().all_input_nodes if operand not in needed]
+        needed.update(new)
+        pending.extend(new)
+    values: dict[Node, torch.Tensor] = {}
+    cpu = torch.device("cpu")
+
+    def on_cpu(argument: object) -> object:
+        if isinstance(argument, Node):
+            return values[argument]
+        return cpu if isinstance(argument, torch.device | str) else argument
+
+    with without_fake_mode(), torch.no_grad(), cpu, suppress(RuntimeError):  # integer division by 0 raises on CPUs
+        for node in mask.graph.nodes:
+            if node in needed:
+                arguments: Any
+                arguments, keywords = map_aggregate((node.args, node.kwargs), on_cpu)  # type: ignore[arg-type]
+                keywords = {name: item for name, item in keywords.items() if name != "pin_memory"}
+                call = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+                values[node] = call(*arguments, **keywords)
+    value = values.get(mask)
+    if value is None:
+        return None
+    for dimension in _broadcast_dims(value):
+        value = value.narrow(dimension, 0, 1)
+    return value
+
+
+# --- contiguous masks -------------------------------------------------------------------------------------------------
+
+
+class _ContiguousMask:
+    """A copy of a mask with a contiguous last dimension; broadcast dimensions stay broadcast.
+
+    Attention as a formula returns zeros for fully masked rows. A device's kernels need not: with boolean masks, an H200
+    returned other numbers (torch 2.11). Unless the device is exact, the mask adds the lowest finite number, so that the
+    backward has no NaN either, and fully masked rows of the result are zeroed.
+    """
+
+    def __init__(self, mask: Node, node: Node, query: Node, is_exact: bool) -> None:
+        graph, fake = mask.graph, _fake(mask)
+        broadcast_dims = _broadcast_dims(fake)
+        self._row_is_unmasked: Node | None = None  # for each row, whether any column is unmasked
+        with graph.inserting_before(node):
+            copy = mask
+            for dimension in broadcast_dims:
+                copy = graph.call_function(_aten.slice.Tensor, (copy, dimension, 0, 1))
+            contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            copy = graph.call_function(_aten.clone.default, (copy,), contiguous)
+            if not is_exact:
+                lowest = torch.finfo(_fake(node).dtype).min
+                if fake.dtype is torch.bool:
+                    self._row_is_unmasked = graph.call_function(_aten.any.dim, (copy, -1, True))
+                    copy = graph.call_function(_aten.where.Scalar, (copy, 0.0, lowest))
+                    copy = graph.call_function(_aten._to_copy.default, (copy,), {"dtype": _fake(query).dtype})
+                else:
+                    is_unmasked = graph.call_function(_aten.ne.Scalar, (copy, -torch.inf))
+                    self._row_is_unmasked = graph.call_function(_aten.any.dim, (is_unmasked, -1, True))
+                    copy = graph.call_function(_aten.clamp_min.default, (copy, lowest))
+            self.mask = graph.call_function(_aten.expand_as.default, (copy, mask)) if broadcast_dims else copy
+
+    def zero_fully_masked_rows(self, node: Node) -> None:
+        """Zeroes the fully masked rows of an attention's result, unless its kernel does."""
+        if self._row_is_unmasked is None:
+            return
+        with node.graph.inserting_after(node):
+            zeroed = node.graph.call_function(_aten.where.ScalarOther, (self._row_is_unmasked, node, 0.0))
+        node.replace_all_uses_with(zeroed, delete_user_cb=lambda user: user is not zeroed)

@@ -1,0 +1,163 @@
+"""Fake-tensor propagation: the fake value of each node of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import Argument, Target
+
+from fxwrap.errors import FxwrapError, GraphError
+from fxwrap.fx_passes.graph_copy import items_of, run_on_fakes
+from fxwrap.fx_passes.prepared_graph import NodeValues
+from fxwrap.fx_passes.source import check_desugared, location_of
+from fxwrap.fx_passes.stream_calls import stream_call
+from fxwrap.inference import explain_fake_call
+from fxwrap.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    detect_fake_mode,
+    fresh_fake_mode,
+    in_fake_mode,
+    is_composite,
+    storage_identity,
+    tree_map,
+)
+from fxwrap.wrapper_ir.operators import operator_schema
+
+
+def fake_values(graph_module: GraphModule, example_inputs: Sequence[object] | None) -> dict[Node, Any]:
+    """Returns each node's fake value: its `meta["val"]`, or the result of running the graph on fake tensors.
+
+    Raises GraphError if neither metadata nor example inputs describe the inputs, and if a node fails.
+    """
+    nodes = list(graph_module.graph.nodes)
+    calls = [node for node in nodes if node.op in ("placeholder", "call_function")]
+    if all(_has_fake(node) or stream_call(node) for node in calls):
+        return _rebase_views(nodes, _unify_fake_modes(nodes))
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    if example_inputs is None:
+        example_inputs = [node.meta.get("val") for node in placeholders]
+    if len(example_inputs) != len(placeholders):
+        reason = f"the graph has {len(placeholders)} inputs, but there are {len(example_inputs)} example inputs"
+        raise GraphError("", reason, "Pass one example input for each placeholder")
+    return _propagate(graph_module, placeholders, example_inputs)
+
+
+def _unify_fake_modes(nodes: Sequence[Node]) -> dict[Node, Any]:
+    """Returns the nodes' metadata in one fake mode, as a call of an operator needs.
+
+    make_fx over real tensors creates a mode for each of them.
+    """
+    values = {node: node.meta.get("val") for node in nodes}
+    fakes = [item for value in values.values() for item in items_of(value) if isinstance(item, FakeTensor)]
+    modes = list({id(fake.fake_mode): fake.fake_mode for fake in fakes}.values())
+    if len(modes) <= 1:
+        return values
+    # Symbolic sizes stay in their mode.
+    mode = next((mode for mode in modes if mode.shape_env is not None), modes[0])
+
+    def convert(value: object) -> object:
+        if not isinstance(value, FakeTensor) or value.fake_mode is mode:
+            return value
+        with in_fake_mode(mode):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    return {node: tree_map(convert, value) for node, value in values.items()}
+
+
+def _rebase_views(nodes: Sequence[Node], metadata: NodeValues) -> dict[Node, Any]:
+    """Returns the nodes' metadata, with views recomputed that do not share their base's storage in the metadata.
+
+    make_fx over real tensors records unrelated tensors without offsets; deduplicated nodes leave views of removed ones.
+    """
+    values: dict[Node, Any] = {}
+    for node in nodes:
+        value = _returned_operand(node, values, metadata[node])
+        base = _view_base(node, values)
+        if base is not None:
+            first = value[0] if isinstance(value, tuple | list) and value else value
+            if isinstance(first, FakeTensor) and storage_identity(first) != storage_identity(base):
+                value = run_on_fakes(node, values, base)
+        values[node] = value
+    return values
+
+
+def _returned_operand(node: Node, values: NodeValues, value: object) -> object:
+    """Returns the operand that a mutating call returns if its layout equals the call's, else `value`."""
+    if not isinstance(node.target, OpOverload) or not isinstance(value, FakeTensor):
+        return value
+    operands = operator_schema(node.target).returned_operands(node.args, tuple(node.kwargs.items()))
+    operand = operands[0] if operands else None
+    fake = values.get(operand) if isinstance(operand, Node) else None
+    is_same = isinstance(fake, FakeTensor) and fake.shape == value.shape and fake.stride() == value.stride()
+    return fake if is_same else value
+
+
+def _view_base(node: Node, values: NodeValues) -> FakeTensor | None:
+    """Returns the fake tensor that a node's results are views of, by its schema; None if they are not views."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    schema = operator_schema(node.target)
+    position = schema.aliased_argument
+    if position is None or is_composite(node.target) or schema.mutated_arguments or position >= len(node.args):
+        return None
+    operand = node.args[position]
+    base = values.get(operand) if isinstance(operand, Node) else None
+    return base if isinstance(base, FakeTensor) else None
+
+
+def _has_fake(node: Node) -> bool:
+    items = items_of(node.meta["val"]) if "val" in node.meta else None
+    return items is not None and all(
+        isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor) for item in items
+    )
+
+
+def _propagate(graph_module: GraphModule, placeholders: list[Node], inputs: Sequence[object]) -> dict[Node, Any]:
+    mode = detect_fake_mode(inputs) or fresh_fake_mode()
+    fakes = []
+    for node, example in zip(placeholders, inputs, strict=True):
+        check_desugared(node.name, example)
+        if isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor):
+            example = mode.from_tensor(example, static_shapes=True)
+        fakes.append(example)
+    propagator = _FakePropagator(graph_module, mode)
+    # Some operators reject inputs that require gradients.
+    with in_fake_mode(mode), torch.no_grad():
+        propagator.run(*fakes)
+    return propagator.values
+
+
+class _FakePropagator(Interpreter):
+    """Runs a graph on fake tensors and records each node's value, without changing the graph's metadata."""
+
+    def __init__(self, graph_module: GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self.mode = mode
+        self.values: dict[Node, Any] = {}
+        self.attributes: dict[str, object] = {}
+
+    def run_node(self, n: Node) -> object:
+        try:
+            # Stream operators return None; torch 2.11 has no fake rule for some of them, or a wrong one.
+            value = None if stream_call(n) else super().run_node(n)
+        except FxwrapError:
+            raise
+        except Exception as error:
+            failure = explain_fake_call(n.target, error)
+            raise GraphError(n.name, failure.reason, failure.remedy, location_of(n)) from error
+        self.values[n] = value
+        return value
+
+    def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> object:
+        key = str(target)
+        if key not in self.attributes:
+            value = super().get_attr(target, args, kwargs)
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                value = self.mode.from_tensor(value, static_shapes=True)
+            self.attributes[key] = value
+        return self.attributes[key]

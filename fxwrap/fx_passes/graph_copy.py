@@ -1,0 +1,215 @@
+"""Editing of graphs: a copy of a prepared graph to which a pass adds calls, and calls on fake values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fxwrap.fx_passes.effects import mutated_operands
+from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph, Target
+from fxwrap.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    LazyGraphModule,
+    OpOverload,
+    in_fake_mode,
+    storage_identity,
+    symbol_expression,
+    symbol_hint,
+)
+
+
+def items_of(fake: Any) -> Sequence[Any]:
+    """Returns the elements of a fake value that is a tuple, list or dict; a single value is its only element."""
+    return fake if isinstance(fake, tuple | list) else tuple(fake.values()) if isinstance(fake, dict) else (fake,)
+
+
+def storages_of(fake: object) -> set[int]:
+    """Returns the identities of the storages of a fake value's tensors."""
+    return {storage_identity(item) for item in items_of(fake) if isinstance(item, torch.Tensor)}
+
+
+def expression_of(number: int | torch.SymInt) -> int | sympy.Expr:
+    """Returns a size or stride as an int or an expression. Installs no guard."""
+    return number if isinstance(number, int) else symbol_expression(number)
+
+
+def expressions_of(numbers: Iterable[int | torch.SymInt]) -> list[int | sympy.Expr]:
+    """Returns sizes or strides as ints and expressions, whose comparison installs no guard."""
+    return [expression_of(number) for number in numbers]
+
+
+def same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the strides of two tensors are equal expressions."""
+    return expressions_of(one.stride()) == expressions_of(other.stride())
+
+
+def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the sizes and strides of two tensors are equal expressions."""
+    return expressions_of(one.shape) == expressions_of(other.shape) and same_strides(one, other)
+
+
+def has_static_strides(fake: object) -> bool:
+    """Whether a value is a tensor whose strides contain no symbols."""
+    return isinstance(fake, torch.Tensor) and all(type(stride) is int for stride in fake.stride())
+
+
+def size_hint(number: int | torch.SymInt) -> int:
+    """Returns a size or stride; for a symbolic one its hint, or 1 if it has none."""
+    return number if type(number) is int else int(symbol_hint(number) or 1)  # type: ignore[arg-type]
+
+
+def bytes_of(fake: torch.Tensor) -> int:
+    """Returns the bytes of a tensor's elements; symbolic sizes count as their hints."""
+    count: int = fake.dtype.itemsize
+    for size in fake.shape:
+        count *= size_hint(size)
+    return count
+
+
+def fake_call(
+    target: Target, arguments: Sequence[object], keywords: Mapping[str, object] | None = None, like: object = None
+) -> Any:
+    """Returns the fake result of a call; `like` has the fake mode if no argument is a fake tensor."""
+    keywords = keywords or {}
+    with in_fake_mode(_mode_among((*arguments, *keywords.values(), like))):
+        return target(*arguments, **keywords)
+
+
+def _mode_among(values: Sequence[object]) -> FakeTensorMode | None:
+    items = [item for value in values for item in items_of(value)]
+    return next((item.fake_mode for item in items if isinstance(item, FakeTensor)), None)
+
+
+def run_on_fakes(node: Node, fakes: NodeValues, like: object = None) -> Any:
+    """Returns the fake result of a call of an operator or of `getitem`, from fake values of its operands."""
+    arguments: Any
+    arguments, keywords = map_arg((node.args, node.kwargs), fakes.__getitem__)
+    if node.target is operator.getitem:
+        return arguments[0][arguments[1]]
+    return fake_call(node.target, arguments, keywords, like)
+
+
+def can_propagate_fake(node: Node) -> bool:
+    """Whether `run_on_fakes` supports a node."""
+    return isinstance(node.target, OpOverload) or node.target is operator.getitem
+
+
+def written_storages(nodes: Sequence[Node], fakes: NodeValues) -> set[int]:
+    """Returns the identities of the storages that calls of a graph write."""
+    return {
+        storage for node in nodes if node.op == "call_function"
+        for operand in mutated_operands(node, fakes) for storage in storages_of(fakes.get(operand))
+    }  # fmt: skip
+
+
+def nodes_by_storage(nodes: Sequence[Node], fakes: NodeValues) -> dict[int, list[Node]]:
+    """Returns the nodes whose tensors share each storage."""
+    nodes_of: dict[int, list[Node]] = {}
+    for node in nodes:
+        for storage in storages_of(fakes.get(node)):
+            nodes_of.setdefault(storage, []).append(node)
+    return nodes_of
+
+
+class GraphCopy:
+    """A copy of a graph, edited by one pass.
+
+    `node_map` maps each node of the original graph to its current replacement; `fakes` holds the fake values of the
+    copy's nodes.
+    """
+
+    def __init__(self, source: PreparedGraph) -> None:
+        self._source = source
+        self._replaced: dict[Node, Node] = {}
+        self._coverage_kind: dict[Node, str] = {}
+        self._output_clones: list[tuple[Node, str]] = []
+        self.graph = Graph()
+        self.node_map: dict[Node, Node] = {}
+        self.fakes: dict[Node, Any] = {}
+        for node in source.nodes:
+            copy = self.node_map[node] = self.graph.node_copy(node, self.node_map.__getitem__)
+            if node in source.fakes:
+                self.fakes[copy] = source.fakes[node]
+
+    def call(
+        self,
+        before: Node,
+        target: Target,
+        arguments: Sequence[Any],
+        name: str,
+        keywords: Mapping[str, Any] | None = None,
+        fake: object = None,
+    ) -> Node:
+        """Inserts a call before a node of the copy, with that node's metadata. Infers the fake value if it is None."""
+        with self.graph.inserting_before(before):
+            call = self.graph.create_node("call_function", target, tuple(arguments), dict(keywords or {}), name)
+        if fake is None:
+            fake = run_on_fakes(call, self.fakes, self.fakes[before])
+        call.meta = {**before.meta, "val": fake}
+        self.fakes[call] = fake
+        return call
+
+    def attribute(self, before: Node, path: str, payload: object) -> Node:
+        """Inserts a `get_attr` of the graph's module before a node of the copy."""
+        with self.graph.inserting_before(before):
+            attribute = self.graph.create_node("get_attr", path)
+        mode = _mode_among((self.fakes[before],))
+        if isinstance(payload, torch.Tensor) and not isinstance(payload, FakeTensor) and mode is not None:
+            payload = mode.from_tensor(payload, static_shapes=True)
+        self.fakes[attribute] = attribute.meta["val"] = payload
+        return attribute
+
+    def substitute(
+        self, node: Node, replacement: Node, coverage_kind: str = "view", erased: Sequence[Node] = ()
+    ) -> None:
+        """Replaces all uses of a node, and erases it with the nodes `erased`, which have no other uses.
+
+        `coverage_kind` is their coverage: "view" of another call's result, or "fused" with one.
+        """
+        self._coverage_kind |= dict.fromkeys((node, *erased), coverage_kind)
+        self.node_map[node].replace_all_uses_with(replacement)
+        self._replaced |= {item: self.node_map[item] for item in (node, *erased)}
+        self.node_map[node] = replacement
+
+    def clone_output(self, node: Node, name: str) -> None:
+        """Makes the graph return a contiguous clone of a node's tensor."""
+        self._output_clones.append((node, name))
+
+    def finish(self) -> PreparedGraph:
+        """Returns the edited graph. Recomputes the fake values of views of replaced nodes."""
+        nodes, fakes = self._source.nodes, self._source.fakes
+        moved = set(self._replaced)
+        for node in nodes:
+            is_view = any(operand in moved and storages_of(fakes[operand]) & storages_of(fakes.get(node))
+                          for operand in node.all_input_nodes)  # fmt: skip
+            if is_view and node not in moved and can_propagate_fake(node):
+                moved.add(node)
+                view = self.node_map[node]
+                self.fakes[view] = view.meta["val"] = run_on_fakes(view, self.fakes)
+        output = self.graph.output_node()
+        for node, name in self._output_clones:
+            returned = self.node_map[node]
+            keywords: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            with self.graph.inserting_before(output):
+                clone = self.graph.create_node("call_function", _CLONE, (returned,), keywords, name)
+            self.fakes[clone] = run_on_fakes(clone, self.fakes)
+            clone.meta = {**returned.meta, "val": self.fakes[clone]}
+            output.replace_input_with(returned, clone)
+        positions = {node: position for position, node in enumerate(nodes)}
+        for node in sorted(self._replaced, key=positions.__getitem__, reverse=True):
+            self.fakes.pop(self._replaced[node], None)
+            self.graph.erase_node(self._replaced[node])
+        module = LazyGraphModule(self._source.graph_module, self.graph)
+        replaced = {**self._source.replaced, **self._coverage_kind}
+        return replace(self._source, graph_module=module, replaced=replaced, fakes=self.fakes)
+
+
+_CLONE: Callable[..., object] = torch.ops.aten.clone.default

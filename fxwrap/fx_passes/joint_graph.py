@@ -1,0 +1,252 @@
+"""Decompositions in the joint graph of training, before it is partitioned into forward and backward.
+
+torch's partitioner recomputes cheap operators in the backward instead of saving their results. It does not know that
+some composite operators are cheap: it saves the float32 result of a log softmax, although that is a subtraction from
+logits that are saved anyway. It does not compress either: it saves the indices of a max pooling as int64, although the
+offset within the window fits in a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxwrap.fx_passes.graph_copy import run_on_fakes
+from fxwrap.fx_passes.matmuls import is_outer_product
+from fxwrap.fx_passes.operators import expand_to_rank
+from fxwrap.fx_passes.prepared_graph import Target
+from fxwrap.fx_passes.stream_calls import inline_control_deps
+from fxwrap.options import Options, Step, enabled_steps
+from fxwrap.torch_compat import FakeTensor, min_cut_partitioner
+
+_aten = torch.ops.aten
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def partitioner(options: Options) -> Callable[..., object]:
+    """Returns the partitioner of the options, or torch's min-cut partitioner after `JOINT_GRAPH_PASSES`."""
+    if options.partitioner is not None:
+        return options.partitioner
+
+    def partition(joint: GraphModule, *arguments: object, **keywords: object) -> object:
+        for step in enabled_steps(JOINT_GRAPH_PASSES, options):
+            joint = step.run(joint, options)
+        return min_cut_partitioner()(joint, *arguments, **keywords)
+
+    return partition
+
+
+def decompose_for_recomputation(joint: GraphModule, options: Options) -> GraphModule:
+    """Decomposes operators whose results are cheap to recompute, in place; returns the graph.
+
+    Operators that the options preserve, lower or decompose, and nodes without fake values, stay.
+    """
+    excluded = {*options.preserve_ops, *options.lowerings, *map(str, options.decompositions or ())}
+    row_sums: dict[Node, Node] = {}
+    specs = options.device_specs()
+    returned = joint.graph.output_node().all_input_nodes
+    for node in list(joint.graph.nodes):
+        if node.target is _aten.detach.default and node not in returned:
+            # Nothing records gradients here, and the partitioner does not know that detach is a view.
+            node.replace_all_uses_with(node.args[0])
+            joint.graph.erase_node(node)
+            continue
+        decomposition = _DECOMPOSITIONS.get(node.target)
+        if decomposition is None or str(node.target) in excluded or not _is_plain(node):
+            continue
+        spec = specs.get(node.meta["val"].device.type)
+        builder = _NodeBuilder(joint.graph, node, row_sums, spec is not None and spec.massively_parallel)
+        result = decomposition(builder, *node.args)
+        if result is not None:
+            node.replace_all_uses_with(result)
+            joint.graph.erase_node(node)
+    joint.recompile()
+    return joint
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a call has positional arguments only, and fake values that are not empty."""
+    fakes = [operand.meta.get("val") for operand in (node, *node.all_input_nodes)]
+    if node.kwargs or not all(isinstance(fake, FakeTensor) for fake in fakes):
+        return False
+    result: FakeTensor = node.meta["val"]
+    return result.ndim > 0 and all(type(size) is not int or size > 0 for size in result.shape)
+
+
+class _NodeBuilder:
+    """Inserts calls before a node, with its metadata.
+
+    Attributes:
+        replaced: the node's fake value.
+        row_sums: nodes of the row sums of some matrices, for sums that need no reduction.
+        gathers_pool_gradients: whether the backward of a pooling gathers gradients on the node's device.
+    """
+
+    def __init__(self, graph: Graph, node: Node, row_sums: dict[Node, Node], gathers_pool_gradients: bool) -> None:
+        self._graph = graph
+        self._node = node
+        self.replaced: FakeTensor = node.meta["val"]
+        self.row_sums = row_sums
+        self.gathers_pool_gradients = gathers_pool_gradients
+
+    def call(self, target: Target, *arguments: Any, **keywords: Any) -> Node:
+        """Returns a new call."""
+        with self._graph.inserting_before(self._node):
+            call = self._graph.call_function(target, arguments, keywords)
+        fakes = {operand: operand.meta["val"] for operand in call.all_input_nodes}
+        call.meta = {**self._node.meta, "val": run_on_fakes(call, fakes, self.replaced)}
+        return call
+
+    def cast(self, operand: Node, dtype: torch.dtype) -> Node:
+        """Returns an operand in a dtype."""
+        is_same = operand.meta["val"].dtype == dtype
+        return operand if is_same else self.call(_aten._to_copy.default, operand, dtype=dtype)
+
+    def upcast(self, operand: Node) -> Node:
+        """Returns an operand in the dtype in which operators compute: float32 for half precision."""
+        return self.cast(operand, torch.float32) if operand.meta["val"].dtype in _HALF else operand
+
+    def change_row_length(self, index: Node, length: int, new_length: int) -> Node:
+        """Returns the flat index of the same row and column in a matrix with another row length."""
+        row = self.call(_aten.div.Tensor_mode, index, length, rounding_mode="floor")
+        column = self.call(_aten.remainder.Scalar, index, length)
+        return self.call(_aten.add.Tensor, self.call(_aten.mul.Tensor, row, new_length), column)
+
+    def one_minus(self, value: Node) -> Node:
+        """Returns 1 - value."""
+        return self.call(_aten.add.Tensor, self.call(_aten.neg.default, value), 1)
+
+    def result(self, value: Node) -> Node:
+        """Returns a value in the node's dtype."""
+        return self.cast(value, self.replaced.dtype)
+
+
+def _log_softmax(builder: _NodeBuilder, x: Node, dim: int, _half_to_float: bool) -> Node:
+    x = builder.upcast(x)
+    shifted = builder.call(_aten.sub.Tensor, x, builder.call(_aten.amax.default, x, [dim], True))
+    total = builder.call(_aten.sum.dim_IntList, builder.call(_aten.exp.default, shifted), [dim], True)
+    return builder.result(builder.call(_aten.sub.Tensor, shifted, builder.call(_aten.log.default, total)))
+
+
+def _log_softmax_backward(builder: _NodeBuilder, gradient: Node, output: Node, dim: int, _dtype: torch.dtype) -> Node:
+    row_sum = builder.row_sums.get(gradient) if dim in (1, -1) else None
+    gradient = builder.upcast(gradient)
+    if row_sum is None:
+        row_sum = builder.call(_aten.sum.dim_IntList, gradient, [dim], True)
+    else:
+        row_sum = builder.upcast(row_sum)
+    weighted = builder.call(_aten.mul.Tensor, builder.call(_aten.exp.default, builder.upcast(output)), row_sum)
+    return builder.result(builder.call(_aten.sub.Tensor, gradient, weighted))
+
+
+def _activation_backward(builder: _NodeBuilder, gradient: Node, output: Node, is_tanh: bool) -> Node:
+    """Multiplies the gradient by the slope: 1 - y*y for y = tanh(x), y * (1 - y) for y = sigmoid(x)."""
+    output = builder.upcast(output)
+    if is_tanh:
+        slope = builder.one_minus(builder.call(_aten.mul.Tensor, output, output))
+    else:
+        slope = builder.call(_aten.mul.Tensor, output, builder.one_minus(output))
+    return builder.result(builder.call(_aten.mul.Tensor, builder.upcast(gradient), slope))
+
+
+def _nll_loss_backward(
+    builder: _NodeBuilder, gradient: Node, scores: Node, target: Node, weight: Node | None, reduction: int,
+    ignore_index: int, total_weight: Node,
+) -> Node | None:  # fmt: skip
+    """A row's gradient is one number at its class, so the backward needs no scores."""
+    fake = scores.meta["val"]
+    if weight is not None or fake.ndim != 2:
+        return None
+    value = builder.upcast(gradient)
+    if reduction == _MEAN:
+        value = builder.call(_aten.div.Tensor, value, builder.upcast(total_weight))
+    elif reduction == _NONE:
+        value = builder.call(_aten.unsqueeze.default, value, 1)
+    target = builder.call(_aten.unsqueeze.default, target, 1)
+    zero = builder.call(_aten.full.default, [], 0.0, dtype=value.meta["val"].dtype, device=fake.device)
+    is_counted = builder.call(_aten.ne.Scalar, target, ignore_index)
+    value = builder.call(_aten.where.self, is_counted, builder.call(_aten.neg.default, value), zero)
+    classes = builder.call(_aten.arange.default, fake.shape[1], dtype=torch.int64, device=fake.device)
+    is_target = builder.call(_aten.eq.Tensor, classes, target)
+    result = builder.result(builder.call(_aten.where.self, is_target, value, zero))
+    builder.row_sums[result] = builder.result(value)
+    return result
+
+
+_NONE, _MEAN = 0, 1
+
+
+def _outer_product(builder: _NodeBuilder, left: Node, right: Node) -> Node | None:
+    """A matmul over one term is a multiplication, which is cheap to recompute."""
+    is_outer = is_outer_product(left.meta["val"], right.meta["val"], builder.replaced)
+    return builder.call(_aten.mul.Tensor, left, right) if is_outer else None
+
+
+def _repeated_cat(builder: _NodeBuilder, tensors: Sequence[Node], dim: int = 0) -> Node | None:
+    """A concatenation of one tensor with itself is an expanded copy, which torch's partitioner recomputes."""
+    shape, result = tensors[0].meta["val"].shape, builder.replaced
+    if len({*tensors}) > 1 or not all(type(size) is int for size in shape) or not result.is_contiguous():
+        return None
+    dim %= len(shape)
+    repeated = builder.call(_aten.unsqueeze.default, tensors[0], dim)
+    repeated = builder.call(_aten.expand.default, repeated, [*shape[:dim], len(tensors), *shape[dim:]])
+    copied = builder.call(_aten.clone.default, repeated, memory_format=torch.contiguous_format)
+    return builder.call(_aten.view.default, copied, list(result.shape))
+
+
+def _max_pool_backward(
+    builder: _NodeBuilder, gradient: Node, x: Node, kernel: Sequence[int], stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], ceil_mode: bool, indices: Node,
+) -> Node | None:  # fmt: skip
+    """The forward saves each maximum's offset within its window in a byte; the backward computes the plane's index."""
+    row = x.meta["val"].shape[-1]
+    counts = gradient.meta["val"].shape[-2:]
+    options = (kernel, stride or kernel, padding, dilation)
+    (height, width), steps, pads, dilations = [expand_to_rank(option, 2) for option in options]
+    is_supported = all(type(size) is int for size in (row, *counts)) and {*dilations} == {1}
+    if not builder.gathers_pool_gradients or not is_supported or width > row or height * width > _MAX_INT8_WINDOW:
+        return None
+    down, across = [
+        builder.call(_aten.arange.start_step, -pad, count * step - pad, step, device=x.meta["val"].device)
+        for count, step, pad in zip(counts, steps, pads, strict=True)
+    ]
+    down = builder.call(_aten.mul.Tensor, builder.call(_aten.unsqueeze.default, down, 1), row)
+    first = builder.call(_aten.add.Tensor, down, across)  # of each window; it may be in the padding
+    offset = builder.change_row_length(builder.call(_aten.sub.Tensor, indices, first), row, width)
+    offset = builder.cast(builder.cast(offset, torch.int8), torch.int64)
+    restored = builder.call(_aten.add.Tensor, first, builder.change_row_length(offset, width, row))
+    arguments = gradient, x, kernel, stride, padding, dilation, ceil_mode, restored
+    return builder.call(_aten.max_pool2d_with_indices_backward.default, *arguments)
+
+
+_MAX_INT8_WINDOW = 128
+
+
+_DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {
+    _aten._log_softmax.default: _log_softmax,
+    _aten._log_softmax_backward_data.default: _log_softmax_backward,
+    _aten.nll_loss_backward.default: _nll_loss_backward,
+    _aten.tanh_backward.default: partial(_activation_backward, is_tanh=True),
+    _aten.sigmoid_backward.default: partial(_activation_backward, is_tanh=False),
+    _aten.mm.default: _outer_product,
+    _aten.bmm.default: _outer_product,
+    _aten.cat.default: _repeated_cat,
+    _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
+}
+"""Decompositions; one that returns None leaves the call as it is."""
+
+JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
+    Step(
+        "inline_control_deps", "inline the stream operators that AOTAutograd wraps in subgraphs",
+        lambda joint, _options: inline_control_deps(joint),
+    ),
+    Step(
+        "decompose_for_recomputation", "decompose operators that are cheap to recompute in the backward",
+        decompose_for_recomputation,
+    ),
+)  # fmt: skip
+"""The passes over the joint graph of training, before torch's partitioner. They do not run with `partitioner`."""

@@ -1,0 +1,412 @@
+"""Layout optimisation: channels-last tensors around convolutions, where that saves time.
+
+Libraries convolve channels-last tensors without reordering them first. The pass copies the graph with channels-last
+operands of convolutions, and propagates fake tensors again, so that torch's own rules give the strides of all other
+tensors. Outputs of the graph keep their strides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fxwrap.devices import DeviceSpec
+from fxwrap.fx_passes.effects import mutated_operands
+from fxwrap.fx_passes.graph_copy import (
+    bytes_of,
+    expression_of,
+    fake_call,
+    has_static_strides,
+    items_of,
+    run_on_fakes,
+    same_strides,
+    size_hint,
+    storages_of,
+    written_storages,
+)
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
+from fxwrap.torch_compat import FakeTensor, LazyGraphModule, OpOverload
+from fxwrap.wrapper_ir.operators import operator_schema
+
+_aten = torch.ops.aten
+
+_CONVOLUTION_OPERANDS: Mapping[Target, tuple[tuple[int, ...], int]] = {
+    _aten.convolution.default: ((0, 1), 6),
+    _aten.convolution_backward.default: ((0, 1, 2), 7),
+}
+"""Convolutions: the positions of the operands to make channels-last, and of the argument `transposed`."""
+
+_LAYOUT_AGNOSTIC = frozenset({
+    "aten.convolution.default", "aten.convolution_backward.default", "aten.max_pool2d_with_indices_backward.default",
+})  # fmt: skip
+"""Operators without a lowering rule that accept any strides, and whose fake rules compute the result's strides."""
+
+_LAYOUT_SENSITIVE = frozenset({
+    "aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default",
+    "aten._reshape_alias.default", "aten.view.dtype", "aten.view_copy.dtype",
+    "aten.view_as_real.default", "aten.view_as_real_copy.default", "aten.view_as_complex.default",
+    "aten.view_as_complex_copy.default",
+})  # fmt: skip
+"""Operators with a lowering rule whose result depends on the strides of their operand."""
+
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_COPY_COST = 1.3
+"""The cost of copying a byte to another layout, in bytes that a library reorders around a convolution."""
+_REORDER_OVERHEAD_BYTES = 65536
+"""The fixed cost of reordering around a convolution, in such bytes."""
+
+
+@dataclass(frozen=True)
+class LayoutCost:
+    """The bytes that a choice of layouts copies, and the bytes that libraries need not reorder; sizes by hints."""
+
+    copied: int = 0
+    saved: int = 0
+
+    def __add__(self, other: LayoutCost) -> LayoutCost:
+        return LayoutCost(self.copied + other.copied, self.saved + other.saved)
+
+    @property
+    def is_profitable(self) -> bool:
+        """Whether the layouts save more than they cost."""
+        return self.saved > _COPY_COST * self.copied
+
+
+class _LayoutNotRestorable(Exception):
+    """The original strides of a tensor cannot be restored, or a convolution's result is not channels-last."""
+
+
+def optimize_layouts(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph whose convolutions read channels-last tensors, where the option `layout` allows and it pays.
+
+    Also adapts the graph to example inputs whose strides differ from the traced ones.
+    """
+    restrided = _restrided_inputs(graph, context.example_inputs)
+    convolutions: frozenset[Node] = frozenset()
+    if context.options.layout == "auto" and context.options.fuse:
+        specs = context.options.device_specs()
+        convolutions = frozenset([node for node in graph.nodes if _is_convolution(node, graph.fakes, specs)])
+    if not (restrided or convolutions) or _mutates_intermediates(graph):
+        return graph
+    if convolutions:
+        rewriter = _LayoutRewriter(graph, context, restrided, convolutions)
+        try:
+            rewritten = rewriter.run()
+        except _LayoutNotRestorable:
+            pass
+        else:
+            if restrided or rewriter.cost.is_profitable:
+                return rewritten
+    return _LayoutRewriter(graph, context, restrided, frozenset()).run() if restrided else graph
+
+
+def _restrided_inputs(graph: PreparedGraph, example_inputs: Sequence[object] | None) -> dict[Node, FakeTensor]:
+    """Returns the example inputs whose strides differ from the traced ones, by placeholder."""
+    restrided: dict[Node, FakeTensor] = {}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, example in zip(placeholders, example_inputs or (), strict=False):
+        traced = graph.fakes[node]
+        if isinstance(example, FakeTensor) and isinstance(traced, FakeTensor) and example is not traced:
+            if example.ndim == traced.ndim and not same_strides(example, traced):
+                restrided[node] = example
+    return restrided
+
+
+def _is_convolution(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
+    """Whether a node is a convolution of images on a device that prefers channels-last operands."""
+    if node.target not in _CONVOLUTION_OPERANDS or node.args[_CONVOLUTION_OPERANDS[node.target][1]] is not False:
+        return False
+    return all(
+        isinstance(fake := fakes.get(operand), FakeTensor) and _is_image(fake, specs)
+        for operand in _convolution_operands(node)
+    )
+
+
+def _convolution_operands(node: Node) -> list[Node]:
+    """Returns a convolution's image and weight; for a backward, the gradient before them."""
+    positions, _ = _CONVOLUTION_OPERANDS[node.target]
+    return [node.args[position] for position in positions]  # type: ignore[misc]
+
+
+def _is_image(fake: FakeTensor, specs: Mapping[str, DeviceSpec]) -> bool:
+    if fake.ndim != 4 or fake.layout is not torch.strided:
+        return False
+    spec = specs.get(fake.device.type)
+    return spec is not None and fake.dtype in spec.channels_last_dtypes
+
+
+def _mutates_intermediates(graph: PreparedGraph) -> bool:
+    """Whether a call writes a computed tensor; a channels-last copy made before would miss the write."""
+    roots = [graph.fakes.get(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    inputs = {storage for fake in roots for storage in storages_of(fake)}
+    return any(
+        not storages_of(graph.fakes.get(operand)) <= inputs
+        for node in graph.nodes if node.op == "call_function" for operand in mutated_operands(node, graph.fakes)
+    )  # fmt: skip
+
+
+class _LayoutRewriter:
+    """Copies a graph node by node; `env` maps its nodes to the copy's, `changed` holds those with other strides."""
+
+    def __init__(
+        self,
+        source: PreparedGraph,
+        context: FxPassContext,
+        restrided: Mapping[Node, FakeTensor],
+        convolutions: Collection[Node],
+    ) -> None:
+        self.source = source
+        self.fused_operators = context.fused_operators
+        self.restrided = restrided
+        self.convolutions = convolutions
+        self.graph = Graph()
+        self.fakes: dict[Node, Any] = {}
+        self.env: dict[Node, Node] = {}
+        self.changed: set[Node] = set()
+        self.constants = dict(source.constants)
+        self.cost = LayoutCost()
+        self._restored: dict[Node, Node] = {}
+        self._channels_last_of: dict[Node, Node] = {}
+        self._fused: set[Node] = set()
+        self._written = written_storages(source.nodes, source.fakes)
+
+    def run(self) -> PreparedGraph:
+        """Returns the copy. Raises _LayoutNotRestorable."""
+        for node in self.source.nodes:
+            match node.op:
+                case "output":
+                    self._output(node)
+                case "call_function":
+                    self._call(node)
+                case _:
+                    self._define(node, self.env, self.restrided.get(node, self.source.fakes.get(node)))
+                    if node in self.restrided:
+                        self.changed.add(node)
+        module = LazyGraphModule(self.source.graph_module, self.graph)
+        return replace(self.source, graph_module=module, constants=self.constants, fakes=self.fakes)
+
+    # --- nodes ------------------------------------------------------------------------------------------------------
+
+    def _define(self, node: Node, operands: Mapping[Node, Node], fake: object) -> None:
+        """Copies a node onto these operands."""
+        copy = self.env[node] = self.graph.node_copy(node, operands.__getitem__)
+        self.fakes[copy] = fake
+        if "val" in copy.meta:
+            copy.meta["val"] = fake
+
+    def _call(self, node: Node) -> None:
+        operands: Mapping[Node, Node] = self.env
+        if node in self.convolutions:
+            images = {operand: self._channels_last(operand) for operand in _convolution_operands(node)}
+            operands = {operand: images.get(operand, self.env[operand]) for operand in node.all_input_nodes}
+            self.cost += self._saving(node)
+        elif not any(operand in self.changed for operand in node.all_input_nodes):
+            self._define(node, self.env, self.source.fakes.get(node))
+            return
+        if not self._propagate_layout(node, operands):
+            self._copy_with_original_layouts(node)
+        if operands is not self.env and not _is_channels_last(items_of(self.fakes[self.env[node]])[0]):
+            # Torch has no channels-last kernel here, for example in a build without the device's library.
+            raise _LayoutNotRestorable
+
+    def _propagate_layout(self, node: Node, operands: Mapping[Node, Node]) -> bool:
+        """Copies a call onto operands in new layouts; returns whether the call accepts them."""
+        if not self._is_layout_agnostic(node):
+            return False
+        old = self.source.fakes[node]
+        try:
+            new = self._propagate_fake(node, operands)
+        except (RuntimeError, ValueError):  # a view that these strides do not allow
+            return False
+        if len(items_of(new)) != len(items_of(old)):
+            return False
+        is_same = all(
+            not isinstance(one, torch.Tensor) or same_strides(one, other)
+            for one, other in zip(items_of(new), items_of(old), strict=True)
+        )
+        is_changed = not is_same or self._aliases_operand(node)
+        if is_changed:
+            self.changed.add(node)
+        self._define(node, operands, new if is_changed else old)
+        if str(node.target) not in _LAYOUT_AGNOSTIC:
+            self._fused.add(node)
+        return True
+
+    def _is_layout_agnostic(self, node: Node) -> bool:
+        """Whether the values that a call computes do not depend on its operands' strides."""
+        if node.target is operator.getitem:
+            return True
+        if not isinstance(node.target, OpOverload):
+            return False
+        schema = operator_schema(node.target)
+        if not schema.is_pure or schema.name in _LAYOUT_SENSITIVE:
+            return False
+        return schema.name in _LAYOUT_AGNOSTIC or schema.name in self.fused_operators
+
+    def _copy_with_original_layouts(self, node: Node) -> None:
+        """Copies a call onto operands in their original layouts."""
+        operands = {operand: self._restore_layout(operand) for operand in node.all_input_nodes}
+        is_view = self._aliases_operand(node)
+        fake = self._propagate_fake(node, operands) if is_view else self.source.fakes.get(node)
+        self._define(node, operands, fake)
+        if is_view:
+            self.changed.add(node)  # its storage is another one; its strides are the same
+
+    def _propagate_fake(self, node: Node, operands: Mapping[Node, Node]) -> Any:
+        return run_on_fakes(node, {operand: self.fakes[operands[operand]] for operand in node.all_input_nodes})
+
+    def _aliases_operand(self, node: Node) -> bool:
+        """Whether a node's result aliases an operand of its call."""
+        if node.target is operator.getitem:
+            return self._aliases_operand(node.args[0])  # type: ignore[arg-type]
+        own = storages_of(self.source.fakes.get(node))
+        return any(own & storages_of(self.source.fakes.get(operand)) for operand in node.all_input_nodes)
+
+    # --- layouts ----------------------------------------------------------------------------------------------------
+
+    def _channels_last(self, node: Node) -> Node:
+        """Returns a node in channels-last layout, by a copy if necessary."""
+        current = self.env[node]
+        fake = self.fakes[current]
+        if _is_channels_last(fake):
+            return current
+        is_reusable = self._written.isdisjoint(storages_of(self.source.fakes[node]))
+        if is_reusable and node in self._channels_last_of:
+            return self._channels_last_of[node]
+        copy = self._converted_constant(node, fake) if is_reusable else None
+        if copy is None:
+            keywords = {"memory_format": torch.channels_last}
+            copy = self._insert(node, _aten.clone.default, (current,), "channels_last", keywords)
+            self._count_copy(node, fake)
+        if is_reusable:
+            self._channels_last_of[node] = copy
+        return copy
+
+    def _converted_constant(self, node: Node, fake: FakeTensor) -> Node | None:
+        """Returns a new constant of the program: a constant converted to channels-last at compile time."""
+        payload = self.source.constants.get(node.name) if node.op == "placeholder" else None
+        if payload is None:
+            return None
+        with self.graph.inserting_after(self.env[node]):
+            constant = self.graph.placeholder(f"{node.name}_channels_last")
+        keywords = {"memory_format": torch.channels_last}
+        self.constants[constant.name] = payload.detach().contiguous(memory_format=torch.channels_last)
+        self.fakes[constant] = fake_call(_aten.clone.default, (fake,), keywords)
+        constant.meta = {"val": self.fakes[constant]}
+        return constant
+
+    def _restore_layout(self, node: Node) -> Node:
+        """Returns a node in its original layout."""
+        if node not in self.changed:
+            return self.env[node]
+        if node in self._restored:
+            return self._restored[node]
+        current, old = self.env[node], self.source.fakes[node]
+        if isinstance(old, torch.Tensor) and same_strides(self.fakes[current], old):
+            return current
+        if self._aliases_operand(node) and node.op == "call_function":
+            operands = {operand: self._restore_layout(operand) for operand in node.all_input_nodes}
+            restored = self.graph.node_copy(node, operands.__getitem__)
+            self.fakes[restored] = restored.meta["val"] = self._propagate_fake(node, operands)
+        elif isinstance(old, torch.Tensor):
+            restored = self._restore_by_view(node, old) or self._restore_by_copy(node, old)
+        else:
+            raise _LayoutNotRestorable
+        self._restored[node] = restored
+        return restored
+
+    def _restore_by_view(self, node: Node, old: torch.Tensor) -> Node | None:
+        """Returns a view with the original strides, if only strides of dimensions of size 1 differ."""
+        current = self.env[node]
+        ones = [dim for dim, size in enumerate(old.shape) if type(size) is int and size == 1]
+        others = [dim for dim in range(old.ndim) if dim not in ones]
+        new = self.fakes[current].stride()
+        if not ones or any(expression_of(new[dim]) != expression_of(old.stride(dim)) for dim in others):
+            return None
+        squeezed = self._insert(node, _aten.squeeze.dims, (current, ones), "squeezed")
+        view = self._insert(node, _aten.view.default, (squeezed, list(old.shape)), "restored")
+        return view if same_strides(self.fakes[view], old) else None
+
+    def _restore_by_copy(self, node: Node, old: torch.Tensor) -> Node:
+        """Returns a copy with the original strides, which must be dense, with the dimensions in any order."""
+        magnitudes = [size_hint(stride) for stride in old.stride()]
+        order = sorted(range(old.ndim), key=lambda dim: -magnitudes[dim])
+        current, contiguous = self.env[node], {"memory_format": torch.contiguous_format}
+        self._count_copy(node, old)
+        if order == list(range(old.ndim)):
+            restored = self._insert(node, _aten.clone.default, (current,), "restored", contiguous)
+        else:
+            inverse = [order.index(dim) for dim in range(old.ndim)]
+            permuted = self._insert(node, _aten.permute.default, (current, order), "permuted")
+            dense = self._insert(node, _aten.clone.default, (permuted,), "dense", contiguous)
+            restored = self._insert(node, _aten.permute.default, (dense, inverse), "restored")
+        if not same_strides(self.fakes[restored], old):
+            raise _LayoutNotRestorable
+        return restored
+
+    def _insert(
+        self,
+        node: Node,
+        target: Target,
+        arguments: tuple[Any, ...],
+        suffix: str,
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Node:
+        """Appends a call with a node's metadata."""
+        call = self.graph.create_node("call_function", target, arguments, dict(keywords or {}), f"{node.name}_{suffix}")
+        self.fakes[call] = fake_call(target, map_arg(arguments, self.fakes.__getitem__), keywords)
+        call.meta = {**node.meta, "val": self.fakes[call]}
+        return call
+
+    def _output(self, node: Node) -> None:
+        results = node.args[0]
+        items: Iterable[object] = results if isinstance(results, tuple | list) else ()
+        flexible = self.source.flexible_stride_outputs
+        fixed = {item for position, item in enumerate(items) if position not in flexible}
+
+        def returned(item: Node) -> Node:
+            is_free = bool(flexible) and item not in fixed and has_static_strides(self.fakes[self.env[item]])
+            return self.env[item] if is_free else self._restore_layout(item)
+
+        self.env[node] = self.graph.node_copy(node, returned)
+
+    # --- cost -------------------------------------------------------------------------------------------------------
+
+    def _saving(self, node: Node) -> LayoutCost:
+        """Returns the bytes that a library need not reorder for a convolution.
+
+        The constants were fitted to run times of the convolutions of ResNet-50 and MobileNetV2 on a CPU, in float32 and
+        bfloat16. Pointwise convolutions in float32 are matmuls, which accept either layout.
+        """
+        *gradient, image, weight = [self.source.fakes[operand] for operand in _convolution_operands(node)]
+        strides: Any = node.args[4 if gradient else 3]
+        is_pointwise = all(size == 1 for size in weight.shape[2:]) and all(stride == 1 for stride in strides)
+        if is_pointwise and image.dtype not in _HALF:
+            return LayoutCost(saved=_REORDER_OVERHEAD_BYTES)
+        images = [image, *(gradient or [self.source.fakes[node]])]
+        return LayoutCost(saved=_REORDER_OVERHEAD_BYTES + sum(map(bytes_of, images)))
+
+    def _count_copy(self, node: Node, fake: torch.Tensor) -> None:
+        """Counts a copy, unless the kernel that computes the tensor can write the other layout instead."""
+        if node not in self._fused:
+            self.cost += LayoutCost(copied=bytes_of(fake))
+
+
+def _is_channels_last(fake: object) -> bool:
+    """Whether an image is channels-last; supports symbolic sizes, unlike `is_contiguous` of torch 2.11."""
+    if not isinstance(fake, torch.Tensor):
+        return True
+    stride: Any = 1
+    for dim in (1, 3, 2, 0):
+        size = expression_of(fake.shape[dim])
+        if size != 1:
+            if expression_of(fake.stride(dim)) != stride:
+                return False
+            stride *= size
+    return True

@@ -1,0 +1,417 @@
+"""Rewrites of matmuls: fused epilogues, packing, separate biases, and outer products as multiplications.
+
+A GEMM that adds a bias and applies an activation to its accumulators saves a kernel that reads and writes the result.
+Small matmuls with one left operand (queries, keys and values) are bound by their launches, so one matmul with the
+weights side by side is faster, although the weights must be copied. Where a library is slow with a bias, the kernel
+that reads the result adds it. `DeviceSpec` says where each rewrite is profitable. A matmul over one term is a
+multiplication, which fuses with its readers.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap.devices import ROW_ALIGNMENT, DeviceSpec
+from fxwrap.fx_passes.graph_copy import GraphCopy, bytes_of, fake_call, same_layout
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
+from fxwrap.fx_passes.storage_aliases import StorageAliases, same_layouts
+from fxwrap.options import Options
+from fxwrap.torch_compat import FakeTensor
+
+_aten = torch.ops.aten
+
+MATMULS = frozenset({_aten.mm.default, _aten.addmm.default})
+_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+_FORMULA: Mapping[Target, Callable[..., float]] = {
+    _aten.add.Tensor: operator.add,
+    _aten.add.Scalar: operator.add,
+    _aten.sub.Tensor: operator.sub,
+    _aten.mul.Tensor: operator.mul,
+    _aten.mul.Scalar: operator.mul,
+    _aten.pow.Tensor_Scalar: operator.pow,
+    _aten.tanh.default: math.tanh,
+    _aten.clone.default: float,
+    _aten._to_copy.default: float,
+}
+"""The operators in formulas of GELU's tanh approximation, as functions of numbers."""
+_MAX_FORMULA_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class _Matmul:
+    """A matmul of two matrices; `bias`, if any, is a vector added to each row."""
+
+    node: Node
+    left: Node
+    right: Node
+    bias: Node | None
+
+
+def _match_matmul(node: Node, fakes: NodeValues, context: FxPassContext) -> _Matmul | None:
+    if node.target not in MATMULS or node.kwargs or str(node.target) in context.extern_operators:
+        return None
+    match node.target, node.args:
+        case _aten.mm.default, (Node() as left, Node() as right):
+            return _Matmul(node, left, right, None)
+        case _aten.addmm.default, (Node() as bias, Node() as left, Node() as right):
+            fake = fakes.get(bias)
+            return _Matmul(node, left, right, bias) if isinstance(fake, FakeTensor) and fake.ndim == 1 else None
+        case _:
+            return None
+
+
+def _matmuls(graph: PreparedGraph, context: FxPassContext) -> list[_Matmul]:
+    matches = [_match_matmul(node, graph.fakes, context) for node in graph.nodes]
+    return [matmul for matmul in matches if matmul is not None]
+
+
+# --- outer products ---------------------------------------------------------------------------------------------------
+
+
+def rewrite_outer_products(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which matmuls over one term are multiplications, which fuse."""
+    if "aten.mul.Tensor" in context.extern_operators:
+        return graph
+    outer = [node for node in graph.nodes if _is_outer(node, graph.fakes, context)]
+    if not outer:
+        return graph
+    copy = GraphCopy(graph)
+    for node in outer:
+        before = copy.node_map[node]
+        copy.substitute(node, copy.call(before, _aten.mul.Tensor, before.args, f"{node.name}_outer"), "fused")
+    return copy.finish()
+
+
+def _is_outer(node: Node, fakes: NodeValues, context: FxPassContext) -> bool:
+    """Whether a node is a matmul, or batch of matmuls, of a column and a row."""
+    if node.target not in (_aten.mm.default, _aten.bmm.default) or str(node.target) in context.extern_operators:
+        return False
+    left, right = [fakes.get(operand) if isinstance(operand, Node) else None for operand in node.args[:2]]
+    result = fakes.get(node)
+    if node.kwargs or not all(isinstance(item, FakeTensor) for item in (left, right, result)):
+        return False
+    return is_outer_product(left, right, result)  # type: ignore[arg-type]
+
+
+def is_outer_product(left: FakeTensor, right: FakeTensor, result: FakeTensor) -> bool:
+    """Whether a matmul is over one term, and a multiplication has the same dtype and layout."""
+    if type(left.shape[-1]) is not int or left.shape[-1] != 1:
+        return False
+    multiplied = fake_call(_aten.mul.Tensor, (left, right))
+    return multiplied.dtype == result.dtype and same_layouts(multiplied, result)
+
+
+# --- epilogues --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Epilogue:
+    """An activation that is the only reader of a matmul: `matmul_output`, the matmul or a view of it, is its input."""
+
+    matmul: _Matmul
+    matmul_output: Node
+    formula: tuple[Node, ...]
+    is_gelu: bool
+
+    @property
+    def end(self) -> Node:
+        """The node of the activation's result."""
+        return self.formula[-1]
+
+
+def fuse_epilogues(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which a matmul and the activation after it are one call."""
+    specs = context.options.device_specs()
+    epilogues = [
+        epilogue for matmul in _matmuls(graph, context) if _supports_epilogue(matmul, graph.fakes, specs)
+        and (epilogue := _match_epilogue(matmul, graph.fakes, context.options)) is not None
+    ]  # fmt: skip
+    if not epilogues:
+        return graph
+    copy = GraphCopy(graph)
+    zeros: dict[Hashable, Node] = {}
+    for epilogue in epilogues:
+        _fuse_epilogue(copy, epilogue, zeros)
+    return copy.finish()
+
+
+def _spec_of(fake: object, specs: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
+    return specs.get(fake.device.type) if isinstance(fake, FakeTensor) else None
+
+
+def _supports_epilogue(matmul: _Matmul, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
+    """Whether a library applies an activation before it rounds: its kernels for aligned rows do."""
+    fake = fakes.get(matmul.node)
+    spec = _spec_of(fake, specs)
+    if fake is None or spec is None or fake.dtype not in spec.gemm_epilogue_dtypes:
+        return False
+    lengths = (fake.shape[1], fakes[matmul.left].shape[1])
+    return all(type(length) is int and length * fake.dtype.itemsize % ROW_ALIGNMENT == 0 for length in lengths)
+
+
+def _match_epilogue(matmul: _Matmul, fakes: NodeValues, options: Options) -> _Epilogue | None:
+    """Returns the activation that is the only reader of a matmul, if a library has it."""
+    matmul_output = matmul.node
+    while len(matmul_output.users) == 1 and (user := next(iter(matmul_output.users))).target in _VIEWS:
+        matmul_output = user
+    formula = _match_activation_formula(matmul_output, options)
+    if formula is None:
+        return None
+    fake, result = fakes[matmul_output], fakes.get(formula[-1])
+    if not isinstance(result, FakeTensor) or result.dtype != fake.dtype or not same_layout(result, fake):
+        return None
+    is_relu = formula[0].target == _aten.relu.default
+    if not is_relu and not _is_gelu(matmul_output, formula):
+        return None
+    return _Epilogue(matmul, matmul_output, formula, is_gelu=not is_relu)
+
+
+def _match_activation_formula(matmul_output: Node, options: Options) -> tuple[Node, ...] | None:
+    """Returns the nodes of an activation of one tensor, in order; only the last has other readers."""
+    users = list(matmul_output.users)
+    if len(users) == 1 and users[0].target in (_aten.relu.default, _aten.gelu.default):
+        return None if str(users[0].target) in options.preserve_ops else (users[0],)
+    reached: dict[Node, None] = {}
+    pending = users
+    while pending and len(reached) <= _MAX_FORMULA_LENGTH:
+        node = pending.pop(0)
+        if node in reached or node.target not in _FORMULA or str(node.target) in options.preserve_ops:
+            continue
+        if all(operand is matmul_output or operand in reached for operand in node.all_input_nodes):
+            reached[node] = None
+            pending += node.users
+    for end in reached:
+        formula = _formula_nodes(end, reached)
+        inner = [node for node in (matmul_output, *formula) if node is not end]
+        has_tanh = any(node.target == _aten.tanh.default for node in formula)
+        if has_tanh and all(user in formula for node in inner for user in node.users):
+            return tuple([node for node in reached if node in formula])
+    return None
+
+
+def _formula_nodes(end: Node, reached: Collection[Node]) -> set[Node]:
+    """Returns the nodes among `reached` that a node depends on, itself included."""
+    nodes, pending = {end}, [end]
+    while pending:
+        new = [node for node in pending.pop().all_input_nodes if node in reached and node not in nodes]
+        nodes.update(new)
+        pending += new
+    return nodes
+
+
+def _is_gelu(matmul_output: Node, formula: Sequence[Node]) -> bool:
+    """Whether nodes compute GELU's tanh approximation, in any algebraic form.
+
+    The formula is made of polynomials and one tanh. It is compared with GELU at more points than it has terms.
+    """
+    if formula[0].target == _aten.gelu.default:
+        return formula[0].kwargs.get("approximate") == "tanh"
+    for step in range(-40, 41):
+        x = step / 8
+        values: dict[Node, float] = {matmul_output: x}
+        for node in formula:
+            value = _evaluate(node, values)
+            if value is None:
+                return False
+            values[node] = value
+        expected = 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        if abs(values[formula[-1]] - expected) > 1e-7 * max(1.0, abs(x)):
+            return False
+    return True
+
+
+def _evaluate(node: Node, values: Mapping[Node, float]) -> float | None:
+    """Returns the value of a formula's operator on numbers; None for arguments that are not numbers."""
+    operands: list[Any] = [values[item] if isinstance(item, Node) else item for item in node.args]
+    if not all(isinstance(item, int | float) for item in operands):
+        return None
+    match node.target:
+        case _aten._to_copy.default:
+            dtype = node.kwargs.get("dtype")
+            is_cast = set(node.kwargs) == {"dtype"} and isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            return float(operands[0]) if is_cast else None
+        case _aten.clone.default:
+            return float(operands[0])
+        case _:
+            return None if node.kwargs else _FORMULA[node.target](*operands)
+
+
+def _fuse_epilogue(copy: GraphCopy, epilogue: _Epilogue, zeros: dict[Hashable, Node]) -> None:
+    """Replaces a matmul and its activation by one call; `zeros` caches the biases of matmuls without one."""
+    matmul, end = epilogue.matmul, epilogue.end
+    before = copy.node_map[matmul.node]
+    fake = copy.fakes[before]
+    if matmul.bias is None:
+        key = (fake.shape[1], fake.dtype, fake.device)
+        if key not in zeros:
+            keywords = {"dtype": fake.dtype, "device": fake.device}
+            zeros[key] = copy.call(before, _aten.full.default, ([fake.shape[1]], 0), "no_bias", keywords)
+        bias = zeros[key]
+    else:
+        bias = copy.node_map[matmul.bias]
+    operands = (bias, copy.node_map[matmul.left], copy.node_map[matmul.right])
+    keywords = {"use_gelu": True} if epilogue.is_gelu else {}
+    fused = copy.call(before, _aten._addmm_activation.default, operands, f"{matmul.node.name}_epilogue", keywords)
+    result = fused if epilogue.matmul_output is matmul.node else copy.node_map[epilogue.matmul_output]
+    copy.substitute(end, result, "fused", erased=[node for node in epilogue.formula if node is not end])
+    copy.substitute(matmul.node, fused, "fused")
+
+
+# --- packed matmuls ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _PackableMatmul:
+    """A matmul whose right operand is `weight`, an input or constant of the graph, or its transpose."""
+
+    matmul: _Matmul
+    weight: Node
+    transposed: bool
+
+    @property
+    def group(self) -> Hashable:
+        """A key that is equal for matmuls that may be packed."""
+        return (self.matmul.left, self.transposed, self.matmul.bias is not None)
+
+
+def _packable(matmul: _Matmul) -> _PackableMatmul | None:
+    if matmul.bias is not None and matmul.bias.op == "call_function":
+        return None
+    weight = transpose_operand(matmul.right)
+    base = matmul.right if weight is None else weight
+    return _PackableMatmul(matmul, base, weight is not None) if base.op in ("placeholder", "get_attr") else None
+
+
+def transpose_operand(node: Node) -> Node | None:
+    """Returns the operand of a node that transposes a matrix, else None."""
+    match node.target, node.args:
+        case (_aten.t.default, (Node() as base,)) | (_aten.permute.default, (Node() as base, [1, 0])):
+            return base
+        case _aten.transpose.int, (Node() as base, 0 | -2, 1 | -1):
+            return base
+        case _:
+            return None
+
+
+def pack_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which small matmuls with one left operand are one matmul and slices of its result."""
+    specs = context.options.device_specs()
+    if not any(spec.packed_gemm_bytes for spec in specs.values()):
+        return graph
+    fakes, views = graph.fakes, StorageAliases(graph, context)
+    groups: dict[Hashable, list[_PackableMatmul]] = {}
+    for matmul in _matmuls(graph, context):
+        packable = _packable(matmul)
+        if packable is not None:
+            groups.setdefault(packable.group, []).append(packable)
+    packs = []
+    for group in groups.values():
+        spec = specs.get(fakes[group[0].matmul.node].device.type)
+        if spec is None or not spec.packed_gemm_bytes or len(group) < 2:
+            continue
+        members = [item for item in group if _is_static(item, fakes) and _may_be_slice(views, item.matmul.node)]
+        if _is_profitable(members, fakes, spec.packed_gemm_bytes):
+            packs.append(members)
+    if not packs:
+        return graph
+    copy = GraphCopy(graph)
+    for members in packs:
+        _pack(copy, members)
+    return copy.finish()
+
+
+def _is_static(item: _PackableMatmul, fakes: NodeValues) -> bool:
+    """Whether all operands have static sizes and strides, and one dtype."""
+    matmul = item.matmul
+    operands = [fakes.get(node) for node in (matmul.node, matmul.left, item.weight, matmul.bias) if node is not None]
+    return all(
+        isinstance(fake, FakeTensor) and fake.dtype == operands[0].dtype  # type: ignore[union-attr]
+        and all(type(size) is int for size in (*fake.shape, *fake.stride()))
+        for fake in operands
+    )  # fmt: skip
+
+
+def _is_profitable(members: Sequence[_PackableMatmul], fakes: NodeValues, copy_budget: int) -> bool:
+    """Whether the saved calls cost more than copying the weights; biases cost one more copy."""
+    copied = sum(bytes_of(fakes[item.weight]) for item in members)
+    has_bias = any(item.matmul.bias is not None for item in members)
+    return len(members) > 1 and copied <= copy_budget * (len(members) - 1 - has_bias)
+
+
+def _may_be_slice(views: StorageAliases, node: Node) -> bool:
+    """Whether a matmul's result may be a slice of a wider result."""
+    fake = views.fakes[node]
+    if views.is_mutated(node) or views.is_returned(node) or not fake.is_contiguous():
+        return False
+    rows, columns = fake.shape
+    wide = fake_call(_aten.new_empty.default, (fake, [rows, 2 * columns]))
+    return views.accepts_layout(node, fake_call(_aten.slice.Tensor, (wide, 1, 0, columns)))
+
+
+def _pack(copy: GraphCopy, members: Sequence[_PackableMatmul]) -> None:
+    first = members[0].matmul
+    before = copy.node_map[first.node]
+    dim = 0 if members[0].transposed else 1
+    weights = [copy.node_map[item.weight] for item in members]
+    name = f"{first.node.name}_packed"
+    weight = copy.call(before, _aten.cat.default, (weights, dim), f"{name}_weight")
+    right = copy.call(before, _aten.t.default, (weight,), f"{name}_t") if dim == 0 else weight
+    operands = (copy.node_map[first.left], right)
+    if first.bias is not None:
+        biases = [copy.node_map[item.matmul.bias] for item in members if item.matmul.bias is not None]
+        bias = copy.call(before, _aten.cat.default, (biases, 0), f"{name}_bias")
+        packed = copy.call(before, _aten.addmm.default, (bias, *operands), name)
+    else:
+        packed = copy.call(before, _aten.mm.default, operands, name)
+    start = 0
+    for item in members:
+        node = item.matmul.node
+        end = start + copy.fakes[copy.node_map[node]].shape[1]
+        copy.substitute(node, copy.call(before, _aten.slice.Tensor, (packed, 1, start, end), f"{node.name}_slice"))
+        start = end
+
+
+# --- biases -----------------------------------------------------------------------------------------------------------
+
+
+def unfuse_biases(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which the kernels that read matmuls add their biases."""
+    specs = context.options.device_specs()
+    matmuls = [matmul for matmul in _matmuls(graph, context) if _prefers_unfused_bias(matmul, graph.fakes, specs)]
+    if not matmuls:
+        return graph
+    views = StorageAliases(graph, context)
+    matmuls = [matmul for matmul in matmuls if _is_read_by_kernels(matmul.node, views, context)]
+    if not matmuls:
+        return graph
+    copy = GraphCopy(graph)
+    for matmul in matmuls:
+        before, name = copy.node_map[matmul.node], matmul.node.name
+        bias, *operands = before.args
+        plain = copy.call(before, _aten.mm.default, operands, f"{name}_plain")
+        copy.substitute(matmul.node, copy.call(before, _aten.add.Tensor, (plain, bias), f"{name}_biased"), "fused")
+    return copy.finish()
+
+
+def _prefers_unfused_bias(matmul: _Matmul, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
+    """Whether a library adds a bias more slowly than the kernel that reads the result."""
+    fake = fakes.get(matmul.node)
+    spec = _spec_of(fake, specs)
+    if fake is None or spec is None or matmul.bias is None:
+        return False
+    return fake.dtype in spec.unfused_bias_dtypes and fakes[matmul.bias].dtype == fake.dtype
+
+
+def _is_read_by_kernels(node: Node, views: StorageAliases, context: FxPassContext) -> bool:
+    """Whether all readers of a tensor are generated kernels."""
+    if views.is_mutated(node) or views.is_returned(node):
+        return False
+    fused, extern = context.fused_operators, context.extern_operators
+    return all(str(user.target) in fused and str(user.target) not in extern for user in views.readers(node))

@@ -1,0 +1,96 @@
+"""The FX passes of a compile, and the one entry that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from fxwrap.fx_passes.associative_scans import expand_associative_scans
+from fxwrap.fx_passes.cse import eliminate_common_subexpressions
+from fxwrap.fx_passes.fake_propagation import fake_values
+from fxwrap.fx_passes.layouts import optimize_layouts
+from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
+from fxwrap.fx_passes.pad_mm import pad_matmuls
+from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
+from fxwrap.fx_passes.source import graph_source
+from fxwrap.options import Options, Step, enabled_steps
+from fxwrap.torch_compat import tree_flatten
+
+
+def _fuses(options: Options) -> bool:
+    return options.fuse
+
+
+FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
+    Step(
+        "expand_associative_scans", "expand associative scans of static length into operators that fuse",
+        lambda graph, _context: expand_associative_scans(graph),
+    ),
+    Step(
+        "eliminate_common_subexpressions", "make equal pure calls once (CSE)",
+        lambda graph, _context: eliminate_common_subexpressions(graph), "fuse", _fuses,
+    ),
+    Step(
+        "rewrite_outer_products", "turn matmuls over one term into multiplications",
+        rewrite_outer_products, "fuse", _fuses,
+    ),
+    Step("fuse_epilogues", "fuse activations into the matmuls before them", fuse_epilogues, "fuse", _fuses),
+    Step("pack_matmuls", "pack small matmuls with one left operand into one", pack_matmuls, "fuse", _fuses),
+    Step("unfuse_biases", "let the kernels that read matmuls add their biases", unfuse_biases, "fuse", _fuses),
+    Step(
+        "optimize_layouts", "make tensors around convolutions channels-last; adapt to strides of example inputs",
+        optimize_layouts, "layout",
+    ),
+    Step("pad_matmuls", "pad large matmuls to aligned row lengths (pad_mm)", pad_matmuls, "fuse", _fuses),
+)  # fmt: skip
+"""The passes over a graph with fake values. None of them reads `symbol_hints` or `autotune`."""
+
+
+def prepare_graph(
+    graph: GraphModule | ExportedProgram | GraphSource,
+    example_inputs: Sequence[Any] | None,
+    options: Options,
+    name: str = "program",
+    *,
+    fused_operators: Collection[str] = frozenset(),
+    flexible_stride_outputs: Collection[int] = (),
+) -> PreparedGraph:
+    """Imports a graph, propagates fake tensors and runs the FX passes; the result is what lowering takes.
+
+    All attempts of a compile share one result. The graph itself is not changed.
+
+    Args:
+        graph: a graph of ATen operators, an exported program, or the result of `graph_source` for one.
+        example_inputs: one value for each placeholder; None if the nodes have fake values.
+        options: the options of the compile.
+        name: the program's name.
+        fused_operators: names of the overloads with a lowering rule.
+        flexible_stride_outputs: positions of outputs whose strides may change.
+
+    Raises GraphError for a graph that cannot be compiled.
+    """
+    source = graph if isinstance(graph, GraphSource) else graph_source(graph, example_inputs, options, name)
+    if options.output_strides == "any":
+        flexible_stride_outputs = range(len(tree_flatten(source.output.args)[0]))
+    prepared = _with_fakes(source, example_inputs, flexible_stride_outputs)
+    context = FxPassContext(options, fused_operators, example_inputs)
+    for step in enabled_steps(FX_PASSES, options):
+        prepared = step.run(prepared, context)
+    return prepared
+
+
+def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str) -> PreparedGraph:
+    """Propagates fake tensors through the graph of a higher-order operator, and expands its associative scans."""
+    return expand_associative_scans(_with_fakes(GraphSource(module, name), example_inputs))
+
+
+def _with_fakes(
+    source: GraphSource, example_inputs: Sequence[Any] | None, flexible_stride_outputs: Collection[int] = ()
+) -> PreparedGraph:
+    return PreparedGraph(
+        source.graph_module, source.name, source.constants, source.returns_mutated_inputs,
+        fake_values(source.graph_module, example_inputs), flexible_stride_outputs=flexible_stride_outputs,
+    )  # fmt: skip

@@ -1,0 +1,198 @@
+"""Import of FX graphs and exported programs into one form, and the model's source of their nodes."""
+
+from __future__ import annotations
+
+import operator
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Node
+
+from fxwrap.errors import GraphError
+from fxwrap.fx_passes.attention_masks import find_mask_rewrites, rewrite_masks
+from fxwrap.fx_passes.decompositions import decompose, export_decomposition_table
+from fxwrap.fx_passes.effects import submodules
+from fxwrap.fx_passes.exported_mutations import remove_tokens, write_back
+from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource
+from fxwrap.fx_passes.stream_calls import inline_control_deps
+from fxwrap.options import Options, Step, enabled_steps
+from fxwrap.torch_compat import (
+    HigherOrderOperator,
+    OpOverload,
+    find_shape_env,
+    is_desugared,
+    isolate_pending_symbols,
+)
+from fxwrap.wrapper_ir import Source
+
+_TORCH = str(Path(torch.__file__).parent)
+
+SYMBOLIC_BUILTINS: frozenset[Callable[..., object]] = frozenset(
+    {
+        operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow,
+        operator.neg, operator.pos, operator.abs, operator.lshift, operator.rshift,
+        operator.and_, operator.or_, operator.xor, operator.not_,
+        operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+        torch.sym_float, torch.sym_int, torch.sym_ite, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_sum,
+        torch.sym_sqrt, round, max, min, abs, int, float, bool, pow, divmod,
+    }
+)  # fmt: skip
+"""Python functions that a graph may call on symbolic numbers; their results are expressions, not lines."""
+
+SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
+    Step(
+        "inline_control_deps", "inline the stream operators that AOTAutograd wraps in subgraphs",
+        lambda graph, _context: inline_control_deps(graph),
+    ),
+    Step(
+        "decompose", "decompose operators, those on lists of tensors included",
+        lambda graph, context: decompose(graph, context.example_inputs, context.options), "decompositions",
+    ),
+)  # fmt: skip
+"""The passes over a graph of ATen operators, before fake-tensor propagation."""
+
+
+def graph_source(
+    graph: GraphModule | ExportedProgram, example_inputs: Sequence[object] | None, options: Options, name: str
+) -> GraphSource:
+    """Returns the imported graph, decomposed by the options' table. The graph itself is not changed.
+
+    Raises GraphError for a graph with unsupported nodes.
+    """
+    if isinstance(graph, ExportedProgram):
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        shape_env = find_shape_env([node.meta.get("val") for node in placeholders])
+        with warnings.catch_warnings(), isolate_pending_symbols(shape_env):
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own copy of its tree specification warns
+            exported = _simplify_exported_masks(graph, options)
+            return _exported_source(exported.run_decompositions(export_decomposition_table(options)), name)
+    check_graph(graph)
+    context = FxPassContext(options, example_inputs=example_inputs)
+    for step in enabled_steps(SOURCE_PASSES, options):
+        graph = step.run(graph, context)
+    return GraphSource(graph, name)
+
+
+def _simplify_exported_masks(exported: ExportedProgram, options: Options) -> ExportedProgram:
+    if not find_mask_rewrites(exported.graph, options):
+        return exported
+    copy: ExportedProgram = exported.run_decompositions({})
+    rewrite_masks(find_mask_rewrites(copy.graph, options), options)
+    return copy
+
+
+def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:
+    """Returns an exported program as a graph that mutates its placeholders and has no effect tokens."""
+    constants: dict[str, torch.Tensor] = {}
+    signature = exported.graph_signature
+    for spec in signature.input_specs:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            constants[spec.arg.name] = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[spec.arg.name] = exported.constants[spec.target]
+    placeholder_of = {spec.target: spec.arg.name for spec in signature.input_specs if spec.target is not None}
+    check_graph(exported.graph_module)
+    token_inputs = [spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.TOKEN]
+    outputs = signature.output_specs
+    token_outputs = [position for position, spec in enumerate(outputs) if spec.kind is OutputKind.TOKEN]
+    remaining = remove_tokens(exported.graph_module, token_inputs, token_outputs)
+    mutations: dict[int, str] = {}
+    for position, spec in enumerate([outputs[old] for old in remaining]):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            mutations[position] = placeholder_of[spec.target]
+        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+            mutations[position] = str(spec.target)
+    write_back(exported.graph_module, mutations, constants)
+    return GraphSource(exported.graph_module, name, constants, returns_mutated_inputs=True)
+
+
+# --- the model's source -----------------------------------------------------------------------------------------------
+
+
+def location_of(node: Node) -> str:
+    """Returns "file:line" of a node in the model's source, or ""."""
+    return source_of(node).location
+
+
+def source_of(node: Node) -> Source:
+    """Returns a node's origin in the model's source, from its metadata; for a backward node, that of its forward."""
+    file, line = _innermost_frame(node.meta.get("stack_trace") or "")
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    module = str(next(reversed(stack.values()))[0]) if stack else ""
+    origins = node.meta.get("from_node") or ()
+    return Source(
+        node.name,
+        str(node.target).removesuffix(".default"),
+        file,
+        line,
+        _DYNAMO_ROOT.sub("", module),
+        str(origins[0].name) if origins else "",
+    )
+
+
+_DYNAMO_ROOT = re.compile(r"^L\['\w+'\]\.?")
+"""Dynamo's prefix of module paths: the local variable that holds the model."""
+
+
+def _innermost_frame(trace: str) -> tuple[str, int]:
+    """Returns file and line of a stack trace's innermost frame outside torch, or of the innermost one."""
+    innermost, end = ("", 0), len(trace)
+    while (start := trace.rfind('File "', 0, end)) >= 0:
+        path, _, rest = trace[start + 6 : end].partition('", line ')
+        number = rest.split(",", 1)[0].split("\n", 1)[0]
+        frame = (path, int(number) if number.isdigit() else 0)
+        if not path.startswith(_TORCH):
+            return frame
+        innermost, end = innermost if innermost[0] else frame, start
+    return innermost
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_graph(graph_module: GraphModule) -> None:
+    """Raises GraphError for the first unsupported node of a graph, nested graphs included."""
+    output: Node | None = None
+    for node in graph_module.graph.nodes:
+        if output is not None:
+            raise _error(node, f"it comes after the output node '{output.name}'", "End the graph with its output")
+        if node.op == "output":
+            output = node
+        elif node.op in ("call_module", "call_method"):
+            reason = f"{node.op} of '{node.target}' is not an ATen operator"
+            raise _error(node, reason, "Trace the module with torch.export or make_fx first")
+        elif node.op == "call_function":
+            _check_call(node)
+            for nested in submodules(node):
+                check_graph(nested)
+    if output is None:
+        raise GraphError("", "the graph has no output node", "End it with graph.output(...)")
+
+
+def _check_call(node: Node) -> None:
+    target = node.target
+    # Lowering rejects higher-order operators that it does not support, and functions of numbers that return tensors.
+    if isinstance(target, OpOverload | HigherOrderOperator) or target is operator.getitem:
+        return
+    if target in SYMBOLIC_BUILTINS or getattr(target, "__module__", "") == "math":
+        return
+    reason = f"'{getattr(target, '__name__', target)}' is not an operator overload with a schema"
+    remedy = "Call an overload such as torch.ops.aten.add.Tensor, or trace the graph with make_fx"
+    raise _error(node, reason, remedy)
+
+
+def _error(node: Node, reason: str, remedy: str) -> GraphError:
+    return GraphError(node.name, reason, remedy, location_of(node))
+
+
+def check_desugared(name: str, value: object) -> None:
+    """Raises GraphError for a tensor subclass that torch has not desugared into plain tensors."""
+    if isinstance(value, torch.Tensor) and not is_desugared(value):
+        reason = f"it is the tensor subclass {type(value).__name__}"
+        remedy = "Compile through torch.compile, which desugars subclasses, or pass plain tensors"
+        raise GraphError(name, reason, remedy)

@@ -1,0 +1,60 @@
+"""Types of the arguments and results of nested blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import sympy
+import torch
+
+from fxwrap import wrapper_ir as ir
+from fxwrap.symbolic import expression_kind
+
+
+def types_of(operands: ir.Operand) -> list[ir.Type | None]:
+    """Returns the types of the leaves of an operand; None for a leaf that is None."""
+    return [_type_of(leaf) for leaf in ir.leaves(operands)]
+
+
+def _type_of(leaf: ir.Operand) -> ir.Type | None:
+    if isinstance(leaf, ir.Value):
+        return leaf.type
+    if leaf is None:
+        return None
+    if isinstance(leaf, int | sympy.Basic) and not isinstance(leaf, bool):
+        return ir.ScalarType(expression_kind(leaf))
+    return ir.ScalarType(type(leaf).__name__)
+
+
+def block_device(block: ir.Block) -> torch.device:
+    """Returns the device of the first tensor of a block, or the CPU if it has none."""
+    values = (*block.arguments, *[value for line in block.lines for value in ir.defined(line)])
+    devices = [value.type.device for value in values if isinstance(value.type, ir.TensorType)]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def slice_types(values: Sequence[ir.Value]) -> list[ir.TensorType]:
+    """Returns the types of one slice of each tensor along dimension 0. Raises ValueKindError for other values."""
+    types = [value.tensor_type for value in values]
+    return [replace(type_, sizes=type_.sizes[1:], strides=type_.strides[1:], storage_offset=0) for type_ in types]
+
+
+def type_mismatch(
+    where: str, actual: Sequence[ir.Type | None], expected: Sequence[ir.Type | None], *, compare_strides: bool = True
+) -> str | None:
+    """Returns the first difference between two lists of types as an error that starts with `where`, or None."""
+    if len(actual) != len(expected):
+        return f"{where}: {len(actual)} instead of {len(expected)}"
+    for position, (type_, expected_type) in enumerate(zip(actual, expected)):
+        if not ir.types_agree(type_, expected_type, compare_strides=compare_strides):
+            return f"{where}: number {position} is {ir.print_type(type_)} instead of {ir.print_type(expected_type)}"
+    return None
+
+
+def stacked_type_mismatch(where: str, stacked: tuple[ir.Result, ...], rows: list[ir.Type | None]) -> str | None:
+    """Returns the first difference between stacked results and the types of one iteration's results, or None."""
+    tensors = ir.values_in(stacked)
+    if len(tensors) < len(list(ir.leaves(stacked))):
+        return f"{where}: every stacked result must be a tensor"
+    return type_mismatch(where, slice_types(tensors), rows, compare_strides=False)

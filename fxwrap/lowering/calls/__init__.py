@@ -1,0 +1,1 @@
+"""Extern calls, mutations, in-place writes and launches of user kernels."""

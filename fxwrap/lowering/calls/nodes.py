@@ -1,0 +1,289 @@
+"""Lowers each call of a graph to lines: a view, an extern call, a mutation, or a number."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Sequence
+
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.stream_calls import stream_call
+from fxwrap.lines import ExternCall, Mutate, StartCollective, View, WaitCollective
+from fxwrap.lowering.builder import Builder, FakeValue, Keywords, Operand, node_error
+from fxwrap.lowering.calls.indirect_writes import lower_indirect_write, match_indirect_write
+from fxwrap.lowering.calls.slice_writes import lower_slice_write
+from fxwrap.lowering.control.collectives import group_of, pending_collective, starts_collective
+from fxwrap.lowering.control.streams import StreamTracker, is_emitted_guard
+from fxwrap.lowering.symbols.unbacked import bind_results, is_bounds_checked_at_run_time, lower_assert, lower_item
+from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
+from fxwrap.wrapper_ir import TensorType, Value, leaves
+from fxwrap.wrapper_ir.operators import OperatorSchema, operator_schema, used_result_indices
+
+_LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def lower_call(builder: Builder, node: Node, dead_roots: Collection[str] = frozenset()) -> None:
+    """Lowers a call_function node and records its operand.
+
+    `dead_roots` are the names of the roots that the program owns and that nothing uses after this call.
+    """
+    fake, env, target = builder.fakes[node], builder.env, node.target
+    if target is operator.getitem and isinstance(env.get(node.args[0]), tuple | dict):  # type: ignore[arg-type]
+        env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
+    elif not isinstance(target, OpOverload) and isinstance(fake, torch.Tensor):
+        name = getattr(target, "__name__", target)
+        reason = f"the Python builtin '{name}' is applied to the tensor '{node.all_input_nodes[0].name}'"
+        raise node_error(node, reason, "Use the torch.ops.aten overload of the same meaning")
+    elif not isinstance(target, OpOverload) or _is_known_number(builder, fake):
+        env[node] = builder.symbols.expression(fake)
+    elif target is torch.ops.aten._local_scalar_dense.default:
+        lower_item(builder, node, fake)
+    elif target is torch.ops.aten._assert_scalar.default:
+        lower_assert(builder, node, literal(builder, node.args[0], node), str(node.args[1]))
+    elif is_emitted_guard(node):
+        env[node] = None
+    elif starts_collective(node):
+        _lower_start(builder, node, target, fake)
+    elif (started := pending_collective(node)) is not None:
+        _lower_wait(builder, node, started, fake)
+    elif builder.buffer.streams is not None and stream_call(node):
+        _lower_stream_call(builder, builder.buffer.streams, node, target)
+    else:
+        _lower_operator(builder, node, target, fake, dead_roots)
+
+
+def _lower_start(builder: Builder, node: Node, target: OpOverload, fake: FakeValue) -> None:
+    """Lowers the start of a collective, whose results are ready after its wait."""
+    schema = operator_schema(target)
+    arguments = literals(builder, node.args, node)
+    results, _ = _results(builder, node, schema, fake, arguments, ())
+    builder.emit(StartCollective(results, schema.name, arguments, group_of(node), origin=builder.origin(node)))
+    _bind_results(builder, node, schema, results)
+
+
+def _lower_wait(builder: Builder, node: Node, started: Node, fake: torch.Tensor) -> None:
+    """Lowers the wait for a collective's result, which is in the memory of the start's result."""
+    pending = builder.env[node.args[0]]  # type: ignore[index]
+    value = builder.add_view(node.name, fake, pending)
+    builder.storages.share(fake, builder.storages.root(pending))
+    builder.emit(WaitCollective(value, pending, group_of(started), origin=builder.origin(node)))
+    builder.env[node] = value
+
+
+def _lower_stream_call(builder: Builder, streams: StreamTracker, node: Node, target: OpOverload) -> None:
+    lines = streams.lines(node, builder.unique, builder.origin(node))
+    if lines is None:
+        _lower_operator(builder, node, target, None, frozenset())
+        return
+    builder.buffer.lines.extend(lines)
+    builder.env[node] = None
+
+
+def _is_known_number(builder: Builder, fake: FakeValue) -> bool:
+    """Whether a fake value is a number over symbols that the program knows: the result of `sym_size`, for example."""
+    if isinstance(fake, torch.Tensor | tuple | list) or fake is None:
+        return False
+    return not builder.symbols.unknown(builder.symbols.expression(fake))
+
+
+def literal(builder: Builder, argument: object, node: Node) -> Operand:
+    """Returns an argument of a node as an operand of a line. Raises GraphError for types that the IR cannot hold."""
+    kind = type(argument)
+    if kind is Node:
+        return builder.env[argument]  # type: ignore[index]
+    if kind is float:
+        return math.nan if math.isnan(argument) else argument  # type: ignore[arg-type]  # equal programs share a NaN
+    if kind is int or argument is None or kind is bool:
+        return argument
+    if isinstance(argument, list | tuple):
+        return tuple([literal(builder, item, node) for item in argument])
+    if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return builder.symbols.expression(argument)
+    if isinstance(argument, _LITERALS):
+        return argument
+    reason = f"an argument is a {kind.__name__}"
+    raise node_error(node, reason, "Pass tensors, numbers, strings, dtypes or devices")
+
+
+def literals(builder: Builder, arguments: Sequence[object], node: Node) -> tuple[Operand, ...]:
+    """Returns arguments of a node as operands of a line."""
+    return tuple([literal(builder, argument, node) for argument in arguments])
+
+
+def tensor_operands(tree: Operand) -> list[Value]:
+    """Returns the tensors among operands, in nested tuples."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Value) and isinstance(leaf.type, TensorType)]
+
+
+def _lower_operator(
+    builder: Builder, node: Node, target: OpOverload, fake: FakeValue, dead_roots: Collection[str]
+) -> None:
+    schema = operator_schema(target)
+    arguments = _with_device_index(literals(builder, node.args, node), fake)
+    keywords = tuple([
+        (name, _with_device_index(literal(builder, argument, node), fake)) for name, argument in node.kwargs.items()
+    ])  # fmt: skip
+    if schema.replacement is not None:
+        target, arguments, keywords = schema.replacement(target, arguments, keywords)
+        schema = operator_schema(target)
+    write = match_indirect_write(schema, arguments, keywords)
+    if write is not None and lower_indirect_write(builder, node, write, fake, dead_roots):
+        return
+    if lower_slice_write(builder, node, fake, dead_roots):
+        return
+    if schema.mutated_arguments:
+        _lower_mutation(builder, node, schema, arguments, keywords, fake)
+    elif (base := _view_base(builder, node, schema, arguments, fake)) is not None:
+        builder.env[node] = _views(builder, node, base, fake)
+    else:
+        effects = schema.effects(_devices(arguments, keywords, fake))
+        results, aliases = _results(builder, node, schema, fake, arguments, keywords)
+        line = ExternCall(
+            results, schema.name, arguments, keywords, aliases=aliases, effect_set=effects, origin=builder.origin(node)
+        )
+        builder.emit(line)
+        _bind_results(builder, node, schema, results)
+
+
+def _with_device_index(argument: Operand, fake: FakeValue) -> Operand:
+    """Returns an argument with the index of each device; without it, the device current at run time would be used."""
+    if isinstance(argument, tuple):
+        return tuple([_with_device_index(item, fake) for item in argument])
+    if isinstance(argument, torch.device) and isinstance(fake, torch.Tensor) and argument.type == fake.device.type:
+        return fake.device
+    return argument
+
+
+def _view_base(
+    builder: Builder, node: Node, schema: OperatorSchema, arguments: Sequence[Operand], fake: FakeValue
+) -> Value | None:
+    """Returns the operand that all results are plain strided views of, or None."""
+    if schema.aliased_argument is None or schema.aliased_argument >= len(arguments):
+        return None
+    base = arguments[schema.aliased_argument]
+    if not isinstance(base, Value) or is_bounds_checked_at_run_time(builder, node):
+        return None
+    base_fake = builder.storages.fake(base)
+    results = fake if isinstance(fake, tuple | list) else (fake,)
+    if schema.may_alias and not all(_on_storage_of(base_fake, item) for item in results):
+        return None
+    return base if all(is_plain_view(item, base_fake) for item in results) else None
+
+
+def _on_storage_of(base: torch.Tensor, item: object) -> bool:
+    return isinstance(item, torch.Tensor) and storage_identity(item) == storage_identity(base)
+
+
+def _views(builder: Builder, node: Node, base: Value, fake: FakeValue) -> Operand:
+    if isinstance(fake, tuple | list):
+        used = used_result_indices(node)
+        return tuple([
+            view_of(builder, node, f"{node.name}_{index}", item, base) if used is None or index in used else None
+            for index, item in enumerate(fake)
+        ])  # fmt: skip
+    return view_of(builder, node, node.name, fake, base)
+
+
+def view_of(builder: Builder, node: Node, name: str, fake: torch.Tensor, base: Value) -> Value:
+    """Emits the view of a value, or returns the value itself if the type is equal."""
+    type_ = builder.view_type(fake, base)
+    if type_ == base.type:
+        return base
+    value = builder.add_alias(name, type_, base, fake)
+    builder.emit(View(value, base, origin=builder.origin(node)))
+    return value
+
+
+def _base_of(
+    builder: Builder, schema: OperatorSchema, arguments: Sequence[Operand], keywords: Keywords, fake: torch.Tensor
+) -> Value | None:
+    """Returns the operand that a result aliases, by the schema or because both share a storage."""
+    if schema.aliased_argument is not None and not schema.may_alias:
+        declared = arguments[schema.aliased_argument]
+        return declared if isinstance(declared, Value) else None
+    root = builder.storages.root_of_fake(fake)
+    candidates = tensor_operands((arguments, keywords)) if root is not None else ()
+    return next((operand for operand in candidates if builder.storages.root(operand) is root), None)
+
+
+def _results(
+    builder: Builder,
+    node: Node,
+    schema: OperatorSchema,
+    fake: FakeValue,
+    arguments: Sequence[Operand],
+    keywords: Keywords,
+) -> tuple[tuple[Operand, ...], tuple[Value | None, ...]]:
+    """Adds the values of an operator's results, one tree per return, and returns the operand that each aliases."""
+    count = schema.return_count
+    fakes = () if count == 0 else (fake,) if count == 1 else tuple(fake)
+    used = used_result_indices(node) if isinstance(fake, tuple | list) else None
+    aliases: list[Value | None] = []
+
+    def make(item: FakeValue, name: str, is_used: bool) -> Operand:
+        if is_used and isinstance(item, tuple | list):
+            indices = used if count == 1 else None
+            return tuple([
+                make(part, f"{name}_{index}", indices is None or index in indices) for index, part in enumerate(item)
+            ])  # fmt: skip
+        base = None
+        value: Value | None = None
+        if is_used and isinstance(item, torch.Tensor):
+            base = _base_of(builder, schema, arguments, keywords, item)
+            value = builder.add_root(name, item) if base is None else builder.add_view(name, item, base)
+        elif is_used and item is not None:
+            value = builder.add_scalar(name, item)
+        aliases.append(base)
+        return value
+
+    names = [node.name] if count == 1 else [f"{node.name}_{index}" for index in range(count)]
+    results = tuple([
+        make(item, name, used is None or count == 1 or index in used)
+        for index, (item, name) in enumerate(zip(fakes, names, strict=True))
+    ])  # fmt: skip
+    return results, tuple(aliases) if any(alias is not None for alias in aliases) else ()
+
+
+def _bind_results(builder: Builder, node: Node, schema: OperatorSchema, results: tuple[Operand, ...]) -> None:
+    """Records the operand of a node, and binds the symbols of its results."""
+    fake = builder.fakes[node]
+    operands = bind_results(
+        builder, node, () if not results else (fake,) if schema.return_count == 1 else fake, results
+    )
+    builder.env[node] = None if not operands else operands[0] if schema.return_count == 1 else operands
+
+
+def _devices(arguments: Sequence[Operand], keywords: Keywords, fake: FakeValue) -> list[torch.device]:
+    """Returns the devices of a call's operands and results."""
+    devices = [operand.tensor_type.device for operand in tensor_operands((arguments, keywords))]
+    results = fake if isinstance(fake, tuple | list) else (fake,)
+    return devices + [item.device for item in results if isinstance(item, torch.Tensor)]
+
+
+def _lower_mutation(
+    builder: Builder,
+    node: Node,
+    schema: OperatorSchema,
+    arguments: tuple[Operand, ...],
+    keywords: Keywords,
+    fake: FakeValue,
+) -> None:
+    origin, written = builder.origin(node), schema.mutated_operands(arguments, keywords)
+    for value in written:
+        builder.storages.mark_mutated(value)
+    effects = schema.effects(_devices(arguments, keywords, fake))
+    if schema.is_out_variant:
+        inputs = tuple([item for item in keywords if item[0] not in schema.mutated_arguments])
+        builder.emit(ExternCall((), schema.name, arguments, inputs, written, effect_set=effects, origin=origin))
+        builder.env[node] = written[0] if schema.return_count == 1 else written
+        return
+    returned = schema.returned_operands(arguments, keywords)
+    if returned is not None:  # every return is an operand, or there is none
+        builder.env[node] = None if not returned else returned[0] if len(returned) == 1 else returned
+        builder.emit(Mutate((), schema.name, arguments, written, keywords, (), effects, origin=origin))
+        return
+    results, aliases = _results(builder, node, schema, fake, arguments, keywords)
+    builder.emit(Mutate(results, schema.name, arguments, written, keywords, aliases, effects, origin=origin))
+    _bind_results(builder, node, schema, results)

@@ -1,0 +1,275 @@
+"""Slices of a tensor that a graph overwrites, also slices of slices.
+
+`slice_scatter`, `select_scatter`, `diagonal_scatter` and `as_strided_scatter` each overwrite a view of their operand.
+Positions may be known only at run time: then a line checks them, as in eager mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxwrap.lines import Assert, View
+from fxwrap.lowering.builder import Builder, Fakes, FakeValue
+from fxwrap.lowering.calls.copies import emit_copy_into, reuse_operand_memory
+from fxwrap.lowering.symbols.slices import is_in_bounds, normalize_index, slice_length, slice_start
+from fxwrap.symbolic import Size, canonicalize, product, total
+from fxwrap.torch_compat import OpOverload, symbol_bounds, symbol_expression
+from fxwrap.wrapper_ir import TensorType, Value
+
+_aten = torch.ops.aten
+_SELECT, _SLICE = _aten.select.int, _aten.slice.Tensor
+_DIAGONAL, _STRIDED = _aten.diagonal.default, _aten.as_strided.default
+_VIEW_OF: Mapping[object, OpOverload] = {
+    _aten.select_scatter.default: _SELECT, _aten.slice_scatter.default: _SLICE,
+    _aten.diagonal_scatter.default: _DIAGONAL, _aten.as_strided_scatter.default: _STRIDED,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ViewStep:
+    """One view of a tensor.
+
+    Fields:
+        operator: the view operator.
+        position: the dimension and the index of a select; the dimension, the start and the step of a slice; the offset
+            and the dimensions of a diagonal; the sizes, the strides and the offset from the tensor's first element of
+            an `as_strided`. Indices may be nodes, and count from the end where negative.
+        shape_source: a node of the view's shape.
+        end: the end of a slice.
+    """
+
+    operator: OpOverload
+    position: tuple[Any, ...]
+    shape_source: Node
+    end: Any = None
+
+
+@dataclass(frozen=True)
+class SliceWrite:
+    """A call that overwrites a view of `base`, after several view steps, with `source`.
+
+    Without a source it overwrites the view with its own content. `parts` are calls that only this call uses.
+    """
+
+    base: Node
+    view_steps: tuple[ViewStep, ...]
+    source: Node | None
+    parts: tuple[Node, ...] = ()
+
+
+def match_slice_write(node: Node, fakes: Fakes) -> SliceWrite | None:
+    """Returns the slice that a call overwrites in a copy of its first operand, or None for other calls."""
+    view_steps: list[ViewStep] = []
+    parts: list[Node] = []
+    call = node
+    while True:
+        step = _match_view_step(call, fakes)
+        if step is None:
+            return None
+        view_steps.append(step)
+        source = step.shape_source
+        inner = _match_view_step(source, fakes) if len(source.users) == 1 else None
+        if inner is None or not _matches_step(source.args[0], step, call.args[0], fakes):
+            break
+        parts.append(source)
+        call = source
+    base = node.args[0]
+    assert isinstance(base, Node)
+    copied = source.args[1] if source.target is _aten.copy.default and len(source.users) == 1 else source
+    if not _is_view_through(copied, view_steps, base, fakes):
+        return SliceWrite(base, tuple(view_steps), source, tuple(parts))
+    return SliceWrite(base, tuple(view_steps), None, (*parts, *([source] if copied is not source else [])))
+
+
+def _is_view_through(view: object, view_steps: Sequence[ViewStep], base: Node, fakes: Fakes) -> bool:
+    """Whether a node is the view of `base` after these steps: `x[i] += y` ends with a write of `x[i]` to itself."""
+    for step in reversed(view_steps):
+        if not isinstance(view, Node) or not view.args or not _matches_step(view, step, view.args[0], fakes):
+            return False
+        view = view.args[0]
+    return view is base
+
+
+def _match_view_step(node: Node, fakes: Fakes) -> ViewStep | None:
+    """Returns the view that a call overwrites, by its own arguments; None for other calls."""
+    view = _VIEW_OF.get(node.target)
+    if view is None or node.kwargs or len(node.args) < 2:
+        return None
+    base_node, source_node = node.args[:2]
+    if not isinstance(base_node, Node) or not isinstance(source_node, Node):
+        return None
+    base, source = fakes.get(base_node), fakes.get(source_node)
+    if not isinstance(base, torch.Tensor) or not isinstance(source, torch.Tensor) or source.dtype != base.dtype:
+        return None
+    position = _position(node, view, 2, base)
+    end = _argument(node, 4, None) if view is _SLICE else None
+    if position is None or not all(_is_static_or_index(item, fakes) for item in (*position, end) if item is not None):
+        return None
+    return ViewStep(view, position, source_node, end)
+
+
+def _position(node: Node, view: OpOverload, first: int, base: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns the position of a view whose arguments start at number `first`; None if it is not supported."""
+    rank = max(base.dim(), 1)
+    if view is _SELECT:
+        return _argument(node, first, 0) % rank, _argument(node, first + 1, 0)
+    if view is _SLICE:
+        start, step = _argument(node, first + 1, None), _argument(node, first + 3, 1)
+        return (_argument(node, first, 0) % rank, 0 if start is None else start, step) if type(step) is int else None
+    if view is _DIAGONAL:
+        diagonal = [_argument(node, first + number, default) for number, default in enumerate((0, 0, 1))]
+        return (diagonal[0], diagonal[1] % rank, diagonal[2] % rank) if type(diagonal[0]) is int else None
+    sizes, strides, offset = (_argument(node, first + number, None) for number in range(3))
+    return _strided_position(tuple(sizes), tuple(strides), offset, base)
+
+
+def _strided_position(
+    sizes: tuple[Any, ...], strides: tuple[Any, ...], offset: Any, base: torch.Tensor
+) -> tuple[Any, ...] | None:
+    """Returns the position of an `as_strided` if it is static, within the base and without overlaps."""
+    first: Any = base.storage_offset()
+    numbers = (*sizes, *strides, *base.shape, *base.stride(), first, 0 if offset is None else offset)
+    if not all(type(item) is int for item in numbers):
+        return None
+    start = 0 if offset is None else offset - first
+    within = start >= 0 and start + _last_offset(sizes, strides) <= _last_offset(base.shape, base.stride())
+    if 0 in (*sizes, *base.shape) or not within:
+        return None
+    reached = 0
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1 and stride <= reached:
+            return None
+        reached += (size - 1) * stride
+    return sizes, strides, start
+
+
+def _last_offset(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns the offset of a tensor's last element from its first one."""
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def _argument(node: Node, position: int, default: Any) -> Any:
+    return node.args[position] if position < len(node.args) else default
+
+
+def _is_static_or_index(item: object, fakes: Fakes) -> bool:
+    return isinstance(_fake(item, fakes), int | tuple | torch.SymInt)
+
+
+def _fake(item: object, fakes: Fakes) -> FakeValue:
+    return fakes.get(item) if isinstance(item, Node) else item
+
+
+def _matches_step(view: object, step: ViewStep, base: Any, fakes: Fakes) -> bool:
+    """Whether a node is the view of `base` at a step."""
+    if not isinstance(view, Node) or view.target is not step.operator or view.args[0] is not base or view.kwargs:
+        return False
+    return _position(view, step.operator, 1, fakes[base]) == step.position  # type: ignore[index]
+
+
+# --- types and checks -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResolvedSlice:
+    """The type of a slice of a tensor, with its offset in the same root, and the checks of its position."""
+
+    type: TensorType
+    checks: tuple[Assert, ...]
+
+
+def resolve_slice(builder: Builder, type_: TensorType, write: SliceWrite) -> ResolvedSlice:
+    """Returns the slice of a tensor of a type.
+
+    Positions that the graph's guards cover need no check; a check of any other raises the same error as eager mode.
+    """
+    symbols = builder.symbols
+    sizes, strides, offset = list(type_.sizes), list(type_.strides), type_.storage_offset
+    checks: list[Assert] = []
+    for step in write.view_steps:
+        shape = builder.fakes[step.shape_source].shape
+        if step.operator is _STRIDED:
+            sizes, strides, offset = [*step.position[0]], [*step.position[1]], total((offset, step.position[2]))
+        elif step.operator is _DIAGONAL:
+            diagonal, one, other = step.position
+            offset = total((offset, product((abs(diagonal), strides[other if diagonal > 0 else one]))))
+            stride = total((strides[one], strides[other]))
+            dims = [dim for dim in range(len(sizes)) if dim not in (one, other)]
+            sizes = [*[sizes[dim] for dim in dims], symbols.size(shape[-1])]
+            strides = [*[strides[dim] for dim in dims], stride]
+        elif step.operator is _SELECT:
+            dim, index = step.position
+            position = _size(builder, index)
+            if not _is_guarded(builder, index):
+                message = f"select(): index out of range for dimension {dim}"
+                checks.append(Assert(is_in_bounds(position, sizes[dim]), message, "IndexError", position))
+            offset = total((offset, product((normalize_index(position, sizes[dim]), strides[dim]))))
+            del sizes[dim], strides[dim]
+        else:
+            dim, index, stride = step.position
+            position, count = _size(builder, index), symbols.size(shape[dim])
+            start = slice_start(position, sizes[dim])
+            if not _is_guarded(builder, index):
+                end = None if step.end is None else _size(builder, step.end)
+                length = slice_length(start, end, stride, sizes[dim])
+                message = f"the source does not fit into dimension {dim} at that position"
+                condition = canonicalize(sympy.Eq(length, count, evaluate=False))
+                checks.append(Assert(condition, message, "RuntimeError", position))
+            offset = total((offset, product((start, strides[dim]))))
+            sizes[dim], strides[dim] = count, product((strides[dim], stride))
+    return ResolvedSlice(TensorType(type_.dtype, tuple(sizes), tuple(strides), type_.device, offset), tuple(checks))
+
+
+def _size(builder: Builder, index: object) -> Size:
+    return builder.symbols.expression(_fake(index, builder.fakes))
+
+
+def _is_guarded(builder: Builder, index: object) -> bool:
+    """Whether an index is static, or a backed number with a lower bound of at least 0."""
+    fake = _fake(index, builder.fakes)
+    if not isinstance(fake, torch.SymInt):
+        return True
+    lower, _ = symbol_bounds(fake)
+    if lower is None or lower < 0:
+        return False
+    return all(symbol.name.startswith("s") for symbol in symbol_expression(fake).free_symbols)
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def emit_slice_view(builder: Builder, node: Node, base: Value, write: SliceWrite) -> Value:
+    """Emits the checks and the view of a slice; returns the view."""
+    resolved, origin = resolve_slice(builder, base.tensor_type, write), builder.origin(node)
+    for check in resolved.checks:
+        builder.emit(replace(check, origin=origin))
+    if resolved.type == base.type:
+        return base
+    value = builder.add_alias(f"{node.name}_window", resolved.type, base)
+    builder.emit(View(value, base, origin=origin))
+    return value
+
+
+def lower_slice_write(builder: Builder, node: Node, fake: FakeValue, dead_roots: Collection[str]) -> bool:
+    """Emits a slice write whose base may be overwritten; returns whether it did.
+
+    `dead_roots` are the names of the roots that the program owns and that nothing uses after the call.
+    """
+    step = _match_view_step(node, builder.fakes)
+    if step is None:
+        return False
+    base_node = node.all_input_nodes[0]
+    base, source = builder.env[base_node], builder.env[node.all_input_nodes[1]]
+    target = reuse_operand_memory(builder, base, fake, dead_roots, {builder.storages.root(source).name})
+    if target is None:
+        return False
+    view = emit_slice_view(builder, node, target, SliceWrite(base_node, (step,), step.shape_source))
+    emit_copy_into(builder, view, source, builder.origin(node))
+    builder.env[node] = target
+    return True

@@ -1,0 +1,1 @@
+"""Control flow, side effects, collectives and streams."""

@@ -1,0 +1,340 @@
+"""Higher-order operators: control flow over blocks, and operators wrapped with effects or generator states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.effects import FUNCTIONALIZED, USER_KERNELS, operator_label
+from fxwrap.lines import CallFunction, Cond, ExternCall, Map, ScanLoop, View, While
+from fxwrap.lowering.builder import Builder, FakeValue, Operand, node_error
+from fxwrap.lowering.calls.nodes import literal, literals
+from fxwrap.lowering.calls.user_kernels import lower_user_kernel
+from fxwrap.lowering.control.blocks import (
+    BlockLowering,
+    CapturedConstant,
+    LoweredBlock,
+    check_branches,
+    check_fits,
+    emit_copy,
+)
+from fxwrap.lowering.control.side_effects import (
+    lower_functionalized,
+    lower_print,
+    lower_run_and_save,
+    lower_run_with,
+    lower_run_with_generator,
+    lower_with_effects,
+)
+from fxwrap.lowering.fusion.kernels import extent_of
+from fxwrap.lowering.symbols.unbacked import bind_values, new_values
+from fxwrap.symbolic import expression_kind, total
+from fxwrap.torch_compat import find_shape_env, new_unbacked_number
+from fxwrap.wrapper_ir import TensorType, Type, Value, types_agree
+
+
+def lower_higher_order(blocks: BlockLowering, node: Node, dead_roots: Collection[str]) -> None:
+    """Lowers a call of a higher-order operator. Raises GraphError for one without a lowering.
+
+    `dead_roots` are the names of the roots that the program owns and that nothing uses after this call.
+    """
+    name = operator_label(node.target)  # type: ignore[arg-type]
+    if name in FUNCTIONALIZED:
+        lower_functionalized(blocks.builder, node, dead_roots)
+    elif name in USER_KERNELS:
+        lower_user_kernel(blocks.builder, node, dead_roots)
+    elif name in _SINGLE_OPERATOR_WRAPPERS:
+        _SINGLE_OPERATOR_WRAPPERS[name](blocks.builder, node)
+    elif name in _RULES:
+        _RULES[name](blocks, node)
+    else:
+        reason = f"the higher-order operator '{name}' has no operator schema and no lowering"
+        raise node_error(node, reason, "Keep it out of the graph, or run this part with the eager backend")
+
+
+# --- operands and results ---------------------------------------------------------------------------------------------
+
+
+def _arguments(node: Node, count: int) -> tuple[Operand, ...]:
+    """Returns the first `count` arguments of a call; omitted operands are ()."""
+    return (*node.args, ())[:count]
+
+
+def _examples(builder: Builder, operands: Sequence[Operand]) -> list[FakeValue]:
+    """Returns fake values for the placeholders of a block with these operands."""
+    return [builder.storages.example(item) for item in operands]
+
+
+def _carried_examples(builder: Builder, node: Node, carried: Sequence[Operand]) -> list[FakeValue]:
+    """Returns fake values for loop-carried operands: numbers are new unbacked symbols."""
+    shape_env = find_shape_env(builder.fakes[node])
+    examples = []
+    for item, example in zip(carried, _examples(builder, carried), strict=True):
+        if item is not None and not isinstance(item, Value):
+            if shape_env is None:
+                reason = "it carries numbers, and the graph has no shape environment"
+                raise node_error(node, reason, "Trace it with symbols")
+            kind = expression_kind(item) if isinstance(item, sympy.Basic) else type(item).__name__
+            example = new_unbacked_number(shape_env, kind)
+        examples.append(example)
+    return examples
+
+
+def _captured_constants(*blocks: LoweredBlock) -> tuple[list[CapturedConstant], tuple[Value, ...]]:
+    """Returns the constants that blocks refer to, each once, and their values in the enclosing graph."""
+    captured = {id(payload): (payload, name) for block in blocks for payload, name in block.constants.captured()}
+    scope = blocks[0].constants.outer
+    return list(captured.values()), tuple([scope.constant(payload, name) for payload, name in captured.values()])
+
+
+def _bind_results(builder: Builder, node: Node, fakes: Sequence[FakeValue], results: Operand) -> None:
+    """Binds the symbols of results, and records the operand of the node."""
+    builder.env[node] = bind_values(builder, node, fakes, results)
+
+
+def _types(values: Sequence[Operand]) -> list[Type | Operand]:
+    return [item.type if isinstance(item, Value) else item for item in values]
+
+
+def _match_strides(
+    builder: Builder, operands: Sequence[Operand], arguments: Sequence[Value | None]
+) -> tuple[Operand, ...]:
+    """Returns the operands, with copies of those whose strides differ from the block's arguments."""
+    matched = []
+    for operand, argument in zip(operands, arguments, strict=True):
+        if argument is not None and isinstance(operand, Value) and isinstance(operand.type, TensorType):
+            if not types_agree(operand.type, argument.type):
+                operand = emit_copy(builder, operand, argument.tensor_type)
+        matched.append(operand)
+    return tuple(matched)
+
+
+def _match_slice_strides(
+    builder: Builder, stacked: Sequence[Value], arguments: Sequence[Value | None]
+) -> tuple[Value, ...]:
+    """Returns the tensors that a loop iterates over, with copies of those whose slices differ from the arguments."""
+    matched = []
+    for whole, argument in zip(stacked, arguments, strict=True):
+        assert argument is not None
+        type_, slice_ = whole.tensor_type, argument.tensor_type
+        if not types_agree(TensorType(type_.dtype, type_.sizes[1:], type_.strides[1:], type_.device), slice_):
+            strides = (extent_of(slice_), *slice_.strides)
+            whole = emit_copy(builder, whole, TensorType(type_.dtype, type_.sizes, strides, type_.device))
+        matched.append(whole)
+    return tuple(matched)
+
+
+# --- control flow -----------------------------------------------------------------------------------------------------
+
+
+def _cond(blocks: BlockLowering, node: Node) -> None:
+    builder, fakes = blocks.builder, blocks.builder.fakes[node]
+    predicate, then_graph, else_graph, items = _arguments(node, 4)
+    operands = literals(builder, items, node)
+    examples = _examples(builder, operands)
+    test = _predicate(node, literal(builder, predicate, node))
+    results = new_values(builder, node, fakes)
+    then = blocks.lower(node, then_graph, operands, examples, result_types=_types(results))
+    else_ = blocks.lower(node, else_graph, operands, examples, result_types=_types(results))
+    check_branches(node, then.yielded, else_.yielded, results)
+    constants, outer = _captured_constants(then, else_)
+    block_operands = (*then.block_operands(_match_strides(builder, operands, then.arguments)), *outer)
+    then_block, else_block = then.block(constants), else_.block(constants)
+    builder.emit(Cond(results, test, block_operands, then_block, else_block, origin=builder.origin(node)))
+    _bind_results(builder, node, fakes, results)
+
+
+def _predicate(node: Node, test: Operand) -> Operand:
+    """Returns a condition. Raises GraphError if it is not a truth value."""
+    if isinstance(test, bool):
+        return test
+    if isinstance(test, Value) and isinstance(test.type, TensorType):
+        sizes = [size for size in test.type.sizes if isinstance(size, int)]
+        if test.type.dtype == torch.bool and all(size == 1 for size in sizes):
+            return test
+        shown = f"a {test.type.dtype} tensor of sizes {list(test.type.sizes)}"
+    elif isinstance(test, sympy.Basic) and expression_kind(test) == "bool":
+        return test
+    else:
+        shown = str(test)
+    raise node_error(node, f"the predicate is {shown}", "Pass a bool, or a boolean tensor of one element")
+
+
+def _while_loop(blocks: BlockLowering, node: Node, stacked: bool = False) -> None:
+    builder, fakes = blocks.builder, blocks.builder.fakes[node]
+    cond_graph, body_graph, carried_items, extra_items = _arguments(node, 4)
+    carried, extra = literals(builder, carried_items, node), literals(builder, extra_items, node)
+    operands, count = (*carried, *extra), len(carried)
+    examples = [*_carried_examples(builder, node, carried), *_examples(builder, extra)]
+    results = new_values(builder, node, fakes)
+    cond = blocks.lower(node, cond_graph, operands, examples, carried=count)
+    types = [argument.type for argument in cond.arguments[:count] if argument is not None]
+    body = blocks.lower(node, body_graph, operands, examples, carried=count, result_types=types)
+    if len(cond.yielded) != 1:
+        raise node_error(node, f"the condition returns {len(cond.yielded)} values", "Return one truth value")
+    _predicate(node, cond.yielded[0])
+    check_fits(node, "the body", body.yielded, "the carried state", carried)
+    constants, outer = _captured_constants(cond, body)
+    block_operands = body.block_operands(_match_strides(builder, operands, body.arguments))
+    initial, extra = block_operands[:count], (*block_operands[count:], *outer)
+    cond_block, body_block = cond.block(constants), body.block(constants)
+    builder.emit(While(results, initial, cond_block, body_block, extra, stacked, origin=builder.origin(node)))
+    _bind_results(builder, node, fakes, results)
+
+
+def _scan(blocks: BlockLowering, node: Node) -> None:
+    builder, fakes = blocks.builder, blocks.builder.fakes[node]
+    graph, init, over_items, extra_items = _arguments(node, 4)
+    carried, over, extra = [literals(builder, items, node) for items in (init, over_items, extra_items)]
+    count, end = len(carried), len(carried) + len(over)
+    slices = [_slice_example(builder, value) for value in over]
+    examples = [*_examples(builder, carried), *slices, *_examples(builder, extra)]
+    results = new_values(builder, node, fakes)
+    operands = (*carried, *over, *extra)
+    body = blocks.lower(node, graph, operands, examples, carried=count, result_types=_types(carried))
+    check_fits(node, "the body", body.yielded[:count], "the carried state", carried)
+    check_fits(node, "the body", body.yielded[count:], "a slice of the stacked result", _slice_types(results[count:]))
+    operands = (
+        *_match_strides(builder, carried, body.arguments[:count]),
+        *_match_slice_strides(builder, over, body.arguments[count:end]),
+        *_match_strides(builder, extra, body.arguments[end:]),
+    )
+    _emit_scan(builder, node, body, operands, results, count, end)
+    _bind_results(builder, node, fakes, results)
+
+
+def _emit_scan(
+    builder: Builder,
+    node: Node,
+    body: LoweredBlock,
+    operands: Sequence[Operand],
+    results: Operand,
+    count: int,
+    end: int,
+) -> None:
+    """Emits a scan; `count` operands are carried, those up to `end` are iterated over."""
+    block_operands, (constants, outer) = body.block_operands(operands), _captured_constants(body)
+    initial, over, extra = block_operands[:count], block_operands[count:end], (*block_operands[end:], *outer)
+    builder.emit(ScanLoop(results, initial, over, body.block(constants), extra, origin=builder.origin(node)))
+
+
+def _associative_scan(blocks: BlockLowering, node: Node) -> None:
+    """Lowers a scan of symbolic length to a loop from the second element on, which carries the last result."""
+    builder, fakes = blocks.builder, blocks.builder.fakes[node]
+    graph, over_items, extra_items = _arguments(node, 3)
+    over, extra = literals(builder, over_items, node), literals(builder, extra_items, node)
+    first = [_slice_view(builder, value, 0) for value in over]
+    rest = [_slice_view(builder, value, slice(1, None)) for value in over]
+    slices = [_slice_example(builder, value) for value in rest]
+    examples = [*_examples(builder, first), *slices, *_examples(builder, extra)]
+    count, operands = len(over), (*first, *rest, *extra)
+    body = blocks.lower(
+        node, graph, operands, examples, carried=count, result_types=_types(first), duplicate_results=True
+    )
+    check_fits(node, "the combine function", body.yielded[: len(body.results)], "an element", _types(first))
+    results = new_values(builder, node, [builder.storages.fake(value) for value in (*first, *rest)])
+    _emit_scan(builder, node, body, operands, results, count, 2 * count)
+    whole = new_values(builder, node, fakes)
+    for value, start, end in zip(whole, over, results[count:], strict=True):
+        parts = (_slice_view(builder, start, slice(0, 1)), end)
+        builder.emit(ExternCall((value,), "aten.cat.default", (parts, 0), origin=builder.origin(node)))
+    _bind_results(builder, node, fakes, whole)
+
+
+def _slice_view(builder: Builder, value: Value, index: int | slice) -> Value:
+    """Emits the view of a tensor at an index of its first dimension."""
+    view = builder.add_view(value.name, _slice_example(builder, value, index), value)
+    builder.emit(View(view, value))
+    return view
+
+
+def _map(blocks: BlockLowering, node: Node) -> None:
+    builder, fakes = blocks.builder, blocks.builder.fakes[node]
+    graph, over_items, extra_items = _arguments(node, 3)
+    over, extra = literals(builder, over_items, node), literals(builder, extra_items, node)
+    examples = [*[_slice_example(builder, value) for value in over], *_examples(builder, extra)]
+    results = new_values(builder, node, fakes)
+    body = blocks.lower(node, graph, (*over, *extra), examples)
+    check_fits(node, "the body", body.yielded, "a slice of the stacked result", _slice_types(results))
+    count = len(over)
+    slices = _match_slice_strides(builder, over, body.arguments[:count])
+    operands = (*slices, *_match_strides(builder, extra, body.arguments[count:]))
+    block_operands, (constants, outer) = body.block_operands(operands), _captured_constants(body)
+    extra = (*block_operands[count:], *outer)
+    builder.emit(Map(results, block_operands[:count], body.block(constants), extra, origin=builder.origin(node)))
+    _bind_results(builder, node, fakes, results)
+
+
+def _slice_types(stacked: Sequence[Value | None]) -> list[TensorType | None]:
+    """Returns the types of one dense slice of each tensor."""
+    types = [None if value is None else value.tensor_type for value in stacked]
+    return [type_ and TensorType.contiguous(type_.dtype, type_.sizes[1:], type_.device) for type_ in types]
+
+
+def _slice_example(builder: Builder, value: Value, index: int | slice = 0) -> torch.Tensor:
+    fake = builder.storages.fake(value)
+    with fake.fake_mode:  # type: ignore[attr-defined]
+        return fake[index]
+
+
+def _invoke_subgraph(blocks: BlockLowering, node: Node) -> None:
+    """Lowers a call of a block that several calls share; results that alias operands become views of these."""
+    builder, fakes = blocks.builder, blocks.builder.fakes[node]
+    graph, identifier, *items = node.args
+    assert isinstance(graph, Node)
+    operands = literals(builder, items, node)
+    function = blocks.shared_function(node, graph, str(identifier), operands, _examples(builder, operands))
+    lowered = function.lowered
+    operands = _match_strides(builder, operands, lowered.arguments)
+    outer = [blocks.scope.constant(payload, name) for payload, name in function.constants]
+    first = {index: position for position, index in reversed([*enumerate(lowered.results)]) if isinstance(index, int)}
+    yielded_fakes = [fakes[first[index]] for index in range(len(lowered.yielded))]
+    results = new_values(builder, node, yielded_fakes)
+    block_operands = (*lowered.block_operands(operands), *outer)
+    builder.emit(CallFunction(results, function.name, block_operands, origin=builder.origin(node)))
+    yielded = bind_values(builder, node, yielded_fakes, results)
+    arguments = dict(zip([argument.name for argument in function.arguments], block_operands, strict=True))
+    builder.env[node] = tuple([
+        yielded[item] if isinstance(item, int) else _view_of_operand(builder, node, position, lowered, item, arguments)
+        for position, item in enumerate(lowered.results)
+    ])  # fmt: skip
+
+
+def _view_of_operand(
+    builder: Builder, node: Node, position: int, lowered: LoweredBlock, alias: Value, arguments: Mapping[str, Value]
+) -> Value:
+    """Returns a function's result that aliases an argument, as a view of the operand."""
+    root = lowered.builder.storages.root(alias)
+    base, type_ = arguments[root.name], alias.tensor_type
+    if type_ == root.type:
+        return base
+    offset = total((base.tensor_type.storage_offset, type_.storage_offset))
+    view_type = replace(type_, storage_offset=offset)
+    value = builder.add_alias(f"{node.name}_{position}", view_type, base, builder.fakes[node][position])
+    builder.emit(View(value, base, origin=builder.origin(node)))
+    return value
+
+
+_RULES: Mapping[str, Callable[[BlockLowering, Node], None]] = {
+    "cond": _cond,
+    "while_loop": _while_loop,
+    "while_loop_stack_output": lambda blocks, node: _while_loop(blocks, node, stacked=True),
+    "scan": _scan,
+    "associative_scan": _associative_scan,
+    "map_impl": _map,
+    "invoke_subgraph": _invoke_subgraph,
+}
+"""The lowering of higher-order operators that run graphs, by name."""
+
+_SINGLE_OPERATOR_WRAPPERS: Mapping[str, Callable[[Builder, Node], None]] = {
+    "with_effects": lower_with_effects,
+    "print": lower_print,
+    "run_and_save_rng_state": lower_run_and_save,
+    "run_with_rng_state": lower_run_with,
+    "graphsafe_run_with_rng_state": lower_run_with_generator,
+}
+"""The lowering of higher-order operators that call one operator."""

@@ -1,0 +1,457 @@
+"""The first pass over a graph: each node becomes definitions, a number, or an extern call with its decline reason."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.effects import aliased_operands, has_ordered_effect, launches_user_kernel, mutated_operands
+from fxwrap.loop_ir import KERNEL_DTYPES, Scalar
+from fxwrap.lowering.builder import (
+    Builder,
+    FakeValue,
+    Keywords,
+    LoweringRequest,
+    NodeCoverage,
+    Operand,
+    node_coverage,
+    node_error,
+)
+from fxwrap.lowering.calls.nodes import literal
+from fxwrap.lowering.calls.reinplace import ReinplacePlan
+from fxwrap.lowering.calls.slice_writes import SliceWrite, resolve_slice
+from fxwrap.lowering.control.collectives import in_flight_operands
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    DefinitionLabel,
+    ElementReader,
+    Indices,
+    InPlaceStore,
+    Stored,
+    Viewed,
+    broadcast_indices,
+    copy_definition,
+    definitions_in,
+    unwrap_views,
+)
+from fxwrap.lowering.graph_definitions import CallStep, DefinitionStorages, GraphDefinitions, RuleResult
+from fxwrap.lowering.rules import RULES, Declined, OperatorCall
+from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
+from fxwrap.lowering.symbols.unbacked import derive_symbols
+from fxwrap.symbolic import Size, make_symbol
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
+from fxwrap.wrapper_ir import TensorType, Value
+from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_schema
+
+Arguments = tuple[tuple[Operand, ...], Keywords]
+"""The arguments and the keyword arguments of a call, with definitions for tensors."""
+
+
+class DefinitionBuilder:
+    """Defines a graph's nodes in order."""
+
+    def __init__(self, builder: Builder, request: LoweringRequest, reinplacing: ReinplacePlan) -> None:
+        self.builder = builder
+        self.options = request.options
+        self.declined_nodes = request.declined_nodes
+        self.reinplacing = reinplacing
+        self.operands: dict[Node, Operand] = {}
+        self.steps: list[CallStep] = []
+        self.coverage: list[NodeCoverage] = []
+        self.results: dict[Definition, RuleResult] = {}
+        self.labels: dict[Definition, DefinitionLabel] = {}
+        self.mutations: list[tuple[Definition, int]] = []
+        self.slice_writes: dict[Definition, Node] = {}
+        self.storages = DefinitionStorages()
+        self._strides: dict[Stored, tuple[Size, ...]] = {}
+        self._bound: set[sympy.Symbol] = set()
+        self._scalars = CpuScalarReads(builder.state.symbols.fresh, self._operator_of)
+        self._read: set[ScalarRead] = set()
+        self._specs = request.options.device_specs()
+
+    def result(self) -> GraphDefinitions:
+        """Returns the definitions of the nodes so far."""
+        return GraphDefinitions(
+            self.operands, self.steps, self.results, self.labels, self.mutations, self.slice_writes, self.reinplacing,
+            self.storages, self.coverage,
+        )  # fmt: skip
+
+    def add_input(self, node: Node, value: Operand) -> None:
+        """Adds a placeholder or attribute: a tensor in memory, or a literal."""
+        is_tensor = isinstance(value, Value) and isinstance(value.type, TensorType)
+        self.operands[node] = self._stored(self.builder.storages.fake(value), node.name) if is_tensor else value
+
+    def add_call(self, node: Node, position: int) -> None:
+        """Adds a call_function node. Raises GraphError if it needs a symbol that no earlier node defines."""
+        self._define_node(node, position)
+        is_known = self.builder.symbols.is_known
+        missing = {item.name for item in _symbols(self.operands[node]) - self._bound if not is_known(item)}
+        if missing:
+            reason = f"it needs the symbol {min(missing)}, which no earlier node defines"
+            raise node_error(node, reason, "Compute the number, or read it from a tensor, before")
+
+    def _define_node(self, node: Node, position: int) -> None:
+        builder, target = self.builder, node.target
+        if not self.options.runtime_asserts and is_assertion(target):
+            self.operands[node] = None
+            return
+        derive_symbols(builder, node)
+        fake = builder.fakes[node]
+        if target is operator.getitem and isinstance(self.operands.get(node.args[0]), tuple | dict):  # type: ignore[arg-type]
+            self.operands[node] = self.operands[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif isinstance(target, HigherOrderOperator):
+            reason = "it runs graphs or an operator of its own"
+            self._define_extern_call(
+                node, position, fake, "it is a user kernel" if launches_user_kernel(node) else reason
+            )
+        elif node in self.reinplacing.copies:
+            self.operands[node] = self.operands[node.args[0]]  # type: ignore[index]
+            self._record_coverage(node, "view")
+        elif node in self.reinplacing.parts:
+            self.operands[node] = None  # the call that it is a part of writes its result
+            self._record_coverage(node, "view")
+        elif node in self.reinplacing.slice_writes:
+            self._define_slice_write(node, self.reinplacing.slice_writes[node], position)
+        elif node in self.reinplacing.written:
+            self._define_extern_call(node, position, fake, "it writes its operand in place")
+        elif not self._define_copy(node, position):
+            self._define_operator(node, position, fake)
+
+    def _define_operator(self, node: Node, position: int, fake: FakeValue) -> None:
+        reason: str | None = "it returns a number"
+        if _returns_tensors(fake):
+            if isinstance(node.target, OpOverload):
+                reason = self._define(node, node.target, fake, position)
+        elif not isinstance(node.target, OpOverload) or self._is_known_number(fake):
+            self.operands[node] = self.builder.symbols.expression(fake)
+            self._record_coverage(node, "number")
+            return
+        if reason is not None:
+            self._define_extern_call(node, position, fake, reason)
+
+    def _record_coverage(self, node: Node, kind: str, reason: str = "") -> None:
+        self.coverage.append(node_coverage(node, self.builder.qualified(node), kind, reason))
+
+    def _operator_of(self, definition: Definition) -> str:
+        label = self.labels.get(definition)
+        return "" if label is None else label.operator
+
+    # --- definitions ------------------------------------------------------------------------------------------------
+
+    def _define(self, node: Node, target: OpOverload, fake: FakeValue, position: int) -> str | None:
+        """Defines a node by its rule; returns the decline reason if it stays an extern call."""
+        schema, arguments = self._arguments(node, target)
+        arguments, reads = self._replace_cpu_scalars(node, fake, arguments)
+        reason = self._decline_reason(node, schema, fake, arguments)
+        if reason is not None:
+            return reason
+        first = fake if isinstance(fake, torch.Tensor) else next(item for item in fake if item is not None)
+        spec = self._specs[first.device.type]
+        positional, keywords = arguments
+        call = OperatorCall(schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec)
+        result = RULES[schema.name](call)
+        if isinstance(result, Declined):
+            return result.reason
+        self._add_scalar_reads(reads, position)
+        if isinstance(result, Definition):
+            definition = self._register(node, schema, result, fake, position, node.name)
+            definitions, self.operands[node] = [definition], definition
+        else:
+            self.operands[node] = tuple([
+                None if item is None else self._register(node, schema, item, fake[i], position, f"{node.name}_{i}")
+                for i, item in enumerate(result)
+            ])  # fmt: skip
+            definitions = [item for item in self.operands[node] if item is not None]
+        self._record_coverage(node, "view" if all(isinstance(item, Viewed) for item in definitions) else "fused")
+        return None
+
+    def _register(
+        self, node: Node, schema: OperatorSchema, definition: Definition, fake: torch.Tensor, position: int, name: str
+    ) -> Definition:
+        """Records a rule's definition under the node's name; a view of an operator that copies becomes a copy."""
+        is_view = schema.aliased_argument is not None and not schema.may_alias
+        if isinstance(definition, Viewed) and not is_view and not self._shares_memory(node, fake):
+            definition = copy_definition(definition)
+        if definition not in self.results:
+            self.labels[definition] = DefinitionLabel(name, schema.name)
+            self.results[definition] = RuleResult(node, position, fake)
+            if not isinstance(definition, Viewed):
+                self.storages.add(definition, storage_identity(fake))
+        return definition
+
+    def _shares_memory(self, node: Node, fake: torch.Tensor) -> bool:
+        """Whether a result is in the storage of one of the node's operands."""
+        storage = storage_identity(fake)
+        fakes = [self.builder.fakes.get(operand) for operand in node.all_input_nodes]
+        tensors = [item for part in fakes for item in (part if isinstance(part, tuple | list) else (part,))]
+        return any(isinstance(item, torch.Tensor) and storage_identity(item) == storage for item in tensors)
+
+    def _decline_reason(self, node: Node, schema: OperatorSchema, fake: FakeValue, arguments: Arguments) -> str | None:
+        if not self.options.fuse:
+            return "fusion is off"
+        if self.builder.qualified(node) in self.declined_nodes:
+            return "its kernel could not be generated"
+        if str(node.target) in self.options.lowerings:
+            return "a user's lowering replaces it"
+        if schema.name in self.options.preserve_ops:
+            return "the options preserve it"
+        if not schema.is_pure:
+            return "it writes its operands, draws random numbers or has another effect"
+        if schema.name not in RULES:
+            return "it has no lowering rule"
+        results = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
+        tensors = [*results, *definitions_in(arguments)]
+        devices = {item.device for item in tensors}
+        if len(devices) != 1:
+            return "its tensors are on several devices"
+        device = next(iter(devices))
+        if not self._has_kernels(device) or schema.name in self._specs[device.type].prefer_extern_ops:
+            return "the device has no kernels for it"
+        return None
+
+    def _has_kernels(self, device: torch.device) -> bool:
+        """Whether the device's type is registered with a kernel language."""
+        spec = self._specs.get(device.type)
+        return spec is not None and bool(spec.kernel_language)
+
+    def _can_fuse(self, node: Node) -> bool:
+        return self.options.fuse and self.builder.qualified(node) not in self.declined_nodes
+
+    def _arguments(self, node: Node, target: OpOverload) -> tuple[OperatorSchema, Arguments]:
+        schema = operator_schema(target)
+        arguments = tuple([self._operand(argument, node) for argument in node.args])
+        keywords = tuple([(name, self._operand(argument, node)) for name, argument in node.kwargs.items()])
+        if schema.replacement is not None:
+            target, arguments, keywords = schema.replacement(target, arguments, keywords)
+            schema = operator_schema(target)
+        return schema, (arguments, keywords)
+
+    def _replace_cpu_scalars(
+        self, node: Node, fake: FakeValue, arguments: Arguments
+    ) -> tuple[Arguments, list[ScalarRead]]:
+        """Replaces zero-dimensional CPU tensors by scalars if all other tensors are on one other device.
+
+        Returns the arguments, and the reads that they depend on.
+        """
+        scalars = [item for item in dict.fromkeys(definitions_in(arguments)) if is_cpu_scalar(item)]
+        if not scalars:
+            return arguments, []
+        results = fake if isinstance(fake, tuple | list) else (fake,)
+        tensors = [item for item in (*results, *definitions_in(arguments)) if item is not None and item not in scalars]
+        devices = {item.device for item in tensors}
+        nodes = {self.operands[operand]: operand for operand in node.all_input_nodes
+                 if isinstance(self.operands[operand], Definition)}  # fmt: skip
+        if len(devices) != 1 or not nodes.keys() >= set(scalars):
+            return arguments, []
+        device = next(iter(devices))
+        if device.type == "cpu":
+            return arguments, []
+        replacements: dict[Definition, Definition] = {}
+        reads: list[ScalarRead] = []
+        for scalar in scalars:
+            replacement, scalar_reads = self._scalars.as_kernel_scalar(scalar, device, nodes[scalar])
+            replacements[scalar] = replacement
+            self.labels[replacement] = self.labels[scalar]
+            reads += scalar_reads
+
+        def replaced(tree: Operand) -> Operand:
+            if isinstance(tree, tuple):
+                return tuple([replaced(item) for item in tree])
+            return replacements.get(tree, tree) if isinstance(tree, Definition) else tree
+
+        return replaced(arguments), reads
+
+    def _add_scalar_reads(self, reads: Sequence[ScalarRead], position: int) -> None:
+        """Adds the steps of the reads that have none yet."""
+        for read in reads:
+            if read not in self._read:
+                self._read.add(read)
+                symbol = make_symbol(read.symbol.name)
+                self._bound.add(symbol)
+                bound = frozenset((symbol,))
+                self.steps.append(CallStep(read.node, position, [read.definition], bound=bound, scalar_read=read))
+
+    def _operand(self, argument: object, node: Node) -> Operand:
+        if isinstance(argument, Node):
+            return self.operands[argument]
+        if isinstance(argument, list | tuple):
+            return tuple([self._operand(item, node) for item in argument])
+        return literal(self.builder, argument, node)
+
+    def _sizes(self, fake: torch.Tensor) -> tuple[Size, ...]:
+        return self.builder.symbols.tensor_type(fake).sizes
+
+    # --- stores in place --------------------------------------------------------------------------------------------
+
+    def _define_copy(self, node: Node, position: int) -> bool:
+        """Defines a `copy_` of a computed tensor into a stored one: the kernel that computes it writes there."""
+        if node.target is not torch.ops.aten.copy_.default or not self._can_fuse(node):
+            return False
+        target, value = [self.operands.get(argument) for argument in node.args[:2]]  # type: ignore[arg-type]
+        if not isinstance(target, Stored) or not isinstance(value, Definition):
+            return False
+        if not self._store_in_place(target, value, node, position, position):
+            return False
+        self.operands[node] = target
+        self._record_coverage(node, "fused")
+        return True
+
+    def _define_slice_write(self, node: Node, write: SliceWrite, position: int) -> None:
+        """Defines a write of a slice: by the kernel that computes the source, or by a call that copies it.
+
+        Readers of the tensor's old content, the source included, are materialised before: a kernel may not read
+        elements around those that it overwrites.
+        """
+        whole = self.operands[node] = self.operands[write.base]
+        if write.source is None:
+            self._record_coverage(node, "view")
+            return
+        value = self.operands[write.source]
+        fake = self.builder.fakes[write.base]
+        resolved = resolve_slice(self.builder, self.builder.symbols.tensor_type(fake), write)
+        type_ = resolved.type
+        symbols = _symbols([type_.sizes, type_.storage_offset, [check.condition for check in resolved.checks]])
+        target = self._new_stored(type_, f"{node.name}_window")
+        self.storages.add_alias(target, whole)
+        self.slice_writes[target] = node
+        aliases = self.storages.aliases_of(whole)
+        fuses = self._can_fuse(node) and unwrap_views(value) not in aliases
+        if fuses and self._store_in_place(target, value, node, position, position - 1, symbols):
+            self._record_coverage(node, "fused")
+            return
+        self._overwrite(aliases, position)
+        step = CallStep(node, position, [value, whole], writes=aliases, symbols=frozenset(_symbols(value) | symbols))
+        self.steps.append(step)
+        self._record_coverage(node, "call", "it overwrites a slice of its operand")
+
+    def _store_in_place(
+        self,
+        target: Stored,
+        value: Definition,
+        node: Node,
+        position: int,
+        last_read: int,
+        symbols: Collection[sympy.Symbol] = (),
+    ) -> bool:
+        """Defines a store of `value` into a stored tensor if one kernel can do it; returns whether it can.
+
+        Readers of that memory up to position `last_read` are materialised before. `symbols` are those of the target.
+        """
+        computed = not isinstance(unwrap_views(value), Stored)
+        if not computed or not {target.dtype, value.dtype} <= KERNEL_DTYPES or target.device != value.device:
+            return False
+        if not self._has_kernels(target.device) or any(stride == 0 for stride in self._strides.get(target, (0,))):
+            return False
+
+        def body(reader: ElementReader, indices: Indices) -> Scalar:
+            return reader.load(value, broadcast_indices(value.sizes, indices)).to(target.compute_dtype)
+
+        store = InPlaceStore(target.sizes, target.dtype, target.device, body, target, frozenset(symbols))
+        self.labels[store] = DefinitionLabel(node.name, "aten.copy_.default")
+        self.results[store] = RuleResult(node, position)
+        self._overwrite(self.storages.aliases_of(target), last_read)
+        return True
+
+    def _overwrite(self, definitions: Collection[Definition], position: int) -> None:
+        """Records that definitions are overwritten at a position."""
+        self.mutations.extend((definition, position) for definition in definitions)
+        self._scalars.invalidate(definitions)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _define_extern_call(self, node: Node, position: int, fake: FakeValue, reason: str) -> None:
+        if isinstance(node.target, HigherOrderOperator):  # its arguments contain graphs and operators
+            arguments = [self.operands[operand] for operand in node.all_input_nodes]
+        else:
+            arguments = [self._operand(argument, node) for argument in (*node.args, *node.kwargs.values())]
+            arguments += [self.operands[operand] for operand in in_flight_operands(node)]
+        writes = self._written_definitions(node)
+        self._overwrite(writes, position)
+        defines: list[Definition] = []
+        self.operands[node] = self._results(node, fake, defines)
+        symbols = _symbols(arguments)
+        bound = {item for item in _symbols(self.operands[node]) if not self.builder.symbols.is_known(item)}
+        bound -= self._bound
+        self._bound |= bound
+        if is_assertion(node.target):
+            bound |= symbols  # uses of these symbols follow the check
+        self.steps.append(
+            CallStep(
+                node, position, list(definitions_in(arguments)), defines, writes, frozenset(symbols), frozenset(bound),
+                has_ordered_effect(node),
+            )
+        )  # fmt: skip
+        self._record_coverage(node, "call", reason)
+
+    def _written_definitions(self, node: Node) -> list[Definition]:
+        """Returns every definition in the memory that a call writes."""
+        written: dict[Definition, None] = {}
+        for item in mutated_operands(node, self.builder.fakes):
+            written |= dict.fromkeys(self.storages.on_storage(self.builder.fakes[item]))
+        for item in self.reinplacing.written.get(node, {}).values():
+            written |= dict.fromkeys(self.storages.aliases_of(self.operands[item]))
+        return list(written)
+
+    def _results(self, node: Node, fake: FakeValue, defines: list[Definition]) -> Operand:
+        """Returns the operand of an extern call; adds its tensors to `defines`."""
+
+        def make(item: FakeValue, name: str) -> Operand:
+            if isinstance(item, torch.Tensor):
+                defines.append(self._stored(item, name))
+                return defines[-1]
+            if isinstance(item, tuple | list):
+                return tuple([make(part, f"{name}_{number}") for number, part in enumerate(item)])
+            if isinstance(item, dict):  # the tensors that a user kernel writes, by parameter
+                return {key: make(part, f"{name}_{key}") for key, part in item.items()}
+            return None if item is None else self.builder.symbols.expression(item)
+
+        written = self.reinplacing.written.get(node)
+        if written is not None:  # these results alias the operands that the call writes
+            if None in written:
+                return self.operands[written[None]]
+            items = fake.items() if isinstance(fake, dict) else enumerate(fake)
+            parts = {key: self.operands[written[key]] if key in written else make(item, f"{node.name}_{key}")
+                     for key, item in items}  # fmt: skip
+            return parts if isinstance(fake, dict) else tuple(parts.values())
+        results = make(fake, node.name)
+        for index, operand in aliased_operands(node).items():
+            self.storages.add(results[index], storage_identity(self.builder.fakes[operand]))
+        return results
+
+    def _stored(self, fake: torch.Tensor, name: str) -> Stored:
+        """Returns a definition for a tensor in memory."""
+        definition = self._new_stored(self.builder.symbols.tensor_type(fake), name)
+        self.storages.add(definition, storage_identity(fake))
+        return definition
+
+    def _new_stored(self, type_: TensorType, name: str) -> Stored:
+        definition = Stored(type_.sizes, type_.dtype, type_.device)
+        self.labels[definition] = DefinitionLabel(name)
+        dims = zip(type_.sizes, type_.strides, strict=True)
+        self._strides[definition] = tuple([stride for size, stride in dims if size != 1])
+        return definition
+
+    def _is_known_number(self, fake: FakeValue) -> bool:
+        if fake is None or isinstance(fake, torch.Tensor | tuple | list):
+            return False
+        symbols = self.builder.symbols
+        return symbols.unknown(symbols.expression(fake)) <= self._bound
+
+
+def _returns_tensors(fake: FakeValue) -> bool:
+    tensors = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
+    return bool(tensors) and all(isinstance(item, torch.Tensor) for item in tensors)
+
+
+def _symbols(tree: Operand) -> set[sympy.Symbol]:
+    """Returns the symbols in numbers and in sizes of definitions, of nested sequences."""
+    if isinstance(tree, Definition):
+        return _symbols(tree.sizes)
+    if isinstance(tree, tuple | list | dict):
+        items = tree.values() if isinstance(tree, dict) else tree
+        return {symbol for item in items for symbol in _symbols(item)}
+    return set(tree.free_symbols) if isinstance(tree, sympy.Basic) else set()

@@ -1,0 +1,1 @@
+"""Fusion: definitions of tensors, which of them are materialised, and the kernels that compute them."""

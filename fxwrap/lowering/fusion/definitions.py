@@ -1,0 +1,225 @@
+"""Definitions: how each element of a tensor is computed, before fusion decides which tensors are materialised.
+
+A rule of `fxwrap.lowering.rules` returns one definition for each result of an operator. A definition's body is a
+function that adds scalar operations to a kernel, so that its elements can be computed in any kernel: inlined into a
+consumer, at any index, or once into memory. Definitions are immutable and compare by identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import sympy
+import torch
+
+from fxwrap.loop_ir import Index, IndexLike, KernelBuilder, Scalar, compute_dtype
+from fxwrap.symbolic import Number, Size
+
+Indices: TypeAlias = Sequence[IndexLike]
+"""One index expression per dimension."""
+
+
+class ElementReader(Protocol):
+    """The argument of a definition's body: the kernel under construction, and the elements of other definitions."""
+
+    @property
+    def body(self) -> KernelBuilder:
+        """The kernel under construction."""
+
+    def load(self, definition: Definition, indices: Indices, other: Number = 0) -> Scalar:
+        """Returns an element in its compute dtype (float32 for half precision).
+
+        Where the body has a mask, elements outside it are `other`.
+        """
+
+    def number(self, number: Number | sympy.Basic, dtype: torch.dtype) -> Scalar:
+        """Returns a number of the graph, symbolic or not, in the compute dtype of `dtype`."""
+
+
+@dataclass(frozen=True)
+class DefinitionLabel:
+    """The name of a definition's buffer, and the overload name of its operator ("" for stored tensors)."""
+
+    name: str
+    operator: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A tensor of a graph: sizes, dtype and device."""
+
+    sizes: tuple[Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of arithmetic on its elements."""
+        return compute_dtype(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(Definition):
+    """Always in memory: an input, a constant, or a result of an extern call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pointwise(Definition):
+    """`body(reader, indices)` computes each element from elements of other tensors, in the compute dtype."""
+
+    body: Callable[[ElementReader, Indices], Scalar]
+
+
+@dataclass(frozen=True, eq=False)
+class CpuScalar(Pointwise):
+    """A zero-dimensional CPU tensor as an operand on `device`, computed from scalar arguments of the launch."""
+
+
+@dataclass(frozen=True, eq=False)
+class InPlaceStore(Pointwise):
+    """A pointwise definition that overwrites the existing tensor `target`.
+
+    `symbols` are the symbols in the sizes and the offset of the target.
+    """
+
+    target: Stored
+    symbols: frozenset[sympy.Symbol] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Viewed(Definition):
+    """Element `indices` is element `index_map(indices)` of `base`: a permutation, slice, broadcast, reshape, flip..."""
+
+    base: Definition
+    index_map: Callable[[Indices], Indices]
+
+
+@dataclass(frozen=True, eq=False)
+class ReductionSource:
+    """The operand of a reduction, shared by its results: `body(reader, parallel indices, reduced indices)`.
+
+    `dtype` is the dtype of the operand's elements and of the combination.
+    """
+
+    kind: str
+    parallel: tuple[Size, ...]
+    reduced: tuple[Size, ...]
+    dtype: torch.dtype
+    body: Callable[[ElementReader, Indices, Indices], Scalar]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced(Definition):
+    """Result number `part` of a reduction. Its sizes are the source's parallel sizes."""
+
+    source: ReductionSource
+    part: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ScanSource:
+    """The operand of a scan along dimension `dim`, shared by its results: `body(reader, indices)`."""
+
+    kind: str
+    sizes: tuple[Size, ...]
+    dim: int
+    dtype: torch.dtype
+    body: Callable[[ElementReader, Indices], Scalar]
+
+
+@dataclass(frozen=True, eq=False)
+class Scanned(Definition):
+    """Result number `part` of a scan. Its sizes are the source's."""
+
+    source: ScanSource
+    part: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Scattered(Definition):
+    """A copy of `initial`, with one value combined into one element for each point of an index space.
+
+    `body(reader, indices)` returns the element's indices in this tensor and the value, in the compute dtype. `mode` is
+    the mode of a store: "set" where no two iterations write one element or the order does not matter; "add" and others
+    for atomic updates.
+    """
+
+    initial: Definition
+    space: tuple[Size, ...]
+    mode: str
+    body: Callable[[ElementReader, Indices], tuple[Sequence[Index], Scalar]]
+
+
+def pointwise(
+    sizes: Sequence[Size], dtype: torch.dtype, device: torch.device, body: Callable[[ElementReader, Indices], Scalar]
+) -> Pointwise:
+    """Returns a pointwise definition; the result of `body` is cast to the compute dtype of `dtype`."""
+    computes = compute_dtype(dtype)
+    return Pointwise(tuple(sizes), dtype, device, lambda reader, indices: body(reader, indices).to(computes))
+
+
+def view(base: Definition, sizes: Sequence[Size], index_map: Callable[[Indices], Indices]) -> Viewed:
+    """Returns a view of another tensor."""
+    return Viewed(tuple(sizes), base.dtype, base.device, base, index_map)
+
+
+def copy_definition(source: Definition) -> Pointwise:
+    """Returns a new tensor with another's elements."""
+    return Pointwise(source.sizes, source.dtype, source.device, lambda reader, indices: reader.load(source, indices))
+
+
+def reduction(
+    kind: str,
+    parallel: Sequence[Size],
+    reduced: Sequence[Size],
+    device: torch.device,
+    dtype: torch.dtype,
+    body: Callable[[ElementReader, Indices, Indices], Scalar],
+    result_dtypes: Sequence[torch.dtype],
+) -> tuple[Reduced, ...]:
+    """Returns a reduction's results. The combination is in `dtype`, the results are in `result_dtypes`."""
+    computes = compute_dtype(dtype)
+    source = ReductionSource(
+        kind, tuple(parallel), tuple(reduced), computes,
+        lambda reader, parallel, reduced: body(reader, parallel, reduced).to(computes),
+    )  # fmt: skip
+    return tuple([Reduced(tuple(parallel), item, device, source, part) for part, item in enumerate(result_dtypes)])
+
+
+def broadcast_indices(sizes: Sequence[Size], indices: Indices) -> Indices:
+    """Returns the indices into a tensor of these sizes that is broadcast to the tensor at `indices`."""
+    aligned = indices[len(indices) - len(sizes) :] if sizes else ()
+    return tuple([0 if size == 1 else index for size, index in zip(sizes, aligned, strict=True)])
+
+
+def reduction_dims(rank: int, dims: Sequence[int] | int | None) -> tuple[int, ...]:
+    """Returns the reduced dimensions, sorted; None and () mean all."""
+    if isinstance(dims, int):
+        dims = (dims,)
+    if not rank:
+        return ()
+    return tuple(sorted({dim % rank for dim in dims})) if dims else tuple(range(rank))
+
+
+def merge_indices(rank: int, dims: Sequence[int], parallel: Indices, reduced: Indices) -> list[IndexLike]:
+    """Returns the indices into a reduction's operand from those of its parallel and of its reduced dimensions."""
+    others, over = iter(parallel), iter(reduced)
+    return [next(over) if dim in dims else next(others) for dim in range(rank)]
+
+
+def unwrap_views(definition: Definition) -> Definition:
+    """Returns the base of a chain of views, or the definition itself."""
+    while isinstance(definition, Viewed):
+        definition = definition.base
+    return definition
+
+
+def definitions_in(tree: object) -> Iterator[Definition]:
+    """Yields the definitions among the leaves of nested sequences and mappings."""
+    if isinstance(tree, Definition):
+        yield tree
+    elif isinstance(tree, tuple | list | dict):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from definitions_in(item)

@@ -1,0 +1,296 @@
+"""Fusion: which definitions share a kernel, and the order of kernels and operator calls.
+
+Fusion adds kernels and calls in graph order. Each has a key, larger than the keys of the items that it depends on. A
+definition joins an existing kernel if its other dependences can run before that kernel and the kernel's users still run
+after it, which the keys tell in constant time. So the cost per node does not grow with the length of the graph.
+
+Within a kernel every definition has a mapping: the index of its element at each point of the kernel's iteration space.
+Two definitions can be fused if the mappings make one read exactly the element that the other computes, or make both
+read the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from torch.fx import Node
+
+from fxwrap.devices import DeviceSpec
+from fxwrap.loop_ir import Atom, Axis, IndexLike, as_index
+from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Pointwise, Scattered
+from fxwrap.lowering.fusion.iteration_mappings import (
+    IterationMapping,
+    KernelPlan,
+    Member,
+    axes_of,
+    count_points,
+    empty_plan,
+    iteration_mappings,
+    rebase,
+    substituted,
+)
+from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
+from fxwrap.lowering.fusion.tracing import Trace, shared_source
+from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
+from fxwrap.symbolic import Size, product
+
+_MAX_BUFFERS = 40
+_MAX_COST = 4000
+_MAX_ROW_LENGTH = 32768
+_MAX_CANDIDATES = 4
+"""How many of the latest kernels that read a tensor are candidates for a new reader of it."""
+_SMALL_KERNEL_POINTS = 65536
+"""Kernels up to this size take less time for their memory traffic than for their launch."""
+
+
+@dataclass(eq=False)
+class ScheduledItem:
+    """A step of the program, ordered by `key`: an extern call of a node, a kernel, or the read of a scalar."""
+
+    key: float
+    first_user: float = float("inf")
+    node: Node | None = None
+    kernel: KernelPlan | None = None
+    scalar_read: ScalarRead | None = None
+
+
+@dataclass(eq=False)
+class Fusion:
+    """Schedules calls and definitions, added in graph order; `items()` returns the steps of the program in order.
+
+    `aliases_of` returns the definitions that share memory with a definition, itself included; `specs` are those of the
+    device types that have kernels. A kernel computes nodes of one `stream_segment`.
+    """
+
+    plan: MaterialisationPlan
+    hint: Callable[[Size], int]
+    aliases_of: Callable[[Definition], Sequence[Definition]]
+    specs: Mapping[str, DeviceSpec]
+    stream_segment: Callable[[int], object] | None = None
+    _items: list[ScheduledItem] = field(default_factory=list)
+    _producer_of: dict[object, ScheduledItem] = field(default_factory=dict)
+    _readers: dict[Definition, list[ScheduledItem]] = field(default_factory=dict)
+    _last_key: float = 0.0
+
+    def call(
+        self, step: Node | ScalarRead, defines: Iterable[object], reads: Iterable[Definition], after: Iterable[object]
+    ) -> None:
+        """Adds an extern call or the read of a scalar.
+
+        `defines` are definitions, symbols or tokens that later items may depend on.
+        """
+        item = ScheduledItem(0, node=step) if isinstance(step, Node) else ScheduledItem(0, scalar_read=step)
+        self._append(item)
+        for definition in reads:
+            self._readers.setdefault(definition, []).append(item)
+        for producer in self._producers([*reads, *after]):
+            producer.first_user = min(producer.first_user, item.key)
+        for key in defines:
+            self._producer_of[key] = item
+
+    def readers(self, definition: Definition) -> list[ScheduledItem]:
+        """Returns the items so far that read a stored definition, which a step that overwrites it must follow."""
+        return self._readers.get(definition, [])
+
+    def define(self, plan: DefinitionPlan) -> None:
+        """Adds a materialised definition to the kernel where it saves most memory traffic, or to a new kernel."""
+        trace = self.plan.tracer.trace_inlining(plan.definition, self.plan.is_inlined)
+        dependences = self._producers(
+            [*(definition for definition, _ in trace.reads), *trace.symbols, *self._predecessors(plan.definition)]
+        )
+        best = self._best_kernel(plan, trace, dependences)
+        if best is None:
+            item = self._append(ScheduledItem(0, kernel=empty_plan(trace)))
+            self._add_member(item, plan, trace, trace.axes, dependences)
+        else:
+            item, mapping = best
+            key = self._key_after(item, dependences)
+            assert key is not None and item.kernel is not None
+            item.key = key
+            self._last_key = max(self._last_key, key)
+            rebase(item.kernel, mapping)
+            self._add_member(item, plan, trace, mapping.at, dependences)
+
+    def _best_kernel(
+        self, plan: DefinitionPlan, trace: Trace, dependences: Sequence[ScheduledItem]
+    ) -> tuple[ScheduledItem, IterationMapping] | None:
+        best: tuple[float, ScheduledItem, IterationMapping] | None = None
+        for item in self._candidates(plan, trace, dependences):
+            assert item.kernel is not None
+            if self._key_after(item, dependences) is None or not self._fits_limits(item.kernel, plan, trace):
+                continue
+            for mapping in iteration_mappings(item.kernel, plan.definition, trace):
+                saved = self._saved_bytes(item.kernel, mapping, plan.definition, trace)
+                if saved is not None and (best is None or saved > best[0]):
+                    best = (saved, item, mapping)
+                    break
+        return None if best is None else best[1:]
+
+    def _predecessors(self, definition: Definition) -> list[object]:
+        """Returns further dependences of a store in place: the writers and readers of its target, and its symbols."""
+        if not isinstance(definition, InPlaceStore):
+            return []
+        aliases = self.aliases_of(definition.target)
+        readers = [item for alias in aliases for item in self.readers(alias)]
+        return [*aliases, *definition.symbols, *readers]
+
+    def last_readers(self) -> dict[Definition, ScheduledItem]:
+        """Returns the last item that reads each definition, in the order of `items`."""
+        order = {id(item): position for position, item in enumerate(self.items())}
+        return {
+            definition: max(readers, key=lambda item: order[id(item)]) for definition, readers in self._readers.items()
+        }
+
+    def items(self) -> list[ScheduledItem]:
+        """Returns calls and kernels in an order in which each follows its dependences."""
+        return sorted(self._items, key=lambda item: item.key)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _append(self, item: ScheduledItem) -> ScheduledItem:
+        self._last_key += 1.0
+        item.key = self._last_key
+        self._items.append(item)
+        return item
+
+    def _producers(self, keys: Iterable[object]) -> list[ScheduledItem]:
+        producers: dict[int, ScheduledItem] = {}
+        for key in keys:
+            item = key if isinstance(key, ScheduledItem) else self._producer_of.get(key)
+            if item is not None:
+                producers[id(item)] = item
+        return list(producers.values())
+
+    def _candidates(
+        self, plan: DefinitionPlan, trace: Trace, dependences: Sequence[ScheduledItem]
+    ) -> list[ScheduledItem]:
+        candidates = {id(item): item for item in dependences if item.kernel is not None}
+        source = self._producer_of.get(shared_source(plan.definition))
+        if source is not None:
+            candidates = {id(source): source} | candidates
+        for definition, _ in trace.reads:
+            for item in self.readers(definition)[-_MAX_CANDIDATES:]:
+                if item.kernel is not None:
+                    candidates.setdefault(id(item), item)
+        if self._is_small(trace.axes):
+            kernels = (item for item in reversed(self._items) if item.kernel is not None)
+            candidates |= {id(item): item for item in islice(kernels, _MAX_CANDIDATES)}
+        return list(candidates.values())
+
+    def _is_small(self, axes: Iterable[Axis]) -> bool:
+        return self.hint(count_points(axes)) <= _SMALL_KERNEL_POINTS
+
+    def _key_after(self, item: ScheduledItem, dependences: Iterable[ScheduledItem]) -> float | None:
+        """Returns an item's key with further dependences, or None where a user of it runs before one of these."""
+        latest = max([other.key for other in dependences if other is not item], default=0.0)
+        if latest < item.key:
+            return item.key
+        if latest >= item.first_user:
+            return None
+        key = min(latest + 0.5, (latest + item.first_user) / 2)
+        return key if latest < key < item.first_user else None
+
+    def _fits_limits(self, kernel: KernelPlan, plan: DefinitionPlan, trace: Trace) -> bool:
+        definition, first = plan.definition, kernel.members[0]
+        if isinstance(definition, Scattered) or isinstance(first.definition, Scattered):
+            return False
+        if definition.device != first.definition.device:
+            return False
+        segment = self.stream_segment
+        if segment is not None and segment(first.plan.position) != segment(plan.position):
+            return False
+        buffers = len(kernel.reads) + len(kernel.computed) + len(trace.reads)
+        return buffers <= _MAX_BUFFERS and kernel.cost + plan.cost <= _MAX_COST
+
+    def _saved_bytes(
+        self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition, trace: Trace
+    ) -> float | None:
+        """Returns the memory traffic that a mapping saves, or None where it is illegal or saves nothing."""
+        if not self._is_safe_in_place_store(kernel, mapping, definition):
+            return None
+        saved = 0.0
+        axes: dict[Atom, IndexLike] = dict(zip(trace.axes, mapping.at, strict=True))
+        for other, at in trace.reads:
+            mine = substituted(at, axes)
+            theirs = [substituted(access, mapping.kernel_axes) for access in kernel.access_indices(other)]
+            if (other in kernel.computed and mine != theirs[0]) or other in kernel.overwritten:
+                return None
+            if mine in theirs:
+                bytes_ = self.hint(product(other.sizes)) * other.dtype.itemsize
+                saved += bytes_ * (2 if other in kernel.computed else 1)
+        source = shared_source(definition)
+        if source is not definition and any(shared_source(member.definition) is source for member in kernel.members):
+            saved += 1.0
+        if not saved and self._is_small(kernel.space) and len(kernel.space) == len(trace.axes) > 0:
+            saved = 0.5  # a launch
+        return saved if saved > 0 and self._preserves_parallelism(kernel, mapping, definition) else None
+
+    def _is_safe_in_place_store(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
+        """Whether a kernel reads the memory that a definition overwrites only at the overwritten element.
+
+        A kernel with a scan may not read it: it traverses its elements in another order.
+        """
+        if not isinstance(definition, InPlaceStore):
+            return True
+        for alias in self.aliases_of(definition.target):
+            if alias in kernel.overwritten or (kernel.has_scan() and alias in kernel.reads):
+                return False
+            for at in kernel.reads.get(alias, ()):
+                if alias is not definition.target or substituted(at, mapping.kernel_axes) != mapping.at:
+                    return False
+        return True
+
+    def _preserves_parallelism(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
+        """Whether the fused kernel has as much parallelism as two kernels.
+
+        On a massively parallel device, a kernel whose reduction runs down columns, or over rows that do not fit in one
+        program, has few programs: these should not write a whole tensor too.
+        """
+        if not mapping.reduced or not self.specs[kernel.device_type].massively_parallel:
+            return True
+        reduced = set(mapping.reduced)
+        written = [member.at for member in kernel.members if isinstance(member.definition, Pointwise)]
+        if isinstance(definition, Pointwise):
+            written.append(mapping.at)
+        whole = [at for at in written if not reduced.isdisjoint(axes_of(at))]
+        if not whole:
+            return True
+        fits = self.hint(count_points(mapping.reduced)) <= _MAX_ROW_LENGTH
+        return fits and all(not reduced.isdisjoint(at[-1].axes()) for at in whole)
+
+    def _add_member(
+        self,
+        item: ScheduledItem,
+        plan: DefinitionPlan,
+        trace: Trace,
+        at: Sequence[IndexLike],
+        dependences: Iterable[ScheduledItem],
+    ) -> None:
+        kernel, definition = item.kernel, plan.definition
+        assert kernel is not None
+        member = Member(plan, trace, tuple([as_index(index) for index in at]))
+        axes: dict[Atom, IndexLike] = dict(zip(trace.axes, member.at, strict=True))
+        kernel.members.append(member)
+        kernel.computed[definition] = member.element
+        kernel.cost += plan.cost
+        for other, read_at in trace.reads:
+            if other in kernel.computed:
+                continue
+            mine = substituted(read_at, axes)
+            points = kernel.reads.setdefault(other, [])
+            if mine not in points:
+                points.append(mine)
+            readers = self._readers.setdefault(other, [])
+            if item not in readers[-_MAX_CANDIDATES:]:
+                readers.append(item)
+        for producer in dependences:
+            if producer is not item:
+                producer.first_user = min(producer.first_user, item.key)
+        if isinstance(definition, InPlaceStore):
+            overwritten = self.aliases_of(definition.target)
+            kernel.overwritten.update(overwritten)
+            self._producer_of |= dict.fromkeys(overwritten, item)
+        self._producer_of[definition] = item
+        self._producer_of.setdefault(shared_source(definition), item)

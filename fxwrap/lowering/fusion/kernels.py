@@ -1,0 +1,205 @@
+"""From a kernel plan to a kernel of the loop IR and the values of its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fxwrap.caching import bounded_cache
+from fxwrap.loop_ir import (
+    Buffer,
+    Kernel,
+    Load,
+    Scalar,
+    Store,
+    as_index,
+    canonicalize_axes,
+    in_place_candidates,
+    reinplace_output,
+    strided_index,
+)
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    Reduced,
+    ReductionSource,
+    Scanned,
+    ScanSource,
+    Scattered,
+)
+from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
+from fxwrap.lowering.fusion.materialise import MaterialisationPlan
+from fxwrap.lowering.fusion.tracing import BodyBuilder, IndexTuple
+from fxwrap.symbolic import Number, Size, maximum, product, total
+from fxwrap.wrapper_ir import TensorType, Value
+
+_MAX_NAMED_OPERATORS = 4
+
+
+@dataclass(frozen=True)
+class BuiltKernel:
+    """A kernel of the loop IR; `inputs` and `outputs` are the values of its buffers, in the kernel's order.
+
+    `computed` are the definitions that it computes, inlined ones included; `name` lists their operators.
+    """
+
+    kernel: Kernel
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    computed: tuple[Definition, ...]
+    name: str
+
+    def values(self) -> dict[str, Value]:
+        """Returns the values by the names of their buffers."""
+        buffers = (*self.kernel.inputs, *self.kernel.outputs)
+        return {buffer.name: value for buffer, value in zip(buffers, (*self.inputs, *self.outputs), strict=True)}
+
+    def replace_output(self, old: Value, new: Value) -> BuiltKernel:
+        """Returns the kernel with an output's value replaced."""
+        return replace(self, outputs=tuple([new if item == old else item for item in self.outputs]))
+
+    def reusable_inputs(self, output: Value) -> list[Value]:
+        """Returns the inputs whose memory the kernel's accesses allow the output to overwrite."""
+        names = in_place_candidates(self.kernel, self.kernel.outputs[self.outputs.index(output)].name)
+        by_name = {buffer.name: value for buffer, value in zip(self.kernel.inputs, self.inputs, strict=True)}
+        return [by_name[name] for name in names]
+
+    def overwriting(self, source: Value, output: Value, new_output: Value) -> BuiltKernel | None:
+        """Returns the kernel with an output that overwrites an input, as the value `new_output`; None if illegal."""
+        if source not in self.reusable_inputs(output):
+            return None
+        position = self.inputs.index(source)
+        out = self.kernel.outputs[self.outputs.index(output)]
+        kernel = reinplace_output(self.kernel, self.kernel.inputs[position].name, out.name)
+        inputs = (*self.inputs[:position], *self.inputs[position + 1 :])
+        return replace(self, kernel=kernel, inputs=inputs).replace_output(output, new_output)
+
+
+def build_kernel(
+    plan: KernelPlan,
+    stored: Collection[Definition],
+    value_of: Callable[[Definition], Value],
+    definitions: MaterialisationPlan,
+    hint: Callable[[Size], int],
+) -> BuiltKernel:
+    """Returns the kernel of a plan.
+
+    It writes the members `stored` to memory; `value_of` returns the value of a definition that it reads or writes.
+    """
+    return _PlannedKernelBuilder(plan, stored, value_of, definitions).build(hint)
+
+
+@dataclass(eq=False)
+class _PlannedKernelBuilder:
+    plan: KernelPlan
+    stored: Collection[Definition]
+    value_of: Callable[[Definition], Value]
+    definitions: MaterialisationPlan
+    names: dict[str, str] = field(default_factory=dict)
+    inputs: list[tuple[Buffer, Value]] = field(default_factory=list)
+    outputs: list[tuple[Buffer, Value]] = field(default_factory=list)
+    scalars: dict[Definition, Scalar] = field(default_factory=dict)
+    combined: dict[tuple[ReductionSource | ScanSource, IndexTuple], tuple[Scalar, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.operator_of = self.definitions.operator_of
+        self.reader = BodyBuilder(self.definitions.is_inlined, self._fetch, self.operator_of)
+
+    def build(self, hint: Callable[[Size], int]) -> BuiltKernel:
+        for member in self.plan.members:
+            if not isinstance(member.definition, Scattered):
+                self.scalars[member.definition] = self._scalar(member)
+        for member in self.plan.members:
+            if member.definition in self.stored:
+                self._store(member)
+        inputs, outputs = [buffer for buffer, _ in self.inputs], [buffer for buffer, _ in self.outputs]
+        kernel = self.reader.body.finish(self.plan.axes, self.plan.reduced, inputs, outputs)
+        if kernel.symbols:
+            kernel = canonicalize_axes(kernel, hint)
+        else:
+            kernel = _canonicalize_static_axes(kernel, kernel.uncompared_fields)
+        used = {item.buffer for item in kernel.operations if isinstance(item, Load | Store)}
+        loaded = [(buffer, value) for buffer, value in self.inputs if buffer.name in used]
+        kernel = replace(kernel, inputs=tuple([buffer for buffer, _ in loaded]))
+        computed = tuple(self.reader.evaluated_definitions)
+        name = kernel_name(map(self.operator_of, computed))
+        values = tuple([value for _, value in loaded])
+        return BuiltKernel(kernel, values, tuple([value for _, value in self.outputs]), computed, name)
+
+    def _scalar(self, member: Member) -> Scalar:
+        definition, reader = member.definition, self.reader
+        if not isinstance(definition, Reduced | Scanned):
+            return reader.run(definition, member.at, member.trace.parallel_rank)
+        key = (definition.source, member.at)
+        if key not in self.combined:
+            operand = reader.run(definition, member.at, member.trace.parallel_rank)
+            with reader.body.origin_scope(self.operator_of(definition)):
+                combine = reader.body.reduce if isinstance(definition, Reduced) else reader.body.scan
+                self.combined[key] = combine(definition.source.kind, operand)
+        return self.combined[key][definition.part].to(definition.compute_dtype)
+
+    def _store(self, member: Member) -> None:
+        definition, body = member.definition, self.reader.body
+        if isinstance(definition, Scattered):
+            target, scalar = self.reader.run_scatter(definition, member.at)
+            element, mode = tuple([as_index(index) for index in target]), definition.mode
+        else:
+            element, scalar, mode = member.element, self.scalars[definition], "set"
+        out = self.value_of(definition)
+        name = f"out{len(self.outputs)}"
+        self.outputs.append((_buffer(name, out), out))
+        with body.origin_scope(self.operator_of(definition)):
+            stored = scalar.to(definition.compute_dtype).to(definition.dtype)
+            body.store(name, strided_index(element, out.tensor_type.strides), stored, mode=mode)
+
+    def _fetch(self, definition: Definition, at: IndexTuple, other: Number) -> Scalar:
+        if definition in self.scalars and self.plan.computed[definition] == at:
+            return self.scalars[definition]
+        value = self.value_of(definition)
+        if extent_of(value.tensor_type) == 0:  # nothing is ever read, and no load may be hoisted out of an empty loop
+            return self.reader.body.constant(0, definition.compute_dtype)
+        name = self.names.get(value.name)
+        if name is None:
+            name = self.names[value.name] = f"in{len(self.inputs)}"
+            self.inputs.append((_buffer(name, value), value))
+        index = strided_index(at, value.tensor_type.strides)
+        return self.reader.body.load(name, index, definition.dtype, other).to(definition.compute_dtype)
+
+
+@bounded_cache(1024)
+def _canonicalize_static_axes(kernel: Kernel, uncompared_fields: tuple[str, ...]) -> Kernel:
+    """Canonicalises the axes of a kernel of static sizes, once for all equal layers of a model."""
+    return canonicalize_axes(kernel, int)
+
+
+def _buffer(name: str, value: Value) -> Buffer:
+    return Buffer(name, value.tensor_type.dtype, extent_of(value.tensor_type))
+
+
+def extent_of(type_: TensorType) -> Size:
+    """Returns the number of elements from a tensor's first element to its last, gaps included."""
+    if any(size == 0 for size in type_.sizes):
+        return 0
+    reach = [product((total((size, -1)), stride)) for size, stride in zip(type_.sizes, type_.strides, strict=True)]
+    return total((*reach, 1))
+
+
+def dense_strides(sizes: Sequence[Size]) -> tuple[Size, ...]:
+    """Returns row-major strides as torch computes them: an empty dimension counts as one element."""
+    return tuple([product(maximum(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes))])
+
+
+def same_memory(old: TensorType, new: TensorType) -> bool:
+    """Returns whether two types are dense, and equal in dtype, device and number of elements."""
+    sizes = (product(old.sizes), product(new.sizes), extent_of(old), extent_of(new))
+    counts = {as_index(size) for size in sizes}  # compares as polynomials: extents are sums of products
+    return len(counts) == 1 and old.device == new.device and old.dtype is new.dtype
+
+
+def kernel_name(operators: Iterable[str]) -> str:
+    """Returns a readable kernel name: the operators, in order, without repetition."""
+    names: dict[str, None] = {}
+    for overload in operators:
+        operator = overload.split(".")[1] if "." in overload else "kernel"
+        names.setdefault(operator.strip("_").removeprefix("native_"))
+    text = "_".join(list(names)[:_MAX_NAMED_OPERATORS])
+    return text if len(names) <= _MAX_NAMED_OPERATORS else f"{text}_and_{len(names) - _MAX_NAMED_OPERATORS}_more"

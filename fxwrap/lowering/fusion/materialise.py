@@ -1,0 +1,245 @@
+"""Which definitions are materialised, and which are recomputed wherever they are read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fxwrap.devices import DeviceSpec
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    DefinitionLabel,
+    Pointwise,
+    Reduced,
+    Scanned,
+    Scattered,
+    Viewed,
+)
+from fxwrap.lowering.fusion.tracing import Tracer, iteration_space
+from fxwrap.symbolic import Size, product
+
+_CHEAP = 8
+"""Instructions that are cheaper to repeat than a value is to write and read."""
+_CHEAP_BROADCAST = 16
+_MIN_TABLE_COST, _MIN_TABLE_READS = 12, 16
+"""The instructions per element, and the reads of each element, from which on a lookup table pays off."""
+_MAX_INLINED_COST = 400
+_MAX_READS = 24
+_MIN_STENCIL_READS = 3
+"""An iteration that reads so many elements of one tensor counts as that many consumers."""
+_MAX_INLINE_DEPTH = 40
+"""The longest chain of inlined definitions: their bodies call one another."""
+
+
+@dataclass(eq=False)
+class DefUse:
+    """A definition, the position of its node, and the definitions that read it.
+
+    `max_reads_per_iteration` is the largest number of its elements that one iteration of a consumer reads.
+    """
+
+    definition: Definition
+    position: int
+    consumers: list[DefUse] = field(default_factory=list)
+    max_reads_per_iteration: int = 0
+
+
+class DefUseChains:
+    """The definitions of a graph in an order in which they can be computed, each with its consumers.
+
+    A definition without a label, or without an operator, is labelled after its first reader.
+    """
+
+    def __init__(self, labels: Mapping[Definition, DefinitionLabel]) -> None:
+        self.tracer = Tracer()
+        self.labels = dict(labels)
+        self.uses: dict[Definition, DefUse] = {}
+
+    def add(self, definition: Definition, position: int) -> DefUse:
+        """Records a definition, after the definitions that it reads."""
+        if definition in self.uses:
+            return self.uses[definition]
+        use = DefUse(definition, position)
+        label = self.labels.setdefault(definition, DefinitionLabel(""))
+        for other, count in Counter(other for other, _ in self.tracer.trace(definition).reads).items():
+            known = self.labels.get(other, DefinitionLabel(""))
+            name = known.name or f"{label.name}_{len(self.uses)}"
+            self.labels[other] = DefinitionLabel(name, known.operator or label.operator)
+            producer = self.add(other, position)
+            producer.consumers.append(use)
+            producer.max_reads_per_iteration = max(producer.max_reads_per_iteration, count)
+        self.uses[definition] = use
+        return use
+
+
+@dataclass(frozen=True, eq=False)
+class DefinitionPlan:
+    """A definition, the position of its node, and how it is computed.
+
+    `cost` and `depth` include the definitions inlined into it; `reads` are the materialised definitions that it reads.
+    """
+
+    definition: Definition
+    position: int
+    materialised: bool = True
+    cost: int = 0
+    depth: int = 0
+    reads: frozenset[Definition] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class MaterialisationPlan:
+    """The plans of all live definitions, in an order in which they can be computed.
+
+    `external` are the definitions that extern calls, outputs or other streams read. `labels` name all definitions.
+    """
+
+    definitions: Mapping[Definition, DefinitionPlan]
+    external: frozenset[Definition]
+    labels: Mapping[Definition, DefinitionLabel]
+    tracer: Tracer
+
+    def is_inlined(self, definition: Definition) -> bool:
+        """Whether a definition is computed where it is read.
+
+        A definition without a plan is inlined: only other inlined definitions read it.
+        """
+        plan = self.definitions.get(definition)
+        return plan is None or not plan.materialised
+
+    def operator_of(self, definition: Definition) -> str:
+        """Returns the overload name of the operator of a definition, or ""."""
+        label = self.labels.get(definition)
+        return "" if label is None else label.operator
+
+    def computed(self) -> list[DefinitionPlan]:
+        """Returns the definitions that kernels write to memory, in order."""
+        kinds = Pointwise | Reduced | Scanned | Scattered
+        return [plan for key, plan in self.definitions.items() if plan.materialised and isinstance(key, kinds)]
+
+
+def plan_materialisation(
+    chains: DefUseChains,
+    external: Collection[Definition],
+    mutations: Iterable[tuple[Definition, int]],
+    hint: Callable[[Size], int],
+    specs: Mapping[str, DeviceSpec],
+) -> MaterialisationPlan:
+    """Decides which definitions are materialised; drops those that nothing reads.
+
+    The `external` definitions must be materialised; `mutations` are stored definitions and the positions at which they
+    are overwritten. `hint` returns a typical value of a size; `specs` are those of the device types with kernels.
+    """
+    overwritten_at: dict[Definition, list[int]] = {}
+    for definition, position in mutations:
+        overwritten_at.setdefault(definition, []).append(position)
+    planner = _MaterialisationPlanner(chains, external, overwritten_at, hint, specs)
+    for use in planner.live_uses():
+        planner.plans[use.definition] = planner.plan(use)
+    return MaterialisationPlan(planner.plans, frozenset(external), chains.labels, chains.tracer)
+
+
+@dataclass(frozen=True)
+class _MaterialisationPlanner:
+    chains: DefUseChains
+    external: Collection[Definition]
+    overwritten_at: Mapping[Definition, Sequence[int]]
+    hint: Callable[[Size], int]
+    specs: Mapping[str, DeviceSpec]
+    plans: dict[Definition, DefinitionPlan] = field(default_factory=dict)
+    consumers: dict[Definition, list[DefUse]] = field(default_factory=dict)
+
+    def live_uses(self) -> list[DefUse]:
+        """Returns the uses that are external or have a live consumer, in order."""
+        for use in reversed(self.chains.uses.values()):
+            consumers = [consumer for consumer in use.consumers if consumer.definition in self.consumers]
+            if consumers or use.definition in self.external:
+                self.consumers[use.definition] = consumers
+        return [use for use in self.chains.uses.values() if use.definition in self.consumers]
+
+    def plan(self, use: DefUse) -> DefinitionPlan:
+        definition = use.definition
+        trace = self.chains.tracer.trace(definition)
+        cost, depth, reads = trace.cost, 0, set[Definition]()
+        for other, _ in trace.reads:
+            producer = self.plans[other]
+            if producer.materialised:
+                reads.add(other)
+            else:
+                cost += producer.cost
+                depth = max(depth, producer.depth + 1)
+                reads |= producer.reads
+        plan = DefinitionPlan(
+            definition, use.position, not isinstance(definition, Pointwise | Viewed), cost, depth, frozenset(reads)
+        )
+        if not isinstance(definition, Pointwise):
+            return plan
+        if definition in self.external or self._reads_overwritten_memory(plan) or not self._should_inline(use, plan):
+            return replace(plan, materialised=True)
+        return plan
+
+    def _reads_overwritten_memory(self, plan: DefinitionPlan) -> bool:
+        """Whether a read tensor is overwritten between the definition and its last consumer."""
+        last = max([consumer.position for consumer in self.consumers[plan.definition]], default=plan.position)
+        return any(
+            plan.position <= position < last for other in plan.reads for position in self.overwritten_at.get(other, ())
+        )
+
+    def _should_inline(self, use: DefUse, plan: DefinitionPlan) -> bool:
+        consumers, cost = self.consumers[plan.definition], plan.cost
+        if plan.depth > _MAX_INLINE_DEPTH:
+            return False
+        if not plan.reads and cost <= _MAX_INLINED_COST // 4:
+            return True
+        if cost > _MAX_INLINED_COST or len(plan.reads) > _MAX_READS:
+            return False
+        elements = self._count(plan.definition.sizes)
+        if self._is_reduction_epilogue(plan, elements):
+            return False
+        widest = max([self._iterations(consumer) for consumer in consumers], default=elements)
+        if widest > 2 * elements:
+            return cost <= _CHEAP_BROADCAST and not self._is_lookup_table(plan, widest / elements)
+        if len(consumers) <= 1 and use.max_reads_per_iteration < _MIN_STENCIL_READS:
+            return True
+        if cost <= _CHEAP and self._bytes(plan.reads) <= self._bytes([plan.definition]) * 1.25:
+            return True
+        return self._is_cheap_to_recompute(plan, elements, max(len(consumers), use.max_reads_per_iteration))
+
+    def _is_cheap_to_recompute(self, plan: DefinitionPlan, elements: int, readers: int) -> bool:
+        """Whether recomputing a tensor for each reader takes less time than writing and reading it."""
+        spec = self.specs.get(plan.definition.device.type)
+        instructions_per_byte = 0 if spec is None else spec.instructions_per_byte
+        recomputed = (readers - 1) * (plan.cost + instructions_per_byte * self._bytes(plan.reads) / elements)
+        return (
+            recomputed <= instructions_per_byte * plan.definition.dtype.itemsize * readers
+        )  # one write, all but one read
+
+    def _is_lookup_table(self, plan: DefinitionPlan, reads_per_element: float) -> bool:
+        """Whether elements are expensive and read so often that reading them from a cache is faster."""
+        spec = self.specs.get(plan.definition.device.type)
+        after_reduction = any(isinstance(other, Reduced) for other in plan.reads)
+        expensive = self.chains.tracer.trace(plan.definition).cost >= _MIN_TABLE_COST
+        if not expensive or reads_per_element < _MIN_TABLE_READS or after_reduction:
+            return False
+        return spec is not None and spec.instructions_per_byte > 0
+
+    def _is_reduction_epilogue(self, plan: DefinitionPlan, elements: int) -> bool:
+        """Whether a definition maps the results of a reduction, one to one, to the operand of another reduction.
+
+        The first reduction's kernel computes it in parallel; it is no larger than the results of that reduction.
+        """
+        after = any(isinstance(other, Reduced) and self._count(other.sizes) == elements for other in plan.reads)
+        return after and all(
+            isinstance(consumer.definition, Reduced) and self._iterations(consumer) == elements
+            for consumer in self.consumers[plan.definition]
+        )
+
+    def _iterations(self, use: DefUse) -> int:
+        return self._count(iteration_space(use.definition)[0])
+
+    def _bytes(self, definitions: Iterable[Definition]) -> float:
+        return sum(self._count(item.sizes) * item.dtype.itemsize for item in definitions)
+
+    def _count(self, sizes: Iterable[Size]) -> int:
+        return max(self.hint(product(sizes)), 1)

@@ -1,0 +1,219 @@
+"""The reads and the cost of a definition, from one run of its body over symbolic axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import sympy
+import torch
+
+from fxwrap.caching import bounded_cache
+from fxwrap.loop_ir import (
+    OPERATIONS,
+    Axis,
+    Compute,
+    Index,
+    IndexLike,
+    KernelBuilder,
+    Scalar,
+    SymbolicScalar,
+    as_index,
+    compute_dtype,
+)
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    Indices,
+    Pointwise,
+    Reduced,
+    ReductionSource,
+    Scanned,
+    ScanSource,
+    Scattered,
+    Stored,
+    Viewed,
+)
+from fxwrap.symbolic import Number, Size
+
+IndexTuple: TypeAlias = tuple[Index, ...]
+"""One index per dimension."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The iteration space of a definition, and the reads of one iteration.
+
+    `axes` are the parallel axes, `parallel_rank` of them, then the reduced ones. `reads` are elements of other
+    definitions, with views resolved; `cost` is the approximate number of instructions per element; `symbols` are those
+    of its sizes and numbers.
+    """
+
+    axes: tuple[Axis, ...]
+    parallel_rank: int
+    reads: tuple[tuple[Definition, IndexTuple], ...]
+    cost: int
+    symbols: frozenset[sympy.Symbol] = frozenset()
+
+
+def iteration_space(definition: Definition) -> tuple[tuple[Size, ...], int]:
+    """Returns the sizes of a definition's iteration space, and how many of its axes are parallel."""
+    match definition:
+        case Reduced():
+            source = definition.source
+            return (*source.parallel, *source.reduced), len(source.parallel)
+        case Scanned():
+            sizes, dim = definition.sizes, definition.source.dim
+            return (*sizes[:dim], *sizes[dim + 1 :], sizes[dim]), len(sizes) - 1
+        case Scattered():
+            return definition.space, len(definition.space)
+        case _:
+            return definition.sizes, len(definition.sizes)
+
+
+def element_indices(definition: Definition, at: IndexTuple) -> IndexTuple:
+    """Returns the indices of the element computed at a point of the iteration space (not for `Scattered`)."""
+    if isinstance(definition, Scanned):
+        dim = definition.source.dim
+        return (*at[:dim], at[-1], *at[dim:-1])
+    return at[: len(definition.sizes)] if isinstance(definition, Reduced) else at
+
+
+def resolve_views(definition: Definition, indices: Indices) -> tuple[Definition, IndexTuple]:
+    """Returns the base of a chain of views, and the indices of the element in it."""
+    while isinstance(definition, Viewed):
+        indices = definition.index_map(indices)
+        definition = definition.base
+    return definition, tuple([as_index(index) for index in indices])
+
+
+class BodyBuilder:
+    """Runs the bodies of definitions: inlines some, each once per element, and reads the others with `fetch`.
+
+    `operator_of` returns the operator of a definition, recorded with its operations. `evaluated_definitions` are the
+    definitions whose bodies ran, each after those inlined into it.
+    """
+
+    def __init__(
+        self,
+        is_inlined: Callable[[Definition], bool],
+        fetch: Callable[[Definition, IndexTuple, Number], Scalar],
+        operator_of: Callable[[Definition], str] = lambda _: "",
+    ) -> None:
+        self.body = KernelBuilder()
+        self.operator_of = operator_of
+        self._is_inlined = is_inlined
+        self._fetch = fetch
+        self._elements: dict[tuple[object, ...], Scalar] = {}
+        self.evaluated_definitions: dict[Definition, None] = {}
+
+    def load(self, definition: Definition, indices: Indices, other: Number = 0) -> Scalar:
+        """Returns an element in its compute dtype."""
+        definition, at = resolve_views(definition, indices)
+        mask = self.body.mask.position if self.body.mask is not None else None
+        key = (id(definition), at, mask, other if mask is not None else 0)
+        element = self._elements.get(key)
+        if element is None:
+            if isinstance(definition, Pointwise) and self._is_inlined(definition):
+                with self.body.origin_scope(self.operator_of(definition)):
+                    element = definition.body(self, at)
+                self.evaluated_definitions[definition] = None
+            else:
+                element = self._fetch(definition, at, other)
+            self._elements[key] = element
+        return element
+
+    def number(self, number: Number | sympy.Basic, dtype: torch.dtype) -> Scalar:
+        """Returns a number in the compute dtype of `dtype`."""
+        computes = compute_dtype(dtype)
+        if not isinstance(number, sympy.Basic):
+            return self.body.constant(number, computes)
+        if number.is_number:
+            return self.body.constant(int(number) if number.is_Integer else float(number), computes)
+        kind = torch.bool if number.is_Boolean else torch.int64 if number.is_integer else torch.float64
+        return self.body.number(number, kind).to(computes)
+
+    def run(self, definition: Definition, at: Sequence[IndexLike], parallel_rank: int) -> Scalar:
+        """Runs a body at a point of its iteration space; for a reduction or scan, returns the operand's element."""
+        with self.body.origin_scope(self.operator_of(definition)):
+            value = self._run_body(definition, at, parallel_rank)
+        self.evaluated_definitions[definition] = None
+        return value
+
+    def _run_body(self, definition: Definition, at: Sequence[IndexLike], parallel_rank: int) -> Scalar:
+        match definition:
+            case Pointwise():
+                return definition.body(self, at)
+            case Reduced():
+                return definition.source.body(self, at[:parallel_rank], at[parallel_rank:])
+            case Scanned():
+                dim = definition.source.dim
+                return definition.source.body(self, (*at[:dim], at[-1], *at[dim:-1]))
+            case Scattered():
+                return definition.body(self, at)[1]
+            case _:
+                raise AssertionError(f"{definition} has no body")
+
+    def run_scatter(self, definition: Scattered, at: Indices) -> tuple[Sequence[Index], Scalar]:
+        """Returns the indices that a scatter writes at a point of its iteration space, and the value."""
+        with self.body.origin_scope(self.operator_of(definition)):
+            target, value = definition.body(self, at)
+        self.evaluated_definitions[definition] = None
+        return target, value
+
+
+class Tracer:
+    """Traces definitions, each once; the results of one reduction or scan share a trace."""
+
+    def __init__(self) -> None:
+        self._traces: dict[Definition | ReductionSource | ScanSource, Trace] = {}
+
+    def trace(self, definition: Definition) -> Trace:
+        """Returns a definition's trace, with nothing inlined."""
+        key = shared_source(definition)
+        if key not in self._traces:
+            self._traces[key] = trace_with(definition, lambda _: False)
+        return self._traces[key]
+
+    def trace_inlining(self, definition: Definition, is_inlined: Callable[[Definition], bool]) -> Trace:
+        """Returns a definition's trace with some of its reads inlined."""
+        trace = self.trace(definition)
+        return trace_with(definition, is_inlined) if any(is_inlined(other) for other, _ in trace.reads) else trace
+
+
+def shared_source(definition: Definition) -> Definition | ReductionSource | ScanSource:
+    """Returns the source of a result of a reduction or scan, or the definition itself."""
+    return definition.source if isinstance(definition, Reduced | Scanned) else definition
+
+
+@bounded_cache(4096)
+def _axes(sizes: tuple[Size, ...]) -> tuple[Axis, ...]:
+    return tuple([Axis(f"u{number}", size) for number, size in enumerate(sizes)])
+
+
+def trace_with(definition: Definition, is_inlined: Callable[[Definition], bool]) -> Trace:
+    """Returns a definition's trace with some of its reads inlined."""
+    sizes, parallel_rank = iteration_space(definition)
+    axes = _axes(sizes)
+    reads: dict[tuple[Definition, IndexTuple], None] = {}
+    if isinstance(definition, Stored):
+        return Trace(axes, parallel_rank, (), 0)
+    if isinstance(definition, Viewed):
+        base, at = resolve_views(definition, axes)
+        return Trace(axes, parallel_rank, ((base, at),), 0)
+
+    def fetch(other: Definition, at: IndexTuple, default: Number) -> Scalar:
+        reads[other, at] = None
+        number = as_index(len(reads))
+        return reader.body.load(f"{id(other)}", number, other.dtype, default).to(other.compute_dtype)
+
+    reader = BodyBuilder(is_inlined, fetch)
+    reader.run(definition, axes, parallel_rank)
+    if isinstance(definition, Scattered):  # a separate kernel fills its memory from the initial elements
+        reader.load(definition.initial, [Axis(f"i{number}", size) for number, size in enumerate(definition.sizes)])
+    operations = reader.body.operations
+    cost = sum(OPERATIONS[item.name].cost for item in operations if isinstance(item, Compute))
+    numbers = [item.expression for item in operations if isinstance(item, SymbolicScalar)]
+    symbolic = [size for size in sizes if isinstance(size, sympy.Basic)]
+    symbols = frozenset(symbol for item in (*numbers, *symbolic) for symbol in item.free_symbols)
+    return Trace(axes, parallel_rank, tuple(reads), cost, symbols)

@@ -1,0 +1,106 @@
+"""The definitions and the extern calls of a graph, as the later stages of lowering read them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxwrap.lowering.builder import NodeCoverage, Operand
+from fxwrap.lowering.calls.reinplace import ReinplacePlan
+from fxwrap.lowering.fusion.definitions import Definition, DefinitionLabel, definitions_in
+from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
+from fxwrap.torch_compat import storage_identity
+
+
+@dataclass(frozen=True, eq=False)
+class CallStep:
+    """An extern call of a node: the definitions that it reads, defines and overwrites.
+
+    `symbols` are the symbols that it needs, `bound` those that it defines. With `scalar_read` the step is no call, but
+    reads that scalar.
+    """
+
+    node: Node
+    position: int
+    reads: Sequence[Definition]
+    defines: Sequence[Definition] = ()
+    writes: Sequence[Definition] = ()
+    symbols: frozenset[sympy.Symbol] = frozenset()
+    bound: frozenset[sympy.Symbol] = frozenset()
+    has_ordered_effect: bool = False
+    scalar_read: ScalarRead | None = None
+
+
+@dataclass(frozen=True)
+class RuleResult:
+    """The node of a definition, its position, and its fake tensor (None for a store in place)."""
+
+    node: Node
+    position: int
+    fake: torch.Tensor | None = None
+
+
+class DefinitionStorages:
+    """The definitions in each storage of the graph."""
+
+    def __init__(self) -> None:
+        self._definitions: dict[int, list[Definition]] = {}
+        self._storages: dict[Definition, int] = {}
+
+    def add(self, definition: Definition, storage: int) -> None:
+        """Records the storage of a definition."""
+        self._storages[definition] = storage
+        self._definitions.setdefault(storage, []).append(definition)
+
+    def add_alias(self, definition: Definition, base: Definition) -> None:
+        """Records that a definition is in the storage of another."""
+        self.add(definition, self._storages[base])
+
+    def on_storage(self, fake: torch.Tensor) -> Sequence[Definition]:
+        """Returns the definitions in the storage of a fake tensor."""
+        return self._definitions.get(storage_identity(fake), ())
+
+    def aliases_of(self, definition: Definition) -> Sequence[Definition]:
+        """Returns the definitions in the storage of a definition, itself included."""
+        storage = self._storages.get(definition)
+        return [definition] if storage is None else self._definitions[storage]
+
+
+@dataclass(frozen=True, eq=False)
+class GraphDefinitions:
+    """The definitions and the extern calls of a graph.
+
+    Fields:
+        operands: for each node a definition, a tuple of them, or a literal.
+        steps: extern calls and reads of scalars, in order.
+        results: the node of each definition of a rule.
+        labels: the labels of all definitions of nodes.
+        mutations: stored definitions, and the positions at which they are overwritten.
+        slice_writes: the slices that kernels overwrite, and the calls that do so.
+        reinplacing: the calls that write their operands in place.
+        storages: the definitions in each storage.
+        coverage: the outcome of each call.
+    """
+
+    operands: Mapping[Node, Operand]
+    steps: Sequence[CallStep]
+    results: Mapping[Definition, RuleResult]
+    labels: Mapping[Definition, DefinitionLabel]
+    mutations: Sequence[tuple[Definition, int]]
+    slice_writes: Mapping[Definition, Node]
+    reinplacing: ReinplacePlan
+    storages: DefinitionStorages
+    coverage: Sequence[NodeCoverage]
+
+    def fake(self, definition: Definition) -> torch.Tensor | None:
+        """Returns the fake tensor of a rule's result, or None for other definitions."""
+        result = self.results.get(definition)
+        return None if result is None else result.fake
+
+    def of_nodes(self, nodes: Collection[Node]) -> list[Definition]:
+        """Returns the definitions of nodes."""
+        return [definition for node in nodes for definition in definitions_in(self.operands[node])]

@@ -1,0 +1,172 @@
+"""Lowers one graph, a program's or a block's: definitions, materialisation, fusion, then lines in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence, Set
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from fxwrap.fx_passes.effects import has_effect
+from fxwrap.fx_passes.stream_calls import stream_number
+from fxwrap.lowering.builder import Builder, LoweringRequest, node_error
+from fxwrap.lowering.calls.reinplace import plan_reinplacing
+from fxwrap.lowering.control.streams import StreamPlan
+from fxwrap.lowering.definition_builder import DefinitionBuilder
+from fxwrap.lowering.emit import LineEmitter
+from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, unwrap_views
+from fxwrap.lowering.fusion.fusion import Fusion, ScheduledItem
+from fxwrap.lowering.fusion.materialise import (
+    DefinitionPlan,
+    DefUseChains,
+    MaterialisationPlan,
+    plan_materialisation,
+)
+from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
+from fxwrap.lowering.symbols.hints import size_hints
+from fxwrap.symbolic import Size
+from fxwrap.wrapper_ir import TensorType, Value
+
+_EFFECTS = "effects"
+"""A token that every operator call with an effect depends on and redefines: such calls keep their order."""
+
+
+@dataclass(eq=False)
+class GraphLowering:
+    """The lowering of one graph, whose placeholders already have operands in the builder's `env`.
+
+    `lower_attribute` adds the operand of a `get_attr` node there, `lower_higher_order` lowers a call of a higher-order
+    operator. `returns_mutated_inputs` is whether the graph may return a mutated placeholder itself.
+    """
+
+    nodes: Sequence[Node]
+    builder: Builder
+    request: LoweringRequest
+    lower_attribute: Callable[[Node], None]
+    lower_higher_order: Callable[[Node, Collection[str]], None]
+    returns_mutated_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        self.output = next(node for node in self.nodes if node.op == "output")
+        tracker = self.builder.buffer.streams
+        self.streams: StreamPlan | None = None if tracker is None else tracker.plan
+        self._specs = self.request.options.device_specs()
+
+    def lower(self, must_preserve: Callable[[Value], bool], read_only: Set[str] = frozenset()) -> Callable[[Size], int]:
+        """Emits the graph's lines; afterwards every operand of the output is in the builder's `env`.
+
+        `must_preserve` returns whether the memory of an input or constant must keep its content; `read_only` are the
+        names of the roots that no call may write, to which `lower_attribute` may add. Returns the hint of sizes.
+        """
+        definitions = self._define()
+        hint = size_hints(self.builder.state.symbols)
+        plan = self._materialise(definitions, hint)
+        fusion = self._schedule(definitions, plan, hint)
+        items = fusion.items()
+        stored = {definition for item in items if item.kernel is not None for definition in item.kernel.reads}
+        last_reader = self._overwritable_after(fusion, definitions, must_preserve)
+        emitter = LineEmitter(
+            self.builder, definitions, plan, self.request, hint, last_reader, stored | plan.external,
+            self.lower_higher_order,
+        )  # fmt: skip
+        for item in items:
+            self._emit(emitter, item, read_only)
+        for node in self.output.all_input_nodes:
+            emitter.ensure(node)
+        self.builder.state.coverage.extend(definitions.coverage)
+        return hint
+
+    def _define(self) -> GraphDefinitions:
+        """Defines the live nodes in order."""
+        builder, preserved = self.builder, self.request.options.lowerings
+        reinplacing = plan_reinplacing(self.nodes, builder.fakes, self.returns_mutated_inputs, preserved)
+        definitions = DefinitionBuilder(builder, self.request, reinplacing)
+        live = _live_nodes(self.nodes)
+        for position, node in enumerate(self.nodes):
+            if node.op == "get_attr" and node in live:
+                self.lower_attribute(node)
+            if node.op == "call_function" and node in live:
+                definitions.add_call(node, position)
+            elif node in builder.env:
+                definitions.add_input(node, builder.env[node])
+        return definitions.result()
+
+    def _materialise(self, definitions: GraphDefinitions, hint: Callable[[Size], int]) -> MaterialisationPlan:
+        """Decides which definitions are materialised."""
+        chains = DefUseChains(definitions.labels)
+        for definition, result in definitions.results.items():
+            chains.add(definition, result.position)
+        reads = [definition for step in definitions.steps for definition in step.reads]
+        reads += definitions.of_nodes(self.output.all_input_nodes)
+        external = {chains.add(unwrap_views(definition), 0).definition for definition in reads}
+        external |= {definition for definition in definitions.results if isinstance(definition, InPlaceStore)}
+        if self.streams is not None:
+            segment = self.streams.segment
+            for use in chains.uses.values():
+                if any(segment(consumer.position) != segment(use.position) for consumer in use.consumers):
+                    external.add(use.definition)
+        return plan_materialisation(chains, external, definitions.mutations, hint, self._specs)
+
+    def _schedule(
+        self, definitions: GraphDefinitions, plan: MaterialisationPlan, hint: Callable[[Size], int]
+    ) -> Fusion:
+        """Fuses definitions to kernels, and orders kernels and calls."""
+        segment = None if self.streams is None else self.streams.segment
+        fusion = Fusion(plan, hint, definitions.storages.aliases_of, self._specs, segment)
+        steps: list[CallStep | DefinitionPlan] = [*definitions.steps, *plan.computed()]
+        for step in sorted(steps, key=lambda step: step.position):
+            if isinstance(step, DefinitionPlan):
+                fusion.define(step)
+                continue
+            tokens = [_EFFECTS] if step.has_ordered_effect else []
+            readers = [item for definition in step.writes for item in fusion.readers(definition)]
+            reads = [unwrap_views(definition) for definition in step.reads]
+            defines = [*step.defines, *step.bound, *step.writes, *tokens]
+            fusion.call(step.scalar_read or step.node, defines, reads, [*step.symbols, *step.writes, *tokens, *readers])
+        return fusion
+
+    def _overwritable_after(
+        self, fusion: Fusion, definitions: GraphDefinitions, must_preserve: Callable[[Value], bool]
+    ) -> dict[Definition, ScheduledItem]:
+        """Returns the last reader of each definition whose memory may be overwritten after that."""
+        preserved: set[Definition] = {definition for definition, _ in definitions.mutations}
+        preserved |= {unwrap_views(item) for item in definitions.of_nodes(self.output.all_input_nodes)}
+        for node, value in self.builder.env.items():
+            if isinstance(value, Value) and isinstance(value.type, TensorType) and must_preserve(value):
+                preserved |= set(definitions.of_nodes([node]))
+        readers = fusion.last_readers()
+        order = {id(item): number for number, item in enumerate(fusion.items())}
+        last_reader = {}
+        for definition in readers:
+            aliases = definitions.storages.aliases_of(definition)  # their memory dies with the last of them
+            if preserved.isdisjoint(aliases):
+                items = [readers[alias] for alias in aliases if alias in readers]
+                last_reader[definition] = max(items, key=lambda item: order[id(item)])
+        return last_reader
+
+    def _emit(self, emitter: LineEmitter, item: ScheduledItem, read_only: Set[str]) -> None:
+        mutated = self.builder.storages.mutated
+        count = len(mutated)
+        with self.builder.buffer.on_stream(self._stream(item)):
+            emitter.emit(item)
+        if item.node is not None and len(mutated) != count:
+            for name in mutated & read_only:
+                reason = f"it writes the constant '{name}', which is not mutable"
+                raise node_error(item.node, reason, "Register the tensor as a buffer of the module")
+
+    def _stream(self, item: ScheduledItem) -> int:
+        if self.streams is None:
+            return 0
+        if item.kernel is not None:
+            return self.streams.stream(item.kernel.members[0].plan.position)
+        return 0 if item.node is None else stream_number(item.node)
+
+
+def _live_nodes(nodes: Sequence[Node]) -> set[Node]:
+    """Returns the nodes that the output, or an effect, depends on."""
+    live: set[Node] = set()
+    for node in reversed(nodes):
+        if node.op == "output" or node in live or has_effect(node):
+            live.add(node)
+            live.update(node.all_input_nodes)
+    return live

@@ -1,0 +1,262 @@
+"""Lowering: a graph becomes a program."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from fxwrap.errors import FusionWarning, GraphError
+from fxwrap.fx_passes.effects import attribute_of, is_token
+from fxwrap.fx_passes.prepare import prepare_graph
+from fxwrap.fx_passes.prepared_graph import GraphSource, PreparedGraph
+from fxwrap.lines import CheckLayout, Return
+from fxwrap.lines.frees import insert_frees
+from fxwrap.lowering.builder import Builder, LoweringRequest, NodeCoverage, Operand, ProgramState, node_coverage
+from fxwrap.lowering.calls.nodes import literal
+from fxwrap.lowering.control.blocks import BlockLowering
+from fxwrap.lowering.control.higher_order import lower_higher_order
+from fxwrap.lowering.control.streams import stream_plan
+from fxwrap.lowering.emit import KernelDeclined
+from fxwrap.lowering.fusion.peak_memory import peak_memory_note
+from fxwrap.lowering.graph_lowering import GraphLowering
+from fxwrap.lowering.rules import RULES
+from fxwrap.lowering.symbols.inputs import InputBinder, replace_unsolvable
+from fxwrap.lowering.symbols.table import ProgramSymbols
+from fxwrap.options import Options
+from fxwrap.passes.provenance import assign_call_handles
+from fxwrap.passes.stream_events import insert_stream_events
+from fxwrap.printers import KernelPrinter, print_kernel
+from fxwrap.symbolic import SymbolInfo
+from fxwrap.wrapper_ir import (
+    Block,
+    ConstantStore,
+    Input,
+    OpaqueType,
+    Ownership,
+    Program,
+    ProgramConstant,
+    TensorType,
+    Value,
+    leaves,
+    released_inputs,
+)
+
+
+def lower(
+    graph: GraphModule | ExportedProgram,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    options: Options | None = None,
+    ownership: Mapping[int, Ownership] | None = None,
+    name: str = "program",
+) -> Program:
+    """Lowers a graph of ATen operators to a program with the same inputs and outputs, flattened.
+
+    Args:
+        graph: a hand-written graph, one from make_fx or AOTAutograd, or an exported program, whose parameters and
+            buffers become constants of the program. It is not changed.
+        example_inputs: one value per placeholder; needed only where nodes have no fake `meta["val"]`.
+        options: see `Options`.
+        ownership: the ownership of inputs, by position; other inputs are borrowed, or mutable if the graph writes them.
+        name: the program's name.
+
+    Raises GraphError, with the node, its location in the model's source and a remedy, if it cannot be compiled.
+    """
+    return lower_with_coverage(graph, example_inputs, options=options, ownership=ownership, name=name).program
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program, the outcome of each call of its graph, and the nodes whose kernels were declined.
+
+    `warned` is whether a warning named any of these nodes.
+    """
+
+    program: Program
+    coverage: tuple[NodeCoverage, ...]
+    declined_nodes: frozenset[str]
+    warned: bool = False
+
+
+def lower_with_coverage(
+    graph: GraphModule | ExportedProgram | GraphSource,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    options: Options | None = None,
+    ownership: Mapping[int, Ownership] | None = None,
+    name: str = "program",
+    print_kernel: KernelPrinter = print_kernel,
+) -> Lowered:
+    """Prepares and lowers a graph as `lower` does; also returns the coverage of its calls."""
+    options = (options or Options()).resolve_devices()
+    prepared = prepare_graph(graph, example_inputs, options, name, fused_operators=RULES)
+    return lower_prepared(prepared, options, ownership, print_kernel=print_kernel)
+
+
+def lower_prepared(
+    prepared: PreparedGraph,
+    options: Options,
+    ownership: Mapping[int, Ownership] | None = None,
+    *,
+    declined_nodes: frozenset[str] = frozenset(),
+    print_kernel: KernelPrinter = print_kernel,
+) -> Lowered:
+    """Lowers a graph that `prepare_graph` returned.
+
+    `declined_nodes` are names of nodes that become extern calls although they have lowering rules; `print_kernel`
+    chooses how kernels are printed.
+    """
+    warned = False
+    while True:
+        try:
+            request = LoweringRequest(options, declined_nodes, print_kernel)
+            return replace(_ProgramLowering(prepared, request, ownership or {}).lowered(), warned=warned)
+        except KernelDeclined as error:
+            if options.fallback == "error" and not error.expected:
+                raise
+            if not error.expected:
+                warned = True
+                warnings.warn(f"{error}; these operators are called instead", FusionWarning, stacklevel=4)
+            declined_nodes |= error.nodes
+
+
+class _ProgramLowering:
+    """The lowering of a program: its inputs, constants, body and outputs."""
+
+    def __init__(self, source: PreparedGraph, request: LoweringRequest, ownership: Mapping[int, Ownership]) -> None:
+        self.source = source
+        self.request = request
+        self.ownership = ownership
+        options = request.options
+        self.state = ProgramState(ProgramSymbols(options.symbol_ranges, options.symbol_hints))
+        self.nodes: list[Node] = list(source.graph_module.graph.nodes)
+        self.builder = Builder(source.fakes, self.state, stream_plan(self.nodes, options.device_specs(), source.fakes))
+        blocks = BlockLowering(self.builder, self, request, lower_higher_order)
+        self.body = GraphLowering(
+            self.nodes, self.builder, request, self._lower_attribute, partial(lower_higher_order, blocks),
+            source.returns_mutated_inputs,
+        )  # fmt: skip
+        self.binder = InputBinder(self.builder)
+        self.inputs: list[tuple[Node, Value | SymbolInfo]] = []
+        self.constants: dict[str, Value] = {}
+        self._constant_of: dict[int, Value] = {}
+        self._read_only: set[str] = set()
+
+    def lowered(self) -> Lowered:
+        builder = self.builder
+        placeholders = self.source.graph_module.graph.find_nodes(op="placeholder")
+        replace_unsolvable(builder, [builder.fakes[node] for node in placeholders])
+        for node in placeholders:
+            self._placeholder(node)
+        values = [value for _, value in self.inputs if isinstance(value, Value)]
+        self.binder.bind_sizes([*values, *self.constants.values()])
+        if self.request.options.check_inputs:
+            self.binder.add_checks(values)
+            tensors = [(value, value.type) for value in values if isinstance(value.type, TensorType)]
+            self.binder.lines.extend([CheckLayout(value, type_, value.name) for value, type_ in tensors])
+        builder.buffer.lines.extend(self.binder.lines)
+        owned = {
+            value.name for position, (_, value) in enumerate(self.inputs)
+            if self.ownership.get(position) is Ownership.OWNED
+        }  # fmt: skip
+        hint = self.body.lower(lambda value: value.name not in owned, self._read_only)
+        program = assign_call_handles(self._assemble(self._outputs()))
+        if program.kernels:
+            note = peak_memory_note(program, builder, self.nodes, hint)
+            program = program.replace(header=tuple(sorted([*program.header, *([("peak", note)] if note else [])])))
+        replaced = [node_coverage(node, node.name, kind) for node, kind in self.source.replaced.items()]
+        return Lowered(program, (*replaced, *self.state.coverage), self.request.declined_nodes)
+
+    def _placeholder(self, node: Node) -> None:
+        builder, fake = self.builder, self.builder.fakes[node]
+        if node.name in self.source.constants:
+            builder.env[node] = self._add_constant(node.name, fake, self.source.constants[node.name])
+            return
+        if isinstance(fake, tuple | list | dict) and not is_token(node):
+            raise GraphError(node.name, "it contains several values", "Use one placeholder for each value")
+        value: Value | SymbolInfo
+        operand: Operand
+        if is_token(node):
+            value, operand = Value(builder.unique(node.name), OpaqueType("NoneType")), None
+        elif isinstance(fake, torch.Tensor):
+            value = operand = builder.add_root(node.name, fake)
+        elif isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
+            operand = builder.symbols.expression(fake)
+            value = self.binder.scalar_input(fake)
+        elif isinstance(fake, torch.Generator):
+            value = operand = builder.add_generator(node.name, fake)
+        else:
+            value, operand = builder.add_scalar(node.name, fake), fake
+        builder.env[node] = operand
+        self.inputs.append((node, value))
+
+    def constant(self, payload: torch.Tensor, name: str) -> Value:
+        """Returns the value of a constant of the program; adds it if there is none."""
+        value = self._constant_of.get(id(payload))
+        return self._add_constant(name, payload, payload) if value is None else value
+
+    def _add_constant(self, name: str, fake: torch.Tensor, payload: torch.Tensor) -> Value:
+        value = self._constant_of[id(payload)] = self.builder.add_root(name, fake)
+        self.constants[value.name] = value
+        self.state.constants[value.name] = payload
+        return value
+
+    def _lower_attribute(self, node: Node) -> None:
+        payload = attribute_of(node)
+        if not isinstance(payload, torch.Tensor):
+            self.builder.env[node] = payload
+            return
+        key = str(node.target)
+        value = self._constant_of.get(id(payload))
+        if value is None:
+            fake = self.builder.fakes[node]
+            value = self._add_constant(key.replace(".", "_"), payload if fake is None else fake, payload)
+        if key.rpartition(".")[2].startswith(("_tensor_constant", "lifted_tensor")):
+            self._read_only.add(value.name)
+        self.builder.env[node] = value
+
+    def _outputs(self) -> tuple[Operand, ...]:
+        output = self.source.output
+        return tuple(leaves(literal(self.builder, output.args[0], output)))
+
+    def _assemble(self, returned: tuple[Operand, ...]) -> Program:
+        builder = self.builder
+        inputs = [Input(value, self._ownership(position, value)) for position, (_, value) in enumerate(self.inputs)]
+        values = [item.value for item in inputs if isinstance(item.value, Value)]
+        initial = [*values, *self.constants.values()]
+        lines = insert_frees([*builder.buffer.lines, Return(returned)], initial, released_inputs(inputs))
+        mutated = builder.storages.mutated
+        program = Program(
+            re.sub(r"\W", "_", self.source.name),
+            tuple(inputs),
+            Block((), lines),
+            tuple(ProgramConstant(value, value.name in mutated) for value in self.constants.values()),
+            self.state.kernels.definitions(),
+            tuple(self.state.functions.items()),
+            header=_header(self.request.options, builder.storages.device_types()),
+            store=ConstantStore(dict(self.state.constants)),
+        )
+        return insert_stream_events(program)
+
+    def _ownership(self, position: int, value: Value | SymbolInfo) -> Ownership:
+        if not isinstance(value, Value) or not isinstance(value.type, TensorType):
+            return Ownership.BORROWED
+        ownership = self.ownership.get(position, Ownership.BORROWED)
+        if value.name in self.builder.storages.mutated and ownership in (Ownership.BORROWED, Ownership.SHARED):
+            return Ownership.MUTABLE
+        return ownership
+
+
+def _header(options: Options, device_types: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Returns the header of a program: the options but for the emitter, and the types of its devices."""
+    text = options.replace(emitter=Options().emitter).text()
+    parts = {"options": text, "target": ", ".join(device_types)}
+    return tuple([(name, part) for name, part in parts.items() if part])

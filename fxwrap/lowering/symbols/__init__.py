@@ -1,0 +1,1 @@
+"""Symbols: those of inputs, unbacked ones, scalars in CPU tensors, and positions of slices."""

@@ -1,0 +1,198 @@
+"""The symbols of a graph's ShapeEnv as symbols and expressions of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import sympy
+import torch
+
+from fxwrap.errors import GraphError
+from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, expression_kind, make_symbol
+from fxwrap.torch_compat import (
+    find_shape_env,
+    guarded_bounds,
+    symbol_bounds,
+    symbol_expression,
+    symbol_hint,
+    symbolic_number,
+)
+from fxwrap.wrapper_ir import OpaqueType, ScalarType, Size, TensorType, Type
+
+SymbolicNumber = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+class ProgramSymbols:
+    """The names of a program's symbols, and the ranges and hints of those that are defined.
+
+    `ranges` and `hints` are the caller's choices by name; they replace those of the ShapeEnv.
+    """
+
+    def __init__(self, ranges: Mapping[str, tuple[int, int]], hints: Mapping[str, int]) -> None:
+        self.ranges = ranges
+        self.hints = hints
+        self.infos: dict[str, SymbolInfo] = {}
+        self._names: set[str] = set()
+        self._counts: dict[str, int] = {}
+
+    def fresh(self, prefix: str) -> str:
+        """Returns an unused symbol name with this prefix, and reserves it."""
+        number = self._counts.get(prefix, 0)
+        while f"{prefix}{number}" in self._names:
+            number += 1
+        self._counts[prefix] = number + 1
+        self._names.add(f"{prefix}{number}")
+        return f"{prefix}{number}"
+
+    def unique(self, name: str) -> str:
+        """Returns this symbol name, or a fresh one with its prefix if it is used, and reserves it."""
+        if name in self._names:
+            return self.fresh(name.rstrip("0123456789"))
+        self._names.add(name)
+        return name
+
+    def add(self, name: str, number: object) -> SymbolInfo:
+        """Records the range and the hint of a symbol: the caller's choice, or those of a symbolic number."""
+        lower, upper = self.ranges.get(name) or symbol_bounds(number)  # type: ignore[arg-type]
+        hint = self.hints.get(name, symbol_hint(number))  # type: ignore[arg-type]
+        if hint is not None:
+            hint = hint if lower is None else max(hint, lower)
+            hint = hint if upper is None else min(hint, upper)
+        info = self.infos[name] = SymbolInfo(name, lower, upper, hint)
+        return info
+
+
+class GraphSymbols:
+    """Translates the numbers of one graph's ShapeEnv; knows which symbols the lines so far define.
+
+    A block also knows the symbols of the enclosing graph, `outer`.
+    """
+
+    def __init__(self, program: ProgramSymbols, outer: GraphSymbols | None = None) -> None:
+        self.program = program
+        self._expressions: dict[sympy.Symbol, Expression] = {} if outer is None else dict(outer._expressions)
+        self._known: set[str] = set() if outer is None else set(outer._known)
+        self._replacements: dict[sympy.Basic, sympy.Symbol] = {} if outer is None else outer._replacements
+        self._static_sizes: dict[sympy.Basic, int | None] = {}
+        self._guarded_bounds: dict[sympy.Basic, tuple[int | None, int | None]] | None = None
+
+    # --- defined symbols --------------------------------------------------------------------------------------------
+
+    def define(self, name: str) -> None:
+        """Records that a line defines a symbol."""
+        self._known.add(name)
+
+    def is_known(self, symbol: sympy.Symbol) -> bool:
+        """Whether a line, or an enclosing graph, defines a symbol of the program."""
+        return symbol.name in self._known
+
+    def unknown(self, expression: object) -> set[sympy.Symbol]:
+        """Returns the symbols of an expression that no line defines yet."""
+        if not isinstance(expression, sympy.Basic):
+            return set()
+        return {symbol for symbol in expression.free_symbols if symbol.name not in self._known}
+
+    # --- expressions ------------------------------------------------------------------------------------------------
+
+    def expression(self, number: object) -> Expression:
+        """Returns a symbolic number as an expression over the program's symbols; other numbers are unchanged."""
+        return self.translate(symbol_expression(number)) if isinstance(number, SymbolicNumber) else number
+
+    def translate(self, expression: sympy.Basic) -> Expression:
+        """Returns a ShapeEnv's expression as one over the program's symbols."""
+        if self._replacements and not isinstance(expression, sympy.Symbol):
+            expression = expression.subs(self._replacements)
+        for symbol in expression.free_symbols:
+            if symbol not in self._expressions:
+                # zf0 becomes f0 and zuf0 uf0; two blocks may define the same symbol, the program's are distinct
+                self._expressions[symbol] = make_symbol(self.program.unique(symbol.name.removeprefix("z")))
+        return canonicalize(expression, self._expressions)
+
+    def is_translated(self, symbol: sympy.Symbol) -> bool:
+        """Whether a ShapeEnv's symbol already has an expression over the program's symbols."""
+        return symbol in self._expressions
+
+    def derive(self, symbol: sympy.Symbol, expression: Expression) -> None:
+        """Defines a ShapeEnv's symbol as an expression over the program's symbols."""
+        self._expressions[symbol] = sympy.sympify(expression)
+
+    def replace(self, expression: sympy.Basic, symbol: sympy.Symbol) -> None:
+        """Translates a ShapeEnv's expression to a symbol of the program, wherever it occurs."""
+        self._expressions[symbol] = symbol
+        self._replacements[expression] = symbol
+
+    def size(self, number: int | torch.SymInt) -> Size:
+        """Returns a size or stride over the program's symbols.
+
+        A symbolic size with one possible value is that int: a guard may restrict `s0//2` of a broadcast to 1.
+        """
+        if isinstance(number, int):
+            return number
+        expression = symbol_expression(number)
+        if isinstance(expression, sympy.Symbol):
+            return self.translate(expression)
+        if expression not in self._static_sizes:
+            self._static_sizes[expression] = self._only_value(number)
+        value = self._static_sizes[expression]
+        return self.translate(expression) if value is None else value
+
+    def _only_value(self, number: torch.SymInt) -> int | None:
+        """Returns the only possible value of a symbolic size, or None."""
+        if self._guarded_bounds is None:
+            self._guarded_bounds = guarded_bounds(find_shape_env(number))
+        low, high = symbol_bounds(number)
+        guarded_low, guarded_high = self._guarded_bounds.get(symbol_expression(number), (None, None))
+        lower = max([int(item) for item in (low, guarded_low) if item is not None], default=None)
+        upper = min([int(item) for item in (high, guarded_high) if item is not None], default=None)
+        return lower if lower == upper else None
+
+    # --- ranges and hints -------------------------------------------------------------------------------------------
+
+    def info(self, number: object) -> SymbolInfo:
+        """Returns the range and the hint of a symbolic number. Raises GraphError if it is not a symbol."""
+        symbol = self.expression(number)
+        if not isinstance(symbol, sympy.Symbol):
+            raise GraphError("", f"{symbol} is not a symbol", "Pass sizes as plain symbols")
+        return self.program.add(symbol.name, number)
+
+    def info_of(self, symbol: sympy.Symbol, number: object) -> SymbolInfo:
+        """Returns the range and the hint of a symbol of the program; `number` is a fake value with its ShapeEnv."""
+        if symbol.name in self.program.infos:
+            return self.program.infos[symbol.name]
+        original = next((key for key, expression in self._expressions.items() if expression == symbol), None)
+        shape_env = find_shape_env(number)
+        if original is None or shape_env is None:
+            return SymbolInfo(symbol.name)
+        return self.program.add(symbol.name, symbolic_number(shape_env, original, expression_kind(symbol)))
+
+    def hints(self, hint: Callable[[Size], int]) -> dict[str, int | float]:
+        """Returns typical values of the program's symbols by name; those of `hint` where the ShapeEnv has none."""
+        guesses: dict[str, int | float] = {
+            str(expression): hint(expression) for expression in self._expressions.values()
+        }
+        return guesses | {name: info.hint for name, info in self.program.infos.items() if info.hint is not None}
+
+    # --- types ------------------------------------------------------------------------------------------------------
+
+    def tensor_type(self, fake: torch.Tensor, offset: Size = 0) -> TensorType:
+        """Returns the type of a fake tensor whose first element is at `offset` in its root, in elements."""
+        if fake.layout is not torch.strided:
+            raise GraphError("", f"a tensor has the layout {fake.layout}", "Only strided tensors are compiled")
+        sizes: tuple[Size, ...] = tuple(fake.shape)
+        strides: tuple[Size, ...] = fake.stride()
+        if any(type(number) is not int for number in (*sizes, *strides)):
+            sizes = tuple([self.size(number) for number in sizes])
+            strides = tuple([self.size(number) for number in strides])
+        return TensorType(fake.dtype, sizes, strides, fake.device, offset)
+
+    def type_of(self, fake: object) -> Type:
+        """Returns the type of any fake value."""
+        if isinstance(fake, torch.Tensor):
+            return self.tensor_type(fake)
+        if isinstance(fake, bool | torch.SymBool):
+            return ScalarType("bool")
+        if isinstance(fake, int | torch.SymInt):
+            return ScalarType("int")
+        if isinstance(fake, float | torch.SymFloat):
+            return ScalarType("float")
+        return OpaqueType(type(fake).__name__)

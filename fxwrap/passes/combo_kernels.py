@@ -1,0 +1,285 @@
+"""Horizontal fusion: combines launches of similar small kernels that are independent of each other into one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fxwrap.devices import KernelCombiner, find_language
+from fxwrap.lines import Alloc, Launch, View
+from fxwrap.passes.scheduling_regions import SchedulingRegions
+from fxwrap.passes.scheduling_units import SchedulingUnit
+from fxwrap.printers import PrintedKernel
+from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Program, Value, executed_blocks, uses_streams
+
+
+def combine_kernels(
+    program: Program, max_bytes: Mapping[str, int], *, max_tensors: int = 240, max_extra_peak_bytes: int = 1 << 18
+) -> Program:
+    """Returns the program with launches of similar small kernels combined, at about the same peak memory.
+
+    The language's `KernelCombiner` decides which kernels are similar and prints the combo kernel from their loop IR.
+    Kernels without loop IR, as those of a parsed program, are not combined. Launches move to a common position that
+    their dependences allow: a late one if their results are larger than the memory that is freed after them, else an
+    early one. Large launches are not combined: selecting the kernel in each program costs more than a launch. Programs
+    that use streams, and blocks inside lines, are unchanged. Takes n log n in the number of lines a combo kernel.
+
+    Args:
+        program: the program. It is not changed.
+        max_bytes: the largest total size of a small launch's tensors, by device type. Launches on other devices are not
+            combined.
+        max_tensors: the largest number of tensors of a combo kernel. fxwrap's launchers pass at most 256 parameters.
+        max_extra_peak_bytes: how much the estimated peak memory may grow.
+    """
+    candidates = _candidates(program, max_bytes)
+    if not candidates or uses_streams(program):
+        return program
+    return _KernelCombining(program, candidates, max_tensors, max_extra_peak_bytes).combined()
+
+
+@dataclass(frozen=True)
+class _LaunchKey:
+    """The properties that launches need to have in common to be combined."""
+
+    language: str
+    device: torch.device
+    signature: tuple[str, ...]
+    options: tuple[tuple[str, object], ...]
+    scalars: tuple[object, ...]
+    kernel: Hashable = None
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A launch that may be combined with others of its `key`, and its kernel with the grid of the launch."""
+
+    line: Launch
+    kernel: PrintedKernel
+    combiner: KernelCombiner
+    key: _LaunchKey
+
+
+def _candidates(program: Program, max_bytes: Mapping[str, int]) -> dict[int, _Candidate]:
+    """Returns the launches for which there is another one of the same key, by the identity of their lines."""
+    combiners = {item.name: (item, combiner) for item in program.kernels if (combiner := _combiner(item)) is not None}
+    small: list[_Candidate] = []
+    for line in program.body.lines:
+        if not isinstance(line, Launch) or line.kernel not in combiners or line.effect_set or not line.outs:
+            continue
+        (kernel, combiner), device = combiners[line.kernel], line.outs[0].tensor_type.device
+        if 0 < _bytes(line) <= max_bytes.get(device.type, 0):
+            printed = PrintedKernel(
+                kernel.language, kernel.source, kernel.signature, kernel.options, line.grid, kernel.scheduled
+            )
+            key = _LaunchKey(kernel.language, device, kernel.signature, kernel.options, tuple(_scalars(line)))
+            small.append(_Candidate(line, printed, combiner, key))
+    keys: dict[PrintedKernel, Hashable] = {}
+    keyed = []
+    for item in _with_shared_keys(small):  # keys of kernels are costly
+        if item.kernel not in keys:
+            keys[item.kernel] = item.combiner.group_key(item.kernel)
+        if keys[item.kernel] is not None:
+            keyed.append(replace(item, key=replace(item.key, kernel=keys[item.kernel])))
+    return {id(item.line): item for item in _with_shared_keys(keyed)}
+
+
+def _with_shared_keys(candidates: Iterable[_Candidate]) -> list[_Candidate]:
+    groups: dict[_LaunchKey, list[_Candidate]] = {}
+    for item in candidates:
+        groups.setdefault(item.key, []).append(item)
+    return [item for group in groups.values() if len(group) > 1 for item in group]
+
+
+def _combiner(kernel: KernelDefinition) -> KernelCombiner | None:
+    language = find_language(kernel.language)
+    return None if language is None or kernel.scheduled is None else language.combiner
+
+
+def _bytes(line: Launch) -> int:
+    """Returns the total size of a launch's tensors; 0 if it is unknown."""
+    sizes = [value.tensor_type.storage_bytes for value in _tensors(line)]
+    return sum([size for size in sizes if isinstance(size, int)]) if all(isinstance(size, int) for size in sizes) else 0
+
+
+def _tensors(line: Launch) -> list[Value]:
+    """Returns the tensors that a launch passes, in the order of the kernel's parameters."""
+    return [*[item for item in line.arguments if isinstance(item, Value)], *line.outs]
+
+
+def _scalars(line: Launch) -> list[object]:
+    return [item for item in line.arguments if not isinstance(item, Value)]
+
+
+class _KernelCombining:
+    """The combination of launches in each region of a program."""
+
+    def __init__(
+        self, program: Program, candidates: Mapping[int, _Candidate], max_tensors: int, max_extra_peak_bytes: int
+    ) -> None:
+        self.program = program
+        self.candidates = candidates
+        self.max_tensors = max_tensors
+        self.regions = SchedulingRegions(program, {})
+        self.last_user = {root: unit for units in self.regions.regions for unit in units for root in unit.accessed}
+        self.orders = list(self.regions.program_order)
+        self.max_peak = self.regions.peak(self.orders) + max_extra_peak_bytes
+        self.kernels = {kernel.name: kernel for kernel in program.kernels}
+        self.changed: dict[SchedulingUnit, Sequence[LineBase]] = {}
+
+    def combined(self) -> Program:
+        """Returns the program with combo kernels."""
+        for number in range(len(self.orders)):
+            self._combine_in_region(number)
+        if not self.changed:
+            return self.program
+        program = self.regions.apply_order(self.orders, self.changed)
+        launched = list(_launched_kernels(program.body, dict(program.functions)))
+        combined = {item.line.kernel for item in self.candidates.values()}.difference(launched)
+        names = [name for name in dict.fromkeys([*launched, *self.kernels]) if name not in combined]
+        return program.replace(kernels=tuple([self.kernels[name] for name in names]))
+
+    def _combine_in_region(self, number: int) -> None:
+        schedule = _UnitSchedule(self.regions.regions[number])
+        units_by_key: dict[_LaunchKey, list[SchedulingUnit]] = {}
+        for unit in schedule.units:
+            candidate = self.candidates.get(id(unit.lines[0]))
+            if candidate is not None and len(unit.lines) == 1:
+                units_by_key.setdefault(candidate.key, []).append(unit)
+        for units in units_by_key.values():
+            max_launches = self.max_tensors // len(_tensors(self._candidate(units[0]).line))
+            pending = list(schedule.groups(units, max_launches))[::-1]
+            while pending:
+                group = pending.pop()
+                if not self._try_combine(number, schedule, group) and len(group) > 2:
+                    middle = len(group) // 2
+                    pending += [group[middle:], group[:middle]]
+
+    def _candidate(self, unit: SchedulingUnit) -> _Candidate:
+        return self.candidates[id(unit.lines[0])]
+
+    def _try_combine(self, number: int, schedule: _UnitSchedule, group: Sequence[SchedulingUnit]) -> bool:
+        """Combines launches unless the peak memory grows too much; returns whether it did."""
+        position = schedule.common_position(group, self._runs_late(group))
+        if position is None:
+            return False
+        before = {unit.position: schedule.at[unit.position] for unit in group}
+        schedule.at.update(dict.fromkeys(before, position))
+        orders = [*self.orders[:number], schedule.order(), *self.orders[number + 1 :]]
+        if self.regions.peak(orders) > self.max_peak:
+            schedule.at.update(before)
+            return False
+        self.orders = orders
+        first, *others = sorted(group, key=lambda unit: unit.position)
+        self.changed[first] = (self._combined_launch([self._candidate(unit) for unit in (first, *others)]),)
+        self.changed.update(dict.fromkeys(others, ()))
+        return True
+
+    def _runs_late(self, group: Sequence[SchedulingUnit]) -> bool:
+        """Whether the results of launches are at least as large as the memory whose last use they are."""
+        sizes = self.regions.sizes
+        results = sum([sizes.get(value.name, 0) for unit in group for value in self._candidate(unit).line.outs])
+        last = [root for unit in group for root in unit.accessed if self.last_user[root] is unit]
+        return results >= sum([sizes.get(root, 0) for root in last])
+
+    def _combined_launch(self, candidates: Sequence[_Candidate]) -> Launch:
+        """Returns the launch of the combo kernel, and adds the kernel."""
+        first = candidates[0]
+        rows = [_tensors(item.line) for item in candidates]
+        scalars = _scalars(first.line)
+        shared = [len(set(column)) == 1 for column in zip(*rows)]
+        name_hint = f"combo_{first.line.kernel}"
+        kernels = [item.kernel for item in candidates]
+        printed = first.combiner.combine(kernels, [*shared, *[True] * len(scalars)], name_hint)
+        columns = [column[:1] if same else column for column, same in zip(zip(*rows), shared)]
+        inputs = len(columns) - len(first.line.outs)
+        arguments = [value for column in columns[:inputs] for value in column]
+        outs = tuple([value for column in columns[inputs:] for value in column])
+        sources = [source for item in candidates if item.line.origin is not None for source in item.line.origin.sources]
+        origin = Origin(tuple(dict.fromkeys(sources)))
+        return Launch(self._add_kernel(name_hint, printed), (*arguments, *scalars), outs, printed.grid, origin=origin)
+
+    def _add_kernel(self, name_hint: str, printed: PrintedKernel) -> str:
+        """Adds a kernel unless the program has an equal one; returns its name."""
+        name, number = name_hint, 1
+        while True:
+            kernel = KernelDefinition(name, printed.language, printed.source, printed.signature, printed.options)
+            if self.kernels.setdefault(name, kernel) == kernel:
+                return name
+            number += 1
+            name = f"{name_hint}_{number}"
+
+
+def _launched_kernels(block: Block, functions: Mapping[str, Block]) -> Iterator[str]:
+    """Yields the kernels that a block launches, in order, which is the order of definitions in a program."""
+    for line in block.lines:
+        if isinstance(line, Launch):
+            yield line.kernel
+        for inner in executed_blocks(line, functions):
+            yield from _launched_kernels(inner, functions)
+
+
+class _UnitSchedule:
+    """The positions of a region's units: launches that are combined share one.
+
+    The predecessors of a unit have lower positions. Allocations and views have none: they directly precede their first
+    use.
+    """
+
+    def __init__(self, units: Sequence[SchedulingUnit]) -> None:
+        self.units = units
+        floating = [len(unit.lines) == 1 and isinstance(unit.lines[0], Alloc | View) for unit in units]
+        self.at = {unit.position: float(unit.position) for unit in units if not floating[unit.position]}
+        self._before: list[frozenset[int]] = []
+        """For each unit, its predecessors, through allocations and views."""
+        self._after: dict[int, list[int]] = {}
+        for unit in units:
+            before = frozenset([item for item in unit.predecessors if not floating[item]])
+            before = before.union(*[self._before[item] for item in unit.predecessors if floating[item]])
+            self._before.append(before)
+            for item in before if not floating[unit.position] else ():
+                self._after.setdefault(item, []).append(unit.position)
+
+    def groups(self, units: Sequence[SchedulingUnit], max_units: int) -> Iterator[list[SchedulingUnit]]:
+        """Yields groups of two to `max_units` units that can share a position, in their order."""
+        group: list[SchedulingUnit] = []
+        for unit in units:
+            if group and (len(group) == max_units or self._span([*group, unit]) is None):
+                yield from [group] if len(group) > 1 else []
+                group = []
+            group.append(unit)
+        yield from [group] if len(group) > 1 else []
+
+    def _span(self, group: Sequence[SchedulingUnit]) -> tuple[float, float] | None:
+        """Returns the positions between which units can share one; None if there are none."""
+        positions = {unit.position for unit in group}
+        before = frozenset[int]().union(*[self._before[position] for position in positions])
+        after = [item for position in positions for item in self._after.get(position, ())]
+        low = max([self.at[item] for item in before], default=-1.0)
+        high = min([self.at[item] for item in after], default=float(len(self.units)))
+        return (low, high) if low < high and before.isdisjoint(positions) else None
+
+    def common_position(self, group: Sequence[SchedulingUnit], late: bool) -> float | None:
+        """Returns the position that units can share nearest to the last, or the first, of them; None if there is none.
+
+        Units that moved since the group was formed may have left none.
+        """
+        span = self._span(group)
+        if span is None:
+            return None
+        low, high = span
+        between = sorted([low, *[position for position in self.at.values() if low < position < high], high])
+        own = [self.at[unit.position] for unit in group]
+        if late:
+            return max(own) if max(own) < high else (between[-2] + high) / 2
+        return min(own) if min(own) > low else (low + between[1]) / 2
+
+    def order(self) -> list[int]:
+        """Returns the units by position, allocations and views directly before their first use."""
+        keys: dict[int, tuple[float, bool, int]] = {}
+        for unit in reversed(self.units):
+            own = self.at.get(unit.position)
+            first_use = min([keys[item][0] for item in unit.successors], default=float(len(self.units)))
+            keys[unit.position] = (first_use if own is None else own, own is not None, unit.position)
+        return sorted(keys, key=lambda position: keys[position])

@@ -1,0 +1,157 @@
+"""Decides which lines a device can capture in a graph, with the reason for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from fxwrap.lines import CallFunction, ExternCall, IndexPut, Launch, Mutate, Scatter, Workspace
+from fxwrap.symbolic import symbol_kind
+from fxwrap.torch_compat import operator_overload
+from fxwrap.wrapper_ir import (
+    ASSERT,
+    Block,
+    LineBase,
+    Program,
+    Role,
+    TensorType,
+    Value,
+    defined,
+    defined_symbol,
+    leaves,
+    random_effect,
+    symbols_used,
+    type_symbols,
+    used,
+)
+
+_WORK = (Launch, ExternCall, Mutate, Scatter, IndexPut, Workspace, CallFunction)
+
+_SYNCHRONIZING = frozenset({
+    "multinomial", "randperm", "nonzero", "nonzero_static", "masked_select", "unique_consecutive", "_unique2",
+    "unique_dim", "bincount", "histc", "repeat_interleave", "_local_scalar_dense", "equal", "is_nonzero",
+    "_ctc_loss", "_use_cudnn_ctc_loss", "segment_reduce", "_fused_moving_avg_obs_fq_helper",
+    "_fused_moving_avg_obs_fq_helper_functional", "pin_memory", "_pin_memory", "resize_", "set_",
+})  # fmt: skip
+"""ATen operators, by name without overload, that synchronise or change storages that a graph depends on."""
+
+_LIBRARY_SOLVERS = ("linalg_", "_linalg_", "cholesky", "lu_", "geqrf", "ormqr", "triangular_solve", "_fft_", "svd")
+"""Name prefixes of operators that use library plans, scratch memory or checks on the host."""
+
+
+class CaptureChecker:
+    """Returns for a line the device to capture it on, or the reason why it cannot be captured.
+
+    Lines can be captured that use one device of a type with graph capture, the current stream, and scalars that depend
+    on the sizes of inputs only. They may use the device's default random generator and device assertions.
+    """
+
+    def __init__(self, program: Program, device_types: Collection[str], excluded: Collection[str] = ()) -> None:
+        """`device_types` support capture; `excluded` are names of operators ("aten.mm.default") and kernels."""
+        self.device_types = frozenset(device_types)
+        self.excluded = frozenset(excluded)
+        self.functions: Mapping[str, Block] = dict(program.functions)
+        self.varying_symbols = _varying_symbols(program)
+        self._verdicts: dict[str, torch.device | str] = {}
+
+    def __call__(self, line: LineBase) -> torch.device | str:
+        """Returns the device of a line, or the reason why it cannot be captured."""
+        reason = self._reason(line)
+        if reason is not None:
+            return reason
+        values = [*used(line), *defined(line)]
+        devices = dict.fromkeys([value.type.device for value in values if isinstance(value.type, TensorType)])
+        if len(devices) != 1:
+            return f"it uses {' and '.join(map(str, devices)) or 'no device'}"
+        (device,) = devices
+        if device.type not in self.device_types:
+            return f"{device} does not support graph capture"
+        allowed = (ASSERT, random_effect(str(device)))
+        if any(effect not in allowed for effect in line.effects()):
+            return "it has side effects"
+        if isinstance(line, CallFunction):
+            return self._function(line.function, device)
+        return device
+
+    def _function(self, name: str, device: torch.device) -> torch.device | str:
+        """Returns the device of a called function, or the first reason of its lines."""
+        if name not in self._verdicts:
+            verdicts = [self(line) for line in self.functions[name].lines if _does_work(line)]
+            reasons = [verdict for verdict in verdicts if isinstance(verdict, str)]
+            others = [str(verdict) for verdict in verdicts if isinstance(verdict, torch.device) and verdict != device]
+            self._verdicts[name] = reasons[0] if reasons else f"it also uses {others[0]}" if others else device
+        return self._verdicts[name]
+
+    def _reason(self, line: LineBase) -> str | None:
+        if not isinstance(line, _WORK):
+            return f"{line.opcode} runs on the host"
+        if line.stream != 0:
+            return "it uses another stream"
+        if any(not isinstance(leaf.type, TensorType) for leaf in (*used(line), *defined(line))):
+            return "it has values other than tensors"
+        if self._used_symbols(line) & self.varying_symbols:
+            return "its scalars change from call to call"
+        match line:
+            case Launch():
+                return "it is excluded by name" if line.kernel in self.excluded else None
+            case ExternCall() | Mutate():
+                return self._operator_reason(line)
+            case IndexPut():
+                masks = [item for item in line.indices if item is not None and _is_mask(item)]
+                return "it counts the elements that a mask selects" if masks else None
+            case _:
+                return None
+
+    def _operator_reason(self, line: ExternCall | Mutate) -> str | None:
+        if line.target in self.excluded:
+            return "it is excluded by name"
+        tags = operator_overload(line.target).tags
+        if torch.Tag.cudagraph_unsafe in tags:
+            return "torch tags it as unsafe for CUDA graphs"
+        if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+            return "its result's shape or value depends on data"
+        namespace, _, rest = line.target.partition(".")
+        name = rest.partition(".")[0]
+        if namespace == "aten" and (name in _SYNCHRONIZING or name.startswith(_LIBRARY_SOLVERS)):
+            return "it synchronises, or has state on the host"
+        operands = [*leaves(line.arguments), *leaves(line.keywords)]
+        if name.startswith(("index", "_unsafe_index")) and any(map(_is_mask, operands)):
+            return "it counts the elements that a mask selects"
+        return None
+
+    def _used_symbols(self, line: LineBase) -> set[str]:
+        """Returns the symbols that a line uses, including those in the types of its operands."""
+        types = [symbol for value in used(line) for symbol in type_symbols(value.type)]
+        return {symbol.name for symbol in (*symbols_used(line, *Role), *types)}
+
+
+def _does_work(line: LineBase) -> bool:
+    has_effects = line.effects() or defined_symbol(line) is not None or line.fields_by_role[Role.BLOCK]
+    return isinstance(line, _WORK) or bool(has_effects)
+
+
+def _is_mask(item: object) -> bool:
+    type_ = item.type if isinstance(item, Value) else None
+    return isinstance(type_, TensorType) and type_.dtype in (torch.bool, torch.uint8)
+
+
+def _varying_symbols(program: Program) -> set[str]:
+    """Returns the symbols that may change at each call: unbacked ones and floats.
+
+    Sizes of inputs and integer inputs are expected to repeat.
+    """
+    inputs = {item.name for item in program.inputs}
+    symbols = [item.name for item in program.inputs if not isinstance(item.value, Value)]
+    varying = {name for name in symbols if symbol_kind(name) == "float"}
+    for line in program.lines():
+        symbol = defined_symbol(line)
+        if symbol is None:
+            continue
+        if line.opcode == "symbol.let":
+            is_varying = bool({other.name for other in symbols_used(line, Role.ATTR)} & varying)
+        else:
+            is_varying = line.opcode != "symbol.size" or not {value.name for value in used(line)} <= inputs
+        if is_varying:
+            varying.add(symbol.name)
+    return varying

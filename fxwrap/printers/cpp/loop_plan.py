@@ -1,0 +1,233 @@
+"""The loop plan of a kernel: the vectorised axis, parallelism, and the splitting of long reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxwrap.loop_ir import (
+    OPERATIONS,
+    STORAGE_ONLY,
+    Axis,
+    Compute,
+    Index,
+    IndirectIndex,
+    Kernel,
+    Load,
+    Reduce,
+    Scan,
+    Store,
+    as_index,
+    indices,
+    operands,
+)
+from fxwrap.symbolic import Size, product
+
+LANES = 64
+"""Number of accumulators of a reduction: enough to hide the latency of additions, few enough for the L1 cache."""
+
+MIN_PARALLEL_WORK = 32768
+"""Smallest number of elements that a parallel loop pays off for."""
+
+MIN_PARALLEL_ITERATIONS = 16
+"""A long reduction with fewer parallel iterations is split into parts that run in parallel."""
+
+REDUCTION_CHUNK = 16384
+"""Elements of a part of a long reduction. Summing in parts also keeps float32 sums accurate."""
+
+STREAMED_LANES, STREAMED_CHUNK = 16, 4096
+"""The same for few long rows, which are bound by memory: some processors prefetch better with fewer loads in flight.
+Parts are shorter, so that each lane adds as many elements."""
+
+TILE_CACHE_BYTES = 16384
+"""Largest size in bytes of the tiles of transposed loads, a part of the L1 cache."""
+
+SCATTER_BLOCK = 16
+"""Smallest number of columns of a table that one thread scatters into."""
+
+SCAN_BLOCK = 256
+"""Elements of a row that are scanned together, as in `kernel.h`."""
+
+COLUMN_BLOCK = 128
+"""Columns that are reduced together if the vectorised axis is parallel."""
+
+COLUMN_CHUNK, LONG_COLUMN_CHUNK = 64, 256
+"""Rows of a part of a column reduction: few for the accuracy of float32 sums, more if there are many parts."""
+
+MAX_COLUMN_CHUNKS = 512
+"""Largest number of short parts of a column reduction, whose results are all stored before they are combined."""
+
+ROW_BUFFER_MIN_COST = 3
+"""Smallest cost in instructions of a value that is stored in a row buffer instead of being recomputed."""
+
+ROW_BUFFER_MAX_ELEMENTS = 8192
+"""Largest number of elements of a row buffer. Row buffers are on the stack of a thread."""
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """A kernel and the axis of its innermost, vectorised loop, with the properties that printing depends on."""
+
+    kernel: Kernel
+    vector_axis: Axis | None
+
+    @property
+    def vector_axis_is_reduced(self) -> bool:
+        """Whether the vectorised axis is reduced, as in the reduction of rows."""
+        return self.vector_axis in self.kernel.reduced
+
+    @cached_property
+    def dependent_axes(self) -> tuple[frozenset[Axis], ...]:
+        """For each operation, the axes that its value depends on."""
+        dependent: list[frozenset[Axis]] = []
+        reduced = frozenset(self.kernel.reduced)
+        for operation in self.kernel.operations:
+            axes = frozenset([axis for index in indices(operation) for axis in index.axes()])
+            axes = axes.union(*[dependent[operand] for operand in operands(operation)])
+            if isinstance(operation, Reduce):
+                axes -= reduced
+            elif isinstance(operation, Scan):
+                axes |= reduced
+            dependent.append(axes)
+        return tuple(dependent)
+
+    @cached_property
+    def varying(self) -> tuple[bool, ...]:
+        """For each operation, whether it varies along the reduced axes."""
+        return tuple([not axes.isdisjoint(self.kernel.reduced) for axes in self.dependent_axes])
+
+    @property
+    def serial(self) -> bool:
+        """Whether several iterations may update the same element, so that they must run in order."""
+        return any(store.mode != "set" for store in self.kernel.stores)
+
+    @cached_property
+    def work(self) -> Size:
+        """The estimated work, in elements of simple arithmetic."""
+        costs = sum(OPERATIONS[item.name].cost for item in self.kernel.operations if isinstance(item, Compute))
+        return product([self.kernel.count, self.kernel.reduced_count, max(1, costs // 16)])
+
+    @property
+    def splits_reduction(self) -> bool:
+        """Whether a long reduction is split into parallel parts, because there are few parallel iterations."""
+        if self.serial or not self.kernel.reductions or not isinstance(self.kernel.count, int):
+            return False
+        count = self.kernel.count
+        if not count:
+            return False
+        if not self.vector_axis_is_reduced and self.vector_axis is not None and isinstance(self.vector_axis.size, int):
+            count = count // self.vector_axis.size * -(-self.vector_axis.size // COLUMN_BLOCK)
+        if count >= MIN_PARALLEL_ITERATIONS:
+            return False
+        return not isinstance(self.kernel.reduced_count, int) or self.kernel.reduced_count >= 2 * REDUCTION_CHUNK
+
+    @cached_property
+    def transposed_loads(self) -> tuple[Axis | None, tuple[int, ...]]:
+        """The axis along which loads of a pointwise kernel are contiguous, with the loads; (None, ()) if none are."""
+        vector_axis = self.vector_axis
+        if vector_axis is None or self.serial or not _is_long(vector_axis):
+            return None, ()
+        others = [axis for axis in self.kernel.axes if axis is not vector_axis and _is_long(axis)]
+        loads: dict[Axis, list[int]] = {}
+        for position, operation in enumerate(self.kernel.operations):
+            if isinstance(operation, Load) and operation.mask is None:
+                for axis in others:
+                    if _is_transposed(operation.index, axis, vector_axis):
+                        loads.setdefault(axis, []).append(position)
+        if not loads:
+            return None, ()
+        axis = max(loads, key=lambda item: len(loads[item]))
+        return axis, tuple(loads[axis])
+
+    @property
+    def scatters_are_disjoint(self) -> bool:
+        """Whether iterations at different positions along the vectorised axis never update the same element."""
+        vector_axis = self.vector_axis
+        if vector_axis is None or not isinstance(vector_axis.size, int) or vector_axis.size < SCATTER_BLOCK:
+            return False
+        return all(_is_disjoint_along(store.index, vector_axis, vector_axis.size) for store in self.kernel.stores)
+
+    @property
+    def max_tile_size(self) -> int:
+        """The largest number of rows and columns of tiles: whole cache lines that fit the L1 cache together."""
+        loads = [self.kernel.operations[position] for position in self.transposed_loads[1]]
+        width = sum(load.dtype.itemsize for load in loads if isinstance(load, Load))
+        return next((size for size in (64, 32) if size * size * width <= TILE_CACHE_BYTES), 16)
+
+    @cached_property
+    def gather_loads(self) -> frozenset[int]:
+        """The loads of half-precision elements at indirect indices that differ between lanes."""
+        loads = enumerate(self.kernel.operations)
+        half = {at: item for at, item in loads if isinstance(item, Load) and item.dtype in STORAGE_ONLY}
+        return frozenset([at for at, item in half.items() if self._is_gather(item.index)])
+
+    def _is_gather(self, index: Index) -> bool:
+        indirect = [atom for atom in index.atoms() if isinstance(atom, IndirectIndex)]
+        return any(self.vector_axis in self.dependent_axes[atom.operation] for atom in indirect)
+
+    def cost(self, position: int, known: Iterable[int]) -> int:
+        """Returns the estimated number of instructions that compute a value from the known ones."""
+        stop, stack, total = set(known), [position], 0
+        while stack:
+            at = stack.pop()
+            if at in stop or not self.varying[at]:
+                continue
+            stop.add(at)
+            operation = self.kernel.operations[at]
+            total += OPERATIONS[operation.name].cost if isinstance(operation, Compute) else 1
+            stack.extend(operands(operation))
+        return total
+
+
+def make_loop_plan(kernel: Kernel) -> LoopPlan:
+    """Returns the plan whose vectorised axis is the one along which most accesses are contiguous."""
+    candidates = (*kernel.axes, *kernel.reduced)
+    if not candidates:
+        return LoopPlan(kernel, None)
+    varying = LoopPlan(kernel, None).varying
+    accesses = [
+        (item.index, (8 if varying[position] else 1) * (3 if isinstance(item, Store) else 2))
+        for position, item in enumerate(kernel.operations)
+        if isinstance(item, Load | Store)
+    ]
+    scores = [(_score(axis, accesses), position) for position, axis in enumerate(candidates)]
+    return LoopPlan(kernel, candidates[max(scores)[1]])
+
+
+def _score(axis: Axis, accesses: list[tuple[Index, int]]) -> int:
+    score = 0
+    for index, weight in accesses:
+        stride = index.stride(axis)
+        number = None if stride is None else stride.constant
+        score += weight * (2 if number == 1 else 0 if number == 0 else -1)
+    small = isinstance(axis.size, int) and axis.size < 8
+    return score - (64 * len(accesses) if small else 0)
+
+
+def _is_long(axis: Axis) -> bool:
+    return not isinstance(axis.size, int) or axis.size >= 16
+
+
+def _is_disjoint_along(index: Index, axis: Axis, size: int) -> bool:
+    """Whether values of an axis never share an element: the strides of other axes are multiples of its extent."""
+    stride = index.stride(axis)
+    number = None if stride is None else stride.constant
+    if not number or number < 0:
+        return False
+    rest = [coefficient for atoms, coefficient in index.terms if atoms and atoms != (axis,)]
+    return all(coefficient % (number * size) == 0 for coefficient in rest)
+
+
+def _is_transposed(index: Index, axis: Axis, lane: Axis) -> bool:
+    """Whether an index is contiguous along `axis` and has a fixed larger stride along `lane`."""
+    along, across = index.stride(axis), index.stride(lane)
+    if along is None or along.constant != 1 or across is None or across.constant in (0, 1) or across.axes():
+        return False
+    return not any(isinstance(atom, IndirectIndex) for atom in index.atoms())
+
+
+def split_axis(axes: tuple[Axis, ...]) -> Axis:
+    """Returns the axis along which a long reduction is split: the first symbolic one, else the longest."""
+    symbolic = [axis for axis in axes if not isinstance(axis.size, int)]
+    return symbolic[0] if symbolic else max(axes, key=lambda axis: as_index(axis.size).constant or 0)

@@ -1,0 +1,206 @@
+"""Statements of a loop's body: operations as C++ constants, cheap ones inlined into their single use."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from typing_extensions import assert_never
+
+from fxwrap.loop_ir import (
+    STORAGE_ONLY,
+    Compute,
+    Constant,
+    DeviceAssert,
+    IndexValue,
+    Kernel,
+    Load,
+    Operation,
+    Reduce,
+    ReductionResult,
+    Scan,
+    Store,
+    SymbolicScalar,
+    operands,
+)
+from fxwrap.printers.cpp.index_printer import CppIndexPrinter, parenthesize, print_size
+from fxwrap.printers.cpp.operations import INLINABLE, expression
+from fxwrap.printers.cpp.types import CPP_TYPES, literal
+
+_INLINE_WIDTH = 72
+_COMBINE = {"add": "sum", "max": "max", "min": "min", "prod": "prod"}
+_COMBINE_BOOLS = {"add": "any", "max": "any", "min": "all", "prod": "all"}
+
+
+@dataclass
+class CppSourceWriter:
+    """Lines of text at a depth of indentation."""
+
+    lines: list[str] = field(default_factory=list)
+    depth: int = 1
+
+    def line(self, text: str) -> None:
+        """Adds a line."""
+        self.lines.append("  " * self.depth + text)
+
+    @contextmanager
+    def block(self, head: str, end: str = "}") -> Iterator[None]:
+        """Opens a block below `head {`."""
+        self.line(f"{head} {{" if head else "{")
+        self.depth += 1
+        yield
+        self.depth -= 1
+        self.line(end)
+
+
+EmittedValues = dict[int, str]
+"""The text of operations' values in the current scope, by position."""
+
+
+@dataclass
+class StatementPrinter:
+    """Writes operations of one kernel as statements."""
+
+    kernel: Kernel
+    writer: CppSourceWriter
+    origin_comments: bool
+    scan: Callable[[int, EmittedValues], str] | None = None
+    """Writes a scan's step and returns the text of its result, in a loop along the scanned axis."""
+    gather_loads: frozenset[int] = frozenset()
+    """Loads of half-precision elements at indices that differ between lanes."""
+
+    def backward_slice(self, targets: Iterable[int], known: EmittedValues) -> list[int]:
+        """Returns the positions of the operations that compute the targets from known values, in order."""
+        needed: set[int] = set()
+        stack = list(targets)
+        while stack:
+            position = stack.pop()
+            if position not in needed and position not in known:
+                needed.add(position)
+                stack.extend(operands(self.kernel.operations[position]))
+        return sorted(needed)
+
+    def write(self, targets: Iterable[int], known: EmittedValues, named: Iterable[int] = ()) -> None:
+        """Writes statements for the targets and adds their texts to `known`; those in `named` become constants."""
+        targets = list(targets)
+        positions = self.backward_slice(targets, known)
+        uses = Counter([used for position in positions for used in operands(self.kernel.operations[position])])
+        uses.update([*targets, *named, *named])
+        for position in positions:
+            operation = self.kernel.operations[position]
+            if isinstance(operation, Scan) and self.scan is not None:
+                known[position] = self.scan(position, known)
+                continue
+            text = self.expression(position, known)
+            inlined = isinstance(operation, Constant) or (
+                uses[position] == 1
+                and self._cheap(operation)
+                and (len(text) <= _INLINE_WIDTH or self.dtype(position) in STORAGE_ONLY)
+            )
+            known[position] = text if inlined else self.declare(position, text)
+
+    def declare(self, position: int, text: str) -> str:
+        """Writes a constant for an operation's value and returns its name."""
+        operation = self.kernel.operations[position]
+        name = self.name(position)
+        self.writer.line(f"const {self.type(position)} {name} = {text};{self.comment(operation)}")
+        return name
+
+    def expression(self, position: int, known: EmittedValues) -> str:
+        """Returns an operation's C++ expression over known values."""
+        operation = self.kernel.operations[position]
+        match operation:
+            case Load():
+                index = self.index(known)(operation.index)
+                is_gather = position in self.gather_loads
+                text = f"gather({operation.buffer}, {index})" if is_gather else f"{operation.buffer}[{index}]"
+                if operation.dtype is torch.bool:
+                    text = f"load_bool({text})"
+                if operation.mask is None:
+                    return text
+                return f"{parenthesize(known[operation.mask])} ? {text} : {literal(operation.other, operation.dtype)}"
+            case Constant():
+                return literal(operation.value, operation.dtype)
+            case SymbolicScalar():
+                return f"{CPP_TYPES[operation.dtype]}({print_size(operation.expression)})"
+            case IndexValue():
+                return f"int64_t({self.index(known)(operation.index)})"
+            case Compute():
+                used = [known[operand] for operand in operation.operands]
+                return expression(operation, used, self.dtype(operation.operands[-1]))
+            case ReductionResult():
+                return f"{known[operation.operation]}.{('value', 'position')[operation.position]}"
+            case Reduce() | Scan() | Store() | DeviceAssert():
+                raise AssertionError("loops write reductions, scans, stores and assertions")
+            case _:
+                assert_never(operation)
+
+    def store(self, store: Store, known: EmittedValues) -> None:
+        """Writes a store of a known value."""
+        element = f"{store.buffer}[{self.index(known)(store.index)}]"
+        value = known[store.value]
+        text = f"{element} = {value};"
+        if store.mode != "set":
+            text = f"update({element}, {value}, combine::{self.store_reduction(store)});"
+        condition = "" if store.mask is None else f"if ({known[store.mask]}) "
+        self.writer.line(f"{condition}{text}{self.comment(store)}")
+
+    def write_device_assert(self, operation: DeviceAssert, bit: int, known: EmittedValues) -> None:
+        """Writes the check of an assertion, which sets its bit in `failed`."""
+        condition = f"!{parenthesize(known[operation.condition])}"
+        if operation.mask is not None:
+            condition = f"{parenthesize(known[operation.mask])} & {condition}"
+        self.writer.line(f"failed |= {parenthesize(condition)} ? {1 << bit} : 0;{self.comment(operation)}")
+
+    def store_reduction(self, store: Store) -> str:
+        """Returns the combining function of a store's mode."""
+        return (_COMBINE_BOOLS if self.dtype(store.value) is torch.bool else _COMBINE)[store.mode]
+
+    def index(self, known: EmittedValues) -> CppIndexPrinter:
+        """Returns the printer of indices over known values."""
+
+        def value(position: int) -> str:
+            return known[position] if self.dtype(position) is torch.int64 else f"int64_t({known[position]})"
+
+        return CppIndexPrinter(value)
+
+    def name(self, position: int) -> str:
+        """Returns the name of an operation's value."""
+        operation = self.kernel.operations[position]
+        match operation:
+            case Compute(name):
+                return f"{name}_{position}"
+            case Load(buffer):
+                return f"{buffer}_{position}"
+            case Reduce(kind) | Scan(kind):
+                return f"{kind}_{position}"
+            case _:
+                return f"{type(operation).__name__.lower()}_{position}"
+
+    def dtype(self, position: int) -> torch.dtype:
+        """Returns the dtype of an operation's value."""
+        operation = self.kernel.operations[position]
+        assert not isinstance(operation, Store | DeviceAssert)
+        return operation.dtype
+
+    def type(self, position: int) -> str:
+        """Returns the C++ type of an operation's value."""
+        return CPP_TYPES[self.dtype(position)]
+
+    def comment(self, operation: Operation) -> str:
+        """Returns the origin of an operation as a comment; "" if it has none."""
+        origin = re.sub(r"\s+", " ", operation.origin).replace("\\", "/")
+        return f"  // {origin}" if self.origin_comments and origin else ""
+
+    def _cheap(self, operation: Operation) -> bool:
+        match operation:
+            case Load():
+                return operation.mask is None
+            case Compute(name):
+                return name in INLINABLE
+            case _:
+                return isinstance(operation, IndexValue | SymbolicScalar | ReductionResult)

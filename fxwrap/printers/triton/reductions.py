@@ -1,0 +1,313 @@
+"""Reductions and scans in Triton: of a whole row at once, or in a loop over blocks with accumulators.
+
+In a loop, reductions have one accumulator for each element of the tile and combine these at the end: for Welford's
+algorithm (1962) as Chan, Golub and LeVeque (1979). The sum of exponentials follows the running maximum (Milakov and
+Gimelshein 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fxwrap.loop_ir import Reduce, Scan
+from fxwrap.printers.triton.operations import TRITON_DTYPES, literal_text
+from fxwrap.symbolic import Size
+
+_MIN_MAX_COMBINERS = {"max": "maximum_or_nan", "min": "minimum_or_nan"}
+_ARG_COMBINERS = {
+    "argmax": "first_largest", "argmin": "first_smallest", "cummax": "last_largest", "cummin": "last_smallest",
+}  # fmt: skip
+
+RESULT_NAMES = {
+    "sum": ("total",), "prod": ("product",), "max": ("largest",), "min": ("smallest",), "argmax": ("position",),
+    "argmin": ("position",), "any": ("any_of",), "all": ("all_of",), "welford": ("mean", "m2"),
+    "softmax": ("largest", "exponentials"), "cumsum": ("running_sum",), "cumprod": ("running_product",),
+    "cummax": ("running_largest", "running_position"), "cummin": ("running_smallest", "running_position"),
+    "logcumsumexp": ("running_log",),
+}  # fmt: skip
+"""The names of the results of each kind in the text."""
+
+
+@dataclass(frozen=True)
+class RowContext:
+    """The tile's reduced dimension, along which reductions and scans combine elements.
+
+    Fields: `axis` is its position among the `rank` dimensions of the tile; `shape` the tile's shape; `mask` the name of
+    its mask; `position` the name of the element's position along it; `size` its size and `count` the text of that;
+    `block` the constant with the size of a block; `lanes` the positions in a block; `exp` the exponential function;
+    `create_name` returns an unused name; `use` records a helper.
+    """
+
+    axis: int
+    rank: int
+    shape: str
+    mask: str | None
+    position: str
+    size: Size
+    count: str
+    block: str
+    lanes: str
+    exp: str
+    create_name: Callable[[str], str]
+    use: Callable[[str], str]
+
+    @property
+    def keep_dims_argument(self) -> str:
+        """The argument that keeps the reduced dimension where the tile has others."""
+        return ", keep_dims=True" if self.rank > 1 else ""
+
+    def broadcast(self, value: str) -> str:
+        """Returns a value broadcast to the tile."""
+        return f"tl.broadcast_to({value}, {self.shape})"
+
+    def masked(self, value: str, identity: str) -> str:
+        """Returns a value with the identity beyond the end of the row."""
+        return value if self.mask is None else f"tl.where({self.mask}, {value}, {identity})"
+
+
+def identity(kind: str, dtype: torch.dtype) -> str:
+    """Returns the identity element of a reduction or scan."""
+    if kind in ("any", "all"):
+        return "False" if kind == "any" else "True"
+    if kind in ("sum", "cumsum", "welford"):
+        return literal_text(0, dtype)
+    if kind in ("prod", "cumprod"):
+        return literal_text(1, dtype)
+    low = kind in ("max", "argmax", "softmax", "cummax", "logcumsumexp")
+    if dtype.is_floating_point:
+        return literal_text(float("-inf") if low else float("inf"), dtype)
+    limits = torch.iinfo(dtype)
+    return str(limits.min if low else limits.max)
+
+
+def reduce_expression(kind: str, value: str, dtype: torch.dtype, row: RowContext) -> str:
+    """Returns the expression that reduces elements along the row, for kinds whose one result is a value."""
+    small = not dtype.is_floating_point and dtype is not torch.bool and dtype.itemsize < 4
+    cast = f".to({TRITON_DTYPES[dtype]})" if small else ""
+    if kind == "sum":
+        return f"tl.sum({value}, {row.axis}{row.keep_dims_argument}){cast}"
+    if kind == "prod":
+        return f"tl.reduce({value}, {row.axis}, {row.use('multiply')}{row.keep_dims_argument})"
+    if kind in ("any", "all"):
+        function = "max" if kind == "any" else "min"
+        return f"(tl.{function}({value}.to(tl.int32), {row.axis}{row.keep_dims_argument}) != 0)"
+    if dtype.is_floating_point:
+        return f"tl.reduce({value}, {row.axis}, {row.use(_MIN_MAX_COMBINERS[kind])}{row.keep_dims_argument})"
+    return f"tl.{kind}({value}, {row.axis}{row.keep_dims_argument}){cast}"
+
+
+def reduce_persistent(
+    operation: Reduce, value: str, dtype: torch.dtype, names: list[str], row: RowContext
+) -> list[str]:
+    """Returns the statements of a reduction of a row in one tile. `value` varies along the row."""
+    kind, first = operation.kind, names[0]
+    masked = row.masked(value, identity(kind, dtype))
+    if kind in _ARG_COMBINERS:
+        best = row.create_name("found")
+        pair = f"({row.broadcast(masked)}, {row.broadcast(row.position)})"
+        combine = row.use(_ARG_COMBINERS[kind])
+        return [
+            f"{best}, {first} = tl.reduce({pair}, {row.axis}, {combine}{row.keep_dims_argument})",
+            f"{first} = {first}.to(tl.int64)",
+        ]
+    if kind == "welford":
+        difference = row.create_name("difference")
+        return [
+            f"{first} = tl.sum({masked}, {row.axis}{row.keep_dims_argument}) / {row.count}",
+            f"{difference} = {row.masked(f'{value} - {first}', '0.0')}",
+            f"{names[1]} = tl.sum({difference} * {difference}, {row.axis}{row.keep_dims_argument})",
+        ]
+    if kind == "softmax":
+        power = row.masked(f"{row.exp}({value} - {first})", "0.0")  # equal to the exponentials of the softmax
+        return [
+            f"{first} = {reduce_expression('max', masked, dtype, row)}",
+            f"{names[1]} = tl.sum({power}, {row.axis}{row.keep_dims_argument})",
+            f'{names[1]} = tl.where({first} == float("-inf"), 0.0, {names[1]})',
+        ]
+    return [f"{first} = {reduce_expression(kind, masked, dtype, row)}"]
+
+
+def reduce_one_hot(
+    operation: Reduce, value: str, row_value: str, element: str, dtype: torch.dtype, names: list[str], row: RowContext
+) -> list[str]:
+    """Returns the statements of a sum of products with a one-hot vector: `element` if the sum of the row is finite."""
+    first = names[0]
+    return [
+        *reduce_persistent(operation, row_value, dtype, names, row),
+        f"if {first} - {first} == 0.0:  # finite, and so is the row: all products but one are 0",
+        f"    {first} = {element} + 0.0",
+        "else:",
+        *[f"    {line}" for line in reduce_persistent(operation, value, dtype, names, row)],
+    ]
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """The statements of a reduction before, inside and after the loop over blocks."""
+
+    before: list[str]
+    inside: list[str]
+    after: list[str]
+
+
+def accumulate(operation: Reduce, value: str, dtype: torch.dtype, names: list[str], row: RowContext) -> Accumulator:
+    """Returns the statements of a reduction in a loop over blocks."""
+    kind, first = operation.kind, names[0]
+    start, name = identity(kind, dtype), TRITON_DTYPES[dtype]
+    if kind in _ARG_COMBINERS:
+        return _accumulate_position(kind, value, dtype, first, row)
+    if kind == "welford":
+        return _accumulate_welford(value, dtype, names, row)
+    if kind == "softmax":
+        return _accumulate_softmax(value, dtype, names, row)
+    sums = row.create_name(f"{first}s")
+    step = {
+        "sum": f"{sums} + {row.masked(value, start)}",
+        "prod": f"{sums} * {row.masked(value, start)}",
+        "any": f"{sums} | {row.masked(value, start)}",
+        "all": f"{sums} & {row.masked(value, start)}",
+    }.get(kind) or _extreme(kind, sums, row.masked(value, start), dtype)
+    return Accumulator(
+        [f"{sums} = tl.full({row.shape}, {start}, {name})"],
+        [f"{sums} = {step}"],
+        [f"{first} = {reduce_expression(kind, sums, dtype, row)}"],
+    )
+
+
+def _extreme(kind: str, left: str, right: str, dtype: torch.dtype) -> str:
+    nan = ", propagate_nan=tl.PropagateNan.ALL" if dtype.is_floating_point else ""
+    return f"tl.{kind}imum({left}, {right}{nan})"
+
+
+def _accumulate_position(kind: str, value: str, dtype: torch.dtype, first: str, row: RowContext) -> Accumulator:
+    best, at, function = row.create_name("best"), row.create_name("best_position"), row.use(_ARG_COMBINERS[kind])
+    start = identity(kind, dtype)
+    short = isinstance(row.size, int) and row.size < 2**31 - 1
+    position, beyond = ("tl.int32", 2**31 - 1) if short else ("tl.int64", 2**63 - 1)
+    largest = row.create_name("found")
+    return Accumulator(
+        [
+            f"{best} = tl.full({row.shape}, {start}, {TRITON_DTYPES[dtype]})",
+            f"{at} = tl.full({row.shape}, {beyond}, {position})",
+        ],
+        [f"{best}, {at} = {function}({best}, {at}, {row.masked(value, start)}, {row.position}.to({position}))"],
+        [
+            f"{largest}, {first} = tl.reduce(({best}, {at}), {row.axis}, {function}{row.keep_dims_argument})",
+            f"{first} = {first}.to(tl.int64)",
+        ],
+    )
+
+
+def _accumulate_welford(value: str, dtype: torch.dtype, names: list[str], row: RowContext) -> Accumulator:
+    name = TRITON_DTYPES[dtype]
+    means, m2, sample_count = row.create_name("means"), row.create_name("m2_lanes"), row.create_name("sample_count")
+    difference, lanes, delta = row.create_name("difference"), row.create_name("lane_counts"), row.create_name("delta")
+    count = f"({row.count} - {row.lanes} + {row.block} - 1) // {row.block}"
+    mean, total = names
+    return Accumulator(
+        [
+            f"{means} = tl.full({row.shape}, 0.0, {name})",
+            f"{m2} = tl.full({row.shape}, 0.0, {name})",
+            f"{sample_count} = tl.full((), 0.0, {name})",
+        ],
+        [
+            f"{sample_count} += 1.0",
+            f"{difference} = {row.masked(f'{value} - {means}', '0.0')}",
+            f"{means} = tl.fma({difference}, 1.0 / {sample_count}, {means})",
+            f"{m2} = tl.fma({difference}, {row.masked(f'{value} - {means}', '0.0')}, {m2})",
+        ],
+        [
+            f"{lanes} = ({count}).to({name})",
+            f"{mean} = tl.sum({means} * {lanes}, {row.axis}{row.keep_dims_argument}) / {row.count}",
+            f"{delta} = {means} - {mean}",
+            f"{total} = tl.sum({m2} + {lanes} * {delta} * {delta}, {row.axis}{row.keep_dims_argument})",
+        ],
+    )
+
+
+def _accumulate_softmax(value: str, dtype: torch.dtype, names: list[str], row: RowContext) -> Accumulator:
+    name = TRITON_DTYPES[dtype]
+    largest, total = names
+    sums, higher, shift, inside = [row.create_name(item) for item in ("powers", "higher", "shift", "inside")]
+    one = "()" if row.rank == 1 else _keep_dims_shape(row)
+    block = reduce_expression("max", inside, dtype, row)
+    return Accumulator(
+        [
+            f'{largest} = tl.full({one}, float("-inf"), {name})',
+            f"{sums} = tl.full({row.shape}, 0.0, {name})",
+        ],
+        [
+            f"{inside} = {row.masked(value, identity('softmax', dtype))}",
+            f"{higher} = {_extreme('max', largest, block, dtype)}",
+            f'{shift} = tl.where({higher} == float("-inf"), 0.0, {higher})',
+            f"{sums} = {sums} * {row.exp}({largest} - {shift}) + {row.exp}({inside} - {shift})",
+            f"{largest} = {higher}",
+        ],
+        [f"{total} = tl.sum({sums}, {row.axis}{row.keep_dims_argument})"],
+    )
+
+
+def _keep_dims_shape(row: RowContext) -> str:
+    sizes = row.shape.strip("()").split(", ")
+    return f"({', '.join(['1' if position == row.axis else size for position, size in enumerate(sizes)])})"
+
+
+def scan_block(
+    operation: Scan, value: str, dtype: torch.dtype, names: list[str], row: RowContext, carried: bool
+) -> tuple[list[str], list[str]]:
+    """Returns the statements of a scan before and inside the loop over blocks.
+
+    Without `carried` there is no loop, and the first list is empty.
+    """
+    kind = operation.kind
+    start = identity(kind, dtype)
+    if kind in _ARG_COMBINERS:
+        return _scan_position(kind, value, dtype, names, row, carried)
+    first, name = names[0], TRITON_DTYPES[dtype]
+    cast = f".to({name})" if not dtype.is_floating_point and dtype.itemsize < 4 else ""
+    if kind == "logcumsumexp":
+        scanned = f"tl.associative_scan({value}, {row.axis}, {row.use('log_add_exp')})"
+        combine = row.use("log_add_exp")
+        total = f"tl.reduce({row.masked(value, start)}, {row.axis}, {combine}{row.keep_dims_argument})"
+    else:
+        scanned = f"tl.{kind}({value}, {row.axis}){cast}"
+        total = reduce_expression({"cumsum": "sum", "cumprod": "prod"}[kind], row.masked(value, start), dtype, row)
+    if not carried:
+        return [], [f"{first} = {scanned}"]
+    carry = row.create_name("carried")
+    shape = "()" if row.rank == 1 else _keep_dims_shape(row)
+
+    def add_carry(right: str) -> str:
+        if kind == "logcumsumexp":
+            return f"{row.use('log_add_exp')}({carry}, {right})"
+        return f"{carry} {'+' if kind == 'cumsum' else '*'} {right}"
+
+    before = [f"{carry} = tl.full({shape}, {start}, {name})"]
+    return before, [f"{first} = {add_carry(scanned)}", f"{carry} = {add_carry(total)}"]
+
+
+def _scan_position(
+    kind: str, value: str, dtype: torch.dtype, names: list[str], row: RowContext, carried: bool
+) -> tuple[list[str], list[str]]:
+    function, start = row.use(_ARG_COMBINERS[kind]), identity(kind, dtype)
+    first, at = names
+    position = f"{row.broadcast(row.position)}.to(tl.int64)"
+    scan = f"{first}, {at} = tl.associative_scan(({value}, {position}), {row.axis}, {function})"
+    if not carried:
+        return [], [scan]
+    names = [row.create_name(item) for item in ("carried", "carried_position", "b", "b_at")]
+    carry, carry_at, block, block_at = names
+    shape = "()" if row.rank == 1 else _keep_dims_shape(row)
+    total = f"tl.reduce(({row.masked(value, start)}, {position}), {row.axis}, {function}{row.keep_dims_argument})"
+    return [
+        f"{carry} = tl.full({shape}, {start}, {TRITON_DTYPES[dtype]})",
+        f"{carry_at} = tl.full({shape}, -1, tl.int64)",
+    ], [
+        scan,
+        f"{first}, {at} = {function}({carry}, {carry_at}, {first}, {at})",
+        f"{block}, {block_at} = {total}",
+        f"{carry}, {carry_at} = {function}({carry}, {carry_at}, {block}, {block_at})",
+    ]

@@ -1,0 +1,133 @@
+"""The size limit of the cache folder: least recently used entries are evicted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxwrap.errors import OptionError
+from fxwrap.runtime.native import cache_folder
+
+log = logging.getLogger("fxwrap.cache")
+
+LIMIT_ENV = "FXWRAP_CACHE_LIMIT"
+"""The environment variable with the limit in MiB; 0 for no limit."""
+
+DEFAULT_LIMIT = 4096
+"""The default limit in MiB."""
+
+EVICTABLE_FOLDERS = ("compiled", "loaded", "programs", "python", "units")
+"""Folders whose files or folders can be evicted one by one: each is rebuilt on demand."""
+
+MIN_AGE_SECONDS = 600.0
+"""Seconds after its last use in which an entry is not evicted: another process may be loading it."""
+
+STALE_TEMPORARY_SECONDS = 3600.0
+"""Age in seconds at which an unfinished temporary is considered abandoned."""
+
+_STALE_LOCK_SECONDS = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class _CacheItem:
+    path: Path
+    used: float
+    size: int
+
+
+def cache_limit() -> int:
+    """Returns the limit in bytes; 0 for no limit. Raises OptionError for an invalid environment variable."""
+    text = os.environ.get(LIMIT_ENV, "")
+    if not text:
+        return DEFAULT_LIMIT << 20
+    if not text.isdecimal():
+        raise OptionError(f"{LIMIT_ENV} must be a number of MiB, or 0 for no limit, not {text!r}")
+    return int(text) << 20
+
+
+def mark_used(path: Path) -> None:
+    """Updates the time of last use of a path in the cache folder; ignores read-only folders."""
+    with suppress(OSError):
+        os.utime(path)
+
+
+def evict_cache() -> int:
+    """Deletes least recently used entries until the cache folder is within its limit; returns the deleted bytes.
+
+    Entries used in the last ten minutes remain. Libraries that other processes have loaded remain valid for them.
+    Entries that cannot be deleted are skipped.
+    """
+    limit, now = cache_limit(), time.time()
+    folder = cache_folder()
+    for path in _stale_paths(folder, now):
+        _delete(path)
+    items = sorted([item for kind in EVICTABLE_FOLDERS for item in _items(folder / kind)], key=lambda item: item.used)
+    excess, freed = sum([item.size for item in items]) - limit, 0
+    if not limit or excess <= 0:
+        return 0
+    for item in items:
+        if freed >= excess or now - item.used < MIN_AGE_SECONDS:
+            break
+        _delete(item.path)
+        freed += item.size
+    _drop_stale_index_files(folder)
+    if freed:
+        log.info("the cache folder exceeded its limit by %d MiB: %d MiB deleted", excess >> 20, freed >> 20)
+    return freed
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        yield from entries
+
+
+def _items(folder: Path) -> Iterator[_CacheItem]:
+    for entry in _entries(folder):
+        with suppress(OSError):  # another process may delete it
+            status = entry.stat(follow_symlinks=False)
+            size = status.st_size
+            if entry.is_dir(follow_symlinks=False):
+                size = sum([file.stat(follow_symlinks=False).st_size for file in _entries(Path(entry.path))])
+            yield _CacheItem(Path(entry.path), status.st_mtime, size)
+
+
+def _stale_paths(folder: Path, now: float) -> Iterator[Path]:
+    """Yields abandoned temporaries and unused locks."""
+    for kind in (*EVICTABLE_FOLDERS, "kernels", "tuning"):
+        for entry in _entries(folder / kind):
+            if entry.name.startswith("building-") or entry.name.endswith(".tmp"):
+                with suppress(OSError):
+                    if now - entry.stat(follow_symlinks=False).st_mtime > STALE_TEMPORARY_SECONDS:
+                        yield Path(entry.path)
+    for entry in _entries(folder / "locks"):
+        with suppress(OSError):
+            if now - entry.stat(follow_symlinks=False).st_mtime > _STALE_LOCK_SECONDS:
+                yield Path(entry.path)
+
+
+def _drop_stale_index_files(folder: Path) -> None:
+    """Deletes index files of kernels whose library was deleted."""
+    known: dict[str, bool] = {}
+    for entry in _entries(folder / "kernels"):
+        with suppress(OSError):
+            library = Path(entry.path).read_text(encoding="utf-8")
+            if library not in known:
+                known[library] = (folder / library).is_file()
+            if not known[library]:
+                _delete(Path(entry.path))
+
+
+def _delete(path: Path) -> None:
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            aside = path.with_name(f"building-{path.name}.{os.getpid()}")  # no process may see a half-deleted folder
+            os.replace(path, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            path.unlink()

@@ -1,0 +1,38 @@
+// Shared declarations of the Python binding.
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+// From libtorch_python, declared here because its headers include pybind11, which is slow to compile.
+extern PyObject* THPVariableClass;
+extern PyObject* ParameterClass;
+extern PyObject* THPGeneratorClass;
+at::Generator THPGenerator_Unwrap(PyObject* object);
+
+namespace fxwrap::binding {
+
+// The beginning of torch's Tensor object. The binding verifies it at import.
+struct TensorObject {
+  PyObject_HEAD
+  at::Tensor tensor;
+};
+
+inline const at::Tensor& unpack(PyObject* object) { return reinterpret_cast<TensorObject*>(object)->tensor; }
+
+// Whether an object is a tensor, but of no subclass except Parameter.
+inline bool is_plain_tensor(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  return type == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
+         type == reinterpret_cast<PyTypeObject*>(ParameterClass);
+}
+
+// Sets the Python error that corresponds to a C++ exception.
+void set_python_error(const std::exception_ptr& error);
+
+// Adds the type `Launcher` and the function `override_driver_library` to the binding's module; returns false with an error set.
+bool add_launcher(PyObject* module);
+
+}  // namespace fxwrap::binding

@@ -1,0 +1,319 @@
+// The interface of emitted C++ programs: the only header they include, without torch's headers.
+//
+// A program is a list of functions over one Frame, the owning array of its tensors and scalars. Every call site is
+// static data, initialised at compile time; the first run resolves the operator and converts the arguments, later
+// runs only call. Emitted functions hold no object with a destructor: errors travel as C++ exceptions through them to
+// the bridge's entry, which releases the frame's tensors. That keeps compile time small and linear.
+//
+//   #include "bridge.h"
+//   namespace program {
+//   using namespace fxwrap;
+//
+//   constexpr Slot x{0}, w{1}, buf0{2}, mean{3}, rstd{4}, buf1{5};
+//   constexpr IntSymbol s0{0};
+//   static Device cpu{"cpu"};
+//   static Operator aten_native_layer_norm{"aten::native_layer_norm", ""};
+//   static Operator aten_mm_out{"aten::mm", "out"};
+//
+//   static void part_0(Frame& f) {
+//     f.ints[s0] = size(f, x, 0);
+//     check_layout(f, x, "x", {f.ints[s0], 64}, {64, 1}, DType::float32, cpu);
+//     // layer_norm: aten.native_layer_norm  model.py:41
+//     CALL(f, aten_native_layer_norm, (x, list(1), 64, none, none, 1e-05), (buf0, none, none));
+//     empty_strided(f, buf1, {f.ints[s0], 32}, {32, 1}, DType::float32, cpu);
+//     CALL(f, aten_mm_out, (buf0, w, named("out"), buf1), (none));
+//     drop(f, buf0);
+//   }
+//
+//   static constexpr Input inputs[] = {{"x", owned(x)}, {"w", w}};
+//   static constexpr Arg outputs[] = {buf1, s0};
+//   static void run(Frame& f) { part_0(f); }
+//   }  // namespace program
+//   FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {
+//       .name = "layer", .slots = 6, .ints = 1, .inputs = program::inputs, .outputs = program::outputs,
+//       .run = program::run};
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+
+#define FXWRAP_API __attribute__((visibility("default")))
+#define FXWRAP_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace fxwrap {
+
+// Incremented by each change here that breaks previously compiled libraries.
+constexpr int64_t abi_version = 2;
+
+// Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
+enum Slot : int32_t {};
+enum IntSymbol : int32_t {};    // index in Frame::ints
+enum BoolSymbol : int32_t {};   // index in Frame::ints, holding 0 or 1
+enum FloatSymbol : int32_t {};  // index in Frame::floats
+enum ListSlot : int32_t {};     // index in Frame::lists: a list of any length, or a generator
+
+// torch's dtypes under torch's names; the values are those of c10::ScalarType.
+enum class DType : int8_t {
+  uint8 = 0, int8 = 1, int16 = 2, int32 = 3, int64 = 4, float16 = 5, float32 = 6, float64 = 7, complex32 = 8,
+  complex64 = 9, complex128 = 10, bool_ = 11, qint8 = 12, quint8 = 13, qint32 = 14, bfloat16 = 15, quint4x2 = 16,
+  quint2x4 = 17, bits1x8 = 18, bits2x4 = 19, bits4x2 = 20, bits8 = 21, bits16 = 22, float8_e5m2 = 23,
+  float8_e4m3fn = 24, float8_e5m2fnuz = 25, float8_e4m3fnuz = 26, uint16 = 27, uint32 = 28, uint64 = 29,
+  float8_e8m0fnu = 44, float4_e2m1fn_x2 = 45,
+};
+enum class Layout : int8_t { strided, sparse_coo, sparse_csr, _mkldnn, sparse_csc, sparse_bsr, sparse_bsc, jagged };
+enum class MemoryFormat : int8_t { contiguous_format, preserve_format, channels_last, channels_last_3d };
+
+// A device by torch's name ("cpu", "cuda:0"); a static object, so that the name is parsed once.
+struct Device {
+  const char* name;
+  int32_t code = -1;  // the bridge's: device type and index, -1 until first used
+  constexpr Device(const char* name) : name(name) {}
+};
+
+// One argument or result of a call site, or a marker between them. A plain value converts to it.
+struct Arg {
+  enum Kind : int8_t {
+    None, Tensor, OwnedTensor, Int, Float, Bool, Complex, String, DTypeCode, LayoutCode, MemoryFormatCode, DeviceName,
+    IntSymbolIndex, FloatSymbolIndex, BoolSymbolIndex,
+    List,  // `integer` items follow
+    Name,  // the next argument is passed by this name
+    DynamicList,  // a list result of any length; a generator
+  };
+  Kind kind;
+  union {
+    int64_t integer;
+    double real;
+    const char* text;
+    fxwrap::Device* device;
+  };
+  double imaginary = 0;
+
+  constexpr Arg() : kind(None), integer(0) {}
+  constexpr Arg(Kind kind, int64_t integer) : kind(kind), integer(integer) {}
+  constexpr Arg(Kind kind, const char* text) : kind(kind), text(text) {}
+  constexpr Arg(double real, double imaginary) : kind(Complex), real(real), imaginary(imaginary) {}
+  constexpr Arg(int value) : kind(Int), integer(value) {}
+  constexpr Arg(long value) : kind(Int), integer(value) {}
+  constexpr Arg(long long value) : kind(Int), integer(value) {}
+  constexpr Arg(double value) : kind(Float), real(value) {}
+  constexpr Arg(bool value) : kind(Bool), integer(value) {}
+  constexpr Arg(const char* value) : kind(String), text(value) {}
+  constexpr Arg(Slot slot) : kind(Tensor), integer(slot) {}
+  constexpr Arg(IntSymbol symbol) : kind(IntSymbolIndex), integer(symbol) {}
+  constexpr Arg(FloatSymbol symbol) : kind(FloatSymbolIndex), integer(symbol) {}
+  constexpr Arg(BoolSymbol symbol) : kind(BoolSymbolIndex), integer(symbol) {}
+  constexpr Arg(ListSlot slot) : kind(DynamicList), integer(slot) {}
+  constexpr Arg(DType dtype) : kind(DTypeCode), integer(int64_t(dtype)) {}
+  constexpr Arg(Layout layout) : kind(LayoutCode), integer(int64_t(layout)) {}
+  constexpr Arg(MemoryFormat format) : kind(MemoryFormatCode), integer(int64_t(format)) {}
+  constexpr Arg(Device& value) : kind(DeviceName), device(&value) {}
+};
+
+constexpr Arg none;                                                    // None; as a result: unused
+constexpr Arg list(int64_t count) { return {Arg::List, count}; }       // the next `count` items are one list
+constexpr Arg named(const char* name) { return {Arg::Name, name}; }    // the next argument by name
+constexpr Arg complex(double real, double imaginary) { return {real, imaginary}; }
+constexpr Arg owned(Slot slot) { return {Arg::OwnedTensor, slot}; }    // an input that the program frees
+
+// A run of arguments; its first element is a marker inserted by macros, so that the list may be empty.
+struct Args {
+  const Arg* data = nullptr;
+  int64_t size = 0;
+  constexpr Args() = default;
+  template <size_t count>
+  constexpr Args(const Arg (&items)[count]) : data(items), size(count) {}
+};
+
+// An operator by its schema's name and overload name, looked up on first use.
+struct Operator {
+  const char* name;
+  const char* overload;
+};
+
+// The values of one run. Tensors belong to the bridge and are reached by slot; scalars are plain memory.
+struct Frame {
+  void* tensors;  // at::Tensor[slots]
+  int64_t* ints;
+  double* floats;
+  void* lists;    // c10::IValue[lists]
+};
+
+// One call of an operator; `prepared` is the bridge's.
+struct CallSite {
+  const Operator* operator_;
+  Args arguments;
+  Args results;
+  void* prepared = nullptr;
+};
+
+// CALL(f, operator, (arguments...), (results...)): positional arguments in the schema's order, then named("out"), y.
+// Omitted arguments have the schema's defaults. Results: a Slot or symbol each, `none` for an unused one,
+// list(n) and n slots for a Tensor[] of n items, a ListSlot for a list of any length. An undefined tensor leaves its slot undefined.
+#define FXWRAP_ARGS(...) {fxwrap::none, __VA_ARGS__}
+#define CALL(frame, operator_, arguments, results)                                      \
+  do {                                                                                  \
+    static constexpr fxwrap::Arg arguments_[] = FXWRAP_ARGS arguments;                  \
+    static constexpr fxwrap::Arg results_[] = FXWRAP_ARGS results;                      \
+    static fxwrap::CallSite site = {&operator_, arguments_, results_};                      \
+    fxwrap::call(frame, site);                                                          \
+  } while (0)
+
+using Ints = std::initializer_list<int64_t>;
+
+FXWRAP_API void call(Frame& f, CallSite& site);
+
+// Memory. Sizes and strides count elements; `offset` is relative to the base's own storage offset.
+FXWRAP_API void empty_strided(Frame& f, Slot out, Ints sizes, Ints strides, DType dtype, Device& device);
+FXWRAP_API void view(Frame& f, Slot out, Slot base, Ints sizes, Ints strides, int64_t offset);
+FXWRAP_API void reuse(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType dtype);  // moves `from`'s memory
+// A tensor `offset` bytes from the start of `pool`'s memory, which it shares.
+FXWRAP_API void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints strides, DType dtype);
+FXWRAP_API void alias(Frame& f, Slot out, Slot from);  // both name the same tensor
+FXWRAP_API void move(Frame& f, Slot out, Slot from);   // `from` is left empty
+FXWRAP_API void drop(Frame& f, Slot slot);
+FXWRAP_API void alias(Frame& f, ListSlot out, ListSlot from);
+FXWRAP_API void move(Frame& f, ListSlot out, ListSlot from);
+FXWRAP_API void drop(Frame& f, ListSlot slot);
+
+// An element of a list, or of a list in it and so on: `path` are positions, as Python counts them. IndexError for none.
+FXWRAP_API void element(Frame& f, Slot out, ListSlot list, Ints path);
+FXWRAP_API int64_t element_int(Frame& f, ListSlot list, Ints path);
+FXWRAP_API double element_float(Frame& f, ListSlot list, Ints path);
+FXWRAP_API bool element_bool(Frame& f, ListSlot list, Ints path);
+
+// Properties of a tensor. item_* read its one element (and wait for its device).
+FXWRAP_API bool defined(Frame& f, Slot slot);
+FXWRAP_API int64_t size(Frame& f, Slot slot, int64_t dim);
+FXWRAP_API int64_t stride(Frame& f, Slot slot, int64_t dim);
+FXWRAP_API int64_t storage_offset(Frame& f, Slot slot);
+FXWRAP_API int64_t item_int(Frame& f, Slot slot);
+FXWRAP_API double item_float(Frame& f, Slot slot);
+FXWRAP_API bool item_bool(Frame& f, Slot slot);
+FXWRAP_API void* data_ptr(Frame& f, Slot slot);
+FXWRAP_API void bump_version(Frame& f, Slot slot);  // after a kernel wrote it: autograd's version counter moves on
+
+// Kernels with a launch grid.
+struct Grid {
+  int64_t x = 1, y = 1, z = 1;  // no launch if one is not positive
+};
+
+// A scalar argument of a launch.
+struct Number {
+  bool is_real = false;
+  union {
+    int64_t integer;
+    double real;
+  };
+  constexpr Number(bool value) : integer(value) {}
+  constexpr Number(int value) : integer(value) {}
+  constexpr Number(long value) : integer(value) {}
+  constexpr Number(long long value) : integer(value) {}
+  constexpr Number(double value) : is_real(true), real(value) {}
+};
+
+// A kernel compiled for an architecture and for arguments of these classes (launch.h).
+struct Variant {
+  const char* name;        // of the function
+  const void* cubin;
+  const char* ptx;         // for newer architectures; null if they cannot run it
+  int32_t capability;      // of the architecture: 80 for 8.0
+  bool arch_specific;           // it runs on no other architecture
+  int32_t threads;         // of a block
+  int32_t shared;          // bytes of shared memory of a block
+  const uint8_t* classes;  // the argument class of each parameter
+  const uint8_t* parameter_passing;   // how each parameter is passed to the function
+};
+
+struct Variants {
+  const Variant* data;
+  int64_t size;
+};
+
+// A kernel of a program. `symbol` is derived from its content: equal kernels share their variants.
+struct Kernel {
+  const char* symbol;
+  const char* language;
+  const char* source;
+  const char* signature;           // "*f32, *f32, i64"
+  const char* options;             // JSON
+  const Variants* compiled;        // the linked variants; null for none
+  void* held = nullptr;            // the bridge's
+};
+
+using Slots = std::initializer_list<Slot>;
+using Numbers = std::initializer_list<Number>;
+
+// Launches a kernel on its tensors' device, on torch's current stream there; its arguments are `tensors`, `outs` and
+// `numbers`, in the order of its signature. Without a matching variant, Python compiles one.
+FXWRAP_API void launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers);
+
+// The state of a device's default generator, as a new uint8 tensor on the CPU, and back.
+FXWRAP_API void save_random_state(Frame& f, Slot out, Device& device);
+FXWRAP_API void restore_random_state(Frame& f, Slot state, Device& device);
+
+// Exchanges the states of a device's default generator and another one, so that operators draw from that.
+FXWRAP_API void exchange_random_state(Frame& f, ListSlot generator, Device& device);
+
+// Makes a device current, and a stream of it by torch's number for that, until `exit_device`. What is still entered when
+// the program ends or throws is left then.
+FXWRAP_API void enter_device(Frame& f, Device& device);
+FXWRAP_API void enter_stream(Frame& f, Device& device, int64_t stream);
+FXWRAP_API void exit_device(Frame& f);
+
+// Checks. The first three raise fxwrap.errors.InputError (twins of fxwrap/runtime/checks.py), the last RuntimeError.
+FXWRAP_API void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype,
+                             Device& device);
+FXWRAP_API void check_rank(Frame& f, Slot slot, const char* name, int64_t rank);
+FXWRAP_API void check_alignment(Frame& f, Slot slot, const char* name, int64_t alignment);  // of the address, bytes
+// Throws the named error, or else a RuntimeError; `shown` is the number that violates the condition.
+[[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error = "RuntimeError");
+[[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error, int64_t shown);
+
+// An input and its name in error messages: a Slot, owned(Slot), a symbol, or the ListSlot of a generator.
+// A borrowed input's slot must never be dropped, moved, reused or written as a result.
+struct Input {
+  const char* name;
+  Arg value;
+};
+
+struct Inputs {
+  const Input* data = nullptr;
+  int64_t size = 0;
+  constexpr Inputs() = default;
+  template <size_t count>
+  constexpr Inputs(const Input (&items)[count]) : data(items), size(count) {}
+};
+
+// The symbol `fxwrap_program` that a library exports. Outputs may also be constants (ints, floats, bools, none).
+// Constants are tensors passed once, when the library is loaded; their slots are borrowed.
+struct Program {
+  int64_t abi = abi_version;
+  const char* name;
+  int64_t slots = 0;   // length of Frame::tensors
+  int64_t ints = 0;    // length of Frame::ints
+  int64_t floats = 0;  // length of Frame::floats
+  int64_t lists = 0;   // length of Frame::lists
+  Inputs inputs = {};
+  Args constants = {};
+  Args outputs = {};
+  void (*run)(Frame&) = nullptr;
+};
+
+}  // namespace fxwrap
+
+// The entry for callers without Python. Tensors are at::Tensor* (an AtenTensorHandle of libtorch's C shim): inputs are
+// borrowed unless the program owns them (then the callee moves the tensor out of *tensor and leaves it undefined);
+// outputs are new handles for the caller to delete, null for None. Returns 0, or 1 with a message in `error` (always
+// terminated, at most error_size bytes).
+union FxwrapValue {
+  void* tensor;
+  int64_t integer;  // ints and bools
+  double real;
+};
+FXWRAP_EXPORT int fxwrap_run(const fxwrap::Program* program, const FxwrapValue* inputs, const FxwrapValue* constants,
+                             FxwrapValue* outputs, char* error, size_t error_size);
+
+// Throw torch's IndexError and its general error: called by kernels for a position out of bounds.
+FXWRAP_EXPORT [[noreturn]] void fxwrap_index_error(const char* message);
+FXWRAP_EXPORT [[noreturn]] void fxwrap_runtime_error(const char* message);

@@ -1,0 +1,40 @@
+// A prepared call of one operator: typed for the common schemas, through the boxed stack for all others.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <memory>
+
+#include "bridge/values.h"
+
+namespace fxwrap {
+
+// Shared by all threads and never freed.
+class PreparedCall {
+ public:
+  PreparedCall(std::vector<Value> arguments, std::vector<Result> results)
+      : arguments_(std::move(arguments)), results_(std::move(results)) {}
+  virtual ~PreparedCall() = default;
+  virtual void run(Frame& f) const = 0;
+
+ protected:
+  const std::vector<Value> arguments_;
+  const std::vector<Result> results_;
+};
+
+// A call with the operator's C++ signature, or null if typed_calls.cpp does not list it.
+std::unique_ptr<PreparedCall> make_typed_call(const c10::OperatorHandle& handle, const std::vector<Value>& arguments,
+                                              const std::vector<Result>& results);
+
+// A matmul, convolution or attention by a cached plan of its library, with the operator's call as fallback; for other
+// operators the fallback itself (plans.h).
+std::unique_ptr<PreparedCall> make_planned_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
+                                         const std::vector<Result>& results, std::unique_ptr<PreparedCall> fallback);
+
+std::unique_ptr<PreparedCall> prepare_call(const CallSite& site);
+
+// Whether tensors may be created and used without an operator call: no mode or Python tensor must see the operator.
+inline bool only_plain_tensors() { return !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python); }
+
+}  // namespace fxwrap

@@ -1,0 +1,621 @@
+// The functions of generated CPU kernels: storage types, casts, the scalar operations as torch defines them, and lanes.
+//
+// Small on purpose: it includes no header of the standard library but stdint.h, because <cmath> alone takes longer to
+// compile than the kernels do. Functions are inlined into loops, which the compiler vectorises.
+#pragma once
+
+#include <stdint.h>
+
+#define INLINE inline __attribute__((always_inline))
+
+// glibc has vector versions (libmvec) of these functions, accurate to 4 ULP; GCC calls them from vectorised loops, and
+// Clang does so by a flag (build.py).
+#if defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__) && defined(__x86_64__)
+#if __GLIBC__ > 2 || __GLIBC_MINOR__ >= 35
+#define VECTOR_MATH __attribute__((simd("notinbranch"), const))
+#endif
+#endif
+#ifndef VECTOR_MATH
+#define VECTOR_MATH __attribute__((const))
+#endif
+
+extern "C" {
+#define MATH_1(name) VECTOR_MATH double name(double) noexcept; VECTOR_MATH float name##f(float) noexcept;
+#define MATH_2(name) VECTOR_MATH double name(double, double) noexcept; VECTOR_MATH float name##f(float, float) noexcept;
+MATH_1(exp) MATH_1(exp2) MATH_1(expm1) MATH_1(log) MATH_1(log2) MATH_1(log10) MATH_1(log1p)
+MATH_1(sin) MATH_1(cos) MATH_1(tan) MATH_1(sinh) MATH_1(cosh) MATH_1(tanh)
+MATH_1(asin) MATH_1(acos) MATH_1(atan) MATH_1(asinh) MATH_1(acosh) MATH_1(atanh) MATH_1(erf) MATH_1(erfc)
+MATH_2(pow) MATH_2(atan2) MATH_2(hypot)
+double lgamma(double) noexcept;
+float lgammaf(float) noexcept;
+double nextafter(double, double) noexcept;
+float nextafterf(float, float) noexcept;
+double fmod(double, double) noexcept;
+float fmodf(float, float) noexcept;
+}
+
+constexpr double infinity = __builtin_inf();
+constexpr double nan = __builtin_nan("");
+
+// Throw an IndexError and a RuntimeError; defined in the bridge, to which every kernel is linked.
+extern "C" [[noreturn]] void fxwrap_index_error(const char* message);
+extern "C" [[noreturn]] void fxwrap_runtime_error(const char* message);
+
+// --- types ------------------------------------------------------------------------------------------------------------
+
+enum class bfloat16 : uint16_t {};
+using float16 = _Float16;
+
+template <class T> struct Limits;
+template <> struct Limits<float> { static constexpr float lowest = -__builtin_inff(), highest = __builtin_inff(); };
+template <> struct Limits<double> { static constexpr double lowest = -infinity, highest = infinity; };
+template <> struct Limits<int8_t> { static constexpr int8_t lowest = INT8_MIN, highest = INT8_MAX; };
+template <> struct Limits<int16_t> { static constexpr int16_t lowest = INT16_MIN, highest = INT16_MAX; };
+template <> struct Limits<int32_t> { static constexpr int32_t lowest = INT32_MIN, highest = INT32_MAX; };
+template <> struct Limits<int64_t> { static constexpr int64_t lowest = INT64_MIN, highest = INT64_MAX; };
+template <> struct Limits<uint8_t> { static constexpr uint8_t lowest = 0, highest = UINT8_MAX; };
+
+template <class T, class U> INLINE T bitcast(U value) { return __builtin_bit_cast(T, value); }
+
+template <class T, class U> struct Cast { static INLINE T of(U value) { return static_cast<T>(value); } };
+template <class T> struct Cast<T, T> { static INLINE T of(T value) { return value; } };
+template <class U> struct Cast<bool, U> { static INLINE bool of(U value) { return value != 0; } };
+template <> struct Cast<bool, bool> { static INLINE bool of(bool value) { return value; } };
+template <> struct Cast<uint8_t, float> { static INLINE uint8_t of(float v) { return uint8_t(int64_t(v)); } };
+template <> struct Cast<uint8_t, double> { static INLINE uint8_t of(double v) { return uint8_t(int64_t(v)); } };
+template <> struct Cast<int8_t, float> { static INLINE int8_t of(float v) { return int8_t(int32_t(v)); } };
+template <> struct Cast<int8_t, double> { static INLINE int8_t of(double v) { return int8_t(int32_t(v)); } };
+template <> struct Cast<int16_t, float> { static INLINE int16_t of(float v) { return int16_t(int32_t(v)); } };
+template <> struct Cast<int16_t, double> { static INLINE int16_t of(double v) { return int16_t(int32_t(v)); } };
+template <> struct Cast<float, bfloat16> {
+  static INLINE float of(bfloat16 value) { return bitcast<float>(uint32_t(value) << 16); }
+};
+template <> struct Cast<bfloat16, float> {  // to the nearest, ties to even
+  static INLINE bfloat16 of(float value) {
+    const uint32_t bits = bitcast<uint32_t>(value);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return bfloat16(value != value ? 0x7fc0 : rounded);
+  }
+};
+template <> struct Cast<bfloat16, bfloat16> { static INLINE bfloat16 of(bfloat16 value) { return value; } };
+template <class T> struct Cast<T, bfloat16> {
+  static INLINE T of(bfloat16 value) { return Cast<T, float>::of(Cast<float, bfloat16>::of(value)); }
+};
+template <class U> struct Cast<bfloat16, U> {
+  static INLINE bfloat16 of(U value) { return Cast<bfloat16, float>::of(static_cast<float>(value)); }
+};
+template <> struct Cast<bool, bfloat16> {
+  static INLINE bool of(bfloat16 value) { return Cast<float, bfloat16>::of(value) != 0; }
+};
+template <> struct Cast<bfloat16, float16> {
+  static INLINE bfloat16 of(float16 value) { return Cast<bfloat16, float>::of(value); }
+};
+template <> struct Cast<float16, bfloat16> {
+  static INLINE float16 of(bfloat16 value) { return float16(Cast<float, bfloat16>::of(value)); }
+};
+template <class T> struct Cast<T, float16> {
+  static INLINE T of(float16 value) { return Cast<T, float>::of(float(value)); }
+};
+template <class U> struct Cast<float16, U> { static INLINE float16 of(U value) { return float16(float(value)); } };
+template <> struct Cast<float16, float16> { static INLINE float16 of(float16 value) { return value; } };
+template <> struct Cast<float, float16> { static INLINE float of(float16 value) { return value; } };
+template <> struct Cast<float16, float> { static INLINE float16 of(float value) { return float16(value); } };
+template <> struct Cast<bool, float16> { static INLINE bool of(float16 value) { return value != 0; } };
+
+// A bool in memory. Compilers vectorise the comparison of its byte, but no condition that is a byte itself.
+INLINE bool load_bool(const bool& element) { return reinterpret_cast<const uint8_t&>(element) != 0; }
+
+// A number as another type, as torch converts it.
+template <class T, class U> INLINE T to(U value) { return Cast<T, U>::of(value); }
+
+// A number rounded to what half precision can hold, and left as wide as it was.
+template <class T> INLINE float rounded(float value) { return to<float>(to<T>(value)); }
+template <> INLINE float rounded<bfloat16>(float value) {
+  const uint32_t bits = bitcast<uint32_t>(value);
+  const float nearest = bitcast<float>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
+  return value != value ? value : nearest;
+}
+
+// --- integer sizes and indices --------------------------------------------------------------------------------------
+
+namespace fxwrap {
+INLINE int64_t floordiv(int64_t base, int64_t divisor) {
+  const int64_t quotient = base / divisor;
+  return quotient - (base % divisor != 0 && (base < 0) != (divisor < 0));
+}
+INLINE int64_t mod(int64_t base, int64_t divisor) { return base - floordiv(base, divisor) * divisor; }
+INLINE int64_t ceildiv(int64_t base, int64_t divisor) { return -floordiv(-base, divisor); }
+INLINE int64_t modular_indexing(int64_t base, int64_t divisor, int64_t modulus) {
+  return mod(floordiv(base, divisor), modulus);
+}
+INLINE double truediv(double base, double divisor) { return base / divisor; }
+INLINE double power(double base, double exponent) { return ::pow(base, exponent); }
+INLINE int64_t natural_power(int64_t base, int64_t exponent) {
+  int64_t result = 1;
+  for (; exponent > 0; --exponent) result *= base;
+  return result;
+}
+template <class T> INLINE T max(T first, T second) { return second > first ? second : first; }
+template <class T> INLINE T min(T first, T second) { return second < first ? second : first; }
+INLINE int64_t to_int(double number) { return int64_t(number); }
+}  // namespace fxwrap
+
+// --- operations -------------------------------------------------------------------------------------------------------
+
+namespace op {
+
+template <class T> INLINE bool isnan(T x) { return x != x; }
+INLINE bool isinf(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
+INLINE bool isinf(double x) { return __builtin_fabs(x) == infinity; }
+INLINE bool signbit(float x) { return bitcast<int32_t>(x) < 0; }
+INLINE bool signbit(double x) { return bitcast<int64_t>(x) < 0; }
+
+// Both values are computed, so that a loop around it is vectorised; ?: computes one.
+template <class T> INLINE T where(bool condition, T a, T b) { return condition ? a : b; }
+
+template <class T> INLINE T maximum(T a, T b) {
+  const T larger = a > b ? a : b;  // b where one is NaN, as the processor's instruction is
+  return a != a ? a : larger;
+}
+template <class T> INLINE T minimum(T a, T b) {
+  const T smaller = a < b ? a : b;
+  return a != a ? a : smaller;
+}
+template <class T> INLINE T fmax(T a, T b) {
+  const T larger = b > a ? b : a;
+  return a != a ? b : larger;
+}
+template <class T> INLINE T fmin(T a, T b) {
+  const T smaller = b < a ? b : a;
+  return a != a ? b : smaller;
+}
+template <class T> INLINE T abs(T x) { return x < 0 ? -x : x; }
+template <> INLINE float abs(float x) { return __builtin_fabsf(x); }
+template <> INLINE double abs(double x) { return __builtin_fabs(x); }
+template <class T> INLINE T sign(T x) { return T((x > 0) - (x < 0)); }
+
+#define ROUNDING(name, builtin)                                  \
+  INLINE float name(float x) { return __builtin_##builtin##f(x); } \
+  INLINE double name(double x) { return __builtin_##builtin(x); }
+ROUNDING(floor, floor)
+ROUNDING(ceil, ceil)
+ROUNDING(trunc, trunc)
+ROUNDING(round, rint)  // half to even
+ROUNDING(sqrt, sqrt)
+#undef ROUNDING
+template <class T> INLINE T rsqrt(T x) { return T(1) / sqrt(x); }
+template <class T> INLINE T reciprocal(T x) { return T(1) / x; }
+INLINE float copysign(float a, float b) { return __builtin_copysignf(a, b); }
+INLINE double copysign(double a, double b) { return __builtin_copysign(a, b); }
+
+#define UNARY(name)                                \
+  INLINE float name(float x) { return ::name##f(x); } \
+  INLINE double name(double x) { return ::name(x); }
+#define BINARY(name)                                           \
+  INLINE float name(float a, float b) { return ::name##f(a, b); } \
+  INLINE double name(double a, double b) { return ::name(a, b); }
+UNARY(exp2) UNARY(expm1) UNARY(log) UNARY(log2) UNARY(log10) UNARY(log1p)
+UNARY(sin) UNARY(cos) UNARY(tan) UNARY(sinh) UNARY(cosh)
+UNARY(asin) UNARY(acos) UNARY(atan) UNARY(asinh) UNARY(acosh) UNARY(atanh) UNARY(erfc) UNARY(lgamma)
+BINARY(pow) BINARY(atan2) BINARY(hypot) BINARY(nextafter) BINARY(fmod)
+#undef UNARY
+#undef BINARY
+
+INLINE double exp(double x) { return ::exp(x); }
+INLINE double erf(double x) { return ::erf(x); }
+INLINE double tanh(double x) { return ::tanh(x); }
+
+// 4^k * exp(r) with |r| <= log(2). The power of two is 2^k twice, whose bits are those of x / log(4) rounded by the
+// addition of a large number; so results may be denormal or infinite. Where the result is 0 the power is, because some
+// processors are a hundred times slower for products that underflow.
+INLINE float exp(float x) {
+  constexpr float rounding = 12582912.0f + 127.0f;  // 1.5 * 2^23, and the bias of exponents
+  const bool vanishes = x < -104.0f;
+  const float limited = vanishes ? -104.0f : x;
+  const int32_t bits = bitcast<int32_t>(__builtin_fmaf(limited, 0.72134752f, rounding));
+  const int32_t shifted = bits > 0x4B4000BF ? 0x4B4000BF : bits;  // k <= 64
+  const float k = bitcast<float>(shifted) - rounding, power = vanishes ? 0.0f : bitcast<float>(shifted << 23);
+  const float r = __builtin_fmaf(k, -2.85721354e-6f, __builtin_fmaf(k, -1.386291504f, limited));
+  float p = 1.96113455e-4f;
+  p = __builtin_fmaf(p, r, 1.41046802e-3f);
+  p = __builtin_fmaf(p, r, 8.33610911e-3f);
+  p = __builtin_fmaf(p, r, 4.16612588e-2f);
+  p = __builtin_fmaf(p, r, 1.66666135e-1f);
+  p = __builtin_fmaf(p, r, 5.00000358e-1f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  return p * power * power;
+}
+
+// exp of a number that is not positive, where an absolute error of 2e-7 does not matter: 2^k * exp(r).
+INLINE float exp_nonpositive(float x) {
+  constexpr float rounding = 12582912.0f + 127.0f;
+  const float limited = x < -87.0f ? -87.0f : x;
+  const float shifted = __builtin_fmaf(limited, 1.44269504f, rounding);
+  const float k = shifted - rounding, power = bitcast<float>(bitcast<uint32_t>(shifted) << 23);
+  const float r = __builtin_fmaf(k, -0.693147182f, limited);
+  float p = 8.31248052e-3f;
+  p = __builtin_fmaf(p, r, 4.18905467e-2f);
+  p = __builtin_fmaf(p, r, 1.66671157e-1f);
+  p = __builtin_fmaf(p, r, 4.99992281e-1f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  return p * power;
+}
+
+// Two polynomials, after N. Juffa: 1 - exp(polynomial) for large x, x * polynomial(x * x) for small.
+INLINE float erf(float x) {
+  const float t = __builtin_fabsf(x), s = x * x;
+  const float q = __builtin_fmaf(-3.88396438e-3f, t, 2.42546219e-2f);
+  float large = __builtin_fmaf(__builtin_fmaf(-1.72853470e-5f, t, 3.83197126e-4f), s, q);
+  large = __builtin_fmaf(large, t, -1.06777877e-1f);
+  large = __builtin_fmaf(large, t, -6.34846687e-1f);
+  large = __builtin_fmaf(large, t, -1.28717512e-1f);
+  large = 1.0f - exp_nonpositive(__builtin_fmaf(large, t, -t));
+  float small = -5.96761703e-4f;
+  small = __builtin_fmaf(small, s, 4.99119423e-3f);
+  small = __builtin_fmaf(small, s, -2.67681349e-2f);
+  small = __builtin_fmaf(small, s, 1.12819925e-1f);
+  small = __builtin_fmaf(small, s, -3.76125336e-1f);
+  small = __builtin_fmaf(small, s, 1.28379166e-1f);
+  small = __builtin_fmaf(small, x, x);
+  return t > 0.927734375f ? __builtin_copysignf(large, x) : small;
+}
+
+// 1 - 2 y / (1 + y) with y = exp(-2x) for large x, a polynomial (Cephes) for small.
+INLINE float tanh(float x) {
+  const float t = __builtin_fabsf(x), s = x * x;
+  const float y = exp_nonpositive(-2.0f * t), large = 1.0f - 2.0f * y / (1.0f + y);
+  float small = -5.70498872745e-3f;
+  small = __builtin_fmaf(small, s, 2.06390887954e-2f);
+  small = __builtin_fmaf(small, s, -5.37397155531e-2f);
+  small = __builtin_fmaf(small, s, 1.33314422036e-1f);
+  small = __builtin_fmaf(small, s, -3.33332819422e-1f);
+  small = __builtin_fmaf(small * s, x, x);
+  return __builtin_copysignf(t > 0.625f ? large : small, x);  // of -0.0 it is -0.0
+}
+
+template <class T> INLINE T sigmoid(T x) { return T(1) / (T(1) + exp(-x)); }
+
+template <class T> INLINE T remainder(T a, T b) {
+  const T rest = fmod(a, b);
+  return ((rest != 0) & ((b < 0) != (rest < 0))) ? rest + b : rest;
+}
+template <class T> INLINE T floor_divide(T a, T b) {
+  if (b == 0) return a / b;
+  const T rest = fmod(a, b);
+  const T quotient = (a - rest) / b - T((rest != 0) & ((b < 0) != (rest < 0)));
+  const T whole = floor(quotient);
+  return quotient == 0 ? copysign(T(0), a / b) : whole + T(quotient - whole > T(0.5));
+}
+template <class T> INLINE T trunc_divide(T a, T b) { return trunc(a / b); }
+
+// Integer division by zero, which torch rejects, returns 0 here; a kernel must not trap.
+template <class T> INLINE T integer_trunc_divide(T a, T b) { return b == 0 ? T(0) : b == T(-1) ? T(-a) : T(a / b); }
+template <class T> INLINE T integer_fmod(T a, T b) { return b == 0 || b == T(-1) ? T(0) : T(a % b); }
+template <> INLINE uint8_t integer_trunc_divide(uint8_t a, uint8_t b) { return b == 0 ? 0 : a / b; }
+template <> INLINE uint8_t integer_fmod(uint8_t a, uint8_t b) { return b == 0 ? 0 : a % b; }
+template <class T> INLINE T integer_floor_divide(T a, T b) {
+  return T(integer_trunc_divide(a, b) - T(integer_fmod(a, b) != 0 && (a < 0) != (b < 0)));
+}
+template <class T> INLINE T integer_remainder(T a, T b) {
+  const T rest = integer_fmod(a, b);
+  return rest != 0 && (rest < 0) != (b < 0) ? T(rest + b) : rest;
+}
+template <class T> INLINE T integer_pow(T base, T exponent) {
+  if (exponent < 0) return base == 1 ? T(1) : base == T(-1) ? T(exponent & 1 ? -1 : 1) : T(0);
+  T result = 1;
+  for (; exponent > 0; exponent /= 2, base = T(base * base))
+    if (exponent & 1) result = T(result * base);
+  return result;
+}
+template <class T> INLINE T bitwise_left_shift(T a, T b) {
+  const bool inside = b >= 0 && b < T(sizeof(T) * 8);
+  return inside ? T(uint64_t(a) << b) : T(0);
+}
+template <class T> INLINE T bitwise_right_shift(T a, T b) {
+  constexpr T most = T(sizeof(T) * 8 - (T(-1) < 0));
+  const bool inside = b >= 0 && b < most;
+  return T(a >> (inside ? b : most));
+}
+
+// The digamma function, after Cephes: reflection, recurrence up to 10, then an asymptotic series.
+template <class T> T digamma(T x) {
+  if (x == 0) return copysign(T(infinity), -x);
+  double shift = 0, at = x;
+  if (at < 0) {
+    if (trunc(at) == at) return T(nan);
+    const double fraction = at - trunc(at);
+    shift = -3.14159265358979323846 / ::tan(3.14159265358979323846 * fraction);
+    at = 1 - at;
+  }
+  for (; at < 10; at += 1) shift -= 1 / at;
+  if (at == 10) return T(shift + 2.25175258906672110764);
+  double series = 0;
+  if (at < 1e17) {
+    const double z = 1 / (at * at);
+    constexpr double terms[] = {8.33333333333333333333e-2, -2.10927960927960927961e-2, 7.57575757575757575758e-3,
+                                -4.16666666666666666667e-3, 3.96825396825396825397e-3, -8.33333333333333333333e-3,
+                                8.33333333333333333333e-2};
+    for (const double term : terms) series = series * z + term;
+    series *= z;
+  }
+  return T(shift + ::log(at) - 0.5 / at - series);
+}
+
+// The inverse of erf: a rational approximation by the central or tail range, then two steps of Newton.
+template <class T> T erfinv(T y) {
+  const T size = abs(y);
+  if (size > 1) return T(nan);
+  if (size == 1) return copysign(T(infinity), y);
+  double x;
+  if (size <= T(0.7)) {
+    const double z = double(y) * y;
+    const double above = ((-0.140543331 * z + 0.914624893) * z - 1.645349621) * z + 0.886226899;
+    const double below = (((0.012229801 * z - 0.329097515) * z + 1.442710462) * z - 2.118377725) * z + 1.0;
+    x = y * above / below;
+  } else {
+    const double z = __builtin_sqrt(-::log((1.0 - double(size)) / 2.0));
+    const double above = ((1.641345311 * z + 3.429567803) * z - 1.624906493) * z - 1.970840454;
+    x = __builtin_copysign(above / ((1.637067800 * z + 3.543889200) * z + 1.0), double(y));
+  }
+  for (int step = 0; step < 2; ++step)
+    x -= (::erf(x) - double(y)) / (1.1283791670955126 * ::exp(-x * x));
+  return T(x);
+}
+
+// log(exp(a) + exp(b)), which a running logcumsumexp is made of.
+template <class T> INLINE T logaddexp(T a, T b) {
+  const T small = minimum(a, b), large = maximum(a, b);
+  return small != large || !isinf(small) ? large + log1p(exp(small - large)) : a;
+}
+
+}  // namespace op
+
+// Combines two partial results of a reduction.
+namespace combine {
+struct Sum { template <class T> INLINE T operator()(T a, T b) const { return T(a + b); } };
+struct Prod { template <class T> INLINE T operator()(T a, T b) const { return T(a * b); } };
+struct Max { template <class T> INLINE T operator()(T a, T b) const { return op::maximum(a, b); } };
+struct Min { template <class T> INLINE T operator()(T a, T b) const { return op::minimum(a, b); } };
+struct Any { INLINE bool operator()(bool a, bool b) const { return a | b; } };
+struct All { INLINE bool operator()(bool a, bool b) const { return a & b; } };
+struct LogAddExp { template <class T> INLINE T operator()(T a, T b) const { return op::logaddexp(a, b); } };
+constexpr Sum sum;
+constexpr Prod prod;
+constexpr Max max;
+constexpr Min min;
+constexpr Any any;
+constexpr All all;
+constexpr LogAddExp logaddexp;
+}  // namespace combine
+
+// Combines an element of memory with a value, in the type that arithmetic on it happens in.
+template <class T> struct Arithmetic { using Type = T; };
+template <> struct Arithmetic<bfloat16> { using Type = float; };
+template <> struct Arithmetic<float16> { using Type = float; };
+template <class T, class Combine> INLINE void update(T& element, T value, Combine combine) {
+  using Type = typename Arithmetic<T>::Type;
+  element = to<T>(combine(to<Type>(element), to<Type>(value)));
+}
+
+// An element of a table, at a different index in each lane. Processors gather words of 32 bits and none of 16, so a half is
+// extracted from the aligned word that contains the element.
+template <class T> INLINE T gather(const T* table, int64_t place) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(T) == 2) {
+    typedef uint32_t Word __attribute__((may_alias));
+    const uint64_t address = reinterpret_cast<uint64_t>(table);
+    const Word* words = reinterpret_cast<const Word*>(address & ~uint64_t(3));
+    const int64_t half = place + int64_t((address >> 1) & 1);
+    return bitcast<T>(uint16_t(words[half >> 1] >> (int32_t(half & 1) * 16)));
+  }
+#endif
+  return table[place];
+}
+
+// --- lanes ------------------------------------------------------------------------------------------------------------
+
+// Runs body(element, lane) for 0 <= element < count, `lanes` elements at a time: loops over a reduced axis use it.
+template <int lanes, class Body> INLINE void for_lanes(int64_t count, Body body) {
+  int64_t start = 0;
+  for (; start + lanes <= count; start += lanes)
+#pragma omp simd
+    for (int lane = 0; lane < lanes; ++lane) body(start + lane, lane);
+#pragma omp simd
+  for (int lane = 0; lane < int(count - start); ++lane) body(start + lane, lane);
+}
+
+// Combines each of the first `width` elements with the one `width` places behind it, then half as many, down to one.
+template <int width, class T, class Combine> INLINE void fold(T* at, Combine combine) {
+  if constexpr (width > 0) {
+#pragma omp simd
+    for (int lane = 0; lane < width; ++lane) at[lane] = combine(at[lane], at[lane + width]);
+    fold<width / 2>(at, combine);
+  }
+}
+
+// One accumulator a lane; together they are one reduction.
+template <class T, int lanes> struct Lanes {
+  T at[lanes];
+  INLINE explicit Lanes(T start) {
+    for (int lane = 0; lane < lanes; ++lane) at[lane] = start;
+  }
+  INLINE T& operator[](int lane) { return at[lane]; }
+  template <class Combine> INLINE T combined(Combine combine) {
+    fold<lanes / 2>(at, combine);
+    return at[0];
+  }
+};
+
+// Partial results of the parts of a long reduction, combined pairwise in a fixed order.
+template <class T> struct PartialResults {
+  T* at;
+  INLINE explicit PartialResults(int64_t count) : at(static_cast<T*>(__builtin_malloc(uint64_t(count + 1) * sizeof(T)))) {}
+  PartialResults(const PartialResults&) = delete;
+  INLINE ~PartialResults() { __builtin_free(at); }
+  INLINE T& operator[](int64_t part) const { return at[part]; }
+  template <class Combine> INLINE T combined(int64_t count, T start, Combine combine) const {
+    if (count == 0) return start;
+    for (int64_t width = 1; width < count; width *= 2)
+      for (int64_t part = 0; part + width < count; part += 2 * width) at[part] = combine(at[part], at[part + width]);
+    return at[0];
+  }
+};
+
+// A value and its position. The first of equal values wins, and the first NaN over everything.
+template <class T> struct IndexedValue {
+  T value;
+  int64_t position;
+};
+struct Greater { template <class T> INLINE bool operator()(T a, T b) const { return (a > b) | ((a != a) & (b == b)); } };
+struct Less { template <class T> INLINE bool operator()(T a, T b) const { return (a < b) | ((a != a) & (b == b)); } };
+template <class Better> struct ArgCombine {
+  template <class T> INLINE IndexedValue<T> operator()(IndexedValue<T> a, IndexedValue<T> b) const {
+    const bool same = !Better{}(a.value, b.value) && !Better{}(b.value, a.value);
+    return Better{}(a.value, b.value) || (same && a.position < b.position) ? a : b;
+  }
+};
+namespace combine {
+constexpr ArgCombine<Greater> argmax;
+constexpr ArgCombine<Less> argmin;
+}  // namespace combine
+
+// The step of cummax and cummin: the last of equal values wins.
+template <class T> INLINE IndexedValue<T> cummax_step(IndexedValue<T> running, T value, int64_t position) {
+  const bool better = ((value >= running.value) & (running.value == running.value)) | (value != value);
+  return better ? IndexedValue<T>{value, position} : running;
+}
+template <class T> INLINE IndexedValue<T> cummin_step(IndexedValue<T> running, T value, int64_t position) {
+  const bool better = ((value <= running.value) & (running.value == running.value)) | (value != value);
+  return better ? IndexedValue<T>{value, position} : running;
+}
+
+// One best value a lane; positions are of type P, which is 32 bits wide where they fit.
+template <class T, int lanes, class P, class Better> struct IndexedLanes {
+  T value[lanes];
+  P position[lanes];
+  INLINE explicit IndexedLanes(T start) {
+    for (int lane = 0; lane < lanes; ++lane) value[lane] = start, position[lane] = 0;
+  }
+  INLINE void update(int lane, T candidate, P where) {
+    const bool better = Better{}(candidate, value[lane]);
+    value[lane] = better ? candidate : value[lane];
+    position[lane] = better ? where : position[lane];
+  }
+  INLINE IndexedValue<T> combined(ArgCombine<Better> combine) const {
+    IndexedValue<T> best{value[0], position[0]};
+    for (int lane = 1; lane < lanes; ++lane) best = combine(best, IndexedValue<T>{value[lane], position[lane]});
+    return best;
+  }
+};
+
+// Combines the results of two parts of columns, lane by lane.
+template <class Combine> struct Lanewise {
+  Combine combine;
+  template <class T, int lanes> INLINE Lanes<T, lanes> operator()(Lanes<T, lanes> a, const Lanes<T, lanes>& b) const {
+    for (int lane = 0; lane < lanes; ++lane) a.at[lane] = combine(a.at[lane], b.at[lane]);
+    return a;
+  }
+  template <class T, int lanes, class P, class Better>
+  INLINE IndexedLanes<T, lanes, P, Better> operator()(IndexedLanes<T, lanes, P, Better> a,
+                                                   const IndexedLanes<T, lanes, P, Better>& b) const {
+    for (int lane = 0; lane < lanes; ++lane) {
+      const IndexedValue<T> best = combine(IndexedValue<T>{a.value[lane], a.position[lane]}, IndexedValue<T>{b.value[lane], b.position[lane]});
+      a.value[lane] = best.value, a.position[lane] = P(best.position);
+    }
+    return a;
+  }
+};
+
+// --- tiles ------------------------------------------------------------------------------------------------------------
+
+template <int size> struct Bits;
+template <> struct Bits<1> { using Type = uint8_t; };
+template <> struct Bits<2> { using Type = uint16_t; };
+template <> struct Bits<4> { using Type = uint32_t; };
+template <> struct Bits<8> { using Type = uint64_t; };
+
+// Rows and columns of tiles: a multiple of 16, and `most` at most. A row of a tile is two lines of the nearest cache, or one
+// on processors of the Zen family, whose nearest cache holds only 8 lines at addresses that agree in their last 12 bits.
+constexpr int tile_size(int most, int bytes) {
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+  const int size = 64 / bytes;
+#else
+  const int size = 128 / bytes;
+#endif
+  return size < 16 ? 16 : size < most ? size : most;
+}
+
+// Transposes 16 x 16 elements: pairs, then fours of rows are interleaved, then fours of columns change places. Each
+// step is one instruction for 32-bit elements.
+template <int size, class T> inline void transpose_16(const T* source, int64_t stride, T* tile) {
+  using Element = typename Bits<sizeof(T)>::Type;
+  typedef Element Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
+#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+  Row a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = *reinterpret_cast<const Row*>(source + i * stride);
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = MIX(a[i], a[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    b[i + 1] = MIX(a[i], a[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int k = 0; k < 2; ++k) {
+      a[i + 2 * k] = MIX(b[i + k], b[i + k + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+      a[i + 2 * k + 1] = MIX(b[i + k], b[i + k + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int k = i; k < i + 4; ++k) {
+      b[k] = MIX(a[k], a[k + 4], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+      b[k + 4] = MIX(a[k], a[k + 4], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+  for (int i = 0; i < 8; ++i) {
+    a[i] = MIX(b[i], b[i + 8], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    a[i + 8] = MIX(b[i], b[i + 8], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
+#undef MIX
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(tile + i * size) = a[i];
+}
+
+// tile[i][j] = source[j * stride + i], for i < height and j < width; the tile's size is a multiple of 16.
+template <int size, class T>
+inline void load_transposed(const T* source, int64_t stride, int height, int width, T (&tile)[size][size]) {
+  for (int j = 0; j < width; j += 16)
+    for (int i = 0; i < height; i += 16) {
+      const T* corner = source + j * stride + i;
+      if (i + 16 <= height && j + 16 <= width) {
+        transpose_16<size>(corner, stride, &tile[i][j]);
+        continue;
+      }
+      for (int row = j; row < fxwrap::min(width, j + 16); ++row)
+        for (int column = i; column < fxwrap::min(height, i + 16); ++column)
+          tile[column][row] = source[row * stride + column];
+    }
+}
+
+// --- scans ------------------------------------------------------------------------------------------------------------
+
+constexpr int SCAN_BLOCK = 256;
+
+// Inclusive scan: combines each value with the running value of those before it. Sixteen at a time: four steps combine
+// each with the one 1, 2, 4 and 8 places before it, then all with the running value.
+template <class T, class Running, class Combine>
+INLINE void scan_block(T* values, int64_t count, Running& running, T neutral, Combine combine) {
+  typedef T Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
+  int64_t start = 0;
+  for (; start + 16 <= count; start += 16) {
+    Row& place = *reinterpret_cast<Row*>(values + start);
+    const Row none = neutral - Row{};
+    Row row = place;
+    row = combine(row, __builtin_shufflevector(none, row, 0, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30));
+    row = combine(row, __builtin_shufflevector(none, row, 0, 1, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29));
+    row = combine(row, __builtin_shufflevector(none, row, 0, 1, 2, 3, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27));
+    row = combine(row, __builtin_shufflevector(none, row, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23));
+    place = combine(row, T(running) - Row{});
+    running = combine(running, Running(row[15]));
+  }
+  for (; start < count; ++start) {
+    running = combine(running, Running(values[start]));
+    values[start] = T(running);
+  }
+}

@@ -1,0 +1,215 @@
+"""Triton kernels for GPUs: one shared `JITFunction` per kernel, compiled ahead of its first launch.
+
+Triton caches compilations by function object and argument properties: dtypes, divisibility of pointers and scalars by
+16, whether a scalar is 1. Kernels are compiled for typical arguments; for others Triton compiles again at the launch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+
+from fxwrap.caching import shared_cache
+from fxwrap.devices import CUDA
+from fxwrap.devices.kernel_names import find_function_name
+from fxwrap.errors import FxwrapError, KernelBuildError
+from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
+from fxwrap.runtime.modules import load_module, write_module
+from fxwrap.runtime.triton.prebuilt import has_prebuilt_variant
+from fxwrap.runtime.triton.workers import WORKER_POOL
+
+log = logging.getLogger("fxwrap.kernels")
+
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow")
+
+_DTYPES = {
+    "i1": torch.bool, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
+    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
+}  # fmt: skip
+
+MODULE_NAME = "triton_kernel"
+"""The prefix of file names of kernel sources."""
+
+Scalar: TypeAlias = int | float | bool
+Option: TypeAlias = str | int | float | bool
+
+triton_lock = threading.RLock()
+"""Held while Triton's interpreter runs, which patches Triton, and while functions are decorated."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """A kernel with its device and typical values of its scalars, in signature order."""
+
+    kernel: KernelText
+    device: torch.device
+    numbers: tuple[Scalar, ...] = ()
+
+
+def import_triton() -> ModuleType:
+    """Returns the Triton package. Raises FxwrapError where it cannot be imported."""
+    try:
+        return importlib.import_module("triton")
+    except ImportError as missing:
+        raise FxwrapError(
+            f"this program has a Triton kernel, and Triton cannot be imported ({missing}): install the package 'triton'"
+        ) from missing
+
+
+def split_launch_options(options: KernelOptions) -> tuple[dict[str, Option], dict[str, Option]]:
+    """Splits a kernel's options into constant parameters (in capitals) and compile options.
+
+    Floating-point fusion is off by default: Triton's default differs between versions. Raises
+    FxwrapError for an unknown option.
+    """
+    constants = {name: option for name, option in options if name.isupper()}
+    compile_options: dict[str, Option] = {"enable_fp_fusion": False} | {
+        name: option for name, option in options if not name.isupper()
+    }
+    for name in compile_options:
+        if name not in _LAUNCH_OPTIONS:
+            raise FxwrapError(f"a Triton kernel has no option '{name}', only {', '.join(_LAUNCH_OPTIONS)}")
+    return constants, compile_options
+
+
+@shared_cache(1024)
+def triton_jit_function(source: str, signature: tuple[str, ...], options: KernelOptions) -> Any:
+    """Returns the `JITFunction` of a kernel, shared by equal kernels."""
+    import_triton()
+    with triton_lock:
+        return load_jit_function(source)
+
+
+def load_jit_function(source: str) -> Any:
+    """Returns the kernel function of a new module with this source. Raises FxwrapError without one."""
+    function = getattr(load_module(source, MODULE_NAME), find_function_name(source), None)
+    if function is None:
+        raise FxwrapError("the source of a Triton kernel must define a function 'kernel' with @triton.jit")
+    return function
+
+
+def compile_triton_kernels(uses: Sequence[KernelUse], threads: int | None = None) -> list[FxwrapError | None]:
+    """Compiles kernels for their GPUs and loads them there, in parallel; returns the error or None of each.
+
+    Workers and up to `threads` threads of this process (by default one per processor) share the jobs; this process
+    finds the workers' binaries in Triton's cache. Prebuilt kernels are loaded at their first launch.
+    """
+    errors: list[FxwrapError | None] = [None] * len(uses)
+    pending = [position for position, use in enumerate(uses) if not _is_prebuilt(use)]
+    if not pending:
+        return errors
+    try:
+        target = import_triton().runtime.driver.active.get_current_target()  # not in a thread
+    except FxwrapError as missing:
+        return [missing if position in pending else None for position in range(len(uses))]
+    devices = {position: _index(uses[position].device) for position in pending}
+    jobs = {position: job for position in pending if (job := _job_if_any(uses[position], target)) is not None}
+    positions, by_workers = list(jobs), []
+
+    def finish(position: int, answer: str | None) -> None:
+        by_workers.extend([position] if answer is not None else [])
+        if answer:
+            errors[position] = KernelBuildError(f"Triton cannot compile it: {answer}")
+            return
+        try:
+            _compile(uses[position], devices[position])
+        except Exception as raised:  # noqa: BLE001  any error of Triton is the kernel's
+            errors[position] = _build_error(raised)
+
+    start = time.perf_counter()
+    for position in set(pending) - set(positions):
+        finish(position, None)
+    WORKER_POOL.run(
+        [*jobs.values()], lambda place, answer: finish(positions[place], answer), threads or os.cpu_count() or 1
+    )
+    seconds = time.perf_counter() - start
+    log.info("%d Triton kernels compiled in %.3f s, %d by other processes", len(pending), seconds, len(by_workers))
+    return errors
+
+
+def start_workers(device_type: str) -> None:
+    """Starts worker processes for GPU kernels, ahead of the kernels."""
+    if device_type != CUDA.device_type or not torch.cuda.is_available():
+        return
+    with suppress(FxwrapError):  # without Triton there are no kernels
+        if not import_triton().knobs.runtime.interpret:
+            WORKER_POOL.start()
+
+
+def _job_if_any(use: KernelUse, target: Any) -> dict[str, object] | None:
+    """Returns the job for a worker; None for a kernel that this process compiles or rejects itself."""
+    if not use.kernel.signature or import_triton().knobs.runtime.interpret:
+        return None
+    try:
+        return make_worker_job(use, target)
+    except (FxwrapError, LookupError, StopIteration, OSError):
+        return None
+
+
+def make_worker_job(use: KernelUse, target: Any) -> dict[str, object]:
+    """Returns the job of compiling a kernel for a Triton target, as JSON data; equivalent to `_compile`."""
+    constants, compile_options = split_launch_options(use.kernel.options)
+    arguments = [{"dtype": str(item).removeprefix("torch.")} if isinstance(item, torch.dtype) else item
+                 for item in warmup_arguments(use)]  # fmt: skip
+    environment = {name: text for name, text in os.environ.items() if name.startswith("TRITON")}
+    return {
+        "path": str(write_module(use.kernel.source, MODULE_NAME)),
+        "function": find_function_name(use.kernel.source),
+        "target": [target.backend, target.arch, target.warp_size],
+        "arguments": arguments,
+        "constants": constants,
+        "compile_options": compile_options,
+        "environment": {**environment, "TRITON_CACHE_DIR": str(import_triton().knobs.cache.dir)},
+    }
+
+
+def warmup_arguments(use: KernelUse) -> list[torch.dtype | Scalar]:
+    """Returns the arguments of Triton's `warmup`: dtypes for tensors, typical scalars."""
+    numbers = iter(use.numbers)
+    return [_DTYPES[entry.removeprefix("*")] if entry.startswith("*") else next(numbers)
+            for entry in use.kernel.signature]  # fmt: skip
+
+
+def _build_error(raised: Exception) -> FxwrapError:
+    if isinstance(raised, FxwrapError):
+        return raised
+    error = KernelBuildError(f"Triton cannot compile it: {type(raised).__name__}: {raised}")
+    error.__cause__ = raised
+    return error
+
+
+def _is_prebuilt(use: KernelUse) -> bool:
+    if use.device.type != CUDA.device_type or not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    major, minor = torch.cuda.get_device_capability(use.device)
+    return has_prebuilt_variant(use.kernel.symbol, 10 * major + minor)
+
+
+def _index(device: torch.device) -> int:
+    """Returns a device's index; other threads have their own current device."""
+    with torch.cuda.device(device):
+        return torch.cuda.current_device()
+
+
+def _compile(use: KernelUse, device: int) -> None:
+    kernel = use.kernel
+    function = triton_jit_function(kernel.source, kernel.signature, kernel.options)
+    if not isinstance(function, import_triton().JITFunction):
+        return  # TRITON_INTERPRET is set
+    if not kernel.signature:
+        return  # its argument types are unknown
+    constants, compile_options = split_launch_options(kernel.options)
+    with torch.cuda.device(device):
+        compiled = function.warmup(*warmup_arguments(use), grid=(1,), **constants, **compile_options)
+        if compiled is not None:
+            _ = compiled.run  # loads it; fails if the kernel exceeds the GPU's resources

@@ -1,0 +1,140 @@
+"""Patches of Triton's interpreter for generated kernels, active while one runs.
+
+The interpreter has no libdevice functions: torch's equivalents replace them. It loses the bool dtype of comparisons
+when it broadcasts scalars. In Triton 3.6 it converts loop bounds in a way that NumPy removed. Its reductions and scans
+combine elements one by one in Python; the patches combine whole slices.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from fxwrap.torch_compat import interpreter_tensor_patch
+
+_MODULE = "triton.language.extra.libdevice"
+
+_SAME_AS_TORCH = (
+    "hypot", "copysign", "nextafter", "atan2", "pow", "fmod", "trunc", "rsqrt", "exp", "exp2", "expm1", "log", "log2",
+    "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "asinh", "acosh", "atanh",
+    "erf", "erfc", "erfinv", "lgamma",
+)  # fmt: skip
+
+
+@cache
+def interpreter_patches() -> tuple[tuple[object, str, object], ...]:
+    """Returns owner, name and function of each patch."""
+    library = importlib.import_module(_MODULE)
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    functions: dict[str, Callable[..., torch.Tensor]] = {name: getattr(torch, name) for name in _SAME_AS_TORCH}
+    functions["rint"] = torch.round
+    return (
+        *[(library, name, _interpreted(function)) for name, function in functions.items()],
+        (interpreter.InterpreterBuilder, "create_splat", _splat),
+        interpreter_tensor_patch(_add_index_method),
+        (importlib.import_module("triton.language"), "device_assert", _require),
+        (interpreter.ReduceOps, "generic_reduce", _reduce),
+        (interpreter.ScanOps, "generic_scan", _scan),
+    )
+
+
+def _interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., object]:
+    """Wraps a torch function for the interpreter's tensors, which hold NumPy arrays; scalars get the tensor's dtype."""
+    language = importlib.import_module("triton.language")
+    handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
+
+    def call(*arguments: Any) -> Any:
+        first = next(item for item in arguments if isinstance(item, language.tensor))
+        example = torch.from_numpy(first.handle.data)
+        values = [
+            torch.from_numpy(item.handle.data) if isinstance(item, language.tensor) else torch.tensor(item).to(example)
+            for item in arguments
+        ]
+        result = function(*values).numpy()
+        scalar = first.type.scalar
+        blocks = [item.type for item in arguments if isinstance(item, language.tensor) and item.type.is_block()]
+        result_type = language.block_type(scalar, list(result.shape)) if blocks else scalar
+        return language.tensor(handle(result, scalar), result_type)
+
+    return call
+
+
+def _numpy() -> Any:
+    """Returns NumPy, which only the interpreter needs."""
+    return importlib.import_module("numpy")
+
+
+def _add_index_method(patch: Callable[..., None]) -> Callable[..., None]:
+    """Adds `__index__` to the interpreter's patches of tensors."""
+
+    def prepare(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return prepare
+
+
+def _require(condition: Any, message: str = "", mask: Any = None) -> None:
+    """Raises IndexError if the condition is false where the mask is true."""
+    failed = _numpy().logical_not(condition.handle.data)
+    if mask is not None:
+        failed = failed & mask.handle.data
+    if failed.any():
+        raise IndexError(message)
+
+
+def _splat(builder: Any, result: Any, scalar: Any) -> Any:
+    """Broadcasts a scalar to a block with the dtype of its data; the declared dtype of comparisons is wrong."""
+    handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
+    return handle(_numpy().full(result.shape, scalar.data.reshape(-1)[0], dtype=scalar.data.dtype), scalar.dtype.scalar)
+
+
+def _reduce(operations: Any, inputs: Any) -> Any:
+    """Reduces blocks along an axis by combining all pairs of neighbours at once."""
+    whole = operations.axis is None
+    inputs, axis = operations.unravel(inputs, operations.axis)
+    rank = inputs[0].handle.data.ndim
+    blocks = [item.handle.data for item in inputs]
+    while blocks[0].shape[axis] > 1:
+        left = [_slice(block, axis, 0, 2) for block in blocks]
+        right = [_slice(block, axis, 1, 2) for block in blocks]
+        blocks = _combine(operations, inputs, left, right)
+    if operations.keep_dims and whole:
+        blocks = [block.reshape((1,) * rank) for block in blocks]
+    elif not operations.keep_dims:
+        blocks = [block.squeeze(axis) for block in blocks]
+    results = [block if block.ndim else block.item() for block in blocks]
+    return [operations.to_tensor(block, item.dtype) for block, item in zip(results, inputs, strict=True)]
+
+
+def _scan(operations: Any, inputs: Any) -> Any:
+    """Scans blocks along an axis in steps of 1, 2, 4, ... elements, all elements at once."""
+    blocks = [item.handle.data for item in inputs]
+    size, step = blocks[0].shape[operations.axis], 1
+    while step < size:
+        earlier = [_numpy().roll(block, step, operations.axis) for block in blocks]
+        combined = _combine(operations, inputs, earlier, blocks)
+        blocks = [block.copy() for block in blocks]
+        for block, part in zip(blocks, combined, strict=True):
+            _slice(block, operations.axis, step, 1)[...] = _slice(part, operations.axis, step, 1)
+        step *= 2
+    return [operations.to_tensor(block, item.dtype) for block, item in zip(blocks, inputs, strict=True)]
+
+
+def _slice(block: Any, axis: int, start: int, step: int) -> Any:
+    return block[(slice(None),) * axis + (slice(start, None, step),)]
+
+
+def _combine(operations: Any, inputs: Any, left: list[Any], right: list[Any]) -> list[Any]:
+    """Applies the combining function of a reduction or scan to blocks of its left and right operands."""
+    tensors = [
+        operations.to_tensor(_numpy().ascontiguousarray(block), item.dtype)
+        for blocks in (left, right)
+        for block, item in zip(blocks, inputs, strict=True)
+    ]
+    results = operations.combine_fn.fn(*tensors)
+    return [item.handle.data for item in (results if isinstance(results, tuple) else (results,))]

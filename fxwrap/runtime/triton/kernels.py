@@ -1,0 +1,129 @@
+"""Launchers of Triton kernels: on a GPU, or in Triton's interpreter on the CPU.
+
+Triton reads `TRITON_INTERPRET` when a function is decorated, and decorates its library functions (`tl.sum`, ...) on
+import, possibly before fxwrap is imported. CPU kernels are therefore decorated and run in a scope that enables the
+interpreter and patches the library functions; one process can do both. With `TRITON_INTERPRET=1` set before the start,
+Triton interprets kernels on GPU tensors too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from fxwrap.devices import TRITON
+from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
+from fxwrap.runtime.triton.compile import (
+    import_triton,
+    load_jit_function,
+    split_launch_options,
+    triton_jit_function,
+    triton_lock,
+)
+from fxwrap.runtime.triton.interpreter import interpreter_patches
+from fxwrap.runtime.triton.launchers import make_launcher
+
+_LIBRARY = ("triton.language", "triton.language.standard", "triton.language.random", "triton.language.math")
+_CORE = "triton.language.core"
+
+
+def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelOptions) -> Callable[..., object]:
+    """Returns `launcher(grid, *tensors, *scalars)` of a source that defines a `@triton.jit` function.
+
+    Options in capitals are constant parameters; the others (num_warps, num_stages, num_ctas, maxnreg, enable_fp_fusion)
+    are compile options. Raises FxwrapError where Triton is missing, for a source without the function, and for an
+    unknown option.
+    """
+    constants, compile_options = split_launch_options(options)
+    import_triton()
+
+    @cache
+    def on_gpu() -> Any:
+        return triton_jit_function(source, signature, options)
+
+    @cache
+    def interpreted() -> Any:
+        with interpreter_mode():
+            return load_jit_function(source)
+
+    def launch_with_triton(grid: Sequence[int], *arguments: torch.Tensor | float) -> object:
+        if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
+            return on_gpu()[tuple(grid)](*arguments, **constants, **compile_options)
+        with interpreter_mode(), unwrap_interpreter_errors():
+            interpreted()[tuple(grid)](*arguments, **constants)
+        return None
+
+    return make_launcher(KernelText(TRITON.name, source, signature, options), constants, launch_with_triton)
+
+
+@contextmanager
+def unwrap_interpreter_errors() -> Iterator[None]:
+    """Raises the error of a kernel's assertion, which the interpreter wraps."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, IndexError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise IndexError(*cause.args) from None
+
+
+@contextmanager
+def interpreter_mode() -> Iterator[None]:
+    """Makes Triton interpret functions that are decorated or called in a `with` block."""
+    runtime = import_triton().knobs.runtime
+    with triton_lock, runtime.scope():
+        runtime.interpret = True
+        before = [(owner, dict(vars(owner))) for owner in _patched_owners()]
+        for owner, name, function in _interpreted_library():
+            setattr(owner, name, function)
+        try:
+            yield
+        finally:
+            for owner, contents in before:
+                _restore_attributes(owner, contents)
+
+
+@cache
+def _patched_owners() -> tuple[object, ...]:
+    """Returns the objects that the interpreter patches while a kernel runs; not all versions restore all of them."""
+    modules = [importlib.import_module(name) for name in (*_LIBRARY, _CORE)]
+    classes = [item for item in vars(modules[-1]).values() if isinstance(item, type) and item.__module__ == _CORE]
+    return (*modules, *classes, *dict.fromkeys([owner for owner, _, _ in interpreter_patches()]))
+
+
+def _restore_attributes(owner: object, contents: dict[str, object]) -> None:
+    for name, item in contents.items():
+        if vars(owner).get(name) is not item:
+            setattr(owner, name, item)
+
+
+@cache
+def _interpreted_library() -> tuple[tuple[object, str, object], ...]:
+    """Returns owner, name and interpreted form of Triton's library functions that are decorated for GPUs."""
+    compiled = import_triton().JITFunction
+    interpreted = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
+    modules = [importlib.import_module(name) for name in _LIBRARY]
+    patches: list[tuple[object, str, object]] = []
+    functions: dict[object, Callable[..., object]] = {}
+    for module in modules:
+        for name, item in vars(module).items():
+            if isinstance(item, compiled):
+                functions.setdefault(item, interpreted(item.fn))
+                patches.append((module, name, functions[item]))
+    tensor = modules[0].tensor
+    members = [(name, item) for name, item in vars(tensor).items() if isinstance(item, compiled)]
+    patches += [(tensor, name, _member(functions.get(item) or interpreted(item.fn))) for name, item in members]
+    return (*patches, *interpreter_patches())
+
+
+def _member(function: Callable[..., object]) -> Callable[..., object]:
+    """Returns a plain function, which binds to instances."""
+    return lambda *arguments, **keywords: function(*arguments, **keywords)

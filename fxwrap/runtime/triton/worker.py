@@ -1,0 +1,107 @@
+"""A worker process that compiles Triton kernels. It needs Triton and Python, but neither torch nor a GPU.
+
+Its argument is the id of the parent process. It writes a line when it is ready; then it reads jobs and writes answers
+as lines of JSON: {"error": ""} or an error text. The parent finds the binaries in Triton's cache on disk. The worker
+ends with its input or its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, TextIO
+
+
+class _TargetDriver:
+    """The driver interface that Triton needs to compile for a job's target."""
+
+    def __init__(self) -> None:
+        self.target: object = None
+
+    def get_current_target(self) -> object:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return repr(self.target)  # Triton caches by device
+
+    def get_current_stream(self, _device: str) -> int:
+        return 0
+
+
+@lru_cache(maxsize=64)
+def _element_type(name: str) -> object:
+    """Returns a stand-in for torch's dtype of this name; Triton only reads names."""
+
+    def text(_self: object) -> str:
+        return f"torch.{name}"
+
+    return type("dtype", (), {"__module__": "torch", "__str__": text, "__repr__": text})()
+
+
+@lru_cache(maxsize=256)
+def _function(path: str, name: str) -> Any:
+    """Returns a function of a module's file, under its name in the parent process."""
+    module = ModuleType(os.path.splitext(os.path.basename(path))[0])
+    module.__file__ = path
+    with open(path, encoding="utf-8") as file:
+        exec(compile(file.read(), path, "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__[name]
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    """Sets Triton's environment variables to the parent's current ones."""
+    for name in [name for name in os.environ if name.startswith("TRITON") and name not in variables]:
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _compile(job: dict[str, Any], driver_stub: _TargetDriver) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    _set_environment(job["environment"])
+    driver_stub.target = GPUTarget(*job["target"])
+    arguments = [_element_type(item["dtype"]) if isinstance(item, dict) else item for item in job["arguments"]]
+    _function(job["path"], job["function"]).warmup(*arguments, grid=(1,), **job["constants"], **job["compile_options"])
+
+
+def _watch(parent: int) -> None:
+    """Ends this process with its parent, even if another process keeps its pipes open."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(0)
+
+
+def _serve(jobs: TextIO, answers: TextIO) -> None:
+    from triton.runtime.cache import triton_key
+    from triton.runtime.driver import driver
+
+    driver_stub = _TargetDriver()
+    driver.set_active(driver_stub)
+    triton_key()  # hashes Triton's sources, once
+    answers.write("ready\n")
+    answers.flush()
+    for line in jobs:
+        error = ""
+        try:
+            _compile(json.loads(line), driver_stub)
+        except BaseException as raised:  # noqa: BLE001  the parent reports compiler errors
+            error = f"{type(raised).__name__}: {raised}"
+        answers.write(json.dumps({"error": error}) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Serves until the input ends. Triton's output goes to stderr: stdout is for answers."""
+    threading.Thread(target=_watch, args=(int(sys.argv[1]),), daemon=True).start()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    _serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""A pool of worker processes that compile Triton kernels.
+
+Triton's Python code holds the GIL, so threads alone do not scale. Workers start when a compile for a GPU begins, and
+import Triton while the graph is lowered; threads of this process compile too. Workers end with this process. Jobs and
+answers are lines of JSON. The job of a worker that dies is compiled by another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from fxwrap.errors import OptionError
+
+log = logging.getLogger("fxwrap.kernels")
+
+WORKERS_ENV = "FXWRAP_COMPILE_WORKERS"
+"""The environment variable with the number of workers; 0 for none."""
+
+_MAX_WORKERS = 8
+_WORKER_SCRIPT = Path(__file__).with_name("worker.py")
+_BOOTSTRAP = (
+    "import sys, runpy; program, path = sys.argv[1:3]; sys.argv[1:3] = []; "
+    "sys.path[:] = path.split(chr(10)); runpy.run_path(program, run_name='__main__')"
+)
+
+Job = Mapping[str, object]
+
+JobCallback = Callable[[int, "str | None"], None]
+"""`finish(position, answer)` receives the answer of a job: "", an error text, or None if it has no worker."""
+
+
+def worker_count(processors: int | None = None) -> int:
+    """Returns the maximal number of workers: the environment variable, else half the processors, at most 8.
+
+    0 below 4 processors (by default those of this process) and without a Python executable. Raises OptionError for an
+    invalid environment variable.
+    """
+    text = os.environ.get(WORKERS_ENV, "")
+    if text and not text.isdecimal():
+        raise OptionError(f"{WORKERS_ENV} must be a number of processes, or 0 for none, not {text!r}")
+    if not sys.executable:
+        return 0
+    if text:
+        return int(text)
+    processors = processors or _cpu_count()
+    return min(processors // 2, _MAX_WORKERS) if processors >= 4 else 0
+
+
+def _cpu_count() -> int:
+    with suppress(AttributeError, OSError):  # not on all systems
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class _Worker:
+    """A process and its pipes. It reports readiness once, then answers each job."""
+
+    def __init__(self) -> None:
+        path = "\n".join([os.path.abspath(item or ".") for item in sys.path])
+        command = [sys.executable, "-I", "-c", _BOOTSTRAP, str(_WORKER_SCRIPT), path, str(os.getpid())]
+        # Unbuffered: a forked process would write buffered data again.
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            start_new_session=True,
+        )  # fmt: skip
+        self.lock = threading.Lock()
+        self._is_ready = False
+
+    def is_ready(self) -> bool:
+        """Whether the process accepts jobs; also True for a dead one, which the first job detects."""
+        stdout = self.process.stdout
+        assert stdout is not None
+        if not self._is_ready and select.select([stdout], [], [], 0)[0]:
+            stdout.readline()
+            self._is_ready = True
+        return self._is_ready
+
+    def run(self, job: Job) -> str | None:
+        """Returns the error text of a job, "" on success, or None if the process died."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            line = memoryview((json.dumps(job) + "\n").encode())
+            while line:
+                line = line[stdin.write(line) or 0 :]
+            return str(json.loads(stdout.readline())["error"])
+        except (OSError, ValueError):
+            return None
+
+    def shutdown(self) -> None:
+        """Kills the process."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+
+class WorkerPool:
+    """The workers of this process. A forked process starts its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._workers: list[_Worker] = []
+
+    @property
+    def processes(self) -> list[int]:
+        """The ids of the worker processes."""
+        return [worker.process.pid for worker in self._workers]
+
+    def start(self) -> None:
+        """Starts workers up to `worker_count`, replacing dead ones, without waiting for them."""
+        count = worker_count()
+        with self._lock:
+            self._workers = [worker for worker in self._workers if worker.process.poll() is None]
+            try:
+                while len(self._workers) < count:
+                    self._workers.append(_Worker())
+            except OSError as error:
+                log.warning("cannot start a worker process for kernels: %s", error)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for all workers; returns whether they are ready."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not all(worker.is_ready() for worker in self._workers):
+            time.sleep(_POLL_SECONDS)
+        return all(worker.is_ready() for worker in self._workers)
+
+    def run(self, jobs: Sequence[Job], finish: JobCallback, threads: int) -> None:
+        """Distributes jobs among ready workers and `threads` threads of this process.
+
+        Calls `finish(position, answer)` for each job, from several threads: with the worker's answer, or with None
+        for a job of this process, which `finish` compiles itself.
+        """
+        waiting: SimpleQueue[int] = SimpleQueue()
+        for position in range(len(jobs)):
+            waiting.put(position)
+        with self._lock:
+            workers = [worker for worker in self._workers if worker.lock.acquire(blocking=False)]
+        count = max(1, min(threads, len(jobs)))
+        try:
+            with ThreadPoolExecutor(count + len(workers)) as pool:
+                own = [pool.submit(_run_jobs_in_process, waiting, finish) for _ in range(count)]
+                others = [pool.submit(_run_jobs_on_worker, worker, jobs, waiting, finish) for worker in workers]
+            died = [future.result() for future in others]
+            for future in own:
+                future.result()
+        finally:
+            for worker in workers:
+                worker.lock.release()
+        for worker, is_dead in zip(workers, died, strict=True):
+            if is_dead:
+                self._remove(worker)
+        _run_jobs_in_process(waiting, finish)  # jobs of dead workers
+
+    def _remove(self, worker: _Worker) -> None:
+        log.warning("a worker process for kernels died: %d", worker.process.pid)
+        with self._lock:
+            if worker in self._workers:
+                self._workers.remove(worker)
+        worker.shutdown()
+
+    def shutdown(self) -> None:
+        """Kills all workers."""
+        with self._lock:
+            workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.shutdown()
+
+    def reset_after_fork(self) -> None:
+        """Removes the parent's workers in a forked process."""
+        for worker in self._workers:
+            worker.process.returncode = 0  # not a child of this process
+        self._lock, self._workers = threading.Lock(), []
+
+
+_POLL_SECONDS = 0.01
+"""Seconds between checks of a worker's readiness."""
+
+
+def _run_jobs_in_process(waiting: SimpleQueue[int], finish: JobCallback) -> None:
+    while True:
+        try:
+            position = waiting.get_nowait()
+        except Empty:
+            return
+        finish(position, None)
+
+
+def _run_jobs_on_worker(worker: _Worker, jobs: Sequence[Job], waiting: SimpleQueue[int], finish: JobCallback) -> bool:
+    """Runs jobs on a worker until none is left; returns whether it died, after requeuing its job."""
+    while not worker.is_ready():
+        if waiting.empty():
+            return False
+        time.sleep(_POLL_SECONDS)
+    while True:
+        try:
+            position = waiting.get_nowait()
+        except Empty:
+            return False
+        answer = worker.run(jobs[position])
+        if answer is None:
+            waiting.put(position)
+            return True
+        finish(position, answer)
+
+
+WORKER_POOL = WorkerPool()
+atexit.register(WORKER_POOL.shutdown)
+os.register_at_fork(after_in_child=WORKER_POOL.reset_after_fork)

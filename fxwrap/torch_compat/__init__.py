@@ -1,0 +1,16 @@
+"""The gate to PyTorch's private API: no other module of fxwrap names a private part of torch.
+
+Each item states why the public API is not enough. All of them are tested on torch 2.11 and 2.13 unless they say
+otherwise.
+"""
+
+from fxwrap.torch_compat.allocation import *
+from fxwrap.torch_compat.dispatch import *
+from fxwrap.torch_compat.dynamo import *
+from fxwrap.torch_compat.fake_tensors import *
+from fxwrap.torch_compat.graphs import *
+from fxwrap.torch_compat.operators import *
+from fxwrap.torch_compat.streams import *
+from fxwrap.torch_compat.symbols import *
+from fxwrap.torch_compat.tensors import *
+from fxwrap.torch_compat.triton import *

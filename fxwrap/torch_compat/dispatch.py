@@ -1,0 +1,45 @@
+"""The dispatcher's thread-local state: autocast, grad mode, modes and functorch levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# Why: one check and one guard cover the autocast of all devices; the public ones take a device.
+DisableAutocast = torch._C._DisableAutocast
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+# Why: torch.no_grad as a context costs more than a small program.
+set_grad_enabled = torch._C._set_grad_enabled
+
+# Why: modes, functorch, functionalisation and tracing show in the included dispatch keys of the thread, which have no
+# public accessor.
+_PASSIVE_DISPATCH_KEYS: int = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+).raw_repr()
+_included_keys = torch._C._dispatch_tls_local_include_set
+_function_mode_count = torch._C._len_torch_function_stack
+
+
+def is_dispatch_intercepted() -> bool:
+    """Whether a mode, a functorch level or a tracer intercepts calls of operators.
+
+    torch.set_default_device is a mode too, but does not change calls that name their device.
+    """
+    if _included_keys().raw_repr() & ~_PASSIVE_DISPATCH_KEYS:
+        return True
+    if not _function_mode_count():
+        return False
+    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return not all(isinstance(mode, DeviceContext) for mode in modes)
+
+
+def is_vmapped() -> bool:
+    """Whether the innermost functorch level is torch.vmap's."""
+    level: Any = torch._C._functorch.peek_interpreter_stack()
+    return level is not None and level.key() == torch._C._functorch.TransformType.Vmap

@@ -1,0 +1,119 @@
+"""AOTAutograd and graphs of Dynamo.
+
+Why: backends of torch.compile that train have no public entry to AOTAutograd. Dynamo takes over a second to import,
+which programs that only run need not pay: all imports of it are inside functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch._guards import TracingContext
+
+CompiledCall: TypeAlias = Callable[..., Any]
+
+
+def aot_autograd(*, partition_fn: Callable[..., object], **compilers: object) -> CompiledCall:
+    """Returns the backend that traces forward and backward with AOTAutograd and compiles each graph.
+
+    `compilers` are AOTAutograd's own arguments; `partition_fn` splits the joint graph.
+    """
+    from torch._dynamo.backends.common import aot_autograd as make_backend
+    from torch._functorch import config
+
+    backend: CompiledCall = make_backend(partition_fn=partition_fn, **compilers)
+
+    def preserve_eager_rng(graph_module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> CompiledCall:
+        # Why: on GPUs the partitioner lets checkpointed operators draw from its own generators, so that CUDA graphs can
+        # capture them; these do not produce the numbers that eager draws.
+        with config.patch(graphsafe_rng_functionalization=False):
+            return cast("CompiledCall", backend(graph_module, example_inputs))
+
+    return preserve_eager_rng
+
+
+def min_cut_partitioner() -> Callable[..., object]:
+    """Returns torch's partitioner that saves as little as possible for the backward and recomputes the rest."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    partition: Callable[..., object] = min_cut_rematerialization_partition
+    return partition
+
+
+@dataclass(frozen=True)
+class AotGraphInfo:
+    """Facts of AOTAutograd about a graph's inputs and outputs, by position.
+
+    `static_inputs` of the forward or inference graph have the same address in each call; `donated_inputs` of the
+    backward may be reused. `saved_outputs` of the forward are read by the backward alone.
+    """
+
+    static_inputs: frozenset[int] = frozenset()
+    donated_inputs: frozenset[int] = frozenset()
+    saved_outputs: frozenset[int] = frozenset()
+
+
+def aot_graph_info(kind: str, outputs: int = 0) -> AotGraphInfo:
+    """Returns the facts about the "forward", "backward" or "inference" graph that AOTAutograd is compiling.
+
+    `outputs` is the number of outputs of the graph.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return AotGraphInfo()
+    donated = metadata.bw_donated_idxs if kind == "backward" else None
+    saved: frozenset[int] = frozenset()
+    if kind == "forward" and context is not None and context.output_strides is not None:
+        saved = frozenset(range(outputs)[metadata.tensors_saved_for_backwards_slice])
+    return AotGraphInfo(frozenset(metadata.static_input_indices or ()), frozenset(donated or ()), saved)
+
+
+def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
+    """Reports the output strides of the forward graph to AOTAutograd, None for outputs with their traced strides.
+
+    AOTAutograd compiles the backward for inputs with these strides.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None and not context.output_strides:
+        context.output_strides.extend(strides)
+
+
+# Why: AOTAutograd recognises functions that take their inputs in a list by an attribute without a public name.
+
+
+def boxed_call(entry: Callable[[list[object]], object]) -> CompiledCall:
+    """Returns a function that AOTAutograd calls with a list of inputs, which it may empty."""
+
+    def call(inputs: list[object]) -> object:
+        return entry(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def is_boxed_call(function: CompiledCall) -> bool:
+    """Whether a function takes its inputs in a list."""
+    return bool(getattr(function, "_boxed_call", False))
+
+
+def copy_dynamo_node(
+    graph: torch.fx.Graph, node: torch.fx.Node, copies: Mapping[torch.fx.Node, torch.fx.Node]
+) -> torch.fx.Node:
+    """Copies a node of a Dynamo graph into another graph, with the source that AOTAutograd reads of inputs."""
+    copied = graph.node_copy(node, copies.__getitem__)
+    if hasattr(node, "_dynamo_source"):
+        copied._dynamo_source = node._dynamo_source
+    return copied
+
+
+def copy_dynamo_module(graph_module: torch.fx.GraphModule, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """Returns a Dynamo module with another graph and all attributes that AOTAutograd reads."""
+    copied = torch.fx.GraphModule(graph_module, graph)
+    for name, value in vars(graph_module).items():
+        vars(copied).setdefault(name, value)
+    copied.meta = graph_module.meta
+    return copied

@@ -1,0 +1,108 @@
+"""Fake tensors and their modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+
+# Why: fake tensors carry the sizes of graphs; only the module path of the mode is private.
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._ops import OpOverload
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.torch_version import TorchVersion
+
+from fxwrap.torch_compat.symbols import isolate_pending_symbols
+
+
+def fresh_fake_mode() -> FakeTensorMode:
+    """Returns a fake mode with a new ShapeEnv."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def shape_env_of(mode: FakeTensorMode) -> ShapeEnv:
+    """Returns the ShapeEnv of a fake mode, or a new one for a mode without."""
+    return mode.shape_env if mode.shape_env is not None else ShapeEnv()
+
+
+def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """Returns a fake tensor on `device` with the sizes, strides, offset and storage of a meta tensor."""
+    return FakeTensor(mode, meta, device)
+
+
+def is_missing_fake_impl(error: BaseException) -> bool:
+    """Whether an operator failed on fake tensors because it has no fake implementation."""
+    return isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in str(error)
+
+
+def is_data_dependent_error(error: BaseException) -> bool:
+    """Whether an operator failed on fake tensors because its result depends on tensor contents."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode)
+
+
+@contextmanager
+def in_fake_mode(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Runs operators for their fake results alone, without queueing unbacked symbols; None changes nothing."""
+    if mode is None:
+        yield
+        return
+    with mode, isolate_pending_symbols(mode.shape_env):
+        yield
+
+
+@contextmanager
+def in_dispatched_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
+    """Runs operators on fake tensors, including composite ones with symbolic sizes, through torch's Python dispatcher.
+
+    Why: the Python dispatcher has no public switch. Tested on 2.13.
+    """
+    with in_fake_mode(mode), enable_python_dispatcher():
+        yield
+
+
+def without_fake_mode() -> AbstractContextManager[object]:
+    """Returns a context in which operators create real tensors, even inside a caller's fake mode."""
+    return unset_fake_temporarily()
+
+
+# Why: torch 2.11 gives indices and counts of `unique` and its variants the dtype of the input, and has no rule for
+# `_unique`, which then returns one element. Graphs traced with these rules lack conversions that they need. The table
+# has no public name and must be correct before Dynamo traces. Wrong on 2.11; right on 2.13, which stays as it is.
+
+
+def _correct_unique_fake_impls(rules: dict[OpOverload, Callable[..., Sequence[torch.Tensor]]]) -> None:
+    """Makes indices and counts int64, and gives `_unique` a data-dependent number of values."""
+    aten = torch.ops.aten
+
+    def with_int64(
+        rule: Callable[..., Sequence[torch.Tensor]], *arguments: object, **keywords: object
+    ) -> tuple[torch.Tensor, ...]:
+        values, *others = rule(*arguments, **keywords)
+        return (values, *[item.new_empty(item.shape, dtype=torch.int64) for item in others])
+
+    for operator in (aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default):
+        rules[operator] = partial(with_int64, rules[operator])
+    unique = rules[aten._unique2.default]
+
+    def without_counts(
+        mode: object, _operator: object, *arguments: object, **keywords: object
+    ) -> Sequence[torch.Tensor]:
+        return unique(mode, aten._unique2.default, *arguments, **keywords)[:2]
+
+    rules.setdefault(aten._unique.default, without_counts)
+
+
+if TorchVersion("2.13") > torch.__version__:
+    _correct_unique_fake_impls(op_implementations_dict)

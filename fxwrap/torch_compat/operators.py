@@ -1,0 +1,176 @@
+"""Operators: overloads, schemas, decompositions, aliases and side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._C import FunctionSchema as FunctionSchema
+from torch._decomp import get_decompositions as get_decompositions
+from torch._higher_order_ops.auto_functionalize import NotView, get_mutable_args, read_view_information_from_args
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._higher_order_ops.while_loop import while_loop_stack_output_op
+from torch._library.utils import is_impure
+
+# Why: the classes of a graph's call targets have no public name.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+
+# Why: these are the promotion rules of pointwise operators; torch.result_type implements only the default one.
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
+from torch._prims_common import elementwise_dtypes as elementwise_dtypes
+from torch.fx.node import has_side_effect
+
+while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
+"""The while loop that stacks the values of all iterations; torch.ops lacks it until its module is imported."""
+
+PROMOTION_KINDS = {kind.name: kind for kind in ELEMENTWISE_TYPE_PROMOTION_KIND}
+"""torch's promotion rules by name: DEFAULT, NO_OPMATH, INT_TO_FLOAT, ALWAYS_BOOL, COMPLEX_TO_FLOAT, BOOL_TO_LONG."""
+
+REQUIRED = object()
+"""The default of an argument that has none."""
+
+
+# Why: an overload's schema and the parts of its name have no public accessors.
+
+
+def torch_schema(overload: OpOverload) -> FunctionSchema:
+    """Returns the schema of an overload: names, types, defaults and alias sets of its arguments and returns."""
+    return overload._schema
+
+
+def operator_name(overload: OpOverload) -> str:
+    """Returns an overload's name without namespace and overload: "add" for `aten.add.Tensor`."""
+    return overload._opname
+
+
+def overload_name(overload: OpOverload) -> str:
+    """Returns the name of the overload alone: "Tensor" for `aten.add.Tensor`, "default" where it has none."""
+    return overload._overloadname
+
+
+def aten_schema(operator: str, overload: str) -> FunctionSchema | None:
+    """Returns the schema of ATen's `operator.overload` ("mul", "Tensor"), or None where torch has none."""
+    packet = getattr(torch.ops.aten, operator, None)
+    return getattr(getattr(packet, overload, None), "_schema", None)
+
+
+@lru_cache(maxsize=4096)
+def operator_overload(target: str) -> OpOverload:
+    """Returns the overload "namespace.name.overload".
+
+    Raises LookupError when torch has no such operator: the library that registers it was not imported.
+    """
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.rpartition(".")
+    operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    if not isinstance(operator, OpOverload):
+        raise LookupError(f"torch has no operator '{target}'; import the library that registers it first")
+    return operator
+
+
+@lru_cache(maxsize=4096)
+def out_argument_names(target: str) -> tuple[str, ...]:
+    """Returns the names of an operator's out arguments, in the order of its schema."""
+    return tuple(argument.name for argument in torch_schema(operator_overload(target)).arguments if argument.is_out)
+
+
+@lru_cache(maxsize=4096)
+def operator_arguments(target: str) -> Mapping[str, object] | None:
+    """Returns the default of each argument of an operator by name, in schema order; REQUIRED where it has none.
+
+    None when torch has no such operator.
+    """
+    try:
+        arguments = torch_schema(operator_overload(target)).arguments
+    except LookupError:
+        return None
+    return {item.name: item.default_value if item.has_default_value() else REQUIRED for item in arguments}
+
+
+@lru_cache(maxsize=4096)
+def return_aliases(operator: OpOverload) -> tuple[tuple[int, str] | None, ...]:
+    """Returns, for each result of an operator, the position and name of the mutated argument it aliases, or None."""
+    schema = torch_schema(operator)
+    mutated = {
+        frozenset(argument.alias_info.before_set): (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    sets = [frozenset(item.alias_info.before_set) if item.alias_info is not None else None for item in schema.returns]
+    return tuple([mutated.get(item) if item is not None else None for item in sets])
+
+
+def aliased_or_mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Returns the inputs of a node that its result may alias or that it mutates; all of them for unknown targets."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return node.all_input_nodes
+    inputs: list[torch.fx.Node] = []
+    for position, argument in enumerate(torch_schema(node.target).arguments):
+        if argument.alias_info is not None:
+            operand = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            torch.fx.map_arg(operand, inputs.append)
+    return inputs
+
+
+def operator_identity(overload: OpOverload) -> str:
+    """Returns the name of an operator; for operators outside torch, whose schema may change, also schema and tags."""
+    if overload.namespace in ("aten", "prims"):
+        return str(overload)
+    return f"{overload} {torch_schema(overload)} {sorted(map(str, overload.tags))}"
+
+
+def is_composite(overload: OpOverload) -> bool:
+    """Whether an operator has only a CompositeImplicitAutograd kernel: it decomposes, and may return its argument."""
+    return bool(overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def composite_decompositions() -> dict[OpOverload, Callable[..., object]]:
+    """Returns the decompositions of all composite operators (matmul, reshape, linear, ...).
+
+    torch.export preserves them unless its table has them; torch has no public list of them alone.
+    """
+    entries = torch.export.default_decompositions().items()  # type: ignore[no-untyped-call]
+    return {overload: function for overload, function in entries if is_composite(overload)}
+
+
+# Why: torch 2.11 looks up higher-order operators in another table than torch.fx.node.has_side_effect fills, so that
+# dead-code elimination deletes every launch of a Triton kernel.
+
+
+def declare_side_effect(operator: OpOverload | HigherOrderOperator) -> None:
+    """Makes dead-code elimination keep the calls of an operator."""
+    has_side_effect(operator)
+    if not is_impure(operator):
+        _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+def functionalized_views(
+    operator: OpOverload, arguments: Mapping[str, object], bases: Sequence[torch.Tensor]
+) -> dict[str, object]:
+    """Returns, by name, the view of a base that a functionalized operator receives for each mutated argument.
+
+    A view is (index of the base, fake view, or None for the base itself); a list argument has a list of views, an
+    absent one None. `arguments` are the keyword arguments of `auto_functionalized_v2`, `bases` their fake base tensors.
+
+    Why: the encoding of views in these arguments has no public description.
+    """
+    names, types = get_mutable_args(operator)
+    encoded = {name: item for name, item in arguments.items() if name != "_all_bases"}
+    views = read_view_information_from_args(names, types, encoded, list(bases))
+
+    def regenerate(info: Any) -> object:
+        if info is None:
+            return None
+        if isinstance(info, list):
+            return [regenerate(item) for item in info]
+        if isinstance(info, NotView):
+            return info.base_index, None
+        index = info.base_index
+        with bases[index].fake_mode:
+            return index, info.regenerate_view(bases)
+
+    return {name: regenerate(info) for name, info in views.items()}

@@ -1,0 +1,80 @@
+"""Tensors: nested structures, storages, views and functionalised tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+# Why: nested inputs and outputs are flattened as torch.compile flattens them; torch.utils.pytree is not public yet.
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def is_desugared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain: of no subclass but Parameter and FakeTensor."""
+    return type(tensor) in _PLAIN_CLASSES
+
+
+def storage_identity(tensor: torch.Tensor | torch.UntypedStorage) -> int:
+    """Returns a number that tensors share exactly when they share a storage.
+
+    Why: fake tensors have no data pointer, and the address of a StorageImpl has no public accessor.
+    """
+    storage = tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
+    return int(storage._cdata)
+
+
+def is_plain_view(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a (fake) view differs from its base by sizes, strides and offset alone.
+
+    False for views of another dtype, conjugate views and negative views.
+    """
+    return (
+        view.layout is torch.strided
+        and view.dtype == base.dtype
+        and view.is_conj() == base.is_conj()
+        and view.is_neg() == base.is_neg()
+    )
+
+
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view with the negative bit flipped, as `imag` of a conjugate has it. It has no public name."""
+    return torch._neg_view(tensor)
+
+
+def has_real_storage(tensor: torch.Tensor) -> bool:
+    """Whether the contents of a tensor are in its own memory: it is not meta and not functionalised."""
+    return tensor.data_ptr() != 0 or not (tensor.is_meta or torch._is_functional_tensor(tensor))
+
+
+# Why: an operator that mutates or aliases memory needs a kernel for functionalisation, which has no public API.
+
+
+def unwrap_functional_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the up-to-date tensor inside a functionalised one; any other tensor unchanged."""
+    if not torch._is_functional_tensor(tensor):
+        return tensor
+    torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
+    return torch._from_functional_tensor(tensor)
+
+
+def replace_functional_tensor(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Replaces the content of a functionalised tensor and of its base: the functional form of an in-place write."""
+    torch._functionalize_replace(tensor, content)
+    torch._functionalize_commit_update(tensor)
+    torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
+
+
+@contextmanager
+def exclude_functionalisation() -> Iterator[None]:
+    """Runs operators below functionalisation, as functionalisation itself does."""
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)):
+        yield

@@ -1,0 +1,96 @@
+"""torch's operator for Triton kernels and its side table of kernels and constant arguments.
+
+Why: the operator takes indices into a table that has no public name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch._higher_order_ops.triton_kernel_wrap import (
+    kernel_side_table,
+    triton_kernel_wrapper_functional,
+    triton_kernel_wrapper_mutation,
+)
+from torch._ops import HigherOrderOperator
+
+triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
+
+triton_launch_functional: HigherOrderOperator = triton_kernel_wrapper_functional
+"""The functionalised launch: it mutates copies of the mutated tensors and returns them."""
+
+
+def triton_kernel_index(kernel: object) -> int:
+    """Returns the index of a Triton kernel object in torch's table, adding a new one.
+
+    The index of a kernel with a content hash follows from the hash and is far above torch's own indices. An index that
+    outlives the table or the process then either finds the same kernel or raises.
+    """
+    content = getattr(kernel, "fxwrap_hash", None)
+    if content is None:
+        return kernel_side_table.add_kernel(kernel)
+    index = _content_index(content, type(kernel).__qualname__)
+    with kernel_side_table.lock:
+        kernel_side_table.id_to_kernel.setdefault(index, kernel)
+        kernel_side_table.kernel_to_id.setdefault(kernel, index)
+    return index
+
+
+def triton_kernel_at(index: int) -> Any:
+    """Returns the Triton kernel object at an index of torch's table."""
+    return kernel_side_table.get_kernel(index)
+
+
+def triton_constants_index(constants: tuple[tuple[str, int | float | bool | str], ...]) -> int:
+    """Returns the index of constant arguments in torch's table, which follows from them, adding new ones."""
+    index = _content_index(repr(constants))
+    kernel_side_table.constant_args.setdefault(index, dict(constants))
+    return index
+
+
+def add_triton_constants(constants: Mapping[str, object], kernel_hash: str | None = None) -> int:
+    """Adds constant arguments of any type to torch's table and returns their index.
+
+    The index of constants that belong to a kernel with a content hash follows from the hash.
+    """
+    if kernel_hash is None:
+        return kernel_side_table.add_constant_args(dict(constants))
+    index = _content_index("constants", kernel_hash)
+    kernel_side_table.constant_args.setdefault(index, dict(constants))
+    return index
+
+
+def triton_constants_at(index: int) -> dict[str, object]:
+    """Returns the constant arguments at an index of torch's table."""
+    return dict(kernel_side_table.get_constant_args(index))
+
+
+def interpreter_tensor_patch(
+    extend: Callable[[Callable[..., None]], Callable[..., None]],
+) -> tuple[object, str, object]:
+    """Returns owner, name and extended form of the function by which Triton's interpreter patches its tensors.
+
+    Why: the interpreter has no hook for it.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    return interpreter, "_patch_lang_tensor", extend(interpreter._patch_lang_tensor)
+
+
+def _content_index(*content: str) -> int:
+    return (1 << 60) + int(hashlib.sha256("\0".join(content).encode()).hexdigest()[:14], 16)
+
+
+def triton_mutated_arguments(
+    kernel: int, constants: int, arguments: Mapping[str, object], descriptors: Any
+) -> list[str]:
+    """Returns the names of the tensors that a Triton kernel writes, found by compiling it; all names if that fails.
+
+    `kernel` and `constants` are indices of torch's table, `descriptors` the operator's metadata of tensor descriptors.
+    Imported at first use because it needs Triton.
+    """
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
+
+    return list(get_mutated_tensors(kernel, constants, dict(arguments), descriptors))

@@ -1,0 +1,272 @@
+"""The command line: what it prints, what it writes, and what it says when it is asked for nonsense."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxwrap
+from fxwrap.cli import main
+from fxwrap.cli.coverage import coverage_table
+from fxwrap.cli.target import random_inputs
+from fxwrap.compile import DYNAMO_PASSES, EMISSION_STEPS, PROGRAM_STEPS
+from fxwrap.errors import CommandError
+from fxwrap.fx_passes import FX_PASSES, JOINT_GRAPH_PASSES, SOURCE_PASSES
+from fxwrap.lowering import NodeCoverage
+
+MODEL = """
+import torch
+from torch import nn
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (torch.randn(2, 4),)
+
+def with_inputs(x, index):
+    return torch.softmax(x, -1)[index]
+
+with_inputs.example_inputs = (torch.arange(12.0).view(3, 4), torch.tensor([0, 2]))
+
+class Layers:
+    @staticmethod
+    def double(x):
+        return x * 2
+
+def scale(x):
+    return x * 3
+
+def scale_example_inputs():
+    return {"x": torch.ones(2)}
+
+def nothing():
+    return torch.zeros(3) + 1
+
+def fails(x):
+    return x @ x
+
+fails.example_inputs = (torch.ones(2, 3),)
+number = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The path of a file with functions to compile."""
+    path = tmp_path / "model_for_command_line.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Runs a command line in this process; returns its exit code and what it wrote to stdout and stderr."""
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_has_examples() -> None:
+    environment = {**os.environ, "COLUMNS": "100"}
+    command = [sys.executable, "-m", "fxwrap", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    for text in ("MODULE:NAME", "FILE.pt2", "examples:", "python -m fxwrap compare", "exit codes:"):
+        assert text in done.stdout
+
+
+@pytest.mark.parametrize("command", ["show", "emit", "compare"])
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"python -m fxwrap {command} " in capsys.readouterr().out
+
+
+def test_show_prints_a_program_that_parses(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", f"{model}:make_model")
+    assert code == 0
+    program = fxwrap.verify(fxwrap.parse(out))
+    assert [kernel.name for kernel in program.kernels] == ["relu_0"]
+    assert "@aten.addmm.default" in out and "kernel.launch @relu_0" in out
+    assert "#" not in out.partition("\nkernel @")[0]  # lines say no origin unless they are asked to
+
+
+def test_show_prints_origins_and_stages(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", f"{model}:with_inputs", "--origins", "--stages")
+    assert code == 0
+    assert out.startswith("--- after lower\n")
+    assert "  # _softmax, index: aten._softmax, aten.index.Tensor" in out
+
+
+def test_coverage_lists_fused_operators_and_decline_reasons(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", f"{model}:make_model", "--training", "--coverage")
+    forward, backward = out.rstrip().split("\n\n")
+    assert code == 0
+    assert forward.splitlines() == [
+        "forward: 3 operators: 1 fused, 1 view, 1 call",
+        "  fused     1 x aten.relu.default",
+        "  view      1 x aten.t.default",
+        "  call      1 x aten.addmm.default  it has no lowering rule: addmm",
+    ]
+    assert backward.startswith("backward: ") and "  fused     1 x aten.threshold_backward.default" in backward
+
+
+def test_a_coverage_row_names_three_nodes_and_their_locations() -> None:
+    called = [NodeCoverage(f"sort_{number}", "aten.sort.default", "call", "no rule", "m.py:7") for number in range(4)]
+    numbers = [NodeCoverage("size", "aten.sym_size.int", "number")]
+    assert coverage_table("inference", [*called, *numbers]) == (
+        "inference: 4 operators: 0 fused, 0 view, 4 call\n"
+        "  call      4 x aten.sort.default  no rule: sort_0 (m.py:7), sort_1 (m.py:7), sort_2 (m.py:7), ...\n"
+    )
+
+
+def test_training_shows_forward_and_backward_and_one_can_be_chosen(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, both, _ = run(capsys, "show", f"{model}:make_model", "--training")
+    assert code == 0 and "program @forward" in both and "program @backward" in both
+    code, one, _ = run(capsys, "show", f"{model}:make_model", "--training", "--graph", "1")
+    assert code == 0 and "program @forward" not in one and "program @backward" in one
+    code, _, err = run(capsys, "show", f"{model}:make_model", "--training", "--graph", "2")
+    assert code == 2 and err == "fxwrap: unknown graph 2; known graphs: 0 (forward), 1 (backward)\n"
+
+
+@pytest.mark.parametrize(
+    ("emitter", "text"),
+    [
+        ("python", "def inference(arguments):"),
+        ("cpp", '#include "bridge.h"'),
+        ("fx", "def forward(self"),
+        ("interpreter", "program @inference("),
+    ],
+)
+def test_emit_prints_the_text_of_an_emitter(
+    emitter: str, text: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "emit", f"{model}:make_model", "--emitter", emitter)
+    assert code == 0 and text in out
+
+
+def test_emit_writes_files_atomically(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    code, out, _ = run(capsys, "emit", f"{model}:make_model", "-o", str(folder / "module.py"))
+    assert code == 0 and out == ""
+    compile((folder / "module.py").read_text(), "module.py", "exec")
+    assert [path.name for path in folder.iterdir()] == ["module.py"]
+    code, _, err = run(capsys, "emit", f"{model}:make_model", "--training", "-o", str(folder / "both.py"))
+    assert code == 2 and "select one with --graph: 0 (forward), 1 (backward)" in err
+    code, _, err = run(capsys, "emit", f"{model}:make_model", "-o", str(folder / "missing" / "module.py"))
+    assert code == 3 and "missing" in err
+    assert [path.name for path in folder.iterdir()] == ["module.py"]
+
+
+def test_compare_prints_the_table(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "compare", f"{model}:make_model", "--training", "--repeats", "1", "--emitter", "python")
+    assert code == 0
+    assert "Sequential: 2 graphs" in out and "all emitters agree with eager" in out and "cpp" not in out
+
+
+def test_compare_exits_with_1_on_disagreement(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # Nothing is within a negative tolerance.
+    code, out, _ = run(
+        capsys, "compare", f"{model}:make_model", "--repeats", "0", "--emitter", "python", "--tolerance", "-1"
+    )
+    assert code == 1 and "the emitters do not agree with eager:" in out
+
+
+def test_an_exported_program_is_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "exported.pt2"
+    torch.export.save(torch.export.export(torch.nn.Linear(4, 3), (torch.randn(2, 4),)), path)
+    code, out, _ = run(capsys, "show", str(path))
+    assert code == 0 and "aten.addmm" in out and "constant %" in out
+    code, out, _ = run(capsys, "compare", str(path), "--repeats", "0", "--emitter", "python")
+    assert code == 0 and "all emitters agree" in out
+
+
+def test_command_line_inputs_take_precedence(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", f"{model}:with_inputs", "--inputs", "f64[8, 5 | 1, 8], i64[6]")
+    assert code == 0 and "f64[8, 5 | 1, 8]" in out and "i64[6]" in out
+
+
+def test_inputs_beside_a_function_members_and_functions_of_nothing(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "f32[2]" in run(capsys, "show", f"{model}:scale")[1]
+    assert "f32[3]" in run(capsys, "show", f"{model}:Layers.double", "--inputs", "f32[3]")[1]
+    assert "f32[3]" in run(capsys, "show", f"{model}:nothing")[1]
+
+
+def test_a_module_by_name(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(Path(model).parent)
+    code, out, _ = run(capsys, "show", f"{Path(model).stem}:make_model")
+    assert code == 0 and "aten.relu" in out
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("{model}:absent", "has no 'absent'; it has torch, nn, make_model, with_inputs"),
+        ("{model}:number", "is an object of type int; name a function, a module or a factory"),
+        ("{model}:Layers.double", "'{model}:Layers.double' has no example inputs; pass --inputs"),
+        ("{model}", "is not MODULE:NAME, FILE.py:NAME or FILE.pt2"),
+        ("no_such_module:f", "'no_such_module' cannot be imported: ModuleNotFoundError"),
+        ("no_such_file.py:f", "file 'no_such_file.py' does not exist"),
+        ("no_such_file.pt2", "file 'no_such_file.pt2' does not exist"),
+    ],
+)
+def test_missing_targets_are_named(target: str, message: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "show", target.format(model=model))
+    assert code == 2 and out == ""
+    assert err.startswith("fxwrap: ") and message.format(model=model) in err
+
+
+def test_a_function_that_fails_is_reported(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "show", f"{model}:fails")
+    assert code == 3 and err.startswith("fxwrap: ") and "Traceback" not in err
+    code, _, err = run(capsys, "compare", f"{model}:fails")
+    assert code == 3 and err.startswith("fxwrap: CompareError: the function fails in eager mode: RuntimeError")
+
+
+def test_a_broken_exported_program_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.pt2"
+    path.write_bytes(b"not a program")
+    code, _, err = run(capsys, "show", str(path))
+    assert code == 2 and f"'{path}' is not an exported program that this torch can load" in err
+
+
+def test_random_inputs_have_the_types_asked_for() -> None:
+    real, index, flag, number, half, turned = random_inputs(
+        "f32[4, 8], i64[2]@cpu, bool[3], c64[2], bf16[5], f32[2, 3 | 1, 2]", seed=0
+    )
+    assert real.shape == (4, 8) and real.dtype == torch.float32 and real.std() > 0.5
+    assert index.dtype == torch.int64 and int(index.min()) >= 0 and int(index.max()) < 8
+    assert flag.dtype == torch.bool and number.dtype == torch.complex64 and half.dtype == torch.bfloat16
+    assert turned.stride() == (1, 2)
+    assert random_inputs("int, float, bool", seed=0) == (2, 0.5, True)
+    assert torch.equal(random_inputs("f32[3]", seed=7)[0], random_inputs("f32[3]", seed=7)[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("f31[4]", "is not a list of types such as .*: unknown dtype 'f31'"),
+        ("f32[4", "is not a list of types"),
+        ("f32[s0]", "takes sizes that are numbers"),
+        ("token", "takes tensors and numbers"),
+    ],
+)
+def test_wrong_types_of_inputs_are_named(text: str, message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        random_inputs(text, seed=0)
+
+
+def test_passes_lists_every_step_with_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "passes")
+    steps = [*DYNAMO_PASSES, *JOINT_GRAPH_PASSES, *SOURCE_PASSES, *FX_PASSES, *PROGRAM_STEPS, *EMISSION_STEPS]
+    assert code == 0 and {line.split()[0] for line in out.splitlines()} >= {step.name for step in steps}
+    (combo,) = [line for line in out.splitlines() if line.split()[0] == "combo_kernels"]
+    assert combo.endswith("(horizontal fusion) [combo_kernels]")

@@ -1,0 +1,319 @@
+"""PyTorch programs beyond computing: state, aliasing, mutation, odd types, the backend by name, memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxwrap
+from fxwrap import Program
+from fxwrap.compare import CapturedGraph, CompiledFunction, capture, copy_inputs, peak_bytes
+from fxwrap.compile import emit
+from fxwrap.errors import OptionError
+from fxwrap.fx_passes.foreach import foreach_decompositions
+from fxwrap.lines import ExternCall
+from fxwrap.options import EMITTERS, MODES
+from fxwrap.testing import assert_emitters_agree
+from fxwrap.wrapper_ir import Ownership, TensorType, Value
+from fxwrap.wrapper_ir.analyses import live_bytes
+from tests.support.models import MODELS
+
+REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+# --- state ----------------------------------------------------------------------------------------------------------
+
+
+class TiedWeights(nn.Module):
+    """An embedding whose weight is also the output layer's, and whose padding gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, padding_idx=3)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+def test_running_statistics_are_updated_in_place() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
+    report = assert_emitters_agree(model, (torch.randn(2, 3, 8, 8),), training=True)
+    assert report.graphs == 2
+    with torch.no_grad():
+        before = model[1].running_mean.clone()
+        torch.compile(model, backend="fxwrap")(torch.randn(2, 3, 8, 8))
+    assert not torch.equal(model[1].running_mean, before) and int(model[1].num_batches_tracked) == 1
+
+
+def test_tied_weights_get_one_gradient_and_padding_none() -> None:
+    assert_emitters_agree(TiedWeights(), (torch.tensor([[1, 3, 5], [3, 3, 7]]),), training=True)
+    embedding = nn.Embedding(16, 8, padding_idx=3)
+    torch.compile(embedding, backend="fxwrap")(torch.tensor([1, 3])).sum().backward()
+    assert embedding.weight.grad[1].all() and not embedding.weight.grad[3].any()
+
+
+def test_dropout_matches_eager_random_numbers() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32), nn.Dropout(0.1)).train()
+    assert_emitters_agree(model, (torch.randn(8, 32),), training=True)
+    assert_emitters_agree(lambda x: (torch.rand_like(x), torch.randint(9, (4,)), torch.bernoulli(x)), (torch.rand(5),))
+
+
+# --- outputs, aliasing, mutation ------------------------------------------------------------------------------------
+
+
+def _mutated_view(x: Tensor) -> Tensor:
+    row = x[1]
+    row.mul_(2)
+    return x.sum(0) + row
+
+
+def _mutated_through_a_view_of_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    part = x.t()[1:]
+    part.copy_(part + 1)
+    return part, x + 1
+
+
+def _scattered(x: Tensor, index: Tensor) -> Tensor:
+    x.index_add_(0, index, torch.ones(len(index), x.shape[1]))
+    x[index] = 5.0
+    return x.scatter(1, index[:, None], 2.0)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "output_is_an_input": (lambda x: (x, x + 1), (torch.randn(3),)),
+    "output_is_a_view_of_an_input": (lambda x: (x[1:], x.t() * 2), (torch.randn(3, 4),)),
+    "output_is_a_view_of_another": (lambda x: (y := x + 1, y.t(), y[0]), (torch.randn(3, 4),)),
+    "view_without_its_base": (lambda x: (x + 1)[1:, ::2], (torch.randn(4, 6),)),
+    "output_twice": (lambda x: (y := x + 1, y, [y]), (torch.randn(3),)),
+    "none_and_numbers": (lambda x: {"a": None, "b": 3, "c": x + 1, "d": (x.shape[0], 1.5, True)}, (torch.randn(3),)),
+    "split_and_unbind": (lambda x: (*x.split(2), *(x * 2).unbind(1)), (torch.randn(5, 3),)),
+    "mutated_input": (lambda x: x.add_(1), (torch.randn(3),)),
+    "mutated_view": (_mutated_view, (torch.randn(3, 4),)),
+    "mutated_view_of_a_view": (_mutated_through_a_view_of_a_view, (torch.randn(3, 4),)),
+    "mutated_and_read": (lambda x, y: (x.mul_(y), y.add_(x), x - y)[2], (torch.randn(3), torch.randn(3))),
+    "scattered_input": (_scattered, (torch.zeros(4, 3), torch.tensor([0, 2]))),
+    "zero_size": (lambda x: (x + 1, x.sum(0), torch.cat([x, x]), x @ x.t()), (torch.randn(0, 4),)),
+    "scalar_tensors": (lambda x: (x.sum(), x.sum() * 2, x.max(0)), (torch.randn(3),)),
+    "factories": (lambda x: (torch.arange(5), torch.full((2,), 7), torch.ones(2, 3) * x), (torch.randn(3),)),
+    "channels_last": (lambda x: nn.functional.relu(x) + 1, (torch.randn(2, 4, 4, 3).permute(0, 3, 1, 2),)),
+    "expanded_input": (lambda x: (x + 1, x.contiguous(), x.reshape(-1)), (torch.randn(3, 1).expand(3, 4),)),
+    "multiple_results": (lambda x: (*torch.topk(x, 2), *torch.sort(x), *torch.linalg.qr(x)), (torch.randn(4, 4),)),
+    "int64": (lambda x: (x * 3 + 2**40, x // 3, x % 3, x << 2, x.sum()), (torch.arange(-5, 5),)),
+    "bool": (lambda x: (x & ~x.flip(0), x.any(), x.sum(), torch.where(x, 1, 2)), (torch.tensor([True, False, True]),)),
+    "complex64": (
+        lambda x: (x * (1 + 2j), x.conj() * x, x.abs(), torch.view_as_real(x) * 2),
+        (torch.randn(4, dtype=torch.complex64),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_behave_as_in_eager_mode(name: str) -> None:
+    function, inputs = FUNCTIONS[name]
+    assert_emitters_agree(function, inputs)
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+def test_floating_dtypes_forward_and_backward(dtype: torch.dtype) -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.softmax(x @ y, -1) * 3 + x.exp().sum()
+
+    inputs = (torch.randn(4, 4, dtype=dtype, requires_grad=True), torch.randn(4, 4, dtype=dtype, requires_grad=True))
+    assert_emitters_agree(function, inputs, training=True)
+
+
+def test_complex_gradients() -> None:
+    inputs = (torch.randn(4, dtype=torch.complex64, requires_grad=True),)
+    assert_emitters_agree(lambda x: (x * (2 - 1j)).abs() + x.real, inputs, training=True)
+
+
+def test_one_dynamic_program_covers_every_size() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor, int]:
+        return x.reshape(-1, x.shape[1] // 2) * x.shape[0], x.mean(0), x.shape[1] + 1
+
+    subject = CompiledFunction(function, fxwrap.Options(), dynamic=True)
+    for emitter in EMITTERS:
+        for sizes in ((4, 6), (5, 10), (7, 8)):
+            x = torch.randn(sizes)
+            torch.testing.assert_close(subject.call(emitter)(x), function(x))
+    assert len(subject.graphs) == 1
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_graph_without_operators_returns_its_inputs(emitter: str) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((x, None, 3))
+    module = torch.fx.GraphModule({}, graph)
+    inputs = torch.randn(3)
+    compiled = fxwrap.compile_graph(module, [inputs], options=fxwrap.Options(emitter=emitter))
+    outputs = compiled(inputs)
+    assert outputs[0] is inputs and tuple(outputs[1:]) == (None, 3)
+    empty = torch.fx.Graph()
+    empty.output(())
+    nothing = fxwrap.compile_graph(torch.fx.GraphModule({}, empty), [], options=fxwrap.Options(emitter=emitter))
+    assert tuple(nothing()) == ()
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_backward_runs_twice_when_the_graph_is_retained(emitter: str, fresh_dynamo: None) -> None:
+    x = torch.randn(4, requires_grad=True)
+    compiled = torch.compile(lambda x: (x.exp() * x).sum(), backend="fxwrap", options={"emitter": emitter})
+    loss = compiled(x)
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    loss.backward()
+    assert torch.equal(x.grad, 2 * first)
+    torch.testing.assert_close(first, (x.exp() * (x + 1)).detach())
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+# --- the backend by name, its options -------------------------------------------------------------------------------
+
+
+def test_the_backend_is_found_by_name_without_an_import() -> None:
+    code = (
+        "import sys, torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "assert 'fxwrap' not in sys.modules\n"
+        "compiled, x = torch.compile(model, backend='fxwrap'), torch.randn(2, 4)\n"
+        "compiled(x).sum().backward()\n"
+        "torch.testing.assert_close(compiled(x), model(x))\n"
+        "assert 'fxwrap' in sys.modules and model.weight.grad is not None\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_each_emitter_trains_through_the_backend(emitter: str, fresh_dynamo: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    model(x).square().sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    torch.compile(model, backend="fxwrap", options={"emitter": emitter})(x).square().sum().backward()
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_of_torch_compile_is_accepted(mode: str, fresh_dynamo: None) -> None:
+    x = torch.randn(3)
+    assert torch.equal(torch.compile(torch.neg, backend="fxwrap", mode=mode)(x), -x)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"mode": "fast"}, "unknown mode 'fast'; known modes: default, reduce-overhead, max-autotune"),
+        ({"options": {"emiter": "cpp"}}, "unknown option 'emiter' \\(did you mean 'emitter'.* emitter, check_"),
+        ({"options": {"emitter": "rust"}}, "option 'emitter' takes 'python', 'cpp', 'fx' or 'interpreter', not 'rust'"),
+        ({"options": {"verify": 3}}, "option 'verify' takes a bool, not 3"),
+    ],
+)  # fmt: skip
+def test_unknown_modes_and_options_are_rejected(keywords: dict[str, Any], message: str, fresh_dynamo: None) -> None:
+    with pytest.raises(Exception, match=message) as raised:
+        torch.compile(torch.sin, backend="fxwrap", **keywords)(torch.randn(3))
+    causes = [raised.value, raised.value.__cause__, getattr(raised.value, "inner_exception", None)]
+    assert any(isinstance(cause, OptionError) for cause in causes)
+
+
+def test_options_reach_the_backward_that_is_compiled_later(fresh_dynamo: None) -> None:
+    seen: list[str] = []
+
+    def record(program: Program) -> Program:
+        seen.append(program.name)
+        return program
+
+    x = torch.randn(3, 4, requires_grad=True)
+    compiled = torch.compile(lambda x: x.exp().sum(), backend="fxwrap", options={"passes": (record,)}, dynamic=True)
+    loss = compiled(x)
+    loss.backward()
+    assert seen == ["forward", "backward"]
+
+
+# --- decompositions -------------------------------------------------------------------------------------------------
+
+DECOMPOSED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "aten.native_dropout_backward.default": (lambda x: nn.functional.dropout(x, 0.3), (torch.randn(6, 5),)),
+    "aten.silu_backward.default": (nn.functional.silu, (torch.randn(6, 5),)),
+    "aten.rsub.Scalar": (lambda x: 3 - x * x, (torch.randn(6, 5),)),
+    "aten.rsub.Tensor": (lambda x, y: torch.rsub(x, y, alpha=2), (torch.randn(6, 5), torch.randn(5))),
+}
+
+
+def test_every_decomposition_has_a_case() -> None:
+    """Operators on lists of tensors have theirs in `lowering/test_foreach.py`."""
+    on_lists = set(map(str, foreach_decompositions()))
+    assert {str(overload) for overload in fxwrap.default_decompositions()} == set(DECOMPOSED) | on_lists
+
+
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_gradients_of_decompositions_match_eager(name: str) -> None:
+    function, tensors = DECOMPOSED[name]
+    inputs = tuple(tensor.clone().requires_grad_() for tensor in tensors)
+    assert_emitters_agree(function, inputs, training=True)
+    preserved = capture(function, inputs, training=True, options={"preserve_ops": frozenset({name})})
+    assert name in _targets(preserved)  # else the case would not test this operator
+    assert name not in _targets(capture(function, inputs, training=True))
+
+
+def _targets(graphs: tuple[CapturedGraph, ...]) -> set[str]:
+    return {line.target for graph in graphs for line in graph.compiled.program.lines() if isinstance(line, ExternCall)}
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _tensor(value: Value, generator: torch.Generator) -> Tensor:
+    """A tensor of an input's type; integers are token numbers that every table has."""
+    type_ = value.type
+    assert isinstance(type_, TensorType)
+    sizes = [int(size) for size in type_.sizes]
+    result = torch.empty_strided(sizes, [int(stride) for stride in type_.strides], dtype=type_.dtype)
+    if type_.dtype.is_floating_point:
+        return result.copy_(torch.rand(sizes, generator=generator))
+    return result.copy_(torch.randint(0, 2, sizes, generator=generator))
+
+
+@cache
+def _deep_programs(training: bool) -> dict[str, Program]:
+    """The programs of a model with some layers, by kind, captured once for all emitters."""
+    case = MODELS["gpt2"]
+    model = case.build(seed=0, dropout=True, layers=3).train(training)
+    graphs = capture(model, case.inputs(seed=1, training=training), training=training)
+    return {graph.name: graph.compiled.program for graph in graphs}
+
+
+@pytest.mark.parametrize("kind", ["inference", "forward", "backward"])
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_peak_memory_is_bounded_by_live_bytes(kind: str, emitter: str) -> None:
+    """Emitted code holds the memory that the program declares, and a backward releases its activations.
+
+    The inputs of a backward are allocated while memory is counted and belong to the boxed entry alone.
+    """
+    program, owns_inputs = _deep_programs(kind != "inference")[kind], kind == "backward"
+    bound = live_bytes(program, include_inputs=owns_inputs, include_constants=False).peak
+    generator = torch.Generator().manual_seed(0)
+    arguments = [_tensor(item.value, generator) for item in program.inputs if isinstance(item.value, Value)]
+    entry = emit(program, emitter).boxed
+
+    def run(inputs: list[Tensor]) -> Any:
+        with torch.no_grad():
+            return entry(copy_inputs(inputs) if owns_inputs else inputs)
+
+    measured = peak_bytes(lambda: list(arguments), run)
+    assert abs(measured - bound) <= 0.02 * bound, f"{measured} bytes were live, the program says {bound}"
+    if owns_inputs:
+        released = [item for item in program.inputs if item.ownership in (Ownership.SHARED, Ownership.OWNED)]
+        assert len(released) > len(program.inputs) // 4

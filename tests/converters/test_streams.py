@@ -1,0 +1,190 @@
+"""Guards, streams and events in every emitter, in the order of the program's lines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.fx import Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.converters.emission import emit
+from fxwrap.errors import FxImportError, UnsupportedError
+from fxwrap.options import EMITTERS
+from fxwrap.passes.device_guards import insert_device_guards
+from fxwrap.runtime import library
+from fxwrap.wrapper_ir import canonicalize_program
+from tests.support.stream_log import StreamLog
+
+TEXT = """
+program @p(%x: borrowed f32[4]@cpu) {
+  %t = extern.call @aten.sin.default(%x) : f32[4]@cpu
+  device.enter() device="cpu"
+  %begun = device.record() device="cpu" event=7 : opaque<Event>
+  device.exit() device="cpu"
+  device.wait(%begun) device="cpu" stream=1
+  %b = memory.alloc() stream=1 : f32[4]@cpu
+  extern.call @aten.exp.out(%t) outs=(%b) stream=1
+  %c = extern.call @aten.neg.default(%b) stream=1 : f32[4]@cpu
+  memory.free(%b) stream=1
+  memory.free(%t) stream=1
+  %unused = device.record() device="cpu" stream=1 : opaque<Event>
+  memory.free(%unused)
+  %done = device.record() device="cpu" stream=1 : opaque<Event>
+  device.wait(%done) device="cpu"
+  %y = extern.call @aten.add.Tensor(%c, %x) : f32[4]@cpu
+  memory.free(%c)
+  control.return(%y)
+}
+"""
+GUARDS = ["enter cpu", "leave cpu", "enter 1", "leave 1"]
+DONE = [
+    "enter cpu", "record 0 as 7", "leave cpu", "wait 1 for 0", "enter 1", "leave 1", "keep for 1", "record 1",
+    "record 1", "wait 0 for 1", "keep for 0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def stream_log() -> Iterator[StreamLog]:
+    log = StreamLog()
+    with log.registered():
+        yield log
+
+
+def expected(x: torch.Tensor) -> torch.Tensor:
+    return x + -x.sin().exp()
+
+
+@pytest.mark.parametrize("emitter", ["interpreter", *EMITTERS])
+def test_emitters_preserve_line_order(emitter: str, stream_log: StreamLog) -> None:
+    program = insert_device_guards(fxwrap.verify(fxwrap.parse(TEXT)))
+    # emitted C++ makes devices and streams current through torch's own guards
+    wanted = [item for item in DONE if emitter != "cpp" or item not in GUARDS]
+    x = torch.rand(4)
+    run = emit(program, emitter)
+    for _ in range(2):
+        stream_log.done.clear()
+        torch.testing.assert_close(run(x)[0], expected(x))
+        assert stream_log.done == wanted
+
+
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "fx"])
+def test_an_unguarded_line_gets_its_own_guard(emitter: str, stream_log: StreamLog) -> None:
+    x = torch.rand(4)
+    torch.testing.assert_close(emit(fxwrap.parse(TEXT), emitter)(x)[0], expected(x))
+    assert stream_log.done.count("enter 1") == 3
+    assert [item for item in stream_log.done if item not in GUARDS[2:]] == [i for i in DONE if i not in GUARDS[2:]]
+
+
+FAILS = """
+program @p(%x: borrowed f32[4]@cpu, %y: borrowed f32[3]@cpu) {
+  %begun = device.record() device="cpu" : opaque<Event>
+  device.wait(%begun) device="cpu" stream=1
+  device.enter() device="cpu" stream=1
+  %z = extern.call @aten.bitwise_not.default(%x) stream=1 : f32[4]@cpu
+  device.exit() device="cpu" stream=1
+  %done = device.record() device="cpu" stream=1 : opaque<Event>
+  device.wait(%done) device="cpu"
+  control.return(%z)
+}
+"""
+
+
+@pytest.mark.parametrize("emitter", ["interpreter", *EMITTERS])
+def test_an_error_leaves_no_device_current(emitter: str, stream_log: StreamLog) -> None:
+    run = emit(fxwrap.verify(fxwrap.parse(FAILS)), emitter)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="bitwise_not"):
+            run(torch.rand(4), torch.rand(3))
+        guards = [item for item in stream_log.done if "1" in item and ("enter" in item or "leave" in item)]
+        assert guards == ([] if emitter == "cpp" else ["enter 1", "leave 1"])
+        assert not library._DEVICE_GUARDS.guards
+        stream_log.done.clear()
+
+
+def test_python_has_with_blocks_that_may_be_empty() -> None:
+    text = """
+program @p(%x: borrowed f32[4]@cuda:0) {
+  device.enter() device="cuda:1"
+  note.comment() text="nothing here"
+  device.exit() device="cuda:1"
+  device.enter() device="cuda:0" stream=2
+  %a = memory.view(%x) : f32[2, 2]@cuda:0
+  device.exit() device="cuda:0" stream=2
+  control.return(%a)
+}
+"""
+    source = fxwrap.to_python(fxwrap.parse(text)).source
+    assert "on_cuda_0_stream_2 = devices.device_context('cuda:0', 2)\n" in source
+    assert "on_cuda_1 = devices.device_context('cuda:1')\n" in source
+    body = source.partition("arguments.clear()\n")[2]
+    assert body.startswith("    with on_cuda_1():\n        # nothing here\n        pass\n    with on_cuda_0_")
+    assert "\n        a = x.view((2, 2))\n    return (a,)\n" in body
+
+
+# --- graphs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_with_streams_round_trips(stream_log: StreamLog) -> None:
+    program = insert_device_guards(fxwrap.verify(fxwrap.parse(TEXT)))
+    graph = fxwrap.to_fx(program).graph_module
+    graph.graph.lint()
+    assert canonicalize_program(fxwrap.from_fx(graph)) == canonicalize_program(program)
+    copied = copy.deepcopy(graph)
+    assert not copied.graph.eliminate_dead_code()
+    for node in copied.graph.nodes:
+        node.meta.pop("fxwrap_line", None)
+    assert canonicalize_program(fxwrap.from_fx(copied)) == canonicalize_program(program)
+
+
+def test_a_graph_without_guards_is_imported_with_guards() -> None:
+    program = fxwrap.verify(fxwrap.parse(TEXT))
+    again = fxwrap.from_fx(fxwrap.to_fx(program))
+    assert again != program
+    plain = [line for line in again.body.lines if not (line.bracket[1] and getattr(line, "stream", 0))]
+    assert canonicalize_program(again.replace(body=again.body.__class__((), tuple(plain)))) == canonicalize_program(
+        program
+    )
+
+
+def test_a_graph_is_run_and_traced_node_by_node(stream_log: StreamLog) -> None:
+    program = insert_device_guards(fxwrap.parse(TEXT))
+    graph, x = fxwrap.to_fx(program).graph_module, torch.rand(4)
+    torch.testing.assert_close(Interpreter(graph).run(x)[0], expected(x))
+    assert stream_log.done == DONE
+    stream_log.done.clear()
+    traced = make_fx(graph, tracing_mode="fake")(x)
+    assert stream_log.done == []
+    torch.testing.assert_close(traced(x)[0], expected(x))
+    assert stream_log.done == DONE
+    again = canonicalize_program(fxwrap.from_fx(traced))
+    assert again.body == canonicalize_program(program).body
+
+
+def test_a_moved_node_gets_the_stream_of_its_new_position() -> None:
+    graph = fxwrap.to_fx(insert_device_guards(fxwrap.parse(TEXT))).graph_module
+    (neg,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
+    (add,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    add.prepend(neg)
+    with pytest.raises(FxImportError, match="breaks the rule 'race': %b is used on stream 1"):
+        fxwrap.from_fx(graph)
+
+
+def test_events_are_waited_for_once() -> None:
+    graph = fxwrap.to_fx(fxwrap.parse(TEXT)).graph_module
+    wait = graph.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.wait_event.default)[0]
+    with graph.graph.inserting_after(wait):
+        graph.graph.call_function(wait.target, wait.args)
+    with pytest.raises(FxImportError, match=r"after 'wait_event.*consumed its memory"):
+        fxwrap.from_fx(graph)
+    wait.args = (graph.graph.find_nodes(op="placeholder")[0], *wait.args[1:])
+    with pytest.raises(FxImportError, match="its first operand is no event"):
+        fxwrap.from_fx(graph)
+
+
+def test_plain_graphs_have_no_streams() -> None:
+    with pytest.raises(UnsupportedError, match=r"it needs the operator fxwrap\.enter_device"):
+        fxwrap.to_fx(fxwrap.parse(TEXT), aten_only=True)

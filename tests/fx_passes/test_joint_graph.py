@@ -1,0 +1,190 @@
+"""The joint graph of training: what is cheap to compute again is not saved for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fxwrap
+from fxwrap.devices import CPU
+from fxwrap.lines import Return
+from fxwrap.wrapper_ir import TensorType, Value
+
+ROWS, WIDTH, CLASSES = 6, 5, 9
+
+
+def cross_entropy(x: Tensor, w: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy((x @ w).float(), labels, **options).sum()
+
+
+def mean_reduction(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(x, w, labels)
+
+
+def sum_reduction(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(x, w, labels, reduction="sum", ignore_index=3)
+
+
+def no_reduction(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return (F.cross_entropy(x @ w, labels, reduction="none") * torch.arange(ROWS)).sum()
+
+
+def weighted(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(x, w, labels, weight=torch.linspace(0.5, 2, CLASSES))
+
+
+def log_softmax_of_columns(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return (F.log_softmax(x @ w, 0) * torch.arange(CLASSES)).sum()
+
+
+def tangents(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return (torch.tanh(x @ w) * torch.sigmoid(x @ w) * 3).sum()
+
+
+SAVED: dict[Callable[..., Tensor], int] = {mean_reduction: 1, sum_reduction: 1, no_reduction: 1, tangents: 1}
+"""Functions whose forward saves one tensor as large as the product alone, the product itself."""
+FUNCTIONS = (*SAVED, weighted, log_softmax_of_columns)
+
+
+def collecting_pass(programs: list[fxwrap.Program]) -> Callable[[fxwrap.Program], fxwrap.Program]:
+    """A pass that changes nothing and keeps each program that it is given."""
+
+    def keep(program: fxwrap.Program) -> fxwrap.Program:
+        programs.append(program)
+        return program
+
+    return keep
+
+
+def run(
+    function: Callable[..., Tensor], dtype: torch.dtype, options: dict[str, Any] | None
+) -> tuple[list[Tensor], list[fxwrap.Program]]:
+    """The loss and the gradients, eagerly or compiled, and the programs of forward and backward."""
+    programs: list[fxwrap.Program] = []
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, generator=generator).to(dtype).requires_grad_()
+    w = torch.randn(WIDTH, CLASSES, generator=generator).to(dtype).requires_grad_()
+    labels = torch.tensor([0, 3, -100, 8, 3, 1] if function is mean_reduction else [0, 3, 2, 8, 3, 1])
+    if options is not None:
+        torch._dynamo.reset()
+        inputs = {"emitter": "interpreter", "passes": (collecting_pass(programs),), **options}
+        loss = torch.compile(function, backend="fxwrap", fullgraph=True, options=inputs)(x, w, labels)
+    else:
+        loss = function(x, w, labels)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None and w.grad is not None
+    return [loss.detach(), x.grad, w.grad], programs
+
+
+def returned_types(program: fxwrap.Program) -> list[TensorType]:
+    """The types of the tensors that a program returns."""
+    last = program.body.lines[-1]
+    assert isinstance(last, Return)
+    types = [item.type for item in last.values if isinstance(item, Value)]
+    return [type_ for type_ in types if isinstance(type_, TensorType)]
+
+
+def count_saved_matmul_sized(program: fxwrap.Program) -> int:
+    """How many of a forward's results are as large as the product."""
+    return sum(type_.sizes == (ROWS, CLASSES) for type_ in returned_types(program))
+
+
+def in_double(tensors: list[Tensor]) -> list[Tensor]:
+    return [item.double() for item in tensors]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=[item.__name__ for item in FUNCTIONS])
+def test_gradients(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
+    """Against float64; without kernels, so that each operator rounds what it gives."""
+    wide, _ = run(function, torch.float64, None)
+    actual, programs = run(function, torch.float32, {"fuse": False})
+    torch.testing.assert_close(in_double(actual), in_double(wide), rtol=1e-5, atol=1e-5)
+    if function in SAVED:
+        assert count_saved_matmul_sized(programs[0]) == SAVED[function]
+
+
+@pytest.mark.parametrize("function", [no_reduction, tangents], ids=lambda item: item.__name__)
+def test_gradients_in_half_precision(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
+    eager, _ = run(function, torch.bfloat16, None)
+    actual, _ = run(function, torch.bfloat16, {"fuse": False})
+    torch.testing.assert_close(actual, eager, rtol=2e-2, atol=2e-2)
+
+
+def test_operators_preserved_by_options_are_saved(fresh_dynamo: None) -> None:
+    _, programs = run(mean_reduction, torch.float32, {"fuse": False, "preserve_ops": ["aten._log_softmax.default"]})
+    assert "aten._log_softmax.default" in str(programs[0])
+
+
+def test_a_custom_partitioner_receives_the_unmodified_graph(fresh_dynamo: None) -> None:
+    from functorch.compile import default_partition
+
+    seen: list[bool] = []
+
+    def partition(joint: torch.fx.GraphModule, *arguments: Any, **keywords: Any) -> Any:
+        seen.append(any(node.target is torch.ops.aten.tanh_backward.default for node in joint.graph.nodes))
+        return default_partition(joint, *arguments, **keywords)
+
+    run(tangents, torch.float32, {"fuse": False, "partitioner": partition})
+    assert seen == [True]
+
+
+def test_fused(fresh_dynamo: None) -> None:
+    wide, _ = run(mean_reduction, torch.float64, None)
+    actual, _ = run(mean_reduction, torch.float32, {"emitter": "python"})
+    torch.testing.assert_close(in_double(actual), in_double(wide), rtol=1e-5, atol=1e-5)
+
+
+POOLS = [(3, 2, 1, False), ((2, 3), None, (0, 1), False), (3, (1, 2), 1, True), ((1, 2), 2, 0, True)]
+"""Windows, steps, paddings, and whether a last window may go beyond."""
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "ceil"), POOLS)
+def test_max_pooling_saves_one_byte_per_index(
+    kernel: Any, stride: Any, padding: Any, ceil: bool, fresh_dynamo: None
+) -> None:
+    """Where a backward looks for its gradients; with maxima that occur twice, and one that is no number."""
+
+    def pool(x: Tensor) -> Tensor:
+        return F.max_pool2d(x.sin(), kernel, stride, padding, ceil_mode=ceil) * 2
+
+    programs: list[fxwrap.Program] = []
+    options = {
+        "emitter": "python",
+        "devices": [replace(CPU, massively_parallel=True)],
+        "passes": (collecting_pass(programs),),
+    }
+    x = torch.randint(0, 4, (2, 3, 7, 9), generator=torch.Generator().manual_seed(0)).double()
+    x[1, 2, 3, 3] = torch.nan
+    gradients = []
+    for function in (pool, torch.compile(pool, backend="fxwrap", fullgraph=True, options=options)):
+        x = x.detach().requires_grad_()
+        function(x).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, equal_nan=True)
+    assert [item.dtype for item in returned_types(programs[0]) if not item.dtype.is_floating_point] == [torch.int8]
+
+
+def outer_product(x: Tensor, y: Tensor) -> Tensor:
+    return (x[:, None] @ y[None, :]).sin().cos()
+
+
+def repeated(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x[:, None] + y[:3]] * 3, -1).sin().cos()
+
+
+@pytest.mark.parametrize("function", [outer_product, repeated], ids=lambda item: item.__name__)
+def test_recomputed_tensors(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
+    programs: list[fxwrap.Program] = []
+    options = {"emitter": "interpreter", "fuse": False, "passes": (collecting_pass(programs),)}
+    x, y = torch.linspace(-1, 1, ROWS, requires_grad=True), torch.linspace(0, 2, CLASSES)
+    torch.compile(function, backend="fxwrap", fullgraph=True, options=options)(x, y).sum().backward()
+    actual, x.grad = x.grad, None
+    function(x, y).sum().backward()
+    torch.testing.assert_close(actual, x.grad)
+    assert count_saved_matmul_sized(programs[0]) == 1  # the result

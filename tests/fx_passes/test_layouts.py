@@ -1,0 +1,321 @@
+"""Layouts: graphs with convolutions compute channels-last where that pays, and nobody can see it but by the time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.compile import Compiled, compile_graph
+from fxwrap.options import EMITTERS, Options
+from fxwrap.wrapper_ir import Program, TensorType, Value, defined
+from tests.support.capture import recording_backend
+from tests.support.golden import check_golden, sections
+
+GOLDENS = Path(__file__).parent / "golden"
+aten = torch.ops.aten
+IMAGES = (2, 3, 16, 16)
+KEEP = Options(layout="preserve")
+
+
+class Block(nn.Module):
+    """A residual net of 3 by 3 convolutions: batch norm, pooling of three kinds, an addition, a flattening."""
+
+    def __init__(self, channels: int = 8, groups: int = 1) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1, bias=False)
+        self.first, self.second = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.middle = nn.Conv2d(channels, channels, 3, padding=1, groups=groups)
+        self.point = nn.Conv2d(channels, channels, 1, bias=False)
+        self.last = nn.Linear(channels, 5)
+        with torch.no_grad():
+            for norm in (self.first, self.second):
+                norm.weight.uniform_(0.5, 1.5)
+                norm.bias.normal_()
+                norm.running_mean.normal_()  # type: ignore[union-attr, operator]
+                norm.running_var.uniform_(0.5, 1.5)  # type: ignore[union-attr, operator]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.pool(self.first(self.stem(x)).relu())
+        x = torch.relu(self.second(self.middle(x)) + self.point(x))
+        pooled = nn.functional.avg_pool2d(x, 2)
+        return self.last(torch.flatten(nn.functional.adaptive_avg_pool2d(pooled, 1), 1)), x
+
+
+def block(seed: int = 0, **options: Any) -> Block:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Block(**options).eval()
+
+
+def traced(function: Callable[..., Any], *inputs: Any) -> GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def traced_module(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[Tensor]]:
+    """Returns a module's graph, its parameters and buffers as inputs, and these inputs."""
+    state = {name: item.detach() for name, item in (*model.named_parameters(), *model.named_buffers())}
+
+    def function(x: Tensor, *items: Tensor) -> Any:
+        return torch.func.functional_call(model, dict(zip(state, items, strict=True)), (x,))
+
+    inputs = [x, *state.values()]
+    return traced(function, *inputs), inputs
+
+
+def has_images(program: Program) -> bool:
+    """Whether a program computes a tensor that is channels-last and nothing else."""
+    types = [item.type for line in program.body.lines for item in defined(line)]
+    return any(_is_channels_last(type_) for type_ in types)
+
+
+def _is_channels_last(type_: Any) -> bool:
+    if not isinstance(type_, TensorType) or len(type_.sizes) != 4 or 1 in type_.sizes:
+        return False
+    return type_.strides[1] == 1 and type_.strides[3] == type_.sizes[1]
+
+
+def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Compares results with those in float64: by relative norm, and by strides."""
+    for one, other in zip(actual, expected, strict=True):
+        assert one.stride() == other.stride()
+        assert (one.double() - other.double()).norm() <= tolerance * other.double().norm()
+
+
+def in_float64(model: nn.Module, x: Tensor) -> Any:
+    twin = block()
+    twin.load_state_dict(model.state_dict())
+    twin.train(model.training)
+    with torch.no_grad():
+        return twin.double()(x.double())
+
+
+# --- what is seen of it ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_results_and_strides_match_eager(emitter: str) -> None:
+    """One output is an intermediate result, which the graph itself has channels-last."""
+    model, x = block(), torch.randn(IMAGES)
+    graph, inputs = traced_module(model, x)
+    compiled = compile_graph(graph, inputs, options=Options(emitter=emitter))
+    assert has_images(compiled.program)
+    close(compiled(*inputs), in_float64(model, x))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)])
+def test_without_and_with_the_option(dtype: torch.dtype, tolerance: float) -> None:
+    model, x = block().to(dtype), torch.randn(IMAGES).to(dtype)
+    graph, inputs = traced_module(model, x)
+    auto, keep = compile_graph(graph, inputs), compile_graph(graph, inputs, options=KEEP)
+    assert has_images(auto.program) and not has_images(keep.program)
+    expected = in_float64(block().to(dtype).float(), x)
+    close(auto(*inputs), expected, tolerance)
+    close(keep(*inputs), expected, tolerance)
+
+
+@pytest.mark.parametrize("options", [{"groups": 8}, {"groups": 2}, {"channels": 1}, {"channels": 24, "groups": 3}])
+def test_groups_and_single_channels(options: dict[str, int]) -> None:
+    model, x = block(**options), torch.randn(IMAGES)
+    graph, inputs = traced_module(model, x)
+    actual = compile_graph(graph, inputs)(*inputs)
+    with torch.no_grad():
+        close(actual, block(**options).double()(x.double()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_sizes_of_images_and_batches(size: int) -> None:
+    """Strides of dimensions of one element are eager's too."""
+    weight = torch.randn(6, 2, 3, 3)
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = nn.functional.conv2d(x, weight, padding=1, groups=2).relu()
+        return nn.functional.conv2d(y[:, :4] * 2, weight, padding=1, groups=2), y.flatten(2)
+
+    for batch in (1, 3):
+        x = torch.randn(batch, 4, size, size)
+        actual = compile_graph(traced(function, x, weight), [x, weight])(x, weight)
+        close(actual, function(x.double(), weight.double()))
+
+
+def test_a_dynamic_batch() -> None:
+    model, seen = block(), []
+    compiled = torch.compile(model, backend=recording_backend(seen), dynamic=True)
+    with torch.no_grad():
+        for batch in (2, 5):
+            x = torch.randn(batch, *IMAGES[1:])
+            close(compiled(x), in_float64(model, x))
+    assert any(has_images(item.program) for item in seen)
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("emitter", "dynamic"), [("cpp", False), ("python", True)])
+def test_a_step_of_training(emitter: str, dynamic: bool) -> None:
+    """Activations are saved channels-last, gradients and running statistics are eager's."""
+    model, twin, seen = block().train(), block().train().double(), []
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=recording_backend(seen, Options(emitter=emitter)), dynamic=dynamic)
+    x = torch.randn(IMAGES)
+    for run, inputs in ((compiled, x), (twin, x.double())):
+        scores, images = run(inputs)
+        (scores.square().mean() + images.square().mean()).backward()
+    assert {item.program.name: has_images(item.program) for item in seen} == {"forward": True, "backward": True}
+    actual = dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        gradient, expected = actual[name].grad, parameter.grad
+        assert gradient is not None and expected is not None
+        assert (gradient - expected).norm() <= 1e-4 * max(expected.norm(), 1e-2), name
+    for name, buffer in twin.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[name].double(), buffer.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_backward_receives_the_saved_layouts() -> None:
+    """The types of saved activations agree: the forward's last outputs are inputs of the backward, in order."""
+    seen: list[Compiled] = []
+    torch.compiler.reset()
+    model = block().train()
+    model_out = torch.compile(model, backend=recording_backend(seen))(torch.randn(IMAGES))
+    (model_out[0].sum() + model_out[1].sum()).backward()
+    forward, backward = [item.program for item in seen]
+    inputs = [item.value.type for item in backward.inputs if isinstance(item.value, Value)]
+    saved = [item.type for item in forward.body.lines[-1].values[2:] if isinstance(item, Value)]  # type: ignore[attr-defined]
+    assert any(map(_is_channels_last, saved))
+    shapes = [(type_.sizes, type_.strides) for type_ in inputs if isinstance(type_, TensorType)]
+    assert all((type_.sizes, type_.strides) in shapes for type_ in saved if isinstance(type_, TensorType))
+
+
+# --- what stays -----------------------------------------------------------------------------------------------------
+
+
+def test_graphs_without_convolutions_are_unchanged() -> None:
+    x = torch.randn(IMAGES)
+    graph = traced(lambda x: nn.functional.max_pool2d(x.relu(), 2) * 2, x)
+    assert fxwrap.lower(graph).body == fxwrap.lower(graph, options=KEEP).body
+
+
+def test_the_input_graph_is_not_modified() -> None:
+    model, x = block(), torch.randn(IMAGES)
+    graph, _ = traced_module(model, x)
+    before = [(node.name, node.args, node.meta["val"]) for node in graph.graph.nodes if "val" in node.meta]
+    fxwrap.lower(graph)
+    after = [(node.name, node.args, node.meta["val"]) for node in graph.graph.nodes if "val" in node.meta]
+    assert len(before) == len(after)
+    assert all(one[0] == other[0] and one[1] == other[1] and one[2] is other[2]
+               for one, other in zip(before, after, strict=True))  # fmt: skip
+
+
+def test_large_weights_are_not_converted_at_each_call() -> None:
+    """One convolution with 512 channels of 4 by 4: its weights are 9 MB, its images 64 KB."""
+    weight = torch.randn(512, 512, 3, 3)
+    x = torch.randn(2, 512, 4, 4)
+    graph = traced(lambda x, weight: nn.functional.conv2d(x, weight, padding=1).relu(), x, weight)
+    assert not has_images(fxwrap.lower(graph))
+
+
+def test_stride_dependent_operators_get_the_original_layout() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        y = nn.functional.conv2d(nn.functional.conv2d(x, weight, padding=1).relu(), weight, padding=1)
+        return aten.as_strided.default(y, [3, 16], [16, 1], 5) * 2
+
+    x, weight = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
+    compiled = compile_graph(traced(function, x, weight), [x, weight])
+    assert has_images(compiled.program)
+    torch.testing.assert_close(compiled(x, weight)[0], function(x, weight), rtol=1e-4, atol=1e-4)
+
+
+def test_a_mutated_weight_is_converted_at_its_use() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        first = nn.functional.conv2d(x, weight, padding=1).relu()
+        weight.mul_(0.5)
+        return nn.functional.conv2d(first, weight, padding=1)
+
+    x, weight = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
+    compiled = compile_graph(traced(function, x, weight.clone()), [x, weight])
+    assert has_images(compiled.program)
+    twin = weight.clone()
+    expected, (actual,) = function(x, twin), compiled(x, weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weight, twin)
+
+
+def test_channels_last_inputs_stay_channels_last() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, weight, padding=1).relu()
+
+    x, weight = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
+    x, weight = [item.to(memory_format=torch.channels_last) for item in (x, weight)]
+    graph = traced(function, x, weight)
+    (actual,) = compile_graph(graph, [x, weight])(x, weight)
+    expected = function(x, weight)
+    assert actual.stride() == expected.stride() and actual.is_contiguous(memory_format=torch.channels_last)
+    assert "clone" not in str(fxwrap.lower(graph))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- exported programs ----------------------------------------------------------------------------------------------
+
+
+def test_constants_of_exported_programs_are_converted_once() -> None:
+    """Their weights are other tensors of the same numbers; running statistics are those of the model."""
+    model, x = block(), torch.randn(IMAGES)
+    compiled = compile_graph(torch.export.export(model, (x,)))
+    types = [constant.value.tensor_type for constant in compiled.program.constants]
+    assert sum(map(_is_channels_last, types)) == 2  # those of 3 by 3
+    copied = [line for line in str(compiled.program).splitlines() if "launch @clone" in line]
+    assert len(copied) == 1  # the images, not the weights
+    with torch.no_grad():
+        close(compiled(x), in_float64(model, x))
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.backends.mkldnn.flags(enabled=False)  # type: ignore[untyped-decorator]
+def test_convolution_strides_match_fake_tensors(dtype: torch.dtype) -> None:
+    """What results of channels-last convolutions are like is torch's word; dimensions of one element are not asked.
+
+    Without oneDNN, in which some of these abort the process on an AMD EPYC with AVX2.
+    """
+    for batch, channels, size, width, step in itertools.product((1, 2), (1, 3, 8), (1, 2, 8), (1, 3), (1, 2)):
+        x, weight = torch.randn(batch, channels, size, size), torch.randn(6, channels, width, width)
+        x, weight = [item.to(dtype).contiguous(memory_format=torch.channels_last) for item in (x, weight)]
+        rest = ([step, step], [width // 2, width // 2], [1, 1], False, [0, 0], 1)
+        real = aten.convolution.default(x, weight, None, *rest)
+        gradient = torch.randn_like(real)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(item) for item in (x, weight, gradient)]
+            fake = aten.convolution.default(*fakes[:2], None, *rest)
+            mask = ([True, True, False],)
+            fake_gradients = aten.convolution_backward.default(fakes[2], *fakes[:2], None, *rest, *mask)
+        gradients = aten.convolution_backward.default(gradient, x, weight, None, *rest, *mask)
+        for one, other in zip((real, *gradients[:2]), (fake, *fake_gradients[:2]), strict=True):
+            wide = [dim for dim, extent in enumerate(one.shape) if extent != 1]
+            assert [one.stride(dim) for dim in wide] == [other.stride(dim) for dim in wide]
+
+
+def test_golden_program_of_a_small_network(update_golden: bool) -> None:
+    """Images and weights are converted, all between is channels-last, and what is given back is as it was."""
+
+    def net(x: Tensor, weight: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        y = nn.functional.conv2d(x, weight, padding=1).relu()
+        z = nn.functional.conv2d(y, other, padding=1, stride=2) + 1
+        return z.mean((2, 3)), z
+
+    inputs = [torch.zeros(2, 3, 32, 32), torch.zeros(16, 3, 3, 3), torch.zeros(16, 16, 3, 3)]
+    graph = traced(net, *inputs)
+    program = fxwrap.lower(graph, options=Options(check_inputs=False))
+    lines = str(program).partition("\n}\n")[0] + "\n}\n"
+    check_golden(GOLDENS / "net.txt", sections([("input", str(graph.graph)), ("after lower", lines)]), update_golden)

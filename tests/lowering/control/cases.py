@@ -1,0 +1,120 @@
+"""Named cases of control flow: a function, inputs for it, and how all emitters are compared on them with eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxwrap.testing import assert_emitters_agree
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def random(*sizes: int, seed: int = 0, gradient: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns random elements; the same seed gives equal ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*sizes, generator=generator).to(dtype).requires_grad_(gradient)
+
+
+def to_device(tree: Any, device: str) -> Any:
+    """Returns inputs on a device, with their own gradients."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to(device).requires_grad_(tree.requires_grad)
+    return type(tree)([to_device(item, device) for item in tree]) if isinstance(tree, tuple | list) else tree
+
+
+@dataclass(frozen=True)
+class TorchRejection:
+    """What one release of torch, as "2.11", refuses itself before any backend sees a graph, and part of its message."""
+
+    release: str
+    message: str
+
+    @property
+    def applies(self) -> bool:
+        """Whether this is that release."""
+        return torch.__version__.startswith(f"{self.release}.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function and the inputs, one tuple a call, that are to reach all of it: both branches, no round at all.
+
+    All calls are compiled together. `training` also compares gradients, `dynamic` is as for `torch.compile`. Where
+    torch refuses the function itself, what is checked is that its own error is what the user sees.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[tuple[Any, ...], ...]
+    training: bool = False
+    dynamic: bool = False
+    rejection: TorchRejection | None = None
+
+    def check(self, device: str) -> None:
+        """Compares every emitter with eager, on inputs moved to a device."""
+        if isinstance(self.function, torch.nn.Module):
+            self.function.to(device)
+        moved = replace(self, inputs=tuple([to_device(inputs, device) for inputs in self.inputs]))
+        if self.rejection is not None and self.rejection.applies:
+            moved.check_rejection(self.rejection.message)
+        else:
+            moved.check_without_moving_inputs()
+
+    def check_rejection(self, message: str) -> None:
+        """Checks that torch raises this with a backend of its own, and with fxwrap the same."""
+        errors = []
+        for backend in ("aot_eager", "fxwrap"):
+            torch.compiler.reset()
+            with pytest.raises(Exception, match=message) as raised:
+                torch.compile(self.function, backend=backend, fullgraph=True, dynamic=self.dynamic)(*self.inputs[0])
+            errors.append(raised.type)
+        torch.compiler.reset()
+        assert errors[0] is errors[1]
+
+    def check_without_moving_inputs(self) -> None:
+        """Compares every emitter with eager, on inputs where they are."""
+        function = self.function if len(self.inputs) == 1 else CallSequence(self.function)
+        inputs = self.inputs[0] if len(self.inputs) == 1 else self.inputs
+        with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+            assert_emitters_agree(function, inputs, training=self.training, dynamic=self.dynamic)
+
+
+class CallSequence(torch.nn.Module):
+    """Calls a function once for each tuple of inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: tuple[Any, ...]) -> list[Any]:
+        return [self.function(*arguments) for arguments in inputs]
+
+
+class Cases(dict[str, Case]):
+    """Cases by the names of their functions."""
+
+    def add(
+        self,
+        *inputs: tuple[Any, ...],
+        training: bool = False,
+        dynamic: bool = False,
+        rejection: TorchRejection | None = None,
+    ) -> Callable[..., Any]:
+        """Returns a decorator that adds a function, or a class of modules, with these inputs."""
+
+        def decorate(function: Any) -> Any:
+            called = function().eval() if isinstance(function, type) else function
+            self[function.__name__] = Case(called, inputs, training, dynamic, rejection)
+            return function
+
+        return decorate
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The cases as parameters of a test."""
+        return [pytest.param(case, id=name) for name, case in self.items()]

@@ -1,0 +1,64 @@
+"""What devices that compute much faster than they move bytes compute again, and keep; rows behind positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.devices import CPU
+from fxwrap.lines import Alloc
+
+FAST = dataclasses.replace(CPU, massively_parallel=True, instructions_per_byte=4)
+
+
+def lowered(function: Callable[..., Any], *inputs: Tensor, fast: bool = True) -> fxwrap.Program:
+    options = Options(devices=(FAST if fast else CPU,))
+    return fxwrap.lower(make_fx(function, tracing_mode="fake")(*inputs), options=options)
+
+
+def allocated(program: fxwrap.Program) -> list[tuple[Any, ...]]:
+    return [line.result.tensor_type.sizes for line in program.body.lines if isinstance(line, Alloc)]
+
+
+def test_expensive_values_with_many_reads_are_materialised() -> None:
+    def function(x: Tensor, angles: Tensor) -> Tensor:
+        return x * angles.sin()
+
+    x, angles = torch.zeros(64, 32, 128), torch.zeros(32, 128)
+    assert allocated(lowered(function, x, angles)) == [(32, 128), (64, 32, 128)]
+    assert allocated(lowered(function, x, angles, fast=False)) == [(64, 32, 128)]
+    few = x[:4]
+    assert allocated(lowered(function, few, angles)) == [(4, 32, 128)]
+
+
+def test_values_computed_from_few_inputs_are_recomputed_by_each_reader() -> None:
+    """A gradient that is a number at one place of each row, divided and compared: read by rows and by columns."""
+
+    def function(labels: Tensor, number: Tensor, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        number = torch.where(labels != -100, -number / total, 0.0)[:, None]
+        at = torch.where(torch.arange(4096) == labels[:, None], number, 0.0)
+        return (at * x).sum(0), (at + x).cumsum(1)
+
+    inputs = torch.zeros(512, dtype=torch.int64), torch.ones(()), torch.ones(()), torch.zeros(512, 4096)
+    assert allocated(lowered(function, *inputs)).count((512, 4096)) == 1
+    assert allocated(lowered(function, *inputs, fast=False)).count((512, 4096)) == 2
+
+
+def test_rows_at_indirect_indices_are_traversed_as_rows() -> None:
+    """Not as columns, in parts: positions lie beside each other, but what is read there does not."""
+
+    def function(words: Tensor, table: Tensor, weight: Tensor) -> Tensor:
+        rows = F.embedding(words, table) + F.embedding(words[0], table)
+        return F.layer_norm(rows, (768,), weight)
+
+    inputs = torch.zeros(8, 512, dtype=torch.int64), torch.zeros(1000, 768), torch.ones(768)
+    program = lowered(function, *inputs)
+    assert len(program.kernels) == 1 and len(allocated(program)) == 1

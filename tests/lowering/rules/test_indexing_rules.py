@@ -1,0 +1,295 @@
+"""Reads and writes at indices from tensors: every rule against eager, and indices out of bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fxwrap.devices import CPU
+from fxwrap.loop_ir import Axis, Buffer, DeviceAssert, Kernel, evaluate_kernel
+from fxwrap.lowering.fusion.definitions import Scattered, Stored, pointwise
+from fxwrap.lowering.fusion.tracing import BodyBuilder
+from fxwrap.lowering.rules import RULES, OperatorCall, indexing, scatter
+from fxwrap.lowering.rules.indexing_common import checked_indirect_index
+from tests.lowering import evaluate_definitions
+from tests.lowering.rules.check_rules import (
+    DTYPES,
+    Sample,
+    check_sample,
+    define,
+    maker,
+    overload,
+    registered_names,
+    run_rule,
+    without_requirements,
+)
+
+
+def at(*values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Returns an index tensor."""
+    return torch.tensor(list(values), dtype=dtype)
+
+
+def _alike(names: str, *samples: Sample) -> dict[str, list[Sample]]:
+    return {f"aten.{name}": list(samples) for name in names.split()}
+
+
+EMPTY = torch.empty(0, dtype=torch.int64)
+
+READS: dict[str, list[Sample]] = {
+    **_alike(
+        "gather.default", lambda t: (t(3, 4), 1, at([0, 3, 1], [2, 2, 0])), lambda t: (t(3, 4), -2, at([2, 0])),
+        lambda t: (t(), 0, torch.tensor(0)), lambda t: (t(5), 0, EMPTY), lambda t: (t(2, 3, 2), 0, at([[1], [0]])),
+        lambda t: (t(3), 0, torch.tensor(2)),
+    ),
+    **_alike(
+        "take_along_dim.default", lambda t: (t(3, 4), at([0], [3], [1]), 1), lambda t: (t(3, 4), at(11, 0)),
+        lambda t: (t(1, 4), at([0, 1], [3, 3]), 1),
+    ),
+    **_alike(
+        "index_select.default", lambda t: (t(3, 4), 0, at(2, 0, 2)), lambda t: (t(3, 4), -1, at(1)),
+        lambda t: (t(3), 0, torch.tensor(1)), lambda t: (t(3, 2), 1, EMPTY), lambda t: (t(), 0, at(0)),
+        lambda t: (t(3, 4), 0, at(2, 0, dtype=torch.int32)),
+    ),
+    **_alike(
+        "embedding.default", lambda t: (t(5, 3), at([0, 4], [2, 2])), lambda t: (t(5, 1), torch.tensor(3), 3),
+        lambda t: (t(5, 3), EMPTY), lambda t: (t(4, 2), at(1, 0, dtype=torch.int32)),
+    ),
+    **_alike("take.default", lambda t: (t(3, 4), at([0, -1], [11, -12])), lambda t: (t(3), torch.tensor(1))),
+    **_alike("one_hot.default", lambda t: (at([0, 2], [1, 1]), 3),
+        lambda t: (torch.tensor(1), 2), lambda t: (EMPTY, 2)),
+    **_alike(
+        "index.Tensor _unsafe_index.Tensor", lambda t: (t(3, 4), [at(2, -1)]),
+        lambda t: (t(3, 4, 5), [None, at(-4, 3), None]),
+        lambda t: (t(3, 4, 5), [at([0], [2]), None, at(1, -5)]), lambda t: (t(3, 4, 5), [None, at(0, 1), at([1], [2])]),
+        lambda t: (t(3, 4), [at(1), torch.tensor(-1)]), lambda t: (t(3, 4), [None, EMPTY]),
+        lambda t: (t(3, 4), [at(0, 2, dtype=torch.int32)]),
+    ),
+    **_alike(
+        "index.Tensor_hacked_twin _unsafe_index.Tensor_hacked_twin", lambda t: (t(3, 4), [at(2, -1), at(0, 3)]),
+    ),
+}  # fmt: skip
+
+WRITES: dict[str, list[Sample]] = {
+    **_alike(
+        "scatter.src scatter_add.default", lambda t: (t(3, 4), 1, at([0, 3, 1], [2, 1, 0]), t(3, 5)),
+        lambda t: (t(3, 4), -2, at([2, 0]), t(1, 2)), lambda t: (t(), 0, torch.tensor(0), t()),
+        lambda t: (t(3), 0, EMPTY, t(0)),
+    ),
+    **_alike("scatter.value", lambda t: (t(3, 4), 0, at([2, 0], [1, 1]), 1), lambda t: (t(3), 0, at(1, 1), 0)),
+    **_alike(
+        "scatter.reduce", lambda t: (t(3, 2), 0, at([2, 2], [0, 2]), t(2, 2), {"reduce": "add"}),
+        lambda t: (t(3), 0, at(1, 1), t(2), {"reduce": "multiply"}),
+    ),
+    **_alike(
+        "scatter.value_reduce", lambda t: (t(3, 2), 0, at([2, 2]), 2, {"reduce": "add"}),
+        lambda t: (t(3), 0, at(1, 1), 3, {"reduce": "multiply"}),
+    ),
+    **_alike(
+        "scatter_reduce.two", lambda t: (t(3, 2), 0, at([2, 2], [0, 2]), t(2, 2), "sum"),
+        lambda t: (t(3), 0, at(1, 1, 0), t(3), "prod"), lambda t: (t(2, 3), 1, at([1, 1]), t(2, 2), "amax"),
+        lambda t: (t(3), 0, at(1, 1), t(2), "amin", {"include_self": True}),
+    ),
+    **_alike(
+        "index_put.default _unsafe_index_put.default", lambda t: (t(3, 4), [at(2, -3)], t(2, 4)),
+        lambda t: (t(3, 4), [None, at(-1)], t(1)), lambda t: (t(3, 4, 2), [at([0], [2]), None, at(1, -2)], t(2, 2, 4)),
+        lambda t: (t(3, 4), [at(1, 1), at(0, 0)], t(2), True), lambda t: (t(3), [EMPTY], t(0)),
+    ),
+    **_alike(
+        "index_put.hacked_twin _unsafe_index_put.hacked_twin", lambda t: (t(3, 4), [at(2, 0)], t(4)),
+        lambda t: (t(3), [at(2, 2)], t(2), True),
+    ),
+    **_alike(
+        "index_add.default", lambda t: (t(3, 2), 0, at(2, 2, 0), t(3, 2)),
+        lambda t: (t(2, 3), -1, at(1), t(2, 1), {"alpha": 2}),
+        lambda t: (t(), 0, at(0), t()),
+    ),
+    **_alike("index_copy.default", lambda t: (t(3, 2), 0, at(2, 0), t(2, 2)),
+        lambda t: (t(3), 0, torch.tensor(1), t())),
+    **_alike("index_fill.int_Scalar", lambda t: (t(3, 2), 1, at(0), 1), lambda t: (t(3), 0, EMPTY, 1),
+        lambda t: (t(), 0, at(0), 1)),
+    **_alike("index_fill.int_Tensor", lambda t: (t(3, 2), 0, at(0, 2), t())),
+    **_alike("put.default", lambda t: (t(3, 2), at([0, -1]), t(1, 2)), lambda t: (t(3), at(1, 1), t(2), True)),
+    **_alike(
+        "embedding_dense_backward.default", lambda t: (t(2, 3, 2), at([0, 4, 4], [1, 0, 4]), 5, -1, False),
+        lambda t: (t(3, 2), at(0, 1, 1), 3, 1, False),
+    ),
+}  # fmt: skip
+
+DECLINED: dict[str, Sample] = {
+    "aten.masked_scatter.default": lambda t: (t(2), torch.tensor([True, False]), t(1)),
+    "aten.index_reduce.default": lambda t: (t(3), 0, at(1), t(1), "mean"),
+}
+
+SAMPLES = READS | WRITES
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_rules_match_eager(name: str) -> None:
+    for number, sample in enumerate(SAMPLES[name]):
+        ran = 0
+        for dtype in DTYPES:
+            for transposed in (False, True):
+                t = maker(dtype, number, transposed)
+                ran += sum(check_sample(name, sample, t, device, name in READS) for device in ("cuda", "cpu"))
+        assert ran, f"no dtype of sample {number} ran"
+
+
+def test_every_rule_has_a_sample() -> None:
+    named = registered_names(indexing) | registered_names(scatter)
+    assert named == set(SAMPLES) | set(DECLINED)
+    assert named <= set(RULES)
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_decline_reasons(name: str) -> None:
+    assert "elements before it" in run_rule(name, DECLINED[name](maker(torch.float32)))
+
+
+# --- indices out of bounds -------------------------------------------------------------------------------------------
+
+WRONG: dict[str, list[Sample]] = {
+    **_alike("gather.default", lambda t: (t(3), 0, at(3)), lambda t: (t(3), 0, at(-1))),
+    **_alike("index_select.default", lambda t: (t(3), 0, at(3)), lambda t: (t(3), 0, at(-1))),
+    **_alike("embedding.default", lambda t: (t(3, 2), at(3)), lambda t: (t(3, 2), at(-1))),
+    **_alike("index.Tensor", lambda t: (t(2, 3), [None, at(3)]), lambda t: (t(2, 3), [None, at(-4)])),
+    **_alike("take.default", lambda t: (t(2, 2), at(4)), lambda t: (t(2, 2), at(-5))),
+    **_alike("scatter.src", lambda t: (t(3), 0, at(3), t(1)), lambda t: (t(3), 0, at(-1), t(1))),
+    **_alike("index_put.default", lambda t: (t(3), [at(3)], t(1)), lambda t: (t(3), [at(-4)], t(1))),
+    **_alike("index_copy.default", lambda t: (t(3), 0, at(3), t(1))),
+    **_alike("one_hot.default", lambda t: (at(3), 3)),
+}
+
+
+RIGHT: dict[str, Sample] = {
+    "aten.gather.default": lambda t: (t(3), 0, at(0)),
+    "aten.index_select.default": lambda t: (t(3), 0, at(0)),
+    "aten.embedding.default": lambda t: (t(3, 2), at(0)),
+    "aten.index.Tensor": lambda t: (t(2, 3), [None, at(0)]),
+    "aten.take.default": lambda t: (t(2, 2), at(0)),
+    "aten.scatter.src": lambda t: (t(3), 0, at(0), t(1)),
+    "aten.index_put.default": lambda t: (t(3), [at(0)], t(1)),
+    "aten.index_copy.default": lambda t: (t(3), 0, at(0), t(1)),
+    "aten.one_hot.default": lambda t: (at(0), 3),
+}
+"""Valid calls with the result sizes of the calls in WRONG."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_index_out_of_bounds_raises(name: str) -> None:
+    for sample in WRONG[name]:
+        arguments = sample(maker(torch.float32))
+        with pytest.raises((IndexError, RuntimeError)) as eager:
+            overload(name)(*arguments)
+        with pytest.raises(eager.type, match="an index is out of bounds for a dimension of size") as caught:
+            run_rule(name, arguments, "cuda", fake=overload(name)(*RIGHT[name](maker(torch.float32))))
+        assert caught.type is eager.type
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_out_of_bounds_kernel_accesses_nothing_outside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluator raises for accesses out of bounds; here the kernel has no device assertions that raise first."""
+
+    def run(kernel: Kernel, buffers: Any) -> None:
+        ran.append(kernel)
+        evaluate_kernel(without_requirements(kernel), buffers)
+
+    ran: list[Kernel] = []
+    monkeypatch.setattr(evaluate_definitions, "evaluate_kernel", run)
+    for sample in WRONG[name]:
+        fake = overload(name)(*RIGHT[name](maker(torch.float32)))
+        assert run_rule(name, sample(maker(torch.float32)), "cuda", fake=fake).shape == fake.shape
+    assert any(isinstance(operation, DeviceAssert) for kernel in ran for operation in kernel.operations)
+
+
+def _call(name: str, arguments: Any, sizes: Any) -> OperatorCall:
+    return OperatorCall(
+        name, arguments, {}, torch.empty(sizes), torch.device("cpu"), lambda fake: tuple(fake.shape), CPU
+    )
+
+
+def test_masked_indices_need_not_be_in_bounds() -> None:
+    """A gather inlined into a pad also computes indices outside the index tensor, which a mask excludes."""
+    device = torch.device("cpu")
+    x, index = Stored((5,), torch.float32, device), Stored((2,), torch.int64, device)
+    before = pointwise((2,), torch.int64, device, lambda reader, indices: reader.load(index, indices) - 1)
+    gathered = RULES["aten.gather.default"](_call("aten.gather.default", (x, 0, before), (2,)))
+    padded = RULES["aten.constant_pad_nd.default"](_call("aten.constant_pad_nd.default", (gathered, [1, 1], 7), (4,)))
+    names = {x: "x", index: "index"}
+
+    def fetch(definition: Any, at: Any, other: Any) -> Any:
+        return reader.body.load(names[definition], at[0], definition.dtype, other)
+
+    reader = BodyBuilder(lambda definition: True, fetch)
+    axis = Axis("p", 4)
+    reader.body.store("out", axis, reader.load(padded, (axis,)))
+    buffers = [Buffer("x", torch.float32, 5), Buffer("index", torch.int64, 2)]
+    kernel = reader.body.finish([axis], [], buffers, [Buffer("out", torch.float32, 4)])
+    out = torch.empty(4)
+    evaluate_kernel(kernel, {"x": torch.arange(5.0), "index": torch.tensor([5, 1]), "out": out})
+    assert out.tolist() == [7, 4, 0, 7]
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        evaluate_kernel(kernel, {"x": torch.arange(5.0), "index": torch.tensor([5, 0]), "out": out})
+
+
+def test_indices_known_in_bounds_are_affine() -> None:
+    """`x[arange(3) + 1]` is a slice: no index is loaded or checked."""
+
+    reader = evaluate_definitions._DefinitionKernel(evaluate_definitions.Computed({}))
+    position = reader.body.index(Axis("i", 3)) * 2 + 1
+    assert str(checked_indirect_index(reader, position, 6)) == "2*i + 1"
+    assert str(checked_indirect_index(reader, position - 6, 6, wrap_negative=True)) == "2*i + 1"
+    assert str(checked_indirect_index(reader, position.to(torch.int32), 6)) == "2*i + 1"
+    for wrong, wrap_negative in ((position - 6, False), (position + 1, False), (position - 8, True)):
+        assert not checked_indirect_index(reader, wrong, 6, wrap_negative=wrap_negative).axes()
+    assert len([item for item in reader.body.operations if isinstance(item, DeviceAssert)]) == 3
+
+
+# --- declined calls --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", list(WRITES))
+def test_deterministic_mode_disables_scatter_kernels(name: str, deterministic: None) -> None:
+    sample = WRITES[name][0](maker(torch.float32))
+    assert "deterministic" in run_rule(name, sample, "cuda", fake=torch.empty(0))
+
+
+def test_floats_are_added_in_eagers_order_on_the_cpu() -> None:
+    for name in ("aten.scatter_add.default", "aten.index_add.default", "aten.embedding_dense_backward.default"):
+        assert "fixed order" in run_rule(name, WRITES[name][0](maker(torch.float32)), "cpu")
+    result, _ = define("aten.scatter_add.default", WRITES["aten.scatter_add.default"][0](maker(torch.int64)), "cpu")
+    assert isinstance(result, Scattered)
+    for small in (torch.bfloat16, torch.int8, torch.bool):
+        sample = (torch.zeros(3, dtype=small), 0, at(1), torch.zeros(1, dtype=small))
+        assert "no atomic" in run_rule("aten.scatter_add.default", sample, "cuda")
+
+
+def test_gpus_have_no_atomic_multiply() -> None:
+    for dtype in (torch.float32, torch.int64):
+        for name in ("aten.scatter.reduce", "aten.scatter.value_reduce", "aten.scatter_reduce.two"):
+            assert "no atomic multiplication" in run_rule(name, WRITES[name][1](maker(dtype)), "cuda")
+
+
+def test_other_decline_reasons() -> None:
+    ones, mask = torch.ones(3), torch.tensor([True, False, True])
+    assert "a mask selects" in run_rule("aten.index.Tensor", (ones, [mask]))
+    assert "not torch.int16" in run_rule("aten.one_hot.default", (at(1, dtype=torch.int16), 3), fake=torch.ones(1, 3))
+    assert "a mask selects" in run_rule("aten.index_put.default", (ones, [mask], torch.ones(1)))
+    assert "number of classes" in run_rule("aten.one_hot.default", (at(1),))
+    reduce = (ones, 0, at(1), torch.ones(1))
+    assert "number of values that are written" in run_rule("aten.scatter_reduce.two", (*reduce, "mean"), "cuda")
+    assert "elements that keep their value" in run_rule(
+        "aten.scatter_reduce.two", (*reduce, "sum", {"include_self": False}), "cuda"
+    )
+    counted = (torch.ones(2, 2), at(0, 1), 3, -1, True)
+    assert "counted first" in run_rule("aten.embedding_dense_backward.default", counted, "cuda")

@@ -1,0 +1,325 @@
+"""Horizontal fusion of launches.
+
+Most tests run Triton kernels on the CPU, with the capabilities of a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.compile import Compiled, compile_graph
+from fxwrap.devices import CPU
+from fxwrap.lines import Alloc, Launch
+from fxwrap.passes.combo_kernels import combine_kernels
+from fxwrap.wrapper_ir import Program, live_bytes, verify
+from tests.support.capture import recording_backend
+from tests.support.program_equality import assert_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+TensorFunction: TypeAlias = Callable[..., tuple[Tensor, ...]]
+
+SMALL = 1 << 12
+ALIKE = dataclasses.replace(CPU, combo_kernel_bytes=SMALL)
+OPTIONS = Options(devices=(ALIKE,), cpu_kernels="triton", fallback="error", compile_cache=False)
+
+
+def graph(function: TensorFunction, *inputs: Tensor) -> torch.fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def lowered(function: TensorFunction, *inputs: Tensor) -> Program:
+    return fxwrap.lower(graph(function, *inputs), options=OPTIONS)
+
+
+def combined(program: Program, max_bytes: int = SMALL, **limits: int) -> Program:
+    return verify(combine_kernels(program, {"cpu": max_bytes}, **limits))
+
+
+def launches(program: Program) -> list[Launch]:
+    return [line for line in program.body.lines if isinstance(line, Launch)]
+
+
+def check(function: TensorFunction, *inputs: Tensor, max_bytes: int = SMALL, **limits: int) -> Program:
+    """Returns the program with combo kernels after comparing its results with eager's."""
+    program = lowered(function, *inputs)
+    result = combined(program, max_bytes, **limits)
+    expected = function(*[item.clone() for item in inputs])
+    for item in (program, result):
+        outputs = fxwrap.run(item, [tensor.clone() for tensor in inputs])
+        torch.testing.assert_close(list(outputs), list(expected), rtol=1e-5, atol=1e-6)
+    return result
+
+
+def vectors(*sizes: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(size, generator=generator) + 0.5 for size in sizes]
+
+
+def each(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple([item.sin() * 2 for item in tensors])
+
+
+def test_independent_launches_are_combined() -> None:
+    program = check(each, *vectors(20, 24, 30))
+    (launch,) = launches(program)
+    assert [value.name for value in launch.arguments] == [item.name for item in program.inputs]
+    assert len(launch.outs) == 3
+    assert [kernel.name for kernel in program.kernels] == [launch.kernel]
+    assert launch.kernel.startswith("combo_")
+
+
+def test_combined_launches_have_all_origins() -> None:
+    program = lowered(each, *vectors(20, 24))
+    (launch,) = launches(combined(program))
+    assert launch.origin is not None
+    nodes = [node for line in launches(program) if line.origin is not None for node in line.origin.nodes]
+    assert list(launch.origin.nodes) == nodes
+
+
+def test_dependent_launches_are_not_combined() -> None:
+    """The means of columns are equal kernels, and each reads the results of the one before."""
+
+    def chain(x: Tensor) -> tuple[Tensor]:
+        for _ in range(3):
+            x = x.mean(0).unsqueeze(0).expand(20, 20).contiguous().t().cumsum(0)
+        return (x,)
+
+    program = lowered(chain, torch.rand(20, 20))
+    assert len({line.kernel for line in launches(program)}) < len(launches(program))
+    assert len(launches(check(chain, torch.rand(20, 20)))) == len(launches(program))
+
+
+def test_transitively_dependent_launches_are_not_combined() -> None:
+    def chain(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        return (torch.softmax(torch.mm(torch.softmax(x, -1), y), -1),)
+
+    assert len(launches(check(chain, torch.rand(5, 5), torch.rand(5, 5)))) == 2
+
+
+def test_combined_launches_respect_defs_and_uses() -> None:
+    """The extern calls between the launches read results of the first, and the second reads theirs."""
+
+    def between(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        first = torch.mm(torch.softmax(x, -1), w)
+        second = torch.mm(torch.softmax(y, -1), w)
+        return first, second, torch.softmax(first, -1), torch.softmax(second, -1)
+
+    program = check(between, *[torch.rand(6, 6) for _ in range(3)])
+    kinds = [type(line).__name__ for line in program.body.lines if type(line).__name__ in ("Launch", "ExternCall")]
+    assert kinds == ["Launch", "ExternCall", "ExternCall", "Launch"]
+
+
+def test_allocations_directly_precede_their_writer() -> None:
+    def between(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return torch.mm(x, w).sin() * 2, torch.mm(y, w).sin() * 2
+
+    program = check(between, *[torch.rand(6, 6) for _ in range(3)])
+    lines = [line for line in program.body.lines if isinstance(line, Alloc | Launch)]
+    assert len(launches(program)) == 1
+    assert isinstance(lines[-1], Launch)
+
+
+def test_in_place_writes_stay_ordered() -> None:
+    x = torch.rand(12)
+
+    def overlapping(x: Tensor) -> tuple[Tensor, ...]:
+        x[:8].mul_(2)
+        x[4:].mul_(2)
+        return (x + 0,)
+
+    inputs = [x.clone()]
+    module = make_fx(functionalize(overlapping, remove="mutations_and_views"), tracing_mode="fake")(*inputs)
+    program = fxwrap.lower(module, options=OPTIONS)
+    actual, expected = x.clone(), x.clone()
+    torch.testing.assert_close(list(fxwrap.run(combined(program), [actual])), list(overlapping(expected)))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_peak_memory_growth_is_bounded() -> None:
+    """Combining the softmax launches of all eight matmuls would keep all matmul results alive at once."""
+
+    def sums(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([torch.softmax(torch.mm(x, x), -1).square().sum(-1) for x in tensors])
+
+    inputs = [torch.rand(size, size) for size in range(17, 25)]
+    program = lowered(sums, *inputs)
+    bounded = combined(program, max_extra_peak_bytes=0)
+    assert live_bytes(bounded).peak <= live_bytes(program).peak
+    more = combined(program, max_extra_peak_bytes=1 << 20)
+    assert len(launches(more)) < len(launches(bounded)) <= len(launches(program))
+    assert live_bytes(more).peak > live_bytes(program).peak
+    torch.testing.assert_close(list(fxwrap.run(more, inputs)), list(sums(*inputs)))
+
+
+def test_large_launches_are_not_combined() -> None:
+    inputs = vectors(500, 700, 600, 20, 24)
+    program = check(each, *inputs)
+    assert sorted(len(line.outs) for line in launches(program)) == [1, 1, 1, 2]
+    assert len(launches(check(each, *inputs[:3], max_bytes=1 << 20))) == 1
+
+
+def test_devices_without_a_limit_are_unchanged() -> None:
+    program = lowered(each, *vectors(20, 24))
+    assert combine_kernels(program, {"cuda": SMALL}) is program
+    assert combine_kernels(program, {"cpu": 0}) is program
+
+
+def test_languages_without_a_kernel_combiner_are_unchanged() -> None:
+    program = fxwrap.lower(graph(each, *vectors(20, 24)), options=OPTIONS.replace(cpu_kernels="cpp"))
+    assert len(launches(program)) == 2
+    assert combine_kernels(program, {"cpu": SMALL}) is program
+
+
+def test_unknown_sizes_are_not_combined() -> None:
+    module = make_fx(each, tracing_mode="symbolic")(*vectors(20, 24))
+    program = fxwrap.lower(module, options=OPTIONS)
+    assert len(launches(program)) == 2
+    assert combine_kernels(program, {"cpu": SMALL}) is program
+
+
+def test_a_combined_launch_has_a_tensor_limit() -> None:
+    program = check(each, *vectors(*range(20, 30)), max_tensors=6)
+    assert [len(line.outs) for line in launches(program)] == [3, 3, 3, 1]
+
+
+def test_equal_combined_kernels_are_shared() -> None:
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        first = [torch.softmax(torch.mm(item, item), -1) for item in tensors]
+        return tuple([torch.softmax(torch.mm(item, item), -1) for item in first])
+
+    program = check(function, torch.rand(5, 5), torch.rand(6, 6))
+    assert [line.kernel for line in launches(program)] == ["combo_softmax_0", "combo_softmax_0"]
+    assert len(program.kernels) == 1
+
+
+STEPS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.sin() * 2,
+    lambda x: torch.softmax(x, -1),
+    lambda x: torch.mm(x, x),
+    lambda x: x.sum(0, keepdim=True) + x,
+    lambda x: x.t().contiguous(),
+]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 7)), min_size=4, max_size=14))
+def test_random_programs(steps: Sequence[tuple[int, int]]) -> None:
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        values = list(tensors)
+        for kind, operand in steps:
+            values.append(STEPS[kind](values[operand % len(values)]) / 2)
+        return tuple(values[len(tensors) :])
+
+    inputs = [torch.rand(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    check(function, *inputs)
+
+
+@pytest.mark.parametrize("emitter", ["python", "fx", "interpreter"])
+def test_the_pipeline_combines_launches(emitter: str) -> None:
+    inputs = vectors(20, 24, 30)
+    compiled = compile_graph(graph(each, *inputs), options=OPTIONS.replace(emitter=emitter))
+    assert [stage.pass_name for stage in compiled.stages][:2] == ["lower", "combo_kernels"]
+    (launch,) = launches(compiled.program)
+    assert launch.origin is not None
+    assert launch.origin.handle == f"{launch.kernel}:1"
+    torch.testing.assert_close(compiled(*inputs), each(*inputs))
+    uncombined = compile_graph(graph(each, *inputs), options=OPTIONS.replace(emitter=emitter, combo_kernels=False))
+    assert len(launches(uncombined.program)) == 3
+
+
+def test_graphs_with_combined_launches_round_trip() -> None:
+    """Kernel definitions are in the order of their first launch, which combination may change."""
+
+    def function(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        return torch.mm(x.sin() * 2, x), z.cumsum(0), torch.mm(y.sin() * 2, y), z.sum(0)
+
+    inputs = [torch.rand(6, 6), torch.rand(7, 7), torch.rand(30, 40)]
+    compiled = compile_graph(graph(function, *inputs), options=OPTIONS.replace(emitter="fx"))
+    names = [line.kernel for line in launches(compiled.program)]
+    assert any(name.startswith("combo_") for name in names)
+    assert [kernel.name for kernel in compiled.program.kernels] == list(dict.fromkeys(names))
+    again = fxwrap.from_fx(compiled.graph_module)
+    assert_equal(compiled.program, again)
+    torch.testing.assert_close(list(fxwrap.run(again, inputs)), list(function(*inputs)))
+
+
+def test_memory_checks_cover_combined_launches() -> None:
+    inputs = [torch.rand(6, 6) for _ in range(3)]
+
+    def function(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return torch.softmax(torch.mm(x, w), -1), torch.softmax(torch.mm(y, w), -1)
+
+    compiled: Compiled = compile_graph(graph(function, *inputs), options=OPTIONS.replace(check_memory=True))
+    assert len(launches(compiled.program)) == 1
+    torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(function: TensorFunction, inputs: Sequence[Tensor], emitter: str, graphs: bool) -> Program:
+    """Compiles a function, compares three calls with eager's, and returns the program."""
+    on_device = [item.cuda() for item in inputs]
+    module = make_fx(function, tracing_mode="fake")(*on_device)
+    compiled = compile_graph(module, options=Options(emitter=emitter, cuda_graphs=graphs, fallback="error"))
+    for number in range(3):
+        arguments = [item + number for item in on_device]
+        torch.testing.assert_close(list(compiled(*arguments)), list(function(*arguments)), rtol=1e-4, atol=1e-4)
+    return compiled.program
+
+
+def mixed_kernels(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Pointwise and transposing kernels, persistent and looped row reductions, and column reductions."""
+    results: list[Tensor] = []
+    for x in tensors:
+        results += [x.sin() * 2, x.t().contiguous() + 1, torch.softmax(x, -1), x.sum(0)]
+    return tuple(results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_kernels_of_many_kinds_on_a_gpu(emitter: str, graphs: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(100, 300), (120, 300), (64, 256), (96, 256), (3, 20000), (5, 20000), (300, 500), (310, 500)]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    program = on_gpu(mixed_kernels, inputs, emitter, graphs)
+    assert any(kernel.name.startswith("combo_") for kernel in program.kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Profiler record function")
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_an_optimizer_step_on_a_gpu(emitter: str, graphs: bool) -> None:
+    torch._dynamo.reset()
+    compiled: list[Compiled] = []
+    shapes = [(768,), (2304,), (768, 2304), (768,), (768, 768), (768,), (3072,), (768, 3072), (50, 30), (11,)] * 4
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    sides = [[torch.nn.Parameter(item.cuda()) for item in drawn] for _ in range(2)]
+    optimizers = [torch.optim.AdamW(side, weight_decay=0.1, capturable=True) for side in sides]
+    options = Options(emitter=emitter, cuda_graphs=graphs)
+    steps = [torch.compile(optimizers[0].step, backend=recording_backend(compiled, options)), optimizers[1].step]
+    for number in range(4):
+        for side, step in zip(sides, steps, strict=True):
+            for index, parameter in enumerate(side):
+                parameter.grad = torch.cos(drawn[index] * number).cuda()
+            step()
+    torch.testing.assert_close(sides[0], sides[1], rtol=1e-5, atol=1e-6)
+    for part in compiled:
+        before, after = part.stages[0].program, part.program
+        assert len([line for line in after.lines() if isinstance(line, Launch)]) * 3 < len(launches(before))

@@ -1,0 +1,60 @@
+"""The fake driver, built once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver as triton_driver
+
+from tests.runtime.launch.fake_driver import FakeDriver, build
+
+
+@pytest.fixture(scope="package")
+def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver as a library."""
+    return build(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def driver(driver_library: Path) -> FakeDriver:
+    """The driver, in use, with an empty log and no current context."""
+    fake_driver = FakeDriver(driver_library)
+    fake_driver.log()
+    return fake_driver
+
+
+@pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    """torch is to use deterministic algorithms only."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class _UnavailableGpu:
+    """The part of Triton's driver that it queries before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton caches its compilations by device
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def chip() -> Iterator[_UnavailableGpu]:
+    """Triton compiles for compute capability 9.0, or for another one by `capability`."""
+    gpu = _UnavailableGpu(90)
+    triton_driver.set_active(gpu)
+    yield gpu
+    triton_driver.set_active(None)  # Triton selects its own at the next use

@@ -1,0 +1,171 @@
+"""The compiler driver and its cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxwrap.errors import NativeBuildError
+from fxwrap.runtime.native import NativeSource, build, build_bridge, cache_folder, compile_cpp, load_program
+from tests.runtime.native.native_programs import names, source
+
+DOUBLE = source(
+    "  CALL(f, add, (x, x), (y));",
+    slots=("x", "y"),
+    operators={"add": "aten::add.Tensor"},
+    inputs=names("x"),
+    outputs="y",
+)
+
+
+def program_files() -> set[Path]:
+    return set((cache_folder() / "programs").rglob("*"))
+
+
+def test_equal_sources_are_compiled_once_and_stay_readable() -> None:
+    first = compile_cpp(DOUBLE, name="double")
+    modified = first.stat().st_mtime_ns
+    assert compile_cpp(DOUBLE, name="double") == first and first.stat().st_mtime_ns == modified
+    assert first.with_suffix(".cpp").read_text() == DOUBLE
+    assert compile_cpp(DOUBLE + "// other\n", name="double") != first
+    assert torch.equal(load_program(first)(torch.ones(2))[0], torch.full((2,), 2.0))
+
+
+def test_the_bridge_is_built_once() -> None:
+    build_bridge()
+    assert build_bridge().seconds == 0.0
+
+
+def test_kernels_are_linked_with_the_program() -> None:
+    kernel = """extern "C" void twice(const float* x, float* y, long n) {
+  for (long i = 0; i < n; ++i) y[i] = 2 * x[i];
+}
+"""
+    text = source(
+        """
+  empty_strided(f, y, {size(f, x, 0)}, {1}, DType::float32, cpu);
+  twice((const float*)data_ptr(f, x), (float*)data_ptr(f, y), size(f, x, 0));
+  bump_version(f, y);
+""",
+        slots=("x", "y"),
+        inputs=names("x"),
+        outputs="y",
+    ).replace("namespace program {", 'extern "C" void twice(const float*, float*, long);\nnamespace program {', 1)
+    x = torch.arange(100.0)
+    program = load_program(compile_cpp(text, name="kernel", extra_sources=(NativeSource(kernel),)))
+    (y,) = program(x)
+    assert torch.equal(y, 2 * x) and y._version == 1
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder that no other process writes to, with the bridge of the common one."""
+    bridge = build_bridge().folder
+    (tmp_path / bridge.name).symlink_to(bridge)
+    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
+
+
+def test_a_failed_build_shows_the_command_and_is_cleaned_up(own_cache: None) -> None:
+    compile_cpp(DOUBLE, name="double")
+    before = program_files()
+    with pytest.raises(NativeBuildError) as caught:
+        compile_cpp(DOUBLE + "this is no C++;\n", name="broken")
+    assert "broken.cpp" in str(caught.value) and "command: " in str(caught.value) and "error: " in str(caught.value)
+    assert program_files() == before
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler --flag")
+    with pytest.raises(NativeBuildError, match=r"cannot run the C\+\+ compiler 'no-such-compiler'.*Python emitter"):
+        compile_cpp(DOUBLE, name="double")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NativeBuildError, match=r"no C\+\+ compiler found"):
+        compile_cpp(DOUBLE, name="double")
+
+
+def test_a_hanging_compiler_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_cache: None) -> None:
+    """With the processes that it has started, as g++ starts the compiler itself."""
+    compiler = tmp_path / "endless"
+    endless = "sleep 77 & echo $! > $0.pid; wait"
+    compiler.write_text(f"#!/bin/sh\ncase $1 in --version|-print*) echo 1;; *) {endless};; esac\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "COMPILER_TIMEOUT_SECONDS", 1)
+    before = set(cache_folder().iterdir())
+    with pytest.raises(NativeBuildError, match=r"did not finish within 1 s(.|\n)*CXX(.|\n)*endless"):
+        build_bridge()
+    started = int((tmp_path / "endless.pid").read_text())
+    status = Path(f"/proc/{started}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+    assert {path.name for path in set(cache_folder().iterdir()) - before} <= {"locks", "endless.pid"}
+
+
+def test_a_non_program_library_is_rejected(tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger.so"
+    stranger.write_bytes(b"not a library")
+    with pytest.raises(ImportError, match="cannot load the program"):
+        load_program(stranger)
+    with pytest.raises(ImportError, match="is not a program of this version"):
+        load_program(build_bridge().folder / "libfxwrap_bridge.so")
+
+
+def test_concurrent_builds_of_one_source() -> None:
+    text = DOUBLE + f"// {os.getpid()}\n"
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: compile_cpp(text, name="double"), range(8)))
+    assert len(paths) == 1 and torch.equal(load_program(paths.pop())(torch.ones(1))[0], torch.full((1,), 2.0))
+
+
+C_CALLER = """
+#include "bridge.h"
+#include <cstdio>
+#include <dlfcn.h>
+extern "C" int aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
+extern "C" int aoti_torch_get_data_ptr(void*, void**);
+extern "C" int aoti_torch_delete_tensor_object(void*);
+int main(int, char** argv) {
+  auto* program = (const fxwrap::Program*)dlsym(dlopen(argv[1], RTLD_NOW), "fxwrap_program");
+  int64_t sizes[] = {3}, strides[] = {1};
+  FxwrapValue input{}, output{};
+  aoti_torch_empty_strided(1, sizes, strides, 6, 0, -1, &input.tensor);
+  float* data;
+  aoti_torch_get_data_ptr(input.tensor, (void**)&data);
+  data[0] = 1, data[1] = 2, data[2] = 3;
+  char error[256];
+  if (fxwrap_run(program, &input, nullptr, &output, error, sizeof error)) return std::puts(error), 1;
+  aoti_torch_get_data_ptr(output.tensor, (void**)&data);
+  std::printf("%g %g %g\\n", data[0], data[1], data[2]);
+  aoti_torch_delete_tensor_object(input.tensor);
+  aoti_torch_delete_tensor_object(output.tensor);
+}
+"""
+
+
+def test_a_program_without_python_can_call(tmp_path: Path) -> None:
+    (tmp_path / "main.cpp").write_text(C_CALLER)
+    headers = Path(sys.modules[compile_cpp.__module__].__file__ or "").parent
+    bridge, libraries = build_bridge().folder, Path(torch.__file__).parent / "lib"
+    links = [flag for folder in (bridge, libraries) for flag in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
+    names = ["-lfxwrap_bridge", "-ltorch_cpu", "-lc10", "-ldl"]
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-std=c++20",
+        f"-I{headers}",
+        f"-I{headers / 'bridge'}",
+        "main.cpp",
+        *links,
+        *names,
+        "-o",
+        "main",
+    ]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    library = compile_cpp(DOUBLE, name="double")
+    done = subprocess.run([tmp_path / "main", library], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 4 6\n"

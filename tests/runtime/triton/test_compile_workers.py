@@ -1,0 +1,250 @@
+"""Processes that compile Triton kernels for a missing chip: their binaries are found, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from fxwrap import Options
+from fxwrap.compile.kernels import warm_up_kernel_compilers
+from fxwrap.devices import TRITON
+from fxwrap.errors import FxwrapError, OptionError
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.triton import compile as triton_compile
+from fxwrap.runtime.triton import workers as compile_workers
+from fxwrap.runtime.triton.compile import (
+    KernelUse,
+    make_worker_job,
+    split_launch_options,
+    triton_jit_function,
+    warmup_arguments,
+)
+from fxwrap.runtime.triton.workers import WORKERS_ENV, WorkerPool, worker_count
+from fxwrap.torch_compat import FakeTensorMode
+
+TARGET = GPUTarget("cuda", 90, 32)
+READY = 120.0
+"""Seconds within which a worker is ready, on a busy machine."""
+
+SOURCE = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(in0_ptr, out0_ptr, n0, factor, BLOCK: tl.constexpr):
+    p0 = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out0_ptr + p0, tl.load(in0_ptr + p0, p0 < n0) * factor + NUMBER, p0 < n0)
+"""
+
+
+def kernel_use(number: int | str, n: int = 1000) -> KernelUse:
+    """A kernel, another one for each number."""
+    text = KernelText(
+        TRITON.name, SOURCE.replace("NUMBER", str(number)), ("*f32", "*bf16", "i64", "f64"),
+        (("BLOCK", 256), ("num_warps", 8)),
+    )  # fmt: skip
+    return KernelUse(text, torch.device("cuda", 0), (n, 0.5))
+
+
+@pytest.fixture(scope="module")
+def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Triton's cache, empty."""
+    folder = tmp_path_factory.mktemp("triton")
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("TRITON_CACHE_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def pool(triton_cache: Path) -> Iterator[WorkerPool]:
+    """A pool of one worker, which is ready."""
+    workers = WorkerPool()
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv(WORKERS_ENV, "1")
+        workers.start()
+        assert workers.wait(READY)
+        yield workers
+    workers.shutdown()
+
+
+def worker_results(pool: WorkerPool, uses: list[KernelUse]) -> list[str | None]:
+    """The results of jobs; this process takes one of them, and waits until the others are done."""
+    results: list[str | None] = [None] * len(uses)
+    others = Event()
+
+    def finish(position: int, answer: str | None) -> None:
+        results[position] = answer
+        if answer is None:
+            others.wait(READY)
+        elif sum(item is not None for item in results) == len(uses) - 1:
+            others.set()
+
+    pool.run([make_worker_job(item, TARGET) for item in uses], finish, 1)
+    return results
+
+
+class _Chip:
+    """The part of Triton's driver that it queries before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> str:
+        return "the chip of this test"
+
+    def get_current_stream(self, _device: str) -> int:
+        return 0
+
+
+def is_in_triton_cache(wanted: KernelUse, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether this process finds a kernel in Triton's cache."""
+    seen: list[bool] = []
+    constants, compile_options = split_launch_options(wanted.kernel.options)
+    driver.set_active(_Chip())
+    with monkeypatch.context() as changed:
+        changed.setattr(knobs.compilation, "listener", lambda **facts: seen.append(facts["cache_hit"]))
+        function = triton_jit_function(wanted.kernel.source, wanted.kernel.signature, wanted.kernel.options)
+        function.warmup(*warmup_arguments(wanted), grid=(1,), **constants, **compile_options)
+    driver.set_active(None)  # Triton selects its own at the next use
+    return seen == [True]
+
+
+def test_worker_compiled_kernels_are_loaded_from_the_cache(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    uses = [kernel_use(0), kernel_use(1, n=1), kernel_use(2, n=16), kernel_use("'a text'")]
+    answers = worker_results(pool, uses)
+    here = answers.index(None)
+    assert here == 0, "the first is what this process takes"
+    assert answers[1:3] == ["", ""]
+    assert "CompilationError" in str(answers[3])
+    assert is_in_triton_cache(uses[1], monkeypatch) and is_in_triton_cache(uses[2], monkeypatch)
+    assert not is_in_triton_cache(uses[0], monkeypatch)
+
+
+def test_a_forked_process_has_no_workers(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_workers, "WORKER_POOL", pool)
+    child = os.fork()
+    if not child:
+        pool.reset_after_fork()
+        os._exit(0 if pool.processes == [] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert worker_results(pool, [kernel_use(10), kernel_use(11)]) == [None, ""]
+
+
+def test_a_crashed_worker_is_replaced_and_its_job_retried(pool: WorkerPool) -> None:
+    (number,) = pool.processes
+    os.kill(number, signal.SIGKILL)
+    done: list[tuple[int, str | None]] = []
+
+    def finish(position: int, answer: str | None) -> None:
+        done.append((position, answer))
+        time.sleep(0.2)  # so that the worker has a turn
+
+    pool.run([make_worker_job(kernel_use(20), TARGET)] * 3, finish, 1)
+    assert sorted(done) == [(0, None), (1, None), (2, None)]
+    assert pool.processes == []
+    pool.start()
+    (other,) = pool.processes
+    assert other != number
+
+
+def _is_running(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_workers_exit_with_their_process_and_tolerate_closed_stdin(
+    triton_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WORKERS_ENV, "1")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(0)
+        own = WorkerPool()
+        own.start()
+        os.write(writing, f"{own.processes[0]} {own.wait(READY)}\n".encode())
+        signal.pause()
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        number, ready = lines.readline().split()
+    assert ready == "True"
+    assert _is_running(int(number))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    end = time.monotonic() + 30
+    while _is_running(int(number)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _is_running(int(number))
+
+
+def test_worker_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WORKERS_ENV, raising=False)
+    for processors, wanted in ((1, 0), (2, 0), (4, 2), (16, 8), (128, 8)):
+        assert worker_count(processors) == wanted
+    monkeypatch.setenv(WORKERS_ENV, "3")
+    assert worker_count() == 3
+    monkeypatch.setenv(WORKERS_ENV, "many")
+    with pytest.raises(OptionError, match="FXWRAP_COMPILE_WORKERS must be a number of processes"):
+        worker_count()
+
+
+class _Counted(WorkerPool):
+    """A pool that counts how often it is started, and starts nothing."""
+
+    starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
+
+
+def _chain(length: int, device: str) -> GraphModule:
+    graph = Graph()
+    node = graph.placeholder("x")
+    with FakeTensorMode():
+        node.meta["val"] = torch.empty(8, device=device)
+    for _ in range(length):
+        node = graph.call_function(torch.ops.aten.relu.default, (node,))
+    graph.output((node,))
+    return GraphModule({}, graph)
+
+
+def test_workers_start_only_for_large_gpu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = _Counted()
+    monkeypatch.setattr(triton_compile, "WORKER_POOL", counted)
+    options = Options().resolve_devices()
+    warm_up_kernel_compilers(_chain(40, "cpu"), options)
+    warm_up_kernel_compilers(_chain(40, "meta"), options)
+    warm_up_kernel_compilers(_chain(40, "cuda"), options)
+    assert counted.starts == 0, "this machine has no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for graph, chosen in ((_chain(3, "cuda"), options), (_chain(40, "cuda"), options.replace(fuse=False))):
+        warm_up_kernel_compilers(graph, chosen)
+    warm_up_kernel_compilers(_chain(40, "cpu"), options)
+    assert counted.starts == 0
+    warm_up_kernel_compilers(_chain(40, "cuda"), options)
+    assert counted.starts == 1
+
+
+def test_kernels_that_fail_to_print_are_not_submitted() -> None:
+    good: Any = kernel_use(0)
+    unknown = KernelText(TRITON.name, SOURCE, ("*f32",), (("num_turns", 3),))
+    assert triton_compile._job_if_any(good, TARGET) == make_worker_job(good, TARGET)
+    assert triton_compile._job_if_any(KernelUse(unknown, torch.device("cuda", 0)), TARGET) is None
+    untyped = KernelText(TRITON.name, SOURCE, (), ())
+    assert triton_compile._job_if_any(KernelUse(untyped, torch.device("cuda", 0)), TARGET) is None
+    with pytest.raises(FxwrapError):
+        make_worker_job(KernelUse(unknown, torch.device("cuda", 0), (1.0,)), TARGET)

@@ -1,0 +1,72 @@
+"""The figures in documents are those of the result files, and scripts write files that the tables can render."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results import FOLDER, Report, cell_text
+from benchmarks.tables import BLOCK, DOCUMENTS, markdown, rendered
+
+FIGURE = re.compile(r"\d\.\d|\d ?(us|ms|seconds|s|MB|GB|%|times)\b")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_tables_match_the_result_files(document: Path) -> None:
+    text = document.read_text()
+    assert BLOCK.search(text)
+    assert rendered(text) == text, "run python -m benchmarks.tables"
+
+
+def test_no_figure_is_written_by_hand() -> None:
+    prose = BLOCK.sub("", (FOLDER.parent / "README.md").read_text())
+    assert [line for line in prose.splitlines() if FIGURE.search(line)] == []
+
+
+def test_no_document_reports_a_measurement() -> None:
+    units = re.compile(r"\d(\.\d+)? (us|ms|seconds|s|MB|GB|times as (fast|long))\b")
+    documents = sorted((FOLDER.parents[1] / "docs").glob("*.md"))
+    assert [line for path in documents for line in path.read_text().splitlines() if units.search(line)] == []
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_file_says_where_it_is_from(path: Path) -> None:
+    result = json.loads(path.read_text())
+    assert (FOLDER.parents[1] / result["script"]).exists()
+    assert path.stem.startswith(Path(result["script"]).stem)
+    assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", result["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
+    assert {"device", "cores"} <= set(result["machine"]) and {"torch", "python"} <= set(result["versions"])
+    assert len({tuple(row) for row in result["rows"]}) == 1
+    assert result.get("transcribed") or len(result["raw"]) == len(result["rows"])
+
+
+def test_a_report_prints_and_records_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("ops-cpu", argparse.Namespace(record="busy"), note="two other jobs", folder=tmp_path)
+    report.add({"operator": "softmax", "time, us": 12.3, "error": None}, raw=[12.1, 12.3, 13.0])
+    report.add({"operator": "pad", "time, us": 0.5, "error": 1e-7})
+    result = json.loads((tmp_path / "ops-cpu-busy.json").read_text())
+    assert result["rows"][0] == {"operator": "softmax", "time, us": 12.3, "error": None}
+    assert result["raw"] == [[12.1, 12.3, 13.0], None]
+    assert result["note"] == "two other jobs" and "transcribed" not in result
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-3:] == ["operator | time, us | error", "softmax | 12.3 | -", "pad | 0.50 | 1.0e-07"]
+    assert markdown(result["rows"])[2] == "| softmax | 12.3 | - |"
+
+
+def test_a_report_without_record_writes_nothing(tmp_path: Path) -> None:
+    Report("ops-cpu", argparse.Namespace(record=None), folder=tmp_path).add({"operator": "pad"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [(None, "-"), (7, "7"), ("-", "-"), (0.9, "0.90"), (12.0, "12.0"), (1.0083, "1.008"), (2878.8, "2879"),
+     (3.4e-8, "3.4e-08")],
+)  # fmt: skip
+def test_cells(cell: str | int | float | None, text: str) -> None:
+    assert cell_text(cell) == text

@@ -1,0 +1,112 @@
+"""README.md and the chapters in docs/: the texts are what fxwrap prints, the snippets run, the links lead somewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.cli import main
+from fxwrap.devices import DeviceRuntime, DeviceSpec, KernelLanguage, KernelRuntime, scoped_registration
+from fxwrap.errors import FxwrapError
+from fxwrap.lowering.rules import softmax
+from fxwrap.printers import KernelRequest
+from tests.support.documents import ROOT, check_printed, run_snippets, section
+
+CHAPTERS = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [*CHAPTERS, *[ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]]
+
+
+def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x @ w + b).t()
+
+
+def make_model() -> tuple[torch.nn.Module, tuple[Tensor]]:
+    """The model of the coverage report in README.md, and its inputs."""
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU()), (torch.ones(4, 8),)
+
+
+def triton_source(function: object, x: Tensor) -> str:
+    """The Triton kernel of a function, without its helper functions."""
+    lowered = fxwrap.lower(make_fx(function)(x), [x], options=fxwrap.Options(cpu_kernels="triton"))
+    return "@triton.jit\ndef fxwrap_" + lowered.kernels[0].source.split("@triton.jit\ndef fxwrap_")[1]
+
+
+def test_readme_shows_the_printed_texts(update_golden: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = [torch.randn(4, 8), torch.randn(8, 16), torch.randn(16)]
+    program = fxwrap.lower(make_fx(layer)(*inputs), inputs, name="layer")
+    assert main(["show", f"{__file__}:make_model", "--coverage"]) == 0
+    texts = {
+        "program": str(program),
+        "python": section(fxwrap.to_python(program).source, "# mm:", "return"),
+        "cpp": section(fxwrap.to_cpp(program).source, "// mm:", "view("),
+        "fx": section(fxwrap.to_fx(program).source, "# mm:", "return"),
+        "coverage": "$ python -m fxwrap show model.py:make_model --coverage\n" + capsys.readouterr().out.strip(),
+    }
+    check_printed("README.md", texts, update_golden)
+
+
+def test_the_overview_shows_the_printed_texts(update_golden: bool) -> None:
+    x = torch.randn(64, 1024)
+    graph = make_fx(lambda x: torch.softmax(x, -1))(x)
+    program = fxwrap.lower(graph, [x], name="softmax")
+    texts = {
+        "graph": str(graph.graph),
+        "rule": inspect.getsource(softmax._softmax),
+        "loop_ir": loop_ir_of(graph, x),
+        "cpp_kernel": program.kernels[0].source.partition("\n\n")[2],
+        "triton_kernel": triton_source(lambda x: torch.softmax(x, -1), x),
+        "program": section(str(program), "program @softmax", "control.return") + "\n}",
+        "python": section(fxwrap.to_python(program).source, "# _softmax", "return"),
+        "cpp": section(fxwrap.to_cpp(program).source, "// _softmax", "data_ptr("),
+        "fx": str(fxwrap.to_fx(program).graph_module.graph),
+    }
+    check_printed("docs/overview.md", texts, update_golden)
+
+
+def loop_ir_of(graph: torch.fx.GraphModule, x: Tensor) -> str:
+    """The loop IR of a graph's one kernel, as a printer receives it."""
+    requests: list[KernelRequest] = []
+
+    def record(request: KernelRequest) -> tuple[()]:
+        requests.append(request)
+        return ()
+
+    runtime = DeviceRuntime(kernels=KernelRuntime(load=lambda *_: pytest.fail("nothing is loaded")))
+    spec, language = DeviceSpec("cpu", "loop_ir"), KernelLanguage("loop_ir")
+    with scoped_registration(spec, printer=record, language=language, runtime=runtime), pytest.raises(FxwrapError):
+        fxwrap.lower(graph, [x], options=fxwrap.Options(fallback="error"))
+    return str(requests[0].kernel)
+
+
+def test_the_snippets_of_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_snippets("README.md")
+    torch.testing.assert_close(names["logits"], names["model"](names["x"]))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_are_short_and_link_to_files(document: Path) -> None:
+    text = document.read_text()
+    assert len(text.splitlines()) <= (250 if document.parent.name == "benchmarks" else 200)
+    for target in re.findall(r"\]\(([^)#]+\.\w+)(?:#[^)]*)?\)", text):
+        assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_overview_lists_every_chapter() -> None:
+    text = (ROOT / "docs" / "overview.md").read_text()
+    assert {path.name for path in CHAPTERS} - {"overview.md", "opinfo.md"} == set(re.findall(r"\]\((\w+\.md)\)", text))
+
+
+def test_every_option_has_a_row() -> None:
+    rows = re.findall(r"^\| `([a-z_]+)` \|", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(field.name for field in dataclasses.fields(fxwrap.Options))
