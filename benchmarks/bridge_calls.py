@@ -50,10 +50,7 @@ CASES = (
 def chain_source(case: Case, count: int) -> str:
     """Returns a program of `count` calls, each of which reads the previous result, which is dropped after it."""
     slots = ", ".join(f"v{i}{{{i + 1}}}" for i in range(count + 1))
-    lines = [
-        f"constexpr Slot w{{0}}, {slots};",
-        f'static Operator op{{"{case.operator}", "{case.overload}"}};',
-    ]
+    lines = [f"constexpr Slot w{{0}}, {slots};", f'static Operator op{{"{case.operator}", "{case.overload}"}};']
     functions = []
     for start in range(0, count, 200):
         functions.append(f"part_{start}")

@@ -259,9 +259,7 @@ OPERATORS: dict[str, FusedOperator] = {
         ),
         # A group (8 channels of one sample) stays in a cache between its statistics and its normalisation.
         FusedOperator(
-            group_norm,
-            _group_norm_inputs,
-            lambda r, c, b: (2 * r * c + 2 * math.gcd(r, GROUP_NORM_CHANNELS)) * b,
+            group_norm, _group_norm_inputs, lambda r, c, b: (2 * r * c + 2 * math.gcd(r, GROUP_NORM_CHANNELS)) * b
         ),
         FusedOperator(cat_three, lambda d: (d.normal(), d.normal(), d.normal()), _arrays(6)),
         FusedOperator(pad, lambda d: (d.normal(),), lambda r, c, b: (r * c + (r + 2) * (c + 2)) * b),

@@ -35,12 +35,7 @@ from fxwrap.options import Options
 from fxwrap.wrapper_ir import Block, live_bytes
 
 MODELS = ("gpt2", "llama", "resnet")
-SIDES: dict[str, Mapping[str, Any] | None] = {
-    "eager": None,
-    "Inductor": None,
-    "Python": {},
-    "C++": {"emitter": "cpp"},
-}
+SIDES: dict[str, Mapping[str, Any] | None] = {"eager": None, "Inductor": None, "Python": {}, "C++": {"emitter": "cpp"}}
 
 
 class PeakOverPlan(NamedTuple):

@@ -79,11 +79,7 @@ class Recorder(TorchDispatchMode):
         self.records: list[Record] = []
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         if self.run:
             self.records.append((func, *copy.deepcopy((args, kwargs or {}))))

@@ -29,11 +29,7 @@ def environment_key(options: Options | None = None) -> str:
 def environment_text() -> str:
     """Returns versions and machine as `name=text` lines, without options."""
     parts = [f"{name}={text}" for name, text in package_versions().items()]
-    parts += [
-        f"python={platform.python_version()}",
-        f"machine={platform.machine()}",
-        f"cuda={torch.version.cuda}",
-    ]
+    parts += [f"python={platform.python_version()}", f"machine={platform.machine()}", f"cuda={torch.version.cuda}"]
     return "\n".join(parts)
 
 

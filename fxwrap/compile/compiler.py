@@ -220,11 +220,7 @@ def _recompile_for(context: CompileContext, symbols: Mapping[str, int]) -> Compi
 
 
 def _run_steps(
-    steps: Sequence[CompileStep],
-    state: CompileState,
-    context: CompileContext,
-    stages: list[Stage],
-    times: StepTimes,
+    steps: Sequence[CompileStep], state: CompileState, context: CompileContext, stages: list[Stage], times: StepTimes
 ) -> CompileState:
     """Runs the enabled steps and the user's passes; times and verifies them, and records each changed program."""
     for step in steps_for(steps, context.options):

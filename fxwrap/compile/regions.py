@@ -57,11 +57,7 @@ def node_tag(node: Node) -> object:
 
 
 def compile_regions(
-    graph_module: GraphModule,
-    *,
-    select: NodeSelector = node_tag,
-    options: Options | None = None,
-    name: str = "part",
+    graph_module: GraphModule, *, select: NodeSelector = node_tag, options: Options | None = None, name: str = "part"
 ) -> GraphModule:
     """Returns a copy of a graph in which regions of selected nodes are compiled.
 

@@ -16,14 +16,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import ROW_ALIGNMENT, GemmPaddingCosts
-from fxwrap.fx_passes.graph_copy import (
-    GraphCopy,
-    bytes_of,
-    expressions_of,
-    fake_call,
-    has_static_strides,
-    size_hint,
-)
+from fxwrap.fx_passes.graph_copy import GraphCopy, bytes_of, expressions_of, fake_call, has_static_strides, size_hint
 from fxwrap.fx_passes.matmuls import MATMULS, transpose_operand
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.fx_passes.storage_aliases import StorageAliases

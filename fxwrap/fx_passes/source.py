@@ -21,13 +21,7 @@ from fxwrap.fx_passes.exported_mutations import remove_tokens, write_back
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource
 from fxwrap.fx_passes.stream_calls import inline_control_deps
 from fxwrap.options import Options, Step, enabled_steps
-from fxwrap.torch_compat import (
-    HigherOrderOperator,
-    OpOverload,
-    find_shape_env,
-    is_desugared,
-    isolate_pending_symbols,
-)
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, find_shape_env, is_desugared, isolate_pending_symbols
 from fxwrap.wrapper_ir import Source
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from fxwrap.wrapper_ir import (
-    Effect,
-    Form,
-    LineBase,
-    Operand,
-    Size,
-    Value,
-    attribute,
-    line_class,
-    read,
-    target,
-    write,
-)
+from fxwrap.wrapper_ir import Effect, Form, LineBase, Operand, Size, Value, attribute, line_class, read, target, write
 
 
 @line_class("kernel.launch")

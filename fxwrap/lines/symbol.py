@@ -5,19 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fxwrap.symbolic import SymbolInfo, print_expr, symbol_kind
-from fxwrap.wrapper_ir import (
-    ASSERT,
-    Effect,
-    Form,
-    LineBase,
-    Size,
-    Tag,
-    Value,
-    attribute,
-    define,
-    line_class,
-    read,
-)
+from fxwrap.wrapper_ir import ASSERT, Effect, Form, LineBase, Size, Tag, Value, attribute, define, line_class, read
 
 ASSERT_ERRORS = ("RuntimeError", "IndexError", "ValueError", "InputError")
 """The error classes that an assertion may raise."""

@@ -15,13 +15,7 @@ from fxwrap.lowering.builder import Builder, LoweringRequest, Operand
 from fxwrap.lowering.calls.copies import emit_copy_into
 from fxwrap.lowering.calls.nodes import lower_call
 from fxwrap.lowering.calls.slice_writes import emit_slice_view
-from fxwrap.lowering.fusion.definitions import (
-    Definition,
-    InPlaceStore,
-    Scattered,
-    copy_definition,
-    unwrap_views,
-)
+from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Scattered, copy_definition, unwrap_views
 from fxwrap.lowering.fusion.fusion import ScheduledItem
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
 from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, dense_strides, same_memory

@@ -16,12 +16,7 @@ from fxwrap.lowering.definition_builder import DefinitionBuilder
 from fxwrap.lowering.emit import LineEmitter
 from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, unwrap_views
 from fxwrap.lowering.fusion.fusion import Fusion, ScheduledItem
-from fxwrap.lowering.fusion.materialise import (
-    DefinitionPlan,
-    DefUseChains,
-    MaterialisationPlan,
-    plan_materialisation,
-)
+from fxwrap.lowering.fusion.materialise import DefinitionPlan, DefUseChains, MaterialisationPlan, plan_materialisation
 from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
 from fxwrap.lowering.symbols.hints import size_hints
 from fxwrap.symbolic import Size

@@ -43,12 +43,7 @@ _DTYPE_NAMES = {
 
 
 def check_layout(
-    tensor: object,
-    name: str,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    device: torch.device,
+    tensor: object, name: str, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], device: torch.device
 ) -> None:
     """Raises InputError unless `tensor` is a plain tensor of this dtype, sizes, strides (in elements) and device.
 

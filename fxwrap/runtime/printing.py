@@ -14,11 +14,7 @@ _library.define(  # type: ignore[no-untyped-call]
 
 @torch.library.impl(_library, "print", "CompositeExplicitAutograd")
 def _print(
-    format: str,
-    arguments: list[str],
-    tensors: list[torch.Tensor],
-    numbers: list[float],
-    texts: list[str],
+    format: str, arguments: list[str], tensors: list[torch.Tensor], numbers: list[float], texts: list[str]
 ) -> None:
     """Prints `format.format(...)`.
 

@@ -13,16 +13,7 @@ import torch
 from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic.construct import (
-    absolute,
-    apply,
-    compare,
-    constant,
-    constant_value,
-    left_shift,
-    power,
-    right_shift,
-)
+from fxwrap.symbolic.construct import absolute, apply, compare, constant, constant_value, left_shift, power, right_shift
 from fxwrap.symbolic.functions import FUNCTION_BY_CLASS, FUNCTION_BY_NAME, OPAQUE_FUNCTIONS, RELATION_BY_CLASS, Number
 from fxwrap.symbolic.kinds import expression_kind
 
@@ -70,10 +61,7 @@ RELATION_CALLABLES: Mapping[str, AnyCallable] = {
 }
 """The callables of comparisons."""
 
-VARIADIC_CALLABLES: Mapping[AnyCallable, str] = {
-    operator.add: "add",
-    operator.mul: "mul",
-}
+VARIADIC_CALLABLES: Mapping[AnyCallable, str] = {operator.add: "add", operator.mul: "mul"}
 """Binary callables of sums and products, which apply from left to right."""
 
 

@@ -20,12 +20,7 @@ from fxwrap.errors import FxImportError, GraphError, PassError
 from fxwrap.fx_passes import GraphSource, check_graph, fake_values
 from fxwrap.inference import FakeCallError, call_on_fakes
 from fxwrap.options import Pass
-from fxwrap.torch_compat import (
-    FakeTensor,
-    FakeTensorMode,
-    fresh_fake_mode,
-    without_fake_mode,
-)
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, fresh_fake_mode, without_fake_mode
 from fxwrap.wrapper_ir import Program
 
 

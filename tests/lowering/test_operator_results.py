@@ -337,7 +337,7 @@ MUTATING: dict[str, tuple[Any, tuple[int, ...]]] = {
     "swap": (lambda ops, x, y: ops.swap(x, y)[2], (0, 1)),
     "out": (lambda ops, x, y: aten.mul.out(y, y, out=x), (0,)),
     "out_of_a_library": (lambda ops, x, y: ops.fill(y, out=x), (0,)),
-    "two_outs": (lambda ops, x, y: ops.fill_both(x.exp(), low=x, high=y)[1], (0, 1)),
+    "two_outs": (lambda ops, x, y: ops.fill_both(x.cos(), low=x, high=y)[1], (0, 1)),
     "sorted_into": (lambda ops, x, y: aten.max.dim_max(x + 1, 0, max=y[0], max_values=(x * 0).long()[0])[0], (1,)),
 }
 

@@ -6,17 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fxwrap.loop_ir import (
-    INTEGERS,
-    ZERO,
-    Axis,
-    Buffer,
-    Index,
-    Kernel,
-    KernelBuilder,
-    evaluate_kernel,
-    linearize_index,
-)
+from fxwrap.loop_ir import INTEGERS, ZERO, Axis, Buffer, Index, Kernel, KernelBuilder, evaluate_kernel, linearize_index
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import evaluate

@@ -87,8 +87,7 @@ def test_assumptions_of_shape_env_do_not_leak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("s0", "int"), ("u12", "int"), ("n3", "int"), ("f0", "float"), ("uf0", "float"), ("b7", "bool")],
+    ("name", "kind"), [("s0", "int"), ("u12", "int"), ("n3", "int"), ("f0", "float"), ("uf0", "float"), ("b7", "bool")]
 )
 def test_prefix_fixes_kind(name: str, kind: str) -> None:
     assert symbol_kind(name) == kind

@@ -133,11 +133,7 @@ def test_python_source_equals_evaluation(expression: Expression, environment: di
         ("ceildiv(n0, s0)", "(n0 + s0 - 1) // s0", "fxwrap::floordiv(n0 + s0 - 1, s0)"),
         ("2*floordiv(s0, 4)", "2*(s0 // 4)", "2*fxwrap::floordiv(s0, 4)"),
         ("floordiv(2*s0, 3)", "2*s0 // 3", "fxwrap::floordiv(2*s0, 3)"),
-        (
-            "max(s0, f0)",
-            "max(f0, s0)",
-            "fxwrap::max<double>(f0, static_cast<double>(s0))",
-        ),
+        ("max(s0, f0)", "max(f0, s0)", "fxwrap::max<double>(f0, static_cast<double>(s0))"),
         ("s0**2", "s0**2", "fxwrap::natural_power(s0, 2)"),
         ("and(s0 < 4, b0)", "b0 and s0 < 4", "b0 && s0 < 4"),
         ("1/2*s0", "1 / 2*s0", "1.0 / 2.0*s0"),
@@ -238,10 +234,7 @@ def test_cpp_source_equals_evaluation(tmp_path: Path) -> None:
     for (expression, environment), line in zip(cases, lines):
         expected = evaluate(expression, environment)
         if expression_kind(expression) == "float":
-            assert math.isclose(float(line), expected, rel_tol=1e-12, abs_tol=1e-300), (
-                expression,
-                environment,
-            )
+            assert math.isclose(float(line), expected, rel_tol=1e-12, abs_tol=1e-300), (expression, environment)
         else:
             assert int(line) == int(expected), (expression, environment)
 
@@ -267,9 +260,6 @@ def test_cpp_throws_where_python_raises(text: str, message: str, tmp_path: Path)
 
 
 def test_canonicalisation_preserves_meaning() -> None:
-    s77, s3 = (
-        sympy.Symbol("s77", integer=True, positive=True),
-        sympy.Symbol("s3", integer=True, positive=True),
-    )
+    s77, s3 = (sympy.Symbol("s77", integer=True, positive=True), sympy.Symbol("s3", integer=True, positive=True))
     built = sympy_functions.Max(1, sympy_functions.FloorDiv(s77 * s3 + 5, 4)) + sympy_functions.PythonMod(s77, s3)
     assert evaluate(canonicalize(built), {"s77": 9, "s3": 5}) == max(1, 50 // 4) + 9 % 5

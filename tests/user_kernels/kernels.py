@@ -90,10 +90,7 @@ def sine_backward(x_ptr, grad_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.autotune(
-    configs=[
-        triton.Config({"BLOCK": 64}, num_warps=2),
-        triton.Config({"BLOCK": 128}, num_warps=4, num_stages=2),
-    ],
+    configs=[triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128}, num_warps=4, num_stages=2)],
     key=["n"],
 )
 @triton.jit

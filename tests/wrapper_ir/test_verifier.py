@@ -13,17 +13,7 @@ import torch
 
 from fxwrap.errors import VerifyError
 from fxwrap.lines import CORE_LINES, Comment, Return
-from fxwrap.wrapper_ir import (
-    Block,
-    Input,
-    LineBase,
-    Program,
-    TensorType,
-    Value,
-    parse_program,
-    verifier,
-    verify,
-)
+from fxwrap.wrapper_ir import Block, Input, LineBase, Program, TensorType, Value, parse_program, verifier, verify
 from tests.support.golden import check_golden
 
 NEGATIVE = sorted((Path(__file__).parent / "negative").glob("*.txt"))

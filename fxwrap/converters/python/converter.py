@@ -27,12 +27,7 @@ class PythonConverter(Converter):
 
     name: ClassVar[str] = "python"
 
-    def __init__(
-        self,
-        program: ir.Program,
-        module: PythonModule,
-        handlers: Handlers | None = None,
-    ) -> None:
+    def __init__(self, program: ir.Program, module: PythonModule, handlers: Handlers | None = None) -> None:
         super().__init__(handlers)
         self.program = program
         self.module = module

@@ -74,10 +74,7 @@ class _Chain:
 
 
 def plan_reinplacing(
-    nodes: Sequence[Node],
-    fakes: Fakes,
-    returns_mutated_inputs: bool = False,
-    preserved_operators: Collection[str] = (),
+    nodes: Sequence[Node], fakes: Fakes, returns_mutated_inputs: bool = False, preserved_operators: Collection[str] = ()
 ) -> ReinplacePlan:
     """Returns the calls of a graph that may write their operands in place. Linear in nodes; installs no guards.
 

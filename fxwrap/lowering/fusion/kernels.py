@@ -18,14 +18,7 @@ from fxwrap.loop_ir import (
     reinplace_output,
     strided_index,
 )
-from fxwrap.lowering.fusion.definitions import (
-    Definition,
-    Reduced,
-    ReductionSource,
-    Scanned,
-    ScanSource,
-    Scattered,
-)
+from fxwrap.lowering.fusion.definitions import Definition, Reduced, ReductionSource, Scanned, ScanSource, Scattered
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
 from fxwrap.lowering.fusion.materialise import MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import BodyBuilder, IndexTuple

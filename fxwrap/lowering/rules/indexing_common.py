@@ -8,17 +8,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
-from fxwrap.loop_ir import (
-    Atom,
-    Compute,
-    Constant,
-    Index,
-    IndexLike,
-    IndexValue,
-    Scalar,
-    SizeAtom,
-    as_index,
-)
+from fxwrap.loop_ir import Atom, Compute, Constant, Index, IndexLike, IndexValue, Scalar, SizeAtom, as_index
 from fxwrap.lowering.fusion.definitions import ElementReader, Indices
 from fxwrap.lowering.rules.registry import Declined
 from fxwrap.symbolic import Size, maximum, total

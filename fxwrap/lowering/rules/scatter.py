@@ -131,13 +131,7 @@ def _scatter_combine(
 
 @lowering_rule("aten.scatter_reduce.two", index_argument=2)
 def _scatter_reduce(
-    call: OperatorCall,
-    x: Definition,
-    dim: int,
-    index: Definition,
-    source: Definition,
-    reduce: str,
-    include_self: bool,
+    call: OperatorCall, x: Definition, dim: int, index: Definition, source: Definition, reduce: str, include_self: bool
 ) -> LoweringResult | Declined:
     if reduce not in SCATTER_MODES:
         return Declined(f"{reduce} depends on the number of values that are written to an element")

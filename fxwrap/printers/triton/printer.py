@@ -85,10 +85,7 @@ class ScheduledKernel:
 
 
 def print_triton(
-    kernel: Kernel,
-    configuration: Configuration | None = None,
-    limits: Mapping[str, int] | None = None,
-    name: str = "",
+    kernel: Kernel, configuration: Configuration | None = None, limits: Mapping[str, int] | None = None, name: str = ""
 ) -> PrintedKernel:
     """Returns a kernel as Triton source with its one-dimensional launch grid.
 

@@ -235,10 +235,7 @@ def _accumulate_softmax(value: str, dtype: torch.dtype, names: list[str], row: R
     one = "()" if row.rank == 1 else _keep_dims_shape(row)
     block = reduce_expression("max", inside, dtype, row)
     return Accumulator(
-        [
-            f'{largest} = tl.full({one}, float("-inf"), {name})',
-            f"{sums} = tl.full({row.shape}, 0.0, {name})",
-        ],
+        [f'{largest} = tl.full({one}, float("-inf"), {name})', f"{sums} = tl.full({row.shape}, 0.0, {name})"],
         [
             f"{inside} = {row.masked(value, identity('softmax', dtype))}",
             f"{higher} = {_extreme('max', largest, block, dtype)}",

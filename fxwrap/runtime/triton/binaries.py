@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.triton.compile import (
-    import_triton,
-    split_launch_options,
-    triton_jit_function,
-)
+from fxwrap.runtime.triton.compile import import_triton, split_launch_options, triton_jit_function
 from fxwrap.runtime.triton.prebuilt import TritonBinary, find_prebuilt_triton
 from fxwrap.runtime.triton.variants import variant_of
 

@@ -21,10 +21,7 @@ from fxwrap.devices.in_process_kernels import InProcessKernel, get_in_process_ke
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime.cpp_kernels import KernelOptions
 from fxwrap.runtime.modules import load_module
-from fxwrap.runtime.triton.compile import (
-    import_triton,
-    triton_lock,
-)
+from fxwrap.runtime.triton.compile import import_triton, triton_lock
 from fxwrap.runtime.triton.kernels import interpreter_mode, unwrap_interpreter_errors
 
 Grid = tuple[int, ...]

@@ -22,9 +22,7 @@ from tests.lowering.rules.rule_checks import rules_of
 
 MODULES = ("pointwise", "arithmetic", "functions", "activations", "pointwise_losses", "copies")
 OVERLOADS = sorted(rules_of(*MODULES) - {"prims.fma.default"})
-DECLINED = {
-    "aten.binary_cross_entropy.default": "eager raises for inputs that are not between 0 and 1",
-}
+DECLINED = {"aten.binary_cross_entropy.default": "eager raises for inputs that are not between 0 and 1"}
 """Rules that decline every sample on the CPU."""
 
 ZEROS_OF_EITHER_SIGN = tuple(f"aten.{part}" for part in (

@@ -70,10 +70,7 @@ def test_a_causal_mask_is_passed(driver: FakeDriver) -> None:
     assert library_calls(driver, program("%b, false, 0.0, true", "causal")) == [CAUSAL, "plan 0"]
 
 
-_OTHERS = {
-    "dropout": "none, false, 0.5",
-    "a mask to debug": "none, false, 0.0, false, true",
-}
+_OTHERS = {"dropout": "none, false, 0.5", "a mask to debug": "none, false, 0.0, false, true"}
 
 
 @pytest.mark.parametrize("name", _OTHERS)

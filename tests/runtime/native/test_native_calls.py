@@ -87,16 +87,7 @@ def test_dtype_layout_device_memory_format_and_string() -> None:
 
 
 def test_every_dtype_of_the_header_has_torchs_code() -> None:
-    for dtype in (
-        "uint8",
-        "int16",
-        "float16",
-        "complex64",
-        "bool_",
-        "uint16",
-        "float8_e4m3fn",
-        "float8_e8m0fnu",
-    ):
+    for dtype in ("uint8", "int16", "float16", "complex64", "bool_", "uint16", "float8_e4m3fn", "float8_e8m0fnu"):
         call = f'(list(1), 2, named("dtype"), DType::{dtype}), (y)'
         (result,) = one_call("aten::empty.memory_format", call, (), "y", (), ("y",))
         assert result.dtype == getattr(torch, dtype.rstrip("_"))
@@ -129,12 +120,7 @@ def test_a_list_of_floats_and_of_bools() -> None:
         "list(3), true, false, true), (a, b, c)"
     )
     got = one_call(
-        "aten::convolution_backward",
-        call,
-        ("g", "x", "w"),
-        "a, b, c",
-        (gradient, image, weight),
-        ("a", "b", "c"),
+        "aten::convolution_backward", call, ("g", "x", "w"), "a, b, c", (gradient, image, weight), ("a", "b", "c")
     )
     want = aten.convolution_backward(gradient, image, weight, [2], [1], [0], [1], False, [0], 1, [True, False, True])
     assert got[1] is None and want[1] is None
@@ -207,11 +193,7 @@ def test_mutating_and_out_variants_bump_versions() -> None:
         ("aten::mm", "(x, x, x), (y)", "aten::mm takes at most 2 arguments"),
         ("aten::mm", '(x, "text"), (y)', "aten::mm: argument 'mat2' of type Tensor cannot be a string"),
         ("aten::mm", '(x, named("other"), x), (y)', "aten::mm has no argument 'other'"),
-        (
-            "aten::view",
-            "(x, 1.5), (y)",
-            "aten::view: argument 'size' takes a list, the program passes a float",
-        ),
+        ("aten::view", "(x, 1.5), (y)", "aten::view: argument 'size' takes a list, the program passes a float"),
         ("aten::relu", "(x), (y, y)", "aten::relu has 1 results, the program stores 2"),
         ("aten::no_such_operator", "(x), (y)", "no_such_operator"),
     ],

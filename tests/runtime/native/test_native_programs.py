@@ -126,13 +126,7 @@ def test_items_assertions_and_random_state() -> None:
 
 
 def mm_program() -> NativeProgram:
-    return load(
-        "  CALL(f, mm, (x, y), (z));",
-        slots=("x", "y", "z"),
-        operators=MM,
-        inputs=names("x", "y"),
-        outputs="z",
-    )
+    return load("  CALL(f, mm, (x, y), (z));", slots=("x", "y", "z"), operators=MM, inputs=names("x", "y"), outputs="z")
 
 
 @pytest.mark.parametrize(
@@ -302,13 +296,7 @@ def test_check_layout_raises_the_same_error_in_cpp_and_python(sizes: tuple[int, 
 
 
 def test_constants_are_bound_once() -> None:
-    fields = {
-        "slots": ("x", "w", "y"),
-        "operators": MM,
-        "inputs": names("x"),
-        "constants": "w",
-        "outputs": "y",
-    }
+    fields = {"slots": ("x", "w", "y"), "operators": MM, "inputs": names("x"), "constants": "w", "outputs": "y"}
     x, w = torch.rand(2, 3, generator=generator(0)), torch.rand(3, 2, generator=generator(1))
     program = load("  CALL(f, mm, (x, w), (y));", bound=(w,), **fields)
     torch.testing.assert_close(program(x)[0], x @ w)
