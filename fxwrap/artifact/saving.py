@@ -12,7 +12,7 @@ from torch.fx.graph import CodeGen
 
 from fxwrap.artifact.archive import ArchiveWriter, write_file
 from fxwrap.artifact.binaries import write_binaries
-from fxwrap.artifact.constants import check_savable, declared_layout, layout_of, write_constants
+from fxwrap.artifact.constants import check_no_objects, check_savable, declared_layout, layout_of, write_constants
 from fxwrap.artifact.devices import program_devices
 from fxwrap.artifact.environment import package_versions
 from fxwrap.artifact.program_text import check_kernels, write_program
@@ -44,6 +44,7 @@ def save_program(
     """
     target = Path(path)
     check_kernels(program, str(target))
+    check_no_objects(program, str(target))
     if constants or program.store.tensors:
         check_savable(program, str(target))
     graph = _graph_text(program)

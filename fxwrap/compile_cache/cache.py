@@ -74,7 +74,7 @@ class CacheSlot:
         start = time.perf_counter()
         try:
             with _gc_disabled():
-                cached = read_entry(path, self.key.digest, self.key.graph.tensors)
+                cached = read_entry(path, self.key.digest, self.key.graph.constants)
         except (ArtifactError, OSError) as error:
             log.warning("the cache entry of '%s' is unusable, and it is compiled again: %s", name, error)
             return None
@@ -93,7 +93,7 @@ class CacheSlot:
         cached, emitter = CachedCompile(program, tuple(coverage), plan), self.request.options.emitter
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_entry(self.path, self.key.digest, cached, emitter, emitted, self.key.graph.tensors)
+            write_entry(self.path, self.key.digest, cached, emitter, emitted, self.key.graph.constants)
         except (NotCacheable, FxwrapError, OSError) as error:
             log.info("'%s' is not cached: %s", name, error)
             return
