@@ -77,6 +77,18 @@ def without_fake_mode() -> AbstractContextManager[object]:
     return unset_fake_temporarily()
 
 
+@contextmanager
+def accept_real_tensors(mode: FakeTensorMode) -> Iterator[None]:
+    """Enters a fake mode in which operators accept real tensors too, such as a program's constants."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
 # Why: torch 2.11 gives indices and counts of `unique` and its variants the dtype of the input, and has no rule for
 # `_unique`, which then returns one element. Graphs traced with these rules lack conversions that they need. The table
 # has no public name and must be correct before Dynamo traces. Wrong on 2.11; right on 2.13, which stays as it is.
