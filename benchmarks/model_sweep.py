@@ -120,10 +120,10 @@ def compare(
     start = time.perf_counter()
     own = run(model, inputs, compiled)
     seconds = time.perf_counter() - start
-    error, eager_error, between = own.error(exact), eager.error(exact), own.error(eager)
-    right = error <= FACTOR * eager_error + SLACK or between <= SLACK
+    own_error, eager_error, between = own.error(exact), eager.error(exact), own.error(eager)
+    right = own_error <= FACTOR * eager_error + SLACK or between <= SLACK
     return {
-        "status": "right" if right else "wrong", "eager error": eager_error, "error": error, "from eager": between,
+        "status": "right" if right else "wrong", "eager error": eager_error, "error": own_error, "from eager": between,
         "compile and run, s": seconds,
     }  # fmt: skip
 
