@@ -31,8 +31,10 @@ class Unit:
         return OPERATIONS[name].reference
 
     @staticmethod
-    def flat(tensor: Tensor, count: int) -> Tensor:
-        """Returns the memory from a tensor's first element on."""
+    def flat(tensor: Tensor) -> Tensor:
+        """Returns the memory from a tensor's first element to its last."""
+        last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())])
+        count = last + 1 if tensor.numel() else 0
         return tensor.as_strided((count,), (1,), tensor.storage_offset())
 
     @staticmethod
