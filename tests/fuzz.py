@@ -51,6 +51,11 @@ RUNS, BATCH, LIMIT = 8, 200, 180
 COMPILED_SHARE, CPP_SHARE = 1 / 50, 1 / 60
 """How many graphs have kernels compiled as C++, and how many are emitted as C++; each takes a C++ compiler."""
 
+FAILURES_OF_TORCH = (
+    "a_stride_expr",  # `cond` does not merge branches whose dimensions of size 1 make strides ambiguous
+    "list assignment index out of range",  # torch 2.11: the fake rule of split of a dimension of size 0
+)
+
 TRAINING = graphs(FAMILIES, writes=0, sizes=(3, 4, 2, 1, 5), dtypes=(torch.float32, torch.float64, torch.float32))
 SHARES = {"static": 12, "dynamic": 4, "control": 2, "training": 2}
 STRATEGIES = {"static": graphs(), "dynamic": dynamic_graphs(), "control": control_graphs(), "training": TRAINING}
@@ -128,8 +133,8 @@ def _infer(case: Case, graph: RandomGraph | DynamicGraph) -> int:
     try:
         compiled = fxwrap.compile_graph(copy.deepcopy(graph.module), sample, options=case.make_options())
     except GraphError as error:
-        if "a_stride_expr" in str(error):
-            return 0  # torch's own `cond` cannot merge such branches
+        if any(text in str(error) for text in FAILURES_OF_TORCH):
+            return 0
         raise
     count = 0
     for inputs in _inputs(graph):

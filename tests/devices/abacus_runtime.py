@@ -112,7 +112,7 @@ class Space:
 
 
 def _softmax(value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    largest = value.amax(dim)
+    largest = value.amax(dim) if value.shape[dim] else torch.full_like(value.sum(dim), -torch.inf)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     return largest, (value - shift.unsqueeze(dim)).exp().sum(dim)
 
