@@ -19,6 +19,7 @@ from fxwrap.artifact.program_text import check_kernels, write_program
 from fxwrap.converters.fx import to_fx
 from fxwrap.errors import ArtifactError, FxwrapError
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
+from fxwrap.passes.window_checks import check_windows
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import graph_python_code
@@ -43,7 +44,7 @@ def save_program(
     Raises ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
     The previous file then remains.
     """
-    target = Path(path)
+    target, program = Path(path), check_windows(program)
     check_kernels(program, str(target))
     if constants or program.store.tensors:
         check_savable(program, str(target))

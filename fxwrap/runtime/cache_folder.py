@@ -273,7 +273,7 @@ def _build_entry(root: Path, name: str, build: Callable[[Path], None]) -> Path:
             build(temporary)
             _seal(temporary)
             if os.path.lexists(folder):
-                log.warning("the compiled code in %s was damaged, and was built again", folder)
+                log.info("the compiled code in %s was damaged, and was built again", folder)
                 remove_path(folder)
             os.replace(temporary, folder)
         finally:
