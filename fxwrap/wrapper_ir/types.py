@@ -95,6 +95,17 @@ class TensorType:
         return product(self.sizes)
 
     @property
+    def is_static(self) -> bool:
+        """Whether sizes, strides and offset are constant."""
+        return {int}.issuperset(map(type, (*self.sizes, *self.strides, self.storage_offset)))
+
+    @property
+    def end_bytes(self) -> Size:
+        """The number of bytes from the first element of the root or pool slice to the end of the last element."""
+        size = self.storage_bytes
+        return 0 if size == 0 else self.storage_offset * self.dtype.itemsize + size
+
+    @property
     def storage_bytes(self) -> Size:
         """The number of bytes from the first element to the end of the last one."""
         if 0 in self.sizes:
