@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # Why: graphs hold a wrapper in place of an opaque object, and the registry of opaque classes has no public name.
-from torch._library.fake_class_registry import FakeScriptObject
+from torch._library.fake_class_registry import FakeScriptObject as FakeScriptObject
 from torch._library.opaque_object import get_opaque_obj_repr, is_opaque_type, is_opaque_value_type
 
 

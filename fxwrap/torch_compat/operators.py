@@ -47,6 +47,19 @@ def torch_schema(overload: OpOverload) -> FunctionSchema:
     return overload._schema
 
 
+def takes_object(schema: FunctionSchema) -> bool:
+    """Whether an argument may be an opaque object: a script object, or one of a class registered as opaque."""
+    kinds = {_innermost_kind(argument.type) for argument in schema.arguments}
+    return not kinds.isdisjoint(("ClassType", "PyObjectType", "AnyType"))
+
+
+def _innermost_kind(type_: Any) -> str:
+    """Returns the kind of the elements of lists and optional values, and of any other type itself."""
+    while type_.kind() in ("ListType", "OptionalType"):
+        type_ = type_.getElementType()
+    return str(type_.kind())
+
+
 def operator_name(overload: OpOverload) -> str:
     """Returns an overload's name without namespace and overload: "add" for `aten.add.Tensor`."""
     return overload._opname
