@@ -5,7 +5,9 @@ Indices outside the source tensor are masked, so that nothing outside is ever lo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -20,6 +22,7 @@ from fxwrap.lowering.rules.indexing_common import (
     index_greater_equal,
     index_in_range,
     index_less,
+    masked_sum,
     masked_where,
     replace_index,
     resolve_index,
@@ -160,6 +163,41 @@ def _reflect_index(reader: ElementReader, position: Index, size: Size) -> Index:
         return position
     last = reader.body.index(as_index(size) - 1)
     return unchecked_indirect_index(reader, last - abs(last - abs(reader.body.index(position))), size)
+
+
+@lowering_rule(
+    "aten.reflection_pad1d_backward.default", "aten.reflection_pad2d_backward.default",
+    "aten.reflection_pad3d_backward.default",
+)  # fmt: skip
+def _reflection_pad_backward(
+    call: OperatorCall, grad: Definition, x: Definition, padding: Sequence[Size]
+) -> LoweringResult | Declined:
+    """An element sums its own gradient and those of its reflections, in the compute dtype."""
+    left, right = _leading_pads(padding, len(x.sizes)), _leading_pads(padding[1:], len(x.sizes))
+    if isinstance(left, Declined):
+        return left
+    if isinstance(right, Declined):
+        return right
+
+    def sources(reader: ElementReader, dim: int, index: IndexLike) -> list[tuple[Index, Condition]]:
+        """Returns the positions of an index in the gradient, and whether they exist."""
+        at, last = as_index(index), as_index(x.sizes[dim]) - 1
+        found: list[tuple[Index, Condition]] = [(at + left[dim], True)]
+        if left[dim] > 0:
+            found.append((left[dim] - at, index_greater_equal(reader, at, 1)))
+        if right[dim] > 0:
+            found.append((left[dim] + 2 * last - at, index_less(reader, at, last)))
+        return [(place, all_of(ok, index_in_range(reader, place, grad.sizes[dim]))) for place, ok in found]
+
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        choices = [sources(reader, dim, index) for dim, index in enumerate(indices)]
+        terms = [
+            (all_of(*[ok for _, ok in chosen]), partial(reader.load, grad, [place for place, _ in chosen]))
+            for chosen in itertools.product(*choices)
+        ]
+        return masked_sum(reader, terms, x.dtype)
+
+    return call.define(body)
 
 
 def _clamp_index(reader: ElementReader, position: Index, size: Size) -> Index:
