@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -75,6 +77,21 @@ def in_dispatched_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
 def without_fake_mode() -> AbstractContextManager[object]:
     """Returns a context in which operators create real tensors, even inside a caller's fake mode."""
     return unset_fake_temporarily()
+
+
+@contextmanager
+def quiet_fake_errors() -> Iterator[None]:
+    """Suppresses the traceback that torch logs of an operator that fails on fake tensors, unless TORCH_LOGS is set.
+
+    Why: torch raises the same error, and the logger has no public name.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = before or "TORCH_LOGS" not in os.environ
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def without_guards(mode: FakeTensorMode | None) -> AbstractContextManager[object]:
