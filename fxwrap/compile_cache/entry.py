@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
 from fxwrap.artifact.binaries import bridge_folder, install_triton_binaries, write_triton
 from fxwrap.artifact.program_text import check_kernels, read_program, write_program

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from fxwrap.fx_passes.operators import expand_to_rank
-from fxwrap.loop_ir import Index, IndexLike, Scalar, as_index
+from fxwrap.loop_ir import INTEGERS, Index, IndexLike, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, reduction
 from fxwrap.lowering.rules.indexing_common import (
     Condition,
@@ -142,6 +142,8 @@ def _leading_pads(pad: Sequence[Size], rank: int) -> list[int] | Declined:
     "aten.replication_pad1d.default", "aten.replication_pad2d.default", "aten.replication_pad3d.default",
 )  # fmt: skip
 def _border_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> LoweringResult | Declined:
+    if "reflection" in call.name and x.dtype in INTEGERS:
+        return Declined(f"its operands are of {x.dtype}, for which eager raises")
     left = _leading_pads(pad, len(x.sizes))
     if isinstance(left, Declined):
         return left
@@ -372,7 +374,9 @@ def _im2col(
     dilation: Sequence[int],
     padding: Sequence[int],
     stride: Sequence[int],
-) -> LoweringResult:
+) -> LoweringResult | Declined:
+    if x.dtype in INTEGERS:
+        return Declined(f"its operands are of {x.dtype}, for which eager raises")
     kernel, dilation, padding, stride = [expand_to_rank(item, 2) for item in (kernel, dilation, padding, stride)]
     height, width = x.sizes[-2:]
     across = total((width, 2 * padding[1] - dilation[1] * (kernel[1] - 1) - 1))
