@@ -22,9 +22,12 @@ from fxwrap.lowering.rules.registry import (
 
 
 @lowering_rule("aten.clone.default", "prims.convert_element_type.default")
-def _cast(call: OperatorCall, x: Definition) -> LoweringResult | Declined:
-    """A cast to half precision rounds inside a kernel too, because the model requests it."""
-    if x.device != call.device:
+def _cast(call: OperatorCall, x: TensorOrNumber) -> LoweringResult | Declined:
+    """A cast to half precision rounds inside a kernel too, because the model requests it.
+
+    In functions that `torch.vmap` vectorises, numbers are cast too.
+    """
+    if isinstance(x, Definition) and x.device != call.device:
         return Declined(f"a copy from {x.device} to {call.device}")
     return check_operands(call, (x,), call.dtype) or call.define(
         lambda reader, indices: load_operand(reader, x, indices, call.dtype)
@@ -33,7 +36,7 @@ def _cast(call: OperatorCall, x: Definition) -> LoweringResult | Declined:
 
 @lowering_rule("aten._to_copy.default")
 def _to_copy(
-    call: OperatorCall, x: Definition, layout: torch.layout | None, pin_memory: bool | None
+    call: OperatorCall, x: TensorOrNumber, layout: torch.layout | None, pin_memory: bool | None
 ) -> LoweringResult | Declined:
     if layout not in (None, torch.strided):
         return Declined(f"a copy to the layout {layout}")
