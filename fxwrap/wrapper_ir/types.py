@@ -44,6 +44,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bits1x8: "bits1x8",
     torch.bits2x4: "bits2x4",
     torch.bits4x2: "bits4x2",
+    **{getattr(torch, name): "bc32" for name in ("bcomplex32",) if hasattr(torch, name)},  # since torch 2.15
     **{getattr(torch, f"uint{width}"): f"u{width}" for width in range(1, 8)},
     **{getattr(torch, f"int{width}"): f"i{width}" for width in range(1, 8)},
 }
@@ -93,6 +94,17 @@ class TensorType:
     def element_count(self) -> Size:
         """The number of elements."""
         return product(self.sizes)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether sizes, strides and offset are constant."""
+        return {int}.issuperset(map(type, (*self.sizes, *self.strides, self.storage_offset)))
+
+    @property
+    def end_bytes(self) -> Size:
+        """The number of bytes from the first element of the root or pool slice to the end of the last element."""
+        size = self.storage_bytes
+        return 0 if size == 0 else self.storage_offset * self.dtype.itemsize + size
 
     @property
     def storage_bytes(self) -> Size:

@@ -21,6 +21,7 @@ from fxwrap.torch_compat import OpOverload, is_opaque, is_plain_view, real_objec
 from fxwrap.wrapper_ir import TensorType, Value, leaves
 from fxwrap.wrapper_ir.operators import OperatorSchema, operator_schema, used_result_indices
 
+_AS_STRIDED = torch.ops.aten.as_strided.default
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -171,7 +172,17 @@ def _view_base(
     results = fake if isinstance(fake, tuple | list) else (fake,)
     if schema.may_alias and not all(_on_storage_of(base_fake, item) for item in results):
         return None
-    return base if all(is_plain_view(item, base_fake) for item in results) else None
+    if not all(is_plain_view(item, base_fake) for item in results):
+        return None
+    return None if node.target is _AS_STRIDED and not _is_inside(builder, base, results[0]) else base
+
+
+def _is_inside(builder: Builder, base: Value, fake: torch.Tensor) -> bool:
+    """Whether a view is inside of the memory that its root declares: an input's storage may be larger, or not."""
+    type_, whole = builder.view_type(fake, base), builder.storages.root(base).tensor_type
+    if not type_.is_static or not whole.is_static:
+        return type_.end_bytes == whole.storage_bytes and type_.storage_offset == 0
+    return type_.storage_offset >= 0 and type_.end_bytes <= whole.storage_bytes
 
 
 def _on_storage_of(base: torch.Tensor, item: object) -> bool:
