@@ -25,7 +25,7 @@ NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
 NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"
 NO_EXPECTTEST = "needs the package expecttest, which torch's operator database imports"
-NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which torch 2.15 does not ship"
+NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
 
 # The only reasons for which a test may be skipped. A skip for any other reason is reported as a failure.
 ALLOWED_SKIPS = frozenset(
