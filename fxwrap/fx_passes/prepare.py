@@ -13,6 +13,7 @@ from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
+from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.source import graph_source
@@ -25,6 +26,10 @@ def _fuses(options: Options) -> bool:
 
 
 FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
+    Step(
+        "resolve_negative_views", "negate what is read of views with a negative bit, as `imag` of a conjugate is one",
+        lambda graph, _context: resolve_negative_views(graph),
+    ),
     Step(
         "expand_associative_scans", "expand associative scans of static length into operators that fuse",
         lambda graph, _context: expand_associative_scans(graph),
@@ -83,8 +88,8 @@ def prepare_graph(
 
 
 def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str) -> PreparedGraph:
-    """Propagates fake tensors through the graph of a higher-order operator, and expands its associative scans."""
-    return expand_associative_scans(_with_fakes(GraphSource(module, name), example_inputs))
+    """Propagates fake tensors through the graph of a higher-order operator, and runs the necessary passes."""
+    return expand_associative_scans(resolve_negative_views(_with_fakes(GraphSource(module, name), example_inputs)))
 
 
 def _with_fakes(

@@ -149,6 +149,35 @@ bool set_input(Execution& execution, const char* name, const Arg& place, PyObjec
   }
 }
 
+// Whether an input has a negative or conjugate bit, which kernels would ignore.
+bool has_lazy_bit(const fxwrap::Program& program, const fxwrap::Frame& f) {
+  for (int64_t i = 0; i < program.inputs.size; ++i) {
+    const Arg& place = program.inputs.data[i].value;
+    if (place.kind != Arg::Tensor && place.kind != Arg::OwnedTensor) continue;
+    const at::Tensor& tensor = tensor_at(f, place.integer);
+    if (tensor.defined() && (tensor.is_neg() || tensor.is_conj())) return true;
+  }
+  return false;
+}
+
+// Runs the program on copies of inputs with such a bit; see fxwrap/runtime/plain_inputs.py.
+PyObject* call_on_plain_inputs(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  PyObject* module = PyImport_ImportModule("fxwrap.runtime.plain_inputs");
+  PyObject* entry = PyObject_GetAttrString(self, "boxed");
+  PyObject* items = PyList_New(count);
+  for (Py_ssize_t i = 0; items != nullptr && i < count; ++i) {
+    PyList_SET_ITEM(items, i, Py_NewRef(values[i]));
+  }
+  PyObject* result = nullptr;
+  if (module != nullptr && entry != nullptr && items != nullptr) {
+    result = PyObject_CallMethod(module, "run_on_plain_inputs", "OO", entry, items);
+  }
+  Py_XDECREF(items);
+  Py_XDECREF(entry);
+  Py_XDECREF(module);
+  return result;
+}
+
 bool set_inputs(const ProgramObject* self, Execution& execution, PyObject* const* values, Py_ssize_t count) {
   const fxwrap::Program& program = *self->program;
   if (count != program.inputs.size) {
@@ -224,7 +253,10 @@ PyObject* call_flat(PyObject* object, PyObject* const* values, size_t flags, PyO
     return nullptr;
   }
   Execution execution(*self->program);
-  if (!set_inputs(self, execution, values, PyVectorcall_NARGS(flags)) || !run_released(execution)) return nullptr;
+  const Py_ssize_t count = PyVectorcall_NARGS(flags);
+  if (!set_inputs(self, execution, values, count)) return nullptr;
+  if (has_lazy_bit(*self->program, execution.frame())) return call_on_plain_inputs(object, values, count);
+  if (!run_released(execution)) return nullptr;
   return get_outputs(self, execution.frame());
 }
 
@@ -259,6 +291,7 @@ PyObject* call_boxed(PyObject* object, PyObject* list) {
   if (!items.valid()) return nullptr;
   Execution execution(*self->program);
   if (!set_inputs(self, execution, items.data(), items.size())) return nullptr;
+  if (has_lazy_bit(*self->program, execution.frame())) return call_on_plain_inputs(object, items.data(), items.size());
   for (Py_ssize_t i = 0; i < items.size(); ++i) {
     if (self->program->inputs.data[i].value.kind == Arg::OwnedTensor) items.release(i);
   }
@@ -397,6 +430,22 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fxwrap_binding", "Emitted C++ pro
 }  // namespace
 
 namespace fxwrap::binding {
+
+bool is_plain_subclass(PyTypeObject* type) {
+  if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass)) == 0) return false;
+  PyObject* bases = type->tp_mro;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(bases); ++i) {
+    PyObject* base = PyTuple_GET_ITEM(bases, i);
+    if (base == THPVariableClass || base == ParameterClass) return true;
+    PyObject* names = PyObject_GetAttrString(base, "__dict__");
+    const bool defines = names == nullptr || PyMapping_HasKeyString(names, "__torch_function__") != 0 ||
+                         PyMapping_HasKeyString(names, "__torch_dispatch__") != 0;
+    Py_XDECREF(names);
+    if (defines) break;
+  }
+  PyErr_Clear();
+  return false;
+}
 
 void set_python_error(const std::exception_ptr& error) {
   try {
