@@ -121,7 +121,7 @@ class ConstantLayout:
 
 
 def _parse_size(number: object) -> int:
-    if type(number) is not int or number < 0:
+    if type(number) is not int or not 0 <= number < 1 << 63:
         raise ValueError(f"{number!r} is not a size")
     return number
 

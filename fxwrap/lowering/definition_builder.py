@@ -43,7 +43,7 @@ from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
 from fxwrap.lowering.symbols.unbacked import derive_symbols
 from fxwrap.symbolic import Size, make_symbol
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
 from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_schema
 
@@ -436,7 +436,7 @@ class DefinitionBuilder:
         return definition
 
     def _is_known_number(self, fake: FakeValue) -> bool:
-        if fake is None or isinstance(fake, torch.Tensor | tuple | list):
+        if fake is None or isinstance(fake, torch.Tensor | tuple | list) or is_opaque(fake):
             return False
         symbols = self.builder.symbols
         return symbols.unknown(symbols.expression(fake)) <= self._bound

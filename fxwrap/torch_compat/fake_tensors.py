@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -75,6 +75,15 @@ def in_dispatched_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
 def without_fake_mode() -> AbstractContextManager[object]:
     """Returns a context in which operators create real tensors, even inside a caller's fake mode."""
     return unset_fake_temporarily()
+
+
+def without_guards(mode: FakeTensorMode | None) -> AbstractContextManager[object]:
+    """Returns a context in which the ShapeEnv of a fake mode records no guards.
+
+    Why: torch 2.15 guards on whether a symbolic size is 0 when it allocates a tensor for metadata, and the switch has
+    no public name.
+    """
+    return nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
 # Why: torch 2.11 gives indices and counts of `unique` and its variants the dtype of the input, and has no rule for

@@ -23,6 +23,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
 from torch._prims_common import elementwise_dtypes as elementwise_dtypes
 from torch.fx.node import has_side_effect
+from torch.torch_version import TorchVersion
 
 while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
 """The while loop that stacks the values of all iterations; torch.ops lacks it until its module is imported."""
@@ -32,6 +33,10 @@ PROMOTION_KINDS = {kind.name: kind for kind in ELEMENTWISE_TYPE_PROMOTION_KIND}
 
 REQUIRED = object()
 """The default of an argument that has none."""
+
+
+SOFTSHRINK_ROUNDS_LIMIT: bool = TorchVersion("2.15") <= torch.__version__
+"""Whether softshrink on half precision rounds its limit to that dtype, as hardshrink does."""
 
 
 # Why: an overload's schema and the parts of its name have no public accessors.

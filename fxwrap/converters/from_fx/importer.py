@@ -127,8 +127,8 @@ class _ProgramImport:
 
     def _type(self, node: Node, known: ir.Type | None, val: object) -> ir.Type:
         """Returns an input's type: the original one, unless the metadata contradicts it."""
-        if isinstance(val, torch.Generator):
-            return ir.GENERATOR
+        if torch_compat.is_opaque(val):
+            return ir.OpaqueType(torch_compat.opaque_class_name(val))
         if not isinstance(val, torch.Tensor):
             if known is None and val is not None:
                 reason = f"its value is a {type(val).__name__}"

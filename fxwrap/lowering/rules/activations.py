@@ -17,6 +17,7 @@ from fxwrap.lowering.rules.pointwise import (
     round_number,
 )
 from fxwrap.lowering.rules.registry import Declined, LoweringResult, NumberOrSymbol, OperatorCall, lowering_rule
+from fxwrap.torch_compat import SOFTSHRINK_ROUNDS_LIMIT
 
 # --- rectifiers, thresholds and shrinkage ----------------------------------------------------------------------------
 
@@ -70,9 +71,14 @@ def _hardshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> Low
     return elementwise(call, (x,), formula, dtypes="float", parameters=(round_number(limit, x.dtype),))
 
 
-def _softshrink(x: Scalar, limit: Parameter) -> Scalar:
-    shrunk = (x > limit).where(x - limit, x + limit)
-    return _within(x, limit).where(0.0, shrunk)
+@lowering_rule("aten.softshrink.default")
+def _softshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> LoweringResult | Declined:
+    def formula(x: Scalar, limit: Parameter) -> Scalar:
+        shrunk = (x > limit).where(x - limit, x + limit)
+        return _within(x, limit).where(0.0, shrunk)
+
+    rounded = round_number(limit, x.dtype) if SOFTSHRINK_ROUNDS_LIMIT else limit
+    return elementwise(call, (x,), formula, dtypes="float", parameters=(rounded,))
 
 
 def _within(x: Scalar, limit: Parameter) -> Scalar:
@@ -83,7 +89,6 @@ register_elementwise(
     "aten.hardtanh_backward.default",
     lambda g, x, lower, upper: ((x > lower) & (x < upper)).where(g, 0.0), operands=2, dtypes="float",
 )  # fmt: skip
-register_elementwise("aten.softshrink.default", _softshrink, dtypes="float")
 register_elementwise(
     ("aten.hardshrink_backward.default", "aten.softshrink_backward.default"),
     lambda g, x, limit: ((x < -limit) | (x > limit)).where(g, 0.0), operands=2, dtypes="float",

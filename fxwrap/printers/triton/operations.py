@@ -133,14 +133,14 @@ def cast_text(value: str, source: torch.dtype, target: torch.dtype) -> str:
     if source is target:
         return value
     half = (*STORAGE_ONLY, torch.float64)
-    if target is torch.bool:
-        return f"({value} != 0)"
     if target in STORAGE_ONLY and source is not torch.float32 and source is not torch.bool:
         value = f"{value}.to(tl.float32)"  # torch rounds twice too
     elif source in STORAGE_ONLY and target not in (torch.float32, *half):
         value, source = f"{value}.to(tl.float32)", torch.float32
     elif source is torch.bool and target in STORAGE_ONLY:
         value = f"{value}.to(tl.float32)"
+    if target is torch.bool:
+        return f"({value} != 0)"
     if source.is_floating_point and target in (torch.int8, torch.int16, torch.uint8):
         value = f"{value}.to(tl.int32)"  # out of range wraps around
     return f"{value}.to({TRITON_DTYPES[target]})"
