@@ -31,7 +31,7 @@ def compiled(function: Any, emitter: str) -> Any:
     return torch.compile(function, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
 
 
-@pytest.mark.parametrize("emitter", ["interpreter", *EMITTERS])
+@pytest.mark.parametrize("emitter", EMITTERS)
 def test_methods_of_script_objects_run_in_order(script_classes: Any, fresh_dynamo: None, emitter: str) -> None:
     def function(queue: Any, foo: Any, x: torch.Tensor) -> torch.Tensor:
         queue.push(x.sin())
@@ -53,7 +53,7 @@ def test_methods_of_script_objects_run_in_order(script_classes: Any, fresh_dynam
         assert size == expected_size == 1
 
 
-@pytest.mark.parametrize("emitter", ["interpreter", *EMITTERS])
+@pytest.mark.parametrize("emitter", EMITTERS)
 def test_registered_classes_are_operands_and_outputs(fresh_dynamo: None, emitter: str) -> None:
     def function(counter: Counter, x: torch.Tensor) -> tuple[torch.Tensor, Counter]:
         once = TESTS.add_count(counter, x)
