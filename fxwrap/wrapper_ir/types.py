@@ -44,6 +44,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bits1x8: "bits1x8",
     torch.bits2x4: "bits2x4",
     torch.bits4x2: "bits4x2",
+    **{getattr(torch, name): "bc32" for name in ("bcomplex32",) if hasattr(torch, name)},  # since torch 2.15
     **{getattr(torch, f"uint{width}"): f"u{width}" for width in range(1, 8)},
     **{getattr(torch, f"int{width}"): f"i{width}" for width in range(1, 8)},
 }
@@ -147,7 +148,11 @@ def element_type(type_: ListType) -> Type:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueType:
-    """The type of a value that the IR only passes, such as "ProcessGroup", "ScriptObject", "Generator" or "Event"."""
+    """The type of an object that the IR only passes: a process group, a device mesh, a script object, a generator.
+
+    `name` is the qualified name of its class; torch's own classes "Generator" and "Event" have no module. The object
+    has no storage: it is neither owned nor freed, and blocks may yield it as a scalar.
+    """
 
     name: str
 
@@ -196,8 +201,8 @@ Result: TypeAlias = "Value | tuple[Result, ...] | None"
 
 
 def holds_memory(value: Value) -> bool:
-    """Returns whether a value has storage, which must be released: every value except scalars."""
-    return not isinstance(value.type, ScalarType)
+    """Returns whether a value has storage, which must be released: every value except scalars and opaque ones."""
+    return not isinstance(value.type, ScalarType | OpaqueType)
 
 
 def types_agree(first: Type | None, second: Type | None, *, compare_strides: bool = True) -> bool:
