@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with Python and g++:
 #   make demo   create a virtual environment, install fxwrap into it, run the quickstart
 #   make test   the same set-up with the test tools, then ruff, mypy and the test-suite
+#   make fuzz   random graphs, options and emitters beside eager until interrupted (FUZZ_ARGS="--graphs 2000")
 #
 # make test TORCH=2.15.0                        another release of torch with its Triton, in .venv-torch2.15.0
 # make test PYTHON=python3.12 VENV=.venv312     another interpreter, in an environment of its own
@@ -20,7 +21,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test clean
+.PHONY: demo test fuzz clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -30,6 +31,9 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 # An installation is done when its stamp is newer than what it was made from, so that a second run costs nothing.
 $(VENV)/.installed-demo: $(REQUIREMENTS)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.fake_propagation import fake_values
+from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
 from fxwrap.fx_passes.pad_mm import pad_matmuls
@@ -25,6 +26,10 @@ def _fuses(options: Options) -> bool:
 
 
 FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
+    Step(
+        "expand_flex_attention", "expand FlexAttention into matmuls and operators that fuse",
+        lambda graph, context: expand_flex_attention(graph, context.options),
+    ),
     Step(
         "expand_associative_scans", "expand associative scans of static length into operators that fuse",
         lambda graph, _context: expand_associative_scans(graph),
@@ -82,9 +87,10 @@ def prepare_graph(
     return prepared
 
 
-def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str) -> PreparedGraph:
-    """Propagates fake tensors through the graph of a higher-order operator, and expands its associative scans."""
-    return expand_associative_scans(_with_fakes(GraphSource(module, name), example_inputs))
+def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str, options: Options) -> PreparedGraph:
+    """Propagates fake tensors through the graph of a higher-order operator, and expands those that it calls."""
+    prepared = _with_fakes(GraphSource(module, name), example_inputs)
+    return expand_associative_scans(expand_flex_attention(prepared, options))
 
 
 def _with_fakes(

@@ -74,6 +74,20 @@ def in_dispatched_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def in_tracing_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
+    """Traces on fake tensors as in `in_dispatched_fake_mode`, where `Tensor.item` returns an unbacked symbol.
+
+    Why: `torch._dynamo.config.capture_scalar_outputs` has decided that for the modes that exist.
+    """
+    before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+    try:
+        with in_dispatched_fake_mode(mode):
+            yield
+    finally:
+        mode.allow_scalar_outputs = before
+
+
 def without_fake_mode() -> AbstractContextManager[object]:
     """Returns a context in which operators create real tensors, even inside a caller's fake mode."""
     return unset_fake_temporarily()

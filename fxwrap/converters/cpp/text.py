@@ -34,7 +34,8 @@ ListSlot MemoryFormat Number Numbers Operator Program CallSite Slot Slots Varian
 check_alignment check_layout check_rank complex count data_ptr defined drop element element_bool element_float
 element_int empty_strided enter_device enter_stream exchange_random_state exit_device
 fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int launch list bump_version move named
-none owned pool_slice restore_random_state reuse save_random_state size size_t std storage_offset stride view
+none opaque owned pool_slice restore_random_state reuse same_input save_random_state size size_t std storage_offset
+stride view
 """
 _PROGRAM_NAMES = """
 arguments_ constants errno f inputs int16_t int32_t int64_t int8_t kernel outputs program results_ run site stderr stdin
@@ -154,7 +155,7 @@ class CppUnit:
         return self._intern_slot(name, self.slots)
 
     def list_slot(self, name: str) -> str:
-        """Returns the slot of a list of any length, or of a generator, by its value's name."""
+        """Returns the slot of a list of any length, or of an opaque object, by its value's name."""
         return self._intern_slot(name, self.lists)
 
     def _intern_slot(self, name: str, slots: list[str]) -> str:

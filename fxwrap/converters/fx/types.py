@@ -135,7 +135,8 @@ def untracked_views(nodes: Sequence[Node]) -> frozenset[Node]:
     tracked: set[Node] = set()
     untracked = []
     for node in reversed(nodes):
-        if node.op == "call_function" and node.target in _VIEWS and node not in tracked:
+        is_checked = isinstance(node.meta.get("fxwrap_line"), ExternCall)  # its operator checks the storage
+        if node.op == "call_function" and node.target in _VIEWS and node not in tracked and not is_checked:
             untracked.append(node)
         elif node.op != "call_function" or node.target not in _LAUNCHES:
             tracked.update(aliased_or_mutated_inputs(node))

@@ -3,3 +3,4 @@
 from fxwrap.converters.interpreter.interpreter import Interpreter as Interpreter
 from fxwrap.converters.interpreter.interpreter import run as run
 from fxwrap.converters.interpreter.memory_checker import CheckedInterpreter as CheckedInterpreter
+from fxwrap.converters.interpreter.untrusted import UntrustedInterpreter as UntrustedInterpreter

@@ -12,6 +12,7 @@ from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, expression_kin
 from fxwrap.torch_compat import (
     find_shape_env,
     guarded_bounds,
+    opaque_class_name,
     symbol_bounds,
     symbol_expression,
     symbol_hint,
@@ -195,4 +196,4 @@ class GraphSymbols:
             return ScalarType("int")
         if isinstance(fake, float | torch.SymFloat):
             return ScalarType("float")
-        return OpaqueType(type(fake).__name__)
+        return OpaqueType(opaque_class_name(fake))

@@ -18,7 +18,7 @@ from fxwrap.lowering.symbols.inputs import boolean_symbol, linear_parts, solve_l
 from fxwrap.lowering.symbols.slices import normalize_index, slice_length, slice_start
 from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, make_symbol, product, total
 from fxwrap.torch_compat import symbol_expression, unbacked_bindings
-from fxwrap.wrapper_ir import ScalarType, Tag, TensorType, Value, map_leaves
+from fxwrap.wrapper_ir import OpaqueType, ScalarType, Tag, TensorType, Value, map_leaves
 
 _SELECT, _SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 
@@ -85,7 +85,7 @@ def bind_values(builder: Builder, node: Node, fakes: Sequence[FakeValue], result
 
 
 def new_values(builder: Builder, node: Node, fakes: Sequence[FakeValue]) -> Operand:
-    """Adds a root for each tensor, and a value for each scalar, among the results of a node.
+    """Adds a root for each tensor, and a value for each scalar and opaque object, among the results of a node.
 
     Returns them in the same tuples as the fake values.
     """
@@ -93,9 +93,7 @@ def new_values(builder: Builder, node: Node, fakes: Sequence[FakeValue]) -> Oper
     def make(fake: FakeValue, name: str) -> Operand:
         if isinstance(fake, tuple | list):
             return tuple([make(item, f"{name}_{number}") for number, item in enumerate(fake)])
-        if isinstance(fake, torch.Tensor):
-            return builder.add_root(name, fake)
-        return None if fake is None else builder.add_scalar(name, fake)
+        return None if fake is None else builder.add_value(name, fake)
 
     return make(tuple(fakes), node.name)
 
@@ -103,6 +101,8 @@ def new_values(builder: Builder, node: Node, fakes: Sequence[FakeValue]) -> Oper
 def _unbound(builder: Builder, value: Value, fake: FakeValue) -> set[sympy.Symbol]:
     """Returns the symbols of a value, or of its type, that no line defines yet."""
     symbols = builder.symbols
+    if isinstance(value.type, OpaqueType):
+        return set()
     if not isinstance(value.type, TensorType):
         return symbols.unknown(symbols.expression(fake))
     type_ = value.type
