@@ -90,6 +90,18 @@ def test_operations_match_torch(spec: OperationSpec, dtype: torch.dtype) -> None
     check(kernel, inputs=arguments, tolerance=4e-6 if dtype is F32 else None)
 
 
+def test_an_overwritten_element_is_loaded_before_it_is_stored() -> None:
+    axis = Axis("p0", 9)
+
+    def write(body: KernelBuilder) -> None:
+        narrow = body.load("out", as_index(axis), I64).to(torch.uint8)
+        body.store("out", as_index(axis), body.load("x", as_index(axis), I64))
+        body.store("narrow", as_index(axis), narrow)
+
+    kernel = build([axis], [], {"x": (I64, 9)}, {"out": (I64, 9), "narrow": (torch.uint8, 9)}, write)
+    check(kernel, in_place={"out": torch.arange(9) + 20})
+
+
 @pytest.mark.parametrize("dtype", sorted(INTEGERS, key=str), ids=str)
 def test_integers_with_literals_wrap(dtype: torch.dtype) -> None:
     """A result that Triton gave a wider type, because of a literal's, would not wrap when it is added to itself."""
