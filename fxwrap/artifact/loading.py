@@ -10,7 +10,7 @@ import torch
 
 from fxwrap.artifact.archive import MANIFEST, Archive
 from fxwrap.artifact.binaries import load_binaries
-from fxwrap.artifact.constants import ENTRY, ConstantLayout, read_constants
+from fxwrap.artifact.constants import ENTRY, ConstantLayout, check_no_objects, read_constants
 from fxwrap.artifact.devices import device_map, move_program, program_devices
 from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.artifact.program_text import read_program
@@ -87,6 +87,7 @@ def _layout(archive: Archive, program: Program) -> tuple[ConstantLayout, bool]:
         inside = described["inside"] and bool(program.constants)  # type: ignore[index]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise archive.error(MANIFEST, f"it does not describe the constants: {error!r}") from None
+    check_no_objects(program, str(archive.path))
     wanted = {item.value.name: item.value.tensor_type for item in program.constants}
     if [window.name for window in layout.views] != list(wanted):
         raise archive.error(MANIFEST, "it describes other constants than the program has")

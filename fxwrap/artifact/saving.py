@@ -12,7 +12,7 @@ from torch.fx.graph import CodeGen
 
 from fxwrap.artifact.archive import ArchiveWriter
 from fxwrap.artifact.binaries import write_binaries
-from fxwrap.artifact.constants import check_savable, declared_layout, layout_of, write_constants
+from fxwrap.artifact.constants import check_no_objects, check_savable, declared_layout, layout_of, write_constants
 from fxwrap.artifact.devices import program_devices
 from fxwrap.artifact.environment import package_versions
 from fxwrap.artifact.program_text import check_kernels, write_program
@@ -46,6 +46,7 @@ def save_program(
     """
     target, program = Path(path), check_windows(program)
     check_kernels(program, str(target))
+    check_no_objects(program, str(target))
     if constants or program.store.tensors:
         check_savable(program, str(target))
     graph = _graph_text(program)

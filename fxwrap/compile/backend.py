@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from fxwrap.caching import clear_caches
 from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.compiler import compile_graph
+from fxwrap.compile.fake_calls import accept_fake_tensors
 from fxwrap.converters.fx.module import boxed_function
 from fxwrap.fx_passes import decomposition_table, partitioner, replace_stream_methods, simplify_attention_masks
 from fxwrap.lines import Return
@@ -137,6 +138,8 @@ class _GraphCompiler:
         if options.on_graph is not None:
             graph_info = self._graph_info(compiled.program, static_inputs, info.donated_inputs)
             entry = boxed_function(options.on_graph(compiled.graph_module, graph_info))
+        else:
+            entry = accept_fake_tensors(entry, compiled.program, lambda: compiled.graph_module, static_inputs)
         negative = _may_be_negative(graph_module)
         if negative:
             entry = with_plain_inputs(entry, negative)

@@ -74,7 +74,7 @@ class CacheSlot:
                 continue
             try:
                 with _gc_disabled():
-                    cached = read_entry(path, file, self.key.digest, self.key.graph.tensors)
+                    cached = read_entry(path, file, self.key.digest, self.key.graph.constants)
             except (ArtifactError, OSError) as error:
                 log.warning("the cache entry of '%s' is unusable, and it is compiled again: %s", name, error)
                 continue
@@ -94,7 +94,7 @@ class CacheSlot:
             return
         cached, emitter = CachedCompile(program, tuple(coverage), plan), self.request.options.emitter
         try:
-            content = entry_content(self.key.digest, cached, emitter, emitted, self.key.graph.tensors)
+            content = entry_content(self.key.digest, cached, emitter, emitted, self.key.graph.constants)
             write_cache_file(cache_folders()[-1], self._file, content)
         except (NotCacheable, FxwrapError, OSError) as error:
             log.info("'%s' is not cached: %s", name, error)

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
 from fxwrap.artifact.binaries import bridge_folder, install_triton_binaries, write_triton
 from fxwrap.artifact.program_text import check_kernels, read_program, write_program
@@ -45,8 +43,8 @@ log = logging.getLogger("fxwrap.cache")
 
 COVERAGE = "coverage.json"
 
-TensorLocations = Mapping[tuple[str, str], torch.Tensor]
-"""The tensors of a graph, by their location."""
+PayloadLocations = Mapping[tuple[str, str], Any]
+"""The tensors and opaque objects of a graph, by their location."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +60,15 @@ class CachedCompile:
 
 
 def entry_content(
-    key: str, cached: CachedCompile, emitter: str, emitted: EmittedProgram, tensors: TensorLocations
+    key: str, cached: CachedCompile, emitter: str, emitted: EmittedProgram, payloads: PayloadLocations
 ) -> bytes:
-    """Returns the content of an entry; `emitted` is the running form, `tensors` are the graph's.
+    """Returns the content of an entry; `emitted` is the running form, `payloads` are the graph's.
 
     Raises NotCacheable or ArtifactError for a program that cannot be loaded from a file.
     """
     program = cached.program
     check_kernels(program, key)
-    constants = _constant_locations(program, tensors)
+    constants = _constant_locations(program, payloads)
     libraries = _libraries(program, emitter, emitted)
     file = io.BytesIO()
     with ArchiveWriter(file) as writer:
@@ -85,9 +83,9 @@ def entry_content(
     return file.getvalue()
 
 
-def _constant_locations(program: Program, tensors: TensorLocations) -> dict[str, list[str]]:
+def _constant_locations(program: Program, payloads: PayloadLocations) -> dict[str, list[str]]:
     """Returns the location of each constant in the graph. Raises NotCacheable for computed constants."""
-    known = {id(tensor): location for location, tensor in reversed(list(tensors.items()))}
+    known = {id(payload): location for location, payload in reversed(list(payloads.items()))}
     locations = {}
     for item in program.constants:
         name = item.value.name
@@ -126,7 +124,7 @@ def _library_entry(library: Path) -> dict[str, object]:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_entry(path: Path, file: IO[bytes], key: str, tensors: TensorLocations) -> CachedCompile:
+def read_entry(path: Path, file: IO[bytes], key: str, payloads: PayloadLocations) -> CachedCompile:
     """Reads and verifies an entry, an open file that it closes, binds its constants, and registers its compiled code.
 
     Raises ArtifactError for an entry that is damaged, truncated, or of another key or format.
@@ -137,7 +135,7 @@ def read_entry(path: Path, file: IO[bytes], key: str, tensors: TensorLocations) 
             raise archive.error(MANIFEST, "it belongs to another compile")
         program = read_program(archive, ())
         try:
-            store = {name: tensors[kind, place] for name, (kind, place) in manifest["constants"].items()}
+            store = {name: payloads[kind, place] for name, (kind, place) in manifest["constants"].items()}
             if set(store) != {item.value.name for item in program.constants}:
                 raise archive.error(MANIFEST, "its constants are not those of the program")
             coverage = tuple([NodeCoverage(*map(str, row)) for row in json.loads(archive.read_text(COVERAGE))])

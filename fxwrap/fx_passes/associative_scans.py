@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import attribute_of, operator_label
@@ -106,22 +105,8 @@ class _Expansion:
     def _combine(self, left: Sequence[Node], right: Sequence[Node]) -> list[Node]:
         """Inlines the combine function on tensors of elements, and returns its results."""
         extra: Any = self._before.args[2] if len(self._before.args) > 2 else ()
-        operands = iter([*left, *right, *extra])
-        values: dict[Node, Node] = {}
-        results: Any = ()
-        for inner in self._module.graph.nodes:
-            arguments: Any
-            arguments, keywords = map_arg((inner.args, inner.kwargs), values.__getitem__)
-            match inner.op:
-                case "placeholder":
-                    values[inner] = next(operands)
-                case "get_attr":
-                    path = f"{self._path}.{inner.target}"
-                    values[inner] = self._copy.attribute(self._before, path, attribute_of(inner))
-                case "output":
-                    results = arguments[0]
-                case _:
-                    values[inner] = self._call(inner.target, *arguments, **keywords)
+        operands = [*left, *right, *extra]
+        results = self._copy.inline(self._before, self._module, operands, self._node.name, self._path)
         for result, like in zip(results, left, strict=True):
             self._check(self._copy.fakes[result], self._copy.fakes[like])
         return [*results]

@@ -60,6 +60,11 @@ def _unify_fake_modes(nodes: Sequence[Node]) -> dict[Node, Any]:
         return values
     # Symbolic sizes stay in their mode.
     mode = next((mode for mode in modes if mode.shape_env is not None), modes[0])
+    return {node: in_one_mode(value, mode) for node, value in values.items()}
+
+
+def in_one_mode(tree: Any, mode: FakeTensorMode) -> Any:
+    """Returns a nested structure with its fake tensors in one fake mode; those of another one get new storages."""
 
     def convert(value: object) -> object:
         if not isinstance(value, FakeTensor) or value.fake_mode is mode:
@@ -67,7 +72,7 @@ def _unify_fake_modes(nodes: Sequence[Node]) -> dict[Node, Any]:
         with in_fake_mode(mode):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
-    return {node: tree_map(convert, value) for node, value in values.items()}
+    return tree_map(convert, tree)
 
 
 def _with_conjugate_bits(values: NodeValues, examples: NodeValues) -> NodeValues:

@@ -9,10 +9,10 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxwrap.fx_passes.effects import mutated_operands
+from fxwrap.fx_passes.effects import attribute_of, mutated_operands
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import (
     FakeTensor,
@@ -131,6 +131,7 @@ class GraphCopy:
         self._replaced: dict[Node, Node] = {}
         self._coverage_kind: dict[Node, str] = {}
         self._output_clones: list[tuple[Node, str]] = []
+        self._attributes: dict[str, object] = {}
         self.graph = Graph()
         self.node_map: dict[Node, Node] = {}
         self.fakes: dict[Node, Any] = {}
@@ -157,10 +158,34 @@ class GraphCopy:
         self.fakes[call] = fake
         return call
 
-    def attribute(self, before: Node, path: str, payload: object) -> Node:
-        """Inserts a `get_attr` of the graph's module before a node of the copy."""
+    def inline(self, before: Node, module: GraphModule, operands: Sequence[Any], name: str, prefix: str) -> Any:
+        """Inserts the calls of a graph before a node of the copy, and returns its results.
+
+        Fake values are inferred from the operands. The graph's attributes become attributes of the copy, named after
+        `prefix`.
+        """
+        remaining = iter(operands)
+        values: dict[Node, Any] = {}
+        for node in module.graph.nodes:
+            arguments: Any
+            arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
+            match node.op:
+                case "placeholder":
+                    values[node] = next(remaining)
+                case "get_attr":
+                    values[node] = self.attribute(before, f"{prefix}_{node.target}", attribute_of(node))
+                case "output":
+                    return arguments[0]
+                case _:
+                    values[node] = self.call(before, node.target, arguments, name, keywords)
+        raise AssertionError("a graph ends with its output")
+
+    def attribute(self, before: Node, name: str, payload: object) -> Node:
+        """Inserts a `get_attr` of a new attribute before a node of the copy; equal names have one payload."""
+        name = name.replace(".", "_")
+        self._attributes[name] = payload
         with self.graph.inserting_before(before):
-            attribute = self.graph.create_node("get_attr", path)
+            attribute = self.graph.create_node("get_attr", name)
         mode = _mode_among((self.fakes[before],))
         if isinstance(payload, torch.Tensor) and not isinstance(payload, FakeTensor) and mode is not None:
             payload = mode.from_tensor(payload, static_shapes=True)
@@ -207,9 +232,16 @@ class GraphCopy:
         for node in sorted(self._replaced, key=positions.__getitem__, reverse=True):
             self.fakes.pop(self._replaced[node], None)
             self.graph.erase_node(self._replaced[node])
-        module = LazyGraphModule(self._source.graph_module, self.graph)
+        module = LazyGraphModule(self._root(), self.graph)
         replaced = {**self._source.replaced, **self._coverage_kind}
         return replace(self._source, graph_module=module, replaced=replaced, fakes=self.fakes)
+
+    def _root(self) -> GraphModule | dict[str, object]:
+        """Returns the owner of the attributes that the copy reads."""
+        if not self._attributes:
+            return self._source.graph_module
+        attributes = [node for node in self._source.nodes if node.op == "get_attr"]
+        return {str(node.target): attribute_of(node) for node in attributes} | self._attributes
 
 
 _CLONE: Callable[..., object] = torch.ops.aten.clone.default

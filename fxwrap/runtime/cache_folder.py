@@ -34,7 +34,7 @@ BUILDING = "building-"
 """The prefix of unfinished folders."""
 
 HASH_TABLE = "files.json"
-"""The file with the sizes and hashes of an entry's compiled code."""
+"""The file with an entry's name, and the sizes and hashes of its compiled code."""
 
 _HASHED_SUFFIXES = (".so", ".o")
 _MAX_FILE_BYTES = 1 << 32
@@ -271,7 +271,7 @@ def _build_entry(root: Path, name: str, build: Callable[[Path], None]) -> Path:
         temporary = Path(tempfile.mkdtemp(prefix=f"{BUILDING}{folder.name}-", dir=folder.parent))
         try:
             build(temporary)
-            _seal(temporary)
+            _seal(temporary, folder.name)
             if os.path.lexists(folder):
                 log.info("the compiled code in %s was damaged, and was built again", folder)
                 remove_path(folder)
@@ -281,17 +281,18 @@ def _build_entry(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _seal(folder: Path) -> None:
+def _seal(folder: Path, name: str) -> None:
     """Syncs the compiled code of an entry and writes the table of its sizes and hashes."""
-    table = {}
+    files = {}
     for path in sorted(folder.iterdir()):
         path.chmod(path.stat().st_mode & ~_OTHERS_CAN_WRITE & 0o7777)
         if path.suffix in _HASHED_SUFFIXES:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 content = file.read()
-            table[path.name] = [len(content), hashlib.sha256(content).hexdigest()]
-    write_file(folder / HASH_TABLE, lambda file: file.write(json.dumps(table).encode()), 0o600)
+            files[path.name] = [len(content), hashlib.sha256(content).hexdigest()]
+    table = json.dumps({"entry": name, "files": files}).encode()
+    write_file(folder / HASH_TABLE, lambda file: file.write(table), 0o600)
 
 
 def file_hash(path: Path) -> str | None:
@@ -322,8 +323,9 @@ def _hash_table(folder: Path) -> Mapping[str, tuple[int, str]]:
     content = read_cache_file(folder / HASH_TABLE)
     try:
         table = json.loads(content or b"")
-        return {name: (int(size), str(digest)) for name, (size, digest) in table.items() if Path(name).name == name}
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        files = table["files"].items() if table["entry"] == folder.name else ()  # a link may lead to another entry
+        return {name: (int(size), str(digest)) for name, (size, digest) in files if Path(name).name == name}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 
 

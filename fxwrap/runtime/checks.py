@@ -56,6 +56,18 @@ def check_layout(
         expected = _describe(dtype, sizes, strides, device) if tensor is None else "a torch.Tensor"
         raise InputError(f"input '{name}': expected {expected}, got {got}")
     assert isinstance(tensor, torch.Tensor)
+    check_tensor_layout(tensor, name, dtype, sizes, strides, device)
+
+
+def check_tensor_layout(
+    tensor: torch.Tensor,
+    name: str,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Raises as `check_layout` does, for a tensor of any class."""
     if tensor.layout is not _STRIDED:
         got = "a tensor of another layout than torch.strided"
     elif (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -72,9 +74,50 @@ def in_dispatched_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def in_tracing_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
+    """Traces on fake tensors as in `in_dispatched_fake_mode`, where `Tensor.item` returns an unbacked symbol.
+
+    Why: `torch._dynamo.config.capture_scalar_outputs` has decided that for the modes that exist.
+    """
+    before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+    try:
+        with in_dispatched_fake_mode(mode):
+            yield
+    finally:
+        mode.allow_scalar_outputs = before
+
+
 def without_fake_mode() -> AbstractContextManager[object]:
     """Returns a context in which operators create real tensors, even inside a caller's fake mode."""
     return unset_fake_temporarily()
+
+
+@contextmanager
+def accept_real_tensors(mode: FakeTensorMode) -> Iterator[None]:
+    """Enters a fake mode in which operators accept real tensors too, such as a program's constants."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+@contextmanager
+def quiet_fake_errors() -> Iterator[None]:
+    """Suppresses the traceback that torch logs of an operator that fails on fake tensors, unless TORCH_LOGS is set.
+
+    Why: torch raises the same error, and the logger has no public name.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = before or "TORCH_LOGS" not in os.environ
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def without_guards(mode: FakeTensorMode | None) -> AbstractContextManager[object]:

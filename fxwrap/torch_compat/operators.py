@@ -11,6 +11,7 @@ from torch._C import FunctionSchema as FunctionSchema
 from torch._decomp import get_decompositions as get_decompositions
 from torch._higher_order_ops.auto_functionalize import NotView, get_mutable_args, read_view_information_from_args
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._higher_order_ops.map import map_impl as map_impl
 from torch._higher_order_ops.while_loop import while_loop_stack_output_op
 from torch._library.utils import is_impure
 
@@ -28,6 +29,28 @@ from torch.torch_version import TorchVersion
 while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
 """The while loop that stacks the values of all iterations; torch.ops lacks it until its module is imported."""
 
+
+def is_flex_default_block(size: object) -> bool:
+    """Whether a block size is the one of FlexAttention without a block mask, which has one block.
+
+    Why: the constant has no public name, and its module is slow to import.
+    """
+    return type(size) is int and size == 1 << 30
+
+
+def flex_decompositions() -> dict[OpOverload, Callable[..., torch.Tensor]]:
+    """Returns the decomposition of the operator with which FlexAttention adds gradients of captured buffers.
+
+    Why: it has no public name, and is missing until Dynamo's module for FlexAttention is imported.
+    """
+    scatter = getattr(torch.ops.flex_lib, "zeros_and_scatter", None)
+    return {} if scatter is None else {scatter.default: _zeros_and_scatter}
+
+
+def _zeros_and_scatter(shape: Sequence[int], indices: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    return values.new_zeros(shape).index_put(tuple(indices), values, accumulate=True)
+
+
 PROMOTION_KINDS = {kind.name: kind for kind in ELEMENTWISE_TYPE_PROMOTION_KIND}
 """torch's promotion rules by name: DEFAULT, NO_OPMATH, INT_TO_FLOAT, ALWAYS_BOOL, COMPLEX_TO_FLOAT, BOOL_TO_LONG."""
 
@@ -35,7 +58,7 @@ REQUIRED = object()
 """The default of an argument that has none."""
 
 
-SOFTSHRINK_ROUNDS_LIMIT: bool = TorchVersion("2.15") <= torch.__version__
+SOFTSHRINK_ROUNDS_LIMIT: bool = TorchVersion("2.14") <= torch.__version__
 """Whether softshrink on half precision rounds its limit to that dtype, as hardshrink does."""
 
 
@@ -45,6 +68,19 @@ SOFTSHRINK_ROUNDS_LIMIT: bool = TorchVersion("2.15") <= torch.__version__
 def torch_schema(overload: OpOverload) -> FunctionSchema:
     """Returns the schema of an overload: names, types, defaults and alias sets of its arguments and returns."""
     return overload._schema
+
+
+def takes_object(schema: FunctionSchema) -> bool:
+    """Whether an argument may be an opaque object: a script object, or one of a class registered as opaque."""
+    kinds = {_innermost_kind(argument.type) for argument in schema.arguments}
+    return not kinds.isdisjoint(("ClassType", "PyObjectType", "AnyType"))
+
+
+def _innermost_kind(type_: Any) -> str:
+    """Returns the kind of the elements of lists and optional values, and of any other type itself."""
+    while type_.kind() in ("ListType", "OptionalType"):
+        type_ = type_.getElementType()
+    return str(type_.kind())
 
 
 def operator_name(overload: OpOverload) -> str:

@@ -189,6 +189,14 @@ def new_unbacked_number(shape_env: ShapeEnv, kind: str) -> Any:
         return shape_env.create_unbacked_symfloat() if kind == "float" else shape_env.create_unbacked_symint()
 
 
+def bounded_item(tensor: torch.Tensor, lower: int, upper: int) -> Any:
+    """Returns the number in a fake tensor as an unbacked symbol with these inclusive bounds, which nothing checks."""
+    number = tensor.item()
+    torch._check(number >= lower)  # type: ignore[no-untyped-call]
+    torch._check(number <= upper)  # type: ignore[no-untyped-call]
+    return number
+
+
 def new_symbol(shape_env: ShapeEnv, name: str, kind: str, hint: int | None) -> Any:
     """Returns a new SymInt backed by `hint`; an unbacked number without a hint and for other kinds."""
     if kind != "int" or hint is None:

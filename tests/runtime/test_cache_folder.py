@@ -24,34 +24,14 @@ from fxwrap.runtime.kernels import compile_kernel_library, prepare_kernels
 from fxwrap.runtime.modules import load_module, write_module
 from fxwrap.runtime.native import BRIDGE_LIBRARIES, build_bridge, compile_cpp, compiled_kernels, load_program
 from fxwrap.runtime.native import compiler as driver
+from tests.runtime.copying_compiler import write_compiler, write_script
 from tests.runtime.native.test_native_build import DOUBLE
-
-REAL_COMPILER = os.environ.get("CXX") or shutil.which("g++") or "c++"
-
-# Copies the libraries of a built bridge instead of compiling them, which takes a minute; the rest it compiles.
-COPYING_COMPILER = """#!/bin/sh
-case "$1" in --version) echo copying 1; exit;; -print*) echo libstdc++.so.6; exit;; esac
-for last; do :; done
-case "$*" in
-  *-DNDEBUG*) echo > "$last";;
-  *"-o libfxwrap_bridge.so" | *"-o _fxwrap_binding.so") cp "BRIDGE/$last" "$last";;
-  *) exec COMPILER "$@";;
-esac
-"""
-
-
-def script(path: Path, text: str) -> Path:
-    """An executable file."""
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and a compiler that builds the bridge at once."""
-    text = COPYING_COMPILER.replace("BRIDGE", str(build_bridge().folder)).replace("COMPILER", REAL_COMPILER)
-    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", text)))
+    monkeypatch.setenv("CXX", str(write_compiler(tmp_path / "c++", build_bridge().folder)))
     monkeypatch.setenv(cache.FOLDER_ENV, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -138,6 +118,16 @@ def test_a_damaged_module_is_written_again(damage: Callable[[Path], None], folde
     damage(path)
     assert load_module("x = 'é'\n", "name").x == "é"
     assert path.read_bytes() == "x = 'é'\n".encode()
+
+
+def test_a_link_to_another_entry_is_replaced(folder: Path) -> None:
+    """That entry is intact, but has another program under the same name."""
+    first, second = compile_cpp(DOUBLE, name="double"), compile_cpp(DOUBLE + "// other\n", name="double")
+    content = first.read_bytes()
+    shutil.rmtree(first.parent)
+    first.parent.symlink_to(second.parent)
+    assert compile_cpp(DOUBLE, name="double") == first and first.read_bytes() == content
+    assert not first.parent.is_symlink()
 
 
 def test_an_index_file_names_nothing_outside_the_cache(folder: Path, tmp_path: Path) -> None:
@@ -248,7 +238,7 @@ def test_a_full_disk(folder: Path, temporary: Path, tmp_path: Path, monkeypatch:
     """As g++ reports it."""
     full = f'case "$PWD" in {folder}/*) echo "x.s: fatal error: No space left on device" >&2; exit 1;; esac\n'
     text = (tmp_path / "c++").read_text().replace("for last", f"{full}for last")
-    script(tmp_path / "c++", text)
+    write_script(tmp_path / "c++", text)
     with pytest.warns(CacheWarning, match="No space left on device"):
         assert compile_cpp(DOUBLE, name="double").is_relative_to(temporary)
 
@@ -266,16 +256,16 @@ def test_no_folder_can_be_written(folder: Path, temporary: Path, monkeypatch: py
 
 def test_a_compiler_that_hangs_after_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '#!/bin/sh\ncase "$1" in --version) echo 1;; *) sleep 60;; esac\n'
-    monkeypatch.setenv("CXX", str(script(tmp_path / "hanging", text)))
+    monkeypatch.setenv("CXX", str(write_script(tmp_path / "hanging", text)))
     monkeypatch.setattr(driver, "PROBE_TIMEOUT_SECONDS", 0.3)
     with pytest.raises(NativeBuildError, match=r"did not finish within 0\.3 s(.|\n)*-print-file-name"):
         driver.find_compiler()
 
 
 def test_a_compiler_that_prints_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", str(script(tmp_path / "garbage", "#!/bin/sh\nprintf '/\\377\\001\\0'\n")))
+    monkeypatch.setenv("CXX", str(write_script(tmp_path / "garbage", "#!/bin/sh\nprintf '/\\377\\001\\0'\n")))
     assert driver.find_compiler().runtime == ()
-    monkeypatch.setenv("CXX", str(script(tmp_path / "failing", "#!/bin/sh\nprintf '\\377\\001'; exit 3\n")))
+    monkeypatch.setenv("CXX", str(write_script(tmp_path / "failing", "#!/bin/sh\nprintf '\\377\\001'; exit 3\n")))
     with pytest.raises(NativeBuildError, match="exit status 3"):
         driver.find_compiler()
 
@@ -283,7 +273,7 @@ def test_a_compiler_that_prints_garbage(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_compiler_ends_with_its_parent(number: int, tmp_path: Path) -> None:
     """With the processes that it has started."""
-    compiler = script(tmp_path / "endless", f"#!/bin/sh\nsleep 77 & echo $! > {tmp_path}/started; wait\n")
+    compiler = write_script(tmp_path / "endless", f"#!/bin/sh\nsleep 77 & echo $! > {tmp_path}/started; wait\n")
     child = os.fork()
     if not child:
         driver.run_compiler([str(compiler)])

@@ -48,10 +48,14 @@ RESERVED = frozenset(f"{_KEYWORDS} {_BRIDGE_NAMES} {_PROGRAM_NAMES}".split())
 _DTYPES = """
 uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool_ qint8 quint8 qint32
 bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz
-float8_e4m3fnuz uint16 uint32 uint64 float8_e8m0fnu float4_e2m1fn_x2
+float8_e4m3fnuz uint16 uint32 uint64 float8_e8m0fnu float4_e2m1fn_x2 bcomplex32
 """
 
-DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name.rstrip("_")): name for name in _DTYPES.split()}
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, name.rstrip("_")): name
+    for name in _DTYPES.split()
+    if hasattr(torch, name.rstrip("_"))  # bcomplex32 is new in torch 2.14
+}
 """The members of the bridge's enum DType by torch's dtypes."""
 
 

@@ -141,10 +141,11 @@ class BlockLowering:
 
         Raises GraphError for a graph that does not fit the call.
         """
-        prepared = prepare_subgraph(_module_of(node, graph, len(operands)), examples, str(graph.target))
+        module, options = _module_of(node, graph, len(operands)), self.request.options
+        prepared = prepare_subgraph(module, examples, str(graph.target), options)
         nodes = list(prepared.graph_module.graph.nodes)
         placeholders = [inner for inner in nodes if inner.op == "placeholder"]
-        streams = stream_plan(nodes, self.request.options.device_specs(), prepared.fakes)
+        streams = stream_plan(nodes, options.device_specs(), prepared.fakes)
         builder = Builder(prepared.fakes, self.builder.state, streams, self.builder, prepared.name)
         builder.state.coverage.extend(
             [node_coverage(old, builder.qualified(old), kind) for old, kind in prepared.replaced.items()]

@@ -8,23 +8,26 @@ import torch
 
 from fxwrap.loop_ir import Scalar
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
-from fxwrap.lowering.rules.pointwise import (
-    Operand,
-    check_operands,
-    fits,
-    load_operand,
-    promoted_dtype,
-    register_elementwise,
+from fxwrap.lowering.rules.pointwise import Operand, check_operands, elementwise, fits, load_operand, promoted_dtype
+from fxwrap.lowering.rules.registry import (
+    Declined,
+    LoweringResult,
+    NumberOrSymbol,
+    OperatorCall,
+    TensorOrNumber,
+    lowering_rule,
 )
-from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, TensorOrNumber, lowering_rule
 
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
 @lowering_rule("aten.clone.default", "prims.convert_element_type.default")
-def _cast(call: OperatorCall, x: Definition) -> LoweringResult | Declined:
-    """A cast to half precision rounds inside a kernel too, because the model requests it."""
-    if x.device != call.device:
+def _cast(call: OperatorCall, x: TensorOrNumber) -> LoweringResult | Declined:
+    """A cast to half precision rounds inside a kernel too, because the model requests it.
+
+    In functions that `torch.vmap` vectorises, numbers are cast too.
+    """
+    if isinstance(x, Definition) and x.device != call.device:
         return Declined(f"a copy from {x.device} to {call.device}")
     return check_operands(call, (x,), call.dtype) or call.define(
         lambda reader, indices: load_operand(reader, x, indices, call.dtype)
@@ -33,7 +36,7 @@ def _cast(call: OperatorCall, x: Definition) -> LoweringResult | Declined:
 
 @lowering_rule("aten._to_copy.default")
 def _to_copy(
-    call: OperatorCall, x: Definition, layout: torch.layout | None, pin_memory: bool | None
+    call: OperatorCall, x: TensorOrNumber, layout: torch.layout | None, pin_memory: bool | None
 ) -> LoweringResult | Declined:
     if layout not in (None, torch.strided):
         return Declined(f"a copy to the layout {layout}")
@@ -92,6 +95,8 @@ def _where(
     return declined or call.define(body)
 
 
-register_elementwise(
-    "aten.native_dropout_backward.default", lambda g, mask, scale: g * mask * scale, operands=2, dtypes="float"
-)
+@lowering_rule("aten.native_dropout_backward.default")
+def _dropout_backward(
+    call: OperatorCall, gradient: Definition, mask: Definition, scale: NumberOrSymbol
+) -> LoweringResult | Declined:
+    return elementwise(call, (gradient, mask), lambda g, mask, s: g * mask * s, dtypes="float", parameters=(scale,))

@@ -44,6 +44,7 @@ _SUPERVISOR = (
     'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) >/dev/null 2>&1 & "$@" 3<&-; '
     "status=$?; kill -KILL $! 2>/dev/null; exit $status"
 )
+_PROBE_BYTES = 1 << 16
 _FULL = tuple([os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)])
 
 
@@ -115,9 +116,12 @@ def run_compiler(command: Sequence[str], folder: Path | None = None, seconds: fl
     if status == 0:
         return output
     shown = f"command: {shlex.join(command)}\n{output}{errors}"
-    full = next((text for text in _FULL if text in errors), "")
-    if full and folder is not None:
-        raise OSError(errno.ENOSPC, full, str(folder))
+    if folder is not None:
+        full = next((text for text in _FULL if text in errors), "")
+        if full:
+            raise OSError(errno.ENOSPC, full, str(folder))
+        (folder / "probe").write_bytes(bytes(_PROBE_BYTES))  # raises OSError if the compiler failed for lack of space
+        (folder / "probe").unlink()
     raise NativeBuildError(f"the C++ compiler failed with exit status {status}.\n{shown}")
 
 

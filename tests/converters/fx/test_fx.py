@@ -47,7 +47,7 @@ def test_samples_match_the_interpreter(sample: Sample) -> None:
     emitted = fxwrap.to_fx(program)
     emitted.graph_module.graph.lint()
     result = emitted(*ours)
-    assert_same(result, wanted)
+    assert_same(contents(result), contents(wanted))
     assert [type(item) for item in result] == [type(item) for item in wanted]
     assert_same(contents(ours), contents(theirs))
 
@@ -118,7 +118,9 @@ def _check_metadata(module: GraphModule, inputs: list[Any]) -> int:
     return checked
 
 
-@named
+@pytest.mark.parametrize(
+    "sample", [sample for sample in RUNNABLE if sample.name != "objects_of_blocks"], ids=lambda sample: sample.name
+)  # torch's `cond` itself, which node by node runs, takes no objects
 def test_metadata_matches_node_results(sample: Sample) -> None:
     module = fxwrap.to_fx(sample.program()).graph_module
     checked = _check_metadata(module, sample.inputs(2))

@@ -59,7 +59,7 @@ enum class DType : int8_t {
   complex64 = 9, complex128 = 10, bool_ = 11, qint8 = 12, quint8 = 13, qint32 = 14, bfloat16 = 15, quint4x2 = 16,
   quint2x4 = 17, bits1x8 = 18, bits2x4 = 19, bits4x2 = 20, bits8 = 21, bits16 = 22, float8_e5m2 = 23,
   float8_e4m3fn = 24, float8_e5m2fnuz = 25, float8_e4m3fnuz = 26, uint16 = 27, uint32 = 28, uint64 = 29,
-  float8_e8m0fnu = 44, float4_e2m1fn_x2 = 45,
+  float8_e8m0fnu = 44, float4_e2m1fn_x2 = 45, bcomplex32 = 46,
 };
 enum class Layout : int8_t { strided, sparse_coo, sparse_csr, _mkldnn, sparse_csc, sparse_bsr, sparse_bsc, jagged };
 enum class MemoryFormat : int8_t { contiguous_format, preserve_format, channels_last, channels_last_3d };

@@ -1,0 +1,217 @@
+"""Expansion of FlexAttention into operators that fuse.
+
+On devices with few threads, a loop (`map_impl`) runs over the blocks of query rows. An iteration gathers the key blocks
+that its rows visit, so the time is proportional to the visited blocks, and memory holds one row of blocks of the score
+matrix. On massively parallel devices, where the host would wait for each number of blocks, the whole matrix is computed
+at once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from fxwrap.errors import GraphError
+from fxwrap.fx_passes.decompositions import decomposition_table
+from fxwrap.fx_passes.effects import attribute_of, operator_label
+from fxwrap.fx_passes.fake_propagation import in_one_mode
+from fxwrap.fx_passes.flex_formulas import FlexAttention, RowLoop
+from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
+from fxwrap.fx_passes.prepared_graph import PreparedGraph
+from fxwrap.fx_passes.source import location_of
+from fxwrap.options import Options
+from fxwrap.torch_compat import (
+    FakeTensor,
+    HigherOrderOperator,
+    flex_decompositions,
+    fresh_fake_mode,
+    in_fake_mode,
+    in_tracing_fake_mode,
+    map_impl,
+)
+
+_ROWS = 128
+"""Query rows of an iteration without a block mask."""
+
+_Path: TypeAlias = tuple[Any, ...]
+"""The position of a tensor in the results of a call."""
+
+
+def expand_flex_attention(graph: PreparedGraph, options: Options) -> PreparedGraph:
+    """Returns a graph in which FlexAttention and its backward are matmuls and operators that fuse, in loops."""
+    calls = [node for node in graph.nodes if _label(node) in _EXPANSIONS and node.users]
+    if not calls:
+        return graph
+    copy = GraphCopy(graph)
+    for node in calls:
+        call = _Call(copy, node, options)
+        call.replace(_EXPANSIONS[_label(node)](call))
+    return copy.finish()
+
+
+def _label(node: Node) -> str:
+    return operator_label(node.target) if isinstance(node.target, HigherOrderOperator) else ""
+
+
+class _Call:
+    """One call. Functions of its arguments are traced, and inserted before it.
+
+    `results` are the nodes that read each used tensor of its results, by position.
+    """
+
+    def __init__(self, copy: GraphCopy, node: Node, options: Options) -> None:
+        self.node = node
+        self.options = options
+        self._copy = copy
+        self._before = copy.node_map[node]
+        attributes = {item: attribute_of(item) for item in node.all_input_nodes if item.op == "get_attr"}
+        self._modules = {item: value for item, value in attributes.items() if isinstance(value, GraphModule)}
+        self._operands = [item for item in node.all_input_nodes if item not in self._modules]
+        self._fakes = [copy.fakes[copy.node_map[item]] for item in self._operands]
+        mode = next(item.fake_mode for item in self._fakes if isinstance(item, FakeTensor))
+        # make_fx over real tensors has modes without a ShapeEnv, which a number of blocks needs.
+        self._mode = mode if mode.shape_env is not None else fresh_fake_mode()
+        self._tuples: list[Node] = []
+        self.results: dict[_Path, list[Node]] = {}
+        self._find_results(node, ())
+
+    def _find_results(self, node: Node, path: _Path) -> None:
+        self._tuples.append(node)
+        for user in node.users:
+            inner = (*path, user.args[1])
+            if isinstance(self._fake(user), tuple | list):
+                self._find_results(user, inner)
+            else:
+                self.results.setdefault(inner, []).append(user)
+
+    def _fake(self, node: Node) -> Any:
+        return self._copy.fakes[self._copy.node_map[node]]
+
+    @property
+    def fake_arguments(self) -> tuple[Any, ...]:
+        """The call's arguments, with fake values."""
+        return self._arguments(self._fakes)
+
+    def _arguments(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the call's arguments for these values of its operands."""
+        env = {**dict(zip(self._operands, values, strict=True)), **self._modules}
+        arguments: Any = map_arg(self.node.args, env.__getitem__)
+        return tuple(arguments)
+
+    def insert(self, function: Callable[..., Any], leading: Sequence[Node] = ()) -> list[Node]:
+        """Inserts the calls of a function of a list of tensors and the call's arguments; returns its results."""
+        module = self._trace(function, [self._copy.fakes[item] for item in leading])
+        operands = [*leading, *[self._copy.node_map[item] for item in self._operands]]
+        name = self.node.name
+        return [*self._copy.inline(self._before, module, operands, name, f"{name}_{len(leading)}")]
+
+    def insert_loop(self, function: Callable[..., Any], over: Sequence[Node]) -> list[Node]:
+        """Inserts a loop of a function of a list of slices and the call's arguments; returns its stacked results."""
+        fakes = [self._copy.fakes[item] for item in over]
+        with in_fake_mode(self._mode):
+            slices = [item[0] for item in fakes]
+        module, name = self._trace(function, slices), self.node.name
+        yielded: Any = module.graph.output_node().args[0]
+        results = [item.meta["val"] for item in yielded]
+        with in_fake_mode(self._mode):
+            stacked = tuple([item.new_empty((fakes[0].shape[0], *item.shape)) for item in results])
+        body = self._copy.attribute(self._before, f"{name}_body", module)
+        operands = [self._copy.node_map[item] for item in self._operands]
+        loop = self._copy.call(self._before, map_impl, (body, [*over], operands), name, fake=stacked)
+        indices = range(len(stacked))
+        return [self._copy.call(self._before, operator.getitem, (loop, index), name) for index in indices]
+
+    def _trace(self, function: Callable[..., Any], leading: Sequence[Any]) -> GraphModule:
+        count, table = len(leading), {**decomposition_table(self.options), **flex_decompositions()}
+
+        def run(*values: Any) -> Any:
+            return function(values[:count], self._arguments(values[count:]))
+
+        fakes = in_one_mode([*leading, *self._fakes], self._mode)
+        try:
+            with in_tracing_fake_mode(self._mode), torch.no_grad():
+                module = make_fx(run, decomposition_table=table)(*fakes)
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # torch.vmap's, about the user's functions
+            remedy = "Write functions of scalars that torch.vmap can vectorise; index captured tensors"
+            reason = f"its score_mod or mask_mod cannot be vectorised: {error}"
+            raise GraphError(self.node.name, reason, remedy, location_of(self.node)) from error
+        for node in module.graph.nodes:
+            node.meta = {**self._before.meta, **node.meta}
+        return module
+
+    def replace(self, results: Sequence[Node]) -> None:
+        """Replaces the call's used results, in order."""
+        for users, result in zip(self.results.values(), results, strict=True):
+            for user in users:
+                self._copy.substitute(user, result, "fused", self._tuples)
+
+    def with_layout(self, path: _Path, result: Tensor) -> Tensor:
+        """Returns a result in the dtype and with the strides of the call's."""
+        fake = self._fake(self.results[path][0])
+        strides = [size_hint(stride) for stride in fake.stride()]
+        order = sorted(range(fake.dim()), key=lambda dim: -strides[dim])
+        dense = result.to(fake.dtype).permute(order).contiguous()
+        return dense.permute([order.index(dim) for dim in range(fake.dim())])
+
+
+def _forward(call: _Call) -> list[Node]:
+    loop = _row_loop(call)
+    if loop is None:
+
+        def attend(_leading: Any, arguments: Any) -> list[Tensor]:
+            attention = FlexAttention.from_arguments(*arguments)
+            results = attention.attend(attention.query, attention.key, attention.value, attention.everything())
+            return [call.with_layout(path, results[path[0]]) for path in call.results]
+
+        return call.insert(attend)
+    used = [path[0] for path in call.results]
+
+    def iterations(_leading: Any, arguments: Any) -> list[Tensor]:
+        return RowLoop(FlexAttention.from_arguments(*arguments), loop).iterations()
+
+    def body(slices: Sequence[Tensor], arguments: Any) -> list[Tensor]:
+        results = RowLoop(FlexAttention.from_arguments(*arguments), loop).attend(*slices)
+        return [results[index] for index in used]
+
+    def assemble(stacked: Sequence[Tensor], arguments: Any) -> list[Tensor]:
+        rows = RowLoop(FlexAttention.from_arguments(*arguments), loop)
+        return [call.with_layout(path, rows.assemble(item)) for path, item in zip(call.results, stacked, strict=True)]
+
+    return call.insert(assemble, call.insert_loop(body, call.insert(iterations)))
+
+
+def _row_loop(call: _Call) -> int | None:
+    """Returns the rows of an iteration of the loop; None where the whole score matrix is computed at once."""
+    attention = FlexAttention.from_arguments(*call.fake_arguments)
+    spec = call.options.device_specs().get(attention.query.device.type)
+    if spec is None or spec.massively_parallel:
+        return None
+    length = attention.query.shape[2]
+    if attention.blocks.is_trivial:
+        return _ROWS if size_hint(length) > 2 * _ROWS else None
+    rows = attention.blocks.q_block_size
+    return min(rows, length) if type(length) is int else rows
+
+
+def _backward(call: _Call) -> list[Node]:
+    def gradients(_leading: Any, arguments: Any) -> list[Tensor]:
+        query, key, value, out, logsumexp, grad_out, grad_logsumexp, score_mod, joint, *rest = arguments
+        attention = FlexAttention.from_arguments(query, key, value, score_mod, *rest)
+        results: Any = attention.gradients(out, logsumexp, grad_out, grad_logsumexp, joint)
+        found = [results[path[0]] if len(path) == 1 else results[path[0]][path[1]] for path in call.results]
+        return [call.with_layout(path, item) for path, item in zip(call.results, found, strict=True)]
+
+    return call.insert(gradients)
+
+
+_EXPANSIONS: dict[str, Callable[[_Call], list[Node]]] = {
+    "flex_attention": _forward,
+    "flex_attention_backward": _backward,
+}

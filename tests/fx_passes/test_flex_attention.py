@@ -1,0 +1,245 @@
+"""FlexAttention through every emitter, against eager mode and against formulas in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+import fxwrap
+from fxwrap.compile.backend import make_backend
+from fxwrap.devices import CPU
+from fxwrap.testing import assert_emitters_agree
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
+
+BATCH, HEADS, LENGTH, WIDTH = 2, 4, 72, 8
+SLOPES, RELATIVE = torch.linspace(0.1, 0.5, HEADS), torch.linspace(-1, 1, 2 * LENGTH)
+DOCUMENTS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) // 20
+PREFIXES = torch.tensor([20, 33])
+MASSIVELY_PARALLEL = fxwrap.Options(devices=[dataclasses.replace(CPU, massively_parallel=True)])
+"""The form for GPUs, on the CPU."""
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return DOCUMENTS[b, q] == DOCUMENTS[b, k]
+
+
+def shifted_by_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Leaves rows without keys."""
+    return q - k >= h * 9
+
+
+def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + SLOPES[h] * (k - q)
+
+
+def soft_cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.tanh(score / 2) * 2
+
+
+def blocks(mask: Any, rows: int = LENGTH, keys: int = LENGTH, size: Any = 32, **per: int) -> BlockMask:
+    return create_block_mask(mask, per.get("B"), per.get("H"), rows, keys, device="cpu", BLOCK_SIZE=size)
+
+
+CAUSAL, DOCUMENT = blocks(causal), blocks(document, B=BATCH)
+SHIFTED = blocks(shifted_by_head, H=HEADS)
+WINDOW = blocks(lambda b, h, q, k: (q - k).abs() <= 9)
+PREFIX = blocks(lambda b, h, q, k: (k < PREFIXES[b]) | (q >= k), B=BATCH)
+LATE = blocks(lambda b, h, q, k: (q > 40) & (q >= k))
+
+
+def operands(
+    rows: int = LENGTH,
+    keys: int = LENGTH,
+    *,
+    kv_heads: int = HEADS,
+    kv_batch: int = BATCH,
+    value_width: int = WIDTH,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Returns random queries, keys and values."""
+    random = torch.Generator().manual_seed(0)
+    sizes = (BATCH, HEADS, rows, WIDTH), (kv_batch, kv_heads, keys, WIDTH), (kv_batch, kv_heads, keys, value_width)
+    return [torch.randn(item, generator=random).to(dtype) for item in sizes]
+
+
+def score_functions(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return [
+        flex_attention(q, k, v, alibi, CAUSAL, return_aux=AuxRequest(lse=True)),
+        flex_attention(q, k, v, lambda s, b, h, m, n: s + RELATIVE[m - n + LENGTH], scale=0.5),
+        flex_attention(q, k, v, soft_cap, DOCUMENT),
+        flex_attention(q, k, v, lambda s, b, h, m, n: torch.where(m >= n, s, -float("inf")), return_lse=True),
+    ]
+
+
+def masked(*masks: BlockMask) -> Callable[..., Any]:
+    return lambda q, k, v: [flex_attention(q, k, v, block_mask=mask, return_lse=True) for mask in masks]
+
+
+def test_masks() -> None:
+    """Fully masked rows, lengths that no block divides, and masks that differ between batches or heads."""
+    assert_emitters_agree(masked(WINDOW, PREFIX, LATE, SHIFTED), operands())
+
+
+def test_masks_without_a_loop() -> None:
+    mask = masked(DOCUMENT, SHIFTED)
+    assert_emitters_agree(mask, operands(), options=MASSIVELY_PARALLEL, emitters=["cpp"])
+
+
+def test_score_functions() -> None:
+    assert_emitters_agree(score_functions, operands(), emitters=("python", "cpp"))
+
+
+def test_shapes() -> None:
+    """Grouped query attention, shared keys, other strides, one query, more rows than an iteration has."""
+    rectangular = blocks(causal, LENGTH, 50, (64, 16), B=BATCH)
+
+    def shapes(*inputs: list[Tensor]) -> Any:
+        grouped, shared, tall, single = inputs
+        transposed = [item.transpose(1, 2).contiguous().transpose(1, 2) for item in grouped]
+        return [
+            flex_attention(*grouped, score_mod=alibi, block_mask=CAUSAL, enable_gqa=True),
+            flex_attention(*transposed, block_mask=SHIFTED, enable_gqa=True),
+            flex_attention(*shared, block_mask=rectangular, return_lse=True),
+            flex_attention(*tall, score_mod=alibi),
+            flex_attention(*single, score_mod=alibi),
+        ]
+
+    inputs = [
+        operands(kv_heads=2), operands(keys=50, kv_batch=1, value_width=12), operands(rows=300), operands(rows=1),
+    ]  # fmt: skip
+    assert_emitters_agree(shapes, inputs, emitters=("interpreter", "cpp"))
+
+
+def test_dtypes() -> None:
+    def dtypes(*inputs: list[Tensor]) -> Any:
+        return [flex_attention(*item, score_mod=soft_cap, block_mask=CAUSAL) for item in inputs]
+
+    inputs = [operands(dtype=item) for item in (torch.bfloat16, torch.float16, torch.float64)]
+    assert_emitters_agree(dtypes, inputs, emitters=("python", "cpp"))
+
+
+def test_dynamic_lengths() -> None:
+    """One program serves many lengths and block sizes."""
+    compiles: list[fxwrap.Compiled] = []
+
+    def compile_with(*arguments: Any, **keywords: Any) -> Any:
+        compiles.append(fxwrap.compile_graph(*arguments, **keywords))
+        return compiles[-1]
+
+    compiled = torch.compile(flex_attention, backend=make_backend(fxwrap.Options(), compile_with), dynamic=True)
+    for rows, keys, size in ((100, 200, 32), (200, 150, 16), (65, 90, 24)):
+        inputs, mask = operands(rows, keys), blocks(causal, rows, keys, size)
+        torch.testing.assert_close(compiled(*inputs, block_mask=mask), flex_attention(*inputs, block_mask=mask))
+    assert len(compiles) <= 2
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_skipped_blocks_are_not_read(emitter: str) -> None:
+    q, k, v = operands()
+    expected = flex_attention(q, k, v, block_mask=LATE)
+    k[:, :, 64:], v[:, :, 64:] = math.nan, math.nan
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
+    result = compiled(q, k, v, block_mask=LATE)
+    torch.testing.assert_close(result[:, :, :64], expected[:, :, :64])
+    assert result[:, :, 64:].isnan().all()
+
+
+@pytest.mark.parametrize("options", [fxwrap.Options(), MASSIVELY_PARALLEL], ids=["loop", "whole"])
+def test_blocks_without_a_mask_function(options: fxwrap.Options) -> None:
+    """Lists of blocks mask by themselves; eager mode ignores them."""
+    indices = torch.tensor([[[[0, 1, 1], [2, 1, 0], [0, 0, 0]]]], dtype=torch.int32)
+    full = torch.tensor([[[[2, 0, 0], [0, 0, 0], [0, 0, 0]]]], dtype=torch.int32)
+    counts, full_counts = torch.tensor([[[1, 2, 0]]], dtype=torch.int32), torch.tensor([[[1, 0, 0]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, full_counts, full, BLOCK_SIZE=24, seq_lengths=(LENGTH, LENGTH))
+    visible = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0]]).bool().repeat_interleave(24, 0).repeat_interleave(24, 1)
+    inputs = operands()
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=visible).nan_to_num(0)
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, backend=make_backend(options))
+    torch.testing.assert_close(compiled(*inputs, block_mask=mask), expected)
+
+
+def test_graphs_of_make_fx_and_export_and_branches() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return torch.ops.higher_order.flex_attention(q, k, v, alibi, CAUSAL.as_tuple(), 0.25, {}, (), ())[0]
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            branches = [lambda q, s=s: flex_attention(q, k, v, alibi, CAUSAL, scale=s) for s in (0.5, 2.0)]
+            return torch.cond(q.sum() > 0, *branches, (q,))
+
+    inputs = operands()
+    assert_emitters_agree(make_fx(attention)(*inputs), inputs, emitters=("interpreter",))
+    assert_emitters_agree(torch.export.export(Module(), tuple(inputs)), inputs, emitters=("fx",))
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor], mask_mod: Any) -> tuple[Tensor, Tensor]:
+    """Returns output and log-sum-exp in float64."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = [item.double().repeat_interleave(groups, 1) for item in (k, v)]
+    b, h, m, n = [torch.arange(size) for size in (*q.shape[:3], k.shape[2])]
+    indices = b[:, None, None, None], h[:, None, None], m[:, None], n
+    scores = score_mod(q.double() @ k.mT * 0.25, *indices)
+    scores = torch.where(mask_mod(*indices), scores, -math.inf)
+    total = scores.logsumexp(-1)
+    shift = torch.where(total == -math.inf, 0.0, total)[..., None]
+    return torch.exp(scores - shift) @ v, total
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_gradients(emitter: str) -> None:
+    """Gradients of operands and captured tensors. The public function refuses those of operands on a CPU."""
+    slopes, relative = SLOPES.clone().requires_grad_(), RELATIVE.clone().requires_grad_()
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        return torch.tanh(score * slopes[h]) + relative[m - n + LENGTH] + relative[0]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        out, total, _ = torch.ops.higher_order.flex_attention(q, k, v, biased, block_mask, 0.25, {})
+        return out, total * math.log(2)
+
+    inputs = [item.requires_grad_() for item in operands(kv_heads=2)]
+    leaves = [*inputs, slopes, relative]
+
+    def gradients(out: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+        random = torch.Generator().manual_seed(1)
+        weights = [torch.randn(item.shape, generator=random) for item in (out, total)]
+        loss = (out * weights[0]).sum() + (torch.where(total == -math.inf, 0, total) * weights[1]).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
+    expected = formula(*inputs, biased, shifted_by_head)
+    results = compiled(*inputs, SHIFTED.as_tuple())
+    for result, reference in zip((*results, *gradients(*results)), (*expected, *gradients(*expected)), strict=True):
+        torch.testing.assert_close(result, reference.to(result.dtype), rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_that_torch_cannot_vectorise() -> None:
+    factor = torch.tensor(1.5, requires_grad=True)
+    compiled = torch.compile(flex_attention, backend="fxwrap", fullgraph=True)
+    with pytest.raises(Exception, match=r"cannot be vectorised: .* index captured tensors"):
+        compiled(*operands(), score_mod=lambda s, b, h, m, n: s * factor).sum().backward()
+
+
+def test_numbers_in_vectorised_functions() -> None:
+    """`torch.vmap` casts numbers as if they were tensors."""
+    graph = make_fx(lambda x: torch.vmap(lambda item: item * 5 + 2)(x))(torch.randn(3))
+    assert_emitters_agree(graph, (torch.randn(3),))
