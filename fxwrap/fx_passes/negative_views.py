@@ -11,9 +11,11 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import attribute_of, mutated_operands
-from fxwrap.fx_passes.graph_copy import GraphCopy, can_propagate_fake, storages_of
+from fxwrap.fx_passes.graph_copy import GraphCopy, can_propagate_fake, run_on_fakes, storages_of, written_storages
 from fxwrap.fx_passes.prepared_graph import PreparedGraph
+from fxwrap.fx_passes.source import location_of
 from fxwrap.torch_compat import negated_view
 
 _aten = torch.ops.aten
@@ -61,30 +63,37 @@ def _reads_conjugate(node: Node) -> bool:
 
 
 class _Editor:
-    """Edits a copy of a graph. `negative` are the nodes of the original whose copies lack the negative bit."""
+    """Edits a copy of a graph. `memory` has the memory without the bit of each node with a negative bit."""
 
     def __init__(self, graph: PreparedGraph) -> None:
         self.graph = graph
         self.copy = GraphCopy(graph)
-        self.negative: set[Node] = set()
+        self.memory: dict[Node, Node] = {}
 
     def add(self, node: Node) -> None:
         """Edits the copy of a node, after those of its operands."""
-        operands = [item for item in node.all_input_nodes if item in self.negative]
+        operands = [item for item in node.all_input_nodes if item in self.memory]
         if _is_negative_constant(node, self.graph):
             self._remove_bit(node)
         elif node.target is _NEGATIVE_VIEW:
             operand: Any = node.args[0]
-            self.copy.substitute(node, self.copy.node_map[operand])
-            if operand not in self.negative:
-                self.negative.add(node)
+            memory = self.memory.get(operand, self.copy.node_map[operand])
+            self.copy.substitute(node, memory)
+            if operand not in self.memory:
+                self.memory[node] = memory
         elif operands and self._is_view(node, operands[0]):
-            self.negative.add(node)
+            own = self.memory[node] = self.copy.node_map[node]
+            self.copy.fakes[own] = own.meta["val"] = run_on_fakes(own, self.copy.fakes)
         elif operands:
             self._negate_operands(node)
 
     def resolve_conjugate(self, node: Node) -> None:
-        """Resolves the conjugate bit of a node's operand."""
+        """Resolves the conjugate bit of a node's operand, by a copy."""
+        if storages_of(self.graph.fakes[node]) & written_storages(self.graph.nodes, self.graph.fakes):
+            reason = "it is a real view, which is written, of an input that had a conjugate bit when it was traced"
+            raise GraphError(
+                node.name, reason, "Trace the graph with a plain input: call resolve_conj", location_of(node)
+            )
         before, operand = self.copy.node_map[node], node.args[0]
         mapped = self.copy.node_map[operand]  # type: ignore[index]
         conjugate = self.copy.call(before, _aten._conj.default, (mapped,), "conjugate")
@@ -97,8 +106,7 @@ class _Editor:
         plain = self._negative_view(own.next, own)
         for user in users:
             user.replace_input_with(own, plain)
-        self.copy.node_map[node] = plain
-        self.negative.add(node)
+        self.memory[node] = plain
 
     def _is_view(self, node: Node, operand: Node) -> bool:
         fakes = self.graph.fakes
@@ -110,20 +118,19 @@ class _Editor:
         call = self.copy.node_map[node]
         copies = {}
         for item in node.all_input_nodes:
-            if item in self.negative:
-                memory = self.copy.node_map[item]
+            memory = self.memory.get(item)
+            if memory is not None:
                 negated = self._negative_view(call, memory) if node.op == "output" else self._negated(call, memory)
                 copies[memory] = negated
         call.args, call.kwargs = map_arg((call.args, call.kwargs), lambda item: copies.get(item, item))
         for item in mutated_operands(node, self.graph.fakes):
-            if item in self.negative:
-                memory, after = self.copy.node_map[item], call.next
+            memory, after = self.memory.get(item), call.next
+            if memory is not None:
                 returned = self._negated(after, copies[memory])
                 self.copy.call(after, _aten.copy_.default, (memory, returned), item.name, fake=self.copy.fakes[memory])
                 if storages_of(self.graph.fakes.get(node)) & storages_of(self.graph.fakes[item]):
                     call.replace_all_uses_with(memory)
-                    self.copy.node_map[node] = memory
-                    self.negative.add(node)
+                    self.memory[node] = memory
 
     def _negated(self, before: Node, memory: Node) -> Node:
         fake = torch.neg(self.copy.fakes[memory])

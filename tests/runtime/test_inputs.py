@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.errors import InputError
+from fxwrap.errors import GraphError, InputError
 from fxwrap.options import EMITTERS, Options
 from fxwrap.runtime.plain_inputs import plain_tensor
 from fxwrap.testing import assert_emitters_agree
@@ -111,6 +111,8 @@ BITS: dict[str, tuple[Callable[..., Any], Callable[[], Tensor]]] = {  # the func
     "a written view": (lambda x: (x[1].copy_(x[0].exp()), x.sum())[1], lambda: negated_view(random(3, 4))),
     "a returned input": (lambda x: (x, x.cos()), lambda: negated_view(random(3, 4))),
     "a returned view": (lambda x: (x.t(), x[1:].cos()), lambda: negated_view(random(3, 4))),
+    "a negated result": (lambda x: (negated_view(x.sin())[1:], x * 2), lambda: negated_view(random(3, 4))),
+    "a written negation": (lambda x: (negated_view(x).copy_(x.cos()), x * 2), lambda: random(3, 4)),
     "a conjugate": (lambda z: z * 2, lambda: Z.clone().conj()),
     "a returned conjugate": (lambda z: (z.t(), z.conj()), lambda: Z.clone().conj()),
     "a written conjugate": (lambda z: (z.mul_(2j), z + 1)[1], lambda: Z.clone().conj()),
@@ -321,3 +323,9 @@ def test_inference_tensors_have_no_version_counter(emitter: str) -> None:
         x = random(3, 4).clone()
         write(x, random(3, 4))
         torch.testing.assert_close(x, random(3, 4).sin())
+
+
+def test_a_written_real_view_of_an_input_traced_with_its_bit() -> None:
+    graph = make_fx(lambda z: z.imag.add_(1) * 2)(Z.clone().conj())
+    with pytest.raises(GraphError, match="view_as_real.*had a conjugate bit when it was traced.*resolve_conj"):
+        fxwrap.compile_graph(graph, [Z.clone().conj()])
