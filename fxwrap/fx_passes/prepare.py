@@ -16,6 +16,7 @@ from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer
 from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.source import graph_source
+from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import tree_flatten
 
@@ -25,6 +26,10 @@ def _fuses(options: Options) -> bool:
 
 
 FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
+    Step(
+        "check_tensor_metadata", "check assertions of dtypes, devices and static sizes, and remove them",
+        lambda graph, _context: check_tensor_metadata(graph),
+    ),
     Step(
         "expand_associative_scans", "expand associative scans of static length into operators that fuse",
         lambda graph, _context: expand_associative_scans(graph),
@@ -83,8 +88,8 @@ def prepare_graph(
 
 
 def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str) -> PreparedGraph:
-    """Propagates fake tensors through the graph of a higher-order operator, and expands its associative scans."""
-    return expand_associative_scans(_with_fakes(GraphSource(module, name), example_inputs))
+    """Propagates fake tensors through the graph of a higher-order operator, and runs the passes on nested graphs."""
+    return expand_associative_scans(check_tensor_metadata(_with_fakes(GraphSource(module, name), example_inputs)))
 
 
 def _with_fakes(
