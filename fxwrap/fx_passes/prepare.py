@@ -20,6 +20,7 @@ from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.source import graph_source
 from fxwrap.fx_passes.subgraph_calls import inline_subgraph_calls
+from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import tree_flatten
 
@@ -29,6 +30,10 @@ def _fuses(options: Options) -> bool:
 
 
 FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
+    Step(
+        "check_tensor_metadata", "check assertions of dtypes, devices and static sizes, and remove them",
+        lambda graph, _context: check_tensor_metadata(graph),
+    ),
     Step(
         "resolve_negative_views", "negate what is read of views with a negative bit, as `imag` of a conjugate is one",
         lambda graph, _context: resolve_negative_views(graph),
@@ -101,8 +106,8 @@ def prepare_graph(
 def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str, options: Options) -> PreparedGraph:
     """Propagates fake tensors through the graph of a higher-order operator, and runs the necessary passes."""
     prepared = _with_fakes(GraphSource(inline_subgraph_calls(module), name), example_inputs)
-    prepared = expand_flex_attention(resolve_negative_views(prepared), options)
-    return expand_associative_scans(expand_out_dtype(prepared))
+    prepared = check_tensor_metadata(resolve_negative_views(prepared))
+    return expand_associative_scans(expand_out_dtype(expand_flex_attention(prepared, options)))
 
 
 def _with_fakes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -95,10 +96,12 @@ def test_an_overwritten_element_is_loaded_before_it_is_stored() -> None:
 
     def write(body: KernelBuilder) -> None:
         narrow = body.load("out", as_index(axis), I64).to(torch.uint8)
-        body.store("out", as_index(axis), body.load("x", as_index(axis), I64))
+        loaded = [body.load(name, as_index(axis), I64) for name in others]
+        body.store("out", as_index(axis), functools.reduce(Scalar.maximum, loaded))
         body.store("narrow", as_index(axis), narrow)
 
-    kernel = build([axis], [], {"x": (I64, 9)}, {"out": (I64, 9), "narrow": (torch.uint8, 9)}, write)
+    others = {f"x{number}": (I64, 9) for number in range(20)}  # more than are loaded before all else
+    kernel = build([axis], [], others, {"out": (I64, 9), "narrow": (torch.uint8, 9)}, write)
     check(kernel, in_place={"out": torch.arange(9) + 20})
 
 
