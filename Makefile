@@ -1,22 +1,27 @@
 # Two commands do everything on a machine with Python and g++:
 #   make demo   create a virtual environment, install fxwrap into it, run the quickstart
 #   make test   the same set-up with the test tools, then ruff, mypy and the test-suite
+#   make fuzz   random graphs, options and emitters beside eager until interrupted (FUZZ_ARGS="--graphs 2000")
 #
+# make test TORCH=2.15.0                        another release of torch with its Triton, in .venv-torch2.15.0
 # make test PYTHON=python3.12 VENV=.venv312     another interpreter, in an environment of its own
 # make test PYTEST_ARGS="-x tests/test_layers.py"     part of the suite
 
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(TORCH:%=-torch%)
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+# By its variable: these constraints replace those of the machine's pip configuration, which may exclude a release.
+INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --quiet
 REQUIREMENTS := pyproject.toml constraints.txt
 
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test clean
+.PHONY: demo test fuzz clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -27,10 +32,14 @@ test: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
 # An installation is done when its stamp is newer than what it was made from, so that a second run costs nothing.
 $(VENV)/.installed-demo: $(REQUIREMENTS)
 	@command -v g++ >/dev/null || { echo "fxwrap builds C++: install g++ first (Debian: apt-get install g++)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),sed -E 's/^torch==.*/torch==$(TORCH)/; /^(triton|setuptools)==/d' constraints.txt >$(CONSTRAINTS))
 	$(INSTALL) torch
 	$(INSTALL) --editable .
 	touch $@

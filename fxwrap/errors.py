@@ -135,6 +135,18 @@ class NativeBuildError(FxwrapError):
     """The C++ compiler is missing or failed. The message has the command and the compiler's output."""
 
 
+@dataclass
+class CacheError(FxwrapError):
+    """A cache folder that another user could have written, or that cannot be written; `path` is the folder."""
+
+    path: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"the cache folder {self.path}: {self.reason}. {self.remedy}"
+
+
 class KernelBuildError(FxwrapError):
     """A kernel that its compiler rejects, or that needs more resources than its device has."""
 
@@ -235,3 +247,7 @@ class GraphCaptureWarning(UserWarning):
 
 class PassWarning(UserWarning):
     """A pass without a key, so that results of the compile are not cached."""
+
+
+class CacheWarning(UserWarning):
+    """The cache folder cannot be written: compiled code is in a temporary folder, with the same results."""

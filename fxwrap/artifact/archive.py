@@ -10,10 +10,10 @@ import hashlib
 import json
 import mmap
 import os
+import stat
 import struct
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -153,40 +153,6 @@ class ArchiveWriter:
         return hasher.hexdigest()
 
 
-def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Writes a file atomically, also when several processes write it at once.
-
-    Raises ArtifactError for a read-only folder; then, and when `write` raises, the previous file remains.
-    """
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    except OSError as error:
-        raise ArtifactError(
-            str(path), "", f"the folder cannot be written: {error.strerror}", "Choose a writable folder"
-        ) from error
-    try:
-        with os.fdopen(handle, "w+b") as file:
-            write(file)
-            file.flush()
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise ArtifactError(
-            str(path), "", f"it cannot be written: {error.strerror}", "Free disk space, or choose another folder"
-        ) from error
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    """Returns the process's umask, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -201,18 +167,14 @@ class _Extent:
 class Archive:
     """An open saved program with verified directory and manifest; entries are verified when they are read.
 
-    Raises ArtifactError for an invalid file or entry.
+    `file` is the open file if the caller has opened it; the archive closes it. Raises ArtifactError for an invalid file
+    or entry.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: IO[bytes] | None = None) -> None:
         self.path = path
         self._checked: set[str] = set()
-        try:
-            self._file = path.open("rb")
-        except OSError as error:
-            raise ArtifactError(
-                str(path), "", f"it cannot be read: {error.strerror}", "Pass the path of a file that fxwrap.save wrote"
-            ) from error
+        self._file = file or _open(path)
         try:
             self._extents = self._directory()
             self.manifest = self._manifest()
@@ -437,6 +399,21 @@ class Archive:
         for name in self._extents:
             if name not in listed and name not in (MANIFEST, MANIFEST_HASH):
                 raise self.error(name, "the manifest does not list it", _FOREIGN_ENTRY)
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Opens a regular file. Raises ArtifactError."""
+    remedy = "Pass the path of a file that fxwrap.save wrote"
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a fifo must not block
+    except OSError as error:
+        raise ArtifactError(str(path), "", f"it cannot be read: {error.strerror}", remedy) from error
+    kind = stat.S_IFMT(os.fstat(handle).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(handle)
+        what = "a directory" if kind == stat.S_IFDIR else "a device or a pipe"
+        raise ArtifactError(str(path), "", f"it cannot be read: it is {what}", remedy)
+    return os.fdopen(handle, "rb")
 
 
 def _chunked(targets: Sequence[Buffer]) -> list[list[memoryview]]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -23,7 +21,8 @@ from fxwrap.converters.cpp.library import is_compiled_by_triton
 from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError
-from fxwrap.runtime.cache_eviction import evict_cache, mark_used
+from fxwrap.runtime.cache_eviction import evict_cache
+from fxwrap.runtime.cache_folder import find_or_build_entry
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernel_library
 from fxwrap.runtime.native import (
@@ -31,7 +30,6 @@ from fxwrap.runtime.native import (
     binary_target,
     binding_is_loaded,
     build_bridge,
-    cache_folder,
     find_prebuilt_bridge,
     incompatibility_reason,
     register_prebuilt_bridge,
@@ -157,12 +155,9 @@ def _load_libraries(archive: Archive, described: Mapping[str, Any], section: str
     libraries = [archive.read(str(item["entry"])) for item in items]
     if sorted(bridge) != sorted(BRIDGE_LIBRARIES):
         raise archive.error("manifest.json", f"it names the libraries {sorted(bridge)}, which are not the bridge's")
-    try:
-        if not binding_is_loaded() and find_prebuilt_bridge() is None:
-            register_prebuilt_bridge(_write_to_cache(bridge))
-        paths = [_write_to_cache({"program.so": library}) / "program.so" for library in libraries]
-    except OSError as error:
-        return f"compiled code cannot be written to a folder: {error.strerror}"
+    if not binding_is_loaded() and find_prebuilt_bridge() is None:
+        register_prebuilt_bridge(_write_to_cache(bridge))
+    paths = [_write_to_cache({"program.so": library}) / "program.so" for library in libraries]
     bridge_folder = find_prebuilt_bridge()
     if bridge_folder is not None:
         failure = _load_failure((str(bridge_folder / BRIDGE_LIBRARIES[0]), *map(str, paths)))
@@ -212,30 +207,13 @@ def _variant(read: Callable[[str], bytes], row: Mapping[str, Any] | None) -> Tri
 
 
 def _write_to_cache(files: Mapping[str, bytes]) -> Path:
-    """Returns a folder with these files, named by their content. Raises OSError where none can be written."""
+    """Returns a folder with these files, named by their content. Raises CacheError where none can be written."""
     digest = hashlib.sha256(repr([(name, hashlib.sha256(files[name]).hexdigest()) for name in sorted(files)]).encode())
-    name = digest.hexdigest()[:32]
-    folder = cache_folder() / "loaded" / name
-    existed = folder.is_dir()
-    try:
-        _folder_with(folder, files)
-        mark_used(folder)
-        if not existed:
-            evict_cache()
-        return folder
-    except OSError:
-        return _folder_with(Path(tempfile.mkdtemp(prefix="fxwrap-")) / name, files)  # a cache folder that is read-only
+    name = f"loaded/{digest.hexdigest()[:32]}"
 
+    def write(folder: Path) -> None:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        evict_cache()
 
-def _folder_with(folder: Path, files: Mapping[str, bytes]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        path = folder / name
-        if path.is_file() and path.read_bytes() == content:
-            continue
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o755)
-        os.replace(temporary, path)
-    return folder
+    return find_or_build_entry(name, write)

@@ -22,7 +22,7 @@ from fxwrap.artifact.tensor_file import (
     tensor_bytes,
 )
 from fxwrap.errors import ArtifactError
-from fxwrap.wrapper_ir import DTYPE_NAMES, DTYPES, Program
+from fxwrap.wrapper_ir import DTYPE_NAMES, DTYPES, OpaqueType, Program
 
 ENTRY = "constants.safetensors"
 
@@ -121,7 +121,7 @@ class ConstantLayout:
 
 
 def _parse_size(number: object) -> int:
-    if type(number) is not int or number < 0:
+    if type(number) is not int or not 0 <= number < 1 << 63:
         raise ValueError(f"{number!r} is not a size")
     return number
 
@@ -133,6 +133,15 @@ def _byte_extent(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtyp
 
 
 # --- from tensors ---------------------------------------------------------------------------------------------------
+
+
+def check_no_objects(program: Program, path: str) -> None:
+    """Raises ArtifactError for a constant that is an opaque object."""
+    for constant in program.constants:
+        name, type_ = constant.value.name, constant.value.type
+        if isinstance(type_, OpaqueType):
+            reason = f"constant '{name}' is an object of {type_.name}, which a file cannot hold"
+            raise ArtifactError(path, ENTRY, reason, "Pass the object as an input of the program")
 
 
 def check_savable(program: Program, path: str) -> None:

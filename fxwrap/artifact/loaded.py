@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from fxwrap.artifact.constant_binding import bind_constants, check_constants, match_constant_names, overwrite
 from fxwrap.artifact.constants import ConstantLayout, read_tensor_file
 from fxwrap.artifact.saving import save_program
-from fxwrap.converters.emission import emit, explain_out_of_memory
+from fxwrap.converters.emission import emit, emit_untrusted, explain_out_of_memory
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.errors import ArtifactError
@@ -45,7 +45,8 @@ class LoadedProgram:
 
     It has the attributes of `Compiled`: `flat`, `boxed`, `program`, `source`, `graph_module`, `plan`, `key`, `save`.
     `emitter` is the emitter that runs it, `metadata` the file's manifest: versions, inputs, symbols, devices, options.
-    `recompile_reason` tells why compiled code in the file is not used, "" if it is.
+    `recompile_reason` tells why compiled code in the file is not used, "" if it is. With the `trust` "none" it has no
+    `graph_module` and no `save`, which would turn its text into code.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class LoadedProgram:
         metadata: Mapping[str, Any],
         plan: MemoryPlan | None = None,
         recompile_reason: str = "",
+        trust: str = "full",
     ) -> None:
         self.path = path
+        self.trust = trust
         self.emitter = emitter
         self.metadata = metadata
         self.plan = plan
@@ -79,7 +82,9 @@ class LoadedProgram:
         with self._lock:
             if self._emitted is None:
                 self._require_constants()
-                if self.emitter == "fx":
+                if self.trust == "none":
+                    self._emitted = emit_untrusted(self._program)
+                elif self.emitter == "fx":
                     self._emitted = _graph(self._program)
                 else:
                     self._emitted = emit(self._program, self.emitter)
@@ -110,6 +115,7 @@ class LoadedProgram:
         It may be rewritten until the first call. The first use also creates the fake tensors of its metadata, for which
         torch imports its tracing.
         """
+        self._require_trust()
         self._require_constants()
         whole, emitted = to_fx(self._program), self.emitted
         if not isinstance(emitted, EmittedGraph):
@@ -124,6 +130,7 @@ class LoadedProgram:
 
     def save(self, path: str | Path, *, constants: bool = True) -> None:
         """Saves the program again; see `fxwrap.save`."""
+        self._require_trust()
         if constants:
             self._require_constants()
         save_program(
@@ -179,6 +186,10 @@ class LoadedProgram:
 
     def _error(self, reason: str, remedy: str) -> ArtifactError:
         return ArtifactError(self.path, "", reason, remedy)
+
+    def _require_trust(self) -> None:
+        if self.trust == "none":
+            raise self._error("it was loaded with trust='none', and its text becomes no code", "Use the file itself")
 
     def _require_constants(self) -> None:
         missing = [item.value.name for item in self._program.constants

@@ -10,15 +10,17 @@ import torch
 
 from fxwrap.artifact.archive import MANIFEST, Archive
 from fxwrap.artifact.binaries import load_binaries
-from fxwrap.artifact.constants import ENTRY, ConstantLayout, read_constants
+from fxwrap.artifact.constants import ENTRY, ConstantLayout, check_no_objects, read_constants
 from fxwrap.artifact.devices import device_map, move_program, program_devices
 from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.artifact.program_text import read_program
 from fxwrap.artifact.saving import PLAN
+from fxwrap.artifact.trust import TRUST_LEVELS
 from fxwrap.errors import OptionError, PlanningError
 from fxwrap.lines import ExtensionLine
 from fxwrap.memory_planning import MemoryPlan, plan_from_json
 from fxwrap.options import EMITTERS
+from fxwrap.passes.window_checks import check_windows
 from fxwrap.wrapper_ir import ConstantStore, Program
 
 BINARIES = ("auto", "required", "ignored")
@@ -33,17 +35,27 @@ def load_program(
     binaries: str = "auto",
     extensions: Iterable[type[ExtensionLine]] = (),
     mmap: bool = True,
+    trust: str = "full",
 ) -> LoadedProgram:
     """Loads a program; see `fxwrap.load`."""
-    for value, known, what in ((emitter, EMITTERS, "emitter"), (binaries, BINARIES, "choice of binaries")):
+    choices = (
+        (emitter, EMITTERS, "emitter"),
+        (binaries, BINARIES, "choice of binaries"),
+        (trust, TRUST_LEVELS, "trust"),
+    )
+    for value, known, what in choices:
         if value is not None and value not in known:
             raise OptionError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+    if trust == "none":
+        if emitter not in (None, "interpreter") or binaries == "required":
+            raise OptionError("trust='none' runs no code from a file: use emitter='interpreter', binaries='ignored'")
+        emitter, binaries, mmap = "interpreter", "ignored", False
     with Archive(Path(path)) as archive:
         manifest = archive.manifest
         emitter = emitter or str(manifest.get("emitter"))
         if emitter not in EMITTERS or not isinstance(manifest.get("options"), str):
             raise archive.error(MANIFEST, f"it does not say how the program runs: emitter {emitter!r}")
-        program = read_program(archive, extensions)
+        program = check_windows(read_program(archive, extensions, trust))
         try:
             devices = device_map(program_devices(program), device)
         except (ValueError, RuntimeError) as error:
@@ -60,7 +72,7 @@ def load_program(
             program = program.replace(store=ConstantStore(tensors))
         plan = _plan(archive)
         archive.check_unread_entries()
-        loaded = LoadedProgram(str(path), program, emitter, layout, manifest, plan, recompile_reason)
+        loaded = LoadedProgram(str(path), program, emitter, layout, manifest, plan, recompile_reason, trust)
     if inside or not program.constants:
         # Compile now: errors show at load time, and the first call is as fast as others. A graph may be rewritten.
         _ = loaded.emitted if emitter == "fx" else loaded.boxed
@@ -75,6 +87,7 @@ def _layout(archive: Archive, program: Program) -> tuple[ConstantLayout, bool]:
         inside = described["inside"] and bool(program.constants)  # type: ignore[index]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise archive.error(MANIFEST, f"it does not describe the constants: {error!r}") from None
+    check_no_objects(program, str(archive.path))
     wanted = {item.value.name: item.value.tensor_type for item in program.constants}
     if [window.name for window in layout.views] != list(wanted):
         raise archive.error(MANIFEST, "it describes other constants than the program has")

@@ -7,7 +7,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import sympy
+
 from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
+from fxwrap.artifact.trust import check_is_safe
 from fxwrap.devices import language_traits, registered_lines
 from fxwrap.errors import ArtifactError, FxwrapError
 from fxwrap.lines import CORE_LINES, ExtensionLine, ExternCall, Mutate, StartCollective
@@ -21,6 +24,7 @@ from fxwrap.wrapper_ir import (
     Role,
     Source,
     blocks,
+    leaves,
     map_line,
     parse_program,
     verify,
@@ -58,10 +62,11 @@ def write_program(writer: ArchiveWriter, program: Program) -> list[dict[str, obj
     return described
 
 
-def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]]) -> Program:
+def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]], trust: str = "full") -> Program:
     """Returns the verified program of a file, without payloads of constants.
 
-    Raises ArtifactError for invalid texts, kernels with a wrong hash, and unregistered operators.
+    Raises ArtifactError for invalid texts, kernels with a wrong hash, unregistered operators, and with the trust "none"
+    for programs that a stranger may not write.
     """
     described = archive.manifest.get("kernels")
     if not isinstance(described, list):
@@ -80,8 +85,23 @@ def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]]) ->
         program = restore_origins(program, json.loads(origins))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise archive.error(ORIGINS, f"it cannot be read: {type(error).__name__}: {error}") from None
+    _check_numbers(archive, program)
+    if trust == "none":
+        check_is_safe(archive, program, PROGRAM)
     _check_operators(archive, program)
     return program
+
+
+def _check_numbers(archive: Archive, program: Program) -> None:
+    """Raises ArtifactError for integers of more than 64 bits, which no emitted code can hold."""
+    for line in program.lines():
+        for leaf in [leaf for names in line.fields_by_role.values() for name in names
+                     for leaf in leaves(getattr(line, name))]:  # fmt: skip
+            numbers = (
+                leaf.atoms(sympy.Integer) if isinstance(leaf, sympy.Basic) else [leaf] if type(leaf) is int else ()
+            )
+            if any(not -(1 << 63) <= number < 1 << 64 for number in numbers):
+                raise archive.error(PROGRAM, f"the line '{line.opcode}' has an integer of more than 64 bits")
 
 
 def _check_operators(archive: Archive, program: Program) -> None:

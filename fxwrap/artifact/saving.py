@@ -10,15 +10,17 @@ from typing import IO
 from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
 
-from fxwrap.artifact.archive import ArchiveWriter, write_file
+from fxwrap.artifact.archive import ArchiveWriter
 from fxwrap.artifact.binaries import write_binaries
-from fxwrap.artifact.constants import check_savable, declared_layout, layout_of, write_constants
+from fxwrap.artifact.constants import check_no_objects, check_savable, declared_layout, layout_of, write_constants
 from fxwrap.artifact.devices import program_devices
 from fxwrap.artifact.environment import package_versions
 from fxwrap.artifact.program_text import check_kernels, write_program
 from fxwrap.converters.fx import to_fx
-from fxwrap.errors import FxwrapError
+from fxwrap.errors import ArtifactError, FxwrapError
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
+from fxwrap.passes.window_checks import check_windows
+from fxwrap.runtime.cache_folder import write_file
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import graph_python_code
 from fxwrap.wrapper_ir import Program, Value, print_type, program_key, symbol_infos
@@ -42,8 +44,9 @@ def save_program(
     Raises ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
     The previous file then remains.
     """
-    target = Path(path)
+    target, program = Path(path), check_windows(program)
     check_kernels(program, str(target))
+    check_no_objects(program, str(target))
     if constants or program.store.tensors:
         check_savable(program, str(target))
     graph = _graph_text(program)
@@ -70,7 +73,11 @@ def save_program(
             "binaries": write_binaries(writer, program, emitters),
         })  # fmt: skip
 
-    write_file(target, write)
+    try:
+        write_file(target, write)
+    except OSError as error:
+        remedy = "Free disk space, or choose a folder that can be written"
+        raise ArtifactError(str(target), "", f"it cannot be written: {error.strerror or error}", remedy) from error
 
 
 def _graph_text(program: Program) -> str:

@@ -22,6 +22,7 @@ from fxwrap.errors import CommandError, OptionError
 from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.out_variants import use_out_variants
+from fxwrap.torch_compat import quiet_fake_errors
 from fxwrap.wrapper_ir import print_program, symbol_values
 
 DISAGREEMENT, USAGE_ERROR, FAILURE = 1, 2, 3
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code; error messages go to stderr."""
     chosen = _parser().parse_args(arguments)
     try:
-        return int(chosen.run(chosen))
+        with quiet_fake_errors():
+            return int(chosen.run(chosen))
     except CommandError as error:
         print(f"fxwrap: {error}", file=sys.stderr)
         return USAGE_ERROR

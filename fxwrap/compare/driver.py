@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxwrap.compare.copies import TensorState, copy_inputs, widen_module
+from fxwrap.compare.eager_defects import CorrectedEager
 from fxwrap.compare.measure import median_seconds, peak_bytes
 from fxwrap.compare.observe import Arguments, Comparator, Function, Observation, RunConfig, largest_error
 from fxwrap.compare.reference import Float64Mode, infer_random_dtype
@@ -54,7 +55,8 @@ def compare(
         dynamic: as for `torch.compile`.
 
     Raises CompareError if `fn` cannot be compared or fails in eager mode, and OptionError for an unknown emitter. The
-    report has the errors of emitters.
+    report has the errors of emitters, and names the operators that eager computes wrongly, whose results were corrected
+    before the comparison.
     """
     for emitter in emitters:
         if emitter not in EMITTERS:
@@ -117,11 +119,14 @@ class _Comparison:
 
     def report(self, emitters: Sequence[str]) -> Report:
         """Runs eager, the reference and the emitters, and returns the report."""
+        corrected = CorrectedEager()
         try:
-            eager = self._observe(self.subject.eager)
+            with corrected:
+                eager = self._observe(self.subject.eager)
         except Exception as error:
             raise CompareError(f"the function fails in eager mode: {type(error).__name__}: {error}") from error
-        reference, failure = self._reference()
+        with corrected:
+            reference, failure = self._reference()
         judge = Comparator(eager, reference, self.tolerance)
         outcomes = [
             RunOutcome("eager", float64_error=None if reference is None else largest_error(eager, reference)),
@@ -132,7 +137,7 @@ class _Comparison:
             outcomes = self._measure(outcomes)
         programs = [graph.compiled.program for graph in self.subject.graphs]
         lines = sum(1 for program in programs for _ in program.lines())
-        return Report(self.subject.title, tuple(outcomes), len(programs), lines)
+        return Report(self.subject.title, tuple(outcomes), len(programs), lines, tuple(corrected.defects))
 
     def _outcome(self, emitter: str, judge: Comparator) -> RunOutcome:
         call = self.subject.call(emitter)

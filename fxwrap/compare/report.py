@@ -85,13 +85,15 @@ class Report:
     """The result of `compare`. It prints as a table, with the disagreements below it.
 
     `outcomes` has eager, the float64 reference and the emitters, in this order; `graphs` is the number of captured
-    graphs, `program_lines` the lines of their programs.
+    graphs, `program_lines` the lines of their programs. `eager_defects` are calls that eager computes wrongly, which
+    were corrected in its run and in the reference's.
     """
 
     title: str
     outcomes: tuple[RunOutcome, ...]
     graphs: int
     program_lines: int
+    eager_defects: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> RunOutcome:
         """Returns the outcome with a name. Raises KeyError for an unknown one."""
@@ -123,6 +125,7 @@ class Report:
     def __str__(self) -> str:
         head = f"{self.title}: {_count(self.graphs, 'graph')}, {_count(self.program_lines, 'program line')}"
         notes = [f"  {reason}" for reason in self.reasons]
+        notes += [f"  eager is wrong, and was corrected: {defect}" for defect in self.eager_defects]
         notes += [
             f"  there is no float64 reference: {outcome.failure}"
             for outcome in self.outcomes

@@ -68,11 +68,12 @@ def load(
     binaries: str = "auto",
     extensions: Iterable[type[ExtensionLine]] = (),
     mmap: bool = True,
+    trust: str = "full",
 ) -> LoadedProgram:
     """Loads a program that `save` wrote; call the result with the flat inputs.
 
-    The hash of every entry is checked before its use. The kernels in the file are code: load files from trusted sources
-    only.
+    The hash of every entry is checked before its use. The kernels in the file are code: with trust="full", load only
+    files whose authors you trust as those of packages that you install.
 
     Args:
         path: the file.
@@ -83,8 +84,13 @@ def load(
         extensions: vendors' line classes in the program.
         mmap: whether to map constants on the CPU from the file, which is fast and shares memory between processes. The
             file must not change while they are used; `save` and renames replace files, but some tools copy in place.
+        trust: "full", or "none" for a file from a stranger: it runs in the interpreter, may have no kernels, and may
+            call only operators that check their operands; compiled code in it is not used.
 
-    Raises ArtifactError for a damaged, truncated or foreign file and for a newer format; OptionError for an unknown
-    value of `emitter` or `binaries`.
+    Raises ArtifactError for a damaged, truncated or foreign file, for a newer format, and for what `trust` does not
+    allow; OptionError for an unknown value of `emitter`, `binaries` or `trust`.
     """
-    return load_program(path, emitter=emitter, device=device, binaries=binaries, extensions=extensions, mmap=mmap)
+    return load_program(
+        path, emitter=emitter, device=device, binaries=binaries, extensions=extensions, mmap=mmap,
+        trust=trust,
+    )  # fmt: skip

@@ -10,17 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
-from fxwrap.compile_cache.entry import CachedCompile, read_entry, write_entry
+from fxwrap.compile_cache.entry import CachedCompile, entry_content, read_entry
 from fxwrap.compile_cache.graph_serializer import NotCacheable
 from fxwrap.compile_cache.key import CompileRequest, Key, make_key
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.errors import ArtifactError, FxwrapError
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
-from fxwrap.runtime.cache_eviction import evict_cache, mark_used
-from fxwrap.runtime.native import cache_folder
+from fxwrap.runtime.cache_eviction import evict_cache
+from fxwrap.runtime.cache_folder import cache_folders, mark_used, open_cache_file, write_cache_file
 from fxwrap.wrapper_ir import Program
 
 log = logging.getLogger("fxwrap.cache")
@@ -61,26 +60,29 @@ class CacheSlot:
     key: Key
 
     @property
-    def path(self) -> Path:
-        """The file of the entry."""
-        return cache_folder() / FOLDER / f"{self.key.digest}.fxw"
+    def _file(self) -> str:
+        """The entry's file within a cache folder."""
+        return f"{FOLDER}/{self.key.digest}.fxw"
 
     def load(self) -> CachedCompile | None:
         """Returns the cached compile; None, with a log message, where it is missing or damaged."""
-        path, name = self.path, self.request.name
-        if not path.is_file():
-            log.info("'%s' is not in the cache: %s", name, self.key.digest)
-            return None
-        start = time.perf_counter()
-        try:
-            with _gc_disabled():
-                cached = read_entry(path, self.key.digest, self.key.graph.tensors)
-        except (ArtifactError, OSError) as error:
-            log.warning("the cache entry of '%s' is unusable, and it is compiled again: %s", name, error)
-            return None
-        mark_used(path)
-        log.info("'%s' was found in the cache in %.3f s: %s", name, time.perf_counter() - start, self.key.digest)
-        return cached
+        name, start = self.request.name, time.perf_counter()
+        for folder in cache_folders():
+            path = folder / self._file
+            file = open_cache_file(path)
+            if file is None:
+                continue
+            try:
+                with _gc_disabled():
+                    cached = read_entry(path, file, self.key.digest, self.key.graph.constants)
+            except (ArtifactError, OSError) as error:
+                log.warning("the cache entry of '%s' is unusable, and it is compiled again: %s", name, error)
+                continue
+            mark_used(path)
+            log.info("'%s' was found in the cache in %.3f s: %s", name, time.perf_counter() - start, self.key.digest)
+            return cached
+        log.info("'%s' is not in the cache: %s", name, self.key.digest)
+        return None
 
     def store(
         self, program: Program, emitted: EmittedProgram, coverage: Sequence[NodeCoverage], plan: MemoryPlan | None
@@ -92,8 +94,8 @@ class CacheSlot:
             return
         cached, emitter = CachedCompile(program, tuple(coverage), plan), self.request.options.emitter
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_entry(self.path, self.key.digest, cached, emitter, emitted, self.key.graph.tensors)
+            content = entry_content(self.key.digest, cached, emitter, emitted, self.key.graph.constants)
+            write_cache_file(cache_folders()[-1], self._file, content)
         except (NotCacheable, FxwrapError, OSError) as error:
             log.info("'%s' is not cached: %s", name, error)
             return

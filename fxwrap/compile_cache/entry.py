@@ -7,22 +7,19 @@ already, and the entry lists their hashes. Triton binaries are in the entry.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import io
 import json
 import logging
-import shutil
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
-from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter, write_file
+from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
 from fxwrap.artifact.binaries import bridge_folder, install_triton_binaries, write_triton
 from fxwrap.artifact.program_text import check_kernels, read_program, write_program
 from fxwrap.artifact.saving import PLAN
-from fxwrap.caching import bounded_cache
 from fxwrap.compile_cache.graph_serializer import NotCacheable
 from fxwrap.converters.cpp.library import EmittedCpp
 from fxwrap.converters.emitted_program import EmittedProgram, kernel_texts
@@ -30,11 +27,10 @@ from fxwrap.devices import language_traits
 from fxwrap.errors import PlanningError
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan, plan_from_json, plan_to_json
-from fxwrap.runtime.cache_eviction import mark_used
+from fxwrap.runtime.cache_folder import cache_folders, file_hash, is_intact
 from fxwrap.runtime.native import (
     BRIDGE_LIBRARIES,
     binding_is_loaded,
-    cache_folder,
     compiled_kernels,
     find_prebuilt_bridge,
     register_prebuilt_bridge,
@@ -47,8 +43,8 @@ log = logging.getLogger("fxwrap.cache")
 
 COVERAGE = "coverage.json"
 
-TensorLocations = Mapping[tuple[str, str], torch.Tensor]
-"""The tensors of a graph, by their location."""
+PayloadLocations = Mapping[tuple[str, str], Any]
+"""The tensors and opaque objects of a graph, by their location."""
 
 
 @dataclass(frozen=True)
@@ -63,35 +59,33 @@ class CachedCompile:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_entry(
-    path: Path, key: str, cached: CachedCompile, emitter: str, emitted: EmittedProgram, tensors: TensorLocations
-) -> None:
-    """Writes an entry; `emitted` is the running form, `tensors` are the graph's.
+def entry_content(
+    key: str, cached: CachedCompile, emitter: str, emitted: EmittedProgram, payloads: PayloadLocations
+) -> bytes:
+    """Returns the content of an entry; `emitted` is the running form, `payloads` are the graph's.
 
-    Raises NotCacheable for a program that cannot be loaded from a file, ArtifactError for a read-only folder.
+    Raises NotCacheable or ArtifactError for a program that cannot be loaded from a file.
     """
     program = cached.program
-    check_kernels(program, str(path))
-    constants = _constant_locations(program, tensors)
+    check_kernels(program, key)
+    constants = _constant_locations(program, payloads)
     libraries = _libraries(program, emitter, emitted)
-
-    def write(file: IO[bytes]) -> None:
-        with ArchiveWriter(file) as writer:
-            kernels = write_program(writer, program)
-            rows = [list(dataclasses.astuple(item)) for item in cached.coverage]
-            writer.add_bytes(COVERAGE, json.dumps(rows).encode())
-            if cached.plan is not None:
-                writer.add_bytes(PLAN, plan_to_json(cached.plan).encode())
-            triton = write_triton(writer, kernel_texts(program))
-            manifest = {"key": key, "kernels": kernels, "constants": constants, "libraries": libraries}
-            writer.close({**manifest, "triton": triton})
-
-    write_file(path, write)
+    file = io.BytesIO()
+    with ArchiveWriter(file) as writer:
+        kernels = write_program(writer, program)
+        rows = [list(dataclasses.astuple(item)) for item in cached.coverage]
+        writer.add_bytes(COVERAGE, json.dumps(rows).encode())
+        if cached.plan is not None:
+            writer.add_bytes(PLAN, plan_to_json(cached.plan).encode())
+        triton = write_triton(writer, kernel_texts(program))
+        manifest = {"key": key, "kernels": kernels, "constants": constants, "libraries": libraries}
+        writer.close({**manifest, "triton": triton})
+    return file.getvalue()
 
 
-def _constant_locations(program: Program, tensors: TensorLocations) -> dict[str, list[str]]:
+def _constant_locations(program: Program, payloads: PayloadLocations) -> dict[str, list[str]]:
     """Returns the location of each constant in the graph. Raises NotCacheable for computed constants."""
-    known = {id(tensor): location for location, tensor in reversed(list(tensors.items()))}
+    known = {id(payload): location for location, payload in reversed(list(payloads.items()))}
     locations = {}
     for item in program.constants:
         name = item.value.name
@@ -120,28 +114,28 @@ def _libraries(program: Program, emitter: str, emitted: EmittedProgram) -> dict[
 
 
 def _library_entry(library: Path) -> dict[str, object]:
-    try:
-        path = library.relative_to(cache_folder())
-    except ValueError:
-        raise NotCacheable("its compiled code belongs to a saved program") from None
-    return {"path": str(path), "sha256": hashlib.sha256(library.read_bytes()).hexdigest()}
+    digest = file_hash(library)
+    for folder in cache_folders():
+        if digest is not None and library.is_relative_to(folder):
+            return {"path": str(library.relative_to(folder)), "sha256": digest}
+    raise NotCacheable("its compiled code is not in the cache folder")
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_entry(path: Path, key: str, tensors: TensorLocations) -> CachedCompile:
-    """Reads and verifies an entry, binds its constants, and registers its compiled code.
+def read_entry(path: Path, file: IO[bytes], key: str, payloads: PayloadLocations) -> CachedCompile:
+    """Reads and verifies an entry, an open file that it closes, binds its constants, and registers its compiled code.
 
     Raises ArtifactError for an entry that is damaged, truncated, or of another key or format.
     """
-    with Archive(path) as archive:
+    with Archive(path, file) as archive:
         manifest = archive.manifest
         if manifest.get("key") != key:
             raise archive.error(MANIFEST, "it belongs to another compile")
         program = read_program(archive, ())
         try:
-            store = {name: tensors[kind, place] for name, (kind, place) in manifest["constants"].items()}
+            store = {name: payloads[kind, place] for name, (kind, place) in manifest["constants"].items()}
             if set(store) != {item.value.name for item in program.constants}:
                 raise archive.error(MANIFEST, "its constants are not those of the program")
             coverage = tuple([NodeCoverage(*map(str, row)) for row in json.loads(archive.read_text(COVERAGE))])
@@ -158,43 +152,32 @@ def read_entry(path: Path, key: str, tensors: TensorLocations) -> CachedCompile:
 
 
 def _load_libraries(described: Mapping[str, Any]) -> None:
-    """Registers libraries, which then need no compiler; deletes damaged ones."""
+    """Registers libraries, which then need no compiler. Damaged ones are built again when they are needed."""
     if not described:
         return
-    bridge = [_verified_library(item) for item in described["bridge"]]
+    bridge = [_intact_library(item) for item in described["bridge"]]
     if None in bridge:
         return
     if not binding_is_loaded() and find_prebuilt_bridge() is None:
         register_prebuilt_bridge(bridge[0].parent)  # type: ignore[union-attr]
     for item in described.get("programs", ()):
-        library = _verified_library(item)
+        library = _intact_library(item)
         if library is not None:
             register_prebuilt_program(str(item["source"]), library)
     for item in described.get("kernels", ()):
-        library = _verified_library(item)
+        library = _intact_library(item)
         if library is not None:
             register_prebuilt_kernels(list(map(str, item["symbols"])), library)
 
 
-def _verified_library(item: Mapping[str, Any]) -> Path | None:
-    """Returns the path of a library in the cache folder if its hash is right; deletes a damaged one."""
+def _intact_library(item: Mapping[str, Any]) -> Path | None:
+    """Returns the path of a library in the cache folder if its hash is right."""
     parts = Path(str(item["path"])).parts
-    if not 2 <= len(parts) <= 3 or ".." in parts:
+    if not 2 <= len(parts) <= 3 or ".." in parts or os.path.isabs(parts[0]):
         raise ValueError(f"{item['path']!r} is not a library in the cache folder")
-    path = cache_folder().joinpath(*parts)
-    try:
-        status = path.stat()
-        same = _file_hash(path, status.st_size, status.st_mtime_ns) == item["sha256"]
-    except OSError:
-        return None
-    if not same:
-        log.warning("the compiled code in %s is damaged, and is compiled again", path)
-        shutil.rmtree(path.parent, ignore_errors=True)
-        return None
-    mark_used(path.parent)
-    return path
-
-
-@bounded_cache(1024)
-def _file_hash(path: Path, _size: int, _time: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    for folder in cache_folders():
+        path = folder.joinpath(*parts)
+        if file_hash(path) == item["sha256"] and is_intact(path.parent):
+            return path
+    log.info("the compiled code %s is missing or damaged, and is compiled again", item["path"])
+    return None

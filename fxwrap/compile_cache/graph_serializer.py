@@ -7,7 +7,6 @@ the content of small ones. Graphs with objects that have no text form are not ca
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -22,13 +21,18 @@ from fxwrap.fx_passes.effects import launches_user_kernel
 from fxwrap.fx_passes.source import source_of
 from fxwrap.fx_passes.stream_calls import stream_call, stream_number
 from fxwrap.torch_compat import (
+    FakeScriptObject,
     FakeTensor,
     HigherOrderOperator,
     OpOverload,
     ShapeEnv,
     SymbolicNumber,
     find_shape_env,
+    is_opaque,
+    opaque_class_name,
+    opaque_literal_text,
     operator_identity,
+    real_object,
     serialize_shape_env,
     storage_identity,
     symbol_expression,
@@ -45,13 +49,14 @@ class NotCacheable(Exception):
 class GraphSerializer:
     """Writes graphs as text; `devices` collects the devices of their tensors.
 
-    `tensors` has the graphs' own tensors by location: ("attr", path) or ("state", name).
+    `constants` has the graphs' own tensors and opaque objects by location: ("attr", path), ("state", name) or
+    ("literal", text).
     """
 
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.devices: dict[torch.device, None] = {}
-        self.tensors: dict[tuple[str, str], torch.Tensor] = {}
+        self.constants: dict[tuple[str, str], Any] = {}
         self._storages: dict[int, int] = {}
         self._constant_numbers: dict[int, int] = {}
         self._expressions: dict[sympy.Basic, str] = {}
@@ -143,6 +148,9 @@ class GraphSerializer:
             self.parts.append(f"graph {full_path}")
             self.module(attribute, full_path)
             return f"{target} is {full_path}"
+        if is_opaque(attribute):
+            self.constants.setdefault(("attr", full_path), real_object(attribute))
+            return f"{target} is an object of {opaque_class_name(attribute)}"
         if isinstance(attribute, torch.Tensor):
             is_literal = not isinstance(attribute, torch.nn.Parameter)
             return f"{target} is {self._tensor_constant(('attr', full_path), attribute, is_literal)}"
@@ -153,7 +161,7 @@ class GraphSerializer:
         if not isinstance(tensor, torch.Tensor):
             raise NotCacheable(f"'{location[1]}' is a {type(tensor).__name__}, not a tensor")
         number = self._constant_numbers.setdefault(id(tensor), len(self._constant_numbers))
-        self.tensors.setdefault(location, tensor)
+        self.constants.setdefault(location, tensor)
         text = f"#{number} {self._tensor(tensor)}"
         plain = tensor.is_cpu and not isinstance(tensor, FakeTensor) and tensor.layout is torch.strided
         plain = plain and not (tensor.is_conj() or tensor.is_neg())
@@ -238,8 +246,12 @@ class GraphSerializer:
             return operator_identity(item)
         if isinstance(item, slice):
             return f"slice{self._items((item.start, item.stop, item.step))}"
-        if isinstance(item, enum.Enum):
-            return str(item)
+        if isinstance(item, FakeScriptObject):  # an input, of whose content the program knows nothing
+            return f"object of {opaque_class_name(item)}"
+        text = opaque_literal_text(item)
+        if text is not None:
+            self.constants.setdefault(("literal", text), item)
+            return text
         raise NotCacheable(f"an argument is a {type(item).__name__}, which has no text form")
 
 

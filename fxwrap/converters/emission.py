@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.fx import to_fx
-from fxwrap.converters.interpreter import CheckedInterpreter, Interpreter
+from fxwrap.converters.interpreter import CheckedInterpreter, Interpreter, UntrustedInterpreter
 from fxwrap.converters.python import to_python
 from fxwrap.devices import line_handlers
 from fxwrap.memory_planning import MemoryPlan, out_of_memory_message
@@ -26,6 +26,11 @@ def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] |
 def emit_interpreter(program: Program) -> EmittedProgram:
     """Returns a program that the interpreter runs; its text is the IR."""
     return EmittedProgram(str(program), lambda: lambda inputs: Interpreter(program).run(inputs))
+
+
+def emit_untrusted(program: Program) -> EmittedProgram:
+    """Returns a program from a stranger, which the interpreter runs; its text is the IR."""
+    return EmittedProgram(str(program), lambda: lambda inputs: UntrustedInterpreter(program).run(inputs))
 
 
 def emit_memory_checked(program: Program) -> EmittedProgram:

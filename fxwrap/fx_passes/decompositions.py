@@ -20,6 +20,7 @@ from fxwrap.options import Options
 from fxwrap.torch_compat import (
     OpOverload,
     composite_decompositions,
+    detect_fake_mode,
     find_shape_env,
     get_decompositions,
     isolate_pending_symbols,
@@ -27,9 +28,6 @@ from fxwrap.torch_compat import (
 
 _DECOMPOSED: tuple[OpOverload, ...] = (
     ops.aten.native_dropout_backward.default,  # a multiplication, which fuses; the kernel exists on CUDA only
-    ops.aten.silu_backward.default,  # pointwise
-    ops.aten.rsub.Scalar,  # a subtraction with swapped operands
-    ops.aten.rsub.Tensor,
 )
 
 
@@ -64,7 +62,9 @@ def decompose(graph: GraphModule, example_inputs: Sequence[object] | None, optio
         return graph
     if example_inputs is None:
         example_inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    traced = make_fx(Interpreter(graph).run, decomposition_table=table, tracing_mode="symbolic")
+    # Sizes of real tensors are static; those of fake tensors may be symbolic.
+    real = detect_fake_mode(example_inputs) is None
+    traced = make_fx(Interpreter(graph).run, decomposition_table=table, tracing_mode="fake" if real else "symbolic")
     with isolate_pending_symbols(find_shape_env(list(example_inputs))):
         return traced(*example_inputs)
 

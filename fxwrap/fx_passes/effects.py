@@ -18,6 +18,7 @@ FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
 
 _ORDERED = frozenset({
     "with_effects", "run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state", "print",
+    "call_torchbind",
 })  # fmt: skip
 """Higher-order operators that exist for the effects of the operator they call."""
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxwrap.fx_passes.graph_copy import run_on_fakes
+from fxwrap.fx_passes.graph_copy import can_propagate_fake, run_on_fakes
 from fxwrap.fx_passes.matmuls import is_outer_product
 from fxwrap.fx_passes.operators import expand_to_rank
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.subgraph_calls import inline_subgraph_calls
 from fxwrap.options import Options, Step, enabled_steps
-from fxwrap.torch_compat import FakeTensor, min_cut_partitioner
+from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity
 
 _aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -49,6 +49,7 @@ def decompose_for_recomputation(joint: GraphModule, options: Options) -> GraphMo
     row_sums: dict[Node, Node] = {}
     specs = options.device_specs()
     returned = joint.graph.output_node().all_input_nodes
+    replaced: list[FakeTensor] = []
     for node in list(joint.graph.nodes):
         if node.target is _aten.detach.default and node not in returned:
             # Nothing records gradients here, and the partitioner does not know that detach is a view.
@@ -62,10 +63,25 @@ def decompose_for_recomputation(joint: GraphModule, options: Options) -> GraphMo
         builder = _NodeBuilder(joint.graph, node, row_sums, spec is not None and spec.massively_parallel)
         result = decomposition(builder, *node.args)
         if result is not None:
+            replaced.append(node.meta["val"])
             node.replace_all_uses_with(result)
             joint.graph.erase_node(node)
+    _update_views(joint.graph, replaced)
     joint.recompile()
     return joint
+
+
+def _update_views(graph: Graph, replaced: Sequence[FakeTensor]) -> None:
+    """Gives views of replaced results fake values in the storage of the new results.
+
+    AOTAutograd donates a saved tensor to the backward if its fake value shares its storage with no output.
+    """
+    storages = {storage_identity(fake) for fake in replaced}
+    for node in graph.nodes if replaced else ():
+        fake = node.meta.get("val")
+        if isinstance(fake, FakeTensor) and storage_identity(fake) in storages and can_propagate_fake(node):
+            fakes = {operand: operand.meta["val"] for operand in node.all_input_nodes}
+            node.meta = {**node.meta, "val": run_on_fakes(node, fakes, fake)}
 
 
 def _is_plain(node: Node) -> bool:

@@ -14,6 +14,7 @@ from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
+from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.out_dtype import expand_out_dtype
 from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
@@ -28,6 +29,10 @@ def _fuses(options: Options) -> bool:
 
 
 FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
+    Step(
+        "resolve_negative_views", "negate what is read of views with a negative bit, as `imag` of a conjugate is one",
+        lambda graph, _context: resolve_negative_views(graph),
+    ),
     Step(
         "expand_flex_attention", "expand FlexAttention into matmuls and operators that fuse",
         lambda graph, context: expand_flex_attention(graph, context.options),
@@ -94,9 +99,10 @@ def prepare_graph(
 
 
 def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str, options: Options) -> PreparedGraph:
-    """Propagates fake tensors through the graph of a higher-order operator, and expands those that it calls."""
+    """Propagates fake tensors through the graph of a higher-order operator, and runs the necessary passes."""
     prepared = _with_fakes(GraphSource(inline_subgraph_calls(module), name), example_inputs)
-    return expand_associative_scans(expand_out_dtype(expand_flex_attention(prepared, options)))
+    prepared = expand_flex_attention(resolve_negative_views(prepared), options)
+    return expand_associative_scans(expand_out_dtype(prepared))
 
 
 def _with_fakes(

@@ -19,6 +19,7 @@ from fxwrap.torch_compat import (
     fresh_fake_mode,
     is_plain_view,
     new_symbol,
+    opaque_class_name,
     operator_overload,
     storage_identity,
     symbol_expression,
@@ -128,6 +129,9 @@ class CallInference:
     def _run(
         self, operator: OpOverload, arguments: tuple[object, ...], keywords: Keywords, operands: Sequence[ir.Value]
     ) -> tuple[InferredTree, ...]:
+        for value in operands:
+            if isinstance(value.type, ir.OpaqueType) and value.type != ir.GENERATOR:
+                raise UnknownResultError(f"the results of {operator} depend on the object %{value.name}")
         fakes = {value.name: self._fake(value.type) for value in operands}
 
         def fake(item: object) -> object:
@@ -191,7 +195,7 @@ class CallInference:
         if isinstance(item, torch.Tensor):
             return self._tensor(operator, item, operands)
         kind = scalar_kind(item)
-        return InferredResult(ir.OpaqueType(type(item).__name__) if kind is None else ir.ScalarType(kind))
+        return InferredResult(ir.OpaqueType(opaque_class_name(item)) if kind is None else ir.ScalarType(kind))
 
     def _tensor(
         self, operator: OpOverload, fake: torch.Tensor, operands: Sequence[tuple[ir.Type, object]]

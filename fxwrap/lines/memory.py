@@ -48,10 +48,10 @@ class Reuse(LineBase):
         old, new = self.root.tensor_type, self.result.tensor_type
         if old.device != new.device or old.memory_space != new.memory_space:
             return f"the memory is on {old.device}, but the result is on {new.device}"
-        if isinstance(old.storage_bytes, int) and isinstance(new.storage_bytes, int):
-            if new.storage_bytes > old.storage_bytes:
-                return f"{new.storage_bytes} bytes do not fit into {old.storage_bytes}"
         return None
+
+    def window(self) -> tuple[Value, Value, Size]:
+        return self.result, self.root, 0
 
 
 @line_class("memory.view")
@@ -75,6 +75,10 @@ class View(LineBase):
         if base.memory_space != result.memory_space:
             return "a view has the memory space of its base"
         return None
+
+    def window(self) -> tuple[Value, Value, Size]:
+        type_ = self.result.tensor_type
+        return self.result, self.base, type_.storage_offset * type_.dtype.itemsize
 
 
 @line_class("memory.pool")
@@ -105,12 +109,8 @@ class PoolSlice(LineBase):
     pool: Value = read()
     offset: Size = attribute(default=0)
 
-    def verify_self(self) -> str | None:
-        need, have = self.result.tensor_type.storage_bytes, self.pool.tensor_type.storage_bytes
-        if isinstance(self.offset, int) and isinstance(need, int) and isinstance(have, int):
-            if self.offset < 0 or self.offset + need > have:
-                return f"bytes {self.offset} to {self.offset + need} exceed a pool of {have} bytes"
-        return None
+    def window(self) -> tuple[Value, Value, Size]:
+        return self.result, self.pool, self.offset
 
 
 @line_class("memory.workspace")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -18,22 +18,14 @@ from fxwrap.lowering.symbols.table import GraphSymbols, ProgramSymbols
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter
 from fxwrap.symbolic import floor_divide, product, total
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload
-from fxwrap.wrapper_ir import (
-    GENERATOR,
-    Block,
-    KernelDefinition,
-    LineBase,
-    Origin,
-    Size,
-    Source,
-    TensorType,
-    Value,
-    used,
-)
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque
+from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Size, Source, TensorType, Value, used
 
 FakeValue: TypeAlias = Any
-"""A fake tensor, a number, symbolic or not, a generator, None, or a nested tuple, list or dict of these."""
+"""A fake tensor, a number, symbolic or not, an opaque object, None, or a nested tuple, list or dict of these."""
+
+Payload: TypeAlias = Any
+"""The content of a constant: a tensor or an opaque object."""
 
 Fakes: TypeAlias = Mapping[Node, FakeValue]
 """The fake values of a graph's nodes."""
@@ -127,9 +119,17 @@ class ProgramState:
     symbols: ProgramSymbols
     names: ValueNames = field(default_factory=ValueNames)
     kernels: ProgramKernels = field(default_factory=ProgramKernels)
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    constants: dict[str, Payload] = field(default_factory=dict)
     functions: dict[str, Block] = field(default_factory=dict)
     coverage: list[NodeCoverage] = field(default_factory=list)
+
+
+class ConstantScope(Protocol):
+    """The constants that a graph can refer to."""
+
+    def constant(self, payload: Payload, name: str) -> Value:
+        """Returns the value of a constant of the program in this graph."""
+        ...
 
 
 class LineBuffer:
@@ -160,7 +160,7 @@ class Builder:
     """The lowering of one graph, a program's or a block's, node by node.
 
     `outer` is the builder of a block's enclosing graph; `scope` makes the names of its nodes unique in the program.
-    `env` maps each lowered node to its operand.
+    `env` maps each lowered node to its operand; `constants`, set by the owner, adds the constants that the graph uses.
     """
 
     def __init__(
@@ -175,6 +175,7 @@ class Builder:
         self.state = state
         self.scope: str = scope if outer is None else f"{outer.scope}{scope}."
         self.env: dict[Node, Operand] = {}
+        self.constants: ConstantScope
         self.symbols: GraphSymbols = GraphSymbols(state.symbols, None if outer is None else outer.symbols)
         self.storages = Storages()
         self.buffer = LineBuffer(self.storages, None if streams is None else StreamTracker(streams))
@@ -205,14 +206,20 @@ class Builder:
         return self.state.names.unique(name)
 
     def add_scalar(self, name: str, fake: object) -> Value:
-        """Adds a value that is not a tensor."""
+        """Adds a value for a scalar."""
         return Value(self.unique(name), self.symbols.type_of(fake))
 
-    def add_generator(self, name: str, generator: torch.Generator) -> Value:
-        """Adds a value for a random number generator."""
-        value = Value(self.unique(name), GENERATOR)
-        self.storages.add_fake(value, generator)
+    def add_opaque(self, name: str, fake: object) -> Value:
+        """Adds a value for an opaque object, such as a device mesh or a random number generator."""
+        value = Value(self.unique(name), self.symbols.type_of(fake))
+        self.storages.add_fake(value, fake)
         return value
+
+    def add_value(self, name: str, fake: object) -> Value:
+        """Adds a value for a tensor with a storage of its own, an opaque object or a scalar."""
+        if isinstance(fake, torch.Tensor):
+            return self.add_root(name, fake)
+        return self.add_opaque(name, fake) if is_opaque(fake) else self.add_scalar(name, fake)
 
     def add_buffer(self, name: str, type_: TensorType) -> Value:
         """Adds a root that is no tensor of the graph."""

@@ -41,9 +41,9 @@ from fxwrap.lowering.fusion.definitions import (
 from fxwrap.lowering.graph_definitions import CallStep, DefinitionStorages, GraphDefinitions, RuleResult
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
-from fxwrap.lowering.symbols.unbacked import derive_symbols
-from fxwrap.symbolic import Size, make_symbol
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
+from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
+from fxwrap.symbolic import Size, bounds, make_symbol
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
 from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_schema
 
@@ -126,7 +126,7 @@ class DefinitionBuilder:
         if _returns_tensors(fake):
             if isinstance(node.target, OpOverload):
                 reason = self._define(node, node.target, fake, position)
-        elif not isinstance(node.target, OpOverload) or self._is_known_number(fake):
+        elif not isinstance(node.target, OpOverload) or (self._is_known_number(fake) and not is_asserted_read(node)):
             self.operands[node] = self.builder.symbols.expression(fake)
             self._record_coverage(node, "number")
             return
@@ -152,7 +152,9 @@ class DefinitionBuilder:
         first = fake if isinstance(fake, torch.Tensor) else next(item for item in fake if item is not None)
         spec = self._specs[first.device.type]
         positional, keywords = arguments
-        call = OperatorCall(schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec)
+        call = OperatorCall(
+            schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero
+        )
         result = RULES[schema.name](call)
         if isinstance(result, Declined):
             return result.reason
@@ -284,6 +286,10 @@ class DefinitionBuilder:
 
     def _sizes(self, fake: torch.Tensor) -> tuple[Size, ...]:
         return self.builder.symbols.tensor_type(fake).sizes
+
+    def _may_be_zero(self, size: Size) -> bool:
+        lower, _ = bounds(size, self.builder.symbols.program.infos)
+        return lower is None or lower <= 0
 
     # --- stores in place --------------------------------------------------------------------------------------------
 
@@ -436,7 +442,7 @@ class DefinitionBuilder:
         return definition
 
     def _is_known_number(self, fake: FakeValue) -> bool:
-        if fake is None or isinstance(fake, torch.Tensor | tuple | list):
+        if fake is None or isinstance(fake, torch.Tensor | tuple | list) or is_opaque(fake):
             return False
         symbols = self.builder.symbols
         return symbols.unknown(symbols.expression(fake)) <= self._bound

@@ -19,7 +19,16 @@ from fxwrap.fx_passes.prepare import prepare_graph
 from fxwrap.fx_passes.prepared_graph import GraphSource, PreparedGraph
 from fxwrap.lines import CheckLayout, Return
 from fxwrap.lines.frees import insert_frees
-from fxwrap.lowering.builder import Builder, LoweringRequest, NodeCoverage, Operand, ProgramState, node_coverage
+from fxwrap.lowering.builder import (
+    Builder,
+    FakeValue,
+    LoweringRequest,
+    NodeCoverage,
+    Operand,
+    Payload,
+    ProgramState,
+    node_coverage,
+)
 from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.control.blocks import BlockLowering
 from fxwrap.lowering.control.higher_order import lower_higher_order
@@ -35,6 +44,7 @@ from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.stream_events import insert_stream_events
 from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.symbolic import SymbolInfo
+from fxwrap.torch_compat import is_opaque, real_object
 from fxwrap.wrapper_ir import (
     Block,
     ConstantStore,
@@ -139,6 +149,7 @@ class _ProgramLowering:
         self.state = ProgramState(ProgramSymbols(options.symbol_ranges, options.symbol_hints))
         self.nodes: list[Node] = list(source.graph_module.graph.nodes)
         self.builder = Builder(source.fakes, self.state, stream_plan(self.nodes, options.device_specs(), source.fakes))
+        self.builder.constants = self
         blocks = BlockLowering(self.builder, self, request, lower_higher_order)
         self.body = GraphLowering(
             self.nodes, self.builder, request, self._lower_attribute, partial(lower_higher_order, blocks),
@@ -146,7 +157,7 @@ class _ProgramLowering:
         )  # fmt: skip
         self.binder = InputBinder(self.builder)
         self.inputs: list[tuple[Node, Value | SymbolInfo]] = []
-        self.constants: dict[str, Value] = {}
+        self._constants: dict[str, Value] = {}
         self._constant_of: dict[int, Value] = {}
         self._read_only: set[str] = set()
 
@@ -157,7 +168,7 @@ class _ProgramLowering:
         for node in placeholders:
             self._placeholder(node)
         values = [value for _, value in self.inputs if isinstance(value, Value)]
-        self.binder.bind_sizes([*values, *self.constants.values()])
+        self.binder.bind_sizes([*values, *self._constants.values()])
         if self.request.options.check_inputs:
             self.binder.add_checks(values)
             tensors = [(value, value.type) for value in values if isinstance(value.type, TensorType)]
@@ -186,32 +197,30 @@ class _ProgramLowering:
         operand: Operand
         if is_token(node):
             value, operand = Value(builder.unique(node.name), OpaqueType("NoneType")), None
-        elif isinstance(fake, torch.Tensor):
-            value = operand = builder.add_root(node.name, fake)
+        elif isinstance(fake, torch.Tensor) or is_opaque(fake):
+            value = operand = builder.add_value(node.name, fake)
         elif isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
             operand = builder.symbols.expression(fake)
             value = self.binder.scalar_input(fake)
-        elif isinstance(fake, torch.Generator):
-            value = operand = builder.add_generator(node.name, fake)
         else:
             value, operand = builder.add_scalar(node.name, fake), fake
         builder.env[node] = operand
         self.inputs.append((node, value))
 
-    def constant(self, payload: torch.Tensor, name: str) -> Value:
+    def constant(self, payload: Payload, name: str) -> Value:
         """Returns the value of a constant of the program; adds it if there is none."""
         value = self._constant_of.get(id(payload))
         return self._add_constant(name, payload, payload) if value is None else value
 
-    def _add_constant(self, name: str, fake: torch.Tensor, payload: torch.Tensor) -> Value:
-        value = self._constant_of[id(payload)] = self.builder.add_root(name, fake)
-        self.constants[value.name] = value
+    def _add_constant(self, name: str, fake: FakeValue, payload: Payload) -> Value:
+        value = self._constant_of[id(payload)] = self.builder.add_value(name, fake)
+        self._constants[value.name] = value
         self.state.constants[value.name] = payload
         return value
 
     def _lower_attribute(self, node: Node) -> None:
-        payload = attribute_of(node)
-        if not isinstance(payload, torch.Tensor):
+        payload = real_object(attribute_of(node))
+        if not isinstance(payload, torch.Tensor) and not is_opaque(payload):
             self.builder.env[node] = payload
             return
         key = str(node.target)
@@ -231,14 +240,14 @@ class _ProgramLowering:
         builder = self.builder
         inputs = [Input(value, self._ownership(position, value)) for position, (_, value) in enumerate(self.inputs)]
         values = [item.value for item in inputs if isinstance(item.value, Value)]
-        initial = [*values, *self.constants.values()]
+        initial = [*values, *self._constants.values()]
         lines = insert_frees([*builder.buffer.lines, Return(returned)], initial, released_inputs(inputs))
         mutated = builder.storages.mutated
         program = Program(
             re.sub(r"\W", "_", self.source.name),
             tuple(inputs),
             Block((), lines),
-            tuple(ProgramConstant(value, value.name in mutated) for value in self.constants.values()),
+            tuple(ProgramConstant(value, value.name in mutated) for value in self._constants.values()),
             self.state.kernels.definitions(),
             tuple(self.state.functions.items()),
             header=_header(self.request.options, builder.storages.device_types()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ class Storages:
 
     def __init__(self) -> None:
         self._roots: dict[str, Value] = {}
-        self._fakes: dict[str, torch.Tensor | torch.Generator] = {}
+        self._fakes: dict[str, Any] = {}
         self._root_of_storage: dict[int, Value] = {}
         self._mutated: set[str] = set()
 
@@ -23,8 +24,8 @@ class Storages:
         """Records the root of a value; `root` may be the value itself."""
         self._roots[value.name] = root
 
-    def add_fake(self, value: Value, fake: torch.Tensor | torch.Generator) -> None:
-        """Records the fake tensor, or the generator, of a value."""
+    def add_fake(self, value: Value, fake: object) -> None:
+        """Records the fake tensor, or the opaque object, of a value."""
         self._fakes[value.name] = fake
 
     def share(self, fake: torch.Tensor, root: Value, *, overwrite: bool = True) -> None:
@@ -57,12 +58,13 @@ class Storages:
 
     def fake(self, value: Value) -> torch.Tensor:
         """Returns the fake tensor of a value."""
-        return self._fakes[value.name]  # type: ignore[return-value]
+        return self._fakes[value.name]  # type: ignore[no-any-return]
 
     def example(self, operand: object) -> object:
-        """Returns the fake tensor, or the generator, of a value; other operands are unchanged."""
+        """Returns the fake tensor, or the opaque object, of a value; other operands are unchanged."""
         return self._fakes.get(operand.name, operand) if isinstance(operand, Value) else operand
 
     def device_types(self) -> list[str]:
         """Returns the types of the devices of all tensors and generators, sorted."""
-        return sorted({fake.device.type for fake in self._fakes.values()})
+        fakes = [fake for fake in self._fakes.values() if isinstance(fake, torch.Tensor | torch.Generator)]
+        return sorted({fake.device.type for fake in fakes})

@@ -14,6 +14,7 @@ from fxwrap.options.user_pass import IR_BEFORE_EMISSION as IR_BEFORE_EMISSION
 from fxwrap.options.user_pass import IR_BEFORE_PLANNING as IR_BEFORE_PLANNING
 from fxwrap.options.user_pass import PASS_POINTS as PASS_POINTS
 from fxwrap.options.user_pass import Pass as Pass
+from fxwrap.options.user_pass import PassPoint as PassPoint
 from fxwrap.options.user_pass import empty_pass_registry as empty_pass_registry
 from fxwrap.options.user_pass import register_pass as register_pass
 from fxwrap.options.user_pass import registered_pass as registered_pass

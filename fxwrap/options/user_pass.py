@@ -38,7 +38,7 @@ class Pass:
 
     run: PassFunction
     key: str | None
-    at: str = IR_BEFORE_PLANNING
+    at: PassPoint = IR_BEFORE_PLANNING
     name: str = ""
     order: int = 0
 
@@ -79,7 +79,7 @@ def empty_pass_registry() -> Iterator[None]:
 
 
 def register_pass(
-    name: str, *, key: str, at: str = IR_BEFORE_PLANNING, order: int = 0
+    name: str, *, key: str, at: PassPoint = IR_BEFORE_PLANNING, order: int = 0
 ) -> Callable[[PassFunction], PassFunction]:
     """Registers the decorated function as a pass, which `options={"passes": [name]}` runs.
 
@@ -152,7 +152,7 @@ def _normalize_pass(item: PassLike, point: str) -> Pass:
 def _pass_from_function(function: Any, point: str) -> Pass:
     """Returns a function as a pass; a callable object may have the attributes `key`, `at` and `name`."""
     name = getattr(function, "name", "")
-    at = point or getattr(function, "at", IR_BEFORE_PLANNING)
+    at: Any = point or getattr(function, "at", IR_BEFORE_PLANNING)
     item = Pass(function, getattr(function, "key", None), at, name if isinstance(name, str) else "")
     if item.key is None:
         warnings.warn(

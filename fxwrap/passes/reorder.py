@@ -10,7 +10,7 @@ from typing import TypeAlias
 from fxwrap.passes.scheduling_regions import SchedulingRegions
 from fxwrap.passes.scheduling_units import SchedulingUnit
 from fxwrap.symbolic import Number
-from fxwrap.wrapper_ir import Program, live_bytes, uses_streams
+from fxwrap.wrapper_ir import Program, hints_with_fallback, live_bytes, uses_streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,18 @@ def reorder_for_peak_memory(program: Program, hints: Mapping[str, Number] | None
 
     Args:
         program: the program. It is not changed.
-        hints: values of symbols by name, as in `live_bytes`.
+        hints: values of symbols by name; others have their declared hints, or a bounded estimate.
     """
-    before = live_bytes(program, hints).peak
+    values = hints_with_fallback(program, hints)
+    before = live_bytes(program, values).peak
     if uses_streams(program):
         return ReorderResult(program, before, before)
-    regions = SchedulingRegions(program, hints or {})
+    regions = SchedulingRegions(program, values)
     orders = [[_schedule(units, schedule, regions) for units in regions.regions] for schedule in _SCHEDULES]
     estimated, order = min([(regions.peak(order), order) for order in orders], key=lambda pair: pair[0])
     if estimated < regions.peak(regions.program_order):
         reordered = regions.apply_order(order)
-        after = live_bytes(reordered, hints).peak  # includes blocks inside lines
+        after = live_bytes(reordered, values).peak  # includes blocks inside lines
         if after < before:
             return ReorderResult(reordered, before, after)
     return ReorderResult(program, before, before)

@@ -11,7 +11,7 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.errors import RewriteError
 from fxwrap.lines import Alloc, PoolSlice, Reuse, View, Workspace
 from fxwrap.lines.frees import insert_frees
-from fxwrap.options import IR_BEFORE_PLANNING, Pass
+from fxwrap.options import IR_BEFORE_PLANNING, Pass, PassPoint
 from fxwrap.passes.stream_events import insert_stream_events
 from fxwrap.rewrite.builder import LineBuilder, RewriteContext
 from fxwrap.rewrite.match import Match
@@ -85,7 +85,7 @@ def rewrite_pass(
     replacement: ReplacementFunction | object,
     *,
     key: str,
-    at: str = IR_BEFORE_PLANNING,
+    at: PassPoint = IR_BEFORE_PLANNING,
     name: str = "",
 ) -> Pass:
     """Returns the pass that runs `rewrite`. `key` identifies the version of pattern and replacement; see `Pass`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxwrap.errors import OptionError
-from fxwrap.runtime.native import cache_folder
+from fxwrap.runtime.cache_folder import BUILDING, cache_folders, read_cache_file, remove_path
 
 log = logging.getLogger("fxwrap.cache")
 
@@ -51,20 +50,16 @@ def cache_limit() -> int:
     return int(text) << 20
 
 
-def mark_used(path: Path) -> None:
-    """Updates the time of last use of a path in the cache folder; ignores read-only folders."""
-    with suppress(OSError):
-        os.utime(path)
-
-
 def evict_cache() -> int:
     """Deletes least recently used entries until the cache folder is within its limit; returns the deleted bytes.
 
     Entries used in the last ten minutes remain. Libraries that other processes have loaded remain valid for them.
     Entries that cannot be deleted are skipped.
     """
-    limit, now = cache_limit(), time.time()
-    folder = cache_folder()
+    return sum([_evict(folder, cache_limit(), time.time()) for folder in cache_folders()])
+
+
+def _evict(folder: Path, limit: int, now: float) -> int:
     for path in _stale_paths(folder, now):
         _delete(path)
     items = sorted([item for kind in EVICTABLE_FOLDERS for item in _items(folder / kind)], key=lambda item: item.used)
@@ -99,9 +94,9 @@ def _items(folder: Path) -> Iterator[_CacheItem]:
 
 def _stale_paths(folder: Path, now: float) -> Iterator[Path]:
     """Yields abandoned temporaries and unused locks."""
-    for kind in (*EVICTABLE_FOLDERS, "kernels", "tuning"):
+    for kind in ("", *EVICTABLE_FOLDERS, "kernels", "tuning"):
         for entry in _entries(folder / kind):
-            if entry.name.startswith("building-") or entry.name.endswith(".tmp"):
+            if entry.name.startswith(BUILDING) or entry.name.endswith(".tmp"):
                 with suppress(OSError):
                     if now - entry.stat(follow_symlinks=False).st_mtime > STALE_TEMPORARY_SECONDS:
                         yield Path(entry.path)
@@ -116,7 +111,7 @@ def _drop_stale_index_files(folder: Path) -> None:
     known: dict[str, bool] = {}
     for entry in _entries(folder / "kernels"):
         with suppress(OSError):
-            library = Path(entry.path).read_text(encoding="utf-8")
+            library = (read_cache_file(Path(entry.path)) or b"").decode(errors="replace")
             if library not in known:
                 known[library] = (folder / library).is_file()
             if not known[library]:
@@ -125,9 +120,4 @@ def _drop_stale_index_files(folder: Path) -> None:
 
 def _delete(path: Path) -> None:
     with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            aside = path.with_name(f"building-{path.name}.{os.getpid()}")  # no process may see a half-deleted folder
-            os.replace(path, aside)
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            path.unlink()
+        remove_path(path)

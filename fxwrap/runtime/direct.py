@@ -14,7 +14,7 @@ from fxwrap.errors import GraphModuleError
 from fxwrap.runtime import control
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_gridless_kernel, load_kernel, prepare_kernels
-from fxwrap.torch_compat import direct_state, has_real_storage, is_dispatch_intercepted
+from fxwrap.torch_compat import direct_state, has_real_storage, is_dispatch_intercepted, is_opaque
 
 SUPPORTED_ALTERNATIVES = (
     "Run it with torch.fx.Interpreter, copy it with copy.deepcopy, retrace it with make_fx, or keep the program's text "
@@ -40,7 +40,7 @@ def can_bypass_dispatcher(module: torch.nn.Module, *inputs: object) -> bool:
         return False
     inputs += direct_state(module)
     kinds = set(map(type, inputs))
-    if not kinds <= _PLAIN_CLASSES:
+    if not kinds <= _PLAIN_CLASSES and not all(type(item) in _PLAIN_CLASSES or is_opaque(item) for item in inputs):
         check_not_traced(inputs)
         return False
     tensors: Sequence[Any] = (

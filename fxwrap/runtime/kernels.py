@@ -117,7 +117,9 @@ def _group_by_language(kernels: Sequence[KernelText]) -> list[tuple[RegisteredLa
 def _load_cpp(source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
     kernel = KernelText(CPP.name, source, signature, options)
     prepare_kernels((kernel,))
-    return load_program(compiled_kernels((kernel.symbol,))[kernel.symbol], symbol=f"program_{kernel.symbol}")
+    # The cache folder may have been deleted since: prepare_kernels remembers what it has prepared.
+    library = compiled_kernels((kernel.symbol,)).get(kernel.symbol) or _compile_library([kernel])
+    return load_program(library, symbol=f"program_{kernel.symbol}")
 
 
 def _prepare_cpp(kernels: Sequence[KernelText]) -> None:

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from fxwrap.runtime.native.build import cache_folder
+from fxwrap.runtime.cache_folder import cache_folders, read_cache_file, write_cache_file, write_to_cache
 
 
 def write_module(source: str, name: str) -> Path:
-    """Writes the text to the cache folder under a content-based name; returns the path. The write is atomic."""
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    folder = cache_folder() / "python"
-    path = folder / f"{re.sub(r'[^A-Za-z0-9_]+', '_', name) or 'program'}_{digest}.py"
-    if path.exists() and path.read_text() == source:
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(source)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
+    """Writes the text to the cache folder under a content-based name; returns the path. Raises CacheError."""
+    content = source.encode()
+    stem = re.sub(r"[^A-Za-z0-9_]+", "_", name[:100]) or "program"
+    file = f"python/{stem}_{hashlib.sha256(content).hexdigest()[:16]}.py"
+    for folder in cache_folders():
+        if read_cache_file(folder / file) == content:
+            return folder / file
+    return write_to_cache(lambda folder: write_cache_file(folder, file, content))
 
 
 def load_module(source: str, name: str) -> ModuleType:

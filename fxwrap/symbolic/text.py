@@ -26,6 +26,7 @@ _CONSTANTS: dict[str, sympy.Basic] = {
     "int_inf": torch_compat.int_oo,
     "nan": sympy.nan,
 }
+_MAX_EXPONENT = 64
 _CONNECTIVES = frozenset(["and", "or", "not"])
 _CONDITION_FUNCTIONS = frozenset(["where", "identity", "bitwise_and", "bitwise_or", "bitwise_xor"])
 _CONTINUATIONS = frozenset(["+", "-", "*", "/", "**", "(", *RELATION_BY_OPERATOR])
@@ -165,6 +166,8 @@ def _factor(stream: TokenStream) -> list[sympy.Basic]:
     _numbers(stream, [base], start)
     if base.is_zero and exponent.is_negative:
         raise stream.error("negative power of the constant zero", start)
+    if isinstance(exponent, sympy.Integer) and abs(exponent) > _MAX_EXPONENT:
+        raise stream.error(f"an exponent above {_MAX_EXPONENT}", start)
     return [power(base, exponent)]
 
 

@@ -9,6 +9,7 @@ from fxwrap.torch_compat.dispatch import *
 from fxwrap.torch_compat.dynamo import *
 from fxwrap.torch_compat.fake_tensors import *
 from fxwrap.torch_compat.graphs import *
+from fxwrap.torch_compat.opaque import *
 from fxwrap.torch_compat.operators import *
 from fxwrap.torch_compat.streams import *
 from fxwrap.torch_compat.symbols import *

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -89,6 +91,42 @@ def in_tracing_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
 def without_fake_mode() -> AbstractContextManager[object]:
     """Returns a context in which operators create real tensors, even inside a caller's fake mode."""
     return unset_fake_temporarily()
+
+
+@contextmanager
+def accept_real_tensors(mode: FakeTensorMode) -> Iterator[None]:
+    """Enters a fake mode in which operators accept real tensors too, such as a program's constants."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+@contextmanager
+def quiet_fake_errors() -> Iterator[None]:
+    """Suppresses the traceback that torch logs of an operator that fails on fake tensors, unless TORCH_LOGS is set.
+
+    Why: torch raises the same error, and the logger has no public name.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = before or "TORCH_LOGS" not in os.environ
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def without_guards(mode: FakeTensorMode | None) -> AbstractContextManager[object]:
+    """Returns a context in which the ShapeEnv of a fake mode records no guards.
+
+    Why: torch 2.15 guards on whether a symbolic size is 0 when it allocates a tensor for metadata, and the switch has
+    no public name.
+    """
+    return nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
 # Why: torch 2.11 gives indices and counts of `unique` and its variants the dtype of the input, and has no rule for

@@ -24,6 +24,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
 from torch._prims_common import elementwise_dtypes as elementwise_dtypes
 from torch.fx.node import has_side_effect
+from torch.torch_version import TorchVersion
 
 while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
 """The while loop that stacks the values of all iterations; torch.ops lacks it until its module is imported."""
@@ -57,12 +58,29 @@ REQUIRED = object()
 """The default of an argument that has none."""
 
 
+SOFTSHRINK_ROUNDS_LIMIT: bool = TorchVersion("2.14") <= torch.__version__
+"""Whether softshrink on half precision rounds its limit to that dtype, as hardshrink does."""
+
+
 # Why: an overload's schema and the parts of its name have no public accessors.
 
 
 def torch_schema(overload: OpOverload) -> FunctionSchema:
     """Returns the schema of an overload: names, types, defaults and alias sets of its arguments and returns."""
     return overload._schema
+
+
+def takes_object(schema: FunctionSchema) -> bool:
+    """Whether an argument may be an opaque object: a script object, or one of a class registered as opaque."""
+    kinds = {_innermost_kind(argument.type) for argument in schema.arguments}
+    return not kinds.isdisjoint(("ClassType", "PyObjectType", "AnyType"))
+
+
+def _innermost_kind(type_: Any) -> str:
+    """Returns the kind of the elements of lists and optional values, and of any other type itself."""
+    while type_.kind() in ("ListType", "OptionalType"):
+        type_ = type_.getElementType()
+    return str(type_.kind())
 
 
 def operator_name(overload: OpOverload) -> str:

@@ -2,8 +2,8 @@
 
 Why: the table has no public name. In torch 2.13 index 0 is the current stream; in 2.11 any index may be. In both
 AOTAutograd adds further indices for it: a second table of functions that construct the objects of a call shows which.
-fxwrap's numbers reserve 0 for the current stream. The table is read from `sys.modules`: importing Dynamo takes over a
-second.
+Both are dictionaries by index, and lists since torch 2.15. fxwrap's numbers reserve 0 for the current stream. The table
+is read from `sys.modules`: importing Dynamo takes over a second.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def external_object_number(index: int) -> int:
 
 def _is_current_stream(index: int) -> bool:
     """Whether an index of Dynamo's table is known to be the current stream of each call."""
-    table = sys.modules.get(_TABLE_MODULE)
-    constructor = None if table is None else table.index_to_bytecode_constructor.get(index)
+    constructor = _table_entry("index_to_bytecode_constructor", index)
     if constructor is None:
         return False
     closure = inspect.getclosurevars(constructor).nonlocals
@@ -65,12 +64,17 @@ def new_external_event() -> int:
 
 def external_object(number: int) -> object | None:
     """Returns the stream or event with a program's number; None where there is none or it was deleted."""
-    table = sys.modules.get(_TABLE_MODULE)
-    if table is None:
-        return None
     index = number if _reserves_current_stream_index() else number - 1
-    reference = table.index_to_external_object_weakref.get(index)
+    reference = _table_entry("index_to_external_object_weakref", index)
     return None if reference is None else reference()
+
+
+def _table_entry(table: str, index: int) -> Callable[[], object] | None:
+    """Returns the entry at an index of one of the two tables; None where there is none."""
+    entries = getattr(sys.modules.get(_TABLE_MODULE), table, {})
+    if isinstance(entries, list):
+        return entries[index] if 0 <= index < len(entries) else None
+    return entries.get(index)
 
 
 def external_stream(number: int) -> torch.Stream | None:

@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fxwrap.runtime.cache_folder import read_cache_file
+
 _FIELDS = {"fingerprint": str, "seconds": float, "default_seconds": float}
 
 
@@ -29,8 +31,8 @@ class TuningRecords:
     def read(self, key: str) -> TuningRecord | None:
         """Returns the record of a key; None without a valid one."""
         try:
-            fields = json.loads(self._path(key).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            fields = json.loads(read_cache_file(self._path(key)) or b"")
+        except (ValueError, RecursionError):
             return None
         if not isinstance(fields, dict) or set(fields) != set(_FIELDS):
             return None
@@ -51,6 +53,8 @@ class TuningRecords:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump(asdict(record), file)
+                file.flush()
+                os.fsync(file.fileno())
             if not replacing:
                 try:
                     os.link(temporary, self._path(key))
@@ -60,6 +64,8 @@ class TuningRecords:
                     if existing is not None:
                         return existing
             os.replace(temporary, self._path(key))
+            return record
+        except OSError:  # a full disk, or a folder in the record's place
             return record
         finally:
             Path(temporary).unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import torch
 
 from fxwrap.errors import FxwrapError
 from fxwrap.printers import KernelRequest, PrintedKernel, candidate_kernels
-from fxwrap.runtime.native import cache_folder
+from fxwrap.runtime.cache_folder import cache_folders
 from fxwrap.tuning.gpu_timer import gpu_name, time_on_gpu
 from fxwrap.tuning.records import TuningRecord, TuningRecords
 from fxwrap.tuning.task import Timer, TuningTask, estimated_seconds, make_tuning_task
@@ -116,7 +116,7 @@ class Tuner:
 
 def gpu_tuner() -> Tuner:
     """Returns the tuner for this machine's GPUs, with records in the cache folder."""
-    return Tuner(time_on_gpu, gpu_name, TuningRecords(cache_folder() / "tuning"))
+    return Tuner(time_on_gpu, gpu_name, TuningRecords(cache_folders()[-1] / "tuning"))
 
 
 def fastest(samples: Sequence[Sequence[float]]) -> int:

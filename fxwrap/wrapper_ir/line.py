@@ -12,7 +12,7 @@ import sympy
 from typing_extensions import Self
 
 from fxwrap.caching import bounded_cache
-from fxwrap.symbolic import SymbolInfo
+from fxwrap.symbolic import Size, SymbolInfo
 from fxwrap.wrapper_ir.effects import Effect
 from fxwrap.wrapper_ir.origin import Origin
 from fxwrap.wrapper_ir.roles import FieldSpec, Role
@@ -78,6 +78,13 @@ class LineBase(ABC):
             if getattr(self, name) is result:
                 base = getattr(self, base_name)
                 return base if isinstance(base, Value) else None
+        return None
+
+    def window(self) -> tuple[Value, Value, Size] | None:
+        """Returns the result of a line that only retypes memory, its base, and its start in bytes in the base's memory.
+
+        None for all other lines. The memory of a base is its pool slice, else its root.
+        """
         return None
 
     def verify_self(self) -> str | None:

@@ -126,7 +126,7 @@ class LiteralParser:
             raise stream.error(f"unknown type '{word.text}'", word)
         stream.expect("<")
         if word.text == "opaque":
-            type_: Type = OpaqueType(stream.expect("name").text)
+            type_: Type = OpaqueType(stream.expect("string" if stream.at("string") else "name").text)
         else:
             type_ = ListType(self.type()) if word.text == "list" else OptionalType(self.type())
         stream.expect(">")

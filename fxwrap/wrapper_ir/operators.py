@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.caching import bounded_cache
-from fxwrap.torch_compat import FunctionSchema, OpOverload, is_composite, overload_name, torch_schema
+from fxwrap.torch_compat import FunctionSchema, OpOverload, is_composite, overload_name, takes_object, torch_schema
 from fxwrap.wrapper_ir.effects import ASSERT, OUTPUT, UNKNOWN, Effect, communication_effect, random_effect
 from fxwrap.wrapper_ir.line import values_in
 from fxwrap.wrapper_ir.types import Operand, Value
@@ -147,7 +147,8 @@ def _fixed_effects(overload: OpOverload, name: str, writes: bool) -> tuple[Effec
         return (OUTPUT,)
     if overload.namespace in ("_c10d_functional", "c10d", "c10d_functional"):
         return (communication_effect(""),)
-    return (UNKNOWN,) if not torch_schema(overload).returns and not writes else ()
+    schema = torch_schema(overload)  # a call may change the objects that it takes
+    return (UNKNOWN,) if takes_object(schema) or (not schema.returns and not writes) else ()
 
 
 def _convert_element_type(

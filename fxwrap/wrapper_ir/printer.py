@@ -53,11 +53,15 @@ def print_type(type_: Type | None) -> str:
         case OptionalType(element):
             return f"optional<{print_type(element)}>"
         case OpaqueType(name):
-            return f"opaque<{name}>"
+            return f"opaque<{name if _is_dotted_name(name) else quote(name)}>"
         case TokenType():
             return "token"
         case None:
             return "none"
+
+
+def _is_dotted_name(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
 
 
 def print_literal(literal: Operand | Tag) -> str:

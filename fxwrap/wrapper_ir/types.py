@@ -44,6 +44,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bits1x8: "bits1x8",
     torch.bits2x4: "bits2x4",
     torch.bits4x2: "bits4x2",
+    **{getattr(torch, name): "bc32" for name in ("bcomplex32",) if hasattr(torch, name)},  # since torch 2.14
     **{getattr(torch, f"uint{width}"): f"u{width}" for width in range(1, 8)},
     **{getattr(torch, f"int{width}"): f"i{width}" for width in range(1, 8)},
 }
@@ -95,6 +96,17 @@ class TensorType:
         return product(self.sizes)
 
     @property
+    def is_static(self) -> bool:
+        """Whether sizes, strides and offset are constant."""
+        return {int}.issuperset(map(type, (*self.sizes, *self.strides, self.storage_offset)))
+
+    @property
+    def end_bytes(self) -> Size:
+        """The number of bytes from the first element of the root or pool slice to the end of the last element."""
+        size = self.storage_bytes
+        return 0 if size == 0 else self.storage_offset * self.dtype.itemsize + size
+
+    @property
     def storage_bytes(self) -> Size:
         """The number of bytes from the first element to the end of the last one."""
         if 0 in self.sizes:
@@ -136,7 +148,11 @@ def element_type(type_: ListType) -> Type:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueType:
-    """The type of a value that the IR only passes, such as "ProcessGroup", "ScriptObject", "Generator" or "Event"."""
+    """The type of an object that the IR only passes: a process group, a device mesh, a script object, a generator.
+
+    `name` is the qualified name of its class; torch's own classes "Generator" and "Event" have no module. The object
+    has no storage: it is neither owned nor freed, and blocks may yield it as a scalar.
+    """
 
     name: str
 
@@ -185,8 +201,8 @@ Result: TypeAlias = "Value | tuple[Result, ...] | None"
 
 
 def holds_memory(value: Value) -> bool:
-    """Returns whether a value has storage, which must be released: every value except scalars."""
-    return not isinstance(value.type, ScalarType)
+    """Returns whether a value has storage, which must be released: every value except scalars and opaque ones."""
+    return not isinstance(value.type, ScalarType | OpaqueType)
 
 
 def types_agree(first: Type | None, second: Type | None, *, compare_strides: bool = True) -> bool:

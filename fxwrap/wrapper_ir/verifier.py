@@ -5,6 +5,7 @@ Rules, by the name in an error:
 - `name`: a name that the text form cannot represent. `undefined`: a value that is not defined. `redefined`: a name
   defined twice.
 - `type`: disagreeing types, negative or fractional sizes, an operand of the wrong kind, a root with an offset.
+- `bounds`: a view, pool slice or reuse beyond the end of its memory, as far as sizes are constant.
 - `symbol`: a symbol used before its definition. Symbols in the types of inputs and results may be defined by the symbol
   lines that directly follow, also after frees.
 - `consumed`: memory used after it was consumed. `root`: an alias consumed instead of its root. `borrowed`: memory
@@ -26,7 +27,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from fxwrap.errors import ValueKindError, VerifyError
-from fxwrap.symbolic import expression_kind
+from fxwrap.symbolic import Size, expression_kind
 from fxwrap.wrapper_ir.analyses import is_release
 from fxwrap.wrapper_ir.line import (
     Block,
@@ -51,6 +52,7 @@ from fxwrap.wrapper_ir.types import TensorType, Value, holds_memory
 _CONSTANT = "constant"
 _BORROWED, _MUTABLE = Ownership.BORROWED.value, Ownership.MUTABLE.value
 _SHARED, _OWNED = Ownership.SHARED.value, Ownership.OWNED.value
+_LIMIT = 1 << 63
 _NAME = re.compile(r"\w+(\.\w+)*")
 
 
@@ -124,6 +126,7 @@ class _BlockVerifier:
         self.ownership: dict[str, str] = {}  # by root
         self.consumed: set[str] = set()  # roots
         self.written: set[str] = set()  # as in memory_of
+        self.memory_bytes: dict[str, int | None] = {}  # of the memory in memory_of; None where symbols decide
         self.pending: dict[str, list[str]] = {}  # by root in flight: the roots that it borrows
         self.borrows: Counter[str] = Counter()  # by root: the number of collectives in flight that borrow it
         self.brackets: list[LineBase] = []
@@ -136,6 +139,8 @@ class _BlockVerifier:
         for value, ownership in self.arguments:
             self._define_root(value, ownership)
             self.written.add(value.name)
+            if isinstance(value.type, TensorType):
+                self._extend_memory(value.name, value.type)
         ends = [index for index, line in enumerate(lines) if line.terminator]
         if ends != [len(lines) - 1] or lines[-1].terminator != terminator:
             self.position = ends[0] if ends else max(0, len(lines) - 1)
@@ -304,12 +309,17 @@ class _BlockVerifier:
 
     def _define_results(self, line: LineBase) -> None:
         has_content = line.results_initialized or line.zeroed
+        window = line.window()
+        if window is not None:
+            self._check_window(*window)
         for value in defined(line):
             base = line.alias_of(value)
             if base is None:
                 self._define_root(value, _OWNED)
             else:
                 self._define(value, self.root_of[base.name], self.memory_of[base.name] if has_content else value.name)
+            if isinstance(value.type, TensorType) and (window is None or self.memory_of[value.name] == value.name):
+                self._extend_memory(self.memory_of[value.name], value.type)
             if has_content:
                 self.written.add(self.memory_of[value.name])
             if line.is_async_start:
@@ -317,6 +327,19 @@ class _BlockVerifier:
                 borrowed = [self.root_of[operand.name] for operand in reads(line)]
                 self.pending[root] = [other for other in borrowed if other != root]
                 self.borrows.update(self.pending[root])
+
+    def _check_window(self, result: Value, base: Value, start: Size) -> None:
+        type_, have = result.tensor_type, self.memory_bytes.get(self.memory_of[base.name])
+        if have is None or type(start) is not int or not type_.is_static:
+            return
+        size = type_.storage_bytes
+        if start < 0 or (size and start + size > have):
+            self._fail("bounds", f"%{result.name} is bytes {start} to {start + size} of memory of {have} bytes")
+
+    def _extend_memory(self, memory: str, type_: TensorType) -> None:
+        """Records that memory reaches to the end of a value that an operator returned, which operators check."""
+        have, end = self.memory_bytes.get(memory, 0), type_.end_bytes if type_.is_static else None
+        self.memory_bytes[memory] = None if have is None or not isinstance(end, int) else max(have, end)
 
     def _define_root(self, value: Value, ownership: str) -> None:
         self._define(value, value.name, value.name)
@@ -338,8 +361,13 @@ class _BlockVerifier:
         if memory == name and type_.storage_offset != 0:
             self._fail("type", f"%{name} is new memory, whose offset must be 0")
         for size in type_.sizes:
-            if size < 0 if type(size) is int else expression_kind(size) != "int":
-                self._fail("type", f"%{name} has the size {size}; sizes are non-negative integers")
+            if not 0 <= size < _LIMIT if type(size) is int else expression_kind(size) != "int":
+                self._fail("type", f"%{name} has the size {size}; sizes are non-negative integers of 64 bits")
+        for step in (*type_.strides, type_.storage_offset):
+            if type(step) is int and not 0 <= step < _LIMIT:
+                self._fail("type", f"%{name} has the stride or offset {step}; they are non-negative, of 64 bits")
+        if type_.is_static and type_.storage_bytes >= _LIMIT:
+            self._fail("type", f"%{name} has {type_.storage_bytes} bytes, more than an address has")
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -257,7 +257,7 @@ def test_a_failed_save_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ZeroDivisionError):
         compiled().save(path)
     assert path.read_text() == "what was there before" and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(ArtifactError, match="the folder cannot be written"):
+    with pytest.raises(ArtifactError, match="it cannot be written: No such file"):
         compiled().save(tmp_path / "absent" / "small.fxw")
 
 

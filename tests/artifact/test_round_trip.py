@@ -15,6 +15,7 @@ from fxwrap.artifact.archive import MANIFEST, MANIFEST_HASH
 from fxwrap.errors import ArtifactError, InputError
 from fxwrap.options import EMITTERS
 from tests.artifact.programs import batch, compiled
+from tests.support.sample import contents
 from tests.support.samples import EXTENSIONS, SAMPLES
 
 
@@ -40,6 +41,10 @@ def test_a_loaded_program_returns_the_same_results(emitter: str, dynamic: bool, 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_line_survives(name: str, tmp_path: Path) -> None:
     program = SAMPLES[name].program()
+    if name == "object_as_constant":
+        with pytest.raises(ArtifactError, match=r"constant 'k' is an object of .*\.Counter, which a file cannot hold"):
+            fxwrap.save(program, tmp_path / "sample.fxw")
+        return
     fxwrap.save(program, tmp_path / "sample.fxw", constants=SAMPLES[name].cpu_runnable)
     if name == "types":
         with pytest.raises(ArtifactError, match=r"operators that are not registered: vendor\.mixed"):
@@ -53,7 +58,7 @@ def test_every_line_survives(name: str, tmp_path: Path) -> None:
         results = loaded(*SAMPLES[name].inputs(seed=3))
         torch.manual_seed(1)
         wanted = fxwrap.run(program, SAMPLES[name].inputs(seed=3))
-        torch.testing.assert_close(results, wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(contents(results), contents(wanted), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLES if SAMPLES[name].cpu_runnable])

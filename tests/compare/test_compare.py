@@ -422,3 +422,38 @@ def test_programs_with_owned_inputs_and_mutable_constants_agree() -> None:
     report = assert_programs_agree(program, [torch.randn(4), torch.randn(4)])
     assert [outcome.name for outcome in report.emitters] == list(COMPARED_EMITTERS[1:])
     assert torch.equal(constant, torch.ones(4))
+
+
+# --- defects of eager -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_batch_norm_that_eager_differentiates_wrongly_is_corrected(dtype: torch.dtype) -> None:
+    """On a CPU, for a batch of one whose channels are contiguous, and a contiguous gradient (CvT and LeViT)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, 6, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(6, generator=generator, dtype=dtype, requires_grad=True)
+
+    def function(hidden: Tensor, weight: Tensor) -> Tensor:
+        x = hidden.permute(0, 2, 1).view(1, 6, 2, 2)
+        return torch.nn.functional.batch_norm(x, None, None, weight, None, training=True).contiguous() * 1
+
+    def formula(hidden: Tensor, weight: Tensor) -> Tensor:
+        x = hidden.permute(0, 2, 1).reshape(1, 6, 2, 2).contiguous()
+        centred = x - x.mean((2, 3), keepdim=True)
+        rstd = (centred.square().mean((2, 3), keepdim=True) + 1e-5).rsqrt()
+        return centred * rstd * weight[:, None, None]
+
+    report = compare(function, (hidden, weight), training=True, repeats=0)
+    assert report.agrees, report
+    assert report.eager_defects and "native_batch_norm_backward" in report.eager_defects[0]
+    assert "eager is wrong, and was corrected: aten.native_batch_norm_backward" in str(report)
+
+    cotangent = torch.randn(1, 6, 2, 2, generator=generator, dtype=torch.float64)
+    wide = [item.detach().double().requires_grad_() for item in (hidden, weight)]
+    expected = torch.autograd.grad(formula(*wide), wide, cotangent)
+    compiled = torch.compile(function, backend="fxwrap")
+    actual = torch.autograd.grad(compiled(hidden, weight), (hidden, weight), cotangent.to(dtype))
+    eager = torch.autograd.grad(function(hidden, weight), (hidden, weight), cotangent.to(dtype))
+    assert tensor_error(actual[0], expected[0]).relative < 1e-5
+    assert tensor_error(eager[0], expected[0]).relative > 0.1, "eager is right now: CorrectedEager can go"

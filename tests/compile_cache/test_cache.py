@@ -10,18 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._library.fake_class_registry import maybe_to_fake_obj
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxwrap
 from fxwrap import Compiled, Options
 from fxwrap.cli import main
 from fxwrap.compile import make_backend
 from fxwrap.compile_cache import CachedCompile, cache
-from fxwrap.compile_cache.entry import write_entry
+from fxwrap.compile_cache.entry import entry_content
 from fxwrap.compile_cache.graph_serializer import NotCacheable
 from fxwrap.errors import FusionWarning
 from fxwrap.options import EMITTERS
 from fxwrap.wrapper_ir import ConstantStore, Ownership
 from tests.compile_cache.graphs import CALLS, assert_same, compiled, graph, inputs
+from tests.support.opaque import Counter, Shift
 
 
 def cached_compile(make: Callable[[], Compiled]) -> Compiled:
@@ -128,8 +131,7 @@ def test_a_cache_hit_binds_the_current_graphs_constants(cache_folder: Path) -> N
     copies = {name: tensor.clone() for name, tensor in constants.items()}  # as for weights converted to channels-last
     computed = CachedCompile(programs[1].program.replace(store=ConstantStore(copies)), (), None)
     with pytest.raises(NotCacheable, match="the constant 'p_weight' was computed by the compile"):
-        write_entry(cache_folder / "entry", "", computed, "python", "", tensors_by_attribute(models[1]))
-    assert not (cache_folder / "entry").exists()
+        entry_content("", computed, "python", "", tensors_by_attribute(models[1]))
     assert any(tensor is models[1].weight or tensor.data_ptr() == models[1].weight.data_ptr()
                for tensor in constants.values())  # fmt: skip
 
@@ -234,3 +236,30 @@ def test_compiles_that_warned_are_not_cached(
         with pytest.warns(FusionWarning):
             assert not compiled(Options()).cached
     assert not entries.exists()
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_objects_of_a_graph_are_bound_to_its_cached_program(cache_folder: Path, emitter: str) -> None:
+    graphs = [object_graph(Counter(count), Shift(3)) for count in (1, 2)]
+    options = CALLS.replace(emitter=emitter)
+    made = iter(graphs)
+    program = cached_compile(lambda: fxwrap.compile_graph(next(made), options=options))
+    counter, x = Counter(5), torch.rand(3)
+    total, own = program(x, counter)
+    torch.testing.assert_close(total, x + 2 + 5 + 3)
+    assert own is graphs[1].own
+    assert not fxwrap.compile_graph(object_graph(Counter(1), Shift(4)), options=options).cached
+
+
+def object_graph(own: Counter, by: Shift) -> torch.fx.GraphModule:
+    """A graph with an object of its own, a literal one, and one as input, whose content is unknown."""
+    empty = FakeTensorMode().from_tensor(torch.empty(3))
+    fx_graph = torch.fx.Graph()
+    x, counter = fx_graph.placeholder("x"), fx_graph.placeholder("counter")
+    counter.meta["val"] = maybe_to_fake_obj(None, Counter(own.count))
+    first = fx_graph.call_function(torch.ops.fxwrap_tests.sum_counts.default, ([fx_graph.get_attr("own"), counter], x))
+    second = fx_graph.call_function(torch.ops.fxwrap_tests.shift.default, (by, first))
+    fx_graph.output((second, fx_graph.get_attr("own")))
+    for node in (x, first, second):
+        node.meta["val"] = empty
+    return torch.fx.GraphModule({"own": own}, fx_graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -13,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from fxwrap import Options
-from fxwrap.artifact import archive
-from fxwrap.compile_cache import cache, key
+from fxwrap.compile_cache import key
 from fxwrap.errors import OptionError
 from fxwrap.runtime import cache_eviction as cache_limit
 from tests.compile_cache.graphs import CALLS, assert_same, compiled, inputs
@@ -53,7 +53,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_entry(
     entries: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed() -> bool:
-        monkeypatch.setattr(archive.os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return _check_results()
 
     _, status = os.waitpid(in_child(killed), 0)
@@ -190,8 +190,8 @@ def test_a_read_only_folder_is_still_read(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")  # this process may write everywhere
 
-    monkeypatch.setattr(archive.tempfile, "mkstemp", refuse)
-    monkeypatch.setattr(cache_limit.os, "utime", refuse)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(os, "utime", refuse)
     assert compiled(CALLS.replace(emitter="interpreter")).cached
     with caplog.at_level("INFO", "fxwrap.cache"):
         program = compiled(CALLS.replace(emitter="interpreter"), name="other")
@@ -199,9 +199,17 @@ def test_a_read_only_folder_is_still_read(
     assert_same(program(*inputs()))
 
 
-def test_a_folder_at_an_entrys_path_prevents_writing(cache_folder: Path) -> None:
-    (cache_folder / cache.FOLDER).write_text("a file")
-    for _ in range(2):
+def test_whatever_is_in_an_entrys_place_is_replaced(entries: Path) -> None:
+    entries.write_text("a file in the folder's place")
+    assert not compiled().cached and compiled().cached
+    (entry,) = entries.iterdir()
+    makers: tuple[Callable[[Path], object], ...] = (
+        Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("absent"),
+    )  # fmt: skip
+    for make in makers:
+        entry.unlink()
+        make(entry)
         program = compiled()
         assert not program.cached
         assert_same(program(*inputs()))
+        assert compiled().cached

@@ -32,7 +32,6 @@ program @p(%x: borrowed f32[4]@cpu) {
   memory.free(%b) stream=1
   memory.free(%t) stream=1
   %unused = device.record() device="cpu" stream=1 : opaque<Event>
-  memory.free(%unused)
   %done = device.record() device="cpu" stream=1 : opaque<Event>
   device.wait(%done) device="cpu"
   %y = extern.call @aten.add.Tensor(%c, %x) : f32[4]@cpu

@@ -60,8 +60,7 @@ def _printed(kernel: Kernel) -> PrintedKernel:
     axes = (*kernel.axes, *kernel.reduced)
     sizes = "".join([f"{_size(axis.size)}, " for axis in axes])
     lines = [f"def kernel(unit, {', '.join([*names.values(), *symbols])}):"]
-    extents = [(names[buffer.name], _size(buffer.extent)) for buffer in buffers]
-    lines += [f"    {name} = unit.flat({name}, {extent})" for name, extent in extents]
+    lines += [f"    {name} = unit.flat({name})" for name in names.values()]
     lines += [f"    space = unit.space(({sizes}), {len(kernel.axes)})", "    if space.is_empty:", "        return"]
     lines += [f"    {axis.name} = space.axis({number})" for number, axis in enumerate(axes)]
     lines += [f"    {writer.line(number, item)}" for number, item in enumerate(kernel.operations)]

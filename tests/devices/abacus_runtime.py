@@ -31,8 +31,10 @@ class Unit:
         return OPERATIONS[name].reference
 
     @staticmethod
-    def flat(tensor: Tensor, count: int) -> Tensor:
-        """Returns the memory from a tensor's first element on."""
+    def flat(tensor: Tensor) -> Tensor:
+        """Returns the memory from a tensor's first element to its last."""
+        last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())])
+        count = last + 1 if tensor.numel() else 0
         return tensor.as_strided((count,), (1,), tensor.storage_offset())
 
     @staticmethod
@@ -110,7 +112,7 @@ class Space:
 
 
 def _softmax(value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    largest = value.amax(dim)
+    largest = value.amax(dim) if value.shape[dim] else torch.full_like(value.sum(dim), -torch.inf)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     return largest, (value - shift.unsqueeze(dim)).exp().sum(dim)
 

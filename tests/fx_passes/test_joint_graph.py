@@ -188,3 +188,19 @@ def test_recomputed_tensors(function: Callable[..., Tensor], fresh_dynamo: None)
     function(x, y).sum().backward()
     torch.testing.assert_close(actual, x.grad)
     assert count_saved_matmul_sized(programs[0]) == 1  # the result
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
+def test_a_returned_view_is_not_donated_to_the_backward(emitter: str, fresh_dynamo: None) -> None:
+    """The product is saved and replaced by a multiplication; AOTAutograd must see that a result is a view of it."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        once = torch.mm(x, x)
+        twice = torch.mm(once, x)
+        return once.expand(2, 4, 4), torch.where(x.detach() > 0, once, twice).unsqueeze(0)
+
+    x = torch.randn(1, 1, requires_grad=True)
+    results = torch.compile(function, backend="fxwrap", options={"emitter": emitter})(x)
+    expected = function(x.detach())
+    sum([result.sum() for result in results]).backward()
+    torch.testing.assert_close(tuple([result.detach() for result in results]), expected)

@@ -5,7 +5,6 @@ What a model says is traced by Dynamo and AOTAutograd, compiled, and run; only t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,8 @@ def stream_log(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Iterator[
     TorchInGraphFunctionVariable._get_handlers()  # of torch's own functions, before they are replaced
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device=None: CURRENT)
+    for module in (torch._dynamo.utils, torch._dynamo.guards):  # since torch 2.15 a function of theirs in C++
+        monkeypatch.setattr(module, "get_current_stream", lambda _device: CURRENT)
     monkeypatch.setattr(traced_streams, "get_roofline_estimate", lambda _node: 1.0)
     monkeypatch.setattr(traced_streams, "get_device", lambda _node: torch.device("meta"))
     stream_log = StreamLog()
@@ -229,16 +230,16 @@ def test_other_methods_and_graphs_are_unchanged() -> None:
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_program_synchronizes_with_a_stream(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
 
     class Waited:
         def synchronize(self) -> None:
-            done.append("stream")
+            done.append(f"stream {objects.index(self)}")
 
-    waited = Waited()
-    table = {5: weakref.ref(waited)}
-    monkeypatch.setattr(torch._dynamo.graph_bytecode_inputs, "index_to_external_object_weakref", table)
+    objects = [Waited() for _ in range(6)]
+    torch._dynamo.graph_bytecode_inputs.store_user_object_weakrefs(*objects)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: done.append("all"))
     model = Model("cpu")
     (x,) = model.inputs
@@ -249,7 +250,7 @@ def test_a_program_synchronizes_with_a_stream(emitter: str, monkeypatch: pytest.
     compiled = fxwrap.compile_graph(model.module(z), options=fxwrap.Options(emitter=emitter))
     x_ = torch.rand(8, 8)
     torch.testing.assert_close(compiled(x_)[0], x_.sin().cos())
-    assert done == ["stream", "all"]
+    assert done == ["stream 5", "all"]
     order = [line.kernel if isinstance(line, Launch) else line.target for line in compiled.program.body.lines
              if isinstance(line, Launch | ExternCall)]  # fmt: skip
     assert order == ["sin_0", "fxwrap.synchronize.default", "cos_0", "fxwrap.synchronize_device.default"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map, tree_map_only
 
 from fxwrap.devices import CPU
 from fxwrap.loop_ir import ZERO, Axis, Buffer, KernelBuilder, Scalar, compute_dtype, evaluate_kernel, linearize_index
@@ -20,10 +23,32 @@ from fxwrap.lowering.fusion.definitions import (
     Viewed,
 )
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
+from fxwrap.lowering.rules.registry import LoweringResult
 
 
 def call_rule(overload: Any, *arguments: Any, **keywords: Any) -> Any:
     """Returns the tensors that an overload's rule computes, one or a tuple; or the reason why it declines the call."""
+    result, payloads = _define(overload, arguments, keywords, overload(*arguments, **keywords))
+    if isinstance(result, Declined):
+        return result.reason
+    computed = Computed(payloads)
+    if isinstance(result, Definition):
+        return computed.tensor(result)
+    return tuple([None if item is None else computed.tensor(item) for item in result])
+
+
+def fuses(overload: Any, *arguments: Any, **keywords: Any) -> bool:
+    """Whether torch's rule for fake tensors accepts a call, and fxwrap's does not decline it."""
+    with FakeTensorMode() as mode, contextlib.suppress(Exception):
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, (arguments, keywords))
+        fake = overload(*fakes[0], **fakes[1])
+        return not isinstance(_define(overload, arguments, keywords, fake)[0], Declined)
+    return False
+
+
+def _define(
+    overload: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], fake: Any
+) -> tuple[LoweringResult | Declined, dict[Definition, torch.Tensor]]:
     payloads: dict[Definition, torch.Tensor] = {}
 
     def stored(item: Any) -> Any:
@@ -33,18 +58,11 @@ def call_rule(overload: Any, *arguments: Any, **keywords: Any) -> Any:
         payloads[definition] = item
         return definition
 
-    fake = overload(*arguments, **keywords)
     name = f"{overload._schema.name.replace('::', '.')}.{overload._overloadname}"
     positional = [tree_map(stored, item) for item in arguments]
     named = {key: tree_map(stored, item) for key, item in keywords.items()}
     call = OperatorCall(name, positional, named, fake, torch.device("cpu"), lambda item: tuple(item.shape), CPU)
-    result = RULES[name](call)
-    if isinstance(result, Declined):
-        return result.reason
-    computed = Computed(payloads)
-    if isinstance(result, Definition):
-        return computed.tensor(result)
-    return tuple([None if item is None else computed.tensor(item) for item in result])
+    return RULES[name](call), payloads
 
 
 class Computed:

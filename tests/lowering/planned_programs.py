@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,10 @@ from fxwrap.converters.interpreter import interpreter
 from fxwrap.loop_ir import Kernel, evaluate_kernel
 from fxwrap.lowering.program import lower_with_coverage
 from fxwrap.options import Options
-from fxwrap.printers import KernelRequest, PrintedKernel
+from fxwrap.printers import KernelRequest, PrintedKernel, print_kernel
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.kernels import load_kernel, prepare_kernels
+from fxwrap.symbolic import evaluate
 from fxwrap.wrapper_ir import Program, leaves, verify
 
 EvaluateKernel = Callable[..., None]
@@ -116,3 +119,24 @@ def launch(kernel: Kernel, arguments: Sequence[Any], evaluate_with: EvaluateKern
         last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
         flat[buffer.name] = torch.as_strided(tensor, (last + 1 if tensor.numel() else 0,), (1,))
     evaluate_with(kernel, flat, symbols)
+
+
+def printed_launch(plans: Sequence[Planned], language: str) -> EvaluateKernel:
+    """Prints and prepares the kernels of plans in a language together; returns what runs one of them."""
+    kernels = {text: kernel for planned in plans for text, kernel in planned.kernels.items()}
+    printed = {
+        text: print_kernel(KernelRequest(kernel, language, torch.device("cpu"), int))
+        for text, kernel in kernels.items()
+    }
+    prepare_kernels(
+        tuple([KernelText(language, item.source, item.signature, item.options) for item in printed.values()])
+    )
+
+    def run(kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        item = printed[str(kernel)]
+        launcher = load_kernel(item.language, item.source, item.signature, item.options)
+        grid = tuple([int(evaluate(size, numbers)) for size in item.grid])
+        order = [buffers[buffer.name] for buffer in (*kernel.inputs, *kernel.outputs)]
+        launcher(grid, *order, *[numbers[symbol.name] for symbol in kernel.symbols])
+
+    return run

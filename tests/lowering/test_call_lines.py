@@ -75,6 +75,10 @@ def test_golden_lines(rule: str, update_golden: bool) -> None:
     """Graph and program, the latter without the text of its kernels, which is the printers' matter."""
     arguments = [torch.zeros(3, 3), torch.tensor([2, 0]), torch.zeros(3, 3)]
     graph = make_fx(RULES[rule], tracing_mode="fake")(*arguments)
+    for target in (aten.detach.default, aten.alias.default):  # which of them torch adds depends on its release
+        for node in graph.graph.find_nodes(op="call_function", target=target):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
     program = fxwrap.lower(graph, arguments, options=Options(check_inputs=False))
     lines = str(program).partition("\n}\n")[0] + "\n}\n"
     text = sections([("input", str(graph.graph)), ("after lower", lines)])

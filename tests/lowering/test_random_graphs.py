@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from fxwrap.loop_ir import Kernel, evaluate_kernel
-from fxwrap.printers import KernelRequest, PrintedKernel, print_kernel
-from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.kernels import load_kernel, prepare_kernels
-from fxwrap.symbolic import evaluate
 from tests.lowering.loop_order import evaluate_in_loop_order
-from tests.lowering.planned_programs import STRICT, Planned, check_graph, close, plan
+from tests.lowering.planned_programs import STRICT, Planned, check_graph, close, plan, printed_launch
 from tests.support.strategies.graphs import NORMS, PLACING, POINTWISE, VIEWS, RandomGraph, graphs
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -50,19 +47,12 @@ def test_kernels_are_equivalent_in_loop_order(graph: RandomGraph) -> None:
     planned.run([item.clone() for item in graph.inputs], _compared(lambda kernel: evaluate_in_loop_order))
 
 
-def test_cpp_kernels_match_the_evaluator() -> None:
-    drawn = _drawn(24)
-    printed = {str(kernel): _printed(kernel, "cpp") for _, planned in drawn for kernel in planned.kernels.values()}
-    prepare_kernels(tuple([KernelText("cpp", item.source, item.signature, item.options) for item in printed.values()]))
+@pytest.mark.parametrize(("language", "count"), [("cpp", 24), ("triton", 40)])
+def test_printed_kernels_match_the_evaluator(language: str, count: int) -> None:
+    drawn = _drawn(count)
+    launch = printed_launch([planned for _, planned in drawn], language)
     for graph, planned in drawn:
-        inputs = [item.clone() for item in graph.inputs]
-        planned.run(inputs, _compared(lambda kernel: _launcher(kernel, printed[str(kernel)])))
-
-
-def test_triton_kernels_match_the_evaluator() -> None:
-    for graph, planned in _drawn(40):
-        inputs = [item.clone() for item in graph.inputs]
-        planned.run(inputs, _compared(lambda kernel: _launcher(kernel, _printed(kernel, "triton"))))
+        planned.run([item.clone() for item in graph.inputs], _compared(lambda _: launch))
 
 
 def _drawn(count: int) -> list[tuple[RandomGraph, Planned]]:
@@ -87,19 +77,5 @@ def _compared(other: Callable[[Kernel], Callable[..., None]]) -> Callable[..., N
         other(kernel)(kernel, memory, numbers)
         for name, tensor in buffers.items():
             assert close(memory[name], tensor), f"{name} is {memory[name]}, not {tensor}\n{kernel}"
-
-    return run
-
-
-def _printed(kernel: Kernel, language: str) -> PrintedKernel:
-    return print_kernel(KernelRequest(kernel, language, torch.device("cpu"), int))
-
-
-def _launcher(kernel: Kernel, printed: PrintedKernel) -> Callable[..., None]:
-    def run(kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
-        launch = load_kernel(printed.language, printed.source, printed.signature, printed.options)
-        grid = tuple([int(evaluate(size, numbers)) for size in printed.grid])
-        order: Sequence[Any] = [buffers[buffer.name] for buffer in (*kernel.inputs, *kernel.outputs)]
-        launch(grid, *order, *[numbers[symbol.name] for symbol in kernel.symbols])
 
     return run

@@ -250,7 +250,7 @@ def test_an_in_place_index_put_is_ordered_among_kernels(device: str) -> None:
         x[i] = v[:3] * 2
         between = rows.sin()
         aten.index_put_(x, [None, i], v[0, 0], accumulate=True)
-        x[v > 0] = 7.0
+        aten.index_put_(x, [v > 0], v[0, 1])
         return before + x, between, rows * 2
 
     program = check_emitters_agree(

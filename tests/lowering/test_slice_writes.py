@@ -171,7 +171,12 @@ def _view_read_later(x: Tensor, v: Tensor) -> Any:
     return aten.as_strided_scatter(base, v, [2], [3], 1), shown * 2
 
 
-@pytest.mark.parametrize("function", [_read_later, _aliasing_source, _view_read_later])
+def _own_source(x: Tensor, v: Tensor) -> Any:
+    base = x @ x
+    return aten.as_strided_scatter(base, base, [4, 4], [4, 1], 0)
+
+
+@pytest.mark.parametrize("function", [_read_later, _aliasing_source, _view_read_later, _own_source])
 def test_live_memory_is_not_overwritten(function: Any) -> None:
     arguments = (torch.randn(4, 4), torch.randn(2))
     graph = make_fx(function, tracing_mode="fake")(*arguments)

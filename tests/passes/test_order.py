@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.lines import ExternCall
@@ -42,6 +43,22 @@ def test_values_are_computed_near_their_use() -> None:
     assert all(
         torch.equal(one, other) for one, other in zip(fxwrap.run(reordered.program, [x]), fxwrap.run(program, [x]))
     )
+
+
+def test_sizes_without_hints_are_estimated() -> None:
+    """Numbers of rows that only a run brings: each result has the estimate's size."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = x.nonzero()
+        computed = [call(rows.float()) for call in (torch.sin, torch.cos, torch.tan)]
+        return tuple([item.sum() for item in computed])
+
+    x = torch.randn(8)
+    graph = make_fx(function, tracing_mode="symbolic")(x)
+    program = fxwrap.lower(graph, [x], options=fxwrap.Options(fuse=False))
+    reordered = reorder_for_peak_memory(program)
+    assert reordered.peak_after < reordered.peak_before
+    torch.testing.assert_close(fxwrap.run(verify(reordered.program), [x]), function(x))
 
 
 def test_random_operators_stay_ordered() -> None:

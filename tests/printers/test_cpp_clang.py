@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fxwrap.runtime.native import build
+from fxwrap.runtime.native import compiler as driver
 from tests.conftest import NO_CLANG
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,8 +52,8 @@ def test_clang_links_the_vector_math_library(machine: str, tmp_path: Path, monke
     compiler.write_text(f'#!/bin/sh\ncase "$2" in {cases} esac\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", f"{compiler} {machine}")  # an argument of the command, which is asked with it
-    monkeypatch.setattr(build.platform, "machine", lambda: machine)
-    compiler_settings = build._compiler()
+    monkeypatch.setattr(driver.platform, "machine", lambda: machine)
+    compiler_settings = driver.find_compiler()
     assert compiler_settings.command == (str(compiler), machine)
     expected = (("-fveclib=libmvec",), (str(library),)) if machine == "x86_64" else ((), ())
     assert (compiler_settings.kernel_flags, compiler_settings.runtime) == expected

@@ -25,7 +25,7 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
-from fxwrap.runtime.native import build, build_bridge
+from fxwrap.runtime.native import build_bridge, compiler
 from fxwrap.symbolic import make_symbol
 from tests.printers.cpp_kernels import BF16, F32, check, matrix, pointwise, reduction
 from tests.printers.triton_kernels import squares_kernel
@@ -523,5 +523,5 @@ def test_a_column_sum_that_hung_gcc_12(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = body.finish([batch, state, column], [row], inputs, [Buffer("out", F32, 1024)])
 
     build_bridge()
-    monkeypatch.setattr(build, "COMPILER_TIMEOUT_SECONDS", 60)
+    monkeypatch.setattr(compiler, "COMPILER_TIMEOUT_SECONDS", 60)
     check(kernel, rtol=1e-4)

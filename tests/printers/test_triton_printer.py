@@ -78,12 +78,46 @@ def test_operations_match_torch(spec: OperationSpec, dtype: torch.dtype) -> None
 
     def write(body: KernelBuilder) -> None:
         loads = [body.load(name, as_index(axis), item.dtype) for name, item in arguments.items()]
-        body.store("out", as_index(axis), body.compute(spec.name, *loads))
+        value = body.compute(spec.name, *loads)
+        body.store("out", as_index(axis), value)
+        doubled = value + value if result in INTEGERS else value  # shows a text whose type is wider than the result's
+        body.store("doubled", as_index(axis), doubled.to(widest))
 
     result = torch.bool if spec.result == "bool" else dtype
+    widest = F64 if result.is_floating_point else I64
     inputs = {name: (item.dtype, count) for name, item in arguments.items()}
-    kernel = build([axis], [], inputs, {"out": (result, count)}, write)
+    kernel = build([axis], [], inputs, {"out": (result, count), "doubled": (widest, count)}, write)
     check(kernel, inputs=arguments, tolerance=4e-6 if dtype is F32 else None)
+
+
+def test_an_overwritten_element_is_loaded_before_it_is_stored() -> None:
+    axis = Axis("p0", 9)
+
+    def write(body: KernelBuilder) -> None:
+        narrow = body.load("out", as_index(axis), I64).to(torch.uint8)
+        body.store("out", as_index(axis), body.load("x", as_index(axis), I64))
+        body.store("narrow", as_index(axis), narrow)
+
+    kernel = build([axis], [], {"x": (I64, 9)}, {"out": (I64, 9), "narrow": (torch.uint8, 9)}, write)
+    check(kernel, in_place={"out": torch.arange(9) + 20})
+
+
+@pytest.mark.parametrize("dtype", sorted(INTEGERS, key=str), ids=str)
+def test_integers_with_literals_wrap(dtype: torch.dtype) -> None:
+    """A result that Triton gave a wider type, because of a literal's, would not wrap when it is added to itself."""
+    operand = values(dtype)
+    axis = Axis("p0", operand.numel())
+    specs = [item for item in OPERATIONS.values() if item.operands == 2 and item.domain.accepts(dtype)]
+    names = [item.name for item in specs if item.result == "same"]
+
+    def write(body: KernelBuilder) -> None:
+        loaded = body.load("a", as_index(axis), dtype)
+        for name in names:
+            value = loaded.apply(name, 100)
+            body.store(name, as_index(axis), (value + value).to(I64))
+
+    outputs = {name: (I64, operand.numel()) for name in names}
+    check(build([axis], [], {"a": (dtype, operand.numel())}, outputs, write), inputs={"a": operand})
 
 
 def converted(body: KernelBuilder, name: str, index: Index, source: torch.dtype, target: torch.dtype) -> Scalar:

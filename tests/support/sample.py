@@ -16,6 +16,7 @@ from fxwrap.wrapper_ir import (
     ConstantStore,
     Effect,
     KernelDefinition,
+    OpaqueType,
     Program,
     TensorType,
     Value,
@@ -27,6 +28,7 @@ from fxwrap.wrapper_ir import (
     print_kernel,
     read,
 )
+from tests.support.opaque import Counter
 
 
 @line_class("vendor.copy")
@@ -93,6 +95,8 @@ class Sample:
                 inputs.append(self.symbols[item.name])
             elif item.value.type == GENERATOR:
                 inputs.append(torch.Generator().manual_seed(seed))
+            elif isinstance(item.value.type, OpaqueType):
+                inputs.append(Counter(seed % 5 + len(inputs)))
             else:
                 limit = self.limits.get(item.name, 8)
                 inputs.append(random_tensor(item.value.tensor_type, self.symbols, generator, limit))
@@ -100,8 +104,14 @@ class Sample:
 
 
 def contents(inputs: Sequence[Any]) -> list[Any]:
-    """Returns what is compared of inputs: tensors and numbers as they are, the states of generators."""
-    return [item.get_state() if isinstance(item, torch.Generator) else item for item in inputs]
+    """Returns what is compared of inputs: tensors and numbers as they are, the states of generators and counters."""
+    return [_content(item) for item in inputs]
+
+
+def _content(item: Any) -> Any:
+    if isinstance(item, Counter):
+        return item.count
+    return item.get_state() if isinstance(item, torch.Generator) else item
 
 
 def random_tensor(
@@ -126,5 +136,6 @@ def _parsed(text: str, with_constants: bool) -> Program:
     program = parse_program(text, (*CORE_LINES, *EXTENSIONS))
     generator = torch.Generator().manual_seed(0)
     constants = [constant.value for constant in program.constants] if with_constants else []
-    tensors = {value.name: random_tensor(value.tensor_type, {}, generator) for value in constants}
+    tensors = {value.name: Counter(7) if isinstance(value.type, OpaqueType)
+               else random_tensor(value.tensor_type, {}, generator) for value in constants}  # fmt: skip
     return program.replace(store=ConstantStore(tensors))

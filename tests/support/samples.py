@@ -7,6 +7,7 @@ for those that a CPU can run now.
 from __future__ import annotations
 
 from fxwrap.wrapper_ir import KernelDefinition, Program
+from tests.support.opaque import COUNTER
 from tests.support.sample import EXTENSIONS, DmaCopy, Sample, random_tensor
 
 __all__ = ["EXTENSIONS", "SAMPLES", "DmaCopy", "Sample", "random_tensor", "sample_programs"]
@@ -52,6 +53,8 @@ def kernel(in0, out0, n0, BLOCK: tl.constexpr):
     ("*f32", "*f32", "i64"),
     (("BLOCK", 64), ("enable_fp_fusion", False), ("num_warps", 4)),
 )
+
+_OPAQUE = f"opaque<{COUNTER}>"
 
 _TABLE = (
     Sample("empty", "program @empty() {\n  control.return()\n}\n"),
@@ -472,6 +475,74 @@ function @drawn(%y: f32[6]@cpu, %own: opaque<Generator>) {
   memory.free(%r)
   control.yield(%z)
 }
+""",
+    ),
+    Sample(
+        "objects",
+        f"""
+program @objects(%c: borrowed {_OPAQUE}, %x: borrowed f32[4]@cpu, %unused: borrowed opaque<"a.<b>">) {{
+  %y = extern.call @fxwrap_tests.add_count.default(%c, %x) effect_set=(unknown()) : f32[4]@cpu
+  %d = extern.call @fxwrap_tests.next_counter.default(%c) effect_set=(unknown()) : {_OPAQUE}
+  %z = extern.call @fxwrap_tests.add_count.default(%d, %y) effect_set=(unknown()) : f32[4]@cpu
+  memory.free(%y)
+  %w = extern.call @fxwrap_tests.sum_counts.default([%c, %d], %z) effect_set=(unknown()) : f32[4]@cpu
+  control.return(%z, %d, %unused, %w, %c, %unused)
+}}
+""",
+    ),
+    Sample(
+        "object_as_constant",
+        f"""
+program @object(%x: borrowed f32[4]@cpu) {{
+  %y = extern.call @fxwrap_tests.sum_counts.default([%k, %k], %x) effect_set=(unknown()) : f32[4]@cpu
+  control.return(%y, %k)
+}}
+constant %k: {_OPAQUE}
+""",
+    ),
+    Sample(
+        "objects_of_a_function",
+        f"""
+program @calls(%x: borrowed f32[4]@cpu, %c: borrowed {_OPAQUE}, %d: borrowed {_OPAQUE}) {{
+  %a, %e, %f = control.call @swapped(%x, %c, %d) : f32[4]@cpu, {_OPAQUE}, {_OPAQUE}
+  %b, %g, %h = control.call @swapped(%a, %e, %f) : f32[4]@cpu, {_OPAQUE}, {_OPAQUE}
+  control.return(%a, %b, %g, %h, %e)
+}}
+function @swapped(%y: f32[4]@cpu, %i: {_OPAQUE}, %j: {_OPAQUE}) {{
+  %z = extern.call @fxwrap_tests.add_count.default(%i, %y) effect_set=(unknown()) : f32[4]@cpu
+  control.yield(%z, %j, %i)
+}}
+""",
+    ),
+    Sample(
+        "objects_of_blocks",
+        f"""
+program @blocks(%x: borrowed f32[4]@cpu, %i: borrowed i64[]@cpu, %c: borrowed {_OPAQUE}, %d: borrowed {_OPAQUE}) {{
+  %flag = extern.call @aten.gt.Scalar(%i, 0) : bool[]@cpu
+  %y, %e = control.cond(%flag, %x, %c, %d) : f32[4]@cpu, {_OPAQUE} {{
+  ^then(%t: f32[4]@cpu, %tc: {_OPAQUE}, %td: {_OPAQUE}):
+    %t1 = extern.call @fxwrap_tests.add_count.default(%tc, %t) effect_set=(unknown()) : f32[4]@cpu
+    control.yield(%t1, %td)
+  ^else(%f: f32[4]@cpu, %fc: {_OPAQUE}, %fd: {_OPAQUE}):
+    %f1 = extern.call @fxwrap_tests.add_count.default(%fd, %f) effect_set=(unknown()) : f32[4]@cpu
+    control.yield(%f1, %fc)
+  }}
+  memory.free(%flag)
+  %n, %z, %g, %h = control.while(%i, %y, %c, %d) extra=(%e) : i64[]@cpu, f32[4]@cpu, {_OPAQUE}, {_OPAQUE} {{
+  ^cond(%n0: i64[]@cpu, %z0: f32[4]@cpu, %g0: {_OPAQUE}, %h0: {_OPAQUE}, %e0: {_OPAQUE}):
+    %go = extern.call @aten.lt.Scalar(%n0, 5) : bool[]@cpu
+    control.yield(%go)
+  ^body(%n1: i64[]@cpu, %z1: f32[4]@cpu, %g1: {_OPAQUE}, %h1: {_OPAQUE}, %e1: {_OPAQUE}):
+    %n2 = extern.call @aten.add.Scalar(%n1, 1) : i64[]@cpu
+    %z2 = extern.call @fxwrap_tests.add_count.default(%g1, %z1) effect_set=(unknown()) : f32[4]@cpu
+    %z3 = extern.call @fxwrap_tests.sum_counts.default([%e1], %z2) effect_set=(unknown()) : f32[4]@cpu
+    memory.free(%z2)
+    control.yield(%n2, %z3, %h1, %g1)
+  }}
+  memory.free(%y)
+  memory.free(%n)
+  control.return(%z, %g, %h, %e)
+}}
 """,
     ),
     Sample(

@@ -18,7 +18,7 @@ import fxwrap
 from fxwrap.lowering import lower_with_coverage
 from fxwrap.options import EMITTERS
 from fxwrap.printers import KernelRequest, candidate_kernels
-from fxwrap.runtime.native import cache_folder
+from fxwrap.runtime.cache_folder import cache_folder
 from fxwrap.tuning import TuningRecord, TuningRecords, fastest, fingerprint
 from tests.tuning.fake_timer import FAST, OPTIONS, SLOW, FakeTimer, fail_timing, tuner
 

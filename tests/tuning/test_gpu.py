@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.lowering import lower_with_coverage
 from fxwrap.options import EMITTERS
-from fxwrap.runtime.native import cache_folder
+from fxwrap.runtime.cache_folder import cache_folder
 from fxwrap.tuning import TuningTask, time_on_gpu
 from fxwrap.tuning.first_call import _can_time
 from tests.tuning.fake_timer import fail_timing, tuner

@@ -13,7 +13,7 @@ from fxwrap.converters.cpp.library import EmittedCpp, is_compiled_by_triton
 from fxwrap.converters.cpp.loops import LoopConverter
 from fxwrap.converters.cpp.replay import is_replayed, write_replay
 from fxwrap.converters.cpp.text import CppUnit, StaticArray, comment_text, frame_field, indent_statements, string_text
-from fxwrap.converters.cpp.writer import CppWriter, uses_list_slot
+from fxwrap.converters.cpp.writer import CppWriter
 from fxwrap.devices import language_traits
 from fxwrap.errors import UnsupportedError
 from fxwrap.runtime.cpp_kernels import cpp_symbol, emit_cpp_declaration
@@ -22,9 +22,11 @@ from fxwrap.runtime.triton.translation_units import variants_symbol
 from fxwrap.symbolic import SymbolInfo, symbol_kind
 from fxwrap.torch_compat import out_argument_names
 from fxwrap.wrapper_ir import (
+    GENERATOR,
     Block,
     Input,
     KernelDefinition,
+    ListType,
     OpaqueType,
     Operand,
     Ownership,
@@ -33,6 +35,7 @@ from fxwrap.wrapper_ir import (
     TensorType,
     Value,
     program_arguments,
+    used,
     values_in,
 )
 
@@ -55,6 +58,8 @@ class CppConverter(LoopConverter):
         self.kernels: dict[str, KernelDefinition] = {}
         self.replayed_calls: list[lines.CallFunction] = []
         self.replayed_functions_slot = ""  # of the handle to the replayed functions
+        inputs = enumerate(program.inputs)
+        self.opaque_inputs = {item.name: position for position, item in inputs if _is_opaque(item.value)}
         self._functions: dict[str, tuple[str, Block, tuple[Operand, ...]] | None] = {}
 
     def run(self) -> list[str]:
@@ -291,9 +296,9 @@ class CppConverter(LoopConverter):
 
     def _output(self, line: lines.Return, item: Operand) -> str:
         if isinstance(item, complex | str):
-            raise self.unsupported(line, f"C++ returns tensors and real numbers, not {item!r}")
-        if isinstance(item, Value) and uses_list_slot(item.type):
-            raise self.unsupported(line, f"C++ returns tensors and real numbers, and %{item.name} is neither")
+            raise self.unsupported(line, f"C++ returns tensors, real numbers, lists and objects, not {item!r}")
+        if isinstance(item, Value) and item.name in self.opaque_inputs:
+            return f"same_input({self.opaque_inputs[item.name]})"
         (text,) = self.writer.argument(line, item)
         return text
 
@@ -375,8 +380,11 @@ def to_cpp(program: Program, handlers: Handlers | None = None) -> EmittedCpp:
     a line that C++ cannot express; the first call raises NativeBuildError if there is no working compiler.
     """
     unit = CppUnit()
-    inputs = StaticArray("inputs", "Input", [_input_text(unit, item) for item in program.inputs])
-    slots = [unit.slot(constant.value.name) for constant in program.constants]
+    passed_through = _passed_through(program)
+    inputs = StaticArray(
+        "inputs", "Input", [_input_text(unit, item, item.name in passed_through) for item in program.inputs]
+    )
+    slots = [_constant_text(unit, constant.value) for constant in program.constants]
     converter = CppConverter(program, unit, handlers)
     run = converter.run()
     constants = StaticArray("constants", "Arg", [*slots, *filter(None, [converter.replayed_functions_slot])])
@@ -387,9 +395,25 @@ def to_cpp(program: Program, handlers: Handlers | None = None) -> EmittedCpp:
     return EmittedCpp(source, program, kernels, converter.replayed_calls, lambda part: to_cpp(part, converter.handlers))
 
 
-def _input_text(unit: CppUnit, item: Input) -> str:
+def _passed_through(program: Program) -> set[str]:
+    """Returns the names of the opaque inputs that no line but the last one reads."""
+    read = {value.name for line in program.body.lines[:-1] for value in used(line)}
+    return {item.name for item in program.inputs if item.name not in read and _is_opaque(item.value)}
+
+
+def _is_opaque(value: Value | SymbolInfo) -> bool:
+    return isinstance(value, Value) and isinstance(value.type, OpaqueType)
+
+
+def _constant_text(unit: CppUnit, value: Value) -> str:
+    return f"opaque({unit.list_slot(value.name)})" if _is_opaque(value) else unit.slot(value.name)
+
+
+def _input_text(unit: CppUnit, item: Input, is_passed_through: bool) -> str:
     name = string_text(item.name)
     value = item.value
+    if is_passed_through:
+        return f"{{{name}, none}}"
     if isinstance(value, SymbolInfo):
         return f"{{{name}, {unit.symbol(value.name)}}}"
     match value.type:
@@ -398,10 +422,9 @@ def _input_text(unit: CppUnit, item: Input) -> str:
             return f"{{{name}, {f'owned({slot})' if item.ownership in _OWNED else slot}}}"
         case ScalarType(kind):
             return f"{{{name}, {unit.scalar(value.name, kind)}}}"
-        case OpaqueType("NoneType"):
-            return f"{{{name}, {unit.slot(value.name)}}}"
-        case OpaqueType("Generator"):
-            return f"{{{name}, {unit.list_slot(value.name)}}}"
+        case OpaqueType() | ListType():
+            slot = unit.list_slot(value.name)
+            return f"{{{name}, {slot if value.type == GENERATOR else f'opaque({slot})'}}}"
         case _:
-            reason = "the inputs of a C++ program are tensors, numbers and generators"
+            reason = "the inputs of a C++ program are tensors, numbers, lists and opaque objects"
             raise UnsupportedError(f"%{value.name}", CppConverter.name, reason)

@@ -34,7 +34,8 @@ ListSlot MemoryFormat Number Numbers Operator Program CallSite Slot Slots Varian
 check_alignment check_layout check_rank complex count data_ptr defined drop element element_bool element_float
 element_int empty_strided enter_device enter_stream exchange_random_state exit_device
 fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int launch list bump_version move named
-none owned pool_slice restore_random_state reuse save_random_state size size_t std storage_offset stride view
+none opaque owned pool_slice restore_random_state reuse same_input save_random_state size size_t std storage_offset
+stride view
 """
 _PROGRAM_NAMES = """
 arguments_ constants errno f inputs int16_t int32_t int64_t int8_t kernel outputs program results_ run site stderr stdin
@@ -47,10 +48,14 @@ RESERVED = frozenset(f"{_KEYWORDS} {_BRIDGE_NAMES} {_PROGRAM_NAMES}".split())
 _DTYPES = """
 uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool_ qint8 quint8 qint32
 bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz
-float8_e4m3fnuz uint16 uint32 uint64 float8_e8m0fnu float4_e2m1fn_x2
+float8_e4m3fnuz uint16 uint32 uint64 float8_e8m0fnu float4_e2m1fn_x2 bcomplex32
 """
 
-DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name.rstrip("_")): name for name in _DTYPES.split()}
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, name.rstrip("_")): name
+    for name in _DTYPES.split()
+    if hasattr(torch, name.rstrip("_"))  # bcomplex32 is new in torch 2.14
+}
 """The members of the bridge's enum DType by torch's dtypes."""
 
 
@@ -150,7 +155,7 @@ class CppUnit:
         return self._intern_slot(name, self.slots)
 
     def list_slot(self, name: str) -> str:
-        """Returns the slot of a list of any length, or of a generator, by its value's name."""
+        """Returns the slot of a list of any length, or of an opaque object, by its value's name."""
         return self._intern_slot(name, self.lists)
 
     def _intern_slot(self, name: str, slots: list[str]) -> str:

@@ -36,8 +36,8 @@ def unsupported(line: ir.LineBase, reason: str) -> UnsupportedError:
 
 
 def uses_list_slot(type_: ir.Type) -> bool:
-    """Returns whether values of a type are in a list slot: lists of any length, and generators."""
-    return isinstance(type_, ir.ListType) or type_ == ir.GENERATOR
+    """Returns whether values of a type are in a list slot: lists of any length, generators and opaque objects."""
+    return isinstance(type_, ir.ListType | ir.OpaqueType)
 
 
 class CppWriter:
@@ -79,16 +79,16 @@ class CppWriter:
         return self.unit.slot(value.name)
 
     def name_of(self, value: ir.Value) -> str:
-        """Returns the slot of a tensor, list or generator, or the symbol of a scalar."""
+        """Returns the slot of a tensor, list or opaque object, or the symbol of a scalar."""
         if isinstance(value.type, ir.ScalarType):
             return self.unit.scalar(value.name, value.type.kind)
         return self.unit.list_slot(value.name) if uses_list_slot(value.type) else self.unit.slot(value.name)
 
     def check_type(self, line: ir.LineBase, value: ir.Value) -> None:
-        """Raises UnsupportedError unless a value is a tensor, list, generator or real number."""
+        """Raises UnsupportedError unless a value is a tensor, list, opaque object or real number."""
         real = isinstance(value.type, ir.ScalarType) and value.type.kind in ("int", "float", "bool")
         if not real and not isinstance(value.type, ir.TensorType) and not uses_list_slot(value.type):
-            raise unsupported(line, f"%{value.name} is neither a tensor, a list, a generator nor a real number")
+            raise unsupported(line, f"%{value.name} is neither a tensor, a list, an object nor a real number")
 
     def drop(self, slots: Sequence[str]) -> None:
         """Emits the release of slots."""
@@ -231,9 +231,16 @@ class CppWriter:
 
     def move_outputs(self, results: tuple[ir.Result, ...], outputs: tuple[ir.Operand, ...]) -> None:
         """Emits the move of the values that a block yielded to results."""
-        for result, item in zip(ir.leaves(results), ir.leaves(outputs)):
-            if isinstance(result, ir.Value):
-                self._assign_value(result, item, "move")
+        items = zip(ir.leaves(results), ir.leaves(outputs))
+        pairs = [(result, item) for result, item in items if isinstance(result, ir.Value)]
+        names = {result.name for result, _ in pairs}
+        for position, (result, item) in enumerate(pairs):  # a block may yield its opaque arguments in another order
+            if isinstance(item, ir.Value) and isinstance(item.type, ir.OpaqueType) and item.name in names:
+                copy = ir.Value(f"{item.name}.yielded", item.type)
+                self._assign_value(copy, item, "alias")
+                pairs[position] = (result, copy)
+        for result, item in pairs:
+            self._assign_value(result, item, "move")
 
     def track_results(self, results: tuple[ir.Result, ...]) -> None:
         """Records the results of a line with nested blocks."""
@@ -247,4 +254,5 @@ class CppWriter:
             self.drop([self.name_of(value)])
         else:
             assert isinstance(item, ir.Value)
+            function = "alias" if isinstance(item.type, ir.OpaqueType) else function  # other lines may use it too
             self.emit(f"{function}(f, {self.name_of(value)}, {self.name_of(item)});")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,7 +14,7 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.calls import has_resolvable_symbols, new_results
 from fxwrap.converters.from_fx.effects import absorb_scatter_fills
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
-from fxwrap.converters.from_fx.inlining import inline_subgraphs, tensor_attributes
+from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES
 from fxwrap.converters.fx.attributes import attribute_of
 from fxwrap.converters.fx.replay import replay_spec, replayed_submodule
@@ -46,7 +46,7 @@ class ImportedBlock:
     block: ir.Block
     yielded: tuple[Operand, ...]
     argument_mask: tuple[bool, ...]
-    captured: tuple[torch.Tensor, ...]
+    captured: tuple[Any, ...]
 
     def operands_for(self, importer: GraphImporter, operands: Sequence[Operand]) -> tuple[Operand, ...]:
         """Returns the operands that are arguments, then those for the captured tensors."""
@@ -66,9 +66,9 @@ def _inlined(importer: GraphImporter, module: GraphModule) -> GraphModule:
     return importer.state.inlined.setdefault(id(module), (module, inline_subgraphs(module)))[1]
 
 
-def _captured_tensors(*modules: GraphModule) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors that are attributes of graphs and of their submodules, each once."""
-    return tuple({id(tensor): tensor for module in modules for _, _, tensor in tensor_attributes(module)}.values())
+def _captured_constants(*modules: GraphModule) -> tuple[Any, ...]:
+    """Returns the tensors and opaque objects that are attributes of graphs and of their submodules, each once."""
+    return tuple({id(item): item for module in modules for _, _, item in constant_attributes(module)}.values())
 
 
 def _type_of(item: Operand) -> ir.Type:
@@ -83,7 +83,7 @@ def _block(
     types: Sequence[ir.Type] = (),
     carried_count: int = 0,
     results: Sequence[ir.Type] = (),
-    captured: tuple[torch.Tensor, ...] | None = None,
+    captured: tuple[Any, ...] | None = None,
 ) -> ImportedBlock:
     """Imports a submodule as a block.
 
@@ -92,7 +92,7 @@ def _block(
         carried_count: the number of loop-carried operands, which are arguments even if they are numbers. Other numbers
             are the outer ones, unless the placeholder is declared an argument.
         results: the types that the block must yield.
-        captured: the tensors that are further arguments, by default the attributes of the module.
+        captured: the constants that are further arguments, by default the attributes of the module.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(operands):
@@ -110,12 +110,12 @@ def _block(
             arguments.append(_block_argument(inner, placeholder, type_))
         else:
             inner.set_number(placeholder, operand)
-    captured = _captured_tensors(module) if captured is None else captured
-    arguments += [_capture(importer, inner, tensor) for tensor in captured]
+    captured = _captured_constants(module) if captured is None else captured
+    arguments += [_capture(importer, inner, item) for item in captured]
     for child in module.graph.find_nodes(op="get_attr"):
-        tensor = attribute_of(module, child.target)
-        if isinstance(tensor, torch.Tensor):
-            inner.attributes[str(child.target)] = inner.captured[id(tensor)]
+        payload = attribute_of(module, child.target)
+        if id(payload) in inner.captured:
+            inner.attributes[str(child.target)] = inner.captured[id(payload)]
     find_absorbed_nodes(inner)
     for child in module.graph.nodes:
         if child.op not in ("placeholder", "output"):
@@ -133,10 +133,10 @@ def _is_argument(placeholder: Node, operand: Operand) -> bool:
     return not is_number or isinstance(placeholder.meta.get("fxwrap_type"), ir.ScalarType)
 
 
-def _capture(importer: GraphImporter, inner: GraphImporter, tensor: torch.Tensor) -> ir.Value:
-    """Returns a new argument for a tensor that is an attribute of a graph."""
-    outer = importer.captured[id(tensor)]
-    value = inner.captured[id(tensor)] = inner.value(outer.name, _as_root_type(outer.type))
+def _capture(importer: GraphImporter, inner: GraphImporter, constant: Any) -> ir.Value:
+    """Returns a new argument for a tensor or an opaque object that is an attribute of a graph."""
+    outer = importer.captured[id(constant)]
+    value = inner.captured[id(constant)] = inner.value(outer.name, _as_root_type(outer.type))
     inner.define_external(value)
     return value
 
@@ -267,7 +267,7 @@ def _cond(importer: GraphImporter, node: Node) -> None:
     operands = _operands(importer, node, items)
     then_module, else_module = _submodule(importer, node, then_item), _submodule(importer, node, else_item)
     first = _argument_prefix(operands, [then_module, else_module])
-    captured = _captured_tensors(then_module, else_module)
+    captured = _captured_constants(then_module, else_module)
     then = _block(importer, node, then_module, operands, carried_count=first, captured=captured)
     otherwise = _block(importer, node, else_module, operands, carried_count=first, captured=captured)
     if len(then.yielded) != len(otherwise.yielded):
@@ -295,7 +295,7 @@ def _while(importer: GraphImporter, node: Node) -> None:
     carried, extra = _operands(importer, node, carried_items), _operands(importer, node, extra_items)
     operands, count = [*carried, *extra], len(carried)
     cond_module, body_module = _submodule(importer, node, cond_item), _submodule(importer, node, body_item)
-    captured = _captured_tensors(cond_module, body_module)
+    captured = _captured_constants(cond_module, body_module)
     cond = _block(importer, node, cond_module, operands, carried_count=count, captured=captured)
     types = [_as_root_type(_type_of(item)) for item in carried]
     body = _block(importer, node, body_module, operands, carried_count=count, results=types, captured=captured)

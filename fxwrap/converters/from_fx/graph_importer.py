@@ -21,7 +21,7 @@ from fxwrap.errors import FxImportError
 from fxwrap.inference import CallInference
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
 from fxwrap.symbolic import NumberOrExpression, SymbolInfo, make_symbol
-from fxwrap.torch_compat import OpOverload
+from fxwrap.torch_compat import OpOverload, is_opaque
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -159,7 +159,7 @@ class GraphImporter:
         attribute = attribute_of(self.module, node.target)
         if isinstance(attribute, GraphModule):
             return attribute
-        if isinstance(attribute, torch.Tensor):
+        if isinstance(attribute, torch.Tensor) or is_opaque(attribute):
             return self.attributes[str(node.target)]
         reason = f"'{node.target}' is a {type(attribute).__name__}, which no line of a graph takes"
         if attribute is None:

@@ -18,7 +18,7 @@ from fxwrap.converters.from_fx.calls import COLLECTIVES, import_getitem, import_
 from fxwrap.converters.from_fx.control import CONTROL, find_absorbed_nodes, import_replayed_call
 from fxwrap.converters.from_fx.effects import EFFECTS, import_wait
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState, failure, target_text
-from fxwrap.converters.from_fx.inlining import inline_subgraphs, tensor_attributes
+from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
 from fxwrap.converters.from_fx.kernel_table import KernelTable
 from fxwrap.converters.from_fx.kernels import KERNELS
 from fxwrap.converters.from_fx.memory import MEMORY
@@ -86,8 +86,8 @@ class _ProgramImport:
         for node in nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
-        for path, node, tensor in tensor_attributes(self.module):
-            self._constant(path, node, tensor)
+        for path, node, payload in constant_attributes(self.module):
+            self._constant(path, node, payload)
         find_absorbed_nodes(importer)
         for node in nodes:
             if node.op not in ("placeholder", "output"):
@@ -127,8 +127,8 @@ class _ProgramImport:
 
     def _type(self, node: Node, known: ir.Type | None, val: object) -> ir.Type:
         """Returns an input's type: the original one, unless the metadata contradicts it."""
-        if isinstance(val, torch.Generator):
-            return ir.GENERATOR
+        if torch_compat.is_opaque(val):
+            return ir.OpaqueType(torch_compat.opaque_class_name(val))
         if not isinstance(val, torch.Tensor):
             if known is None and val is not None:
                 reason = f"its value is a {type(val).__name__}"
@@ -151,21 +151,18 @@ class _ProgramImport:
         sizes, strides = (tuple([n if type(n) is int else _ANY for n in numbers]) for numbers in layout)
         return ir.types_agree(ir.TensorType(val.dtype, sizes, strides, known.device), _strided_type(known))
 
-    def _constant(self, path: str, node: Node, tensor: torch.Tensor) -> None:
-        """Adds the constant for an attribute of the module; a tensor that several submodules share is one constant."""
+    def _constant(self, path: str, node: Node, payload: Any) -> None:
+        """Adds the constant for an attribute of the module; one that several submodules share is one constant."""
         importer, state = self.importer, self.state
         is_nested = node.graph is not self.module.graph
-        if path in state.constants or (is_nested and id(tensor) in importer.captured):
+        if path in state.constants or (is_nested and id(payload) in importer.captured):
             return
-        known = node.meta.get("fxwrap_type")
-        type_ = ir.TensorType(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
-        if isinstance(known, ir.TensorType) and ir.types_agree(_strided_type(known), type_):
-            type_ = known
+        type_ = _constant_type(payload, node.meta.get("fxwrap_type"))
         value = state.constants[path] = importer.value(path.replace(".", "_"), type_)
-        importer.captured.setdefault(id(tensor), value)
+        importer.captured.setdefault(id(payload), value)
         if not is_nested:
             importer.attributes[path] = value
-        state.payloads[value.name] = tensor
+        state.payloads[value.name] = payload
         if node.meta.get("fxwrap_mutable"):
             state.declared_mutable.add(value.name)
         importer.define_external(value)
@@ -219,6 +216,14 @@ class _ProgramImport:
 
 _ANY = make_symbol("s0")
 """Any symbolic size."""
+
+
+def _constant_type(payload: Any, known: ir.Type | None) -> ir.Type:
+    """Returns the type of a constant: the original one if it still holds."""
+    if not isinstance(payload, torch.Tensor):
+        return ir.OpaqueType(torch_compat.opaque_class_name(payload))
+    type_ = ir.TensorType(payload.dtype, tuple(payload.shape), payload.stride(), payload.device)
+    return known if isinstance(known, ir.TensorType) and ir.types_agree(_strided_type(known), type_) else type_
 
 
 def _strided_type(type_: ir.TensorType) -> ir.TensorType:

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from fxwrap.converters.from_fx.graph_importer import failure
 from fxwrap.converters.fx.attributes import attribute_of
 from fxwrap.converters.fx.replay import replayed_submodule
+from fxwrap.torch_compat import is_opaque
 
 
 def inline_subgraphs(module: GraphModule) -> GraphModule:
@@ -39,15 +40,15 @@ def _called_subgraph(module: GraphModule, node: Node) -> GraphModule | None:
     return submodule if isinstance(submodule, GraphModule) else None
 
 
-def tensor_attributes(module: GraphModule, path: str = "") -> Iterator[tuple[str, Node, torch.Tensor]]:
-    """Yields the tensors that nodes of a graph and of its submodules read, each with its path and its node."""
+def constant_attributes(module: GraphModule, path: str = "") -> Iterator[tuple[str, Node, Any]]:
+    """Yields the tensors and opaque objects that nodes of a graph and of its submodules read, with path and node."""
     for node in module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             attribute = attribute_of(module, node.target)
-            if isinstance(attribute, torch.Tensor):
+            if isinstance(attribute, torch.Tensor) or is_opaque(attribute):
                 yield f"{path}{node.target}", node, attribute
             elif isinstance(attribute, GraphModule):
-                yield from tensor_attributes(attribute, f"{path}{node.target}.")
+                yield from constant_attributes(attribute, f"{path}{node.target}.")
 
 
 def _inline_into(

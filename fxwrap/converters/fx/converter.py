@@ -22,7 +22,14 @@ from fxwrap.converters.views import view_form
 from fxwrap.inference import ExampleValues, FakeValues
 from fxwrap.runtime import library
 from fxwrap.symbolic import SymbolInfo, floor_divide, make_symbol
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, operator_overload, out_argument_names, without_fake_mode
+from fxwrap.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    operator_overload,
+    out_argument_names,
+    without_fake_mode,
+    without_guards,
+)
 from fxwrap.wrapper_ir import LineBase, ListType, Program, Size, TensorType, Value, element_type, symbol_infos
 
 _ATEN = torch.ops.aten
@@ -299,8 +306,8 @@ def to_fx(
     """
     fake_inputs = fake_inputs or {}
     mode = fake_mode or next((fake.fake_mode for fake in fake_inputs.values()), None)
-    with without_fake_mode():
-        fakes = FakeValues(mode) if fake_metadata else ExampleValues()
+    fakes = FakeValues(mode) if fake_metadata else ExampleValues()
+    with without_fake_mode(), without_guards(fakes.mode):
         converter = FxConverter(program, fakes, handlers, aten_only=aten_only)
         _inputs(converter, fake_inputs)
         _constants(converter)

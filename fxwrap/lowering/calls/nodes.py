@@ -16,11 +16,18 @@ from fxwrap.lowering.calls.indirect_writes import lower_indirect_write, match_in
 from fxwrap.lowering.calls.slice_writes import lower_slice_write
 from fxwrap.lowering.control.collectives import group_of, pending_collective, starts_collective
 from fxwrap.lowering.control.streams import StreamTracker, is_emitted_guard
-from fxwrap.lowering.symbols.unbacked import bind_results, is_bounds_checked_at_run_time, lower_assert, lower_item
-from fxwrap.torch_compat import OpOverload, is_plain_view, storage_identity
+from fxwrap.lowering.symbols.unbacked import (
+    bind_results,
+    is_asserted_read,
+    is_bounds_checked_at_run_time,
+    lower_assert,
+    lower_item,
+)
+from fxwrap.torch_compat import OpOverload, is_opaque, is_plain_view, real_object, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value, leaves
 from fxwrap.wrapper_ir.operators import OperatorSchema, operator_schema, used_result_indices
 
+_AS_STRIDED = torch.ops.aten.as_strided.default
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -36,7 +43,7 @@ def lower_call(builder: Builder, node: Node, dead_roots: Collection[str] = froze
         name = getattr(target, "__name__", target)
         reason = f"the Python builtin '{name}' is applied to the tensor '{node.all_input_nodes[0].name}'"
         raise node_error(node, reason, "Use the torch.ops.aten overload of the same meaning")
-    elif not isinstance(target, OpOverload) or _is_known_number(builder, fake):
+    elif not isinstance(target, OpOverload) or (_is_known_number(builder, fake) and not is_asserted_read(node)):
         env[node] = builder.symbols.expression(fake)
     elif target is torch.ops.aten._local_scalar_dense.default:
         lower_item(builder, node, fake)
@@ -83,7 +90,7 @@ def _lower_stream_call(builder: Builder, streams: StreamTracker, node: Node, tar
 
 def _is_known_number(builder: Builder, fake: FakeValue) -> bool:
     """Whether a fake value is a number over symbols that the program knows: the result of `sym_size`, for example."""
-    if isinstance(fake, torch.Tensor | tuple | list) or fake is None:
+    if isinstance(fake, torch.Tensor | tuple | list) or fake is None or is_opaque(fake):
         return False
     return not builder.symbols.unknown(builder.symbols.expression(fake))
 
@@ -103,6 +110,8 @@ def literal(builder: Builder, argument: object, node: Node) -> Operand:
         return builder.symbols.expression(argument)
     if isinstance(argument, _LITERALS):
         return argument
+    if is_opaque(argument):
+        return builder.constants.constant(real_object(argument), f"{node.name}_{type(argument).__name__.lower()}")
     reason = f"an argument is a {kind.__name__}"
     raise node_error(node, reason, "Pass tensors, numbers, strings, dtypes or devices")
 
@@ -169,7 +178,17 @@ def _view_base(
     results = fake if isinstance(fake, tuple | list) else (fake,)
     if schema.may_alias and not all(_on_storage_of(base_fake, item) for item in results):
         return None
-    return base if all(is_plain_view(item, base_fake) for item in results) else None
+    if not all(is_plain_view(item, base_fake) for item in results):
+        return None
+    return None if node.target is _AS_STRIDED and not _is_inside(builder, base, results[0]) else base
+
+
+def _is_inside(builder: Builder, base: Value, fake: torch.Tensor) -> bool:
+    """Whether a view is inside of the memory that its root declares: an input's storage may be larger, or not."""
+    type_, whole = builder.view_type(fake, base), builder.storages.root(base).tensor_type
+    if not type_.is_static or not whole.is_static:
+        return type_.end_bytes == whole.storage_bytes and type_.storage_offset == 0
+    return type_.storage_offset >= 0 and type_.end_bytes <= whole.storage_bytes
 
 
 def _on_storage_of(base: torch.Tensor, item: object) -> bool:
@@ -234,7 +253,7 @@ def _results(
             base = _base_of(builder, schema, arguments, keywords, item)
             value = builder.add_root(name, item) if base is None else builder.add_view(name, item, base)
         elif is_used and item is not None:
-            value = builder.add_scalar(name, item)
+            value = builder.add_value(name, item)
         aliases.append(base)
         return value
 

@@ -264,8 +264,9 @@ def lower_slice_write(builder: Builder, node: Node, fake: FakeValue, dead_roots:
     step = _match_view_step(node, builder.fakes)
     if step is None:
         return False
-    base_node = node.all_input_nodes[0]
-    base, source = builder.env[base_node], builder.env[node.all_input_nodes[1]]
+    base_node = node.args[0]
+    assert isinstance(base_node, Node)
+    base, source = builder.env[base_node], builder.env[step.shape_source]
     target = reuse_operand_memory(builder, base, fake, dead_roots, {builder.storages.root(source).name})
     if target is None:
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,25 +13,27 @@ from fxwrap.fx_passes.effects import attribute_of
 from fxwrap.fx_passes.prepare import prepare_subgraph
 from fxwrap.lines import Alloc, Bind, Yield
 from fxwrap.lines.frees import insert_frees
-from fxwrap.lowering.builder import Builder, FakeValue, LoweringRequest, Operand, node_coverage, node_error
+from fxwrap.lowering.builder import (
+    Builder,
+    ConstantScope,
+    FakeValue,
+    LoweringRequest,
+    Operand,
+    Payload,
+    node_coverage,
+    node_error,
+)
 from fxwrap.lowering.calls.copies import emit_copy_into
 from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.control.streams import stream_plan
 from fxwrap.lowering.fusion.kernels import dense_strides
 from fxwrap.lowering.graph_lowering import GraphLowering
 from fxwrap.lowering.symbols.inputs import InputBinder
+from fxwrap.torch_compat import is_opaque, real_object
 from fxwrap.wrapper_ir import Block, TensorType, Type, Value, defined, print_type, types_agree
 
-CapturedConstant = tuple[torch.Tensor, str]
+CapturedConstant = tuple[Payload, str]
 """The payload and the name of a constant."""
-
-
-class ConstantScope(Protocol):
-    """The constants that a graph can refer to."""
-
-    def constant(self, payload: torch.Tensor, name: str) -> Value:
-        """Returns the value of a constant of the program in this graph."""
-        ...
 
 
 class BlockConstants:
@@ -41,14 +42,17 @@ class BlockConstants:
     def __init__(self, builder: Builder, outer: ConstantScope) -> None:
         self.outer = outer
         self._builder = builder
-        self._captured: dict[int, tuple[torch.Tensor, Value]] = {}
+        self._captured: dict[int, tuple[Payload, Value]] = {}
 
-    def constant(self, payload: torch.Tensor, name: str) -> Value:
+    def constant(self, payload: Payload, name: str) -> Value:
         """Returns the argument for a constant of the program."""
         if id(payload) not in self._captured:
-            type_ = self.outer.constant(payload, name).tensor_type
-            argument = self._builder.add_buffer(name, type_)
-            self._builder.storages.add_fake(argument, payload)
+            type_ = self.outer.constant(payload, name).type
+            if isinstance(type_, TensorType):
+                argument = self._builder.add_buffer(name, type_)
+                self._builder.storages.add_fake(argument, payload)
+            else:
+                argument = self._builder.add_opaque(name, payload)
             self._captured[id(payload)] = (payload, argument)
         return self._captured[id(payload)][1]
 
@@ -153,12 +157,13 @@ class BlockLowering:
         ])  # fmt: skip
         binder.bind_sizes([value for value in arguments if value is not None])
         builder.buffer.lines.extend(binder.lines)
-        constants = BlockConstants(builder, self.scope)
+        constants = builder.constants = BlockConstants(builder, self.scope)
 
         def lower_attribute(inner: Node) -> None:
-            payload = attribute_of(inner)
+            payload = real_object(attribute_of(inner))
             name = str(inner.target).replace(".", "_")
-            builder.env[inner] = constants.constant(payload, name) if isinstance(payload, torch.Tensor) else payload
+            is_constant = isinstance(payload, torch.Tensor) or is_opaque(payload)
+            builder.env[inner] = constants.constant(payload, name) if is_constant else payload
 
         nested = BlockLowering(builder, constants, self.request, self.lower_higher_order, self.functions)
         body = GraphLowering(nodes, builder, self.request, lower_attribute, partial(self.lower_higher_order, nested))
@@ -214,11 +219,8 @@ def _argument(
     """Returns the block's argument for an operand, or None if it needs none; records the placeholder's operand."""
     fake, symbols = builder.fakes[placeholder], builder.symbols
     value: Value
-    if isinstance(fake, torch.Tensor):
-        value = builder.env[placeholder] = builder.add_root(placeholder.name, fake)
-        return value
-    if isinstance(fake, torch.Generator):
-        value = builder.env[placeholder] = builder.add_generator(placeholder.name, fake)
+    if isinstance(fake, torch.Tensor) or is_opaque(fake):
+        value = builder.env[placeholder] = builder.add_value(placeholder.name, fake)
         return value
     if operand is None or isinstance(operand, str):
         builder.env[placeholder] = operand

@@ -24,6 +24,7 @@ from fxwrap.lowering.control.blocks import (
 )
 from fxwrap.lowering.control.side_effects import (
     lower_functionalized,
+    lower_method_call,
     lower_print,
     lower_run_and_save,
     lower_run_with,
@@ -333,6 +334,7 @@ _RULES: Mapping[str, Callable[[BlockLowering, Node], None]] = {
 _SINGLE_OPERATOR_WRAPPERS: Mapping[str, Callable[[Builder, Node], None]] = {
     "with_effects": lower_with_effects,
     "print": lower_print,
+    "call_torchbind": lower_method_call,
     "run_and_save_rng_state": lower_run_and_save,
     "run_with_rng_state": lower_run_with,
     "graphsafe_run_with_rng_state": lower_run_with_generator,

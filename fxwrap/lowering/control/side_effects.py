@@ -103,8 +103,32 @@ def lower_with_effects(builder: Builder, node: Node) -> None:
         lower_print(builder, node, 2)
         builder.env[node] = (None, None)
         return
+    if isinstance(called, HigherOrderOperator) and operator_label(called) == "call_torchbind":
+        builder.env[node] = (None, *_call_method(builder, node, 2, builder.fakes[node][1:]))
+        return
     results = _call(builder, node, _overload(node, 1), _literals(builder, node, 2), builder.fakes[node][1:], (UNKNOWN,))
     builder.env[node] = (None, *(results or (None,)))
+
+
+def lower_method_call(builder: Builder, node: Node) -> None:
+    """Lowers a call of a script object's method."""
+    fake = builder.fakes[node]
+    builder.env[node] = _like(fake, _call_method(builder, node, 0, _flat(fake)))
+
+
+def _call_method(builder: Builder, node: Node, first: int, fakes: Sequence[FakeValue]) -> tuple[Operand, ...]:
+    """Emits the call of a method: argument number `first` is the object, then its name and its arguments follow.
+
+    Returns the operands of its results, at least one; a method with several results returns them as a list.
+    """
+    (script_object, method, *arguments), keywords = _literals(builder, node, first)
+    if keywords:
+        raise node_error(node, f"it calls '{method}' with keyword arguments", "Pass them by position")
+    operands = ((script_object, method, tuple(arguments)), ())
+    fakes = [fake for fake in fakes if fake is not None]
+    returned = fakes if len(fakes) < 2 else [tuple(fakes)]
+    results = _call(builder, node, torch.ops.fxwrap_runtime.call_method.default, operands, returned)
+    return results if len(fakes) == 1 else results[0] if results else (None,)
 
 
 def lower_print(builder: Builder, node: Node, first: int = 0) -> None:
@@ -202,7 +226,7 @@ def _call(
         raise node_error(node, f"{schema.name} writes its operands", "Trace the graph with functionalization")
     fakes = fakes[: schema.return_count]
     results = new_values(builder, node, fakes)
-    effects = (*schema.effects(_devices(operands)), *effects)
+    effects = tuple(dict.fromkeys((*schema.effects(_devices(operands)), *effects)))
     builder.emit(ExternCall(results, schema.name, *operands, effect_set=effects, origin=builder.origin(node)))
     return bind_values(builder, node, fakes, results)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxwrap.devices import DeviceSpec
+from fxwrap.loop_ir import STORAGE_ONLY
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     DefinitionLabel,
@@ -16,7 +17,7 @@ from fxwrap.lowering.fusion.definitions import (
     Scattered,
     Viewed,
 )
-from fxwrap.lowering.fusion.tracing import Tracer, iteration_space
+from fxwrap.lowering.fusion.tracing import Tracer, iteration_space, shared_source
 from fxwrap.symbolic import Size, product
 
 _CHEAP = 8
@@ -26,6 +27,8 @@ _MIN_TABLE_COST, _MIN_TABLE_READS = 12, 16
 """The instructions per element, and the reads of each element, from which on a lookup table pays off."""
 _MAX_INLINED_COST = 400
 _MAX_READS = 24
+_MAX_EXTRA_BYTES = 1.25
+"""The bytes that recomputing a cheap tensor may read, relative to those that it saves."""
 _MIN_STENCIL_READS = 3
 """An iteration that reads so many elements of one tensor counts as that many consumers."""
 _MAX_INLINE_DEPTH = 40
@@ -202,9 +205,23 @@ class _MaterialisationPlanner:
             return cost <= _CHEAP_BROADCAST and not self._is_lookup_table(plan, widest / elements)
         if len(consumers) <= 1 and use.max_reads_per_iteration < _MIN_STENCIL_READS:
             return True
-        if cost <= _CHEAP and self._bytes(plan.reads) <= self._bytes([plan.definition]) * 1.25:
+        if cost <= _CHEAP and self._bytes(plan.reads) <= self._bytes([plan.definition]) * _MAX_EXTRA_BYTES:
+            return True
+        if cost <= _CHEAP and self._is_summed_in_half_precision(plan):
             return True
         return self._is_cheap_to_recompute(plan, elements, max(len(consumers), use.max_reads_per_iteration))
+
+    def _is_summed_in_half_precision(self, plan: DefinitionPlan) -> bool:
+        """Whether only reductions read a half-precision tensor, and recomputing it reads few more bytes.
+
+        In memory each element would be rounded; recomputed, only the sums are.
+        """
+        consumers = [consumer.definition for consumer in self.consumers[plan.definition]]
+        if plan.definition.dtype not in STORAGE_ONLY or not all(isinstance(item, Reduced) for item in consumers):
+            return False
+        readers, read = len({shared_source(item) for item in consumers}), self._bytes(plan.reads)
+        materialised = read + readers * self._bytes([plan.definition])
+        return readers * read <= _MAX_EXTRA_BYTES * materialised
 
     def _is_cheap_to_recompute(self, plan: DefinitionPlan, elements: int, readers: int) -> bool:
         """Whether recomputing a tensor for each reader takes less time than writing and reading it."""

@@ -6,6 +6,7 @@ import math
 
 from fxwrap.loop_ir import Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
+from fxwrap.lowering.rules.arithmetic import clamp
 from fxwrap.lowering.rules.pointwise import (
     Parameter,
     check_operands,
@@ -17,11 +18,12 @@ from fxwrap.lowering.rules.pointwise import (
     round_number,
 )
 from fxwrap.lowering.rules.registry import Declined, LoweringResult, NumberOrSymbol, OperatorCall, lowering_rule
+from fxwrap.torch_compat import SOFTSHRINK_ROUNDS_LIMIT
 
 # --- rectifiers, thresholds and shrinkage ----------------------------------------------------------------------------
 
-register_elementwise("aten.relu.default", lambda x: x.maximum(0), dtypes="number")
-register_elementwise("aten.relu6.default", lambda x: x.maximum(0).minimum(6), dtypes="number")
+register_elementwise("aten.relu.default", lambda x: clamp(x, 0), dtypes="number")
+register_elementwise("aten.relu6.default", lambda x: clamp(x, 0, 6), dtypes="number")
 
 
 @lowering_rule("aten.hardtanh.default")
@@ -32,8 +34,7 @@ def _hardtanh(
     dtype = x.dtype
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
-        value, low, high = [load_operand(reader, item, indices, dtype) for item in (x, lower, upper)]
-        return value.maximum(low).minimum(high)
+        return clamp(*[load_operand(reader, item, indices, dtype) for item in (x, lower, upper)])
 
     return check_operands(call, (x, lower, upper), dtype, "number") or call.define(body)
 
@@ -70,9 +71,14 @@ def _hardshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> Low
     return elementwise(call, (x,), formula, dtypes="float", parameters=(round_number(limit, x.dtype),))
 
 
-def _softshrink(x: Scalar, limit: Parameter) -> Scalar:
-    shrunk = (x > limit).where(x - limit, x + limit)
-    return _within(x, limit).where(0.0, shrunk)
+@lowering_rule("aten.softshrink.default")
+def _softshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> LoweringResult | Declined:
+    def formula(x: Scalar, limit: Parameter) -> Scalar:
+        shrunk = (x > limit).where(x - limit, x + limit)
+        return _within(x, limit).where(0.0, shrunk)
+
+    rounded = round_number(limit, x.dtype) if SOFTSHRINK_ROUNDS_LIMIT else limit
+    return elementwise(call, (x,), formula, dtypes="float", parameters=(rounded,))
 
 
 def _within(x: Scalar, limit: Parameter) -> Scalar:
@@ -83,7 +89,6 @@ register_elementwise(
     "aten.hardtanh_backward.default",
     lambda g, x, lower, upper: ((x > lower) & (x < upper)).where(g, 0.0), operands=2, dtypes="float",
 )  # fmt: skip
-register_elementwise("aten.softshrink.default", _softshrink, dtypes="float")
 register_elementwise(
     ("aten.hardshrink_backward.default", "aten.softshrink_backward.default"),
     lambda g, x, limit: ((x < -limit) | (x > limit)).where(g, 0.0), operands=2, dtypes="float",
@@ -96,10 +101,12 @@ def _leaky_relu_backward(gradient: Scalar, x: Scalar, slope: Parameter, _: bool)
 
 register_elementwise("aten.leaky_relu.default", lambda x, slope: (x > 0).where(x, x * slope), dtypes="float")
 register_elementwise("aten.leaky_relu_backward.default", _leaky_relu_backward, operands=2, dtypes="float")
-register_elementwise("aten._prelu_kernel.default", lambda x, w: (x > 0).where(x, w * x), operands=2, dtypes="float")
+register_elementwise(
+    "aten._prelu_kernel.default", lambda x, w: (x > 0).where(x, w * x), operands=2, dtypes="equal float"
+)
 
 
-@lowering_rule("aten._prelu_kernel_backward.default", dtypes="float")
+@lowering_rule("aten._prelu_kernel_backward.default", dtypes="equal float")
 def _prelu_backward(
     call: OperatorCall, gradient: Definition, x: Definition, weight: Definition
 ) -> LoweringResult | Declined:
@@ -214,9 +221,9 @@ def _hardsigmoid_backward(gradient: Scalar, x: Scalar) -> Scalar:
 
 
 register_elementwise("aten.gelu.default", _gelu, dtypes="float")
-register_elementwise("aten.gelu_backward.default", _gelu_backward, operands=2, dtypes="float")
+register_elementwise("aten.gelu_backward.default", _gelu_backward, operands=2, dtypes="equal float")
 register_elementwise("aten.silu.default", lambda x: x / (1.0 + (-x).exp()), dtypes="float")
-register_elementwise("aten.silu_backward.default", _silu_backward, operands=2, dtypes="float")
+register_elementwise("aten.silu_backward.default", _silu_backward, operands=2, dtypes="equal float")
 register_elementwise("aten.hardswish.default", lambda x: x * _hard_gate(x) / 6.0, dtypes="float")
 register_elementwise("aten.hardswish_backward.default", _hardswish_backward, operands=2, dtypes="float")
 register_elementwise("aten.hardsigmoid.default", lambda x: _hard_gate(x) / 6.0, dtypes="float")
@@ -251,7 +258,7 @@ def log_sigmoid(x: Scalar) -> Scalar:
 register_elementwise("aten.softplus.default", _softplus, dtypes="float")
 register_elementwise("aten.softplus_backward.default", _softplus_backward, operands=2, dtypes="float")
 register_elementwise("aten.mish.default", lambda x: x * x.exp().apply("log1p").tanh(), dtypes="float")
-register_elementwise("aten.mish_backward.default", _mish_backward, operands=2, dtypes="float")
+register_elementwise("aten.mish_backward.default", _mish_backward, operands=2, dtypes="equal float")
 register_elementwise("aten.log_sigmoid.default", log_sigmoid, dtypes="float")
 
 
@@ -273,7 +280,7 @@ def _log_sigmoid_backward(gradient: Scalar, x: Scalar, _: object) -> Scalar:
     return gradient * (x < 0).where(1.0 - rest, rest)
 
 
-register_elementwise("aten.log_sigmoid_backward.default", _log_sigmoid_backward, operands=2, dtypes="float")
+register_elementwise("aten.log_sigmoid_backward.default", _log_sigmoid_backward, operands=2, dtypes="equal float")
 
 
 # --- gated linear units ----------------------------------------------------------------------------------------------

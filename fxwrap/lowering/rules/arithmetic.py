@@ -15,7 +15,6 @@ from fxwrap.lowering.rules.pointwise import (
     Parameter,
     check_operands,
     elementwise,
-    elementwise_body,
     load_operand,
     numbers_are_exact,
     promoted_dtype,
@@ -48,7 +47,7 @@ def _add(x: Scalar, y: Scalar, alpha: Parameter) -> Scalar:
 
 
 def _register_sum(operator: str, formula: Callable[[Scalar, Scalar, Parameter], Scalar], dtypes: DtypeDomain) -> None:
-    @lowering_rule(f"aten.{operator}.Tensor", f"aten.{operator}.Scalar")
+    @lowering_rule(f"aten.{operator}.Tensor", f"aten.{operator}.Scalar", dtypes=dtypes)
     def _sum(
         call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber, alpha: NumberOrSymbol
     ) -> LoweringResult | Declined:
@@ -56,6 +55,8 @@ def _register_sum(operator: str, formula: Callable[[Scalar, Scalar, Parameter], 
         dtype = promoted_dtype((x, y))
         if dtype is torch.bool and isinstance(alpha, sympy.Basic):
             return Declined("alpha is a symbol and the operands are bool")
+        if not dtype.is_floating_point and promoted_dtype((x, y, alpha)).is_floating_point:
+            return Declined("alpha is a float and the operands are not")
         if dtype in INTEGERS and isinstance(alpha, int) and not -(2**63) <= alpha < 2**63:
             return Declined(f"the number {alpha} is out of the range of {dtype}")
         if not numbers_are_exact(call, number_rounding):
@@ -76,17 +77,10 @@ def _smaller(x: Scalar, y: Scalar) -> Scalar:
     return x & y if x.dtype is torch.bool else x.minimum(y)
 
 
-def _fmax(x: Scalar, y: Scalar) -> Scalar:
-    return x.apply("fmax", y) if x.dtype.is_floating_point else _larger(x, y)
-
-
-def _fmin(x: Scalar, y: Scalar) -> Scalar:
-    return x.apply("fmin", y) if x.dtype.is_floating_point else _smaller(x, y)
-
-
-def _clamp(x: Scalar, lower: Scalar | None, upper: Scalar | None) -> Scalar:
-    x = x if lower is None else x.maximum(lower)
-    return x if upper is None else x.minimum(upper)
+def clamp(x: Scalar, lower: Scalar | Number | None, upper: Scalar | Number | None = None) -> Scalar:
+    """Returns x between limits. Of equals, `maximum` and `minimum` return the second: -0.0 is not less than 0.0."""
+    x = x if lower is None else x.coerce(lower).maximum(x)
+    return x if upper is None else x.coerce(upper).minimum(x)
 
 
 def _copysign(x: Scalar, y: Scalar) -> Scalar:
@@ -110,13 +104,13 @@ register_elementwise(
 )  # fmt: skip
 register_elementwise(("aten.maximum.default", "aten.max.other"), _larger, operands=2)
 register_elementwise(("aten.minimum.default", "aten.min.other"), _smaller, operands=2)
-register_elementwise("aten.fmax.default", _fmax, operands=2)
-register_elementwise("aten.fmin.default", _fmin, operands=2)
 register_elementwise("aten.hypot.default", lambda x, y: x.apply("hypot", y), operands=2, dtypes="float")
 register_elementwise("aten.atan2.default", lambda x, y: x.apply("atan2", y), "INT_TO_FLOAT", operands=2)
 register_elementwise(("aten.copysign.Tensor", "aten.copysign.Scalar"), _copysign, "INT_TO_FLOAT", operands=2)
-register_elementwise(("aten.clamp_min.default", "aten.clamp_min.Tensor"), _larger, operands=2)
-register_elementwise(("aten.clamp_max.default", "aten.clamp_max.Tensor"), _smaller, operands=2)
+register_elementwise("aten.clamp_min.Tensor", lambda x, lower: _larger(lower, x), operands=2)
+register_elementwise("aten.clamp_max.Tensor", lambda x, upper: _smaller(upper, x), operands=2)
+register_elementwise("aten.clamp_min.default", clamp, operands=2, dtypes="number")
+register_elementwise("aten.clamp_max.default", lambda x, upper: clamp(x, None, upper), operands=2, dtypes="number")
 register_elementwise(
     ("aten.lerp.Tensor", "aten.lerp.Scalar"), _lerp, operands=3, number_rounding="exact", dtypes="float"
 )
@@ -128,6 +122,15 @@ register_elementwise(
 )
 # Since torch 2.13, Dynamo captures in-place addcmul and addcdiv as this operator.
 register_elementwise("prims.fma.default", lambda left, right, x: left * right + x, operands=3, dtypes="float")
+
+
+@lowering_rule("aten.fmax.default", "aten.fmin.default")
+def _extremum_but_nan(call: OperatorCall, x: Definition, y: Definition) -> LoweringResult | Declined:
+    """Of zeros, eager returns the first, in bfloat16 the second."""
+    if not call.dtype.is_floating_point:
+        return elementwise(call, (x, y), _larger if call.operator == "fmax" else _smaller)
+    operands = (y, x) if call.dtype is torch.bfloat16 else (x, y)
+    return elementwise(call, operands, lambda x, y: x.apply(call.operator, y))
 
 
 @lowering_rule("aten.nextafter.default")
@@ -143,7 +146,7 @@ def _clamp_rule(
 ) -> LoweringResult | Declined:
     if any(isinstance(limit, float) and math.isnan(limit) for limit in (lower, upper)):
         return Declined("a limit is NaN: torch 2.11 ignores it when it is the only one, later versions return NaN")
-    return elementwise(call, (x, lower, upper), _clamp, dtypes="number")
+    return elementwise(call, (x, lower, upper), clamp, dtypes="number")
 
 
 # --- division --------------------------------------------------------------------------------------------------------
@@ -260,6 +263,8 @@ def _pow_number(call: OperatorCall, x: Definition, exponent: NumberOrSymbol) -> 
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         value = load_operand(reader, x, indices, dtype)
+        if dtype is torch.float16 and call.spec.cpu_rounding and abs(exponent) == 0.5:
+            return value.apply("pow", exponent)  # eager computes no root: (-inf) ** 0.5 is inf
         return _power(value, reader.number(rounded, value.dtype) if isinstance(rounded, sympy.Basic) else rounded)
 
     return _check_exponent(exponent, dtype) or check_operands(call, (x, exponent), dtype) or call.define(body)
@@ -321,8 +326,13 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 @lowering_rule(*[f"aten.logical_{_name}.default" for _name in ("and", "or", "xor", "not")])
 def _logical(call: OperatorCall, *operands: Definition) -> LoweringResult | Declined:
-    body = elementwise_body(operands, torch.bool, lambda x, *others: x.apply(call.operator, *others))
-    return check_operands(call, operands, torch.bool) or call.define(body)
+    """Promotes before it tests, as torch does: an int16 256 of rank 0 beside an int8 is 0."""
+
+    def formula(*scalars: Scalar) -> Scalar:
+        x, *others = [scalar.to(torch.bool) for scalar in scalars]
+        return x.apply(call.operator, *others)
+
+    return elementwise(call, operands, formula, promotion="ALWAYS_BOOL")
 
 
 def _bitwise(name: str) -> Callable[..., Scalar]:

@@ -8,15 +8,15 @@ import torch
 
 from fxwrap.loop_ir import Scalar
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
-from fxwrap.lowering.rules.pointwise import (
-    Operand,
-    check_operands,
-    fits,
-    load_operand,
-    promoted_dtype,
-    register_elementwise,
+from fxwrap.lowering.rules.pointwise import Operand, check_operands, elementwise, fits, load_operand, promoted_dtype
+from fxwrap.lowering.rules.registry import (
+    Declined,
+    LoweringResult,
+    NumberOrSymbol,
+    OperatorCall,
+    TensorOrNumber,
+    lowering_rule,
 )
-from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, TensorOrNumber, lowering_rule
 
 # --- copies ----------------------------------------------------------------------------------------------------------
 
@@ -95,6 +95,8 @@ def _where(
     return declined or call.define(body)
 
 
-register_elementwise(
-    "aten.native_dropout_backward.default", lambda g, mask, scale: g * mask * scale, operands=2, dtypes="float"
-)
+@lowering_rule("aten.native_dropout_backward.default")
+def _dropout_backward(
+    call: OperatorCall, gradient: Definition, mask: Definition, scale: NumberOrSymbol
+) -> LoweringResult | Declined:
+    return elementwise(call, (gradient, mask), lambda g, mask, s: g * mask * s, dtypes="float", parameters=(scale,))

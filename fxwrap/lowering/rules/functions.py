@@ -45,7 +45,7 @@ def _float_only(name: str) -> Callable[[Scalar], Scalar]:
     return lambda x: x.apply(name) if x.dtype.is_floating_point else x
 
 
-register_elementwise("aten.abs.default", _unless_bool("abs"))
+register_elementwise("aten.abs.default", _operation("abs"), dtypes="number")
 register_elementwise(("aten.sign.default", "aten.sgn.default"), _unless_bool("sign"))
 register_elementwise("aten.neg.default", _operation("neg"), dtypes="number")
 register_elementwise(
@@ -61,10 +61,10 @@ register_elementwise("aten.rad2deg.default", lambda x: x * (180 / math.pi), "INT
 
 @lowering_rule("aten.round.decimals")
 def _round_decimals(call: OperatorCall, x: Definition, decimals: int) -> LoweringResult | Declined:
-    if decimals == 0:
-        return elementwise(call, (x,), _float_only("round"), dtypes="number")
     if not x.dtype.is_floating_point:
         return Declined("an integer rounded to decimals")
+    if decimals == 0:
+        return elementwise(call, (x,), _operation("round"))
     scale = float(f"1e{abs(decimals)}")
 
     def formula(x: Scalar) -> Scalar:
@@ -127,7 +127,7 @@ def _heaviside(x: Scalar, at_zero: Scalar) -> Scalar:
     return x.equals(0).where(at_zero, (x > 0).to(x.dtype))
 
 
-register_elementwise("aten.heaviside.default", _heaviside, operands=2)
+register_elementwise("aten.heaviside.default", _heaviside, operands=2, dtypes="equal")
 register_elementwise(
     "aten.angle.default",
     lambda x: x.apply("isnan").where(x, (x < 0).where(x.coerce(math.pi), 0.0)), "INT_TO_FLOAT",
@@ -205,7 +205,7 @@ def _sinc(x: Scalar) -> Scalar:
 register_elementwise("aten.sinc.default", _sinc, "INT_TO_FLOAT")
 
 
-@lowering_rule("aten.ldexp.Tensor")
+@lowering_rule("aten.ldexp.Tensor", dtypes="number")
 def _ldexp(call: OperatorCall, x: Definition, exponent: Definition) -> LoweringResult | Declined:
     """torch computes powers of two in the exponents' dtype, float32 for integers, and multiplies by them."""
     powers = exponent.dtype if exponent.dtype.is_floating_point else torch.float32
@@ -226,7 +226,7 @@ def _polygamma(call: OperatorCall, order: int, x: Definition) -> LoweringResult 
     return elementwise(call, (x,), _operation("digamma"), promotion="INT_TO_FLOAT")
 
 
-@lowering_rule("aten.mvlgamma.default")
+@lowering_rule("aten.mvlgamma.default", dtypes="number")
 def _mvlgamma(call: OperatorCall, x: Definition, dimension: int) -> LoweringResult | Declined:
     def formula(x: Scalar) -> Scalar:
         total = x.apply("lgamma")

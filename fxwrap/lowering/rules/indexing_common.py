@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import TypeAlias
 
 import sympy
@@ -138,6 +140,14 @@ def masked_where(
     with reader.body.masked(condition):
         value = inside()
     return condition.where(value, otherwise().to(value.dtype))
+
+
+def masked_sum(
+    reader: ElementReader, terms: Iterable[tuple[Condition, Callable[[], Scalar]]], dtype: torch.dtype
+) -> Scalar:
+    """Returns the sum of the terms whose condition holds; there is at least one term."""
+    items = (masked_where(reader, condition, value, lambda: reader.number(0, dtype)) for condition, value in terms)
+    return reduce(operator.add, items)
 
 
 # --- indirect indices ------------------------------------------------------------------------------------------------

@@ -193,6 +193,8 @@ def check_operands(
         if isinstance(operand, Definition):
             if operand.device != call.device:
                 return Declined(f"an operand is on {operand.device}, the result on {call.device}")
+        elif isinstance(operand, bool) and dtypes == "number":
+            return Declined("a number is a bool")
         elif not fits(operand, dtype, strict=False):
             return Declined(f"the number {operand} is out of the range of {dtype}")
     return None
@@ -225,9 +227,10 @@ def register_elementwise(
     """Registers a formula as the rule of ATen overloads.
 
     The first `operands` arguments are operands; all others are parameters of the formula, in the schema's order.
+    `dtypes` is the domain of each tensor and of the promoted dtype.
     """
 
-    @lowering_rule(*((names,) if isinstance(names, str) else names))
+    @lowering_rule(*((names,) if isinstance(names, str) else names), dtypes=dtypes)
     def _elementwise(call: OperatorCall) -> LoweringResult | Declined:
         arguments = list(call.bind().values())
         return elementwise(

@@ -94,13 +94,13 @@ def _huber_backward(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter, de
 
 
 def _soft_margin_backward(gradient: Scalar, x: Scalar, y: Scalar, count: Parameter) -> Scalar:
-    return y * gradient * ((y * x).sigmoid() - 1.0) * (1.0 / count)
+    return -y * gradient * (1.0 - (y * x).sigmoid()) * (1.0 / count)
 
 
 def _register_loss(operator: str, formula: Callable[..., Scalar], backward: Callable[..., Scalar] | None) -> None:
     """Registers a loss of (x, y, reduction, *parameters) and its backward, which takes the gradient first."""
 
-    @lowering_rule(f"aten.{operator}.default")
+    @lowering_rule(f"aten.{operator}.default", dtypes="float")
     def _forward_rule(
         call: OperatorCall, x: Definition, y: Definition, reduced: int, *parameters: NumberOrSymbol
     ) -> LoweringResult | Declined:
@@ -109,7 +109,7 @@ def _register_loss(operator: str, formula: Callable[..., Scalar], backward: Call
     if backward is None:
         return
 
-    @lowering_rule(f"aten.{operator}_backward.default")
+    @lowering_rule(f"aten.{operator}_backward.default", dtypes="equal float")
     def _backward_rule(
         call: OperatorCall, gradient: Definition, x: Definition, y: Definition, reduced: int, *others: NumberOrSymbol
     ) -> LoweringResult | Declined:
@@ -126,7 +126,7 @@ _register_loss("soft_margin_loss", lambda x, y: (-x * y).exp().apply("log1p"), _
 # --- binary cross entropy --------------------------------------------------------------------------------------------
 
 
-@lowering_rule("aten.binary_cross_entropy.default")
+@lowering_rule("aten.binary_cross_entropy.default", dtypes="equal float")
 def _cross_entropy(
     call: OperatorCall, x: Definition, y: Definition, weight: Definition | None, reduced: int
 ) -> LoweringResult | Declined:
@@ -142,7 +142,7 @@ def _binary_cross_entropy(x: Scalar, y: Scalar, weight: Scalar | None) -> Scalar
     return loss if weight is None else loss * weight
 
 
-@lowering_rule("aten.binary_cross_entropy_backward.default")
+@lowering_rule("aten.binary_cross_entropy_backward.default", dtypes="equal float")
 def _cross_entropy_backward(
     call: OperatorCall, gradient: Definition, x: Definition, y: Definition, weight: Definition | None, reduced: int
 ) -> LoweringResult | Declined:
@@ -154,7 +154,7 @@ def _cross_entropy_backward(
     return _loss_backward(call, (gradient, x, y, weight), reduced, x, formula)
 
 
-@lowering_rule("aten.binary_cross_entropy_with_logits.default")
+@lowering_rule("aten.binary_cross_entropy_with_logits.default", dtypes="float")
 def _cross_entropy_with_logits(
     call: OperatorCall,
     x: Definition,

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 
 import torch
 
 from fxwrap.fx_passes.operators import expand_to_rank
 from fxwrap.loop_ir import Index, IndexLike, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
-from fxwrap.lowering.rules.indexing_common import Condition, all_of, index_greater_equal, index_less, masked_where
+from fxwrap.lowering.rules.indexing_common import (
+    Condition,
+    all_of,
+    index_greater_equal,
+    index_less,
+    masked_sum,
+    masked_where,
+)
 from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, lowering_rule
 from fxwrap.symbolic import Size
 
@@ -96,14 +102,6 @@ def _offsets(widths: Iterable[int]) -> Iterator[tuple[int, ...]]:
 
 def _rank(call: OperatorCall) -> int:
     return 3 if "3d" in call.name else 2
-
-
-def _masked_sum(
-    reader: ElementReader, terms: Iterable[tuple[Condition, Callable[[], Scalar]]], dtype: torch.dtype
-) -> Scalar:
-    """Returns the sum of the terms whose condition holds; there is at least one term."""
-    items = (masked_where(reader, condition, value, lambda: reader.number(0, dtype)) for condition, value in terms)
-    return reduce(operator.add, items)
 
 
 # --- maximum ---------------------------------------------------------------------------------------------------------
@@ -200,7 +198,7 @@ def _average_pool(call: OperatorCall, x: Definition) -> LoweringResult | Decline
             )
             for offset in _offsets(windows.width for windows in plane)
         )
-        total = _masked_sum(reader, terms, x.dtype)
+        total = masked_sum(reader, terms, x.dtype)
         return _divide_by_count(call, reader, total, plane, at)
 
     return call.define(body)
@@ -257,7 +255,7 @@ def _sum_over_windows(
             return exists, partial(value, reader, outer, [window for window, _ in covering], input_index)
 
         numbers = _offsets(windows.max_covering_windows for windows in plane)
-        return _masked_sum(reader, map(term, numbers), call.dtype)
+        return masked_sum(reader, map(term, numbers), call.dtype)
 
     return call.define(body)
 
@@ -344,7 +342,7 @@ def _sum_over_spans(
         inside = all_of(*[index_less(reader, index, end) for index, (_, end) in zip(indices, spans, strict=True)])
         return inside, partial(value, indices)
 
-    return _masked_sum(reader, map(term, _offsets(widths)), dtype)
+    return masked_sum(reader, map(term, _offsets(widths)), dtype)
 
 
 def _window_numel(reader: ElementReader, spans: list[tuple[Index, Index]], dtype: torch.dtype) -> Scalar:

@@ -5,12 +5,14 @@ Indices outside the source tensor are masked, so that nothing outside is ever lo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from fxwrap.fx_passes.operators import expand_to_rank
-from fxwrap.loop_ir import Index, IndexLike, Scalar, as_index
+from fxwrap.loop_ir import INTEGERS, Index, IndexLike, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, reduction
 from fxwrap.lowering.rules.indexing_common import (
     Condition,
@@ -20,6 +22,7 @@ from fxwrap.lowering.rules.indexing_common import (
     index_greater_equal,
     index_in_range,
     index_less,
+    masked_sum,
     masked_where,
     replace_index,
     resolve_index,
@@ -139,6 +142,8 @@ def _leading_pads(pad: Sequence[Size], rank: int) -> list[int] | Declined:
     "aten.replication_pad1d.default", "aten.replication_pad2d.default", "aten.replication_pad3d.default",
 )  # fmt: skip
 def _border_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> LoweringResult | Declined:
+    if "reflection" in call.name and not x.dtype.is_floating_point:
+        return Declined(f"its operands are of {x.dtype}, for which eager raises")
     left = _leading_pads(pad, len(x.sizes))
     if isinstance(left, Declined):
         return left
@@ -160,6 +165,41 @@ def _reflect_index(reader: ElementReader, position: Index, size: Size) -> Index:
         return position
     last = reader.body.index(as_index(size) - 1)
     return unchecked_indirect_index(reader, last - abs(last - abs(reader.body.index(position))), size)
+
+
+@lowering_rule(
+    "aten.reflection_pad1d_backward.default", "aten.reflection_pad2d_backward.default",
+    "aten.reflection_pad3d_backward.default",
+)  # fmt: skip
+def _reflection_pad_backward(
+    call: OperatorCall, grad: Definition, x: Definition, padding: Sequence[Size]
+) -> LoweringResult | Declined:
+    """An element sums its own gradient and those of its reflections, in the compute dtype."""
+    left, right = _leading_pads(padding, len(x.sizes)), _leading_pads(padding[1:], len(x.sizes))
+    if isinstance(left, Declined):
+        return left
+    if isinstance(right, Declined):
+        return right
+
+    def sources(reader: ElementReader, dim: int, index: IndexLike) -> list[tuple[Index, Condition]]:
+        """Returns the positions of an index in the gradient, and whether they exist."""
+        at, last = as_index(index), as_index(x.sizes[dim]) - 1
+        found: list[tuple[Index, Condition]] = [(at + left[dim], True)]
+        if left[dim] > 0:
+            found.append((left[dim] - at, index_greater_equal(reader, at, 1)))
+        if right[dim] > 0:
+            found.append((left[dim] + 2 * last - at, index_less(reader, at, last)))
+        return [(place, all_of(ok, index_in_range(reader, place, grad.sizes[dim]))) for place, ok in found]
+
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        choices = [sources(reader, dim, index) for dim, index in enumerate(indices)]
+        terms = [
+            (all_of(*[ok for _, ok in chosen]), partial(reader.load, grad, [place for place, _ in chosen]))
+            for chosen in itertools.product(*choices)
+        ]
+        return masked_sum(reader, terms, x.dtype)
+
+    return call.define(body)
 
 
 def _clamp_index(reader: ElementReader, position: Index, size: Size) -> Index:
@@ -334,7 +374,9 @@ def _im2col(
     dilation: Sequence[int],
     padding: Sequence[int],
     stride: Sequence[int],
-) -> LoweringResult:
+) -> LoweringResult | Declined:
+    if x.dtype in INTEGERS:
+        return Declined(f"its operands are of {x.dtype}, for which eager raises")
     kernel, dilation, padding, stride = [expand_to_rank(item, 2) for item in (kernel, dilation, padding, stride)]
     height, width = x.sizes[-2:]
     across = total((width, 2 * padding[1] - dilation[1] * (kernel[1] - 1) - 1))

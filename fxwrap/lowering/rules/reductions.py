@@ -53,8 +53,13 @@ def _register_reduction(kind: str, element: ElementFunction, *names: str) -> Non
     """Registers operators (operand, dims, ...) that combine a function of each element."""
 
     @lowering_rule(*names)
-    def _reduction(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResult:
+    def _reduction(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResult | Declined:
+        if kind in ("max", "min") and call.may_be_zero(reduction_shape(x, dims).count):
+            return _EMPTY
         return _reduce_elements(call, kind, element, x, dims)
+
+
+_EMPTY = Declined("the dimension may be empty, for which eager raises")
 
 
 def _reduce_elements(call: OperatorCall, kind: str, element: ElementFunction, x: Definition, dims: Dims) -> Definition:
@@ -135,18 +140,24 @@ def _extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: to
 
 
 @lowering_rule("aten.argmax.default", "aten.argmin.default")
-def _argmax_or_argmin(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
+def _argmax_or_argmin(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult | Declined:
+    if call.may_be_zero(reduction_shape(x, dim).count):
+        return _EMPTY
     return _arg_extremum(call, call.operator, x, dim, call.result)
 
 
 @lowering_rule("aten.max.dim", "aten.min.dim")
-def _extremum_and_position(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
+def _extremum_and_position(call: OperatorCall, x: Definition, dim: int) -> LoweringResult | Declined:
+    if call.may_be_zero(reduction_shape(x, dim).count):
+        return _EMPTY
     (values, positions), kind = call.results, call.operator
     return _extremum(call, kind, x, dim, values), _arg_extremum(call, f"arg{kind}", x, dim, positions)
 
 
 @lowering_rule("aten.aminmax.default")
-def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
+def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult | Declined:
+    if call.may_be_zero(reduction_shape(x, dim).count):
+        return _EMPTY
     low, high = call.results
     return _extremum(call, "min", x, dim, low), _extremum(call, "max", x, dim, high)
 

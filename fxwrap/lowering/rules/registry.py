@@ -28,8 +28,11 @@ ElementBody: TypeAlias = Callable[[ElementReader, Indices], Scalar]
 ReductionBody: TypeAlias = Callable[[ElementReader, Indices, Indices], Scalar]
 """Computes the operand of a reduction, given the parallel and the reduced indices."""
 
-DtypeDomain: TypeAlias = Literal["any", "float", "number", "integer", "bits"]
-"""The dtypes that a rule accepts: any, floating point, all but bool, integers, integers and bool."""
+DtypeDomain: TypeAlias = Literal["any", "equal", "float", "equal float", "number", "integer", "bits"]
+"""The dtypes that a rule accepts: any, floating point, all but bool, integers, integers and bool.
+
+With "equal", all operands have one dtype.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class OperatorCall:
 
     `arguments` and `keywords` are those of the FX node, with definitions for tensors; other arguments are literals,
     sympy expressions, dtypes or sequences. `fake` is the fake tensor of the result, or a sequence of them; an unused
-    gradient is None. `spec` describes the type of `device`.
+    gradient is None. `spec` describes the type of `device`; `may_be_zero` says whether the ranges of symbols allow a
+    size to be 0.
     """
 
     name: str
@@ -55,6 +59,7 @@ class OperatorCall:
     device: torch.device
     sizes_of: Callable[[torch.Tensor], tuple[Size, ...]] = field(repr=False)
     spec: DeviceSpec
+    may_be_zero: Callable[[Size], bool] = field(default=lambda size: size == 0, repr=False)
 
     @property
     def operator(self) -> str:
@@ -160,11 +165,16 @@ def _check_tensors(call: OperatorCall, arguments: Iterable[object], dtypes: Dtyp
                 return Declined(f"its result has the layout {fake.layout}")
             if fake.dtype not in KERNEL_DTYPES:
                 return Declined(f"kernels have no {fake.dtype}")
+    found: set[torch.dtype] = set()
     for argument in arguments:
         for item in argument if isinstance(argument, list | tuple) else (argument,):
-            declined = check_dtype(item.dtype, dtypes) if isinstance(item, Definition | torch.Tensor) else None
-            if declined is not None:
-                return declined
+            if isinstance(item, Definition | torch.Tensor):
+                found.add(item.dtype)
+                declined = check_dtype(item.dtype, dtypes)
+                if declined is not None:
+                    return declined
+    if dtypes.startswith("equal") and len(found) > 1:
+        return Declined(f"its operands are of {' and '.join(sorted(map(str, found)))}")
     return None
 
 
@@ -174,7 +184,9 @@ def check_dtype(dtype: torch.dtype, domain: DtypeDomain) -> Declined | None:
         return Declined(f"kernels have no {dtype}")
     accepted = {
         "any": True,
+        "equal": True,
         "float": dtype.is_floating_point,
+        "equal float": dtype.is_floating_point,
         "number": dtype is not torch.bool,
         "integer": dtype in INTEGERS,
         "bits": dtype in INTEGERS or dtype is torch.bool,

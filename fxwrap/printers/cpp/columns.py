@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 from fxwrap.loop_ir import Constant, IndexValue, Reduce, Store
 from fxwrap.printers.cpp.index_printer import print_size
-from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, COLUMN_CHUNK, LONG_COLUMN_CHUNK, MAX_COLUMN_CHUNKS, split_axis
+from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, MAX_LANE_ELEMENTS, split_axis
 from fxwrap.printers.cpp.loops import loop_head
 from fxwrap.printers.cpp.scans import ScanPrinterBase
 from fxwrap.printers.cpp.statements import EmittedValues
+from fxwrap.symbolic import product
 
 
 class ColumnPrinter(ScanPrinterBase):
@@ -54,14 +55,13 @@ class ColumnPrinter(ScanPrinterBase):
             return
         self.hoist_column_invariants(targets, known)
         scans = self.initialize_scans(targets, known)
-        count = self.kernel.reduced_count
-        is_long = not isinstance(count, int) or count > 2 * COLUMN_CHUNK
-        if (is_long or self.plan.splits_reduction) and not scans:
-            self.print_split_reduction(reductions, stores, known)
-            return
-        self.declare(reductions)
-        with self.nest([loop_head(axis) for axis in self.kernel.reduced]):
-            self.column_body(reductions, stores, known)
+        is_parallel = self.plan.splits_reduction and not scans
+        if is_parallel or (reductions and self.is_long(1)):
+            self.print_parts(reductions, stores, known, self.parallel() if is_parallel else "")
+        else:
+            self.declare_lanes(reductions, self.block)
+            with self.nest([loop_head(axis) for axis in self.kernel.reduced]):
+                self.column_body(reductions, stores, known)
         for position in reductions:
             known[position] = self.result(position)
 
@@ -95,27 +95,19 @@ class ColumnPrinter(ScanPrinterBase):
         """Whether a column's value costs more to compute than to load."""
         return not isinstance(self.statements.kernel.operations[position], Constant | IndexValue)
 
-    def declare(self, reductions: Sequence[int], suffix: str = "") -> None:
-        """Declares the accumulators of reductions, one lane a column."""
-        for position in reductions:
-            kind, name = self.lanes_type(position, self.block), self.statements.name(position)
-            self.writer.line(f"{kind} {name}{suffix}({self.identity_element(self.reduction(position))});")
-
     def result(self, position: int) -> str:
         """Returns the text of a column's complete result."""
-        name = self.statements.name(position)
+        name = f"{self.statements.name(position)}_lanes"
         return f"int64_t({name}.position[lane])" if self.is_arg_reduction(position) else f"{name}[lane]"
 
-    def column_body(
-        self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, suffix: str = ""
-    ) -> None:
+    def column_body(self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues) -> None:
         """Writes the vectorised loop over a block's columns for one element of the reduced axes."""
         inner = dict(known)
         with self.columns():
             values = [store.value for store in stores]
             self.statements.write(self.targets(reductions, stores), inner, named=values if len(values) > 1 else ())
             for position in reductions:
-                self.accumulate_lane(position, inner, f"{self.statements.name(position)}{suffix}")
+                self.accumulate_lane(position, inner, f"{self.statements.name(position)}_lanes")
             for store in stores:
                 self.statements.store(store, inner)
 
@@ -128,28 +120,15 @@ class ColumnPrinter(ScanPrinterBase):
         lanes = f"Lanes<{kind}, {self.block}>"
         return f"{name} = {lanes}({start});" if reinitialize else f"{lanes} {name}({start});"
 
-    def print_split_reduction(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
-        """Writes a pass over long columns in parts of fixed size, whose results are combined in a fixed order."""
-        axis, count = split_axis(self.kernel.reduced), self.kernel.reduced_count
-        is_short = isinstance(count, int) and count <= COLUMN_CHUNK * MAX_COLUMN_CHUNKS
-        length = self.part_length(COLUMN_CHUNK if is_short else LONG_COLUMN_CHUNK, axis)
-        types = [self.lanes_type(position, self.block) for position in reductions]
-        parts = self.declare_parts(reductions, length, types)
-        pragma = self.parallel() if self.plan.splits_reduction else ""
-        with self.nest([f"for (int64_t part = 0; part < {parts}; ++part)"], pragma):
-            self.writer.line(f"const int64_t start = part * {length};")
-            self.writer.line(f"const int64_t end = fxwrap::min<int64_t>(start + {length}, {print_size(axis.size)});")
-            self.declare(reductions, "_lanes")
+    def print_parts(self, reductions: list[int], stores: list[Store], known: EmittedValues, pragma: str) -> None:
+        """Writes a pass over long columns in parts of fixed size."""
+        axis = split_axis(self.kernel.reduced)
+        others = product([item.size for item in self.kernel.reduced if item is not axis])
+        length = max(1, MAX_LANE_ELEMENTS // others) if isinstance(others, int) else 1
+        with self.parts(reductions, self.block, length, pragma):
             heads = [
-                loop_head(item, "start", "end") if item is axis else loop_head(item) for item in self.kernel.reduced
+                loop_head(item, "start", "start + count") if item is axis else loop_head(item)
+                for item in self.kernel.reduced
             ]
             with self.nest(heads):
-                self.column_body(reductions, stores, known, "_lanes")
-            for position in reductions:
-                name = self.statements.name(position)
-                self.writer.line(f"{name}_parts[part] = {name}_lanes;")
-        for position, kind in zip(reductions, types, strict=True):
-            name, combine = self.statements.name(position), f"Lanewise{{{self.combine(position)}}}"
-            identity_element = f"{kind}({self.identity_element(self.reduction(position))})"
-            self.writer.line(f"{kind} {name} = {name}_parts.combined({parts}, {identity_element}, {combine});")
-            known[position] = self.result(position)
+                self.column_body(reductions, stores, known)

@@ -1,4 +1,7 @@
-"""Decomposition of reductions with several results: reading a cached row twice is faster and more exact."""
+"""Decomposition of reductions with several results: reading a cached row twice is faster and more exact.
+
+Products of float32 are computed in float64: near 1, their rounding errors all have the same sign.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from fxwrap.loop_ir import (
 
 
 def decompose_reductions(kernel: Kernel) -> Kernel:
-    """Returns a kernel that computes `welford` as two sums and `softmax` as a maximum and a sum."""
-    if not any(isinstance(item, Reduce) and item.kind in ("welford", "softmax") for item in kernel.operations):
+    """Returns a kernel that computes `welford` as three sums and `softmax` as a maximum and a sum."""
+    if not any(isinstance(item, Reduce) and item.kind in ("welford", "softmax", "prod") for item in kernel.operations):
         return kernel
     return _ReductionDecomposer(kernel).run()
 
@@ -45,6 +48,10 @@ class _ReductionDecomposer:
                     self.welford(position, self.new[value], dtype)
                 case Reduce("softmax", (value,), dtype):
                     self.softmax(position, self.new[value], dtype)
+                case Reduce("prod", (value,), torch.float32):
+                    wide = self.compute("cast", self.new[value], dtype=torch.float64)
+                    result = self.add(Reduce("prod", (wide,), torch.float64, self.origin))
+                    self.new[position] = self.compute("cast", result, dtype=torch.float32)
                 case ReductionResult(source, part) if (source, part) in self.parts:
                     self.new[position] = self.parts[source, part]
                 case Compute("div", (value, divisor), torch.float32) if self.is_softmax_sum(divisor):
@@ -79,6 +86,11 @@ class _ReductionDecomposer:
         return isinstance(source, Reduce) and source.kind == "softmax"
 
     def welford(self, position: int, value: int, dtype: torch.dtype) -> None:
+        """Adds the corrected two-pass algorithm of Chan, Golub and LeVeque (1983).
+
+        The rounding error of the mean is the mean of the differences from it. Without it, rows of equal elements would
+        have differences from their mean, which a division by a small standard deviation amplifies.
+        """
         count = self.kernel.reduced_count
         if isinstance(count, int):
             divisor = self.add(Constant(float(count), dtype, self.origin))
@@ -88,8 +100,16 @@ class _ReductionDecomposer:
         mean = self.compute("div", total, divisor, dtype=dtype)
         difference = self.compute("sub", value, mean, dtype=dtype)
         square = self.compute("mul", difference, difference, dtype=dtype)
-        self.parts[position, 0] = mean
-        self.parts[position, 1] = self.add(Reduce("sum", (square,), dtype, self.origin))
+        residual = self.add(Reduce("sum", (difference,), dtype, self.origin))
+        squares = self.add(Reduce("sum", (square,), dtype, self.origin))
+        correction = self.compute("div", residual, divisor, dtype=dtype)
+        zero = self.add(Constant(0.0, dtype, self.origin))
+        is_finite = self.compute("eq", self.compute("sub", mean, mean, dtype=dtype), zero, dtype=torch.bool)
+        corrected = self.compute("add", mean, correction, dtype=dtype)
+        excess = self.compute("mul", residual, correction, dtype=dtype)
+        self.parts[position, 0] = self.compute("where", is_finite, corrected, mean, dtype=dtype)
+        m2 = self.compute("sub", squares, excess, dtype=dtype)
+        self.parts[position, 1] = self.compute("maximum", m2, zero, dtype=dtype)
 
     def softmax(self, position: int, value: int, dtype: torch.dtype) -> None:
         largest = self.add(Reduce("max", (value,), dtype, self.origin))

@@ -33,12 +33,13 @@ MIN_PARALLEL_WORK = 32768
 MIN_PARALLEL_ITERATIONS = 16
 """A long reduction with fewer parallel iterations is split into parts that run in parallel."""
 
-REDUCTION_CHUNK = 16384
-"""Elements of a part of a long reduction. Summing in parts also keeps float32 sums accurate."""
+MAX_LANE_ELEMENTS = 32
+"""Elements of a part of a long reduction that one accumulator combines. More would make float32 sums of nearly equal
+elements inexact."""
 
-STREAMED_LANES, STREAMED_CHUNK = 16, 4096
-"""The same for few long rows, which are bound by memory: some processors prefetch better with fewer loads in flight.
-Parts are shorter, so that each lane adds as many elements."""
+STREAMED_LANES = 16
+"""Number of accumulators of few long rows, which are bound by memory: some processors prefetch better with fewer loads
+in flight."""
 
 TILE_CACHE_BYTES = 16384
 """Largest size in bytes of the tiles of transposed loads, a part of the L1 cache."""
@@ -51,12 +52,6 @@ SCAN_BLOCK = 256
 
 COLUMN_BLOCK = 128
 """Columns that are reduced together if the vectorised axis is parallel."""
-
-COLUMN_CHUNK, LONG_COLUMN_CHUNK = 64, 256
-"""Rows of a part of a column reduction: few for the accuracy of float32 sums, more if there are many parts."""
-
-MAX_COLUMN_CHUNKS = 512
-"""Largest number of short parts of a column reduction, whose results are all stored before they are combined."""
 
 ROW_BUFFER_MIN_COST = 3
 """Smallest cost in instructions of a value that is stored in a row buffer instead of being recomputed."""
@@ -120,7 +115,7 @@ class LoopPlan:
             count = count // self.vector_axis.size * -(-self.vector_axis.size // COLUMN_BLOCK)
         if count >= MIN_PARALLEL_ITERATIONS:
             return False
-        return not isinstance(self.kernel.reduced_count, int) or self.kernel.reduced_count >= 2 * REDUCTION_CHUNK
+        return not isinstance(self.kernel.reduced_count, int) or self.kernel.reduced_count >= MIN_PARALLEL_WORK
 
     @cached_property
     def transposed_loads(self) -> tuple[Axis | None, tuple[int, ...]]:

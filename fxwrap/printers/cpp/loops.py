@@ -11,12 +11,11 @@ from fxwrap.loop_ir import Axis, DeviceAssert, Kernel, Load, Reduce, Scan, Store
 from fxwrap.printers.cpp.index_printer import print_size
 from fxwrap.printers.cpp.loop_plan import (
     LANES,
+    MAX_LANE_ELEMENTS,
     MIN_PARALLEL_WORK,
-    REDUCTION_CHUNK,
     ROW_BUFFER_MAX_ELEMENTS,
     ROW_BUFFER_MIN_COST,
     SCATTER_BLOCK,
-    STREAMED_CHUNK,
     STREAMED_LANES,
     LoopPlan,
     split_axis,
@@ -45,6 +44,7 @@ class LoopPrinter(ABC):
         operations = enumerate(self.kernel.operations)
         self.device_asserts = {position: item for position, item in operations if isinstance(item, DeviceAssert)}
         self.clause = " reduction(|:failed)" if self.device_asserts else ""
+        self.in_order = plan.serial
 
     @property
     def vector_axis(self) -> Axis:
@@ -100,14 +100,14 @@ class LoopPrinter(ABC):
     def parallel(self, simd: str = "") -> str:
         """Returns the pragma of a parallel loop, or nothing if the work is too small or must run in order."""
         work = self.plan.work
-        if self.plan.serial or (isinstance(work, int) and work < MIN_PARALLEL_WORK):
-            return f"#pragma omp{simd}{self.clause}" if simd and not self.plan.serial else ""
+        if self.in_order or (isinstance(work, int) and work < MIN_PARALLEL_WORK):
+            return f"#pragma omp{simd}{self.clause}" if simd and not self.in_order else ""
         condition = "" if isinstance(work, int) else f" if (parallel : {print_size(work)} >= {MIN_PARALLEL_WORK})"
         return f"#pragma omp parallel for{simd} COLLAPSE schedule(static){self.clause}{condition}"
 
     def simd(self) -> str:
         """Returns the pragma of the vectorised loop."""
-        return "" if self.plan.serial else f"#pragma omp simd{self.clause}"
+        return "" if self.in_order else f"#pragma omp simd{self.clause}"
 
     def write_stores(self, stores: Sequence[Store], known: EmittedValues) -> None:
         """Writes the statements of stores, then the stores."""
@@ -354,19 +354,37 @@ class ReductionPrinter(LoopPrinter):
         else:
             self.writer.line(f"{lanes}[lane] = {self.combine(position)}({lanes}[lane], {value});{comment}")
 
-    def declare_parts(self, reductions: Sequence[int], length: int, types: Sequence[str]) -> str:
-        """Declares the partial results of a split reduction, whose parts have a length; returns their number."""
-        axis = split_axis(self.kernel.reduced)
-        parts = f"parts_{self.kernel.stages[reductions[0]]}" if reductions else "parts_last"
-        self.writer.line(f"const int64_t {parts} = ({print_size(axis.size)} + {length - 1}) / {length};")
-        for position, type_name in zip(reductions, types, strict=True):
-            self.writer.line(f"PartialResults<{type_name}> {self.statements.name(position)}_parts({parts});")
-        return parts
+    def declare_lanes(self, reductions: Sequence[int], lanes: int) -> None:
+        """Declares the accumulators of reductions."""
+        for position in reductions:
+            kind, name = self.lanes_type(position, lanes), self.statements.name(position)
+            self.writer.line(f"{kind} {name}_lanes({self.identity_element(self.reduction(position))});")
 
-    def part_length(self, elements: int, axis: Axis) -> int:
-        """Returns the length along the split axis of parts of about so many elements."""
-        others = product([item.size for item in self.kernel.reduced if item is not axis])
-        return max(1, elements // others) if isinstance(others, int) else 1
+    def is_long(self, lanes: int) -> bool:
+        """Whether a reduction into so many accumulators is split: for its accuracy, or to run in parallel."""
+        count = self.kernel.reduced_count
+        return self.plan.splits_reduction or not isinstance(count, int) or count > 2 * MAX_LANE_ELEMENTS * lanes
+
+    @contextmanager
+    def parts(self, reductions: Sequence[int], lanes: int, length: int, pragma: str) -> Iterator[None]:
+        """Opens a loop over parts, of a length along the split axis, whose accumulators are combined after it."""
+        axis, names = split_axis(self.kernel.reduced), [self.statements.name(position) for position in reductions]
+        parts = f"parts_{reductions[0]}" if reductions else "parts_last"
+        self.writer.line(f"const int64_t {parts} = ({print_size(axis.size)} + {length - 1}) / {length};")
+        types = [self.lanes_type(position, lanes) for position in reductions]
+        for name, kind in zip(names, types, strict=True):
+            self.writer.line(f"PartialResults<{kind}> {name}_parts({parts});")
+        with self.nest([f"for (int64_t part = 0; part < {parts}; ++part)"], pragma):
+            self.writer.line(f"const int64_t start = part * {length};")
+            self.writer.line(f"const int64_t count = fxwrap::min<int64_t>({length}, {print_size(axis.size)} - start);")
+            self.declare_lanes(reductions, lanes)
+            yield
+            for name in names:
+                self.writer.line(f"{name}_parts[part] = {name}_lanes;")
+        for position, name, kind in zip(reductions, names, types, strict=True):
+            identity_element = f"{kind}({self.identity_element(self.reduction(position))})"
+            combined = f"{name}_parts.combined({parts}, {identity_element}, Lanewise{{{self.combine(position)}}})"
+            self.writer.line(f"{kind} {name}_lanes = {combined};")
 
 
 class RowPrinter(ReductionPrinter):
@@ -417,14 +435,12 @@ class RowPrinter(ReductionPrinter):
         if not targets:
             return
         self.hoist_invariants(targets, known)
-        count = self.kernel.reduced_count
-        is_long = not isinstance(count, int) or count > 2 * REDUCTION_CHUNK
-        if self.plan.splits_reduction or (is_long and reductions):
-            self.print_split_reduction(reductions, stores, known)
-            return
-        self.declare_lanes(reductions)
-        with self.nest([loop_head(axis) for axis in self.kernel.reduced if axis is not self.vector_axis]):
-            self.lane_loop(reductions, stores, dict(known), "0", print_size(self.vector_axis.size))
+        if self.plan.splits_reduction or (reductions and self.is_long(self.lanes())):
+            self.print_parts(reductions, stores, known)
+        else:
+            self.declare_lanes(reductions, self.lanes())
+            with self.nest([loop_head(axis) for axis in self.kernel.reduced if axis is not self.vector_axis]):
+                self.lane_loop(reductions, stores, dict(known), "0", print_size(self.vector_axis.size))
         self.filled_row_buffers |= self.row_buffers & set(self.statements.backward_slice(targets, known))
         for position in reductions:
             self.finish(position, self.combined(position), known)
@@ -436,12 +452,6 @@ class RowPrinter(ReductionPrinter):
         while isinstance(size, int) and lanes > max(size, 1):
             lanes //= 2
         return lanes
-
-    def declare_lanes(self, reductions: Sequence[int]) -> None:
-        """Declares the accumulators of reductions."""
-        for position in reductions:
-            kind, name = self.lanes_type(position, self.lanes()), self.statements.name(position)
-            self.writer.line(f"{kind} {name}_lanes({self.identity_element(self.reduction(position))});")
 
     def combined(self, position: int) -> str:
         """Returns the combination of a reduction's lanes."""
@@ -457,8 +467,8 @@ class RowPrinter(ReductionPrinter):
             with self.nest([loop_head(vector_axis, start, limit)], self.simd()):
                 self.lane_body(reductions, stores, known)
             return
-        element = vector_axis.name if start == "0" else "offset"
-        with self.writer.block(f"for_lanes<{self.lanes()}>({count}, [&](int64_t {element}, int lane)", "});"):
+        element, loop = vector_axis.name if start == "0" else "offset", "for_lanes" + "_in_order" * self.in_order
+        with self.writer.block(f"{loop}<{self.lanes()}>({count}, [&](int64_t {element}, int lane)", "});"):
             if start != "0":
                 self.writer.line(f"const int64_t {vector_axis.name} = {start} + offset;")
             self.lane_body(reductions, stores, known)
@@ -479,19 +489,14 @@ class RowPrinter(ReductionPrinter):
         for store in stores:
             self.statements.store(store, known)
 
-    def print_split_reduction(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
-        """Writes a pass over a long row in parts of fixed size, whose results are combined in a fixed order."""
+    def print_parts(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
+        """Writes a pass over a long row in parts of fixed size."""
         vector_axis, axis = self.vector_axis, split_axis(self.kernel.reduced)
         is_vectorised = axis is vector_axis
-        elements = STREAMED_CHUNK if self.plan.splits_reduction else REDUCTION_CHUNK
         others = product([item.size for item in self.kernel.reduced if item is not axis])
-        length = elements if is_vectorised and not isinstance(others, int) else self.part_length(elements, axis)
-        parts = self.declare_parts(reductions, length, [self.result_type(position) for position in reductions])
-        pragma = self.parallel() if self.plan.splits_reduction else ""
-        with self.nest([f"for (int64_t part = 0; part < {parts}; ++part)"], pragma):
-            self.writer.line(f"const int64_t start = part * {length};")
-            self.writer.line(f"const int64_t count = fxwrap::min<int64_t>({length}, {print_size(axis.size)} - start);")
-            self.declare_lanes(reductions)
+        elements = MAX_LANE_ELEMENTS * self.lanes()
+        length = max(1, elements // others) if isinstance(others, int) else elements if is_vectorised else 1
+        with self.parts(reductions, self.lanes(), length, self.parallel() if self.plan.splits_reduction else ""):
             heads = [
                 loop_head(item, "start", "start + count") if item is axis else loop_head(item)
                 for item in self.kernel.reduced
@@ -500,8 +505,3 @@ class RowPrinter(ReductionPrinter):
             with self.nest(heads):
                 bounds = ("start", "count") if is_vectorised else ("0", print_size(vector_axis.size))
                 self.lane_loop(reductions, stores, dict(known), *bounds)
-            for position in reductions:
-                self.writer.line(f"{self.statements.name(position)}_parts[part] = {self.combined(position)};")
-        for position in reductions:
-            arguments = f"{parts}, {self.initial_accumulator(position)}, {self.combine(position)}"
-            self.finish(position, f"{self.statements.name(position)}_parts.combined({arguments})", known)

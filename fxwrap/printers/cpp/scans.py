@@ -11,16 +11,16 @@ import torch
 from fxwrap.loop_ir import Scan, Store
 from fxwrap.printers.cpp.index_printer import print_size
 from fxwrap.printers.cpp.loop_plan import SCAN_BLOCK, LoopPlan
-from fxwrap.printers.cpp.loops import ReductionPrinter, loop_head
+from fxwrap.printers.cpp.loops import ReductionPrinter, RowPrinter, loop_head
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
-from fxwrap.printers.cpp.types import CPP_TYPES, literal
+from fxwrap.printers.cpp.types import CPP_TYPES
 
 _COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}
 
 
 def _accumulator_type(operation: Scan, dtype: torch.dtype) -> str:
     """Returns the C++ type of the running value: sums and products of float32 use float64, as torch's do."""
-    is_widened = dtype is torch.float32 and operation.kind in ("cumsum", "cumprod")
+    is_widened = dtype is torch.float32 and operation.kind in _COMBINE
     return CPP_TYPES[torch.float64 if is_widened else dtype]
 
 
@@ -59,17 +59,34 @@ class ScanPrinterBase(ReductionPrinter):
         assert isinstance(operation, Scan)
         return operation
 
-    def initialize_scans(self, targets: Sequence[int], known: EmittedValues) -> bool:
-        """Writes the initial values of the scans that a pass needs for its targets; returns whether there are any."""
-        needed = self.statements.backward_slice(targets, known)
-        scans = [position for position in needed if isinstance(self.kernel.operations[position], Scan)]
+    def stage_sinks(self) -> list[tuple[list[int], list[Store]]]:
+        """Also separates the reductions that need no scan: their passes are vectorised and split."""
+        passes: list[tuple[list[int], list[Store]]] = []
+        for reductions, stores in super().stage_sinks():
+            ordered = [item for item in reductions if self.needed_scans(self.operands_of(item), {})]
+            independent = [item for item in reductions if item not in ordered]
+            if independent and (ordered or stores):
+                passes.append((independent, []))
+                independent = []
+            passes.append((independent or ordered, stores))
+        return passes
+
+    def needed_scans(self, targets: Sequence[int], known: EmittedValues) -> list[int]:
+        """Returns the scans that a pass over the reduced axes needs for its targets."""
+        reduced = dict.fromkeys(self.kernel.reductions, "")
+        needed = self.statements.backward_slice(targets, {**reduced, **known})
+        return [position for position in needed if isinstance(self.kernel.operations[position], Scan)]
+
+    def initialize_scans(self, targets: Sequence[int], known: EmittedValues) -> list[int]:
+        """Writes the initial values of the scans that a pass needs for its targets, and returns the scans."""
+        scans = self.needed_scans(targets, known)
         for position in scans:
             operation = self.scan_at(position)
             kind, start = _initial_value(operation, self.statements.dtype(operation.operands[0]))
             name, reinitialize = f"{self.statements.name(position)}_running", position in self.initialized
             self.writer.line(self.initialize_running_value(kind, name, start, reinitialize=reinitialize))
             self.initialized.add(position)
-        return bool(scans)
+        return scans
 
     def initialize_assert_scans(self, known: EmittedValues) -> None:
         """Writes the initial values of the scans that assertions need."""
@@ -89,79 +106,54 @@ class ScanPrinterBase(ReductionPrinter):
         return running
 
 
-class RowScanPrinter(ScanPrinterBase):
-    """A kernel that scans along its rows: each parallel iteration is a row, processed in order."""
+class RowScanPrinter(ScanPrinterBase, RowPrinter):
+    """A kernel that scans along its rows: each parallel iteration is a row, whose scans are computed in order."""
 
-    def print(self) -> None:
-        """Writes the loops."""
-        with self.nest([loop_head(axis) for axis in self.kernel.axes], self.parallel()):
-            known: EmittedValues = {}
-            if self.is_blockwise():
-                self.print_blockwise_scan(known)
-            else:
-                for reductions, stores in self.stage_sinks():
-                    self.print_stage(reductions, stores, known)
-                self.initialize_assert_scans(known)
-                self.print_device_asserts(known)
-            if self.final_stores():
-                self.write_stores(self.final_stores(), known)
+    def select_row_buffers(self) -> set[int]:
+        """Returns no values: later passes scan again."""
+        return set()
 
-    def is_blockwise(self) -> bool:
-        """Whether the kernel is a single sum or product along its rows, which is vectorised in blocks."""
-        kinds = [self.scan_at(position).kind for position in self.kernel.scans]
-        is_single = len(kinds) == 1 and kinds[0] in ("cumsum", "cumprod") and not self.kernel.reductions
-        return is_single and not self.device_asserts and not self.plan.serial
+    def print_device_asserts(self, known: EmittedValues) -> None:
+        """Writes the checks of assertions, which may depend on scans."""
+        self.initialize_assert_scans(known)
+        super().print_device_asserts(known)
 
-    def print_blockwise_scan(self, known: EmittedValues) -> None:
-        """Writes loops over blocks of a row: the operand, the scan, then the uses of its results."""
-        (position,), lane = self.kernel.scans, self.kernel.reduced[0]
-        operation = self.scan_at(position)
+    def print_stage(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
+        """Writes one pass over the row, in order if it needs a scan."""
+        targets = self.targets(reductions, stores)
+        self.hoist_invariants(targets, known)
+        scans = self.initialize_scans(targets, known)
+        kinds = [self.scan_at(position).kind for position in scans]
+        if len(kinds) == 1 and kinds[0] in ("cumsum", "cumprod") and not reductions and not self.plan.serial:
+            self.print_blockwise_scan(scans[0], stores, known)
+            return
+        self.in_order = self.plan.serial or bool(scans)
+        super().print_stage(reductions, stores, known)
+        self.in_order = self.plan.serial
+
+    def print_blockwise_scan(self, position: int, stores: list[Store], known: EmittedValues) -> None:
+        """Writes loops over blocks of a row: the operand of a sum or product, the scan, the uses of its results."""
+        (lane,), operation = self.kernel.reduced, self.scan_at(position)
         value = operation.operands[0]
         dtype, name = self.statements.dtype(value), self.statements.name(position)
-        kind, start = _initial_value(operation, dtype)
-        stores = [store for item, store in self.positions_of_stores().items() if self.plan.varying[item]]
-        self.hoist_invariants([value, *self.targets([], stores)], known)
-        self.writer.line(f"{kind} {name}_running = {start};")
+        kind, _ = _initial_value(operation, dtype)
         size, first = print_size(lane.size), f"{lane.name}_0"
         with self.nest([f"for (int64_t {first} = 0; {first} < {size}; {first} += {SCAN_BLOCK})"]):
             self.writer.line(f"const int64_t count = fxwrap::min<int64_t>({SCAN_BLOCK}, {size} - {first});")
-            self.writer.line(f"{CPP_TYPES[dtype]} {name}_block[{SCAN_BLOCK}];")
+            block_type = CPP_TYPES[dtype] if operation.kind == "cumsum" else kind
+            self.writer.line(f"{block_type} {name}_block[{SCAN_BLOCK}];")
             head = loop_head(lane, first, f"{first} + count")
             element = f"{name}_block[{lane.name} - {first}]"
             with self.nest([head], self.simd()):
                 inner = dict(known)
                 self.statements.write([value], inner)
                 self.writer.line(f"{element} = {inner[value]};")
-            neutral = literal(int(operation.kind == "cumprod"), dtype)
+            neutral = f"{block_type}({int(operation.kind == 'cumprod')})"
             arguments = f"{name}_block, count, {name}_running, {neutral}, combine::{_COMBINE[operation.kind]}"
             self.writer.line(f"scan_block({arguments});{self.statements.comment(operation)}")
             with self.nest([head], self.simd()):
+                element = element if block_type == CPP_TYPES[dtype] else f"{CPP_TYPES[dtype]}({element})"
                 self.write_stores(stores, {**known, position: element})
-
-    def print_stage(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
-        """Writes one pass over the row."""
-        targets = self.targets(reductions, stores)
-        if not targets:
-            return
-        self.hoist_invariants(targets, known)
-        self.initialize_scans(targets, known)
-        for position in reductions:
-            self.writer.line(
-                f"{self.result_type(position)} {self.running(position)} = {self.initial_accumulator(position)};"
-            )
-        with self.nest([loop_head(axis) for axis in self.kernel.reduced]):
-            inner = dict(known)
-            values = [store.value for store in stores]
-            self.statements.write(targets, inner, named=values if len(values) > 1 else ())
-            for position in reductions:
-                value, running = inner[self.operands_of(position)[0]], self.running(position)
-                if self.is_arg_reduction(position):
-                    value = f"{self.result_type(position)}{{{value}, {self.position_text()}}}"
-                self.writer.line(f"{running} = {self.combine(position)}({running}, {value});")
-            for store in stores:
-                self.statements.store(store, inner)
-        for position in reductions:
-            self.finish(position, self.running(position), known)
 
     def running(self, position: int) -> str:
         """Returns the running value of a row."""

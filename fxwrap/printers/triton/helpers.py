@@ -124,6 +124,12 @@ def shift_right(value, count, LIMIT: tl.constexpr):
     return value >> tl.where(valid, count, LIMIT)
 
 
+def shift_right_unsigned(value, count, BITS: tl.constexpr):
+    """Shift of a natural number, 0 for a count that is too large."""
+    valid = count < BITS
+    return tl.where(valid, value >> tl.where(valid, count, 0), 0)
+
+
 def erf(x):
     """The error function to 1 ULP of float32: two polynomials after N. Juffa, and one choice between them."""
     size = tl.abs(x)

@@ -46,8 +46,8 @@ _FLOAT: dict[str, str] = {
     "neg": "{0} * -1.0",  # Triton's negation is 0 - x, which is 0.0 for 0.0
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "fmax": "tl.where(({0} > {1}) | ({1} != {1}), {0}, {1})",
-    "fmin": "tl.where(({0} < {1}) | ({1} != {1}), {0}, {1})",
+    "fmax": "tl.where(({1} > {0}) | ({0} != {0}), {1}, {0})",
+    "fmin": "tl.where(({1} < {0}) | ({0} != {0}), {1}, {0})",
     "div": "{0} / {1}", "remainder": "float_remainder({0}, {1})",
     "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "round": "libdevice.rint({0})",
     "sqrt": "tl.sqrt({0})", "reciprocal": "1 / {0}", "sigmoid": "1 / (1 + libdevice.exp(-{0}))",
@@ -85,7 +85,7 @@ _UNSIGNED: dict[str, str] = {
     "neg": "0 - {0}", "abs": "{0}", "bitwise_not": "{0} ^ 255",
     "sign": "({0} > 0).to({dtype})", "floor_divide": "{0} // {1}",
     "integer_remainder": "{0} % {1}", "integer_pow": "unsigned_power({0}, {1}, {bits})",
-    "bitwise_right_shift": "{0} >> tl.where({1} < {bits}, {1}, {bits} - 1) >> tl.where({1} < {bits}, 0, 1)",
+    "bitwise_right_shift": "shift_right_unsigned({0}, {1}, {bits})",
 }  # fmt: skip
 
 _BOOL: dict[str, str] = {
@@ -93,7 +93,11 @@ _BOOL: dict[str, str] = {
     "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}", "bitwise_xor": "{0} ^ {1}", "bitwise_not": "~{0}",
 }  # fmt: skip
 
-_INFIX = re.compile(r"^\{0\} \S+ \{1\}$|^tl\.(where|maximum|minimum|div_rn)\(")
+_INFIX = re.compile(r"^\{0\} \S+ \{1\}$|^tl\.where\(")
+"""Templates in which a literal has the dtype of the operand beside it."""
+
+_OF_LITERAL_DTYPE = re.compile(r"^tl\.(maximum|minimum|div_rn)\(")
+"""Templates in which a literal has a dtype of its own: float32, int32, or int64 where int32 is too narrow."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,10 @@ def template(name: str, dtype: torch.dtype, fast_math: bool = False) -> Template
         rows = _INTEGER | (_UNSIGNED if dtype is torch.uint8 else {})
     text = rows.get(name) or _ANY[name]
     text = text.replace("{bits}", str(dtype.itemsize * 8)).replace("{dtype}", TRITON_DTYPES[dtype])
-    return Template(text, dtype is not torch.float64 and _INFIX.match(text) is not None)
+    literals = _INFIX.match(text) or (
+        dtype in (torch.float32, torch.int32, torch.int64) and _OF_LITERAL_DTYPE.match(text)
+    )
+    return Template(text, dtype is not torch.float64 and bool(literals))
 
 
 def cast_text(value: str, source: torch.dtype, target: torch.dtype) -> str:
@@ -133,14 +140,14 @@ def cast_text(value: str, source: torch.dtype, target: torch.dtype) -> str:
     if source is target:
         return value
     half = (*STORAGE_ONLY, torch.float64)
-    if target is torch.bool:
-        return f"({value} != 0)"
     if target in STORAGE_ONLY and source is not torch.float32 and source is not torch.bool:
         value = f"{value}.to(tl.float32)"  # torch rounds twice too
     elif source in STORAGE_ONLY and target not in (torch.float32, *half):
         value, source = f"{value}.to(tl.float32)", torch.float32
     elif source is torch.bool and target in STORAGE_ONLY:
         value = f"{value}.to(tl.float32)"
+    if target is torch.bool:
+        return f"({value} != 0)"
     if source.is_floating_point and target in (torch.int8, torch.int16, torch.uint8):
         value = f"{value}.to(tl.int32)"  # out of range wraps around
     return f"{value}.to({TRITON_DTYPES[target]})"

@@ -263,8 +263,8 @@ class _TritonPrinter:
         dimension = self.tile.dimensions[r]
         return RowContext(
             r, len(self.tile.dimensions), self.tile.shape, self.masks.get(r), self.row_position, dimension.size,
-            self.index_printer.size_operand(dimension.size), dimension.block_constant, self.row_lanes,
-            self._exp_in_softmax(), self.names.create_name, self._use,
+            self.index_printer.size_operand(dimension.size), dimension.block_constant, dimension.block,
+            self.row_lanes, self._exp_in_softmax(), self.names.create_name, self._use,
         )  # fmt: skip
 
     def _exp_in_softmax(self) -> str:

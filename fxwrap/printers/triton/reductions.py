@@ -21,6 +21,9 @@ _ARG_COMBINERS = {
     "argmax": "first_largest", "argmin": "first_smallest", "cummax": "last_largest", "cummin": "last_smallest",
 }  # fmt: skip
 
+_MAX_BLOCKS = 32
+"""Number of blocks that one accumulator of a sum adds, as on a CPU."""
+
 RESULT_NAMES = {
     "sum": ("total",), "prod": ("product",), "max": ("largest",), "min": ("smallest",), "argmax": ("position",),
     "argmin": ("position",), "any": ("any_of",), "all": ("all_of",), "welford": ("mean", "m2"),
@@ -37,8 +40,8 @@ class RowContext:
 
     Fields: `axis` is its position among the `rank` dimensions of the tile; `shape` the tile's shape; `mask` the name of
     its mask; `position` the name of the element's position along it; `size` its size and `count` the text of that;
-    `block` the constant with the size of a block; `lanes` the positions in a block; `exp` the exponential function;
-    `create_name` returns an unused name; `use` records a helper.
+    `block` the constant with the size of a block, `width`; `lanes` the positions in a block; `exp` the exponential
+    function; `create_name` returns an unused name; `use` records a helper.
     """
 
     axis: int
@@ -49,6 +52,7 @@ class RowContext:
     size: Size
     count: str
     block: str
+    width: int
     lanes: str
     exp: str
     create_name: Callable[[str], str]
@@ -118,6 +122,8 @@ def reduce_persistent(
         return [
             f"{first} = tl.sum({masked}, {row.axis}{row.keep_dims_argument}) / {row.count}",
             f"{difference} = {row.masked(f'{value} - {first}', '0.0')}",
+            *_correct_mean(first, difference, row),
+            f"{difference} = {row.masked(f'{value} - {first}', '0.0')}",
             f"{names[1]} = tl.sum({difference} * {difference}, {row.axis}{row.keep_dims_argument})",
         ]
     if kind == "softmax":
@@ -128,6 +134,18 @@ def reduce_persistent(
             f'{names[1]} = tl.where({first} == float("-inf"), 0.0, {names[1]})',
         ]
     return [f"{first} = {reduce_expression(kind, masked, dtype, row)}"]
+
+
+def _correct_mean(mean: str, differences: str, row: RowContext) -> list[str]:
+    """Returns the statements that add the mean of the differences to a finite mean, which removes its rounding error.
+
+    Otherwise rows of equal elements would differ from their mean, which a small standard deviation amplifies.
+    """
+    rest = row.create_name("rest")
+    return [
+        f"{rest} = tl.sum({differences}, {row.axis}{row.keep_dims_argument}) / {row.count}",
+        f"{mean} += tl.where({mean} - {mean} == 0.0, {rest}, 0.0)",
+    ]
 
 
 def reduce_one_hot(
@@ -164,6 +182,9 @@ def accumulate(operation: Reduce, value: str, dtype: torch.dtype, names: list[st
     if kind == "softmax":
         return _accumulate_softmax(value, dtype, names, row)
     sums = row.create_name(f"{first}s")
+    is_long = isinstance(row.size, int) and row.size > 2 * _MAX_BLOCKS * row.width
+    if kind == "sum" and dtype.is_floating_point and is_long:
+        return _accumulate_parts(sums, row.masked(value, start), dtype, first, row)
     step = {
         "sum": f"{sums} + {row.masked(value, start)}",
         "prod": f"{sums} * {row.masked(value, start)}",
@@ -174,6 +195,23 @@ def accumulate(operation: Reduce, value: str, dtype: torch.dtype, names: list[st
         [f"{sums} = tl.full({row.shape}, {start}, {name})"],
         [f"{sums} = {step}"],
         [f"{first} = {reduce_expression(kind, sums, dtype, row)}"],
+    )
+
+
+def _accumulate_parts(sums: str, value: str, dtype: torch.dtype, first: str, row: RowContext) -> Accumulator:
+    """Returns the statements of a sum of many blocks, in parts of a few: long sums of equal elements are inexact."""
+    whole, block = row.create_name("parts"), row.create_name("block_number")
+    zeros = f"tl.full({row.shape}, {identity('sum', dtype)}, {TRITON_DTYPES[dtype]})"
+    return Accumulator(
+        [f"{whole} = {zeros}", f"{sums} = {zeros}", f"{block} = 0"],
+        [
+            f"{sums} += {value}",
+            f"{block} += 1",
+            f"if {block} % {_MAX_BLOCKS} == 0:",
+            f"    {whole} += {sums}",
+            f"    {sums} = {zeros}",
+        ],
+        [f"{first} = {reduce_expression('sum', f'{whole} + {sums}', dtype, row)}"],
     )
 
 
@@ -222,6 +260,7 @@ def _accumulate_welford(value: str, dtype: torch.dtype, names: list[str], row: R
         [
             f"{lanes} = ({count}).to({name})",
             f"{mean} = tl.sum({means} * {lanes}, {row.axis}{row.keep_dims_argument}) / {row.count}",
+            *_correct_mean(mean, f"({means} - {mean}) * {lanes}", row),
             f"{delta} = {means} - {mean}",
             f"{total} = tl.sum({m2} + {lanes} * {delta} * {delta}, {row.axis}{row.keep_dims_argument})",
         ],

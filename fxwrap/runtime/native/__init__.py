@@ -13,13 +13,12 @@ from fxwrap.runtime.native.build import PROGRAM_FLAGS as PROGRAM_FLAGS
 from fxwrap.runtime.native.build import NativeSource as NativeSource
 from fxwrap.runtime.native.build import binary_target as binary_target
 from fxwrap.runtime.native.build import build_bridge as build_bridge
-from fxwrap.runtime.native.build import cache_folder as cache_folder
 from fxwrap.runtime.native.build import compile_cpp as compile_cpp
 from fxwrap.runtime.native.build import compiled_kernels as compiled_kernels
-from fxwrap.runtime.native.build import compiler_identity as compiler_identity
 from fxwrap.runtime.native.build import incompatibility_reason as incompatibility_reason
 from fxwrap.runtime.native.build import index_kernel_library as index_kernel_library
 from fxwrap.runtime.native.build import precompile_cpp as precompile_cpp
+from fxwrap.runtime.native.compiler import compiler_identity as compiler_identity
 from fxwrap.runtime.native.prebuilt import find_prebuilt_bridge as find_prebuilt_bridge
 from fxwrap.runtime.native.prebuilt import find_prebuilt_kernel as find_prebuilt_kernel
 from fxwrap.runtime.native.prebuilt import find_prebuilt_program as find_prebuilt_program

@@ -1,42 +1,37 @@
 """Compiles emitted C++ with the user's compiler, through a content-addressed cache on disk.
 
-There are two kinds of entries: the bridge with its Python binding, one per torch, Python and compiler, and programs. An
-entry is a folder, built under a temporary name and renamed atomically. Processes that need the same entry wait for one
-another.
+There are two kinds of entries: the bridge with its Python binding, one per torch, Python and compiler, and programs.
+`cache_folder.py` builds and checks them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import logging
 import os
 import platform
 import re
-import shlex
 import shutil
-import signal
-import subprocess
 import sysconfig
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from fxwrap.errors import NativeBuildError
-from fxwrap.runtime.native.prebuilt import find_prebuilt_kernel
-
-log = logging.getLogger("fxwrap.native")
-
-_Item = TypeVar("_Item")
+from fxwrap.runtime.cache_folder import (
+    cache_folders,
+    find_entry,
+    find_or_build_entry,
+    is_intact,
+    read_cache_file,
+    write_cache_file,
+)
+from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
+from fxwrap.runtime.native.prebuilt import find_prebuilt_kernel, register_prebuilt_kernels
 
 _SOURCE_FOLDER = Path(__file__).parent
 # Files that are compiled together: parsing torch's headers dominates the time of most of them.
@@ -73,13 +68,6 @@ KERNEL_FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv"),
     *_WIDEST_VECTORS,
 )
-# g++ 12 does not terminate in unroll-and-jam for some column reductions.
-_GCC_KERNEL_FLAGS = ("-fno-loop-unroll-and-jam",)
-# clang++ selects glibc's vector functions by this flag instead of an attribute.
-_CLANG_KERNEL_FLAGS = ("-fveclib=libmvec",)
-_VECTOR_MATH = "libmvec.so.1"
-COMPILER_TIMEOUT_SECONDS = 900
-"""Seconds after which a compiler or linker is stopped."""
 _KERNEL_HEADER = "kernel.h"
 
 
@@ -101,14 +89,6 @@ class BridgeBuild:
     seconds: float
 
 
-def cache_folder() -> Path:
-    """Returns the cache folder: `FXWRAP_CACHE_DIR`, else `fxwrap` in the user's cache folder."""
-    chosen = os.environ.get("FXWRAP_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxwrap"
-
-
 def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSource] = ()) -> Path:
     """Returns the path of an emitted program's shared library, compiled now unless it is in the cache.
 
@@ -117,7 +97,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
     g++, c++ and clang++). Raises NativeBuildError with the command and the compiler's output.
     """
     sources = (NativeSource(source_text, PROGRAM_FLAGS), *extra_sources)
-    compiler = _compiler()
+    compiler = find_compiler()
     bridge = build_bridge().folder
     stem = re.sub(r"\W+", "_", name) or "program"
     key = _digest(
@@ -138,32 +118,32 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
             for file, content in source.files:
                 (folder / file).write_bytes(content)
         precompiled = _claim_precompiled(compiler, source_text, paths[0].with_suffix(".o"))
-        _parallel_map(lambda unit: _compile_unit(compiler, *unit), units[precompiled:])
+        parallel_map(lambda unit: _compile_unit(compiler, *unit), units[precompiled:])
         objects = [path.with_suffix(".o").name for path in paths]
         bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
         linked = [*shared, *objects, *bridge_flags, *compiler.runtime]
-        _run_compiler([*compiler.command, "-shared", *linked, "-o", f"{stem}.so"], folder)
+        run_compiler([*compiler.command, "-shared", *linked, "-o", f"{stem}.so"], folder)
         for item in (*objects, *[file for source in sources for file, _ in source.files]):
             (folder / item).unlink()
 
-    return _get_or_build_entry(cache_folder() / "programs" / key, build) / f"{stem}.so"
+    return find_or_build_entry(f"programs/{key}", build) / f"{stem}.so"
 
 
-def _compile_unit(compiler: _Compiler, source: NativeSource, path: Path) -> str:
+def _compile_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:
     """Compiles a translation unit to an object file beside it. Objects of CPU kernels are cached: the programs of all
     emitters link the same ones."""
     if source.flags != KERNEL_FLAGS or source.files:
-        return _run_compiler(_unit_command(compiler, source, path), path.parent)
+        return run_compiler(_unit_command(compiler, source, path), path.parent)
     key = _digest(_toolchain_key(compiler), source.text, *KERNEL_FLAGS, _kernel_header(), _cpu_description())
 
     def build(folder: Path) -> None:
         unit = folder / _UNIT
         unit.write_text(source.text, encoding="utf-8")
-        _run_compiler(_unit_command(compiler, source, unit), folder)
+        run_compiler(_unit_command(compiler, source, unit), folder)
         unit.unlink()
 
-    cached = _get_or_build_entry(cache_folder() / "units" / key, build) / _UNIT.with_suffix(".o")
+    cached = find_or_build_entry(f"units/{key}", build) / _UNIT.with_suffix(".o")
     shutil.copyfile(cached, path.with_suffix(".o"))
     return ""
 
@@ -171,7 +151,7 @@ def _compile_unit(compiler: _Compiler, source: NativeSource, path: Path) -> str:
 _UNIT = Path("kernels.cpp")
 
 
-def _unit_command(compiler: _Compiler, source: NativeSource, path: Path) -> list[str]:
+def _unit_command(compiler: Compiler, source: NativeSource, path: Path) -> list[str]:
     own = compiler.kernel_flags if source.flags == KERNEL_FLAGS else ()
     flags = (*_COMMON_FLAGS, *source.flags, *own, "-I", str(_PROGRAM_HEADERS))
     return [*compiler.command, *flags, "-c", path.name, "-o", path.with_suffix(".o").name]
@@ -179,26 +159,28 @@ def _unit_command(compiler: _Compiler, source: NativeSource, path: Path) -> list
 
 def precompile_cpp(source_text: str) -> None:
     """Compiles an emitted translation unit ahead of `compile_cpp`, which links the object. Raises as `compile_cpp`."""
-    compiler = _compiler()
+    compiler = find_compiler()
 
     def build(folder: Path) -> None:
         path = folder / _PRECOMPILED_OBJECT.with_suffix(".cpp")
         path.write_text(source_text, encoding="utf-8")
-        _run_compiler(_unit_command(compiler, NativeSource(source_text, PROGRAM_FLAGS), path), folder)
+        run_compiler(_unit_command(compiler, NativeSource(source_text, PROGRAM_FLAGS), path), folder)
 
-    _get_or_build_entry(_precompiled_folder(compiler, source_text), build)
+    find_or_build_entry(_precompiled_name(compiler, source_text), build)
 
 
 _PRECOMPILED_OBJECT = Path("program.o")
 
 
-def _precompiled_folder(compiler: _Compiler, source_text: str) -> Path:
-    return cache_folder() / "programs" / f"ahead-{_digest(_toolchain_key(compiler), _bridge_digest(), source_text)}"
+def _precompiled_name(compiler: Compiler, source_text: str) -> str:
+    return f"programs/ahead-{_digest(_toolchain_key(compiler), _bridge_digest(), source_text)}"
 
 
-def _claim_precompiled(compiler: _Compiler, source_text: str, target: Path) -> bool:
+def _claim_precompiled(compiler: Compiler, source_text: str, target: Path) -> bool:
     """Moves a precompiled object to `target`; returns whether there was one that no other process claimed."""
-    folder = _precompiled_folder(compiler, source_text)
+    folder = find_entry(_precompiled_name(compiler, source_text))
+    if folder is None:
+        return False
     try:
         os.replace(folder / _PRECOMPILED_OBJECT, target)
     except OSError:
@@ -211,34 +193,45 @@ def compiled_kernels(symbols: tuple[str, ...]) -> dict[str, Path]:
     """Returns the libraries of compiled kernels by symbol, from the index files in the cache."""
     libraries = {symbol: path for symbol in symbols if (path := find_prebuilt_kernel(symbol)) is not None}
     others = tuple([symbol for symbol in symbols if symbol not in libraries])
-    for symbol, index_file in zip(others, _kernel_index_files(others) if others else (), strict=True):
-        if index_file.is_file():
-            library = cache_folder() / index_file.read_text(encoding="utf-8")
-            if library.is_file():
-                libraries[symbol] = library
+    for symbol, name in zip(others, _kernel_index_names(others) if others else (), strict=True):
+        library = _indexed_library(name)
+        if library is not None:
+            libraries[symbol] = library
     return libraries
 
 
+_LIBRARY_NAME = re.compile(r"programs/[0-9a-f]{32}/\w+\.so")
+
+
+def _indexed_library(name: str) -> Path | None:
+    """Returns the intact library that an index file names."""
+    for root in cache_folders():
+        text = (read_cache_file(root / name) or b"").decode(errors="replace")
+        if _LIBRARY_NAME.fullmatch(text) and (root / text).is_file() and is_intact((root / text).parent):
+            return root / text
+    return None
+
+
 def index_kernel_library(symbols: Sequence[str], library: Path) -> None:
-    """Writes index files of kernels for a library in the cache."""
-    text = str(library.relative_to(cache_folder()))
-    for path in _kernel_index_files(symbols):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+    """Writes index files of kernels for a library in the cache. If they cannot be written, this process remembers."""
+    root = library.parents[2]
+    try:
+        for name in _kernel_index_names(symbols):
+            write_cache_file(root, name, str(library.relative_to(root)).encode())
+    except OSError:
+        register_prebuilt_kernels(symbols, library)
 
 
-def _kernel_index_files(symbols: Sequence[str]) -> list[Path]:
-    compiler = _compiler()
+def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
+    compiler = find_compiler()
     common = _digest(_toolchain_key(compiler), _bridge_digest(), _kernel_header(), *KERNEL_FLAGS, _cpu_description())
-    return [cache_folder() / "kernels" / _digest(common, symbol) for symbol in symbols]
+    return [f"kernels/{_digest(common, symbol)}" for symbol in symbols]
 
 
 def build_bridge() -> BridgeBuild:
     """Returns the bridge and binding for this torch, Python and compiler, built now unless they are in the cache."""
-    compiler = _compiler()
-    folder = cache_folder() / f"bridge-{_digest(_toolchain_key(compiler), _bridge_digest())}"
+    compiler = find_compiler()
+    name = f"bridge-{_digest(_toolchain_key(compiler), _bridge_digest())}"
     start = time.perf_counter()
     built = False
 
@@ -247,11 +240,11 @@ def build_bridge() -> BridgeBuild:
         built = True
         _build_bridge(compiler, target)
 
-    _get_or_build_entry(folder, build)
+    folder = find_or_build_entry(name, build)
     return BridgeBuild(folder, time.perf_counter() - start if built else 0.0)
 
 
-def _build_bridge(compiler: _Compiler, folder: Path) -> None:
+def _build_bridge(compiler: Compiler, folder: Path) -> None:
     torch_root = Path(torch.__file__).parent
     library_folder = str(torch_root / "lib")
     include = ["-isystem", str(torch_root / "include"), "-isystem", sysconfig.get_paths()["include"]]
@@ -262,79 +255,22 @@ def _build_bridge(compiler: _Compiler, folder: Path) -> None:
         text = folder / Path(unit[0]).name
         target = text.with_suffix(".o").name
         text.write_text("".join([f'#include "{_SOURCE_FOLDER / source}"\n' for source in unit]), encoding="utf-8")
-        _run_compiler([*compiler.command, *flags, "-c", text.name, "-o", target], folder)
+        run_compiler([*compiler.command, *flags, "-c", text.name, "-o", target], folder)
         text.unlink()
         return target
 
-    objects = _parallel_map(compiled, [*_BRIDGE_UNITS, *_BINDING_UNITS])
+    objects = parallel_map(compiled, [*_BRIDGE_UNITS, *_BINDING_UNITS])
     bridge_objects, binding_objects = objects[: len(_BRIDGE_UNITS)], objects[len(_BRIDGE_UNITS) :]
     torch_flags = [f"-L{library_folder}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library_folder}", *compiler.runtime]
     link = [*compiler.command, "-shared", *bridge_objects, *torch_flags, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE]
-    _run_compiler(link, folder)
+    run_compiler(link, folder)
     binding = [*binding_objects, "-L.", "-lfxwrap_bridge", "-Wl,-rpath,$ORIGIN", "-ltorch_python"]
-    _run_compiler([*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING], folder)
+    run_compiler([*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING], folder)
     for item in objects:
         (folder / item).unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiler:
-    """A C++ compiler: command, version, shared runtime libraries to link, and its flags for kernels.
-
-    Without a libstdc++.so for `-lstdc++`, the C++ runtime is linked by path: the static library's streams crash beside
-    the shared one that torch loads.
-    """
-
-    command: tuple[str, ...]
-    version: str
-    runtime: tuple[str, ...]
-    kernel_flags: tuple[str, ...] = ()
-
-
-def _compiler() -> _Compiler:
-    command = os.environ.get("CXX", "")
-    if command:
-        return _probe(tuple(shlex.split(command)))
-    for candidate in ("g++", "c++", "clang++"):
-        if shutil.which(candidate):
-            return _probe((candidate,))
-    raise NativeBuildError(
-        "no C++ compiler found: tried g++, c++ and clang++. Install one, or set the environment variable CXX; "
-        "the Python emitter (options={'emitter': 'python'}) needs none"
-    )
-
-
-def compiler_identity() -> str:
-    """Identifies the C++ compiler without running it: path, size and modification time; "" without a compiler."""
-    command = shlex.split(os.environ.get("CXX", ""))
-    for name in command[:1] or ("g++", "c++", "clang++"):
-        path = shutil.which(name)
-        if path:
-            status = os.stat(path)
-            return f"{command or name} {os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
-    return str(command or "")
-
-
-@cache
-def _probe(command: tuple[str, ...]) -> _Compiler:
-    version = _run_compiler([*command, "--version"], Path.cwd())
-    runtime = () if _library_file(command, "libstdc++.so") else _library_file(command, "libstdc++.so.6")
-    if "clang" not in version:
-        return _Compiler(command, version, runtime, _GCC_KERNEL_FLAGS)
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return _Compiler(command, version, runtime)
-    vector_math = _library_file(command, _VECTOR_MATH)
-    return _Compiler(command, version, (*runtime, *vector_math), _CLANG_KERNEL_FLAGS if vector_math else ())
-
-
-def _library_file(command: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Returns the path of a shared library that the compiler links, or an empty tuple."""
-    result = subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
-    path = result.stdout.strip()
-    return (path,) if os.path.isabs(path) else ()
-
-
-def _toolchain_key(compiler: _Compiler) -> str:
+def _toolchain_key(compiler: Compiler) -> str:
     return "\n".join(
         (
             *compiler.command,
@@ -380,75 +316,6 @@ def _digest(*parts: str) -> str:
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.hexdigest()[:32]
-
-
-def _get_or_build_entry(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Returns the cache entry `folder`, built by `build(temporary folder)` if it is missing."""
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _file_lock(cache_folder() / "locks" / folder.name):
-        if folder.is_dir():
-            return folder
-        temporary = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
-        try:
-            build(temporary)
-            temporary.chmod(0o755)
-            os.replace(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-@contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Holds a lock file, which the system releases with the process; deleting the file would race."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _parallel_map(function: Callable[[_Item], str], items: Sequence[_Item]) -> list[str]:
-    """Maps a function over items in threads, as it waits for compiler processes."""
-    count = min(len(items), os.cpu_count() or 1)
-    if count < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(function, items))
-
-
-def _run_compiler(command: list[str], folder: Path) -> str:
-    """Runs a compiler command in `folder` and returns its output."""
-    log.debug("%s", shlex.join(command))
-    pipe = subprocess.PIPE
-    try:
-        process = subprocess.Popen(
-            command, cwd=folder, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
-        )
-    except OSError as failure:
-        raise NativeBuildError(
-            f"cannot run the C++ compiler '{command[0]}': {failure.strerror}. Install it, or set another in the "
-            f"environment variable CXX; the Python emitter needs none.\ncommand: {shlex.join(command)}"
-        ) from failure
-    try:
-        stdout, stderr = process.communicate(timeout=COMPILER_TIMEOUT_SECONDS)
-    except BaseException as reason:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # g++'s child would continue
-        process.communicate()
-        if isinstance(reason, subprocess.TimeoutExpired):
-            raise NativeBuildError(
-                f"the C++ compiler did not finish within {COMPILER_TIMEOUT_SECONDS} s and was stopped. Set another in "
-                f"the environment variable CXX.\ncommand: {shlex.join(command)}"
-            ) from None
-        raise
-    if process.returncode != 0:
-        raise NativeBuildError(
-            f"the C++ compiler failed with exit status {process.returncode}.\ncommand: {shlex.join(command)}\n"
-            f"{stdout}{stderr}"
-        )
-    return stdout
 
 
 def binary_target() -> dict[str, str | list[str]]:

@@ -46,7 +46,7 @@ def test_samples_match_the_interpreter(name: str) -> None:
     wanted = fxwrap.run(program, theirs)
     torch.manual_seed(1)
     result = fxwrap.to_python(program)(*ours)
-    torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(contents(result), contents(wanted), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(contents(ours), contents(theirs), rtol=0, atol=0, equal_nan=True)
 
 
@@ -134,35 +134,6 @@ def test_a_debugger_finds_the_source() -> None:
     frame = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert Path(frame.filename).read_text() == compiled.source
     assert "torch.mm" in linecache.getline(frame.filename, frame.lineno)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ([], "takes 2 inputs, got 0"),
-        ([torch.randn(2, 3)], "takes 2 inputs, got 1"),
-        ([torch.randn(2, 3), torch.randn(3)], r"input 'y_1': expected f32\[2, 3\]"),
-        ([torch.randn(2, 3), torch.randn(3, 2).t()], r"input 'y_1': expected f32\[2, 3\].*strides"),
-        ([torch.randn(2, 3), torch.randn(2, 3).double()], r"input 'y_1': expected f32.*got f64"),
-        ([torch.randn(2, 3), 3], "input 'y_1': expected a torch.Tensor, got int"),
-        ([torch.randn(2, 3), None], "input 'y_1': expected .*got None"),
-    ],
-)
-@pytest.mark.parametrize("emitter", EMITTERS)
-def test_wrong_inputs_get_the_same_clear_error(emitter: str, inputs: list, message: str) -> None:
-    graph = make_fx(lambda x, y: x + y)(torch.randn(2, 3), torch.randn(2, 3))
-    compiled = fxwrap.compile_graph(graph, [torch.randn(2, 3)] * 2, options=fxwrap.Options(emitter=emitter))
-    with pytest.raises(InputError, match=message):
-        compiled(*inputs)
-
-
-@pytest.mark.parametrize("emitter", [emitter for emitter in EMITTERS if emitter != "fx"])
-def test_a_tensor_on_another_device_is_rejected(emitter: str) -> None:
-    """But for an FX graph, which runs on meta tensors as any graph does."""
-    graph = make_fx(lambda x: x + 1)(torch.randn(2))
-    compiled = fxwrap.compile_graph(graph, [torch.randn(2)], options=fxwrap.Options(emitter=emitter))
-    with pytest.raises(InputError, match=r"input 'x_1': expected f32\[2\] on cpu .*, got f32\[2\] on meta"):
-        compiled(torch.empty(2, device="meta"))
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)

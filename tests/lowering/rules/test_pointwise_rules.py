@@ -16,7 +16,7 @@ from fxwrap.devices import CPU, CUDA
 from fxwrap.loop_ir import STORAGE_ONLY
 from fxwrap.lowering.fusion.definitions import Pointwise, Stored, pointwise
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
-from tests.lowering.evaluate_definitions import Computed, _DefinitionKernel, call_rule
+from tests.lowering.evaluate_definitions import Computed, _DefinitionKernel, call_rule, fuses
 from tests.lowering.rules.pointwise_samples import DTYPES, FLOATS, overload_of, samples, special_values
 from tests.lowering.rules.rule_checks import rules_of
 
@@ -76,6 +76,7 @@ def compared(name: str, positional: list[Any], keywords: dict[str, Any]) -> int:
     """Compares the results of a call with eager; returns the number of comparisons, 0 where a side has no result."""
     wanted = eager(name, positional, keywords)
     if wanted is None:
+        assert not fuses(overload_of(name), *positional, **keywords), f"eager raises for {positional} {keywords}"
         return 0
     result = call_rule(overload_of(name), *positional, **keywords)
     if isinstance(result, str):

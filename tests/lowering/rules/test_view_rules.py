@@ -115,6 +115,14 @@ REARRANGED: dict[str, list[Sample]] = {
     "aten.reflection_pad1d.default": [lambda t: (t(2, 5), [2, 4]), lambda t: (t(2, 5), [-1, 2])],
     "aten.reflection_pad2d.default": [lambda t: (t(2, 3, 5), [1, 0, 2, 2])],
     "aten.reflection_pad3d.default": [lambda t: (t(1, 2, 3, 2), [1, 1, 2, 0, 0, 1])],
+    "aten.reflection_pad1d_backward.default": [
+        lambda t: (t(2, 11), t(2, 5), [2, 4]), lambda t: (t(2, 6), t(2, 5), [-1, 2]),
+    ],
+    "aten.reflection_pad2d_backward.default": [
+        lambda t: (t(2, 7, 6), t(2, 3, 5), [1, 0, 2, 2]), lambda t: (t(1, 1, 12, 7), t(1, 1, 8, 8), [0, -1, 2, 2]),
+        lambda t: (t(1, 1, 7, 12), t(1, 1, 8, 8), [2, 2, 0, -1]),
+    ],
+    "aten.reflection_pad3d_backward.default": [lambda t: (t(1, 3, 3, 3), t(1, 2, 3, 2), [1, 0, 0, 0, 0, 1])],
     "aten.replication_pad1d.default": [lambda t: (t(2, 3), [4, 5]), lambda t: (t(2, 5), [-1, -2])],
     "aten.replication_pad2d.default": [lambda t: (t(2, 1, 2), [1, 0, 2, 2])],
     "aten.replication_pad3d.default": [lambda t: (t(1, 2, 3, 2), [3, 1, 2, 0, 0, 4])],
@@ -174,7 +182,14 @@ CREATED: dict[str, list[Sample]] = {
 }  # fmt: skip
 
 SAMPLES = VIEWS | REARRANGED | CREATED
-APPROXIMATE = {"aten.arange.start_step", "aten.linspace.default", "aten.unfold_backward.default"}
+APPROXIMATE = {
+    "aten.arange.start_step",
+    "aten.linspace.default",
+    "aten.reflection_pad1d_backward.default",
+    "aten.reflection_pad2d_backward.default",
+    "aten.reflection_pad3d_backward.default",
+    "aten.unfold_backward.default",
+}
 
 
 @pytest.mark.parametrize("name", SAMPLES)

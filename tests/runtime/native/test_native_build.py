@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from fxwrap.errors import NativeBuildError
-from fxwrap.runtime.native import NativeSource, build, build_bridge, cache_folder, compile_cpp, load_program
+from fxwrap.runtime.cache_folder import cache_folder
+from fxwrap.runtime.native import NativeSource, build_bridge, compile_cpp, load_program
+from fxwrap.runtime.native import compiler as driver
 from tests.runtime.native.native_programs import names, source
 
 DOUBLE = source(
@@ -97,7 +99,7 @@ def test_a_hanging_compiler_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     compiler.write_text(f"#!/bin/sh\ncase $1 in --version|-print*) echo 1;; *) {endless};; esac\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(build, "COMPILER_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(driver, "COMPILER_TIMEOUT_SECONDS", 1)
     before = set(cache_folder().iterdir())
     with pytest.raises(NativeBuildError, match=r"did not finish within 1 s(.|\n)*CXX(.|\n)*endless"):
         build_bridge()

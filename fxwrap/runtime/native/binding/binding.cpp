@@ -2,6 +2,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <ATen/core/jit_type.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
@@ -17,9 +18,23 @@
 // From libtorch_python, as in binding.h.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 PyObject* THPVariable_Wrap(at::TensorBase&& tensor);
+namespace pybind11 {
+class handle {
+ public:
+  PyObject* pointer;
+};
+class object : public handle {  // the destructor makes it a class that functions return in memory of the caller
+ public:
+  ~object() {}
+};
+}  // namespace pybind11
 namespace torch {
 void translate_exception_to_python(const std::exception_ptr& error);
-}
+namespace jit {
+c10::IValue toIValue(pybind11::handle object, const c10::TypePtr& type, std::optional<int32_t> length);
+pybind11::object toPyObject(c10::IValue value);
+}  // namespace jit
+}  // namespace torch
 
 namespace {
 
@@ -30,7 +45,8 @@ using fxwrap::binding::is_plain_tensor;
 using fxwrap::binding::set_python_error;
 using fxwrap::binding::unpack;
 
-PyObject* input_error = nullptr;  // fxwrap.errors.InputError
+PyObject* input_error = nullptr;          // fxwrap.errors.InputError
+PyObject* script_object_class = nullptr;  // torch.ScriptObject
 
 bool check_tensor_layout() {
   const at::Tensor probe = at::empty({0});
@@ -115,6 +131,34 @@ bool set_int(int64_t& place, const char* name, PyObject* object) {
   return true;
 }
 
+// The type of a list's elements, which are all of one kind; some tensors may be None.
+c10::TypePtr element_type(PyObject* list) {
+  const Py_ssize_t count = PyList_GET_SIZE(list);
+  PyObject* first = count == 0 ? Py_None : PyList_GET_ITEM(list, 0);
+  if (PyBool_Check(first)) return c10::BoolType::get();
+  if (PyLong_Check(first)) return c10::IntType::get();
+  if (PyFloat_Check(first)) return c10::FloatType::get();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (PyList_GET_ITEM(list, i) == Py_None) return c10::OptionalType::create(c10::TensorType::get());
+  }
+  return c10::TensorType::get();
+}
+
+// Returns false with a Python error set.
+bool set_object(c10::IValue& place, PyObject* object) {
+  const int is_script_object = PyObject_IsInstance(object, script_object_class);
+  if (is_script_object < 0) return false;
+  try {
+    c10::TypePtr type = is_script_object ? c10::TypePtr(c10::AnyType::get()) : c10::PyObjectType::get();
+    if (PyList_Check(object)) type = c10::ListType::create(element_type(object));
+    place = torch::jit::toIValue({object}, type, std::nullopt);
+    return true;
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return false;
+  }
+}
+
 bool set_input(Execution& execution, const char* name, const Arg& place, PyObject* object) {
   fxwrap::Frame& f = execution.frame();
   switch (place.kind) {
@@ -144,9 +188,40 @@ bool set_input(Execution& execution, const char* name, const Arg& place, PyObjec
       list_at(f, place.integer) = THPGenerator_Unwrap(object);
       return true;
     }
+    case Arg::Object:
+      return set_object(list_at(f, place.integer), object);
     default:
       return true;
   }
+}
+
+// Whether an input has a negative or conjugate bit, which kernels would ignore.
+bool has_lazy_bit(const fxwrap::Program& program, const fxwrap::Frame& f) {
+  for (int64_t i = 0; i < program.inputs.size; ++i) {
+    const Arg& place = program.inputs.data[i].value;
+    if (place.kind != Arg::Tensor && place.kind != Arg::OwnedTensor) continue;
+    const at::Tensor& tensor = tensor_at(f, place.integer);
+    if (tensor.defined() && (tensor.is_neg() || tensor.is_conj())) return true;
+  }
+  return false;
+}
+
+// Runs the program on copies of inputs with such a bit; see fxwrap/runtime/plain_inputs.py.
+PyObject* call_on_plain_inputs(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  PyObject* module = PyImport_ImportModule("fxwrap.runtime.plain_inputs");
+  PyObject* entry = PyObject_GetAttrString(self, "boxed");
+  PyObject* items = PyList_New(count);
+  for (Py_ssize_t i = 0; items != nullptr && i < count; ++i) {
+    PyList_SET_ITEM(items, i, Py_NewRef(values[i]));
+  }
+  PyObject* result = nullptr;
+  if (module != nullptr && entry != nullptr && items != nullptr) {
+    result = PyObject_CallMethod(module, "run_on_plain_inputs", "OO", entry, items);
+  }
+  Py_XDECREF(items);
+  Py_XDECREF(entry);
+  Py_XDECREF(module);
+  return result;
 }
 
 bool set_inputs(const ProgramObject* self, Execution& execution, PyObject* const* values, Py_ssize_t count) {
@@ -161,13 +236,31 @@ bool set_inputs(const ProgramObject* self, Execution& execution, PyObject* const
     if (!set_input(execution, input.name, input.value, values[i])) return false;
   }
   for (int64_t i = 0; i < program.constants.size; ++i) {
-    execution.borrow(program.constants.data[i].integer, unpack(PyTuple_GET_ITEM(self->constants, i)));
+    PyObject* constant = PyTuple_GET_ITEM(self->constants, i);
+    const Arg& place = program.constants.data[i];
+    if (place.kind == Arg::Object) {
+      if (!set_object(list_at(execution.frame(), place.integer), constant)) return false;
+    } else {
+      execution.borrow(place.integer, unpack(constant));
+    }
   }
   return true;
 }
 
-PyObject* get_output(const fxwrap::Frame& f, const Arg& place, bool movable) {
+PyObject* get_object(const c10::IValue& value) {
+  try {
+    return torch::jit::toPyObject(value).pointer;
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+}
+
+// `inputs` are the caller's, some of which are outputs too.
+PyObject* get_output(const fxwrap::Frame& f, const Arg& place, bool movable, PyObject* const* inputs) {
   switch (place.kind) {
+    case Arg::InputIndex: return Py_NewRef(inputs[place.integer]);
+    case Arg::DynamicList: return get_object(list_at(f, place.integer));
     case Arg::Tensor:
     case Arg::OwnedTensor: {
       at::Tensor& tensor = tensor_at(f, place.integer);
@@ -184,11 +277,11 @@ PyObject* get_output(const fxwrap::Frame& f, const Arg& place, bool movable) {
   }
 }
 
-PyObject* get_outputs(const ProgramObject* self, const fxwrap::Frame& f) {
+PyObject* get_outputs(const ProgramObject* self, const fxwrap::Frame& f, PyObject* const* inputs) {
   const fxwrap::Program& program = *self->program;
   PyObject* result = PyTuple_New(program.outputs.size);
   for (int64_t i = 0; result != nullptr && i < program.outputs.size; ++i) {
-    PyObject* item = get_output(f, program.outputs.data[i], (*self->movable)[i]);
+    PyObject* item = get_output(f, program.outputs.data[i], (*self->movable)[i], inputs);
     if (item == nullptr) {
       Py_CLEAR(result);
       break;
@@ -224,8 +317,11 @@ PyObject* call_flat(PyObject* object, PyObject* const* values, size_t flags, PyO
     return nullptr;
   }
   Execution execution(*self->program);
-  if (!set_inputs(self, execution, values, PyVectorcall_NARGS(flags)) || !run_released(execution)) return nullptr;
-  return get_outputs(self, execution.frame());
+  const Py_ssize_t count = PyVectorcall_NARGS(flags);
+  if (!set_inputs(self, execution, values, count)) return nullptr;
+  if (has_lazy_bit(*self->program, execution.frame())) return call_on_plain_inputs(object, values, count);
+  if (!run_released(execution)) return nullptr;
+  return get_outputs(self, execution.frame(), values);
 }
 
 // Moves the items out of a list; releases them when destroyed.
@@ -259,11 +355,12 @@ PyObject* call_boxed(PyObject* object, PyObject* list) {
   if (!items.valid()) return nullptr;
   Execution execution(*self->program);
   if (!set_inputs(self, execution, items.data(), items.size())) return nullptr;
+  if (has_lazy_bit(*self->program, execution.frame())) return call_on_plain_inputs(object, items.data(), items.size());
   for (Py_ssize_t i = 0; i < items.size(); ++i) {
     if (self->program->inputs.data[i].value.kind == Arg::OwnedTensor) items.release(i);
   }
   if (!run_released(execution)) return nullptr;
-  return get_outputs(self, execution.frame());
+  return get_outputs(self, execution.frame(), items.data());
 }
 
 const fxwrap::Program* load_library(const char* path, const char* symbol) {
@@ -288,7 +385,7 @@ bool check_constants(const fxwrap::Program& program, PyObject* constants) {
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(constants); ++i) {
     PyObject* constant = PyTuple_GET_ITEM(constants, i);
-    if (!is_plain_tensor(constant)) {
+    if (program.constants.data[i].kind != Arg::Object && !is_plain_tensor(constant)) {
       PyErr_Format(input_error, "constant %zd: expected a torch.Tensor, got %.200s", i, Py_TYPE(constant)->tp_name);
       return false;
     }
@@ -398,6 +495,22 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fxwrap_binding", "Emitted C++ pro
 
 namespace fxwrap::binding {
 
+bool is_plain_subclass(PyTypeObject* type) {
+  if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass)) == 0) return false;
+  PyObject* bases = type->tp_mro;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(bases); ++i) {
+    PyObject* base = PyTuple_GET_ITEM(bases, i);
+    if (base == THPVariableClass || base == ParameterClass) return true;
+    PyObject* names = PyObject_GetAttrString(base, "__dict__");
+    const bool defines = names == nullptr || PyMapping_HasKeyString(names, "__torch_function__") != 0 ||
+                         PyMapping_HasKeyString(names, "__torch_dispatch__") != 0;
+    Py_XDECREF(names);
+    if (defines) break;
+  }
+  PyErr_Clear();
+  return false;
+}
+
 void set_python_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -415,7 +528,11 @@ PyMODINIT_FUNC PyInit__fxwrap_binding() {
   if (errors == nullptr) return nullptr;
   input_error = PyObject_GetAttrString(errors, "InputError");
   Py_DECREF(errors);
-  if (input_error == nullptr || !check_tensor_layout() || !ready_program_type()) return nullptr;
+  PyObject* torch_module = input_error == nullptr ? nullptr : PyImport_ImportModule("torch");
+  if (torch_module == nullptr) return nullptr;
+  script_object_class = PyObject_GetAttrString(torch_module, "ScriptObject");
+  Py_DECREF(torch_module);
+  if (script_object_class == nullptr || !check_tensor_layout() || !ready_program_type()) return nullptr;
   PyObject* result = PyModule_Create(&module);
   if (result != nullptr && PyModule_AddObjectRef(result, "Program", reinterpret_cast<PyObject*>(&program_type)) != 0) {
     Py_CLEAR(result);

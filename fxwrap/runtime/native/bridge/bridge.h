@@ -44,14 +44,14 @@
 namespace fxwrap {
 
 // Incremented by each change here that breaks previously compiled libraries.
-constexpr int64_t abi_version = 2;
+constexpr int64_t abi_version = 3;
 
 // Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
 enum Slot : int32_t {};
 enum IntSymbol : int32_t {};    // index in Frame::ints
 enum BoolSymbol : int32_t {};   // index in Frame::ints, holding 0 or 1
 enum FloatSymbol : int32_t {};  // index in Frame::floats
-enum ListSlot : int32_t {};     // index in Frame::lists: a list of any length, or a generator
+enum ListSlot : int32_t {};     // index in Frame::lists: a list of any length, a generator or an opaque object
 
 // torch's dtypes under torch's names; the values are those of c10::ScalarType.
 enum class DType : int8_t {
@@ -59,7 +59,7 @@ enum class DType : int8_t {
   complex64 = 9, complex128 = 10, bool_ = 11, qint8 = 12, quint8 = 13, qint32 = 14, bfloat16 = 15, quint4x2 = 16,
   quint2x4 = 17, bits1x8 = 18, bits2x4 = 19, bits4x2 = 20, bits8 = 21, bits16 = 22, float8_e5m2 = 23,
   float8_e4m3fn = 24, float8_e5m2fnuz = 25, float8_e4m3fnuz = 26, uint16 = 27, uint32 = 28, uint64 = 29,
-  float8_e8m0fnu = 44, float4_e2m1fn_x2 = 45,
+  float8_e8m0fnu = 44, float4_e2m1fn_x2 = 45, bcomplex32 = 46,
 };
 enum class Layout : int8_t { strided, sparse_coo, sparse_csr, _mkldnn, sparse_csc, sparse_bsr, sparse_bsc, jagged };
 enum class MemoryFormat : int8_t { contiguous_format, preserve_format, channels_last, channels_last_3d };
@@ -78,7 +78,9 @@ struct Arg {
     IntSymbolIndex, FloatSymbolIndex, BoolSymbolIndex,
     List,  // `integer` items follow
     Name,  // the next argument is passed by this name
-    DynamicList,  // a list result of any length; a generator
+    DynamicList,  // a list result of any length, a generator or an opaque object
+    Object,       // an input or constant: an opaque object, which only Python passes
+    InputIndex,   // an output: the input at this position, which the program never sees
   };
   Kind kind;
   union {
@@ -115,6 +117,9 @@ constexpr Arg list(int64_t count) { return {Arg::List, count}; }       // the ne
 constexpr Arg named(const char* name) { return {Arg::Name, name}; }    // the next argument by name
 constexpr Arg complex(double real, double imaginary) { return {real, imaginary}; }
 constexpr Arg owned(Slot slot) { return {Arg::OwnedTensor, slot}; }    // an input that the program frees
+
+constexpr Arg opaque(ListSlot slot) { return {Arg::Object, slot}; }    // an input or constant: an opaque object
+constexpr Arg same_input(int64_t index) { return {Arg::InputIndex, index}; }  // an output: an input of the caller
 
 // A run of arguments; its first element is a marker inserted by macros, so that the list may be empty.
 struct Args {
@@ -270,7 +275,8 @@ FXWRAP_API void check_alignment(Frame& f, Slot slot, const char* name, int64_t a
 [[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error = "RuntimeError");
 [[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error, int64_t shown);
 
-// An input and its name in error messages: a Slot, owned(Slot), a symbol, or the ListSlot of a generator.
+// An input and its name in error messages: a Slot, owned(Slot), a symbol, the ListSlot of a generator, opaque(ListSlot),
+// or `none` for an object that the program does not use.
 // A borrowed input's slot must never be dropped, moved, reused or written as a result.
 struct Input {
   const char* name;
@@ -285,8 +291,9 @@ struct Inputs {
   constexpr Inputs(const Input (&items)[count]) : data(items), size(count) {}
 };
 
-// The symbol `fxwrap_program` that a library exports. Outputs may also be constants (ints, floats, bools, none).
-// Constants are tensors passed once, when the library is loaded; their slots are borrowed.
+// The symbol `fxwrap_program` that a library exports. Outputs may also be constants (ints, floats, bools, none),
+// and inputs that the caller returns itself. Constants are tensors, whose slots are borrowed, and opaque objects, passed
+// once, when the library is loaded.
 struct Program {
   int64_t abi = abi_version;
   const char* name;

@@ -67,6 +67,10 @@ namespace {
 void set_input(Execution& execution, const Arg& place, FxwrapValue value) {
   Frame& f = execution.frame();
   auto* tensor = static_cast<at::Tensor*>(value.tensor);
+  const bool reads_tensor = place.kind == Arg::Tensor || place.kind == Arg::OwnedTensor;
+  if (reads_tensor && tensor != nullptr && (tensor->is_neg() || tensor->is_conj())) {
+    throw InputError("an input has a negative or conjugate bit, which kernels ignore: resolve it first");
+  }
   switch (place.kind) {
     case Arg::Tensor:
       if (tensor != nullptr) execution.borrow(place.integer, *tensor);
@@ -82,15 +86,20 @@ void set_input(Execution& execution, const Arg& place, FxwrapValue value) {
       f.floats[place.integer] = value.real;
       return;
     case Arg::DynamicList:
-      throw InputError("the program takes a generator, which only Python can pass");
+    case Arg::Object:
+      throw InputError("the program takes a generator or an object, which only Python can pass");
     default:
       return;
   }
 }
 
-FxwrapValue get_output(const Frame& f, const Arg& place) {
+FxwrapValue get_output(const Frame& f, const Arg& place, const FxwrapValue* inputs) {
   FxwrapValue value{};
   switch (place.kind) {
+    case Arg::InputIndex:
+      return inputs[place.integer];
+    case Arg::DynamicList:
+      throw InputError("the program returns a generator or an object, which only Python can take");
     case Arg::Tensor:
       if (tensor_at(f, place.integer).defined()) value.tensor = new at::Tensor(tensor_at(f, place.integer));
       break;
@@ -131,7 +140,7 @@ int fxwrap_run(const fxwrap::Program* program, const FxwrapValue* inputs, const 
     }
     execution.run();
     for (int64_t i = 0; i < program->outputs.size; ++i) {
-      outputs[i] = get_output(execution.frame(), program->outputs.data[i]);
+      outputs[i] = get_output(execution.frame(), program->outputs.data[i], inputs);
     }
     return 0;
   } catch (const c10::Error& failure) {

@@ -426,6 +426,11 @@ template <int lanes, class Body> INLINE void for_lanes(int64_t count, Body body)
   for (int lane = 0; lane < int(count - start); ++lane) body(start + lane, lane);
 }
 
+// The same for elements that depend on those before them.
+template <int lanes, class Body> INLINE void for_lanes_in_order(int64_t count, Body body) {
+  for (int64_t element = 0; element < count; ++element) body(element, int(element % lanes));
+}
+
 // Combines each of the first `width` elements with the one `width` places behind it, then half as many, down to one.
 template <int width, class T, class Combine> INLINE void fold(T* at, Combine combine) {
   if constexpr (width > 0) {
@@ -448,12 +453,17 @@ template <class T, int lanes> struct Lanes {
   }
 };
 
-// Partial results of the parts of a long reduction, combined pairwise in a fixed order.
+// Partial results of the parts of a long reduction, combined pairwise in a fixed order. Few are on the stack.
 template <class T> struct PartialResults {
+  static constexpr int64_t FEW = 8192 / sizeof(T);
+  alignas(64) char few[8192];
   T* at;
-  INLINE explicit PartialResults(int64_t count) : at(static_cast<T*>(__builtin_malloc(uint64_t(count + 1) * sizeof(T)))) {}
+  INLINE explicit PartialResults(int64_t count)
+      : at(reinterpret_cast<T*>(count <= FEW ? few : __builtin_malloc(uint64_t(count) * sizeof(T)))) {}
   PartialResults(const PartialResults&) = delete;
-  INLINE ~PartialResults() { __builtin_free(at); }
+  INLINE ~PartialResults() {
+    if (reinterpret_cast<char*>(at) != few) __builtin_free(at);
+  }
   INLINE T& operator[](int64_t part) const { return at[part]; }
   template <class Combine> INLINE T combined(int64_t count, T start, Combine combine) const {
     if (count == 0) return start;

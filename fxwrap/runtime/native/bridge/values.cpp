@@ -14,7 +14,7 @@ using c10::TypePtr;
 constexpr const char* kind_names[] = {
     "None",      "a tensor", "a tensor",        "an int",   "a float",       "a bool",         "a complex",     "a string",
     "a dtype",   "a layout", "a memory format", "a device", "an int symbol", "a float symbol", "a bool symbol", "a list",
-    "a name",    "a list of any length, or a generator"};
+    "a name",    "a list of any length, a generator or an object", "an object", "an input"};
 
 // Walks the flat arguments of one call site.
 class Reader {
@@ -37,8 +37,7 @@ class Reader {
       optional = true;
     }
     const Arg& argument = take();
-    if (argument.kind == Arg::DynamicList &&
-        (type->kind() == TypeKind::ListType || type->kind() == TypeKind::GeneratorType)) {
+    if (argument.kind == Arg::DynamicList && is_passed_whole(type->kind())) {
       Value result;
       result.source = Value::Source::DynamicList;
       result.index = int32_t(argument.integer);
@@ -69,6 +68,12 @@ class Reader {
   }
 
  private:
+  // Lists, generators and opaque objects are passed as the frame holds them.
+  static bool is_passed_whole(TypeKind kind) {
+    return kind == TypeKind::ListType || kind == TypeKind::GeneratorType || kind == TypeKind::PyObjectType ||
+           kind == TypeKind::ClassType || kind == TypeKind::AnyType;
+  }
+
   Value read_list(const Arg& argument, const TypePtr& element, std::optional<int32_t> length,
                   const std::string& name) {
     Value result;

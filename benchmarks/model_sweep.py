@@ -1,0 +1,240 @@
+"""Every architecture that can be built small, forward and one training step, beside eager and float64.
+
+    python benchmarks/model_sweep.py --library transformers --record
+    python benchmarks/model_sweep.py --library timm --only 'resnet|vit'
+    python benchmarks/model_sweep.py --sample 12 --emitters python,cpp,fx,interpreter
+
+Each model runs in a worker process with a time limit. A result is right if its error against float64 is at most three
+times eager's, or if it is eager's own but for rounding (where float64 decides otherwise, as routing to experts does).
+The table's `status` is "right", "wrong", "fxwrap: ..." (it failed), "torch: ..." (`aot_eager` fails alike),
+"skipped: ..." (eager cannot run the small model), or "killed" (time or memory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import multiprocessing
+import random
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchmarks.results import Cell, Report, add_record_option
+from benchmarks.sweep_models import Inputs, SweepModel, sweep_models
+from fxwrap.errors import FusionWarning
+
+FACTOR, SLACK = 3.0, 1e-5
+"""How much larger than eager's an error against float64 may be."""
+
+MODELS_PER_WORKER = 20
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a model returned, or its gradients: float64 copies of the tensors, in order."""
+
+    tensors: list[Tensor]
+
+    def error(self, reference: Values) -> float:
+        """Returns norm(difference) / norm(reference) over all tensors."""
+        if [item.shape for item in self.tensors] != [item.shape for item in reference.tensors]:
+            return float("inf")
+        pairs = zip(self.tensors, reference.tensors)
+        difference = sum(float((one - other).square().sum()) for one, other in pairs)
+        norm = sum(float(item.square().sum()) for item in reference.tensors)
+        return (difference / norm) ** 0.5 if norm else difference**0.5
+
+
+def forward_values(model: Callable[..., Any], inputs: Inputs) -> Values:
+    """Returns the floating-point tensors of an inference."""
+    with torch.no_grad():
+        return _values(_floats(model(**inputs)))
+
+
+def training_values(model: nn.Module, call: Callable[..., Any], inputs: Inputs) -> Values:
+    """Returns the gradients of a step in train mode; the loss weighs all results with fixed random numbers."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(1)
+    loss: Any = 0.0
+    for item in _floats(call(**inputs)):
+        if item.requires_grad:
+            weights = torch.randn(item.shape, generator=generator).to(item)
+            loss = loss + (item * weights).sum() / item.numel()
+    loss.backward()
+    return _values(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+
+def _floats(output: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _values(tensors: Iterable[Tensor]) -> Values:
+    return Values([item.detach().to("cpu", torch.float64, copy=True) for item in tensors])
+
+
+def compare(
+    model: nn.Module, inputs: Inputs, training: bool, backend: str, options: Mapping[str, str]
+) -> dict[str, Cell]:
+    """Returns the row of one model and step."""
+
+    def run(module: nn.Module, arguments: Inputs, compiled: Callable[..., Any] | None = None) -> Values:
+        torch.manual_seed(0)
+        call = module if compiled is None else compiled
+        return training_values(module, call, arguments) if training else forward_values(call, arguments)
+
+    model = copy.deepcopy(model)
+    model.train(training)
+    state = copy.deepcopy(model.state_dict())
+    try:
+        eager = run(model, inputs)
+    except Exception as error:  # noqa: BLE001 - reported in the table
+        return {"status": f"skipped: {_first_line(error)}"}
+    try:
+        doubles = {name: item.double() if item.is_floating_point() else item for name, item in inputs.items()}
+        exact = run(copy.deepcopy(model).double(), doubles)
+    except Exception:  # noqa: BLE001 - a model that asks for float32 is compared with eager alone
+        exact = eager
+    model.load_state_dict(state)
+    torch._dynamo.reset()
+    compiled = (
+        torch.compile(model, backend=backend, options=dict(options))
+        if options
+        else torch.compile(model, backend=backend)
+    )
+    start = time.perf_counter()
+    own = run(model, inputs, compiled)
+    seconds = time.perf_counter() - start
+    own_error, eager_error, between = own.error(exact), eager.error(exact), own.error(eager)
+    right = own_error <= FACTOR * eager_error + SLACK or between <= SLACK
+    return {
+        "status": "right" if right else "wrong", "eager error": eager_error, "error": own_error, "from eager": between,
+        "compile and run, s": seconds,
+    }  # fmt: skip
+
+
+def judge(model: SweepModel, training: bool, emitter: str, device: str) -> dict[str, Cell]:
+    """Returns the row of one model, with torch's own failures told apart."""
+    torch.manual_seed(0)
+    try:
+        module, inputs = model.build()
+        module = module.to(device)
+        inputs = {name: item.to(device) for name, item in inputs.items()}
+    except Exception as error:  # noqa: BLE001 - reported in the table
+        return {"status": f"skipped: {_first_line(error)}"}
+    try:
+        return compare(module, inputs, training, "fxwrap", {"emitter": emitter})
+    except Exception as error:  # noqa: BLE001 - reported in the table
+        reason = _first_line(error)
+    try:
+        other = compare(module, inputs, training, "aot_eager", {})
+    except Exception as error:  # noqa: BLE001 - reported in the table
+        return {"status": f"torch: {_first_line(error)}"}
+    return {**other, "status": f"fxwrap: {reason}"}
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {(lines or [''])[0]}"[:160]
+
+
+def work(library: str, device: str, jobs: Connection) -> None:
+    """Runs models by name, in a process of its own."""
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("error", message="(?s).* called instead", category=FusionWarning)
+    torch.set_num_threads(1)
+    models = {model.name: model for model in sweep_models(library)}
+    while (job := jobs.recv()) is not None:
+        name, training, emitter = job
+        jobs.send(judge(models[name], training, emitter, device))
+
+
+class Worker:
+    """A process that runs models, replaced when it dies, hangs, or has run many."""
+
+    def __init__(self, library: str, device: str, limit: float) -> None:
+        self._library, self._device, self._limit = library, device, limit
+        self._process: Any = None
+        self._jobs: Any = None
+        self._done = 0
+
+    def run(self, name: str, training: bool, emitter: str) -> dict[str, Cell]:
+        """Returns the row of a model; "killed" after the time limit or when the process died."""
+        if self._process is None or self._done == MODELS_PER_WORKER:
+            self.stop()
+            context = multiprocessing.get_context("spawn")
+            self._jobs, other = context.Pipe()
+            self._process = context.Process(target=work, args=(self._library, self._device, other), daemon=True)
+            self._process.start()
+            other.close()
+            self._done = 0
+        self._done += 1
+        self._jobs.send((name, training, emitter))
+        try:
+            if self._jobs.poll(self._limit):
+                return dict(self._jobs.recv())
+            reason = f"killed: more than {self._limit:.0f} s"
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            reason = f"killed: exit status {self._process.exitcode}"
+        self.stop()
+        return {"status": reason}
+
+    def stop(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+def main() -> None:
+    """Prints the table, and counts of its outcomes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", choices=["transformers", "timm"], default="transformers")
+    parser.add_argument("--only", default="", help="a regular expression of names")
+    parser.add_argument("--sample", type=int, help="this many models, drawn at random by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="1/1", help="K/N: the K-th of N parts, for several processes at once")
+    parser.add_argument("--emitters", default="cpp", help="of python,cpp,fx,interpreter")
+    parser.add_argument("--steps", default="forward,training")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model")
+    add_record_option(parser)
+    chosen = parser.parse_args()
+    names = [model.name for model in sweep_models(chosen.library) if re.search(chosen.only, model.name)]
+    if chosen.sample is not None:
+        names = sorted(random.Random(chosen.seed).sample(names, min(chosen.sample, len(names))))
+    part, parts = map(int, chosen.part.split("/"))
+    report = Report(f"model_sweep-{chosen.library}", chosen, chosen.device, note="weights and inputs are random")
+    worker, outcomes = Worker(chosen.library, chosen.device, chosen.limit), Counter[str]()
+    for name in names[part - 1 :: parts]:
+        for step in chosen.steps.split(","):
+            for emitter in chosen.emitters.split(","):
+                row = worker.run(name, step == "training", emitter)
+                outcomes[f"{step}, {emitter}: {str(row['status']).partition(':')[0]}"] += 1
+                columns = ("status", "eager error", "error", "from eager", "compile and run, s")
+                report.add({"model": name, "step": step, "emitter": emitter, **{key: row.get(key) for key in columns}})
+                if str(row["status"]).startswith("skipped"):
+                    break
+    worker.stop()
+    print("\n" + "\n".join(f"{outcome}: {count}" for outcome, count in sorted(outcomes.items())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""The cache folder: where it is, who may write it, and how its files are read and written.
+
+Code is loaded from the cache, so nobody but this user and root may write its folders and files: such a folder raises
+CacheError, such a file is ignored and replaced. Files are synced and renamed, so that no reader sees a part of one.
+Folders of compiled code have a table of sizes and hashes, which is checked before anything is loaded from them. If the
+cache folder cannot be written, new files go to a private temporary folder. See docs/security.md.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TypeVar
+
+from fxwrap.caching import bounded_cache
+from fxwrap.errors import CacheError, CacheWarning
+
+log = logging.getLogger("fxwrap.cache")
+
+FOLDER_ENV = "FXWRAP_CACHE_DIR"
+"""The environment variable with the cache folder."""
+
+BUILDING = "building-"
+"""The prefix of unfinished folders."""
+
+HASH_TABLE = "files.json"
+"""The file with an entry's name, and the sizes and hashes of its compiled code."""
+
+_HASHED_SUFFIXES = (".so", ".o")
+_MAX_FILE_BYTES = 1 << 32
+_OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+_Result = TypeVar("_Result")
+
+
+class _TemporaryFolder:
+    """The folder that takes the place of a cache folder that this process could not write; None while there is none."""
+
+    path: Path | None = None
+
+
+_temporary = _TemporaryFolder()
+
+
+@contextmanager
+def without_temporary_folder() -> Iterator[None]:
+    """Runs as a process that has not failed to write its cache folder, and restores the state afterwards: for tests."""
+    before, _temporary.path = _temporary.path, None
+    try:
+        yield
+    finally:
+        _temporary.path = before
+
+
+def cache_folder() -> Path:
+    """Returns the cache folder: `FXWRAP_CACHE_DIR`, else `fxwrap` in the user's cache folder."""
+    chosen = os.environ.get(FOLDER_ENV)
+    if chosen:
+        return Path(os.path.abspath(chosen))
+    user_caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(user_caches) / "fxwrap" if os.path.isabs(user_caches) else _temporary_path()  # a user without a home
+
+
+def cache_folders() -> tuple[Path, ...]:
+    """Returns the folders to read from: the cache folder, and the temporary one if this process uses it.
+
+    Raises CacheError for a folder that other users can write.
+    """
+    folder = cache_folder()
+    _check_folder(folder)
+    return (folder,) if _temporary.path is None else (folder, _temporary.path)
+
+
+def write_to_cache(write: Callable[[Path], _Result]) -> _Result:
+    """Returns `write(folder)` for the cache folder, or for a temporary one, with a warning, if that raises OSError.
+
+    Raises CacheError where neither can be written.
+    """
+    folder = cache_folders()[-1]
+    try:
+        return write(folder)
+    except OSError as error:
+        if folder == _temporary.path:
+            raise _not_writable(folder, error) from error
+        reason = error
+    try:
+        temporary = _make_temporary_folder()
+        result = write(temporary)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+    _temporary.path = temporary
+    warnings.warn(
+        f"the cache folder {folder} cannot be written ({reason.strerror or reason}), and {temporary} is used instead; "
+        f"free space there, or set {FOLDER_ENV} to a writable folder",
+        CacheWarning,
+        stacklevel=2,
+    )
+    return result
+
+
+def _not_writable(folder: Path, error: OSError) -> CacheError:
+    reason = f"neither it nor a temporary folder can be written: {error.strerror or error}"
+    return CacheError(str(folder), reason, f"Free disk space, or set {FOLDER_ENV} and TMPDIR to writable folders")
+
+
+def _temporary_path() -> Path:
+    return Path(tempfile.gettempdir()) / f"fxwrap-{os.geteuid()}"
+
+
+def _make_temporary_folder() -> Path:
+    """Returns this user's folder for temporary caches, which only this user can read: all processes share it."""
+    folder = _temporary_path()
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return folder if private else Path(tempfile.mkdtemp(prefix="fxwrap-"))
+
+
+# --- trust ----------------------------------------------------------------------------------------------------------
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises CacheError for a folder that another user owns or can write. A missing folder is valid."""
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return
+    if reason := _distrust(status):
+        remedy = f"make it yours alone (chown, chmod go-w), delete it, or set {FOLDER_ENV} to another folder"
+        raise CacheError(str(folder), f"compiled code is loaded from it, and {reason}", remedy.capitalize())
+
+
+def _distrust(status: os.stat_result) -> str:
+    """Returns why a file or folder may hold another user's content, or ""."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to another user (id {status.st_uid})"
+    if status.st_mode & _OTHERS_CAN_WRITE:
+        return f"other users can write it (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def open_cache_file(path: Path) -> IO[bytes] | None:
+    """Opens a file of the cache to read; None if it is missing, no regular file, or another user can write it."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a fifo must not block
+    except OSError:
+        return None
+    file = os.fdopen(handle, "rb", closefd=True) if stat.S_ISREG(os.fstat(handle).st_mode) else None
+    if file is None:
+        os.close(handle)
+        return None
+    reason = _distrust(os.fstat(handle))
+    if reason:
+        log.warning("the file %s of the cache is not used: %s; delete it, or chmod go-w", path, reason)
+        file.close()
+        return None
+    _check_folder(path.parent)
+    return file
+
+
+def read_cache_file(path: Path) -> bytes | None:
+    """Returns the content of a file of the cache; None where `open_cache_file` does, and for a read error."""
+    file = open_cache_file(path)
+    if file is None:
+        return None
+    with file, suppress(OSError):
+        if os.fstat(file.fileno()).st_size <= _MAX_FILE_BYTES:
+            return file.read()
+    return None
+
+
+def write_cache_file(root: Path, name: str, content: bytes) -> Path:
+    """Writes the file `name`, "kind/name", of the cache folder `root` atomically and returns its path.
+
+    A folder in its place is deleted. Raises OSError.
+    """
+    path = _make_folder(root, os.path.dirname(name)) / os.path.basename(name)
+    if path.is_dir():
+        remove_path(path)
+    write_file(path, lambda file: file.write(content), 0o600)
+    return path
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], object], mode: int | None = None) -> None:
+    """Writes a file atomically, also when several processes write it at once, and when the machine stops meanwhile.
+
+    `mode` are the file's permissions, by default those of a new file. Raises OSError; then, and when `write` raises,
+    the previous file remains.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w+b") as file:
+            write(file)
+            file.flush()
+            os.fchmod(file.fileno(), 0o666 & ~_umask() if mode is None else mode)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    """Returns the process's umask, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _make_folder(root: Path, kind: str) -> Path:
+    """Returns a folder of a cache folder, made for this user alone; a file in its place is deleted. Raises OSError."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = root / kind
+    if not folder.is_dir():
+        with suppress(FileNotFoundError, IsADirectoryError):  # another process may have made it meanwhile
+            folder.unlink()
+        folder.mkdir(mode=0o700, exist_ok=True)
+    _check_folder(folder)
+    return folder
+
+
+def remove_path(path: Path) -> None:
+    """Deletes a file or folder. No process sees a part of a folder."""
+    with suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            aside = tempfile.mkdtemp(prefix=BUILDING, dir=path.parent)
+            os.replace(path, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+# --- entries: folders of compiled code ------------------------------------------------------------------------------
+
+
+def find_entry(name: str) -> Path | None:
+    """Returns the intact entry with this name, a path within the cache folder, or None."""
+    return next((folder for root in cache_folders() if is_intact(folder := root / name)), None)
+
+
+def find_or_build_entry(name: str, build: Callable[[Path], None]) -> Path:
+    """Returns the intact entry with this name; `build(temporary folder)` makes its files if there is none.
+
+    Processes that need the same entry wait for one another. Raises CacheError where no folder can be written, and what
+    `build` raises.
+    """
+    return find_entry(name) or write_to_cache(lambda root: _build_entry(root, name, build))
+
+
+def _build_entry(root: Path, name: str, build: Callable[[Path], None]) -> Path:
+    folder = _make_folder(root, os.path.dirname(name)) / os.path.basename(name)
+    with _file_lock(_make_folder(root, "locks") / folder.name):
+        if is_intact(folder):
+            return folder
+        for leftover in folder.parent.glob(f"{BUILDING}{folder.name}-*"):  # of a killed process, which had the lock
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{BUILDING}{folder.name}-", dir=folder.parent))
+        try:
+            build(temporary)
+            _seal(temporary, folder.name)
+            if os.path.lexists(folder):
+                log.info("the compiled code in %s was damaged, and was built again", folder)
+                remove_path(folder)
+            os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _seal(folder: Path, name: str) -> None:
+    """Syncs the compiled code of an entry and writes the table of its sizes and hashes."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        path.chmod(path.stat().st_mode & ~_OTHERS_CAN_WRITE & 0o7777)
+        if path.suffix in _HASHED_SUFFIXES:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                content = file.read()
+            files[path.name] = [len(content), hashlib.sha256(content).hexdigest()]
+    table = json.dumps({"entry": name, "files": files}).encode()
+    write_file(folder / HASH_TABLE, lambda file: file.write(table), 0o600)
+
+
+def file_hash(path: Path) -> str | None:
+    """Returns the SHA-256 of a file of the cache, 64 hex digits, computed once; None where it cannot be read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return _file_hash(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@bounded_cache(4096)
+def _file_hash(path: Path, _size: int, _time: int, _inode: int) -> str | None:
+    content = read_cache_file(path)
+    mark_used(path.parent)
+    return None if content is None else hashlib.sha256(content).hexdigest()
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether an entry has its table of hashes, and all files in it have their size and hash."""
+    table = _hash_table(folder)
+    return bool(table) and all(
+        _size(folder / name) == size and file_hash(folder / name) == digest for name, (size, digest) in table.items()
+    )
+
+
+def _hash_table(folder: Path) -> Mapping[str, tuple[int, str]]:
+    content = read_cache_file(folder / HASH_TABLE)
+    try:
+        table = json.loads(content or b"")
+        files = table["files"].items() if table["entry"] == folder.name else ()  # a link may lead to another entry
+        return {name: (int(size), str(digest)) for name, (size, digest) in files if Path(name).name == name}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return -1
+
+
+def mark_used(path: Path) -> None:
+    """Updates the time of last use of a path in the cache folder; ignores read-only folders."""
+    with suppress(OSError):
+        os.utime(path)
+
+
+@contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    """Holds a lock file, which the system releases with the process. File systems without locks have none."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        remove_path(path)
+    handle = os.open(path, flags, 0o600)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

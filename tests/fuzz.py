@@ -1,0 +1,351 @@
+"""Random graphs under random options in random emitters beside eager: static, dynamic, control flow, training.
+
+    python -m tests.fuzz --graphs 2000 --jobs 2          # `make fuzz`
+    python -m tests.fuzz --seconds 600 --jobs 16 --record
+    python -m tests.fuzz --only training --seed 1234 --graphs 1
+
+Each graph is compiled once and run on several fresh inputs. Its seed alone determines the graph, the options and the
+inputs. Kernels run on the test suite's imaginary device, which needs no compiler, or are compiled as C++. A failure
+prints the seed, the options, the graph and the error, and does not end the run; the exit status is 1 after any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeAlias
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as hypothesis_seed
+from torch import Tensor
+
+import fxwrap
+from benchmarks.results import Report, add_record_option
+from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.errors import FusionWarning, GraphError
+from fxwrap.options import PLANNERS, Options
+from tests.devices.test_devices import on_abacus
+from tests.lowering.planned_programs import close
+from tests.support.strategies.control_graphs import control_graphs
+from tests.support.strategies.dynamic_graphs import DynamicGraph, dynamic_graphs
+from tests.support.strategies.graphs import FAMILIES, RandomGraph, graphs
+
+RUNS, BATCH, LIMIT = 8, 200, 180
+"""Inputs for each graph, graphs for each process, seconds for each graph."""
+
+COMPILED_SHARE, CPP_SHARE = 1 / 50, 1 / 60
+"""How many graphs have kernels compiled as C++, and how many are emitted as C++; each takes a C++ compiler."""
+
+FAILURES_OF_TORCH = (
+    "a_stride_expr",  # `cond` does not merge branches whose dimensions of size 1 make strides ambiguous
+    "list assignment index out of range",  # torch 2.11: the fake rule of split of a dimension of size 0
+)
+
+TRAINING = graphs(FAMILIES, writes=0, sizes=(3, 4, 2, 1, 5), dtypes=(torch.float32, torch.float64, torch.float32))
+SHARES = {"static": 12, "dynamic": 4, "control": 2, "training": 2}
+STRATEGIES = {"static": graphs(), "dynamic": dynamic_graphs(), "control": control_graphs(), "training": TRAINING}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A seed's choices."""
+
+    kind: str
+    seed: int
+    emitter: str
+    kernels: str
+    options: dict[str, Any]
+
+    @classmethod
+    def draw(cls, seed: int, kinds: Sequence[str]) -> Case:
+        """Returns the case of a seed, of one of these kinds."""
+        choose = random.Random(seed)
+        kind = choose.choices(kinds, [SHARES[name] for name in kinds])[0]
+        emitter = (
+            "cpp" if choose.random() < CPP_SHARE else choose.choice([one for one in COMPARED_EMITTERS if one != "cpp"])
+        )
+        options: dict[str, Any] = {
+            "fuse": choose.random() < 0.8,
+            "layout": choose.choice(["auto", "preserve"]),
+            "output_strides": choose.choice(["eager", "eager", "any"]),
+            "memory_planning": choose.choice(["default", "none", "reuse", *PLANNERS]),
+            "memory_slack": choose.choice([0.0, 0.0, 0.1]),
+            "reorder_for_peak_memory": choose.random() < 0.5,
+            "combo_kernels": choose.random() < 0.5,
+            "check_memory": emitter == "interpreter" and choose.random() < 0.5,
+        }
+        compiled = choose.random() < COMPILED_SHARE or emitter == "cpp"
+        return cls(kind, seed, emitter, "cpp" if compiled else "abacus", options)
+
+    def make_options(self) -> Options:
+        """Returns the options of the compile."""
+        return Options(emitter=self.emitter, compile_cache=False, fallback="error", **self.options)
+
+    def graph(self) -> Any:
+        """Returns the seed's graph."""
+        drawn: list[Any] = []
+
+        @hypothesis_seed(self.seed)
+        @given(STRATEGIES[self.kind])
+        @settings(
+            max_examples=2,
+            phases=[Phase.generate],
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            deadline=None,
+        )
+        def draw(graph: Any) -> None:
+            drawn.append(graph)
+
+        draw()
+        return drawn[-1]  # the first is the simplest one
+
+
+def run_case(case: Case) -> int:
+    """Returns how many runs of a case agreed with eager. Raises AssertionError where one does not."""
+    torch.manual_seed(case.seed)
+    graph = case.graph()
+    scope = on_abacus() if case.kernels == "abacus" else nullcontext()
+    try:
+        with scope:
+            return _train(case, graph) if case.kind == "training" else _infer(case, graph)
+    except Exception as error:
+        raise AssertionError(f"{case}\n{graph}") from error
+
+
+def _infer(case: Case, graph: RandomGraph | DynamicGraph) -> int:
+    sample = None if isinstance(graph, DynamicGraph) else tuple([item.clone() for item in graph.inputs])
+    try:
+        compiled = fxwrap.compile_graph(copy.deepcopy(graph.module), sample, options=case.make_options())
+    except GraphError as error:
+        if any(text in str(error) for text in FAILURES_OF_TORCH):
+            return 0
+        raise
+    count = 0
+    for inputs in _inputs(graph):
+        expected, actual = [item.clone() for item in inputs], [_same_layout(item) for item in inputs]
+        with torch.no_grad():
+            wanted = copy.deepcopy(graph.module)(*expected)
+            results = compiled(*actual)
+        _check((*wanted, *expected), (*results, *actual), strides=case.options["output_strides"] == "eager")
+        count += 1
+    return count
+
+
+def _inputs(graph: RandomGraph | DynamicGraph) -> Iterator[Sequence[Tensor]]:
+    """Yields inputs: those that the graph was drawn with, and fresh ones."""
+    if isinstance(graph, DynamicGraph):
+        yield from graph.inputs()
+        return
+    yield graph.inputs
+    for _ in range(RUNS - 1):
+        yield [_fresh(item) for item in graph.inputs]
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """Returns random elements in the layout of a tensor; integers as small as the graphs' own, scalars unchanged."""
+    if not tensor.dim():
+        return tensor.clone()
+    if tensor.dtype is torch.bool:
+        values = torch.rand(tensor.shape) < 0.5
+    elif tensor.dtype.is_floating_point:
+        values = torch.randn(tensor.shape, dtype=torch.float64)
+    else:
+        values = torch.randint(-4, 5, tensor.shape)
+    return _same_layout(tensor).copy_(values)
+
+
+def _same_layout(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+def _train(case: Case, graph: RandomGraph) -> int:
+    """Compares results and gradients under torch.compile."""
+    module = graph.module
+    compiled = torch.compile(
+        lambda *inputs: module(*inputs), backend="fxwrap", dynamic=case.seed % 2 == 0,
+        options={name: value for name, value in vars(case.make_options()).items() if value != getattr(Options(), name)},
+    )  # fmt: skip
+    torch._dynamo.reset()
+    count = 0
+    for inputs in (graph.inputs, *[[_fresh(item) for item in graph.inputs] for _ in range(2)]):
+        wanted, results = _gradients(module, inputs), _gradients(compiled, inputs)
+        _check(wanted, results, strides=False)
+        count += 1
+    return count
+
+
+def _gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    leaves = [item.clone().requires_grad_(item.dtype.is_floating_point) for item in inputs]
+    results = [item for item in function(*leaves) if isinstance(item, Tensor)]
+    generator = torch.Generator().manual_seed(1)
+    total: Any = sum(
+        [
+            (item * torch.randn(item.shape, generator=generator, dtype=torch.float64).to(item.dtype)).sum()
+            for item in results if item.requires_grad
+        ]
+    )  # fmt: skip
+    if isinstance(total, Tensor):
+        total.backward()
+    return [*[item.detach() for item in results], *[item.grad for item in leaves if item.grad is not None]]
+
+
+def _check(wanted: Sequence[Any], results: Sequence[Any], strides: bool) -> None:
+    assert len(wanted) == len(results), f"{len(results)} results, not {len(wanted)}"
+    for position, (want, result) in enumerate(zip(wanted, results)):
+        where = f"result {position}"
+        assert (result.dtype, result.shape) == (want.dtype, want.shape), f"{where}: {result.dtype}{list(result.shape)}"
+        if strides and want.numel():
+            pairs = zip(want.shape, want.stride(), result.stride())
+            assert all(one == other or size == 1 for size, one, other in pairs), f"{where}: strides {result.stride()}"
+        assert close(result, want), f"{where}:\n{result}\nis not\n{want}"
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+Outcome: TypeAlias = tuple[Case, int | str]
+"""A case, and the number of its runs or its error."""
+
+
+def work(seeds: Sequence[int], kinds: Sequence[str], messages: Connection) -> None:
+    """Runs the cases of some seeds; sends each case before it starts, and its runs or its error after it."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("error", message="(?s).* called instead", category=FusionWarning)
+    for seed in seeds:
+        case = Case.draw(seed, kinds)
+        messages.send(case)
+        try:
+            messages.send(run_case(case))
+        except Exception:  # noqa: BLE001 - reported with its seed
+            messages.send(traceback.format_exc())
+    messages.send(None)
+
+
+class Worker:
+    """A process and the seeds it has left; replaced with the rest of them when it dies or hangs."""
+
+    def __init__(self, seeds: Sequence[int], kinds: Sequence[str]) -> None:
+        self._seeds, self._kinds = list(seeds), kinds
+        self._case: Case | None = None
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.messages, other = context.Pipe(duplex=False)
+        self._process = context.Process(target=work, args=(self._seeds, self._kinds, other), daemon=True)
+        self._process.start()
+        other.close()
+        self.last_message = time.monotonic()
+        self._is_started = False
+
+    def receive(self) -> Outcome | None:
+        """Returns the outcome of a case, if the message is one. Raises StopIteration after the last message."""
+        self.last_message = time.monotonic()
+        try:
+            message = self.messages.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            return self.give_up(f"the process ended with status {self._process.exitcode}")
+        self._is_started = True
+        if isinstance(message, Case):
+            self._case = message
+            self._seeds.remove(message.seed)
+            return None
+        if message is None:
+            self._process.join()
+            raise StopIteration
+        case, self._case = self._case, None
+        assert case is not None, "an outcome follows its case"
+        return case, message
+
+    def give_up(self, reason: str) -> Outcome | None:
+        """Ends the process, goes on in another with the seeds left, and returns the failure of the current case."""
+        self.stop()
+        if not self._is_started:
+            raise RuntimeError(f"a process of the fuzzer does not start: {reason}")
+        case, self._case = self._case, None
+        self._start()
+        return None if case is None else (case, reason)
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.join()
+
+
+def fuzz(first: int, count: int, jobs: int, seconds: float, kinds: Sequence[str]) -> Iterator[Outcome]:
+    """Yields each case with the number of its runs, or with its error."""
+    deadline = time.monotonic() + seconds
+    batches = iter([range(start, min(start + BATCH, first + count)) for start in range(first, first + count, BATCH)])
+    workers = [Worker(batch, kinds) for batch in itertools.islice(batches, jobs)]
+    while workers and time.monotonic() < deadline:
+        ready = wait([worker.messages for worker in workers], timeout=5)
+        for number, worker in enumerate(workers):
+            outcome = None
+            try:
+                if worker.messages in ready:
+                    outcome = worker.receive()
+                elif time.monotonic() - worker.last_message > LIMIT:
+                    outcome = worker.give_up(f"no result after {LIMIT} s")
+            except StopIteration:
+                batch = next(batches, None)
+                workers[number : number + 1] = [] if batch is None else [Worker(batch, kinds)]
+                break
+            if outcome is not None:
+                yield outcome
+    for worker in workers:
+        worker.stop()
+
+
+def main() -> int:
+    """Prints failures while they happen, and counts at the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", type=int, default=1_000_000, help="at most so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="at most so long")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()) * 1000, help="the first graph's; by default the time"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default=",".join(SHARES), help="kinds of graphs")
+    add_record_option(parser)
+    chosen = parser.parse_args()
+    graph_counts, run_counts, failures = Counter[tuple[str, str]](), Counter[tuple[str, str]](), []
+    start = time.monotonic()
+    for case, result in fuzz(chosen.seed, chosen.graphs, chosen.jobs, chosen.seconds, chosen.only.split(",")):
+        key = (case.kind, case.emitter)
+        graph_counts[key] += 1
+        if isinstance(result, int):
+            run_counts[key] += result
+        else:
+            failures.append(case)
+            print(f"seed {case.seed} ({case.kind}, {case.emitter}, {case.kernels} kernels)\n{result}\n", flush=True)
+    seeds = f"seeds from {chosen.seed} on, {time.monotonic() - start:.0f} s with {chosen.jobs} processes"
+    report = Report("fuzz", chosen, note=seeds)
+    for key in sorted(graph_counts):
+        failed = [case.seed for case in failures if (case.kind, case.emitter) == key]
+        row: dict[str, Any] = dict(zip(("kind", "emitter"), key))
+        report.add({**row, "graphs": graph_counts[key], "runs": run_counts[key], "failures": len(failed)}, failed)
+    print(f"{graph_counts.total()} graphs, {run_counts.total()} runs, {len(failures)} failures; {seeds}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

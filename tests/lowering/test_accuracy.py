@@ -1,0 +1,120 @@
+"""Reductions are as accurate as eager's, whatever they are fused with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap import Options
+from tests.lowering.accuracy import Case, draw_cases, excess_errors
+
+SCANNED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "var": lambda x: x.var(),
+    "norm": lambda x: x.norm(),
+    "sum": lambda x: x.sum(),
+    "mean_of_scan": lambda x: x.cumsum(0).mean(),
+}
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_a_long_sum_beside_a_scan_is_computed_in_parts(emitter: Literal["python", "cpp"]) -> None:
+    def function(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        both = [(function(x), x.cumsum(0)) for function, x in zip(SCANNED.values(), inputs, strict=True)]
+        return [item for pair in both for item in pair]
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.rand(1 << 22, generator=generator) + 0.1 for _ in SCANNED]
+    compiled = fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=Options(emitter=emitter))
+    assert len(compiled.program.kernels) == len(SCANNED), "each reduction is fused with its scan"
+    for actual, expected in zip(compiled(*inputs), function(*[item.double() for item in inputs]), strict=True):
+        assert (actual - expected).norm() <= 1e-7 * expected.norm()
+
+
+@pytest.mark.parametrize("case", [*draw_cases(seed=0, count=5, largest=1 << 18)], ids=str)
+def test_random_reductions_are_as_accurate_as_eager(case: Case) -> None:
+    assert not excess_errors(case, Options(fallback="error"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*draw_cases(seed=0, count=30)], ids=str)
+def test_random_reductions_on_a_gpu_are_as_accurate_as_eager(case: Case) -> None:
+    assert not excess_errors(case, Options(fallback="error"), "cuda")
+
+
+def check_equal_rows(options: Options, device: str = "cpu") -> None:
+    """Checks norms of rows of equal elements, which a small standard deviation divides: they are the bias."""
+
+    def function(x: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+        variance, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
+        return [mean, variance, (x - mean) * (variance + 1e-5).rsqrt() + bias]
+
+    for rows, count in ((8, 4190), (2, 40000)):
+        generator = torch.Generator().manual_seed(0)
+        element, bias = torch.randn(rows, 1, generator=generator), torch.randn(count, generator=generator)
+        inputs = [element.expand(rows, count).contiguous().to(device), bias.to(device)]
+        compiled = fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=options)
+        mean, variance, normalized = compiled(*inputs)
+        assert torch.equal(mean.cpu(), element)
+        assert variance.max() <= 1e-18
+        assert torch.equal(normalized.cpu(), bias.expand(rows, count))
+
+
+@pytest.mark.parametrize("kernels", ["cpp", "triton"])
+def test_rows_of_equal_elements_equal_their_mean(kernels: Literal["cpp", "triton"]) -> None:
+    check_equal_rows(Options(cpu_kernels=kernels))
+
+
+@pytest.mark.gpu
+def test_rows_of_equal_elements_equal_their_mean_on_a_gpu() -> None:
+    check_equal_rows(Options(fallback="error"), "cuda")
+
+
+def check_rounded_once(options: Options, device: str = "cpu") -> None:
+    """Checks sums of half-precision values that kernels compute: they are rounded once, from float32."""
+    aten = torch.ops.aten
+
+    def function(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        padding = [2, 2, 0, -1]
+        return [(a + b).sum([1, 2]), (a + b).sum(-1), aten.reflection_pad2d_backward(grad, x, padding)]
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((8, 9, 3, 21), (8, 9, 3, 21), (1, 1, 7, 12), (1, 1, 8, 8))
+    inputs = [torch.randn(shape, generator=generator).half().to(device) for shape in shapes]
+    compiled = fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=options)
+    for actual, expected in zip(compiled(*inputs), function(*[item.float() for item in inputs]), strict=True):
+        torch.testing.assert_close(actual, expected.half(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["cpp", "triton"])
+def test_half_precision_sums_of_computed_values_are_rounded_once(kernels: Literal["cpp", "triton"]) -> None:
+    check_rounded_once(Options(cpu_kernels=kernels))
+
+
+@pytest.mark.gpu
+def test_half_precision_sums_on_a_gpu_are_rounded_once() -> None:
+    check_rounded_once(Options(fallback="error"), "cuda")
+
+
+def test_batch_norms_of_few_elements_far_from_zero_are_as_accurate_as_eager() -> None:
+    """The last layers of a MobileNetV2 on one image: the rounding error of a mean was divided by a small deviation."""
+
+    def function(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+        aten = torch.ops.aten
+        output, mean, rstd = aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)
+        mask = [True, True, True]
+        return [output, *aten.native_batch_norm_backward(grad, x, weight, None, None, mean, rstd, True, 1e-5, mask)]
+
+    for shape in ((1, 64, 7, 7), (1, 16, 56, 56)):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(shape, generator=generator) * 1e-2 + torch.randn((1, shape[1], 1, 1), generator=generator) * 30
+        inputs = [x, torch.randn(shape[1], generator=generator), torch.randn(shape, generator=generator)]
+        compiled = fxwrap.compile_graph(make_fx(function)(*inputs), inputs)
+        runs = [run(*inputs) for run in (compiled, function)]
+        reference = function(*[item.double() for item in inputs])
+        for actual, eager, exact in zip(*runs, reference, strict=True):
+            assert (actual - exact).norm() <= 2 * (eager - exact).norm() + 1e-6 * exact.norm()
