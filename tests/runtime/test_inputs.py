@@ -327,5 +327,5 @@ def test_inference_tensors_have_no_version_counter(emitter: str) -> None:
 
 def test_a_written_real_view_of_an_input_traced_with_its_bit() -> None:
     graph = make_fx(lambda z: z.imag.add_(1) * 2)(Z.clone().conj())
-    with pytest.raises(GraphError, match="view_as_real.*had a conjugate bit when it was traced.*resolve_conj"):
+    with pytest.raises(GraphError, match=r"view_as_real.*had a conjugate bit when it was traced.*resolve_conj"):
         fxwrap.compile_graph(graph, [Z.clone().conj()])
