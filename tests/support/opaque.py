@@ -51,7 +51,7 @@ _define(
 
 
 @dataclass(frozen=True)
-class Shift:
+class Shift(OpaqueBase):  # torch 2.11 requires the base class of values too
     """A distance: an object that torch treats as a constant by its content."""
 
     distance: int
