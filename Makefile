@@ -3,7 +3,7 @@
 #   make test   the same set-up with the test tools, then ruff, mypy and the test-suite
 #   make fuzz   random graphs, options and emitters beside eager until interrupted (FUZZ_ARGS="--graphs 2000")
 #
-# make test TORCH=2.15.0                        another release of torch with its Triton, in .venv-torch2.15.0
+# make test TORCH=2.15.0                        another release of torch with its Triton, in .venv-torch2.15.0 (no mypy)
 # make test PYTHON=python3.12 VENV=.venv312     another interpreter, in an environment of its own
 # make test PYTEST_ARGS="-x tests/test_layers.py"     part of the suite
 
@@ -29,7 +29,7 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check --no-cache .
-	$(BIN)/mypy
+	$(if $(TORCH),,$(BIN)/mypy)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-test

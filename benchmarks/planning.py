@@ -2,6 +2,7 @@
 
     python benchmarks/planning.py                  # MiniMalloc's six problems, then 1k, 10k and 50k buffers and lines
     python benchmarks/planning.py --problems AF --skip-scale
+    python benchmarks/planning.py --packings 5     # only problems with a known optimum, five of each kind and size
 
 Times are CPU seconds of one thread. The first table shows peak over lower bound without a capacity; its last columns
 search for MiniMalloc's capacity. The second table has live ranges of deep models: `inference` has few live buffers,
@@ -24,6 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.packings import KINDS as KINDS_OF_PACKINGS
+from benchmarks.packings import packed_problem
 from benchmarks.results import Cell, Report, add_record_option
 from fxwrap.errors import PlanningError
 from fxwrap.lines import Alloc, ExternCall, Mutate, Return
@@ -60,11 +63,13 @@ def model_buffers(count: int, kind: str) -> list[Buffer]:
     return buffers
 
 
-def timed(buffers: list[Buffer], algorithm: str, capacity: int | None = None) -> tuple[Assignment | None, float]:
+def timed(
+    buffers: list[Buffer], algorithm: str, capacity: int | None = None, alignment: int = 1, limit: float = 60
+) -> tuple[Assignment | None, float]:
     """Returns the assignment, or None if none fits the capacity, and its CPU seconds."""
     start = time.process_time()
     try:
-        result = assign_offsets(buffers, algorithm=algorithm, capacity=capacity, time_limit_s=60)
+        result = assign_offsets(buffers, alignment=alignment, algorithm=algorithm, capacity=capacity, time_limit_s=60)
     except PlanningError:
         result = None
     return result, time.process_time() - start
@@ -83,6 +88,24 @@ def report_problems(chosen: argparse.Namespace) -> None:
         result, seconds = timed(buffers, "search", CAPACITY)
         peak = None if result is None else result.peak
         report.add({**cells, "peak within capacity": peak, "search, s": seconds})
+
+
+def report_packings(chosen: argparse.Namespace) -> None:
+    """Prints how many problems with a known optimum are solved, and seconds."""
+    note = (
+        f"CPU seconds; seeds {chosen.first_seed} to {chosen.first_seed + chosen.packings - 1}, 20 s of wall time each"
+    )
+    report = Report("planning-packings", chosen, note=note)
+    for name, kind in KINDS_OF_PACKINGS.items():
+        for count in (500, 1_000, 2_000):
+            solved, times = 0, []
+            for seed in range(chosen.first_seed, chosen.first_seed + chosen.packings):
+                problem = packed_problem(kind, count, seed)
+                result, seconds = timed(problem.buffers, "search", problem.capacity, problem.alignment, 20)
+                solved += result is not None
+                times.append(seconds)
+            cells: dict[str, Cell] = {"kind": name, "buffers": count, "problems": chosen.packings, "solved": solved}
+            report.add({**cells, "mean, s": sum(times) / len(times), "max, s": max(times)}, raw=times)
 
 
 def report_scale(chosen: argparse.Namespace) -> None:
@@ -149,8 +172,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", default="ABCDEF", help="some of MiniMalloc's problems, by letter")
     parser.add_argument("--skip-scale", action="store_true", help="only the first table")
+    parser.add_argument("--packings", type=int, default=0, help="the number of problems of each kind and size")
+    parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first of them")
     add_record_option(parser)
     chosen = parser.parse_args()
+    if chosen.packings:
+        report_packings(chosen)
+        return
     report_problems(chosen)
     if not chosen.skip_scale:
         report_scale(chosen)

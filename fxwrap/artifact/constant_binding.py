@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -68,9 +68,26 @@ def check_constants(
 def _missing(layout: ConstantLayout, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     missing = []
     for key, group in layout.views_by_storage().items():
-        if key not in tensors:  # a constant that covers the storage replaces its parts
+        if _covering(key, group, tensors) not in tensors:  # a constant that covers the storage replaces its parts
             missing += [repr(view.name) for view in group if view.name not in tensors]
     return missing
+
+
+def _covering(key: str, group: Sequence[SavedView], tensors: Collection[str]) -> str:
+    """Returns the name of a constant that covers its storage: one that is given if possible, as of tied weights."""
+    start, end = min(view.start for view in group), max(view.end for view in group)
+    names = [view.name for view in group if (view.start, view.end) == (start, end) and _has_no_gaps(view)]
+    return next((name for name in names if name in tensors), key)
+
+
+def _has_no_gaps(view: SavedView) -> bool:
+    """Whether a constant covers the bytes from its start to its end, in any order of dimensions."""
+    step = 1
+    for stride, size in sorted(zip(view.strides, view.sizes, strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _mismatch(view: SavedView, tensor: object) -> str:
@@ -100,6 +117,7 @@ def bind_constants(
             bound[group[0].name] = _bind_single(group[0], present[group[0].name], devices[group[0].name])
         else:
             device = devices[group[0].name]
+            key = _covering(key, group, present)
             bound.update(
                 _bind_shared_views(key, group, present, device)
                 or _bind_shared_copy(key, group, present, device, make_error)

@@ -22,6 +22,8 @@ class CorrectedEager(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     copies, with which every call is compared.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.defects: dict[str, None] = {}

@@ -12,10 +12,12 @@ from torch.fx import GraphModule
 from fxwrap.caching import clear_caches
 from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.compiler import compile_graph
+from fxwrap.compile.fake_calls import accept_fake_tensors
 from fxwrap.converters.fx.module import boxed_function
 from fxwrap.fx_passes import decomposition_table, partitioner, replace_stream_methods, simplify_attention_masks
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
+from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, is_plain_class, plain_tensor, with_plain_inputs
 from fxwrap.torch_compat import AotGraphInfo, aot_autograd, aot_graph_info, boxed_call, report_output_strides
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
@@ -97,9 +99,18 @@ def make_backend(
     def backend(graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
         for step in enabled_steps(DYNAMO_PASSES, options):
             graph_module = step.run(graph_module, options)
-        return traced(graph_module, example_inputs)  # type: ignore[no-any-return]
+        compiled: CompiledGraphFunction = traced(graph_module, example_inputs)
+        if not any(map(_is_subclassed, example_inputs)):  # Dynamo guards the classes of inputs
+            return compiled
+        return lambda *inputs: compiled(*[plain_tensor(item) if _is_subclassed(item) else item for item in inputs])
 
     return backend
+
+
+def _is_subclassed(item: object) -> bool:
+    """Whether torch's functions would wrap results of an input in its plain subclass."""
+    kind = type(item)
+    return kind not in PLAIN_CLASSES and is_plain_class(kind) and not issubclass(kind, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,11 @@ class _GraphCompiler:
         if options.on_graph is not None:
             graph_info = self._graph_info(compiled.program, static_inputs, info.donated_inputs)
             entry = boxed_function(options.on_graph(compiled.graph_module, graph_info))
-
+        else:
+            entry = accept_fake_tensors(entry, compiled.program, lambda: compiled.graph_module, static_inputs)
+        negative = _may_be_negative(graph_module)
+        if negative:
+            entry = with_plain_inputs(entry, negative)
         return boxed_call(entry)
 
     def _graph_info(self, program: Program, static_inputs: frozenset[int], donated_inputs: frozenset[int]) -> GraphInfo:
@@ -163,6 +178,16 @@ class _GraphCompiler:
         names = {f"primals_{position + 1}" for position in info.static_inputs}
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         return frozenset(position for position, node in enumerate(placeholders) if node.name in names)
+
+
+def _may_be_negative(graph_module: GraphModule) -> list[int]:
+    """Returns the positions of inputs with a negative bit, which Dynamo guards, and of the gradients of a backward."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in placeholders]
+    return [
+        position for position, (node, value) in enumerate(zip(placeholders, values, strict=True))
+        if isinstance(value, torch.Tensor) and (value.is_neg() or node.name.startswith("tangents_"))
+    ]  # fmt: skip
 
 
 def _static_strides(program: Program) -> list[tuple[int, ...] | None]:

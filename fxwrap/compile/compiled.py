@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch.fx import GraphModule
 
 from fxwrap.artifact import save_program
+from fxwrap.compile.fake_calls import call_on_fakes
 from fxwrap.converters.emission import explain_out_of_memory
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
+from fxwrap.errors import InputError
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.options import Options
@@ -99,6 +102,14 @@ class Compiled(EmittedProgram):
         entries = EmittedProgram("", self._result.boxed, self._result.flat)
         first = self._first_call = FirstCallAutotuner(self.program, entries, replace_result)
         super().__init__("", lambda: first.boxed, lambda: first.flat)
+
+    def __call__(self, *inputs: object) -> Any:
+        try:
+            return self.flat(*inputs)
+        except InputError:
+            if not any(isinstance(item, FakeTensor) for item in inputs):
+                raise
+        return call_on_fakes(self.program, self.graph_module, inputs)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 
+from fxwrap.lines import CheckLayout
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled, set_grad_enabled, without_fake_mode
-from fxwrap.wrapper_ir import Program
+from fxwrap.wrapper_ir import Program, TensorType, Value
 
 BoxedCallable = Callable[[list[Any]], Any]
 """Takes the flat inputs in a list, which it clears, and returns the tuple of outputs."""
@@ -77,6 +78,17 @@ def disable_autograd_and_autocast(boxed: BoxedCallable) -> FlatCallable:
             set_grad_enabled(True)
 
     return flat
+
+
+def checks_inputs(program: Program) -> bool:
+    """Whether a program checks its inputs: anybody may call it, not only torch.compile behind Dynamo's guards."""
+    return any(isinstance(line, CheckLayout) for line in program.body.lines)
+
+
+def has_complex_inputs(program: Program) -> bool:
+    """Whether an input is a complex tensor."""
+    types = [item.value.type for item in program.inputs if isinstance(item.value, Value)]
+    return any(isinstance(type_, TensorType) and type_.dtype.is_complex for type_ in types)
 
 
 def kernel_texts(program: Program) -> tuple[KernelText, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import View
+from fxwrap.lines import Launch, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,18 @@ def _steps(offset: int, stride: ir.Size) -> int | None:
     if not isinstance(stride, int) or stride == 0:
         return 0 if offset == 0 else None
     return offset // stride if offset % stride == 0 and offset >= 0 else None
+
+
+def arguments_written_by_kernels(lines: Sequence[ir.LineBase], arguments: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
+    """Returns the arguments of a block that its kernels write, themselves or through views.
+
+    Operators increment the version counters of tensors that they write, by which autograd notices; kernels do not.
+    """
+    if not any(isinstance(line, Launch) for line in lines):
+        return ()
+    root_of = ir.alias_roots(lines, arguments)
+    written = {root_of[value.name] for line in lines if isinstance(line, Launch) for value in line.outs}
+    return tuple([value for value in arguments if value.name in written])
 
 
 def untracked_views(lines: Sequence[ir.LineBase], arguments: Sequence[ir.Value]) -> frozenset[str]:

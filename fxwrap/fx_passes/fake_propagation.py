@@ -36,9 +36,10 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[object] | No
     """
     nodes = list(graph_module.graph.nodes)
     calls = [node for node in nodes if node.op in ("placeholder", "call_function")]
-    if all(_has_fake(node) or stream_call(node) for node in calls):
-        return _rebase_views(nodes, _unify_fake_modes(nodes))
     placeholders = [node for node in nodes if node.op == "placeholder"]
+    if all(_has_fake(node) or stream_call(node) for node in calls):
+        examples = dict(zip(placeholders, example_inputs or (), strict=False))
+        return _rebase_views(nodes, _with_conjugate_bits(_unify_fake_modes(nodes), examples))
     if example_inputs is None:
         example_inputs = [node.meta.get("val") for node in placeholders]
     if len(example_inputs) != len(placeholders):
@@ -72,6 +73,16 @@ def in_one_mode(tree: Any, mode: FakeTensorMode) -> Any:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     return tree_map(convert, tree)
+
+
+def _with_conjugate_bits(values: NodeValues, examples: NodeValues) -> NodeValues:
+    """Returns the nodes' metadata with the conjugate bits of example inputs, which make_fx over real tensors loses."""
+    lost = {
+        node: values[node].conj() for node, example in examples.items()
+        if isinstance(example, torch.Tensor) and example.is_conj()
+        and isinstance(values[node], FakeTensor) and not values[node].is_conj()
+    }  # fmt: skip
+    return {**values, **lost}
 
 
 def _rebase_views(nodes: Sequence[Node], metadata: NodeValues) -> dict[Node, Any]:

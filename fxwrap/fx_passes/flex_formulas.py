@@ -214,7 +214,8 @@ class FlexAttention:
         scores = self.modified(*self.scores(query, key, indices), indices)
         largest = scores.amax(indices.key_dims, keepdim=True)
         shift = torch.where(largest == -math.inf, 0.0, largest)
-        weights = torch.exp(scores - shift)
+        weights = torch.exp(scores - shift)  # the largest is 1, so subnormal ones change nothing but slow matmuls down
+        weights = torch.where(weights < torch.finfo(self.dtype).tiny, 0.0, weights)
         total = weights.sum(indices.key_dims)
         products = _matmul(weights.view(*_grouped_shape(query, key), -1), _heads(value, query, self.dtype))
         out = products.view(*query.shape[:3], value.shape[3]) / torch.where(total == 0, 1.0, total)[..., None]

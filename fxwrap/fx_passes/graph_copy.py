@@ -204,6 +204,10 @@ class GraphCopy:
         self._replaced |= {item: self.node_map[item] for item in (node, *erased)}
         self.node_map[node] = replacement
 
+    def erase(self, node: Node) -> None:
+        """Erases a node without users."""
+        self._replaced[node] = self.node_map[node]
+
     def clone_output(self, node: Node, name: str) -> None:
         """Makes the graph return a contiguous clone of a node's tensor."""
         self._output_clones.append((node, name))

@@ -19,7 +19,7 @@ from fxwrap.fx_passes.graph_copy import can_propagate_fake, run_on_fakes
 from fxwrap.fx_passes.matmuls import is_outer_product
 from fxwrap.fx_passes.operators import expand_to_rank
 from fxwrap.fx_passes.prepared_graph import Target
-from fxwrap.fx_passes.stream_calls import inline_control_deps
+from fxwrap.fx_passes.subgraph_calls import inline_subgraph_calls
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity
 
@@ -257,8 +257,8 @@ _DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {
 
 JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
     Step(
-        "inline_control_deps", "inline the stream operators that AOTAutograd wraps in subgraphs",
-        lambda joint, _options: inline_control_deps(joint),
+        "inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
+        lambda joint, _options: inline_subgraph_calls(joint),
     ),
     Step(
         "decompose_for_recomputation", "decompose operators that are cheap to recompute in the backward",

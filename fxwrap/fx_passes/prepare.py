@@ -14,9 +14,13 @@ from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
+from fxwrap.fx_passes.negative_views import resolve_negative_views
+from fxwrap.fx_passes.out_dtype import expand_out_dtype
 from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.source import graph_source
+from fxwrap.fx_passes.subgraph_calls import inline_subgraph_calls
+from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import tree_flatten
 
@@ -27,8 +31,20 @@ def _fuses(options: Options) -> bool:
 
 FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
+        "check_tensor_metadata", "check assertions of dtypes, devices and static sizes, and remove them",
+        lambda graph, _context: check_tensor_metadata(graph),
+    ),
+    Step(
+        "resolve_negative_views", "negate what is read of views with a negative bit, as `imag` of a conjugate is one",
+        lambda graph, _context: resolve_negative_views(graph),
+    ),
+    Step(
         "expand_flex_attention", "expand FlexAttention into matmuls and operators that fuse",
         lambda graph, context: expand_flex_attention(graph, context.options),
+    ),
+    Step(
+        "expand_out_dtype", "expand operators with another result dtype into casts and operators",
+        lambda graph, _context: expand_out_dtype(graph),
     ),
     Step(
         "expand_associative_scans", "expand associative scans of static length into operators that fuse",
@@ -88,9 +104,10 @@ def prepare_graph(
 
 
 def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str, options: Options) -> PreparedGraph:
-    """Propagates fake tensors through the graph of a higher-order operator, and expands those that it calls."""
-    prepared = _with_fakes(GraphSource(module, name), example_inputs)
-    return expand_associative_scans(expand_flex_attention(prepared, options))
+    """Propagates fake tensors through the graph of a higher-order operator, and runs the necessary passes."""
+    prepared = _with_fakes(GraphSource(inline_subgraph_calls(module), name), example_inputs)
+    prepared = check_tensor_metadata(resolve_negative_views(prepared))
+    return expand_associative_scans(expand_out_dtype(expand_flex_attention(prepared, options)))
 
 
 def _with_fakes(

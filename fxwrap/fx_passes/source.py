@@ -19,7 +19,7 @@ from fxwrap.fx_passes.decompositions import decompose, export_decomposition_tabl
 from fxwrap.fx_passes.effects import submodules
 from fxwrap.fx_passes.exported_mutations import remove_tokens, write_back
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource
-from fxwrap.fx_passes.stream_calls import inline_control_deps
+from fxwrap.fx_passes.subgraph_calls import inline_subgraph_calls, is_hint
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, find_shape_env, is_desugared, isolate_pending_symbols
 from fxwrap.wrapper_ir import Source
@@ -40,8 +40,8 @@ SYMBOLIC_BUILTINS: frozenset[Callable[..., object]] = frozenset(
 
 SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
     Step(
-        "inline_control_deps", "inline the stream operators that AOTAutograd wraps in subgraphs",
-        lambda graph, _context: inline_control_deps(graph),
+        "inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
+        lambda graph, _context: inline_subgraph_calls(graph),
     ),
     Step(
         "decompose", "decompose operators, those on lists of tensors included",
@@ -102,7 +102,8 @@ def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
             mutations[position] = str(spec.target)
     write_back(exported.graph_module, mutations, constants)
-    return GraphSource(exported.graph_module, name, constants, returns_mutated_inputs=True)
+    graph_module = inline_subgraph_calls(exported.graph_module)
+    return GraphSource(graph_module, name, constants, returns_mutated_inputs=True)
 
 
 # --- the model's source -----------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def check_graph(graph_module: GraphModule) -> None:
 def _check_call(node: Node) -> None:
     target = node.target
     # Lowering rejects higher-order operators that it does not support, and functions of numbers that return tensors.
-    if isinstance(target, OpOverload | HigherOrderOperator) or target is operator.getitem:
+    if isinstance(target, OpOverload | HigherOrderOperator) or target is operator.getitem or is_hint(node):
         return
     if target in SYMBOLIC_BUILTINS or getattr(target, "__module__", "") == "math":
         return

@@ -8,17 +8,13 @@ dependencies for Inductor's scheduler.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
-from fxwrap.fx_passes.effects import operator_label
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.torch_compat import (
-    HigherOrderOperator,
     OpOverload,
     copy_dynamo_module,
     copy_dynamo_node,
@@ -124,36 +120,3 @@ class _StreamMethodReplacer:
         call = self.graph.call_function(target, arguments)
         call.meta = {name: value for name, value in node.meta.items() if name != "example_value"}
         return call
-
-
-# --- control_deps -----------------------------------------------------------------------------------------------------
-
-
-def inline_control_deps(graph_module: GraphModule) -> GraphModule:
-    """Returns a graph with the calls inside `control_deps` in their place; the graph itself if it has none."""
-    if not any(_is_control_deps(node) for node in graph_module.graph.nodes):
-        return graph_module
-    graph = Graph()
-    node_map: dict[Node, Any] = {}
-    for node in graph_module.graph.nodes:
-        if _is_control_deps(node):
-            inner = getattr(graph_module, node.args[1].target)
-            node_map[node] = _inline_graph(graph, inner, [node_map[operand] for operand in node.args[2:]])
-        elif node.target is operator.getitem and _is_control_deps(node.args[0]):
-            node_map[node] = node_map[node.args[0]][node.args[1]]
-        elif not (node.op == "get_attr" and node.users and all(_is_control_deps(user) for user in node.users)):
-            node_map[node] = graph.node_copy(node, node_map.__getitem__)
-    return GraphModule(graph_module, graph)
-
-
-def _is_control_deps(node: Node) -> bool:
-    return isinstance(node.target, HigherOrderOperator) and operator_label(node.target) == "control_deps"
-
-
-def _inline_graph(graph: Graph, inner: GraphModule, operands: list[Node]) -> Any:
-    """Copies the calls of a graph into another, and returns its results for these operands."""
-    node_map = dict(zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True))
-    for node in inner.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            node_map[node] = graph.node_copy(node, node_map.__getitem__)
-    return map_arg(inner.graph.output_node().args[0], node_map.__getitem__)

@@ -41,7 +41,7 @@ from fxwrap.lowering.fusion.definitions import (
 from fxwrap.lowering.graph_definitions import CallStep, DefinitionStorages, GraphDefinitions, RuleResult
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
-from fxwrap.lowering.symbols.unbacked import derive_symbols
+from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
 from fxwrap.symbolic import Size, bounds, make_symbol
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
@@ -126,7 +126,7 @@ class DefinitionBuilder:
         if _returns_tensors(fake):
             if isinstance(node.target, OpOverload):
                 reason = self._define(node, node.target, fake, position)
-        elif not isinstance(node.target, OpOverload) or self._is_known_number(fake):
+        elif not isinstance(node.target, OpOverload) or (self._is_known_number(fake) and not is_asserted_read(node)):
             self.operands[node] = self.builder.symbols.expression(fake)
             self._record_coverage(node, "number")
             return

@@ -31,12 +31,13 @@ _INT64_MAX = 2**63 - 1
 # "auto" takes n log n time: it skips the algorithms over overlapping pairs of buffers unless there are few pairs.
 _MIN_PAIR_BUDGET = 100_000
 _PAIRS_PER_BUFFER = 6
-_MAX_SEARCHED_BUFFERS = 400
+_MAX_SEARCHED_BUFFERS = 2_000
 
 # Search steps of "auto", which is part of every compile: at most a few seconds. "search" doubles them until its time
-# limit.
+# limit. The time of a step grows with the number of overlapping pairs.
 _BOUND_STEPS = 6_500
 _STEPS = 2_000
+_FULL_STEPS_PAIRS = 5_000
 _TRIES = 4
 _CAPACITY_STEPS = 1_000_000
 
@@ -73,7 +74,8 @@ def assign_offsets(
         algorithm: "greedy_by_size" or "greedy_by_duration" (in the smallest gaps; linear in the number of overlapping
             pairs), "best_fit" (in the order of time, forwards and backwards; n log n), "search" (the heuristics, then
             depth-first search, see `search.py`), or "auto" (the heuristics, except those over pairs if there are many,
-            and for at most 400 buffers a short search if the result exceeds the lower bound or the capacity).
+            then a search if the result exceeds the capacity, or a short one for at most 2000 buffers if it exceeds the
+            lower bound).
         time_limit_s: limit of a search, in seconds of wall time.
 
     Results are deterministic unless the time limit stops a search. Raises PlanningError for negative sizes, empty live
@@ -120,7 +122,8 @@ class _OffsetPlanner:
         name, offsets = self._best_heuristic(thorough)
         peak = peak_of(self.buffers, offsets)
         impossible = self.capacity is not None and self.capacity < self.lower_bound
-        if peak <= self.target or impossible or not (thorough or len(self.buffers) <= _MAX_SEARCHED_BUFFERS):
+        is_searched = thorough or self.capacity is not None or len(self.buffers) <= _MAX_SEARCHED_BUFFERS
+        if peak <= self.target or impossible or not is_searched:
             return name, offsets
         better = self._search(peak, thorough)
         return ("search", better) if better else (name, offsets)
@@ -162,12 +165,14 @@ class _OffsetPlanner:
         """Returns the best offsets of a few searches between two peaks, and the highest peak proved impossible."""
         best: Sequence[int] = ()
         low = proved  # proved impossible, or beyond the limits
+        pairs = count_overlapping_pairs(self.buffers)
         for _ in range(_TRIES + 1):
             at_bound = low < self.lower_bound
             tried = self.lower_bound if at_bound else (low + peak) // 2 // self.alignment * self.alignment
             if not low < tried < peak or (not at_bound and peak - low <= self._tolerance) or self._is_over():
                 break
             steps = effort * (_BOUND_STEPS if at_bound else _STEPS)
+            steps = max(1, steps * _FULL_STEPS_PAIRS // max(_FULL_STEPS_PAIRS, pairs))
             result = search(self.buffers, tried, SearchLimits(steps, self.deadline))
             match result.outcome:
                 case SearchStatus.SOLVED:

@@ -1,25 +1,40 @@
 """Offset assignment within a capacity by depth-first search, for problems that greedy placement cannot pack.
 
-After MiniMalloc (Moffitt, ASPLOS 2023): a buffer is placed as low as earlier ones allow, a branch ends when the pending
-buffers of a section of time cannot fit, and independent subproblems are solved separately. Branching follows active
-schedules in job shops (Giffler and Thompson, 1960): among the buffer that could end lowest and its conflicts, one is
-placed now; if that fails it waits, that is, it must be on top of a buffer that is not placed yet. Several strategies
-take turns, with growing step limits.
+After MiniMalloc (Moffitt, ASPLOS 2023): only canonical solutions are explored, in which each buffer is placed as low as
+those below it allow; the floor of a section of time is the lowest offset of its pending buffers, and a branch ends when
+the rest does not fit above it; dominated placements, which leave a gap that another buffer fits, are left out; parts
+that share no section are solved separately; buffers are ordered dynamically. Branching follows active schedules in job
+shops (Giffler and Thompson, 1960): a buffer is placed at its floor, or it waits, that is, it lies on one that is not
+placed yet. The section to fill next has the fewest candidates by weighted failures (Boussemart et al., 2004), and
+restarts take turns with several orders.
+
+Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
-from fxwrap.memory_planning.greedy import Buffer
+from fxwrap.memory_planning.blocks import Grouping, MergedBuffers, merge_blocks
+from fxwrap.memory_planning.greedy import Buffer, max_live_bytes
+from fxwrap.memory_planning.placement import Placement, Subproblem
 
-_PLACED = 1 << 62  # the offset of a placed buffer in a state
-_FIRST_STEP_LIMIT = 1000  # of a strategy in the first round, if the total allows
+_FIRST_STEPS = 1000
+"""Steps of a search in the first round."""
+
+_GROWTH = 1.3
+"""Growth of this number from round to round."""
+
+_BLOCK_STEPS = 500
+"""Steps of the search for the inside of a block."""
+
+_PERTURBATION = 0.15
+"""Largest relative change of the keys of an order, after the first turn of each."""
 
 
 class SearchStatus(enum.Enum):
@@ -41,67 +56,37 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Limits of a search: the steps of all strategies, and a value of `time.monotonic()`."""
+    """Limits of a search: the number of steps, and a value of `time.monotonic()`."""
 
     steps: int
     deadline: float
 
 
 @dataclass(frozen=True)
-class _Subproblem:
-    """Dependent buffers, by index. A section is a maximal range of time in which all its buffers are live at once."""
+class _Order:
+    """The order in which the candidates of a section are placed: the lowest first, or by rank only."""
 
-    first: list[int]
-    last: list[int]
-    size: list[int]
-    neighbours: list[list[int]]  # the buffers that share a section with each buffer
-    members: list[list[int]]  # the buffers of each section
-    capacity: int
+    lowest_first: bool
+    key: Callable[[int, int], int]
+    """From the number of sections and the size to a key; large ones come first."""
+
+
+_ORDERS = (
+    _Order(True, lambda length, size: (length << 64) + size),
+    _Order(False, lambda length, size: length * size),
+    _Order(True, lambda length, size: length * length * size),
+    _Order(False, lambda length, size: (length << 64) + size),
+)
 
 
 @dataclass(frozen=True)
-class _Strategy:
-    """The choice of the conflict to resolve, of its buffer to place first, and the order between equals."""
+class _Decision:
+    """A backtracking point: a buffer that was placed, or that waits, and the sections of the part it belongs to."""
 
-    tightest_conflict: bool
-    value: Literal["rank", "offset", "slack"]
-    rank: list[int]
-
-
-@dataclass(slots=True)
-class _State:
-    """A partial placement, by buffer and by section; placed buffers have the offset and end _PLACED."""
-
-    lowest: list[int]  # by buffer: the top of the placed ones below it
-    bound: list[int]  # the same; for waiting buffers the lowest possible offset
-    end: list[int]  # bound + size
-    waiting: set[int]  # buffers whose offset is above `lowest`
-    height: list[int]  # by section: the top of the placed buffers
-    remaining: list[int]  # by section: the total size of the other buffers
-    soonest: list[int]  # by section: the lowest end of the other buffers
-    members: list[list[int]]  # by section: the other buffers
-
-    def copy(self) -> _State:
-        """Returns a copy to place another buffer in."""
-        return _State(
-            self.lowest[:], self.bound[:], self.end[:], set(self.waiting),
-            self.height[:], self.remaining[:], self.soonest[:], self.members[:],
-        )  # fmt: skip
-
-
-_Agenda: TypeAlias = tuple[tuple[list[int], _State, int], ...]
-"""Pending subproblems, each with its state and the frame to revise if it has no solution."""
-
-
-@dataclass(slots=True)
-class _Frame:
-    """A backtracking point: a state, the buffers to place, and the frame to revise if none fits."""
-
-    state: _State
-    alive: list[int]
-    origin: int
-    rest: _Agenda
-    pick: int = -1
+    index: int
+    sections: range
+    trail: int
+    waits: bool
 
 
 def search(buffers: Sequence[Buffer], capacity: int, limits: SearchLimits) -> SearchResult:
@@ -115,7 +100,7 @@ def search(buffers: Sequence[Buffer], capacity: int, limits: SearchLimits) -> Se
     steps = 0
     for indices in _independent(buffers):
         chosen = [(first, last, size // unit) for first, last, size in (buffers[index] for index in indices)]
-        result = _search_subproblem(chosen, capacity // unit, SearchLimits(limits.steps - steps, limits.deadline))
+        result = _search_dependent(chosen, capacity // unit, SearchLimits(limits.steps - steps, limits.deadline))
         steps += result.steps
         if result.outcome is not SearchStatus.SOLVED:
             return SearchResult(result.outcome, (), steps)
@@ -138,274 +123,140 @@ def _independent(buffers: Sequence[Buffer]) -> list[list[int]]:
     return groups
 
 
-def _search_subproblem(buffers: list[Buffer], capacity: int, limits: SearchLimits) -> SearchResult:
-    part = _build_subproblem(buffers, capacity)
-    state = _start(part)
-    if state is None:
+def _search_dependent(buffers: list[Buffer], capacity: int, limits: SearchLimits) -> SearchResult:
+    """Searches in rounds: with each way to merge blocks, and at last without, as long as the limits allow."""
+    if max_live_bytes(buffers) > capacity:
         return SearchResult(SearchStatus.INFEASIBLE, (), 0)
     if len(buffers) == 1:
         return SearchResult(SearchStatus.SOLVED, (0,), 0)
-    steps = 0
-    limit = min(_FIRST_STEP_LIMIT, max(limits.steps // 8, 2 * len(buffers)))
+    searches = [_RestartedSearch(buffers, capacity, grouping) for grouping in (*Grouping, None)]
+    steps, allowed = 0, float(_FIRST_STEPS)
     while True:
-        for strategy in _strategies(buffers):
-            remaining = limits.steps - steps
-            if remaining <= 0 or time.monotonic() > limits.deadline:
-                return SearchResult(SearchStatus.LIMIT_REACHED, (), steps)
-            result = _explore(part, state, strategy, SearchLimits(min(limit, remaining), limits.deadline))
+        for item in searches:
+            result = item.run(SearchLimits(min(limits.steps - steps, int(allowed)), limits.deadline))
             steps += result.steps
-            if result.outcome is not SearchStatus.LIMIT_REACHED:
+            is_proof = result.outcome is SearchStatus.INFEASIBLE and item.grouping is None
+            if result.outcome is SearchStatus.SOLVED or is_proof:
                 return SearchResult(result.outcome, result.offsets, steps)
-        limit *= 2
+            if steps >= limits.steps or time.monotonic() > limits.deadline:
+                return SearchResult(SearchStatus.LIMIT_REACHED, (), steps)
+        searches = [item for item in searches if not item.is_infeasible]
+        allowed *= _GROWTH
 
 
-def _build_subproblem(buffers: list[Buffer], capacity: int) -> _Subproblem:
-    """Computes the sections: a new one starts with the first buffer after an end."""
-    events = sorted({(last, 0, index) for index, (_, last, _) in enumerate(buffers)}
-                    | {(first, 1, index) for index, (first, _, _) in enumerate(buffers)})  # fmt: skip
-    first, last = [0] * len(buffers), [0] * len(buffers)
-    section, ended = 0, False
-    for _, starts, index in events:
-        if starts:
-            if ended:
-                section, ended = section + 1, False
-            first[index] = section
+class _RestartedSearch:
+    """Depth-first searches of one problem, each with the next order; failures weigh sections in all of them."""
+
+    def __init__(self, buffers: list[Buffer], capacity: int, grouping: Grouping | None) -> None:
+        self.buffers = buffers
+        self.capacity = capacity
+        self.grouping = grouping
+        self.is_infeasible = False
+        self.turn = 0
+        self._prepared: tuple[MergedBuffers, Subproblem, list[int]] | None = None
+
+    def run(self, limits: SearchLimits) -> SearchResult:
+        """Runs the next search."""
+        if self._prepared is None:
+            merged = merge_blocks(self.buffers, self.grouping, _pack_block)
+            part = Subproblem.of(merged.buffers, self.capacity)
+            self._prepared = merged, part, [1] * len(part.members)
+        merged, part, weights = self._prepared
+        order = _ORDERS[self.turn % len(_ORDERS)]
+        ranks = _ranks(part, order, self.turn // len(_ORDERS))
+        self.turn += 1
+        result = _explore(part, order, ranks, weights, limits)
+        self.is_infeasible = result.outcome is SearchStatus.INFEASIBLE
+        offsets = merged.expand(result.offsets) if result.offsets else ()
+        return SearchResult(result.outcome, tuple(offsets), result.steps)
+
+
+def _pack_block(buffers: Sequence[Buffer], capacity: int) -> Sequence[int]:
+    """Returns offsets of the buffers of a block; () for none."""
+    part = Subproblem.of(buffers, capacity)
+    ranks = _ranks(part, _ORDERS[0], 0)
+    limits = SearchLimits(_BLOCK_STEPS, math.inf)
+    return _explore(part, _ORDERS[0], ranks, [1] * len(part.members), limits).offsets
+
+
+def _ranks(part: Subproblem, order: _Order, perturbed: int) -> list[int]:
+    """Returns the rank of each buffer in an order, perturbed by a seed unless it is 0."""
+    generator = random.Random(perturbed)
+    keys: list[float] = []
+    for first, last, size in zip(part.first, part.last, part.size):
+        key: float = order.key(last - first, size)
+        keys.append(-key * generator.uniform(1 - _PERTURBATION, 1 + _PERTURBATION) if perturbed else -key)
+    ranks = [0] * len(keys)
+    for position, index in enumerate(sorted(range(len(keys)), key=lambda index: (keys[index], part.twin_rank[index]))):
+        ranks[index] = position
+    return ranks
+
+
+def _explore(
+    part: Subproblem, order: _Order, ranks: list[int], weights: list[int], limits: SearchLimits
+) -> SearchResult:
+    """Runs one depth-first search. `weights` counts the failures of each section."""
+    state = Placement(part)
+    if not state.start():
+        return SearchResult(SearchStatus.INFEASIBLE, (), 0)
+    decisions: list[_Decision] = []
+    steps = 0
+    while sections := _pending_sections(state, decisions):
+        if steps >= limits.steps or (steps % 64 == 0 and time.monotonic() > limits.deadline):
+            return SearchResult(SearchStatus.LIMIT_REACHED, (), steps)
+        steps += 1
+        index = _choose(state, sections, order, ranks, weights)
+        if index is None:
+            fits = state.raise_lowest_end(sections)
         else:
-            last[index], ended = section + 1, True
-    members: list[list[int]] = [[] for _ in range(section + 1)]
-    for index in range(len(buffers)):
-        for number in range(first[index], last[index]):
-            members[number].append(index)
-    neighbours = [
-        sorted(set().union(*members[first[index] : last[index]]) - {index}) for index in range(len(buffers))
-    ]  # fmt: skip
-    return _Subproblem(first, last, [size for _, _, size in buffers], neighbours, members, capacity)
+            decisions.append(_Decision(index, state.part_around(part.first[index]), len(state.trail), False))
+            fits = state.place(index)
+        while not fits:
+            weights[state.failed] += 1
+            if not _backtrack(state, decisions):
+                return SearchResult(SearchStatus.INFEASIBLE, (), steps)
+            steps += 1
+            fits = state.postpone(decisions[-1].index)
+    return SearchResult(SearchStatus.SOLVED, tuple(state.lowest), steps)
 
 
-def _strategies(buffers: list[Buffer]) -> Iterator[_Strategy]:
-    """Yields strategies, ordered by how many of MiniMalloc's benchmarks they solve quickly."""
-    instants = sorted({instant for first, last, _ in buffers for instant in (first, last)})
-    number = {instant: position for position, instant in enumerate(instants)}
-    load = [0] * len(instants)
-    for first, last, size in buffers:
-        for position in range(number[first], number[last]):
-            load[position] += size
-
-    def crowded_long(index: int) -> tuple[int, ...]:
-        first, last, size = buffers[index]
-        return (-max(load[number[first] : number[last]]), first - last, (first - last) * size)
-
-    def crowded_large(index: int) -> tuple[int, ...]:
-        peak, length, area = crowded_long(index)
-        return (peak, area, length)
-
-    def broad(index: int) -> tuple[int, ...]:
-        first, last, size = buffers[index]
-        return ((number[first] - number[last]) * size, first - last)
-
-    def rank(key: Callable[[int], tuple[int, ...]]) -> list[int]:
-        ranks = [0] * len(buffers)
-        for position, index in enumerate(sorted(range(len(buffers)), key=key)):
-            ranks[index] = position
-        return ranks
-
-    long, large, area = rank(crowded_long), rank(crowded_large), rank(broad)
-    yield _Strategy(False, "offset", area)
-    yield _Strategy(True, "rank", long)
-    yield _Strategy(True, "offset", long)
-    yield _Strategy(False, "offset", large)
-    yield _Strategy(False, "rank", long)
-    yield _Strategy(False, "offset", long)
-    yield _Strategy(True, "slack", large)
-    yield _Strategy(False, "slack", area)
+def _pending_sections(state: Placement, decisions: list[_Decision]) -> range:
+    """Returns the sections of the latest decision's part that has buffers to place; empty if all are placed."""
+    members = state.members
+    for decision in reversed(decisions):
+        if any(members[section] for section in decision.sections):
+            return decision.sections
+    return range(len(members)) if not decisions else range(0) if not any(members) else range(len(members))
 
 
-def _start(part: _Subproblem) -> _State | None:
-    """Returns the state without placed buffers; None if a section exceeds the capacity."""
-    remaining = [sum(part.size[index] for index in members) for members in part.members]
-    if max(remaining) > part.capacity:
-        return None
-    count = len(part.size)
-    soonest = [min(part.size[index] for index in members) for members in part.members]
-    return _State([0] * count, [0] * count, part.size[:], set(), [0] * len(remaining), remaining, soonest, part.members)
+def _choose(state: Placement, sections: range, order: _Order, ranks: list[int], weights: list[int]) -> int | None:
+    """Returns the buffer to place next: the first candidate of the section with the fewest; None for no candidate."""
+    count, height, members = state.candidate_count, state.height, state.members
+    keys = sorted([(count[section] / weights[section], height[section], section)
+                   for section in sections if members[section]])  # fmt: skip
+    for _, _, section in keys:
+        ready = [index for index in members[section] if state.is_ready(index)]
+        if ready and order.lowest_first:
+            return min(ready, key=lambda index: (state.lowest[index], ranks[index]))
+        if ready:
+            return min(ready, key=ranks.__getitem__)
+    return None
 
 
-def _explore(part: _Subproblem, start: _State, strategy: _Strategy, limits: SearchLimits) -> SearchResult:
-    """Runs one depth-first search, with an explicit stack since problems may exceed Python's recursion limit."""
-    offsets = [0] * len(part.size)
-    everything = sorted(range(len(part.size)), key=lambda index: part.first[index])
-    stack = [_Frame(start, everything, -1, ())]
-    for step in range(limits.steps):
-        if step % 64 == 0 and time.monotonic() > limits.deadline:
-            return SearchResult(SearchStatus.LIMIT_REACHED, (), step)
-        frame = stack[-1]
-        pick = frame.pick = _choose(part, frame.state, frame.alive, strategy)
-        child = _place(part, frame.state, pick)
-        if child is None:
-            if not _backtrack(part, stack, len(stack) - 1):
-                return SearchResult(SearchStatus.INFEASIBLE, (), step + 1)
-            continue
-        offsets[pick] = frame.state.lowest[pick]
-        items = frame.rest
-        for alive in _split(part, [index for index in frame.alive if index != pick]):
-            if len(alive) == 1:
-                offsets[alive[0]] = child.lowest[alive[0]]
-            else:
-                items = ((alive, child, len(stack) - 1), *items)
-        if not items:
-            return SearchResult(SearchStatus.SOLVED, tuple(offsets), step + 1)
-        alive, state, origin = items[0]
-        stack.append(_Frame(state, alive, origin, items[1:]))
-    return SearchResult(SearchStatus.LIMIT_REACHED, (), limits.steps)
+def _backtrack(state: Placement, decisions: list[_Decision]) -> bool:
+    """Undoes decisions up to the last placement that the failure depends on, whose buffer waits now.
 
-
-def _backtrack(part: _Subproblem, stack: list[_Frame], blamed: int) -> bool:
-    """Postpones the pick of the blamed frame, or of an earlier one; returns False if there is none."""
-    while blamed >= 0:
-        del stack[blamed + 1 :]
-        frame = stack[blamed]
-        state = _postpone(part, frame.state, frame.pick)
-        if state is not None:
-            frame.state = state
-            return True
-        blamed = frame.origin
-    return False
-
-
-def _split(part: _Subproblem, alive: list[int]) -> list[list[int]]:
-    """Returns the groups that share no section, the largest first. `alive` is ordered by first section."""
-    groups: list[list[int]] = []
-    first, last = part.first, part.last
-    reach = -1
-    for index in alive:
-        if first[index] >= reach:
-            groups.append([])
-        groups[-1].append(index)
-        reach = max(reach, last[index])
-    if len(groups) > 1:
-        groups.sort(key=len, reverse=True)
-    return groups
-
-
-def _place(part: _Subproblem, state: _State, pick: int) -> _State | None:
-    """Returns the state with a buffer at its lowest offset; None if the others cannot fit."""
-    new = state.copy()
-    lowest, bound, end, size = new.lowest, new.bound, new.end, part.size
-    top = lowest[pick] + size[pick]
-    sections = range(part.first[pick], part.last[pick])
-    for section in sections:
-        new.height[section] = top
-        new.remaining[section] -= size[pick]
-        new.members[section] = [index for index in new.members[section] if index != pick]
-    lowest[pick] = bound[pick] = end[pick] = _PLACED
-    changed = []
-    for index in part.neighbours[pick]:
-        if lowest[index] < top:
-            lowest[index] = bound[index] = top
-            end[index] = top + size[index]
-            if end[index] > part.capacity:
-                return None
-            new.waiting.discard(index)
-            changed.append(index)
-    return new if _raise_waiting(part, new, changed) and _refresh(part, new, sections, changed) else None
-
-
-def _postpone(part: _Subproblem, state: _State, pick: int) -> _State | None:
-    """Returns the state in which a buffer waits, that is, must be on top of another; None if nothing fits."""
-    new = state.copy()
-    new.waiting.add(pick)
-    changed: list[int] = []
-    return new if _raise_waiting(part, new, changed) and _refresh(part, new, range(0), changed) else None
-
-
-def _raise_waiting(part: _Subproblem, state: _State, changed: list[int]) -> bool:
-    """Raises the offsets of waiting buffers to the lowest end of a pending neighbour; False beyond the capacity."""
-    waiting, end, size = state.waiting, state.end, part.size
-    if not waiting:
-        return True
-    open_bounds = {
-        index: min([end[other] for other in part.neighbours[index] if other not in waiting], default=_PLACED)
-        for index in waiting
-    }
-    while open_bounds:
-        index = min(open_bounds, key=open_bounds.__getitem__)
-        bound = open_bounds.pop(index)
-        top = bound + size[index]
-        if top > part.capacity:
-            return False
-        for other in part.neighbours[index]:
-            if other in open_bounds and top < open_bounds[other]:
-                open_bounds[other] = top
-        if bound != state.bound[index]:
-            state.bound[index], end[index] = bound, top
-            changed.append(index)
-    return True
-
-
-def _refresh(part: _Subproblem, state: _State, sections: range, changed: list[int]) -> bool:
-    """Updates the sections of changed buffers; returns False if the pending buffers of one exceed the capacity."""
-    bound, end, capacity = state.bound, state.end, part.capacity
-    dirty = set(sections)
-    for index in changed:
-        dirty.update(range(part.first[index], part.last[index]))
-    for section in dirty:
-        members = state.members[section]
-        if not members:
-            state.soonest[section] = _PLACED
-            continue
-        if min([bound[index] for index in members]) + state.remaining[section] > capacity:
-            return False
-        state.soonest[section] = min([end[index] for index in members])
-    return True
-
-
-def _choose(part: _Subproblem, state: _State, alive: list[int], strategy: _Strategy) -> int:
-    """Returns the buffer to place next by the strategy."""
-    first, last, soonest = part.first, part.last, state.soonest
-    best: list[int] = []
-    best_key: tuple[int, int, int] | None = None
-    rank = strategy.rank
-    for index in alive:
-        end = state.end[index]
-        if soonest[first[index]] != end or index in state.waiting or min(soonest[first[index] : last[index]]) != end:
-            continue
-        conflict = _conflict(part, state, index)
-        if not conflict:
-            continue
-        if len(conflict) == 1:
-            return index
-        if strategy.tightest_conflict:
-            key = (_slack(part, state, index), len(conflict), rank[index])
-        else:
-            key = (state.lowest[index], 0, rank[index])
-        if best_key is None or key < best_key:
-            best, best_key = conflict, key
-    match strategy.value:
-        case "rank":
-            return min(best, key=rank.__getitem__)
-        case "offset":
-            return min(best, key=lambda index: (state.lowest[index], rank[index]))
-        case _:
-            return min(best, key=lambda index: (_slack(part, state, index), rank[index]))
-
-
-def _conflict(part: _Subproblem, state: _State, index: int) -> list[int]:
-    """Returns a buffer and its neighbours that may be below its end; [] if another buffer must be placed before.
-
-    If no neighbour of these ends below this buffer's end, one of them is at its lowest offset in any solution.
+    A failure depends on the part around its section only. Returns False if no placement is left.
     """
-    end, bound, waiting = state.end[index], state.bound, state.waiting
-    conflict = [index]
-    for other in part.neighbours[index]:
-        if bound[other] < end:
-            if min(state.soonest[part.first[other] : part.last[other]]) < end:
-                return []
-            if other not in waiting:
-                conflict.append(other)
-    return conflict
-
-
-def _slack(part: _Subproblem, state: _State, index: int) -> int:
-    """Returns the free bytes of the tightest section of a buffer."""
-    sections = slice(part.first[index], part.last[index])
-    return part.capacity - max(map(int.__add__, state.height[sections], state.remaining[sections]))
+    part = state.part
+    blamed = state.part_around(state.failed)
+    while decisions:
+        decision = decisions.pop()
+        state.undo(decision.trail)
+        if part.last[decision.index] <= blamed.start or part.first[decision.index] >= blamed.stop:
+            continue
+        if not decision.waits:
+            decisions.append(_Decision(decision.index, decision.sections, decision.trail, True))
+            return True
+        blamed = range(min(blamed.start, decision.sections.start), max(blamed.stop, decision.sections.stop))
+    return False

@@ -11,8 +11,9 @@ from typing import NoReturn
 import torch
 
 from fxwrap.errors import InputError
+from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, is_plain_class
 
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 _DTYPE_NAMES = {
     torch.uint8: "u8",
@@ -48,20 +49,32 @@ def check_layout(
     """Raises InputError unless `tensor` is a plain tensor of this dtype, sizes, strides (in elements) and device.
 
     Strides of dimensions of size 1 and of empty tensors are not compared. A device without an index matches all of its
-    type. Subclasses of torch.Tensor other than Parameter are rejected: they must be desugared first.
+    type. Subclasses of torch.Tensor that define how operators act on them are rejected: they must be desugared first.
     """
-    if type(tensor) not in _PLAIN_CLASSES:
+    if type(tensor) not in PLAIN_CLASSES and not is_plain_class(type(tensor)):
         got = "None" if tensor is None else type(tensor).__name__
         expected = _describe(dtype, sizes, strides, device) if tensor is None else "a torch.Tensor"
         raise InputError(f"input '{name}': expected {expected}, got {got}")
     assert isinstance(tensor, torch.Tensor)
-    if tensor.layout is not torch.strided:
+    check_tensor_layout(tensor, name, dtype, sizes, strides, device)
+
+
+def check_tensor_layout(
+    tensor: torch.Tensor,
+    name: str,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Raises as `check_layout` does, for a tensor of any class."""
+    if tensor.layout is not _STRIDED:
         got = "a tensor of another layout than torch.strided"
     elif (
         tensor.dtype is dtype
         and tensor.shape == tuple(sizes)
         and _same_device(device, tensor.device)
-        and _same_strides(tensor, strides)
+        and (tensor.stride() == tuple(strides) or _same_strides(tensor, strides))
     ):
         return
     else:
@@ -71,14 +84,15 @@ def check_layout(
 
 def check_rank(tensor: object, name: str, rank: int) -> None:
     """Raises InputError unless `tensor` is a plain tensor of this rank."""
-    if type(tensor) in _PLAIN_CLASSES and tensor.dim() == rank:  # type: ignore[attr-defined]
-        return
-    plain = isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN_CLASSES
-    expected = f"a tensor of {rank} dimension{'s' if rank > 1 else ''}" if plain or tensor is None else "a torch.Tensor"
+    expected = f"a tensor of {rank} dimension{'s' if rank > 1 else ''}"
     got = "None" if tensor is None else type(tensor).__name__
-    if plain and tensor.layout is torch.strided:  # type: ignore[attr-defined]
-        assert isinstance(tensor, torch.Tensor)
-        got = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+    if isinstance(tensor, torch.Tensor) and is_plain_class(type(tensor)):
+        if tensor.dim() == rank:
+            return
+        if tensor.layout is _STRIDED:
+            got = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+    elif tensor is not None:
+        expected = "a torch.Tensor"
     raise InputError(f"input '{name}': expected {expected}, got {got}")
 
 
@@ -119,14 +133,11 @@ def check_input_count(name: str, expected: int, got: int) -> None:
 
 def _same_device(expected: torch.device, actual: torch.device) -> bool:
     index: int | None = expected.index
-    return expected.type == actual.type and (index is None or index == actual.index)
+    return expected == actual or (index is None and expected.type == actual.type)
 
 
 def _same_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    actual = tensor.stride()
-    if actual == tuple(strides) or tensor.numel() == 0:
-        return True
-    return all(size == 1 or a == b for size, a, b in zip(tensor.shape, actual, strides))
+    return tensor.numel() == 0 or all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides))
 
 
 def _describe(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> str:

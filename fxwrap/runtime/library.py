@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -61,17 +61,23 @@ _KERNELS: WeakValueDictionary[str, RegisteredKernel] = WeakValueDictionary()
 """Kernels by content hash. Emitted graphs own them in their metadata; graphs that only have their hashes own them by
 `_own_kernel`'s cache, from the first launch or fake propagation through the operator."""
 
+_UNPREPARED: WeakSet[RegisteredKernel] = WeakSet()
+"""Kernels registered since the last first launch. Those of a graph are registered, and compile faster, together."""
+
 
 @contextmanager
 def empty_kernel_table() -> Iterator[None]:
     """Runs without registered kernels and restores the table afterwards: for tests."""
-    before = dict(_KERNELS)
+    before, unprepared = dict(_KERNELS), set(_UNPREPARED)
     _KERNELS.clear()
+    _UNPREPARED.clear()
     try:
         yield
     finally:
         _KERNELS.clear()
         _KERNELS.update(before)
+        _UNPREPARED.clear()
+        _UNPREPARED.update(unprepared)
 
 
 def register_kernel(kernel_hash: str, kernel: RegisteredKernel) -> RegisteredKernel:
@@ -79,7 +85,10 @@ def register_kernel(kernel_hash: str, kernel: RegisteredKernel) -> RegisteredKer
 
     It remains available while the result is referenced.
     """
-    return _KERNELS.setdefault(kernel_hash, kernel)
+    registered = _KERNELS.setdefault(kernel_hash, kernel)
+    if registered is kernel:
+        _UNPREPARED.add(kernel)
+    return registered
 
 
 def find_registered_kernel(kernel_hash: object) -> RegisteredKernel | None:
@@ -121,8 +130,9 @@ def order_scalar_arguments(
 def _launcher(kernel_hash: str, _language: RegisteredLanguage | None) -> Launcher:
     """Returns the launcher of a kernel for the current registration of its language."""
     kernel = get_registered_kernel(kernel_hash)
-    texts = [KernelText(item.language, *item.text) for item in list(_KERNELS.values())]
-    prepare_kernels(tuple(texts))  # kernels of a graph are registered together, and compile faster together
+    unprepared = list(_UNPREPARED)
+    _UNPREPARED.difference_update(unprepared)
+    prepare_kernels(tuple([KernelText(item.language, *item.text) for item in unprepared]))
     return load_kernel(kernel.language, *kernel.text)
 
 
@@ -144,6 +154,7 @@ def _cpp_kernel(
     registered = _own_kernel(kernel)
     launch = _launcher(kernel, find_language(registered.language))
     launch(tuple(grid), *ins, *outs, *order_scalar_arguments(registered.signature, sizes, numbers))
+    tensors.increment_versions(outs)
 
 
 def _cpp_kernel_fake(kernel: str, *_arguments: object, **_keywords: object) -> None:

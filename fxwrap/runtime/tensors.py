@@ -9,11 +9,11 @@ import torch
 
 from fxwrap.runtime import devices
 from fxwrap.runtime.devices import allocator
-from fxwrap.torch_compat import strided_view
+from fxwrap.torch_compat import increment_versions, strided_view
 
 __all__ = [
-    "allocator", "copy", "exchange_random_state", "follow_key_step", "random_state", "reinterpret", "scatter",
-    "set_random_state", "strided_view",
+    "allocator", "copy", "exchange_random_state", "follow_key_step", "increment_versions", "random_state",
+    "reinterpret", "scatter", "set_random_state", "strided_view",
 ]  # fmt: skip
 
 

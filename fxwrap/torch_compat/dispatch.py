@@ -26,6 +26,10 @@ _included_keys = torch._C._dispatch_tls_local_include_set
 _function_mode_count = torch._C._len_torch_function_stack
 
 
+dispatch_mode_count = torch._C._len_torch_dispatch_stack
+"""Returns the number of active dispatch modes; fake modes are among them. Why: it has no public name."""
+
+
 def is_dispatch_intercepted() -> bool:
     """Whether a mode, a functorch level or a tracer intercepts calls of operators.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -87,6 +88,9 @@ def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
 
 def boxed_call(entry: Callable[[list[object]], object]) -> CompiledCall:
     """Returns a function that AOTAutograd calls with a list of inputs, which it may empty."""
+    if isinstance(entry, FunctionType):  # a builtin has no attributes
+        entry._boxed_call = True  # type: ignore[attr-defined]
+        return entry
 
     def call(inputs: list[object]) -> object:
         return entry(inputs)

@@ -94,6 +94,18 @@ def without_fake_mode() -> AbstractContextManager[object]:
 
 
 @contextmanager
+def accept_real_tensors(mode: FakeTensorMode) -> Iterator[None]:
+    """Enters a fake mode in which operators accept real tensors too, such as a program's constants."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+@contextmanager
 def quiet_fake_errors() -> Iterator[None]:
     """Suppresses the traceback that torch logs of an operator that fails on fake tensors, unless TORCH_LOGS is set.
 

@@ -8,12 +8,28 @@ import torch
 from torch._library.fake_class_registry import FakeScriptObject as FakeScriptObject
 from torch._library.opaque_object import get_opaque_obj_repr, is_opaque_type, is_opaque_value_type
 
+NESTED_INT = "NestedInt"
+"""The type of a ragged size of nested tensors, which identifies the sizes of the rows and is no number."""
+
+
+def is_nested_int(value: object) -> bool:
+    """Whether a value is a ragged size of nested tensors, or a symbol for one."""
+    if not isinstance(value, torch.SymInt):
+        return False
+    hint = value if value.node.is_nested_int() else value.node.hint
+    return isinstance(hint, torch.SymInt) and hint.node.is_nested_int()
+
 
 def is_opaque(value: object) -> bool:
-    """Whether a value of a graph is an opaque object, its stand-in during tracing, or a random number generator."""
+    """Whether a value of a graph is an opaque object or its stand-in during tracing.
+
+    Random number generators and ragged sizes of nested tensors are opaque too.
+    """
     if isinstance(value, torch.Tensor | int | float | str | tuple | list | None):
         return False
-    return isinstance(value, FakeScriptObject | torch.ScriptObject | torch.Generator) or is_opaque_type(type(value))
+    if isinstance(value, FakeScriptObject | torch.ScriptObject | torch.Generator):
+        return True
+    return is_nested_int(value) or is_opaque_type(type(value))
 
 
 def real_object(value: object) -> object:
@@ -24,6 +40,8 @@ def real_object(value: object) -> object:
 def opaque_class_name(value: object) -> str:
     """Returns the qualified name of an opaque object's class, without the module for classes of torch itself."""
     value = real_object(value)
+    if isinstance(value, torch.SymInt):
+        return NESTED_INT
     if isinstance(value, torch.ScriptObject):
         return str(value._type().qualified_name()).removeprefix("__torch__.")
     kind = type(value)

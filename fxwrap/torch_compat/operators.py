@@ -58,7 +58,7 @@ REQUIRED = object()
 """The default of an argument that has none."""
 
 
-SOFTSHRINK_ROUNDS_LIMIT: bool = TorchVersion("2.15") <= torch.__version__
+SOFTSHRINK_ROUNDS_LIMIT: bool = TorchVersion("2.14") <= torch.__version__
 """Whether softshrink on half precision rounds its limit to that dtype, as hardshrink does."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -50,9 +50,26 @@ def negated_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor)
 
 
+def is_functional_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is functionalised."""
+    return torch._is_functional_tensor(tensor)
+
+
 def has_real_storage(tensor: torch.Tensor) -> bool:
     """Whether the contents of a tensor are in its own memory: it is not meta and not functionalised."""
-    return tensor.data_ptr() != 0 or not (tensor.is_meta or torch._is_functional_tensor(tensor))
+    return tensor.data_ptr() != 0 or not (tensor.is_meta or is_functional_tensor(tensor))
+
+
+# Why: kernels write tensors that autograd may have saved; it notices by their version counters, which have no public
+# accessor. The public torch.autograd.graph.increment_version takes twice as long.
+
+increment_versions: Callable[[Sequence[torch.Tensor]], object] = torch._C._increment_version
+"""`increment_versions(tensors)` increments the version counters of all but inference tensors."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns a tensor's version counter, which counts in-place writes to it and its views."""
+    return tensor._version
 
 
 # Why: an operator that mutates or aliases memory needs a kernel for functionalisation, which has no public API.
@@ -60,7 +77,7 @@ def has_real_storage(tensor: torch.Tensor) -> bool:
 
 def unwrap_functional_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the up-to-date tensor inside a functionalised one; any other tensor unchanged."""
-    if not torch._is_functional_tensor(tensor):
+    if not is_functional_tensor(tensor):
         return tensor
     torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
     return torch._from_functional_tensor(tensor)

@@ -44,7 +44,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bits1x8: "bits1x8",
     torch.bits2x4: "bits2x4",
     torch.bits4x2: "bits4x2",
-    **{getattr(torch, name): "bc32" for name in ("bcomplex32",) if hasattr(torch, name)},  # since torch 2.15
+    **{getattr(torch, name): "bc32" for name in ("bcomplex32",) if hasattr(torch, name)},  # since torch 2.14
     **{getattr(torch, f"uint{width}"): f"u{width}" for width in range(1, 8)},
     **{getattr(torch, f"int{width}"): f"i{width}" for width in range(1, 8)},
 }

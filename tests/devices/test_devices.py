@@ -363,7 +363,7 @@ ABOUT_TORCH = {
     "lowering.definition_builder": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "lowering.symbols.cpu_scalars": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "lowering.rules.pointwise": "torch mixes tensors of rank 0 on the CPU with those of any device",
-    "runtime.vmap": "meta tensors have no generator",
+    "runtime.unusual_inputs": "meta tensors have no generator",
     "torch_compat.allocation": "torch has two private allocators",
 }
 """Where the name of a device type is compared, since it is torch's own CPU, CUDA or meta that is meant."""

@@ -121,7 +121,7 @@ def _fsdp(rank: int, training: bool) -> Case:
 
 def _fsdp_and_tensor_parallel(rank: int) -> Case:
     mesh = init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("dp", "tp"))
-    plan = {**_COLUMNS_AND_ROWS, "norm": SequenceParallel()}
+    plan = {**_COLUMNS_AND_ROWS, "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
     model = _simple_fsdp(parallelize_module(Mlp(), mesh["tp"], plan), mesh["dp"])
     return Case(model, (_inputs() + rank,), tuple(model.parameters()))
 

@@ -243,3 +243,18 @@ def test_numbers_in_vectorised_functions() -> None:
     """`torch.vmap` casts numbers as if they were tensors."""
     graph = make_fx(lambda x: torch.vmap(lambda item: item * 5 + 2)(x))(torch.randn(3))
     assert_emitters_agree(graph, (torch.randn(3),))
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu() -> None:
+    inputs = [item.cuda().requires_grad_() for item in operands(kv_heads=2)]
+    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cuda", BLOCK_SIZE=32)
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, backend="fxwrap", fullgraph=True)
+    result = compiled(*inputs, score_mod=soft_cap, block_mask=mask, scale=0.25, enable_gqa=True)
+    gradients = torch.autograd.grad(result.square().sum(), inputs)
+    copies = [item.detach().cpu().requires_grad_() for item in inputs]
+    expected, _ = formula(*copies, soft_cap, causal)
+    references = torch.autograd.grad(expected.square().sum(), copies)
+    for item, reference in zip((result, *gradients), (expected, *references), strict=True):
+        torch.testing.assert_close(item.cpu(), reference.to(item.dtype), rtol=1e-4, atol=1e-5)

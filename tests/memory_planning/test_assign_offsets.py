@@ -5,17 +5,19 @@ from __future__ import annotations
 import csv
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.packings import KINDS, packed_problem
 from fxwrap.errors import OptionError, PlanningError
 from fxwrap.memory_planning import Assignment, assign_offsets
 from fxwrap.memory_planning.assignment import ALGORITHMS, HEURISTICS
-from fxwrap.memory_planning.greedy import greedy_by_duration, greedy_by_size
+from fxwrap.memory_planning.blocks import Grouping, merge_blocks
+from fxwrap.memory_planning.greedy import greedy_by_duration, greedy_by_size, peak_of
 from fxwrap.memory_planning.search import SearchLimits, SearchStatus, search
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "minimalloc"
@@ -150,13 +152,44 @@ def test_search_takes_the_same_steps_on_every_run() -> None:
 
 
 def test_search_stops_at_its_step_limit() -> None:
-    result = search(read_problem("A"), CAPACITY, SearchLimits(50, time.monotonic() + 120))
+    result = search(read_problem("F"), CAPACITY, SearchLimits(50, time.monotonic() + 120))
     assert (result.outcome, result.offsets, result.steps) == (SearchStatus.LIMIT_REACHED, (), 50)
 
 
 def test_search_stops_at_its_deadline_and_returns_the_greedy_plan() -> None:
-    result = assign_offsets(read_problem("A"), algorithm="search", time_limit_s=0)
+    result = assign_offsets(read_problem("F"), algorithm="search", time_limit_s=0)
     assert result.algorithm in HEURISTICS
+
+
+@pytest.mark.parametrize("count", (500, 2_000))
+@pytest.mark.parametrize("kind", ("straight cuts", "pinwheels", "long live ranges", "short live ranges"))
+def test_full_rectangles_are_packed_at_their_known_optimum(kind: str, count: int) -> None:
+    problem = packed_problem(KINDS[kind], count, seed=count)
+    result = assign_offsets(problem.buffers, capacity=problem.capacity, time_limit_s=120)
+    assert_valid(problem.buffers, result)
+    assert result.peak == result.lower_bound == problem.capacity
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_problems_are_full(kind: str) -> None:
+    problem = packed_problem(KINDS[kind], 200, seed=7)
+    result = assign_offsets(problem.buffers, alignment=problem.alignment)
+    assert_valid(problem.buffers, result, problem.alignment)
+    assert result.lower_bound == problem.capacity
+
+
+@given(buffers=FEW_BUFFERS, spare=st.integers(0, 2), grouping=st.sampled_from((*Grouping, None)))
+def test_offsets_of_blocks_are_offsets_of_their_buffers(
+    buffers: list[Buffer], spare: int, grouping: Grouping | None
+) -> None:
+    def stacked(chosen: Sequence[Buffer], capacity: int) -> Sequence[int]:
+        return search(chosen, capacity, SearchLimits(1_000, time.monotonic() + 60)).offsets
+
+    merged = merge_blocks(buffers, grouping, stacked)
+    blocks = assign_offsets(merged.buffers, algorithm="greedy_by_size")
+    offsets = merged.expand(blocks.offsets)
+    assert overlaps(buffers, tuple(offsets)) == []
+    assert peak_of(buffers, offsets) <= blocks.peak
 
 
 def training(count: int) -> list[Buffer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -88,6 +89,20 @@ def test_operations_match_torch(spec: OperationSpec, dtype: torch.dtype) -> None
     inputs = {name: (item.dtype, count) for name, item in arguments.items()}
     kernel = build([axis], [], inputs, {"out": (result, count), "doubled": (widest, count)}, write)
     check(kernel, inputs=arguments, tolerance=4e-6 if dtype is F32 else None)
+
+
+def test_an_overwritten_element_is_loaded_before_it_is_stored() -> None:
+    axis = Axis("p0", 9)
+
+    def write(body: KernelBuilder) -> None:
+        narrow = body.load("out", as_index(axis), I64).to(torch.uint8)
+        loaded = [body.load(name, as_index(axis), I64) for name in others]
+        body.store("out", as_index(axis), functools.reduce(Scalar.maximum, loaded))
+        body.store("narrow", as_index(axis), narrow)
+
+    others = {f"x{number}": (I64, 9) for number in range(20)}  # more than are loaded before all else
+    kernel = build([axis], [], others, {"out": (I64, 9), "narrow": (torch.uint8, 9)}, write)
+    check(kernel, in_place={"out": torch.arange(9) + 20})
 
 
 @pytest.mark.parametrize("dtype", sorted(INTEGERS, key=str), ids=str)

@@ -14,6 +14,7 @@ import triton
 
 from fxwrap import parse, run, to_cpp, to_python
 from fxwrap.errors import FxwrapError, NativeBuildError
+from fxwrap.runtime import library
 from fxwrap.runtime.cpp_kernels import KernelText, cpp_symbol
 from fxwrap.runtime.kernels import CPP_KERNELS, load_kernel, prepare_kernels
 from fxwrap.runtime.native import build_bridge
@@ -167,8 +168,7 @@ def test_a_triton_kernel_runs_in_emitted_programs(softmax_program: Program, emit
     (y,) = emit(softmax_program)(x, seen)
     torch.testing.assert_close(y, torch.softmax(0.5 * x, 1))
     torch.testing.assert_close(seen, torch.softmax(2 * x, 1))
-    if emit is to_cpp:
-        assert seen._version == version + 1
+    assert seen._version == version + 1
     assert torch.equal(run(softmax_program, [x, torch.zeros(3, 8)])[0], y)
 
 
@@ -268,3 +268,21 @@ def generated(number: int) -> KernelText:
 def _load(kernel: KernelText) -> Callable[..., None]:
     """Load the prepared kernels, whatever this process has loaded before."""
     return CPP_KERNELS.load(kernel.source, kernel.signature, kernel.options)
+
+
+def test_a_first_launch_prepares_new_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each first launch prepared all kernels ever registered: quadratic time and memory in the number of graphs."""
+    prepared: list[int] = []
+    monkeypatch.setattr(library, "prepare_kernels", lambda kernels: prepared.append(len(kernels)))
+    source = 'extern "C" void kernel(float* out) { out[0] = 7; }\n'
+    with library.empty_kernel_table():
+        for graph in range(4):
+            hashes = [f"hash {graph} {i}" for i in (0, 1)]
+            kernels = [library.RegisteredKernel("cpp", source, ("*f32",), (), name, 1) for name in hashes]
+            owned = [library.register_kernel(*pair) for pair in zip(hashes, kernels)]
+            for name in hashes:
+                out = torch.zeros(1)
+                torch.ops.fxwrap.cpp_kernel(name, [], outs=[out], sizes=[], numbers=[], grid=[1, 1, 1])
+                assert out.item() == 7 and out._version > 0
+            assert owned == kernels
+    assert prepared == [2, 0] * 4

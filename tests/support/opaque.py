@@ -51,8 +51,8 @@ _define(
 
 
 @dataclass(frozen=True)
-class Shift:
-    """A distance: an object that torch treats as a constant by its content."""
+class Shift(OpaqueBase):
+    """A distance: an object that torch treats as a constant by its content. Torch 2.11 demands the base class."""
 
     distance: int
 

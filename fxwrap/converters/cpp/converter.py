@@ -296,9 +296,7 @@ class CppConverter(LoopConverter):
 
     def _output(self, line: lines.Return, item: Operand) -> str:
         if isinstance(item, complex | str):
-            raise self.unsupported(line, f"C++ returns tensors and real numbers, not {item!r}")
-        if isinstance(item, Value) and isinstance(item.type, ListType):
-            raise self.unsupported(line, f"C++ returns tensors and real numbers, and %{item.name} is a list")
+            raise self.unsupported(line, f"C++ returns tensors, real numbers, lists and objects, not {item!r}")
         if isinstance(item, Value) and item.name in self.opaque_inputs:
             return f"same_input({self.opaque_inputs[item.name]})"
         (text,) = self.writer.argument(line, item)
@@ -424,9 +422,9 @@ def _input_text(unit: CppUnit, item: Input, is_passed_through: bool) -> str:
             return f"{{{name}, {f'owned({slot})' if item.ownership in _OWNED else slot}}}"
         case ScalarType(kind):
             return f"{{{name}, {unit.scalar(value.name, kind)}}}"
-        case OpaqueType():
+        case OpaqueType() | ListType():
             slot = unit.list_slot(value.name)
             return f"{{{name}, {slot if value.type == GENERATOR else f'opaque({slot})'}}}"
         case _:
-            reason = "the inputs of a C++ program are tensors, numbers and opaque objects"
+            reason = "the inputs of a C++ program are tensors, numbers, lists and opaque objects"
             raise UnsupportedError(f"%{value.name}", CppConverter.name, reason)

@@ -54,7 +54,7 @@ float8_e4m3fnuz uint16 uint32 uint64 float8_e8m0fnu float4_e2m1fn_x2 bcomplex32
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name.rstrip("_")): name
     for name in _DTYPES.split()
-    if hasattr(torch, name.rstrip("_"))  # bcomplex32 is new in torch 2.15
+    if hasattr(torch, name.rstrip("_"))  # bcomplex32 is new in torch 2.14
 }
 """The members of the bridge's enum DType by torch's dtypes."""
 

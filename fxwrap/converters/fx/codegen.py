@@ -16,7 +16,7 @@ from fxwrap.caching import bounded_cache
 from fxwrap.converters.fx.direct import DIRECT_FORMS
 from fxwrap.converters.fx.direct_writer import DirectWriter
 from fxwrap.runtime.direct import can_bypass_dispatcher
-from fxwrap.runtime.vmap import support_fake_and_vmap
+from fxwrap.runtime.unusual_inputs import InputCheck, support_unusual_inputs
 from fxwrap.torch_compat import GraphCodeGen
 
 _COUNTER = "# COUNTER: "
@@ -29,6 +29,7 @@ class DirectCode(GraphCodeGen):
     """Generates a graph's code twice: the direct code, and a function with the default code as the fallback."""
 
     boxed = False  # whether the function takes its inputs in a list
+    check: InputCheck | None = None  # for calls that do not bypass the dispatcher
     guard = ""  # during generation: the statement that calls the fallback
 
     def generate_code(
@@ -73,7 +74,7 @@ class DirectCode(GraphCodeGen):
             self.guard = ""
         namespace = dict(code.globals)
         exec(compile(_function(head, fallback_body), f"<{fallback}>", "exec"), namespace)  # torch.fx's own text
-        run_fallback = support_fake_and_vmap(namespace[fallback], boxed=self.boxed)
+        run_fallback = support_unusual_inputs(namespace[fallback], boxed=self.boxed, check=self.check)
         code.globals.update({**writer.globals, check: can_bypass_dispatcher, fallback: run_fallback})
         return code
 
@@ -96,9 +97,10 @@ class BoxedCode(DirectCode):
 
     boxed = True
 
-    def __init__(self, unused: frozenset[str]) -> None:
+    def __init__(self, unused: frozenset[str], check: InputCheck | None = None) -> None:
         super().__init__()
         self.unused = unused
+        self.check = check
         self._names: list[str] = []
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: object) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.converters.fx.replay import graphed_call
-from fxwrap.converters.fx.types import known_types, untracked_views
+from fxwrap.converters.fx.types import known_types, untracked_views, written_arguments
 from fxwrap.converters.torch_calls import ArgumentKind, kind_of, torch_call
 from fxwrap.devices import language_traits
 from fxwrap.inference import scalar_kind
@@ -58,6 +58,7 @@ class DirectWriter:
         self._graph_managers: dict[str, GraphManager] = {}
         self._kernel_names: dict[tuple[str, bool], str] = {}
         self._untracked = untracked_views(nodes)
+        self._written = written_arguments(nodes)
         self._types = known_types(nodes)
 
     def call(self, node: Node) -> str | None:
@@ -196,11 +197,17 @@ class DirectWriter:
         grid: Sequence[object],
         arguments: list[str],
     ) -> str:
-        """Returns the launch of a kernel."""
+        """Returns the launch of a kernel, after an increment of the version counters of inputs that it writes."""
         gridless = language_traits(kernel.language).gridless and tuple(grid) == _UNIT_GRID
         text = KernelText(kernel.language, kernel.source, kernel.signature, kernel.options)
         launcher = self._launcher(kernel.name or node.name, kernel_hash, text, gridless)
-        return f"{launcher}({', '.join(arguments if gridless else [self.tuple(grid), *arguments])})"
+        launch = f"{launcher}({', '.join(arguments if gridless else [self.tuple(grid), *arguments])})"
+        written = self._written.get(node)
+        return (
+            launch
+            if written is None
+            else f"{self.runtime(tensors, 'increment_versions', [self.tuple(written)])}\n{launch}"
+        )
 
     def _launcher(self, name_hint: str, kernel_hash: str, text: KernelText, gridless: bool) -> str:
         """Returns the text of a kernel's launcher."""

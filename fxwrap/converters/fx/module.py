@@ -9,14 +9,16 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import GraphModule
 
-from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram
+from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, checks_inputs, has_complex_inputs
 from fxwrap.converters.fx.codegen import BoxedCode
+from fxwrap.converters.interpreter import check_inputs
 from fxwrap.errors import GraphModuleError
-from fxwrap.lines import CheckLayout, SizeOf
 from fxwrap.runtime import checks
 from fxwrap.runtime.direct import SUPPORTED_ALTERNATIVES
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, bind_graph_lifetime
 from fxwrap.runtime.library import exit_devices_on_error
+from fxwrap.runtime.plain_inputs import with_plain_inputs
+from fxwrap.runtime.unusual_inputs import InputCheck
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import LazyGraphModule, graph_python_code, is_boxed_call
 from fxwrap.wrapper_ir import Program, Value
@@ -41,10 +43,13 @@ class ProgramModule(LazyGraphModule):
         self.__reduce__()
 
 
-def boxed_entry(graph_module: GraphModule) -> BoxedCallable:
-    """Returns a function that runs a GraphModule on a list of inputs, empties it, and drops each after its last use."""
+def boxed_entry(graph_module: GraphModule, check: InputCheck | None = None) -> BoxedCallable:
+    """Returns a function that runs a GraphModule on a list of inputs, empties it, and drops each after its last use.
+
+    `check` checks the inputs of calls that do not bypass the dispatcher.
+    """
     unused = frozenset(node.name for node in graph_module.graph.find_nodes(op="placeholder") if not node.users)
-    code = graph_python_code(graph_module.graph, BoxedCode(unused))
+    code = graph_python_code(graph_module.graph, BoxedCode(unused, check))
     namespace = dict(code.globals)
     exec(compile(code.src, f"<boxed {type(graph_module).__name__}>", "exec"), namespace)
     managers = [item.manager for item in namespace.values() if isinstance(item, GraphedFunction)]
@@ -72,13 +77,15 @@ class EmittedGraph(EmittedProgram):
 
 
 def _checked_entry(program: Program, graph_module: GraphModule) -> BoxedCallable:
-    """Returns the boxed entry behind checks of the number and classes of inputs, which operators cannot make."""
-    run = boxed_entry(graph_module)
+    """Returns the boxed entry behind checks that operators cannot make."""
+    checked = checks_inputs(program)
+    run = boxed_entry(graph_module, partial(check_inputs, program) if checked else None)
+    if checked and has_complex_inputs(program):
+        run = with_plain_inputs(run)  # operators read conjugates, but reject views of them as real numbers
     if any(module.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.enter_device.default)
            for module in graph_module.modules() if isinstance(module, GraphModule)):  # fmt: skip
         run = exit_devices_on_error()(run)
     name, count = program.name, len(program.inputs)
-    checked = _checked_inputs(program)
     numbers = [(position, item.name) for position, item in enumerate(program.inputs)
                if not isinstance(item.value, Value)]  # fmt: skip
 
@@ -86,38 +93,9 @@ def _checked_entry(program: Program, graph_module: GraphModule) -> BoxedCallable
         checks.check_input_count(name, count, len(inputs))
         for position, symbol in numbers:
             checks.check_number(inputs[position], symbol, symbol_kind(symbol))
-        if not _PLAIN.issuperset(map(type, inputs)):
-            for position, line in checked:
-                if type(inputs[position]) not in _PLAIN:
-                    _raise_input_error(inputs[position], line)
         return run(inputs)
 
     return call
-
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def _checked_inputs(program: Program) -> list[tuple[int, CheckLayout | SizeOf]]:
-    """Returns the inputs with a check, by position, each with the first line that checks it."""
-    positions = {item.name: position for position, item in enumerate(program.inputs)}
-    checked: dict[int, CheckLayout | SizeOf] = {}
-    for line in program.body.lines:
-        if isinstance(line, CheckLayout) or (isinstance(line, SizeOf) and line.rank):
-            position = positions.get(line.tensor.name)
-            if position is not None:
-                checked.setdefault(position, line)
-    return list(checked.items())
-
-
-def _raise_input_error(item: Any, line: CheckLayout | SizeOf) -> None:
-    if isinstance(line, SizeOf):
-        checks.check_rank(item, line.tensor.name, line.rank)
-        return
-    type_ = line.expected
-    sizes: Any = type_.sizes
-    strides: Any = type_.strides
-    checks.check_layout(item, line.name or line.tensor.name, type_.dtype, sizes, strides, type_.device)
 
 
 GraphFunction = Callable[..., Any]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -15,7 +16,13 @@ from torch.fx import Node
 from fxwrap.converters.views import view_form
 from fxwrap.lines import Alloc, ExternCall, View
 from fxwrap.runtime.library import cpp_kernel_operator
-from fxwrap.torch_compat import aliased_or_mutated_inputs, operator_overload, out_argument_names, triton_launch
+from fxwrap.torch_compat import (
+    OpOverload,
+    aliased_or_mutated_inputs,
+    operator_overload,
+    out_argument_names,
+    triton_launch,
+)
 from fxwrap.wrapper_ir import TensorType, Value
 
 _ATEN = torch.ops.aten
@@ -126,13 +133,40 @@ _VIEWS = frozenset(VIEW_OPERATORS.values())
 _LAUNCHES = frozenset({cpp_kernel_operator, triton_launch})
 
 
+def written_arguments(nodes: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Returns, for each launch, the graph's inputs and attributes, and their views, that its kernel writes."""
+    arguments: set[Node] = set()
+    written: dict[Node, list[Node]] = {}
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            arguments.add(node)
+        elif node.op == "call_function" and node.target in _LAUNCHES:
+            written[node] = [item for item in _outputs(node) if item in arguments]
+        elif isinstance(node.target, OpOverload) and not arguments.isdisjoint(aliased_or_mutated_inputs(node)):
+            arguments.add(node)
+    return {node: items for node, items in written.items() if items}
+
+
+def _outputs(launch: Node) -> list[Node]:
+    """Returns the tensors that a kernel writes, of a launch as it was emitted."""
+    if launch.target is cpp_kernel_operator:
+        outs = launch.kwargs.get("outs", ())
+    else:
+        operands: Any = launch.kwargs.get("kwargs", {})
+        kernel = launch.meta.get("fxwrap_registered_kernel")
+        tensors = [item for item in operands.values() if isinstance(item, Node)
+                   and isinstance(item.meta.get("val"), torch.Tensor)]  # fmt: skip
+        outs = tensors[len(tensors) - kernel.outs :] if kernel is not None else ()
+    return [item for item in outs if isinstance(item, Node)]  # type: ignore[union-attr]
+
+
 def untracked_views(nodes: Sequence[Node]) -> frozenset[Node]:
     """Returns the views that may be plain tensors on the same storage, without torch's view tracking.
 
     The two are indistinguishable if the tensor and its views are read only by kernels and by operators that neither
-    mutate nor alias them.
+    mutate nor alias them. A torch view of an input shares its version counter, which a write increments.
     """
-    tracked: set[Node] = set()
+    tracked = {item for items in written_arguments(nodes).values() for item in items}
     untracked = []
     for node in reversed(nodes):
         is_checked = isinstance(node.meta.get("fxwrap_line"), ExternCall)  # its operator checks the storage

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 import sympy
@@ -20,6 +21,7 @@ from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.errors import FxwrapError, InputError
 from fxwrap.runtime import checks, control, devices, tensors
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
+from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.symbolic import Number, evaluate, symbol_kind
 from fxwrap.torch_compat import operator_overload, out_argument_names
 from fxwrap.wrapper_ir import Block, Operand, Program, Result, TensorType, Value, defined, type_symbols, values_in
@@ -49,26 +51,37 @@ class Interpreter(Converter):
         self.values: dict[str, Content] = {}
         self.symbols: dict[str, Number] = {}
         self.root_of: dict[str, str] = {}
+        self.arguments: set[str] = set()
         self.outputs: tuple[Content, ...] = ()
         self.guards: list[AbstractContextManager[object]] = []
         self.functions = dict(program.functions)
 
     def run(self, inputs: list[Content]) -> tuple[Content, ...]:
         """Runs the program on the flat inputs and returns the flat outputs. Clears the list of inputs."""
-        checks.check_input_count(self.program.name, len(self.program.inputs), len(inputs))
-        for item, argument in zip(self.program.inputs, inputs, strict=True):
-            if isinstance(item.value, Value):
-                self.define(item.value, argument, check=False)
-            else:
-                checks.check_number(argument, item.name, symbol_kind(item.name))
-                self.symbols[item.name] = argument
+        outputs: tuple[Content, ...] = with_plain_inputs(self._run)(inputs)
+        return outputs
+
+    def _run(self, inputs: list[Content]) -> tuple[Content, ...]:
+        self.define_inputs(inputs)
         inputs.clear()
         for constant in self.program.constants:
             self.define(constant.value, self.program.store.tensors[constant.value.name])
+            self.arguments.add(constant.value.name)
         prepare_kernels(kernel_texts(self.program))
         with torch.no_grad():
             self._run_lines(self.program.body)
         return self.outputs
+
+    def define_inputs(self, inputs: Sequence[Content]) -> None:
+        """Sets the values and symbols of the inputs. Raises InputError for a wrong number of them, or another kind."""
+        checks.check_input_count(self.program.name, len(self.program.inputs), len(inputs))
+        for item, argument in zip(self.program.inputs, inputs, strict=True):
+            if isinstance(item.value, Value):
+                self.define(item.value, argument, check=False)
+                self.arguments.add(item.value.name)
+            else:
+                checks.check_number(argument, item.name, symbol_kind(item.name))
+                self.symbols[item.name] = argument
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -119,6 +132,7 @@ class Interpreter(Converter):
         inner.symbols = dict(self.symbols)
         for value, argument in zip(block.arguments, arguments, strict=True):
             inner.define(value, argument)
+            inner.arguments.add(value.name)
         return inner
 
     def _define_results(self, results: tuple[Result, ...], contents: Sequence[Content], *, check: bool = True) -> None:
@@ -181,6 +195,8 @@ class Interpreter(Converter):
         numbers = [item for item in arguments if not isinstance(item, torch.Tensor)]
         launch = load_kernel(kernel.language, kernel.source, kernel.signature, kernel.options)
         launch(tuple(self._evaluate(line.grid)), *pointers, *self._evaluate(line.outs), *numbers)
+        written = {self.root_of[value.name] for value in line.outs} & self.arguments
+        tensors.increment_versions([self.values[name] for name in sorted(written)])
 
     def call(self, line: lines.ExternCall | lines.Mutate) -> None:
         keywords = {name: self._evaluate(item) for name, item in line.keywords}
@@ -304,6 +320,17 @@ class Interpreter(Converter):
     def wait_collective(self, line: lines.WaitCollective) -> None:
         wait = operator_overload("_c10d_functional.wait_tensor.default")
         self._define_view(line.result, line.pending, wait(self.values[line.pending.name]))
+
+
+_CHECKS = (lines.CheckLayout, lines.SizeOf, lines.Let, lines.Assert, lines.Comment)
+
+
+def check_inputs(program: Program, inputs: Sequence[Content]) -> None:
+    """Runs the checks at the start of a program. Raises InputError for the first input that does not match."""
+    interpreter = Interpreter(program)
+    interpreter.define_inputs(inputs)
+    for line in takewhile(lambda line: isinstance(line, _CHECKS), program.body.lines):
+        interpreter.convert(line)
 
 
 def run(program: Program, inputs: Sequence[Content]) -> tuple[Content, ...]:

@@ -11,13 +11,20 @@ import torch
 import fxwrap.lines as lines
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.base import Converter, Handlers
-from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, kernel_texts
+from fxwrap.converters.emitted_program import (
+    BoxedCallable,
+    EmittedProgram,
+    checks_inputs,
+    has_complex_inputs,
+    kernel_texts,
+)
 from fxwrap.converters.python.text import INDENT, PythonModule, call_text, literal_text, tuple_text, unpack_text
-from fxwrap.converters.views import untracked_views, view_form
+from fxwrap.converters.views import arguments_written_by_kernels, untracked_views, view_form
 from fxwrap.devices import language_traits
 from fxwrap.runtime.graph_capture.replay import GraphManager, bind_graph_lifetime
 from fxwrap.runtime.kernels import prepare_kernels
 from fxwrap.runtime.modules import load_module
+from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import out_argument_names
 
@@ -36,6 +43,7 @@ class PythonConverter(Converter):
         self.root_of: dict[str, str] = {}
         self.ranges: list[str] = []
         self.untracked: frozenset[str] = frozenset()
+        self.written: tuple[ir.Value, ...] = ()  # arguments whose version counters the next launch increments
         self._guard_starts: list[int] = []  # positions of the first statements of open `with` blocks
         self._origin = ""
 
@@ -43,7 +51,9 @@ class PythonConverter(Converter):
         """Returns the statements of a block."""
         for value in block.arguments:
             self.track_value(value.name)
-        self.untracked = untracked_views(block.lines, [*ir.program_arguments(self.program), *block.arguments])
+        arguments = [*ir.program_arguments(self.program), *block.arguments]
+        self.untracked = untracked_views(block.lines, arguments)
+        self.written = arguments_written_by_kernels(block.lines, arguments)
         for line in block.lines:
             self._emit_origin(line)
             self.convert(line)
@@ -188,6 +198,9 @@ class PythonConverter(Converter):
         scalars = [item for item in line.arguments if not isinstance(item, ir.Value)]
         grid = [] if gridless else [self._sizes(line.grid)]
         arguments = [*grid, *[self.text(item) for item in (*tensors, *line.outs, *scalars)]]
+        if self.written:
+            self.emit(f"{self._runtime('tensors', 'increment_versions')}(({self._arguments(self.written)},))")
+            self.written = ()
         self.emit(f"{kernel}({', '.join(arguments)})")
 
     def call(self, line: lines.ExternCall | lines.Mutate) -> None:
@@ -448,4 +461,6 @@ def _build(source: str, program: ir.Program, function: str) -> BoxedCallable:
     if program.constants:
         module.load_constants(program.store.tensors)
     built: BoxedCallable = getattr(module, function)
+    if checks_inputs(program):
+        built = with_plain_inputs(built, has_complex=has_complex_inputs(program))
     return bind_graph_lifetime(built, [item for item in vars(module).values() if isinstance(item, GraphManager)])

@@ -16,7 +16,13 @@ from fxwrap.lowering.calls.indirect_writes import lower_indirect_write, match_in
 from fxwrap.lowering.calls.slice_writes import lower_slice_write
 from fxwrap.lowering.control.collectives import group_of, pending_collective, starts_collective
 from fxwrap.lowering.control.streams import StreamTracker, is_emitted_guard
-from fxwrap.lowering.symbols.unbacked import bind_results, is_bounds_checked_at_run_time, lower_assert, lower_item
+from fxwrap.lowering.symbols.unbacked import (
+    bind_results,
+    is_asserted_read,
+    is_bounds_checked_at_run_time,
+    lower_assert,
+    lower_item,
+)
 from fxwrap.torch_compat import OpOverload, is_opaque, is_plain_view, real_object, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value, leaves
 from fxwrap.wrapper_ir.operators import OperatorSchema, operator_schema, used_result_indices
@@ -37,7 +43,7 @@ def lower_call(builder: Builder, node: Node, dead_roots: Collection[str] = froze
         name = getattr(target, "__name__", target)
         reason = f"the Python builtin '{name}' is applied to the tensor '{node.all_input_nodes[0].name}'"
         raise node_error(node, reason, "Use the torch.ops.aten overload of the same meaning")
-    elif not isinstance(target, OpOverload) or _is_known_number(builder, fake):
+    elif not isinstance(target, OpOverload) or (_is_known_number(builder, fake) and not is_asserted_read(node)):
         env[node] = builder.symbols.expression(fake)
     elif target is torch.ops.aten._local_scalar_dense.default:
         lower_item(builder, node, fake)

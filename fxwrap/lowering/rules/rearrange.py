@@ -142,7 +142,7 @@ def _leading_pads(pad: Sequence[Size], rank: int) -> list[int] | Declined:
     "aten.replication_pad1d.default", "aten.replication_pad2d.default", "aten.replication_pad3d.default",
 )  # fmt: skip
 def _border_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> LoweringResult | Declined:
-    if "reflection" in call.name and x.dtype in INTEGERS:
+    if "reflection" in call.name and not x.dtype.is_floating_point:
         return Declined(f"its operands are of {x.dtype}, for which eager raises")
     left = _leading_pads(pad, len(x.sizes))
     if isinstance(left, Declined):

@@ -12,6 +12,7 @@ from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, expression_kin
 from fxwrap.torch_compat import (
     find_shape_env,
     guarded_bounds,
+    is_opaque,
     opaque_class_name,
     symbol_bounds,
     symbol_expression,
@@ -190,6 +191,8 @@ class GraphSymbols:
         """Returns the type of any fake value."""
         if isinstance(fake, torch.Tensor):
             return self.tensor_type(fake)
+        if is_opaque(fake):
+            return OpaqueType(opaque_class_name(fake))
         if isinstance(fake, bool | torch.SymBool):
             return ScalarType("bool")
         if isinstance(fake, int | torch.SymInt):

@@ -34,11 +34,25 @@ def lower_item(builder: Builder, node: Node, fake: FakeValue) -> None:
         info = SymbolInfo(symbol.name, 0, 1) if symbol is not expression else symbols.info_of(symbol, fake)
     elif symbols.unknown(symbol):
         raise node_error(node, f"the number read from a tensor is {expression}, not a symbol", "Read it with .item()")
-    else:  # the graph knows the number, but the read is an effect, which stays
+    else:  # the graph knows or asserts the number, but the read is an effect, which stays
         info = SymbolInfo(symbols.program.fresh("f" if isinstance(fake, torch.SymFloat | float) else "u"))
     symbols.define(info.name)
     builder.emit(ReadItem(info, builder.env[node.args[0]], origin=builder.origin(node)))  # type: ignore[index]
+    if info.name.startswith("u") and info.name != str(symbol):
+        _assert_equal(builder, node, make_symbol(info.name), symbol)
     builder.env[node] = expression
+
+
+def is_asserted_read(node: Node) -> bool:
+    """Whether a node reads a new number from a tensor; if it is known, the graph asserts it."""
+    return node.target is torch.ops.aten._local_scalar_dense.default and bool(node.meta.get("unbacked_bindings"))
+
+
+def _assert_equal(builder: Builder, node: Node, symbol: sympy.Symbol, expected: Expression) -> None:
+    """Checks a number of a result that the graph asserts to be another: its own conditions hold after replacement."""
+    message = f"Runtime assertion failed for expression Eq({symbol}, {expected}) on the result of '{node.name}'"
+    expected = int(expected) if isinstance(expected, bool) else expected
+    lower_assert(builder, node, canonicalize(sympy.Eq(symbol, expected)), message)
 
 
 def lower_assert(builder: Builder, node: Node, condition: Expression | bool, message: str) -> None:
@@ -61,10 +75,16 @@ def bind_results(builder: Builder, node: Node, fakes: Sequence[FakeValue], resul
     unbound = {symbol for value, fake in _pairs(results, fakes) for symbol in _unbound(builder, value, fake)}
     for original, path in unbacked_bindings(node, fakes):
         target = _follow_path(results[0] if len(results) == 1 else tuple(results), path)
-        if target is not None:
-            expression = symbols.translate(original)
-            if not unbound.isdisjoint(expression.free_symbols):  # type: ignore[union-attr]
-                _bind(builder, node, expression, *target)
+        expression = symbols.translate(original)
+        if target is None:
+            continue
+        if isinstance(expression, int):
+            symbol = make_symbol(symbols.program.fresh("n"))
+            symbols.define(symbol.name)
+            builder.emit(Bind(SymbolInfo(symbol.name), *target, origin=builder.origin(node)))
+            _assert_equal(builder, node, symbol, expression)
+        elif not unbound.isdisjoint(expression.free_symbols):
+            _bind(builder, node, expression, *target)
     return bind_values(builder, node, fakes, results)
 
 

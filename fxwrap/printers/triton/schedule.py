@@ -134,7 +134,10 @@ def _has_shared_loads(kernel: Kernel) -> bool:
 
 
 def _inlined(kernel: Kernel) -> frozenset[int]:
-    """Returns loads whose only user is a cast, and casts whose only user is a store, with no store in between."""
+    """Returns loads whose only user is a cast, and casts whose only user is a store.
+
+    No store is between a load and the statement that its text is moved into: it could overwrite the element.
+    """
     users: dict[int, list[int]] = {}
     for position, operation in enumerate(kernel.operations):
         for used in operands(operation):
@@ -144,12 +147,12 @@ def _inlined(kernel: Kernel) -> frozenset[int]:
         if len(using) != 1:
             continue
         operation, user = kernel.operations[position], kernel.operations[using[0]]
-        between = kernel.operations[position + 1 : using[0]]
+        stores_between = any(isinstance(item, Store) for item in kernel.operations[position + 1 : using[0]])
         if isinstance(operation, Load):
-            cast = isinstance(user, Compute) and user.name == "cast"
-            if cast and not any(isinstance(item, Store) for item in between):
+            if isinstance(user, Compute) and user.name == "cast" and not stores_between:
                 inlined.add(position)
         elif isinstance(operation, Compute) and operation.name == "cast":
-            if isinstance(user, Store) and user.value == position and user.mask != position:
+            moves_load = isinstance(kernel.operations[operation.operands[0]], Load) and stores_between
+            if isinstance(user, Store) and user.value == position and user.mask != position and not moves_load:
                 inlined.add(position)
     return frozenset(inlined)

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.converters.fx.nodes import GraphWriter
-from fxwrap.errors import InputError, UnsupportedError
+from fxwrap.errors import UnsupportedError
 from fxwrap.inference import FakeValues
 from fxwrap.lines import CORE_LINES
 from fxwrap.symbolic import SymbolInfo, evaluate
@@ -282,34 +282,6 @@ program @frees(%a: owned f32[8]@cpu, %b: shared f32[8]@cpu, %unused: owned f32[8
     with Watch(), torch.no_grad():
         emitted.boxed(inputs)
     assert seen == ["ab", "b", ""]
-
-
-def test_wrong_inputs_raise_the_same_errors_as_other_emitters() -> None:
-    x = torch.randn(3, 4)
-    graph = make_fx(lambda x: x.sin())(x)
-    program = fxwrap.lower(graph, [x])
-    fx, python = fxwrap.to_fx(program), fxwrap.to_python(program)
-    wrong = [(), (x, x), (None,), (x.double(),), (x.t(),), (torch.randn(3, 5),), (torch.randn(4, 3).t(),), (7,)]
-    for inputs in wrong:
-        with pytest.raises(InputError) as theirs:
-            python(*inputs)
-        with pytest.raises(InputError, match=re.escape(str(theirs.value))):
-            fx(*inputs)
-
-
-def test_a_misaligned_input_is_rejected() -> None:
-    text = """
-program @aligned(%x: borrowed f32[4]@cpu) {
-  check.layout(%x) name="x" alignment=16 : f32[4]@cpu
-  %y = extern.call @aten.sin.default(%x) : f32[4]@cpu
-  control.return(%y)
-}
-"""
-    emitted = fxwrap.to_fx(fxwrap.verify(fxwrap.parse(text)))
-    memory = torch.randn(8)
-    emitted(memory[4:])
-    with pytest.raises(InputError, match="no multiple of 16"):
-        emitted(memory[1:5])
 
 
 # --- plain graphs, vendors' lines, what has no form ----------------------------------------------------------------

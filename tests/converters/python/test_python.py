@@ -136,35 +136,6 @@ def test_a_debugger_finds_the_source() -> None:
     assert "torch.mm" in linecache.getline(frame.filename, frame.lineno)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ([], "takes 2 inputs, got 0"),
-        ([torch.randn(2, 3)], "takes 2 inputs, got 1"),
-        ([torch.randn(2, 3), torch.randn(3)], r"input 'y_1': expected f32\[2, 3\]"),
-        ([torch.randn(2, 3), torch.randn(3, 2).t()], r"input 'y_1': expected f32\[2, 3\].*strides"),
-        ([torch.randn(2, 3), torch.randn(2, 3).double()], r"input 'y_1': expected f32.*got f64"),
-        ([torch.randn(2, 3), 3], "input 'y_1': expected a torch.Tensor, got int"),
-        ([torch.randn(2, 3), None], "input 'y_1': expected .*got None"),
-    ],
-)
-@pytest.mark.parametrize("emitter", EMITTERS)
-def test_wrong_inputs_get_the_same_clear_error(emitter: str, inputs: list, message: str) -> None:
-    graph = make_fx(lambda x, y: x + y)(torch.randn(2, 3), torch.randn(2, 3))
-    compiled = fxwrap.compile_graph(graph, [torch.randn(2, 3)] * 2, options=fxwrap.Options(emitter=emitter))
-    with pytest.raises(InputError, match=message):
-        compiled(*inputs)
-
-
-@pytest.mark.parametrize("emitter", [emitter for emitter in EMITTERS if emitter != "fx"])
-def test_a_tensor_on_another_device_is_rejected(emitter: str) -> None:
-    """But for an FX graph, which runs on meta tensors as any graph does."""
-    graph = make_fx(lambda x: x + 1)(torch.randn(2))
-    compiled = fxwrap.compile_graph(graph, [torch.randn(2)], options=fxwrap.Options(emitter=emitter))
-    with pytest.raises(InputError, match=r"input 'x_1': expected f32\[2\] on cpu .*, got f32\[2\] on meta"):
-        compiled(torch.empty(2, device="meta"))
-
-
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_a_misaligned_input_is_rejected(emitter: str) -> None:
     text = """program @p(%x: borrowed f32[4]@cpu) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import fxwrap
 from fxwrap.lines import ExternCall
 from fxwrap.options import EMITTERS
 from fxwrap.wrapper_ir import UNKNOWN
+from tests.conftest import NO_SCRIPT_CLASSES
 from tests.support.opaque import Counter, Shift
 
 TESTS = torch.ops.fxwrap_tests
@@ -21,6 +23,8 @@ TESTS = torch.ops.fxwrap_tests
 @pytest.fixture(scope="module")
 def script_classes() -> Any:
     """torch's script classes for tests, and their fake classes."""
+    if not (Path(torch.__file__).parent / "lib" / "libtorchbind_test.so").exists():
+        pytest.skip(NO_SCRIPT_CLASSES)
     init_torchbind_implementations()
     logging.getLogger("torch._library.fake_class_registry").setLevel(logging.ERROR)  # they lack some methods
     return torch.classes._TorchScriptTesting
@@ -31,7 +35,7 @@ def compiled(function: Any, emitter: str) -> Any:
     return torch.compile(function, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
 
 
-@pytest.mark.parametrize("emitter", ["interpreter", *EMITTERS])
+@pytest.mark.parametrize("emitter", EMITTERS)
 def test_methods_of_script_objects_run_in_order(script_classes: Any, fresh_dynamo: None, emitter: str) -> None:
     def function(queue: Any, foo: Any, x: torch.Tensor) -> torch.Tensor:
         queue.push(x.sin())
@@ -53,7 +57,7 @@ def test_methods_of_script_objects_run_in_order(script_classes: Any, fresh_dynam
         assert size == expected_size == 1
 
 
-@pytest.mark.parametrize("emitter", ["interpreter", *EMITTERS])
+@pytest.mark.parametrize("emitter", EMITTERS)
 def test_registered_classes_are_operands_and_outputs(fresh_dynamo: None, emitter: str) -> None:
     def function(counter: Counter, x: torch.Tensor) -> tuple[torch.Tensor, Counter]:
         once = TESTS.add_count(counter, x)

@@ -15,7 +15,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.compare import COMPARED_EMITTERS, CompiledFunction
 from fxwrap.compare.driver import capture
-from fxwrap.errors import InputError
+from fxwrap.errors import FxwrapError, InputError
 from fxwrap.lines import Assert, ExternCall
 from tests.lowering.control.cases import Case, Cases, random
 
@@ -230,3 +230,20 @@ def test_positions_that_begin_at_a_number_are_checked() -> None:
 
     errors = errors_of(function, (X, torch.tensor(1)), (X, torch.tensor(-100)))
     assert {error for error, _ in errors.values()} == {IndexError}
+
+
+@pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
+@pytest.mark.parametrize("number", ["size", "item"])
+def test_a_number_that_is_asserted_to_be_a_constant_is_checked(emitter: str, number: str) -> None:
+    def function(x: Tensor) -> Any:
+        found = x.nonzero()
+        count = found.size(0) if number == "size" else x.sum().item()
+        torch._check(count == 4)
+        return found * 2, x.new_ones(count)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        compiled = torch.compile(function, backend="fxwrap", fullgraph=True, options={"emitter": emitter})
+        ones = torch.ones(4, dtype=torch.int64)
+        torch.testing.assert_close(compiled(ones), function(ones))
+        with pytest.raises((RuntimeError, FxwrapError)):  # the interpreter checks types of results first
+            compiled(torch.tensor([1, 0, 1, 1]))

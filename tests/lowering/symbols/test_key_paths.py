@@ -12,7 +12,7 @@ from torch.library import Library
 
 import fxwrap
 from fxwrap.compile import emit
-from fxwrap.errors import FxImportError, UnsupportedError
+from fxwrap.errors import FxImportError
 from fxwrap.options import EMITTERS
 from fxwrap.wrapper_ir import canonicalize_program
 
@@ -107,13 +107,35 @@ def test_a_missing_element_is_an_index_error(emitter: str) -> None:
             run(torch.ones(3, 5))
 
 
-def test_cpp_does_not_return_lists() -> None:
-    text = SHORT.format(position=0).replace("memory.free(%rows)\n  control.return(u0)", "control.return(%rows)")
-    program = fxwrap.verify(fxwrap.parse(text))
-    (rows,) = emit(program, "python")(torch.ones(3, 5))
-    assert len(rows) == 3
-    with pytest.raises(UnsupportedError, match=r"C\+\+ returns tensors and real numbers, and %rows is neither"):
-        fxwrap.to_cpp(program)
+RETURNED = """
+program @returned(%x: borrowed f32[s0, 5]@cpu) {
+  s0 = symbol.size(%x) dim=0
+  %rows = extern.call @aten.unbind_copy.int(%x) : list<f32[5]@cpu>
+  control.return(%rows, s0)
+}
+"""
+TAKEN = """
+program @taken(%rows: borrowed list<f32[5]@cpu>, %sizes: borrowed list<int>) {
+  %y = extern.call @aten.stack.default(%rows, 1) : f32[5, 3]@cpu
+  %z = extern.call @aten.view_copy.default(%y, %sizes) : f32[3, 5]@cpu
+  memory.free(%y)
+  control.return(%z, %rows)
+}
+"""
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "interpreter"])
+def test_programs_return_and_take_lists(emitter: str) -> None:
+    x = torch.arange(15.0).reshape(3, 5)
+    returned, count = emit(fxwrap.verify(fxwrap.parse(RETURNED)), emitter)(x)
+    rows = list(returned)
+    assert count == 3
+    torch.testing.assert_close(rows, list(x.unbind()))
+    taken = emit(fxwrap.verify(fxwrap.parse(TAKEN)), emitter)
+    for run in (taken, lambda *inputs: taken.boxed([*inputs])):
+        result, same = run(rows, [3, 5])
+        torch.testing.assert_close(result, torch.stack(rows, 1).reshape(3, 5))
+        assert all(one is other for one, other in zip(same, rows, strict=True))
 
 
 def test_lists_round_trip() -> None:

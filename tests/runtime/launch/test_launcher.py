@@ -90,6 +90,8 @@ def test_tensor_specialization_selects_the_compilation(driver: FakeDriver) -> No
 class Subclass(torch.Tensor):
     """A tensor that may be anything."""
 
+    __torch_function__ = classmethod(lambda cls, *_arguments: None)  # type: ignore[assignment]
+
 
 def test_unsupported_arguments_fall_back_to_triton(driver: FakeDriver) -> None:
     launch, fallback = launcher("*f32, i64, i1, f64", (bytes([F32_ALIGNED, NARROW, 0, 0]), bytes([WHOLE] * 4), 5))

@@ -131,12 +131,26 @@ bool set_int(int64_t& place, const char* name, PyObject* object) {
   return true;
 }
 
+// The type of a list's elements, which are all of one kind; some tensors may be None.
+c10::TypePtr element_type(PyObject* list) {
+  const Py_ssize_t count = PyList_GET_SIZE(list);
+  PyObject* first = count == 0 ? Py_None : PyList_GET_ITEM(list, 0);
+  if (PyBool_Check(first)) return c10::BoolType::get();
+  if (PyLong_Check(first)) return c10::IntType::get();
+  if (PyFloat_Check(first)) return c10::FloatType::get();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (PyList_GET_ITEM(list, i) == Py_None) return c10::OptionalType::create(c10::TensorType::get());
+  }
+  return c10::TensorType::get();
+}
+
 // Returns false with a Python error set.
 bool set_object(c10::IValue& place, PyObject* object) {
   const int is_script_object = PyObject_IsInstance(object, script_object_class);
   if (is_script_object < 0) return false;
   try {
-    const c10::TypePtr type = is_script_object ? c10::TypePtr(c10::AnyType::get()) : c10::PyObjectType::get();
+    c10::TypePtr type = is_script_object ? c10::TypePtr(c10::AnyType::get()) : c10::PyObjectType::get();
+    if (PyList_Check(object)) type = c10::ListType::create(element_type(object));
     place = torch::jit::toIValue({object}, type, std::nullopt);
     return true;
   } catch (...) {
@@ -179,6 +193,35 @@ bool set_input(Execution& execution, const char* name, const Arg& place, PyObjec
     default:
       return true;
   }
+}
+
+// Whether an input has a negative or conjugate bit, which kernels would ignore.
+bool has_lazy_bit(const fxwrap::Program& program, const fxwrap::Frame& f) {
+  for (int64_t i = 0; i < program.inputs.size; ++i) {
+    const Arg& place = program.inputs.data[i].value;
+    if (place.kind != Arg::Tensor && place.kind != Arg::OwnedTensor) continue;
+    const at::Tensor& tensor = tensor_at(f, place.integer);
+    if (tensor.defined() && (tensor.is_neg() || tensor.is_conj())) return true;
+  }
+  return false;
+}
+
+// Runs the program on copies of inputs with such a bit; see fxwrap/runtime/plain_inputs.py.
+PyObject* call_on_plain_inputs(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  PyObject* module = PyImport_ImportModule("fxwrap.runtime.plain_inputs");
+  PyObject* entry = PyObject_GetAttrString(self, "boxed");
+  PyObject* items = PyList_New(count);
+  for (Py_ssize_t i = 0; items != nullptr && i < count; ++i) {
+    PyList_SET_ITEM(items, i, Py_NewRef(values[i]));
+  }
+  PyObject* result = nullptr;
+  if (module != nullptr && entry != nullptr && items != nullptr) {
+    result = PyObject_CallMethod(module, "run_on_plain_inputs", "OO", entry, items);
+  }
+  Py_XDECREF(items);
+  Py_XDECREF(entry);
+  Py_XDECREF(module);
+  return result;
 }
 
 bool set_inputs(const ProgramObject* self, Execution& execution, PyObject* const* values, Py_ssize_t count) {
@@ -274,7 +317,10 @@ PyObject* call_flat(PyObject* object, PyObject* const* values, size_t flags, PyO
     return nullptr;
   }
   Execution execution(*self->program);
-  if (!set_inputs(self, execution, values, PyVectorcall_NARGS(flags)) || !run_released(execution)) return nullptr;
+  const Py_ssize_t count = PyVectorcall_NARGS(flags);
+  if (!set_inputs(self, execution, values, count)) return nullptr;
+  if (has_lazy_bit(*self->program, execution.frame())) return call_on_plain_inputs(object, values, count);
+  if (!run_released(execution)) return nullptr;
   return get_outputs(self, execution.frame(), values);
 }
 
@@ -309,6 +355,7 @@ PyObject* call_boxed(PyObject* object, PyObject* list) {
   if (!items.valid()) return nullptr;
   Execution execution(*self->program);
   if (!set_inputs(self, execution, items.data(), items.size())) return nullptr;
+  if (has_lazy_bit(*self->program, execution.frame())) return call_on_plain_inputs(object, items.data(), items.size());
   for (Py_ssize_t i = 0; i < items.size(); ++i) {
     if (self->program->inputs.data[i].value.kind == Arg::OwnedTensor) items.release(i);
   }
@@ -447,6 +494,22 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fxwrap_binding", "Emitted C++ pro
 }  // namespace
 
 namespace fxwrap::binding {
+
+bool is_plain_subclass(PyTypeObject* type) {
+  if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass)) == 0) return false;
+  PyObject* bases = type->tp_mro;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(bases); ++i) {
+    PyObject* base = PyTuple_GET_ITEM(bases, i);
+    if (base == THPVariableClass || base == ParameterClass) return true;
+    PyObject* names = PyObject_GetAttrString(base, "__dict__");
+    const bool defines = names == nullptr || PyMapping_HasKeyString(names, "__torch_function__") != 0 ||
+                         PyMapping_HasKeyString(names, "__torch_dispatch__") != 0;
+    Py_XDECREF(names);
+    if (defines) break;
+  }
+  PyErr_Clear();
+  return false;
+}
 
 void set_python_error(const std::exception_ptr& error) {
   try {

@@ -22,11 +22,14 @@ struct TensorObject {
 
 inline const at::Tensor& unpack(PyObject* object) { return reinterpret_cast<TensorObject*>(object)->tensor; }
 
-// Whether an object is a tensor, but of no subclass except Parameter.
+// Whether tensors of a subclass are ordinary ones: see is_plain_class in fxwrap/runtime/plain_inputs.py.
+bool is_plain_subclass(PyTypeObject* type);
+
+// Whether an object is an ordinary tensor: of no subclass that defines how operators act on it.
 inline bool is_plain_tensor(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   return type == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
-         type == reinterpret_cast<PyTypeObject*>(ParameterClass);
+         type == reinterpret_cast<PyTypeObject*>(ParameterClass) || is_plain_subclass(type);
 }
 
 // Sets the Python error that corresponds to a C++ exception.

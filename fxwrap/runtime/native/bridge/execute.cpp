@@ -67,6 +67,10 @@ namespace {
 void set_input(Execution& execution, const Arg& place, FxwrapValue value) {
   Frame& f = execution.frame();
   auto* tensor = static_cast<at::Tensor*>(value.tensor);
+  const bool reads_tensor = place.kind == Arg::Tensor || place.kind == Arg::OwnedTensor;
+  if (reads_tensor && tensor != nullptr && (tensor->is_neg() || tensor->is_conj())) {
+    throw InputError("an input has a negative or conjugate bit, which kernels ignore: resolve it first");
+  }
   switch (place.kind) {
     case Arg::Tensor:
       if (tensor != nullptr) execution.borrow(place.integer, *tensor);

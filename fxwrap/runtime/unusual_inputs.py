@@ -1,4 +1,4 @@
-"""Emitted graphs on fake tensors and under torch.vmap.
+"""Emitted graphs on unusual inputs: fake tensors, inputs that are not plain tensors, and torch.vmap.
 
 Allocations of a graph are fake only inside the fake mode of its inputs. Under torch.vmap the graph runs once per slice,
 like operators without a batching rule: its kernels write into memory that the graph allocated for one slice.
@@ -13,15 +13,20 @@ from typing import Any
 import torch
 
 from fxwrap.runtime import tensors
+from fxwrap.runtime.plain_inputs import needs_plain_inputs, run_on_plain_inputs
 from fxwrap.torch_compat import FakeTensor, is_vmapped, tree_map
 
 Run = Callable[..., object]
 
+InputCheck = Callable[[Sequence[object]], None]
+"""Raises InputError for the first wrong one of a graph's inputs."""
 
-def support_fake_and_vmap(ordinary: Run, *, boxed: bool = False) -> Run:
-    """Returns `ordinary(module, *inputs)` as a function that also supports fake tensors and torch.vmap.
 
-    With `boxed` both take the inputs in a list, which they empty.
+def support_unusual_inputs(ordinary: Run, *, boxed: bool = False, check: InputCheck | None = None) -> Run:
+    """Returns `ordinary(module, *inputs)` as a function that also supports fake and unplain tensors and torch.vmap.
+
+    With `boxed` both take the inputs in a list, which they empty. `check` checks the inputs first: fake and meta
+    tensors pass the operators that check.
     """
 
     def run(module: torch.nn.Module, *inputs: Any) -> object:
@@ -32,6 +37,12 @@ def support_fake_and_vmap(ordinary: Run, *, boxed: bool = False) -> Run:
             if boxed:
                 inputs[0].clear()
             return _VmapFallback.apply(module, _as_boxed(run) if boxed else run, *flat)  # type: ignore[no-untyped-call]
+        if check is not None:
+            check(flat)
+        if needs_plain_inputs(flat):
+            if boxed:
+                inputs[0].clear()
+            return run_on_plain_inputs(lambda plain: ordinary(module, *([plain] if boxed else plain)), [*flat])
         fake = next((item for item in flat if isinstance(item, FakeTensor)), None)
         del flat
         with nullcontext() if fake is None else fake.fake_mode:

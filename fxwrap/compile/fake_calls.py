@@ -1,0 +1,60 @@
+"""Calls of compiled programs with fake tensors: the program runs as an FX graph, whose operators know fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from fxwrap.converters.emitted_program import BoxedCallable
+from fxwrap.lines import CheckLayout
+from fxwrap.runtime.checks import check_tensor_layout
+from fxwrap.torch_compat import DisableAutocast, FakeTensor, accept_real_tensors, detect_fake_mode, dispatch_mode_count
+from fxwrap.wrapper_ir import Program, TensorType, Value
+
+
+def accept_fake_tensors(
+    entry: BoxedCallable, program: Program, graph: Callable[[], Callable[..., Any]], static_inputs: Collection[int]
+) -> BoxedCallable:
+    """Returns a boxed entry that returns fake tensors if it is called with them, or under a fake mode.
+
+    Outside a mode it looks at one input only, the last tensor that is not static, since each look costs time in each
+    call. `graph` returns the program's FX graph.
+    """
+    tensors = [
+        position for position, item in enumerate(program.inputs)
+        if isinstance(item.value, Value) and isinstance(item.value.type, TensorType)
+    ]  # fmt: skip
+    candidates = [position for position in tensors if position not in static_inputs] or tensors or [0]
+    position = candidates[-1]
+
+    def call(inputs: list[Any]) -> Any:
+        if dispatch_mode_count() or (inputs and type(inputs[position]) is FakeTensor):
+            return call_under_modes(inputs)
+        return entry(inputs)
+
+    def call_under_modes(inputs: list[Any]) -> Any:
+        if detect_fake_mode(inputs) is None:
+            return entry(inputs)
+        arguments = tuple(inputs)
+        inputs.clear()
+        return call_on_fakes(program, graph(), arguments)
+
+    return call
+
+
+def call_on_fakes(program: Program, graph: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    """Returns the fake outputs of a program's FX graph. Raises InputError for inputs of another layout."""
+    positions = {item.name: position for position, item in enumerate(program.inputs)}
+    for line in program.body.lines:
+        if isinstance(line, CheckLayout) and line.tensor.name in positions:
+            tensor, name, type_ = inputs[positions[line.tensor.name]], line.name or line.tensor.name, line.expected
+            sizes: Any = type_.sizes
+            strides: Any = type_.strides
+            if all(type(number) is int for number in (*sizes, *strides, *tensor.shape)):
+                check_tensor_layout(tensor, name, type_.dtype, sizes, strides, type_.device)
+    mode = detect_fake_mode(inputs)
+    assert mode is not None, "an input is fake, or a fake mode is active"
+    with accept_real_tensors(mode), torch.no_grad(), DisableAutocast():
+        return graph(*inputs)

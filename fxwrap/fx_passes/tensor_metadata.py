@@ -1,0 +1,60 @@
+"""Assertions of tensor metadata, which `torch.export` puts before each cast: checked at compile time, and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap.errors import GraphError
+from fxwrap.fx_passes.graph_copy import GraphCopy
+from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
+from fxwrap.fx_passes.source import location_of
+from fxwrap.torch_compat import torch_schema
+
+_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
+
+
+def check_tensor_metadata(graph: PreparedGraph) -> PreparedGraph:
+    """Returns a graph without the assertions that hold; those on symbolic sizes or strides stay calls.
+
+    Raises GraphError for one that fails, as eager mode would raise.
+    """
+    decided = [node for node in graph.nodes if node.target is _ASSERTION and _holds(node, graph.fakes)]
+    if not decided:
+        return graph
+    copy = GraphCopy(graph)
+    for node in decided:
+        copy.erase(node)
+    return copy.finish()
+
+
+def _holds(node: Node, fakes: NodeValues) -> bool:
+    """Whether an assertion is known to hold. Raises GraphError if it is known to fail."""
+    known = True
+    for name, expected, actual in _comparisons(node, fakes):
+        if any(isinstance(item, Node | torch.SymInt) for value in (expected, actual) for item in _items(value)):
+            known = False
+        elif expected != actual:
+            reason = f"it asserts that the {name} of '{node.args[0]}' is {expected}, but it is {actual}"
+            raise GraphError(node.name, reason, "Export the model again, for inputs like these", location_of(node))
+    return known
+
+
+def _comparisons(node: Node, fakes: NodeValues) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name, the asserted value and the actual value of each property that a node asserts."""
+    names = [argument.name for argument in torch_schema(_ASSERTION).arguments]
+    arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    fake: torch.Tensor = fakes[arguments["a"]]
+    actual = {"size": tuple(fake.shape), "stride": fake.stride(), "dtype": fake.dtype, "device": fake.device,
+              "layout": fake.layout}  # fmt: skip
+    for name, value in actual.items():
+        expected = arguments.get(name)
+        if expected is not None:
+            yield name, tuple(expected) if isinstance(expected, list | tuple) else expected, value
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

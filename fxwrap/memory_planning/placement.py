@@ -1,0 +1,236 @@
+"""Partial placements of the search for offsets: floors, what they imply, and how they are undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxwrap.memory_planning.greedy import Buffer
+
+NO_END = 1 << 126
+"""Above every end: the lowest end of a section without pending buffers."""
+
+
+@dataclass(frozen=True)
+class Subproblem:
+    """Buffers by index, and a capacity.
+
+    A section is a maximal range of time in which all its buffers are live at once. `neighbours` are the buffers that
+    share a section with each buffer, `members` those of each section. `twin_rank` orders buffers with equal ranges,
+    which may be exchanged: large ones come first.
+    """
+
+    first: list[int]
+    last: list[int]
+    size: list[int]
+    neighbours: list[list[int]]
+    members: list[list[int]]
+    twin_rank: list[int]
+    capacity: int
+
+    @staticmethod
+    def of(buffers: Sequence[Buffer], capacity: int) -> Subproblem:
+        """Returns the problem to place buffers within a capacity."""
+        events = sorted({(last, 0, index) for index, (_, last, _) in enumerate(buffers)}
+                        | {(first, 1, index) for index, (first, _, _) in enumerate(buffers)})  # fmt: skip
+        first, last = [0] * len(buffers), [0] * len(buffers)
+        section, ended = 0, False
+        for _, starts, index in events:
+            if starts:
+                section, ended = section + ended, False
+                first[index] = section
+            else:
+                last[index], ended = section + 1, True
+        members: list[list[int]] = [[] for _ in range(section + 1)]
+        for index in range(len(buffers)):
+            for number in range(first[index], last[index]):
+                members[number].append(index)
+        neighbours = [
+            sorted(set().union(*members[first[index] : last[index]]) - {index}) for index in range(len(buffers))
+        ]  # fmt: skip
+        sizes = [size for _, _, size in buffers]
+        twin_rank = [0] * len(buffers)
+        for rank, index in enumerate(sorted(range(len(buffers)), key=lambda index: (-sizes[index], index))):
+            twin_rank[index] = rank
+        return Subproblem(first, last, sizes, neighbours, members, twin_rank, capacity)
+
+
+class Placement:
+    """A partial placement, with a trail to undo it.
+
+    By buffer: `lowest` is the top of the placed buffers below it, its offset once it is placed; `bound`, at least that,
+    is a lower bound of its offset. A buffer whose bound is above its lowest offset waits. By section: `height` is the
+    top of the placed buffers, `members` are the pending ones, `remaining` is their total size.
+    """
+
+    def __init__(self, part: Subproblem) -> None:
+        count, sections = len(part.size), len(part.members)
+        self.part = part
+        self.lowest = [0] * count
+        self.bound = [0] * count
+        self.is_placed = [False] * count
+        self.height = [0] * sections
+        self.members = part.members[:]
+        self.remaining = [sum([part.size[index] for index in members]) for members in part.members]
+        self.candidate_count = [0] * sections
+        self.ends: list[tuple[int, int, int]] = [(0, -1, 0)] * sections
+        """By section: the lowest end of a pending buffer, its index, and the lowest end of the others."""
+        self.crossing = [0] * sections
+        """By section: the pending buffers that the next section has too."""
+        for first, last in zip(part.first, part.last):
+            for section in range(first, last - 1):
+                self.crossing[section] += 1
+        self.trail: list[tuple[list[Any], int, Any]] = []
+        self.failed = 0
+        """The section of the last failure."""
+        self._changed: dict[int, None] = {}
+
+    def start(self) -> bool:
+        """Computes the state of an empty placement; returns False if the buffers cannot fit."""
+        self._changed = dict.fromkeys(range(len(self.members)))
+        return self._propagate()
+
+    def undo(self, length: int) -> None:
+        """Undoes what was done since the trail had a length."""
+        trail = self.trail
+        while len(trail) > length:
+            values, index, value = trail.pop()
+            values[index] = value
+
+    def place(self, pick: int) -> bool:
+        """Places a buffer at its lowest offset; returns False if the others cannot fit."""
+        part, lowest, bound = self.part, self.lowest, self.bound
+        first, last, size = part.first, part.last, part.size
+        top = lowest[pick] + size[pick]
+        self._set(self.is_placed, pick, True)
+        for section in range(first[pick], last[pick]):
+            self._set(self.height, section, top)
+            self._set(self.remaining, section, self.remaining[section] - size[pick])
+            self._set(self.members, section, [index for index in self.members[section] if index != pick])
+            self._changed[section] = None
+            if section + 1 < last[pick]:
+                self._set(self.crossing, section, self.crossing[section] - 1)
+        for index in part.neighbours[pick]:
+            if self.is_placed[index] or lowest[index] >= top:
+                continue
+            self._set(lowest, index, top)
+            if not self._raise(index, top, max(first[pick], first[index])):
+                return False
+            # of two buffers with equal ranges, one on the other, the larger is below
+            is_exchangeable = first[index] == first[pick] and last[index] == last[pick] and bound[index] == top
+            if is_exchangeable and part.twin_rank[index] < part.twin_rank[pick]:
+                if not self._raise(index, top + 1, first[pick]):
+                    return False
+        return self._propagate()
+
+    def postpone(self, pick: int) -> bool:
+        """Makes a buffer wait, and equal ones; returns False if the pending buffers cannot fit."""
+        part, above = self.part, self.lowest[pick] + 1
+        kind = (part.first[pick], part.last[pick], part.size[pick])
+        section = part.first[pick]
+        for index in self.members[section]:
+            if index == pick or (
+                (part.first[index], part.last[index], part.size[index]) == kind
+                and part.twin_rank[index] > part.twin_rank[pick]
+            ):
+                if not self._raise(index, above, section):
+                    return False
+        return self._propagate()
+
+    def raise_lowest_end(self, sections: range) -> bool:
+        """Raises the bound of the waiting buffer with the lowest end to the lowest end of another neighbour."""
+        _, index = min([self.ends[section][:2] for section in sections if self.members[section]])
+        return self._raise(index, self._lowest_support(index), self.part.first[index]) and self._propagate()
+
+    def is_ready(self, index: int) -> bool:
+        """Whether a pending buffer does not wait and, at its lowest offset, leaves no gap that another fits."""
+        part, offset = self.part, self.lowest[index]
+        if self.bound[index] != offset:
+            return False
+        for section in range(part.first[index], part.last[index]):
+            if offset + self.remaining[section] > part.capacity:
+                return False
+            if self.height[section] < offset and self._end_of_others(section, index) <= offset:
+                return False
+        return True
+
+    def part_around(self, section: int) -> range:
+        """Returns the sections that pending buffers connect with a section."""
+        first, last = section, section
+        while first > 0 and self.crossing[first - 1]:
+            first -= 1
+        while self.crossing[last]:
+            last += 1
+        return range(first, last + 1)
+
+    def _set(self, values: list[Any], index: int, value: object) -> None:
+        self.trail.append((values, index, values[index]))
+        values[index] = value
+
+    def _raise(self, index: int, bound: int, section: int) -> bool:
+        """Raises the bound of a buffer; returns False if it is beyond the capacity, a failure of the section."""
+        if self.bound[index] >= bound:
+            return True
+        if bound + self.part.size[index] > self.part.capacity:
+            self.failed = section
+            self._changed.clear()
+            return False
+        self._set(self.bound, index, bound)
+        self._changed.update(dict.fromkeys(range(self.part.first[index], self.part.last[index])))
+        return True
+
+    def _end_of_others(self, section: int, index: int) -> int:
+        end, lowest, other = self.ends[section]
+        return other if lowest == index else end
+
+    def _lowest_support(self, index: int) -> int:
+        """Returns the lowest end of another pending buffer in a buffer's sections."""
+        sections = range(self.part.first[index], self.part.last[index])
+        return min([self._end_of_others(section, index) for section in sections])
+
+    def _propagate(self) -> bool:
+        """Updates changed sections; returns False if the pending buffers of one do not fit above their floor."""
+        while self._changed:
+            section, _ = self._changed.popitem()
+            if not self._update(section):
+                self.failed = section
+                self._changed.clear()
+                return False
+        return True
+
+    def _update(self, section: int) -> bool:
+        """Updates a section.
+
+        If a pending buffer cannot be the next one in a section, because the rest does not fit above it, or if it
+        waits, it is on top of another.
+        """
+        members, bound, size = self.members[section], self.bound, self.part.size
+        if not members:
+            self._set(self.ends, section, (NO_END, -1, NO_END))
+            return True
+        latest = self.part.capacity - self.remaining[section]
+        bounds = [bound[index] for index in members]
+        if min(bounds) > latest:
+            return False
+        ends = [offset + size[index] for offset, index in zip(bounds, members)]
+        end = min(ends)
+        position = ends.index(end)
+        lowest = members[position]
+        ends[position] = NO_END
+        other = min(ends)
+        if self.ends[section] != (end, lowest, other):
+            self._set(self.ends, section, (end, lowest, other))
+        count = sum([offset <= latest for offset in bounds])
+        if self.candidate_count[section] != count:
+            self._set(self.candidate_count, section, count)
+        for index, offset in zip(members, bounds):
+            if offset > latest:
+                support = other if index == lowest else end
+            elif offset > self.lowest[index]:
+                support = self._lowest_support(index)
+            else:
+                continue
+            if support > offset and not self._raise(index, support, section):
+                return False
+        return True

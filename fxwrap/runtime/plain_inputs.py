@@ -1,0 +1,122 @@
+"""Inputs that emitted code cannot read directly: tensors with a negative or conjugate bit, and of plain subclasses.
+
+The elements of a tensor with a negative bit are the negated numbers in its memory. torch's operators resolve the bits;
+kernels and plain views read the memory. The program runs on plain tensors in place of such inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxwrap.torch_compat import FakeTensor, is_functional_tensor, negated_view, storage_identity, tree_map, version_of
+
+BoxedCallable = Callable[[list[Any]], Any]
+
+PLAIN_CLASSES: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_is_negative = torch.Tensor.is_neg
+_is_conjugate = torch.Tensor.is_conj
+
+
+def is_plain_class(kind: type) -> bool:
+    """Whether tensors of a class are ordinary ones: no class up to Tensor or Parameter defines how operators act."""
+    for base in kind.__mro__:
+        if base in PLAIN_CLASSES:
+            return True
+        if "__torch_function__" in vars(base) or "__torch_dispatch__" in vars(base):
+            return False
+    return False
+
+
+def needs_plain_inputs(inputs: Sequence[Any], *, has_complex: bool = True) -> bool:
+    """Whether an input is of a plain subclass, or has a negative or, with `has_complex`, conjugate bit."""
+    kinds = set(map(type, inputs))
+    if kinds <= PLAIN_CLASSES:
+        return any(map(_is_negative, inputs)) or (has_complex and any(map(_is_conjugate, inputs)))
+    if any(kind not in PLAIN_CLASSES and is_plain_class(kind) for kind in kinds):
+        return True
+    return any(isinstance(item, torch.Tensor) and _has_bit(item) for item in inputs)
+
+
+def _has_bit(item: torch.Tensor) -> bool:
+    return (item.is_neg() or item.is_conj()) and not isinstance(item, FakeTensor) and not is_functional_tensor(item)
+
+
+def with_plain_inputs(
+    run: BoxedCallable, positions: Sequence[int] | None = None, *, has_complex: bool = True
+) -> BoxedCallable:
+    """Returns a boxed entry that passes plain tensors to `run`.
+
+    `positions` are those of the inputs that may be unusual; None means all. `has_complex` is whether any is complex.
+    """
+
+    def call(inputs: list[Any]) -> Any:
+        checked = inputs if positions is None else [inputs[position] for position in positions]
+        if needs_plain_inputs(checked, has_complex=has_complex):
+            return run_on_plain_inputs(run, inputs)
+        return run(inputs)
+
+    return call
+
+
+def run_on_plain_inputs(run: BoxedCallable, inputs: list[Any]) -> Any:
+    """Runs a boxed entry with a plain tensor in place of each unusual input.
+
+    Writes reach the original tensors, and results that are an input, or a view of one, are those of the original.
+    """
+    replaced: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    with torch.no_grad():
+        for position, item in enumerate(inputs):
+            plain = plain_tensor(item)
+            if plain is not item:
+                inputs[position] = plain
+                replaced.append((item, plain, version_of(plain)))
+        try:
+            results = run(inputs)
+        finally:
+            for original, plain, version in replaced:
+                if _has_bit(original) and version_of(plain) != version:
+                    original.copy_(plain)
+        originals = {storage_identity(plain): (original, plain) for original, plain, _ in replaced}
+
+        def restore(result: object) -> object:
+            pair = originals.get(storage_identity(result)) if isinstance(result, torch.Tensor) else None
+            return result if pair is None else _restored(result, *pair)  # type: ignore[arg-type]
+
+        return tree_map(restore, results)
+
+
+def plain_tensor(item: Any) -> Any:
+    """Returns a plain tensor with the elements and strides of a tensor; other objects, and plain ones, unchanged.
+
+    It is a copy of a tensor with a negative or conjugate bit, and an alias of any other.
+    """
+    if not isinstance(item, torch.Tensor) or not is_plain_class(type(item)):
+        return item
+    if not _has_bit(item):
+        return item if type(item) in PLAIN_CLASSES else item.as_subclass(torch.Tensor)
+    with torch.inference_mode(False):  # the copy needs a version counter
+        length = 1 + sum((size - 1) * stride for size, stride in zip(item.shape, item.stride())) if item.numel() else 0
+        memory = _flip_bits(item.detach().as_subclass(torch.Tensor), item).as_strided((length,), (1,))
+        copy = memory.conj_physical() if item.is_conj() else memory
+        copy = copy.neg() if item.is_neg() else copy
+        return copy.as_strided(item.shape, item.stride())
+
+
+def _flip_bits(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a view with those bits flipped that `like` has."""
+    view = view.conj() if like.is_conj() else view
+    return negated_view(view) if like.is_neg() else view
+
+
+def _restored(result: torch.Tensor, original: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Returns a result that is a plain input, or a view of it with its dtype, as the same of the original."""
+    if result is plain:
+        return original
+    if not _has_bit(original) or result.dtype != original.dtype:
+        return result
+    offset = result.storage_offset() - plain.storage_offset() + original.storage_offset()
+    return _flip_bits(original.as_strided(result.shape, result.stride(), offset), result)
