@@ -160,6 +160,8 @@ def test_a_program_with_kernels_is_refused(tmp_path: Path) -> None:
         (("%y = extern.call @aten.add_.Tensor(%x, %x) aliases=(%x) : f32[4]@cpu",), "does not declare what"),
         (("extern.mutate @aten.add_.Tensor(%x, %x) writes=()", "%y = extern.call @aten.neg.default(%x) : f32[4]@cpu"),
          "does not declare what"),
+        (("%y = extern.call @aten.ones_like.default(%x, dtype=-7) : f32[4]@cpu",), "the argument 'dtype' is a number"),
+        (("%y = extern.call @aten.remainder.default(1, 0) : f32[4]@cpu",), "it computes no tensors"),
         (('note.enter_range() name="x"', 'note.exit_range() name="x"',
           "%y = extern.call @aten.neg.default(%x) : f32[4]@cpu"), "may not contain the line 'note.enter_range'"),
     ],

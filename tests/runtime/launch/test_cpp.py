@@ -15,8 +15,9 @@ from fxwrap.artifact.archive import Archive
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.cpp.library import linked_units
 from fxwrap.runtime import kernels
+from fxwrap.runtime.cache_folder import cache_folder
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.native import NativeProgram, build, compile_cpp, launcher_class, load_program, precompile_cpp
+from fxwrap.runtime.native import NativeProgram, compile_cpp, launcher_class, load_program, precompile_cpp
 from fxwrap.runtime.triton.launchers import add_variant
 from fxwrap.runtime.triton.translation_units import compiled_variants, variants_unit
 from fxwrap.wrapper_ir import KernelDefinition, print_kernel
@@ -74,7 +75,7 @@ def test_linked_kernels_are_launched(driver: FakeDriver, chip: object, python_la
     assert to_cpp(program(kernel)).source == source  # which machine emits it does not matter
     library = compile_cpp(source, name="filled", extra_sources=[unit])
     assert library.read_bytes().count(binary.asm["cubin"]) == 1
-    assert sorted(item.suffix for item in library.parent.iterdir()) == [".cpp", ".cpp", ".so"]
+    assert sorted(item.suffix for item in library.parent.iterdir()) == [".cpp", ".cpp", ".json", ".so"]
 
     run = load_program(library)
     driver.expect("ppidbpp")
@@ -100,13 +101,14 @@ def test_the_text_is_compiled_beside_the_kernels(
     kernel = fill(8)
     compiled(kernel, driver.tensor(64), driver.tensor(64), 64, 0.5, True)
     source = f"{to_cpp(program(kernel)).source}// {tmp_path}\n"  # not in the cache
+    before = set((cache_folder() / "programs").glob("ahead-*"))
     caplog.clear()
     precompile_cpp(source)
     precompile_cpp(source)
     assert commands() == ["program.cpp"]
     library = compile_cpp(source, name="filled", extra_sources=linked_units([kernel]))
     assert commands()[1:] == ["filled_kernels_1.cpp", "link"] and library.is_file()
-    assert not build._precompiled_folder(build._compiler(), source).exists()
+    assert set((cache_folder() / "programs").glob("ahead-*")) == before
     source += "// again\n"
     compile_cpp(source, name="filled", extra_sources=linked_units([kernel]))
     assert sorted(commands()[3:]) == ["filled.cpp", "filled_kernels_1.cpp", "link"]
