@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import attribute_of, mutated_operands
-from fxwrap.fx_passes.graph_copy import GraphCopy, can_propagate_fake, run_on_fakes, storages_of, written_storages
+from fxwrap.fx_passes.graph_copy import GraphCopy, can_propagate_fake, run_on_fakes, same_strides, storages_of
 from fxwrap.fx_passes.prepared_graph import PreparedGraph
 from fxwrap.fx_passes.source import location_of
 from fxwrap.torch_compat import negated_view
@@ -28,13 +28,13 @@ def resolve_negative_views(graph: PreparedGraph) -> PreparedGraph:
     Inputs have no negative or conjugate bit: the entry of a program resolves it, also where the graph was traced for
     inputs with the bit. Results of the graph keep theirs.
     """
-    conjugate = {node for node in graph.nodes if _reads_conjugate(node)}
-    if not conjugate and not any(_is_source(node, graph) for node in graph.nodes):
+    conjugates = {node: views for node in graph.nodes if (views := _conjugate_views(node))}
+    if not conjugates and not any(_is_source(node, graph) for node in graph.nodes):
         return graph
     editor = _Editor(graph)
     for node in graph.nodes:
-        if node in conjugate:
-            editor.resolve_conjugate(node)
+        if node in conjugates:
+            editor.resolve_conjugate(node, *conjugates[node])
         editor.add(node)
     return editor.copy.finish()
 
@@ -49,17 +49,18 @@ def _is_negative_constant(node: Node, graph: PreparedGraph) -> bool:
     return isinstance(payload, torch.Tensor) and payload.is_neg()
 
 
-def _reads_conjugate(node: Node) -> bool:
-    """Whether a call that rejects tensors with a conjugate bit reads the conjugate of an input.
+def _conjugate_views(node: Node) -> list[Node]:
+    """Returns, for a real view of the conjugate of an input, the input and its views down to the conjugate; else [].
 
-    It was traced for an input with the bit, whose conjugate has none.
+    A real view rejects tensors with a conjugate bit: the graph was traced for an input with the bit.
     """
     base: Any = node.args[0] if node.target is _aten.view_as_real.default else None
-    is_conjugate = False
-    while isinstance(base, Node) and base.op == "call_function":
-        is_conjugate ^= base.target is _aten._conj.default
-        base = base.args[0] if base.args else None
-    return is_conjugate and base.op == "placeholder"
+    views: list[Node] = []
+    while isinstance(base, Node) and base.op == "call_function" and base.args:
+        views.insert(0, base)
+        base = base.args[0]
+    is_conjugate = sum(view.target is _aten._conj.default for view in views) % 2 == 1
+    return [base, *views] if is_conjugate and isinstance(base, Node) and base.op == "placeholder" else []
 
 
 class _Editor:
@@ -87,18 +88,25 @@ class _Editor:
         elif operands:
             self._negate_operands(node)
 
-    def resolve_conjugate(self, node: Node) -> None:
-        """Resolves the conjugate bit of a node's operand, by a copy."""
-        if storages_of(self.graph.fakes[node]) & written_storages(self.graph.nodes, self.graph.fakes):
-            reason = "it is a real view, which is written, of an input that had a conjugate bit when it was traced"
-            raise GraphError(
-                node.name, reason, "Trace the graph with a plain input: call resolve_conj", location_of(node)
-            )
-        before, operand = self.copy.node_map[node], node.args[0]
-        mapped = self.copy.node_map[operand]  # type: ignore[index]
-        conjugate = self.copy.call(before, _aten._conj.default, (mapped,), "conjugate")
-        physical = self.copy.call(before, _aten._conj_physical.default, (conjugate,), "resolved")  # CSE removes clones
-        before.replace_input_with(mapped, physical)
+    def resolve_conjugate(self, node: Node, source: Node, *views: Node) -> None:
+        """Lets a real view read a copy of an input that has the conjugate bit."""
+        fakes, call = self.copy.fakes, self.copy.node_map[node]
+        physical = self.copy.call(call, _aten._conj_physical.default, (self.copy.node_map[source],), "physical")
+        written = {item for item in self.graph.nodes for item in mutated_operands(item, self.graph.fakes)}
+        through_views = any(mutated_operands(item, self.graph.fakes) for item in views) or any(
+            storages_of(self.graph.fakes[item]) & storages_of(self.graph.fakes[node])
+            for item in written if item.op != "placeholder"
+        )  # fmt: skip
+        if through_views or not same_strides(fakes[physical], self.graph.fakes[source]):
+            reason = "it is a real view, written or strided, of an input that had a conjugate bit when it was traced"
+            remedy = "Trace the graph with a plain input: call resolve_conj"
+            raise GraphError(node.name, reason, remedy, location_of(node))
+        view = self.copy.call(call, _aten._conj.default, (physical,), "conjugate")
+        for item in views:
+            arguments, keywords = map_arg((item.args[1:], item.kwargs), self.copy.node_map.__getitem__)
+            view = self.copy.call(call, item.target, (view, *arguments), item.name, keywords)
+        call.replace_input_with(self.copy.node_map[views[-1]], view)
+        fakes[call] = call.meta["val"] = run_on_fakes(call, fakes)
 
     def _remove_bit(self, node: Node) -> None:
         own = self.copy.node_map[node]
