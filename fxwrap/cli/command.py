@@ -159,12 +159,16 @@ def _add_command(commands: _Commands, name: str, summary: str, example: str) -> 
 
 def _graphs(chosen: argparse.Namespace) -> list[CapturedGraph]:
     """Returns the compiled graphs of a command line. Raises CommandError for an unknown graph number."""
-    target = _target(chosen)
-    graphs = list(
-        capture(
-            target.function, target.inputs, options=_options(chosen), training=chosen.training, dynamic=chosen.dynamic
-        )
-    )
+    target, options = _target(chosen), _options(chosen)
+    try:
+        graphs = [*capture(
+            target.function, target.inputs, options=options, training=chosen.training, dynamic=chosen.dynamic
+        )]  # fmt: skip
+    except (TypeError, RuntimeError) as error:
+        if chosen.inputs is None:
+            raise
+        first = next(line for line in [*str(error).splitlines(), type(error).__name__] if line.strip())
+        raise CommandError(f"'{chosen.target}' fails on --inputs \"{chosen.inputs}\": {first}") from error
     if chosen.graph is None:
         return graphs
     if not 0 <= chosen.graph < len(graphs):
@@ -255,7 +259,11 @@ def _passes(_chosen: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file atomically."""
+    """Writes a file atomically. Raises CommandError for a folder that does not exist or cannot be written."""
+    if not path.parent.is_dir():
+        raise CommandError(f"cannot write '{path}': the folder '{path.parent}' does not exist; create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise CommandError(f"cannot write '{path}': the folder '{path.parent}' is not writable")
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "w") as file:

@@ -14,6 +14,7 @@ from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.compiler import compile_graph
 from fxwrap.compile.fake_calls import accept_fake_tensors
 from fxwrap.converters.fx.module import boxed_function
+from fxwrap.errors import OptionError
 from fxwrap.fx_passes import decomposition_table, partitioner, replace_stream_methods, simplify_attention_masks
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
@@ -137,7 +138,13 @@ class _GraphCompiler:
         entry = compiled.boxed
         if options.on_graph is not None:
             graph_info = self._graph_info(compiled.program, static_inputs, info.donated_inputs)
-            entry = boxed_function(options.on_graph(compiled.graph_module, graph_info))
+            function = options.on_graph(compiled.graph_module, graph_info)
+            if not callable(function):
+                raise OptionError(
+                    f"option 'on_graph' returned {function!r} for the {self.kind} graph; it returns the function that "
+                    "runs, such as the GraphModule that it received"
+                )
+            entry = boxed_function(function)
         else:
             entry = accept_fake_tensors(entry, compiled.program, lambda: compiled.graph_module, static_inputs)
         negative = _may_be_negative(graph_module)

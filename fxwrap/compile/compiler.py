@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
@@ -31,7 +32,7 @@ from fxwrap.compile.steps import (
 )
 from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
 from fxwrap.converters.emission import emit, emit_memory_checked
-from fxwrap.errors import VerifyError
+from fxwrap.errors import GraphError, VerifyError
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.lowering import RULES
 from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, Options
@@ -42,7 +43,7 @@ from fxwrap.wrapper_ir import Ownership, Program, program_key, symbol_infos, ver
 
 
 def compile_graph(
-    graph: GraphModule | ExportedProgram,
+    graph: GraphModule | ExportedProgram | torch.nn.Module,
     example_inputs: Sequence[Any] | None = None,
     *,
     options: Options | None = None,
@@ -58,8 +59,8 @@ def compile_graph(
     option `fallback` is "error".
 
     Args:
-        graph: a GraphModule of ATen overloads (hand-written, from make_fx or AOTAutograd) or an exported program. It is
-            not changed.
+        graph: a GraphModule of ATen overloads (hand-written, from make_fx or AOTAutograd), an exported program, or a
+            module, which is exported with the example inputs. It is not changed.
         example_inputs: one value for each placeholder; needed only if the nodes have no fake values.
         options: see `Options`.
         ownership: the ownership of inputs, by position; see `Ownership`.
@@ -73,6 +74,8 @@ def compile_graph(
     Raises GraphError for a graph that cannot be compiled, PassError for a user's pass that fails or breaks the program,
     and the error of a kernel that no operator can replace.
     """
+    if not isinstance(graph, GraphModule | ExportedProgram):
+        graph, example_inputs = _export(graph, example_inputs), None
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode():
         options = (options or Options()).resolve_devices()
@@ -95,6 +98,16 @@ def compile_graph(
     if compiled_by_key is not None:
         compiled_by_key.setdefault(compiled.key, compiled)
     return compiled
+
+
+def _export(module: object, example_inputs: Sequence[Any] | None) -> ExportedProgram:
+    """Exports a module. Raises GraphError for any other object, and without example inputs."""
+    reason = f"it is an object of type {type(module).__name__}, not a GraphModule or an exported program"
+    if not isinstance(module, torch.nn.Module):
+        raise GraphError("", reason, "Trace a function with make_fx, or call torch.compile(function, backend='fxwrap')")
+    if example_inputs is None:
+        raise GraphError("", reason, "Pass example_inputs, with which the module is exported")
+    return torch.export.export(module, tuple(example_inputs))
 
 
 def _prepare(

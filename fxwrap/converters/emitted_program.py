@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, cast
 
 import torch
 
+from fxwrap.errors import InputError
 from fxwrap.lines import CheckLayout
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled, set_grad_enabled, without_fake_mode
@@ -25,7 +26,8 @@ class EmittedProgram:
     """An executable program. A call with the flat inputs returns the tuple of flat outputs.
 
     `flat` is the same entry with less overhead. `boxed` takes the inputs in a list, which it clears, so that donated
-    inputs are freed after their last use. Grad mode and autocast are off, since the captured graph has the casts.
+    inputs are freed after their last use. Grad mode and autocast are off, since the captured graph has the casts; a
+    call raises InputError for inputs that require gradients, unless grad mode is off.
     """
 
     def __init__(
@@ -59,7 +61,19 @@ class EmittedProgram:
             return self._flat()
 
     def __call__(self, *inputs: object) -> Any:
+        if torch.is_grad_enabled():
+            _check_no_gradients(inputs)
         return self.flat(*inputs)
+
+
+def _check_no_gradients(inputs: Sequence[object]) -> None:
+    """Raises InputError for an input that requires gradients: the results would silently have none."""
+    for position, item in enumerate(inputs):
+        if isinstance(item, torch.Tensor) and item.requires_grad:
+            raise InputError(
+                f"input {position} requires gradients, which a compiled graph does not record; call it under "
+                "torch.no_grad(), pass input.detach(), or train with torch.compile(backend='fxwrap')"
+            )
 
 
 def disable_autograd_and_autocast(boxed: BoxedCallable) -> FlatCallable:

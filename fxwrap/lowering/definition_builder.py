@@ -39,6 +39,7 @@ from fxwrap.lowering.fusion.definitions import (
     unwrap_views,
 )
 from fxwrap.lowering.graph_definitions import CallStep, DefinitionStorages, GraphDefinitions, RuleResult
+from fxwrap.lowering.library_calls import library_call_reason
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
 from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
@@ -122,7 +123,7 @@ class DefinitionBuilder:
             self._define_operator(node, position, fake)
 
     def _define_operator(self, node: Node, position: int, fake: FakeValue) -> None:
-        reason: str | None = "it returns a number"
+        reason: str | None = library_call_reason(str(node.target)) or "it returns a number"
         if _returns_tensors(fake):
             if isinstance(node.target, OpOverload):
                 reason = self._define(node, node.target, fake, position)
@@ -204,7 +205,7 @@ class DefinitionBuilder:
         if not schema.is_pure:
             return "it writes its operands, draws random numbers or has another effect"
         if schema.name not in RULES:
-            return "it has no lowering rule"
+            return library_call_reason(schema.name) or "it has no lowering rule yet"
         results = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
         tensors = [*results, *definitions_in(arguments)]
         devices = {item.device for item in tensors}

@@ -8,11 +8,12 @@ import difflib
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from fxwrap.devices import CPU, DEVICE_SPECS, DeviceSpec, check_languages, registered_specs
 from fxwrap.errors import OptionError
+from fxwrap.options.names import check_overload, check_symbols, overload_names, overload_or_kernel_names
 from fxwrap.options.user_pass import Pass, normalize_passes
 
 Emitter: TypeAlias = Literal["python", "cpp", "fx", "interpreter"]
@@ -127,6 +128,16 @@ class Options:
         for name, accepts in _type_checks():
             if not accepts(getattr(self, name)):
                 raise OptionError(f"option {name!r} takes {_accepted_text(name)}, not {getattr(self, name)!r}")
+        for overload in self.lowerings:
+            check_overload("lowerings", overload)
+        check_symbols("symbol_hints", self.symbol_hints)
+        check_symbols("symbol_ranges", self.symbol_ranges)
+        ranges: Mapping[str, object] = self.symbol_ranges
+        for name, bounds in ranges.items():
+            if not isinstance(bounds, tuple | list) or [type(bound) for bound in bounds] != [int, int]:
+                raise OptionError(
+                    f"option 'symbol_ranges' takes (lower, upper) of integers, not {bounds!r} for '{name}'"
+                )
         for name, hint in self.symbol_hints.items():
             if type(hint) is not int:
                 raise OptionError(f"option 'symbol_hints' takes integers, not {hint!r} for '{name}'")
@@ -246,8 +257,8 @@ def _as_devices(devices: object) -> tuple[DeviceSpec, ...] | None:
 
 
 _CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
-    "preserve_ops": frozenset,
-    "cuda_graph_exclude": frozenset,
+    "preserve_ops": partial(overload_names, "preserve_ops"),
+    "cuda_graph_exclude": partial(overload_or_kernel_names, "cuda_graph_exclude"),
     "devices": _as_devices,
     "passes": normalize_passes,
 }

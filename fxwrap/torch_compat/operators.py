@@ -113,6 +113,13 @@ def operator_overload(target: str) -> OpOverload:
     return operator
 
 
+def overload_names_of(namespace: str) -> list[str]:
+    """Returns the overloads of a namespace, "namespace.name.overload". torch.ops lists only those used before."""
+    schemas = torch._C._jit_get_all_schemas()
+    names = [(*schema.name.partition("::")[::2], schema.overload_name or "default") for schema in schemas]
+    return sorted(".".join(name) for name in names if name[0] == namespace)
+
+
 @lru_cache(maxsize=4096)
 def out_argument_names(target: str) -> tuple[str, ...]:
     """Returns the names of an operator's out arguments, in the order of its schema."""

@@ -92,7 +92,7 @@ def test_coverage_reports_every_call() -> None:
     compiled = fxwrap.compile_graph(graph_of(function, arguments), arguments)
     actual = {outcome.operator: (outcome.kind, outcome.reason) for outcome in compiled.coverage}
     assert actual == {
-        "aten.mm.default": ("call", "it has no lowering rule"),
+        "aten.mm.default": ("call", "a library call, by design: matmul"),
         "aten.relu.default": ("fused", ""),
         "aten.rand_like.default": ("call", "it writes its operands, draws random numbers or has another effect"),
         "aten.add.Tensor": ("fused", ""),
