@@ -24,6 +24,11 @@ class CorrectedEager(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets functions that use torch.compile themselves, as FlexAttention does in eager mode, compile in the mode."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.defects: dict[str, None] = {}
