@@ -48,6 +48,8 @@ def flex_decompositions() -> dict[OpOverload, Callable[..., torch.Tensor]]:
 
 
 def _zeros_and_scatter(shape: Sequence[int], indices: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    if not indices:  # the gradient of a captured scalar, since torch 2.15
+        return values.sum()
     return values.new_zeros(shape).index_put(tuple(indices), values, accumulate=True)
 
 

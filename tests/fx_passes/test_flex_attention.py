@@ -17,6 +17,7 @@ import fxwrap
 from fxwrap.compile.backend import make_backend
 from fxwrap.devices import CPU
 from fxwrap.testing import assert_emitters_agree
+from tests.support.versions import is_before
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
 
@@ -232,11 +233,23 @@ def test_gradients(emitter: str) -> None:
         torch.testing.assert_close(result, reference.to(result.dtype), rtol=1e-4, atol=1e-5)
 
 
-def test_a_gradient_that_torch_cannot_vectorise() -> None:
+def test_the_gradient_of_a_captured_scalar() -> None:
+    """torch cannot vectorise it before 2.15."""
     factor = torch.tensor(1.5, requires_grad=True)
     compiled = torch.compile(flex_attention, backend="fxwrap", fullgraph=True)
-    with pytest.raises(Exception, match=r"cannot be vectorised: .* index captured tensors"):
-        compiled(*operands(), score_mod=lambda s, b, h, m, n: s * factor).sum().backward()
+
+    def gradient() -> Tensor:
+        out = compiled(*operands(), score_mod=lambda s, b, h, m, n: s * factor)
+        return torch.autograd.grad(out.square().sum(), factor)[0]
+
+    if is_before("2.15"):
+        with pytest.raises(Exception, match=r"cannot be vectorised: .* index captured tensors"):
+            gradient()
+        return
+    q, k, v = operands()
+    weights = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) * factor).softmax(-1)
+    (expected,) = torch.autograd.grad((weights @ v).square().sum(), factor)
+    torch.testing.assert_close(gradient(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_numbers_in_vectorised_functions() -> None:

@@ -37,6 +37,7 @@ def stream_log(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Iterator[
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device=None: CURRENT)
     for module in (torch._dynamo.utils, torch._dynamo.guards):  # since torch 2.15 a function of theirs in C++
         monkeypatch.setattr(module, "get_current_stream", lambda _device: CURRENT)
+    monkeypatch.setattr(torch._dynamo.guards, "_CLOSURE_VARS", None, raising=False)  # a cached table of functions
     monkeypatch.setattr(traced_streams, "get_roofline_estimate", lambda _node: 1.0)
     monkeypatch.setattr(traced_streams, "get_device", lambda _node: torch.device("meta"))
     stream_log = StreamLog()
