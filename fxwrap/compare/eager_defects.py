@@ -26,7 +26,7 @@ class CorrectedEager(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets functions that use torch.compile themselves, as FlexAttention does in eager mode, compile in the mode."""
+        """Lets functions compile themselves in the mode, as FlexAttention does in eager mode."""
         return True
 
     def __init__(self) -> None:
