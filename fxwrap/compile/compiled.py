@@ -105,7 +105,7 @@ class Compiled(EmittedProgram):
 
     def __call__(self, *inputs: object) -> Any:
         try:
-            return self.flat(*inputs)
+            return super().__call__(*inputs)
         except InputError:
             if not any(isinstance(item, FakeTensor) for item in inputs):
                 raise

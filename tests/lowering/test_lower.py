@@ -300,11 +300,13 @@ def test_a_function_without_a_schema_is_rejected() -> None:
 
 
 def test_an_unknown_higher_order_operator_is_rejected() -> None:
-    strict = torch.ops.higher_order.strict_mode
-    graph_module = hand_written(lambda graph, x: graph.call_function(strict, (None, (x,))), "x")
+    wrap = torch.ops.higher_order.wrap_activation_checkpoint
+    graph_module = hand_written(lambda graph, x: graph.call_function(wrap, (None, (x,))), "x")
     for node in graph_module.graph.nodes:
         node.meta["val"] = FakeTensorMode().from_tensor(torch.randn(2))
-    with pytest.raises(GraphError, match="the higher-order operator 'strict_mode' has no operator schema"):
+    with pytest.raises(
+        GraphError, match="the higher-order operator 'wrap_activation_checkpoint' has no operator schema"
+    ):
         fxwrap.lower(graph_module)
 
 
@@ -379,8 +381,9 @@ def test_a_tensor_subclass_is_rejected() -> None:
 
 
 def test_an_argument_type_outside_the_ir_is_rejected() -> None:
-    graph_module = hand_written(lambda graph, x: graph.call_function(aten.rand.generator, ([2],)), "x")
-    call = graph_module.graph.find_nodes(op="call_function", target=aten.rand.generator)[0]
-    call.kwargs = {"generator": torch.Generator()}
-    with pytest.raises(GraphError, match="node 'rand_generator': an argument is a Generator"):
+    target = aten.set_.source_Storage
+    graph_module = hand_written(lambda graph, x: graph.call_function(target, (x,)), "x")
+    (call,) = graph_module.graph.find_nodes(op="call_function", target=target)
+    call.args = (*call.args, torch.UntypedStorage(8, device="meta"))
+    with pytest.raises(GraphError, match="node 'set__source_storage': an argument is a UntypedStorage"):
         fxwrap.lower(graph_module, [torch.randn(2)])

@@ -142,7 +142,7 @@ def _leading_pads(pad: Sequence[Size], rank: int) -> list[int] | Declined:
     "aten.replication_pad1d.default", "aten.replication_pad2d.default", "aten.replication_pad3d.default",
 )  # fmt: skip
 def _border_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> LoweringResult | Declined:
-    if "reflection" in call.name and not x.dtype.is_floating_point:
+    if "reflection" in call.name and x.dtype == torch.bool:
         return Declined(f"its operands are of {x.dtype}, for which eager raises")
     left = _leading_pads(pad, len(x.sizes))
     if isinstance(left, Declined):
@@ -169,7 +169,7 @@ def _reflect_index(reader: ElementReader, position: Index, size: Size) -> Index:
 
 @lowering_rule(
     "aten.reflection_pad1d_backward.default", "aten.reflection_pad2d_backward.default",
-    "aten.reflection_pad3d_backward.default",
+    "aten.reflection_pad3d_backward.default", dtypes="float",
 )  # fmt: skip
 def _reflection_pad_backward(
     call: OperatorCall, grad: Definition, x: Definition, padding: Sequence[Size]
@@ -184,12 +184,12 @@ def _reflection_pad_backward(
     def sources(reader: ElementReader, dim: int, index: IndexLike) -> list[tuple[Index, Condition]]:
         """Returns the positions of an index in the gradient, and whether they exist."""
         at, last = as_index(index), as_index(x.sizes[dim]) - 1
-        found: list[tuple[Index, Condition]] = [(at + left[dim], True)]
+        positions: list[tuple[Index, Condition]] = [(at + left[dim], True)]
         if left[dim] > 0:
-            found.append((left[dim] - at, index_greater_equal(reader, at, 1)))
+            positions.append((left[dim] - at, index_greater_equal(reader, at, 1)))
         if right[dim] > 0:
-            found.append((left[dim] + 2 * last - at, index_less(reader, at, last)))
-        return [(place, all_of(ok, index_in_range(reader, place, grad.sizes[dim]))) for place, ok in found]
+            positions.append((left[dim] + 2 * last - at, index_less(reader, at, last)))
+        return [(place, all_of(ok, index_in_range(reader, place, grad.sizes[dim]))) for place, ok in positions]
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         choices = [sources(reader, dim, index) for dim, index in enumerate(indices)]

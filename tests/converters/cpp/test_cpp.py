@@ -486,7 +486,9 @@ def test_a_failing_compiler_is_reported_with_its_output_and_cleaned_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no space left on the moon" >&2\nexit 3\n')
+    compiler.write_text(
+        '#!/bin/sh\ncase "$1" in --version | -print*) exit 0 ;; esac\necho "no space left on the moon" >&2\nexit 3\n'
+    )
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     cache = tmp_path / "cache"
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(cache))

@@ -188,7 +188,12 @@ def test_an_attribute_that_is_not_a_graph() -> None:
 
 def test_an_operator_without_a_lowering() -> None:
     def write(graph: Graph, x: Any) -> Any:
-        return results(graph, graph.call_function(higher.strict_mode, (graph.get_attr("body"), (x,))), 1)
+        return results(graph, graph.call_function(higher.wrap_activation_checkpoint, (graph.get_attr("body"), (x,))), 1)
 
     graph = build_graph(1, write, {"body": block(lambda x: x + 1, X)})
-    assert_rejected(graph, (X,), (X,), "node 'strict_mode': the higher-order operator 'strict_mode' has no")
+    assert_rejected(
+        graph,
+        (X,),
+        (X,),
+        "node 'wrap_activation_checkpoint': the higher-order operator 'wrap_activation_checkpoint' has no",
+    )
