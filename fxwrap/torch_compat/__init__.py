@@ -1,7 +1,7 @@
 """The gate to PyTorch's private API: no other module of fxwrap names a private part of torch.
 
-Each item states why the public API is not enough. All of them are tested on torch 2.11 and 2.13 unless they say
-otherwise.
+Each item states why the public API is not enough. `docs/versions.md` lists the releases of torch that are
+tested; an item that only some of them need says so.
 """
 
 from fxwrap.torch_compat.allocation import *

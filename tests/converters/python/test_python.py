@@ -165,13 +165,12 @@ def test_reuse_respects_the_storage_offset(emitter: str) -> None:
     assert memory.tolist() == [0.0] * 4 + [7.0] * 4 + [0.0] * 4
 
 
-def test_gradients_are_not_recorded_and_autocast_is_off() -> None:
+def test_autocast_is_off() -> None:
     graph = make_fx(lambda x: x @ x)(torch.randn(2, 2))
     compiled = fxwrap.compile_graph(graph, [torch.randn(2, 2)])
     with torch.autocast("cpu", torch.bfloat16):
-        (result,) = compiled(torch.randn(2, 2, requires_grad=True))
+        (result,) = compiled(torch.randn(2, 2))
     assert result.dtype is torch.float32
-    assert not result.requires_grad
 
 
 def test_extension_lines_use_their_handler_or_expansion() -> None:
