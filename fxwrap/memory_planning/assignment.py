@@ -31,7 +31,6 @@ _INT64_MAX = 2**63 - 1
 # "auto" takes n log n time: it skips the algorithms over overlapping pairs of buffers unless there are few pairs.
 _MIN_PAIR_BUDGET = 100_000
 _PAIRS_PER_BUFFER = 6
-_MAX_SEARCHED_BUFFERS = 2_000
 
 # Search steps of "auto", which is part of every compile: at most a few seconds. "search" doubles them until its time
 # limit. The time of a step grows with the number of overlapping pairs.
@@ -74,8 +73,8 @@ def assign_offsets(
         algorithm: "greedy_by_size" or "greedy_by_duration" (in the smallest gaps; linear in the number of overlapping
             pairs), "best_fit" (in the order of time, forwards and backwards; n log n), "search" (the heuristics, then
             depth-first search, see `search.py`), or "auto" (the heuristics, except those over pairs if there are many,
-            then a search if the result exceeds the capacity, or a short one for at most 2000 buffers if it exceeds the
-            lower bound).
+            then a search if the result exceeds the capacity, or a short one if it exceeds the lower bound and the limit
+            of steps permits to place all buffers twice).
         time_limit_s: limit of a search, in seconds of wall time.
 
     Results are deterministic unless the time limit stops a search. Raises PlanningError for negative sizes, empty live
@@ -122,7 +121,7 @@ class _OffsetPlanner:
         name, offsets = self._best_heuristic(thorough)
         peak = peak_of(self.buffers, offsets)
         impossible = self.capacity is not None and self.capacity < self.lower_bound
-        is_searched = thorough or self.capacity is not None or len(self.buffers) <= _MAX_SEARCHED_BUFFERS
+        is_searched = thorough or self.capacity is not None or self._scaled(_BOUND_STEPS) >= 2 * len(self.buffers)
         if peak <= self.target or impossible or not is_searched:
             return name, offsets
         better = self._search(peak, thorough)
@@ -165,14 +164,12 @@ class _OffsetPlanner:
         """Returns the best offsets of a few searches between two peaks, and the highest peak proved impossible."""
         best: Sequence[int] = ()
         low = proved  # proved impossible, or beyond the limits
-        pairs = count_overlapping_pairs(self.buffers)
         for _ in range(_TRIES + 1):
             at_bound = low < self.lower_bound
             tried = self.lower_bound if at_bound else (low + peak) // 2 // self.alignment * self.alignment
             if not low < tried < peak or (not at_bound and peak - low <= self._tolerance) or self._is_over():
                 break
-            steps = effort * (_BOUND_STEPS if at_bound else _STEPS)
-            steps = max(1, steps * _FULL_STEPS_PAIRS // max(_FULL_STEPS_PAIRS, pairs))
+            steps = self._scaled(effort * (_BOUND_STEPS if at_bound else _STEPS))
             result = search(self.buffers, tried, SearchLimits(steps, self.deadline))
             match result.outcome:
                 case SearchStatus.SOLVED:
@@ -187,6 +184,10 @@ class _OffsetPlanner:
     def _tolerance(self) -> int:
         """The difference of peaks at which the search stops."""
         return self.lower_bound // 1000
+
+    def _scaled(self, steps: int) -> int:
+        """Returns the number of steps that take about as long as `steps` in a small problem."""
+        return max(1, steps * _FULL_STEPS_PAIRS // max(_FULL_STEPS_PAIRS, count_overlapping_pairs(self.buffers)))
 
     def _is_over(self) -> bool:
         return time.monotonic() > self.deadline

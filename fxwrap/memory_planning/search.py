@@ -5,8 +5,8 @@ those below it allow; the floor of a section of time is the lowest offset of its
 the rest does not fit above it; dominated placements, which leave a gap that another buffer fits, are left out; parts
 that share no section are solved separately; buffers are ordered dynamically. Branching follows active schedules in job
 shops (Giffler and Thompson, 1960): a buffer is placed at its floor, or it waits, that is, it lies on one that is not
-placed yet. The section to fill next has the fewest candidates by weighted failures (Boussemart et al., 2004), and
-restarts take turns with several orders.
+placed yet. The section to fill next is the lowest, which packs sparse problems, or has the fewest candidates by
+weighted failures (Boussemart et al., 2004), which packs dense ones; restarts take turns.
 
 Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search.
 """
@@ -14,18 +14,25 @@ Before that, buffers are merged into blocks (`blocks.py`), which often leaves li
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fxwrap.memory_planning.blocks import Grouping, MergedBuffers, merge_blocks
+from fxwrap.memory_planning.blocks import Grouping, merge_blocks
 from fxwrap.memory_planning.greedy import Buffer, max_live_bytes
 from fxwrap.memory_planning.placement import Placement, Subproblem
 
-_FIRST_STEPS = 1000
-"""Steps of a search in the first round."""
+_FIRST_STEPS = 200
+"""Steps of a search in the first round, beside two for each buffer or block to place."""
+
+_MERGED_SHARE = 2 / 3
+"""The part of the number of buffers above which merging leaves too many blocks."""
+
+_OTHER_TURNS = 4
+"""The number of rounds in which each other search, with too many blocks or without any, runs once."""
 
 _GROWTH = 1.3
 """Growth of this number from round to round."""
@@ -64,18 +71,21 @@ class SearchLimits:
 
 @dataclass(frozen=True)
 class _Order:
-    """The order in which the candidates of a section are placed: the lowest first, or by rank only."""
+    """The section to fill next, the lowest or the most constrained one, and the order of its candidates."""
 
+    lowest_section: bool
     lowest_first: bool
+    """Whether candidates with a low floor come first, before the key decides."""
     key: Callable[[int, int], int]
     """From the number of sections and the size to a key; large ones come first."""
 
 
 _ORDERS = (
-    _Order(True, lambda length, size: (length << 64) + size),
-    _Order(False, lambda length, size: length * size),
-    _Order(True, lambda length, size: length * length * size),
-    _Order(False, lambda length, size: (length << 64) + size),
+    _Order(True, True, lambda length, size: length * size),
+    _Order(False, True, lambda length, size: (length << 64) + size),
+    _Order(False, False, lambda length, size: length * size),
+    _Order(False, True, lambda length, size: length * length * size),
+    _Order(False, False, lambda length, size: (length << 64) + size),
 )
 
 
@@ -124,59 +134,68 @@ def _independent(buffers: Sequence[Buffer]) -> list[list[int]]:
 
 
 def _search_dependent(buffers: list[Buffer], capacity: int, limits: SearchLimits) -> SearchResult:
-    """Searches in rounds: with each way to merge blocks, and at last without, as long as the limits allow."""
+    """Searches in rounds: with both ways to merge blocks, if that leaves few of them, and without, until a limit."""
     if max_live_bytes(buffers) > capacity:
         return SearchResult(SearchStatus.INFEASIBLE, (), 0)
     if len(buffers) == 1:
         return SearchResult(SearchStatus.SOLVED, (0,), 0)
-    searches = [_RestartedSearch(buffers, capacity, grouping) for grouping in (*Grouping, None)]
-    steps, allowed = 0, float(_FIRST_STEPS)
-    while True:
+    unmerged = _RestartedSearch(buffers, capacity, None)
+    merged = [_RestartedSearch(buffers, capacity, grouping) for grouping in Grouping]
+    small = [item for item in merged if item.count <= _MERGED_SHARE * len(buffers)]
+    others = [unmerged, *[item for item in merged if item not in small]] if small else merged
+    promising = small or [unmerged]
+    steps = 0
+    for turn in itertools.count():
+        searches = [*promising, *others] if turn % _OTHER_TURNS == _OTHER_TURNS - 1 else promising
         for item in searches:
-            result = item.run(SearchLimits(min(limits.steps - steps, int(allowed)), limits.deadline))
+            own = min(limits.steps - steps, int((_FIRST_STEPS + 2 * item.count) * _GROWTH**turn))
+            result = item.run(SearchLimits(own, limits.deadline))
             steps += result.steps
-            is_proof = result.outcome is SearchStatus.INFEASIBLE and item.grouping is None
+            is_proof = result.outcome is SearchStatus.INFEASIBLE and item is unmerged
             if result.outcome is SearchStatus.SOLVED or is_proof:
                 return SearchResult(result.outcome, result.offsets, steps)
             if steps >= limits.steps or time.monotonic() > limits.deadline:
-                return SearchResult(SearchStatus.LIMIT_REACHED, (), steps)
-        searches = [item for item in searches if not item.is_infeasible]
-        allowed *= _GROWTH
+                break
+            if result.outcome is SearchStatus.INFEASIBLE:
+                promising = [other for other in promising if other is not item] or [unmerged]
+                others = [other for other in others if other is not item and other not in promising]
+        else:
+            continue
+        break
+    return SearchResult(SearchStatus.LIMIT_REACHED, (), steps)
 
 
 class _RestartedSearch:
     """Depth-first searches of one problem, each with the next order; failures weigh sections in all of them."""
 
     def __init__(self, buffers: list[Buffer], capacity: int, grouping: Grouping | None) -> None:
-        self.buffers = buffers
-        self.capacity = capacity
-        self.grouping = grouping
-        self.is_infeasible = False
-        self.turn = 0
-        self._prepared: tuple[MergedBuffers, Subproblem, list[int]] | None = None
+        self.turn = 0 if grouping is None else 1
+        self._merged = merge_blocks(buffers, grouping, _pack_block)
+        self._part = Subproblem.of(self._merged.buffers, capacity)
+        self._weights = [1] * len(self._part.members)
+
+    @property
+    def count(self) -> int:
+        """The number of buffers or blocks to place."""
+        return len(self._part.size)
 
     def run(self, limits: SearchLimits) -> SearchResult:
         """Runs the next search."""
-        if self._prepared is None:
-            merged = merge_blocks(self.buffers, self.grouping, _pack_block)
-            part = Subproblem.of(merged.buffers, self.capacity)
-            self._prepared = merged, part, [1] * len(part.members)
-        merged, part, weights = self._prepared
+        part = self._part
         order = _ORDERS[self.turn % len(_ORDERS)]
         ranks = _ranks(part, order, self.turn // len(_ORDERS))
         self.turn += 1
-        result = _explore(part, order, ranks, weights, limits)
-        self.is_infeasible = result.outcome is SearchStatus.INFEASIBLE
-        offsets = merged.expand(result.offsets) if result.offsets else ()
+        result = _explore(part, order, ranks, self._weights, limits)
+        offsets = self._merged.expand(result.offsets) if result.offsets else ()
         return SearchResult(result.outcome, tuple(offsets), result.steps)
 
 
 def _pack_block(buffers: Sequence[Buffer], capacity: int) -> Sequence[int]:
     """Returns offsets of the buffers of a block; () for none."""
     part = Subproblem.of(buffers, capacity)
-    ranks = _ranks(part, _ORDERS[0], 0)
+    ranks = _ranks(part, _ORDERS[1], 0)
     limits = SearchLimits(_BLOCK_STEPS, math.inf)
-    return _explore(part, _ORDERS[0], ranks, [1] * len(part.members), limits).offsets
+    return _explore(part, _ORDERS[1], ranks, [1] * len(part.members), limits).offsets
 
 
 def _ranks(part: Subproblem, order: _Order, perturbed: int) -> list[int]:
@@ -232,8 +251,11 @@ def _pending_sections(state: Placement, decisions: list[_Decision]) -> range:
 def _choose(state: Placement, sections: range, order: _Order, ranks: list[int], weights: list[int]) -> int | None:
     """Returns the buffer to place next: the first candidate of the section with the fewest; None for no candidate."""
     count, height, members = state.candidate_count, state.height, state.members
-    keys = sorted([(count[section] / weights[section], height[section], section)
-                   for section in sections if members[section]])  # fmt: skip
+    pending = [section for section in sections if members[section]]
+    if order.lowest_section:
+        keys = sorted([(float(height[section]), count[section], section) for section in pending])
+    else:
+        keys = sorted([(count[section] / weights[section], height[section], section) for section in pending])
     for _, _, section in keys:
         ready = [index for index in members[section] if state.is_ready(index)]
         if ready and order.lowest_first:
