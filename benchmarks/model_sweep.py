@@ -1,10 +1,10 @@
 """Every architecture that can be built small, forward and one training step, beside eager and float64.
 
-    python benchmarks/model_sweep.py --library transformers --record
+    python benchmarks/model_sweep.py --library transformers --jobs 2 --record
     python benchmarks/model_sweep.py --library timm --only 'resnet|vit'
     python benchmarks/model_sweep.py --sample 12 --emitters python,cpp,fx,interpreter
 
-Each model runs in a worker process with a time limit. A result is right if its error against float64 is at most three
+Models run in worker processes, each with a time limit. A result is right if its error against float64 is at most three
 times eager's, or if it is eager's own but for rounding (where float64 decides otherwise, as routing to experts does).
 The table's `status` is "right", "wrong", "fxwrap: ..." (it failed), "torch: ..." (`aot_eager` fails alike),
 "skipped: ..." (eager cannot run the small model), or "killed" (time or memory).
@@ -22,10 +22,12 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -206,6 +208,17 @@ class Worker:
             self._process = None
 
 
+def _rows(worker: Worker, name: str, steps: Sequence[str], emitters: Sequence[str]) -> Iterator[dict[str, Cell]]:
+    """Yields the rows of a model; a step that eager cannot run has one row."""
+    columns = ("status", "eager error", "error", "from eager", "compile and run, s")
+    for step in steps:
+        for emitter in emitters:
+            row = worker.run(name, step == "training", emitter)
+            yield {"model": name, "step": step, "emitter": emitter, **{key: row.get(key) for key in columns}}
+            if str(row["status"]).startswith("skipped"):
+                break
+
+
 def main() -> None:
     """Prints the table, and counts of its outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,7 +226,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a regular expression of names")
     parser.add_argument("--sample", type=int, help="this many models, drawn at random by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part", default="1/1", help="K/N: the K-th of N parts, for several processes at once")
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes, each with one thread")
     parser.add_argument("--emitters", default="cpp", help="of python,cpp,fx,interpreter")
     parser.add_argument("--steps", default="forward,training")
     parser.add_argument("--device", default="cpu")
@@ -223,19 +236,26 @@ def main() -> None:
     names = [model.name for model in sweep_models(chosen.library) if re.search(chosen.only, model.name)]
     if chosen.sample is not None:
         names = sorted(random.Random(chosen.seed).sample(names, min(chosen.sample, len(names))))
-    part, parts = map(int, chosen.part.split("/"))
     report = Report(f"model_sweep-{chosen.library}", chosen, chosen.device, note="weights and inputs are random")
-    worker, outcomes = Worker(chosen.library, chosen.device, chosen.limit), Counter[str]()
-    for name in names[part - 1 :: parts]:
-        for step in chosen.steps.split(","):
-            for emitter in chosen.emitters.split(","):
-                row = worker.run(name, step == "training", emitter)
-                outcomes[f"{step}, {emitter}: {str(row['status']).partition(':')[0]}"] += 1
-                columns = ("status", "eager error", "error", "from eager", "compile and run, s")
-                report.add({"model": name, "step": step, "emitter": emitter, **{key: row.get(key) for key in columns}})
-                if str(row["status"]).startswith("skipped"):
-                    break
-    worker.stop()
+    outcomes = Counter[str]()
+    workers = SimpleQueue[Worker]()
+    for _ in range(chosen.jobs):
+        workers.put(Worker(chosen.library, chosen.device, chosen.limit))
+
+    def run(name: str) -> list[dict[str, Cell]]:
+        worker = workers.get()
+        try:
+            return list(_rows(worker, name, chosen.steps.split(","), chosen.emitters.split(",")))
+        finally:
+            workers.put(worker)
+
+    with ThreadPoolExecutor(chosen.jobs) as threads:
+        for future in as_completed([threads.submit(run, name) for name in names]):
+            for row in future.result():
+                outcomes[f"{row['step']}, {row['emitter']}: {str(row['status']).partition(':')[0]}"] += 1
+                report.add(row)
+    for _ in range(chosen.jobs):
+        workers.get().stop()
     print("\n" + "\n".join(f"{outcome}: {count}" for outcome, count in sorted(outcomes.items())))
 
 
