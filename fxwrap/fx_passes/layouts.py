@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fxwrap.devices import DeviceSpec
+from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import mutated_operands
 from fxwrap.fx_passes.graph_copy import (
     bytes_of,
@@ -55,6 +56,10 @@ _LAYOUT_SENSITIVE = frozenset({
 })  # fmt: skip
 """Operators with a lowering rule whose result depends on the strides of their operand."""
 
+_SMALLEST_STRIDED_POINTWISE_CHANNELS = 16
+"""Below so many input channels, oneDNN writes outside its buffers when it computes the gradient of a strided pointwise
+convolution's weight from a channels-last image (torch 2.11 to 2.13, on a CPU with AVX-512)."""
+
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _COPY_COST = 1.3
 """The cost of copying a byte to another layout, in bytes that a library reorders around a convolution."""
@@ -79,7 +84,7 @@ class LayoutCost:
 
 
 class _LayoutNotRestorable(Exception):
-    """The original strides of a tensor cannot be restored, or a convolution's result is not channels-last."""
+    """The original strides of this node cannot be restored, or a convolution's result is not channels-last."""
 
 
 def optimize_layouts(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
@@ -103,7 +108,14 @@ def optimize_layouts(graph: PreparedGraph, context: FxPassContext) -> PreparedGr
         else:
             if restrided or rewriter.cost.is_profitable:
                 return rewritten
-    return _LayoutRewriter(graph, context, restrided, frozenset()).run() if restrided else graph
+    if not restrided:
+        return graph
+    try:
+        return _LayoutRewriter(graph, context, restrided, frozenset()).run()
+    except _LayoutNotRestorable as error:
+        reason = f"it reads {error}, whose strides are not those that the graph was traced with"
+        remedy = "Trace the graph with inputs of these strides, or pass contiguous inputs"
+        raise GraphError("", reason, remedy) from None
 
 
 def _restrided_inputs(graph: PreparedGraph, example_inputs: Sequence[object] | None) -> dict[Node, FakeTensor]:
@@ -122,10 +134,24 @@ def _is_convolution(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpe
     """Whether a node is a convolution of images on a device that prefers channels-last operands."""
     if node.target not in _CONVOLUTION_OPERANDS or node.args[_CONVOLUTION_OPERANDS[node.target][1]] is not False:
         return False
+    if _has_broken_channels_last_kernel(node, fakes):
+        return False
     return all(
         isinstance(fake := fakes.get(operand), FakeTensor) and _is_image(fake, specs)
         for operand in _convolution_operands(node)
     )
+
+
+def _has_broken_channels_last_kernel(node: Node, fakes: NodeValues) -> bool:
+    """Whether the device's library corrupts memory in a convolution's backward of a channels-last image."""
+    if node.target is not _aten.convolution_backward.default:
+        return False
+    weight = fakes[node.args[2]]  # type: ignore[index]
+    if not isinstance(weight, torch.Tensor) or weight.device.type != "cpu":
+        return False
+    strides: Any = node.args[4]
+    is_strided_pointwise = all(size == 1 for size in weight.shape[2:]) and any(stride != 1 for stride in strides)
+    return is_strided_pointwise and weight.shape[1] < _SMALLEST_STRIDED_POINTWISE_CHANNELS
 
 
 def _convolution_operands(node: Node) -> list[Node]:
@@ -213,7 +239,7 @@ class _LayoutRewriter:
             self._copy_with_original_layouts(node)
         if operands is not self.env and not _is_channels_last(items_of(self.fakes[self.env[node]])[0]):
             # Torch has no channels-last kernel here, for example in a build without the device's library.
-            raise _LayoutNotRestorable
+            raise _LayoutNotRestorable(f"'{node.name}'")
 
     def _propagate_layout(self, node: Node, operands: Mapping[Node, Node]) -> bool:
         """Copies a call onto operands in new layouts; returns whether the call accepts them."""
@@ -242,7 +268,7 @@ class _LayoutRewriter:
         """Whether the values that a call computes do not depend on its operands' strides."""
         if node.target is operator.getitem:
             return True
-        if not isinstance(node.target, OpOverload):
+        if not isinstance(node.target, OpOverload) or _has_broken_channels_last_kernel(node, self.source.fakes):
             return False
         schema = operator_schema(node.target)
         if not schema.is_pure or schema.name in _LAYOUT_SENSITIVE:
@@ -251,8 +277,9 @@ class _LayoutRewriter:
 
     def _copy_with_original_layouts(self, node: Node) -> None:
         """Copies a call onto operands in their original layouts."""
-        operands = {operand: self._restore_layout(operand) for operand in node.all_input_nodes}
         is_view = self._aliases_operand(node)
+        is_exact = is_view or str(node.target) in _LAYOUT_SENSITIVE
+        operands = {operand: self._restore_layout(operand, is_exact) for operand in node.all_input_nodes}
         fake = self._propagate_fake(node, operands) if is_view else self.source.fakes.get(node)
         self._define(node, operands, fake)
         if is_view:
@@ -301,12 +328,18 @@ class _LayoutRewriter:
         constant.meta = {"val": self.fakes[constant]}
         return constant
 
-    def _restore_layout(self, node: Node) -> Node:
-        """Returns a node in its original layout."""
+    def _restore_layout(self, node: Node, is_exact: bool = True) -> Node:
+        """Returns a node in its original layout; or, unless `is_exact`, dense with its dimensions in that order."""
         if node not in self.changed:
             return self.env[node]
-        if node in self._restored:
-            return self._restored[node]
+        if node not in self._restored:
+            self._restored[node] = self._restore(node)
+        restored, old = self._restored[node], self.source.fakes[node]
+        if is_exact and isinstance(old, torch.Tensor) and not same_strides(self.fakes[restored], old):
+            raise _LayoutNotRestorable(f"'{node.name}'")
+        return restored
+
+    def _restore(self, node: Node) -> Node:
         current, old = self.env[node], self.source.fakes[node]
         if isinstance(old, torch.Tensor) and same_strides(self.fakes[current], old):
             return current
@@ -314,12 +347,10 @@ class _LayoutRewriter:
             operands = {operand: self._restore_layout(operand) for operand in node.all_input_nodes}
             restored = self.graph.node_copy(node, operands.__getitem__)
             self.fakes[restored] = restored.meta["val"] = self._propagate_fake(node, operands)
-        elif isinstance(old, torch.Tensor):
-            restored = self._restore_by_view(node, old) or self._restore_by_copy(node, old)
-        else:
-            raise _LayoutNotRestorable
-        self._restored[node] = restored
-        return restored
+            return restored
+        if not isinstance(old, torch.Tensor):
+            raise _LayoutNotRestorable(f"'{node.name}'")
+        return self._restore_by_view(node, old) or self._restore_by_copy(node, old)
 
     def _restore_by_view(self, node: Node, old: torch.Tensor) -> Node | None:
         """Returns a view with the original strides, if only strides of dimensions of size 1 differ."""
@@ -334,21 +365,17 @@ class _LayoutRewriter:
         return view if same_strides(self.fakes[view], old) else None
 
     def _restore_by_copy(self, node: Node, old: torch.Tensor) -> Node:
-        """Returns a copy with the original strides, which must be dense, with the dimensions in any order."""
+        """Returns a dense copy with the dimensions in the original order: that of the strides."""
         magnitudes = [size_hint(stride) for stride in old.stride()]
         order = sorted(range(old.ndim), key=lambda dim: -magnitudes[dim])
         current, contiguous = self.env[node], {"memory_format": torch.contiguous_format}
         self._count_copy(node, old)
         if order == list(range(old.ndim)):
-            restored = self._insert(node, _aten.clone.default, (current,), "restored", contiguous)
-        else:
-            inverse = [order.index(dim) for dim in range(old.ndim)]
-            permuted = self._insert(node, _aten.permute.default, (current, order), "permuted")
-            dense = self._insert(node, _aten.clone.default, (permuted,), "dense", contiguous)
-            restored = self._insert(node, _aten.permute.default, (dense, inverse), "restored")
-        if not same_strides(self.fakes[restored], old):
-            raise _LayoutNotRestorable
-        return restored
+            return self._insert(node, _aten.clone.default, (current,), "restored", contiguous)
+        inverse = [order.index(dim) for dim in range(old.ndim)]
+        permuted = self._insert(node, _aten.permute.default, (current, order), "permuted")
+        dense = self._insert(node, _aten.clone.default, (permuted,), "dense", contiguous)
+        return self._insert(node, _aten.permute.default, (dense, inverse), "restored")
 
     def _insert(
         self,

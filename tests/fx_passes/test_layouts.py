@@ -16,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.compile import Compiled, compile_graph
+from fxwrap.errors import GraphError
+from fxwrap.lines import ExternCall
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program, TensorType, Value, defined
 from tests.support.capture import recording_backend
@@ -71,6 +73,12 @@ def traced_module(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[Tensor
 
     inputs = [x, *state.values()]
     return traced(function, *inputs), inputs
+
+
+def fake_inputs(graph: GraphModule, *inputs: Tensor) -> list[Tensor]:
+    """Returns fake tensors like the inputs, which the graph may have been traced for with other strides."""
+    mode = next(iter(graph.graph.nodes)).meta["val"].fake_mode
+    return [mode.from_tensor(item) for item in inputs]
 
 
 def has_images(program: Program) -> bool:
@@ -233,6 +241,47 @@ def test_stride_dependent_operators_get_the_original_layout() -> None:
     compiled = compile_graph(traced(function, x, weight), [x, weight])
     assert has_images(compiled.program)
     torch.testing.assert_close(compiled(x, weight)[0], function(x, weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_inputs_whose_traced_strides_were_padded(emitter: str) -> None:
+    """The graph was traced with rows of 100, and is compiled for another order; a library call accepts dense ones."""
+    traced_x, y = torch.randn(2, 100, 4)[:, :68].transpose(1, 2), torch.randn(2, 68, 5)
+    graph = traced(lambda x, y: torch.bmm(x, y) + 1, traced_x, y)
+    x = torch.randn(2, 4, 100)[..., :68]
+    compiled = compile_graph(graph, fake_inputs(graph, x, y), options=Options(emitter=emitter))
+    (actual,) = compiled(x, y)
+    torch.testing.assert_close(actual, torch.bmm(x, y) + 1)
+
+
+def test_strides_that_cannot_be_restored_are_named() -> None:
+    traced_x = torch.randn(2, 100, 4)[:, :68].transpose(1, 2)
+    graph = traced(lambda x: aten.as_strided.default(x, [3, 3], [400, 1], 5), traced_x)
+    with pytest.raises(GraphError, match=r"reads 'x_1', whose strides are not those.*Trace the graph"):
+        compile_graph(graph, fake_inputs(graph, torch.randn(2, 4, 100)[..., :68]))
+
+
+def test_strided_pointwise_convolutions_of_few_channels_keep_their_images() -> None:
+    """oneDNN computes their weight's gradient outside its buffers if the image is channels-last."""
+
+    class Stem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.pointwise = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.Conv2d(3, 16, 1, 2, bias=False)
+            self.last = nn.Conv2d(16, 16, 5, 1, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last((self.wide(x) + self.pointwise(x)).relu()).relu()
+
+    seen: list[Compiled] = []
+    torch.compiler.reset()
+    torch.compile(Stem().train(), backend=recording_backend(seen))(torch.randn(2, 3, 64, 64)).sum().backward()
+    images = {}
+    for line in seen[1].program.body.lines:
+        if isinstance(line, ExternCall) and line.target == "aten.convolution_backward.default":
+            _, image, weight = [item.tensor_type for item in line.arguments[:3] if isinstance(item, Value)]
+            images[weight.sizes[2:]] = _is_channels_last(image)
+    assert images == {(5, 5): True, (3, 3): True, (1, 1): False}
 
 
 def test_a_mutated_weight_is_converted_at_its_use() -> None:
