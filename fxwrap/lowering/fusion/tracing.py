@@ -108,7 +108,9 @@ class BodyBuilder:
         self.evaluated_definitions: dict[Definition, None] = {}
 
     def load(self, definition: Definition, indices: Indices, other: Number = 0) -> Scalar:
-        """Returns an element in its compute dtype."""
+        """Returns an element in its compute dtype; 0 for a tensor that is known to have none, which is never used."""
+        if 0 in definition.sizes:
+            return self.number(0, definition.dtype)
         definition, at = resolve_views(definition, indices)
         mask = self.body.mask.position if self.body.mask is not None else None
         key = (id(definition), at, mask, other if mask is not None else 0)
@@ -141,6 +143,10 @@ class BodyBuilder:
         return value
 
     def _run_body(self, definition: Definition, at: Sequence[IndexLike], parallel_rank: int) -> Scalar:
+        sizes, _ = iteration_space(definition)
+        if 0 in sizes:  # no element is computed; printers may move loads and assertions out of loops that never run
+            combined = definition.source.dtype if isinstance(definition, Reduced | Scanned) else definition.dtype
+            return self.number(0, combined)
         match definition:
             case Pointwise():
                 return definition.body(self, at)

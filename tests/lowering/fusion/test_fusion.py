@@ -140,6 +140,21 @@ def test_empty_tensors_are_not_read(case: str) -> None:
     assert not any(buffer.extent == 0 for kernel in planned.kernels.values() for buffer in kernel.inputs)
 
 
+EMPTY_SLICES: dict[str, Callable[[Tensor], Any]] = {
+    "a sum": lambda x: (x[3:].unsqueeze(1) * 2).sum(),
+    "a sum for each column": lambda x: (x[3:].unsqueeze(1).expand(0, 4) * 2).sum(0),
+    "a mean and its differences": lambda x: x[3:].unsqueeze(1) - x[3:].unsqueeze(1).mean(),
+    "an index": lambda x: x[x[3:].long().unsqueeze(1)].sum(0) + x,
+    "a scatter": lambda x: x.scatter_add(0, x[3:].long(), x[3:].exp()),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY_SLICES)
+def test_an_empty_slice_reads_nothing_behind_the_end(case: str) -> None:
+    """Printers move loads out of a loop where the loop does not change them, also out of one that never runs."""
+    check(EMPTY_SLICES[case], torch.rand(3))
+
+
 # --- what is one kernel ----------------------------------------------------------------------------------------------
 
 
