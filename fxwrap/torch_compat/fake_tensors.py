@@ -129,9 +129,11 @@ def without_guards(mode: FakeTensorMode | None) -> AbstractContextManager[object
     return nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
-# Why: torch 2.11 gives indices and counts of `unique` and its variants the dtype of the input, and has no rule for
-# `_unique`, which then returns one element. Graphs traced with these rules lack conversions that they need. The table
-# has no public name and must be correct before Dynamo traces. Wrong on 2.11; right on 2.13, which stays as it is.
+# Why: rules of torch 2.11 that are wrong; right on 2.13, which stays as it is. Indices and counts of `unique` and its
+# variants have the dtype of the input, and `_unique` has no rule, so that it returns one element: graphs traced with
+# these rules lack conversions that they need. `slice_scatter` and its relatives keep the strides of an operand whose
+# elements overlap, as those of `expand` do, although their results have memory for each element. The table has no
+# public name and must be correct before Dynamo traces.
 
 
 def _correct_unique_fake_impls(rules: dict[OpOverload, Callable[..., Sequence[torch.Tensor]]]) -> None:
@@ -156,5 +158,26 @@ def _correct_unique_fake_impls(rules: dict[OpOverload, Callable[..., Sequence[to
     rules.setdefault(aten._unique.default, without_counts)
 
 
+def _correct_slice_scatter_fake_impls(rules: dict[OpOverload, Callable[..., object]]) -> None:
+    """Gives the results of `slice_scatter` and its relatives contiguous strides if the operand's elements overlap."""
+    aten = torch.ops.aten
+
+    def without_overlaps(
+        rule: Callable[..., object] | None,
+        mode: object,
+        operator: object,
+        base: torch.Tensor,
+        *arguments: object,
+        **keywords: object,
+    ) -> object:
+        if torch._debug_has_internal_overlap(base) == 1:
+            return base.clone()
+        return NotImplemented if rule is None else rule(mode, operator, base, *arguments, **keywords)
+
+    for operator in (aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default):
+        rules[operator] = partial(without_overlaps, rules.get(operator))
+
+
 if TorchVersion("2.13") > torch.__version__:
     _correct_unique_fake_impls(op_implementations_dict)
+    _correct_slice_scatter_fake_impls(op_implementations_dict)

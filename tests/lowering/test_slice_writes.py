@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -225,3 +226,24 @@ def test_a_cache_on_a_gpu_is_written_in_place(module: type[_Cache]) -> None:
         wanted = eager(x, at)
         for emitter in COMPARED_EMITTERS:
             torch.testing.assert_close(run(program, emitter, rows, x, at), (wanted, eager.rows))
+
+
+OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: torch.slice_scatter(x.expand(3, 4), x.expand(2, 4) * 2, 0, 1, 3),
+    "whole slice": lambda x: torch.slice_scatter(x.expand(3, 4), x.expand(3, 4).cumsum(0), 0, 0, 3),
+    "row": lambda x: torch.select_scatter(x.expand(3, 4), x * 2, 0, 1),
+    "diagonal": lambda x: torch.diagonal_scatter(x.expand(4, 4), x * 2),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_results_of_overlapping_operands_have_memory_for_each_element(case: str, fresh_dynamo: None) -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        result = OVERLAPPING[case](x)
+        product = result @ x
+        return result.add_(1), product
+
+    x = torch.rand(4)
+    wanted, results = function(x), torch.compile(function, backend="fxwrap")(x)
+    torch.testing.assert_close(results, wanted, check_stride=True)
+    assert_emitters_agree(make_fx(function, tracing_mode="fake")(x), (x,))
