@@ -30,7 +30,18 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton import Configuration, configurations, print_triton
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import canonicalize, evaluate, expression_kind, make_symbol, parse_expr
-from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, random, softmax_kernel, squares_kernel
+from tests.printers.triton_kernels import (
+    BF16,
+    F32,
+    F64,
+    I64,
+    build,
+    check,
+    launch_interpreted,
+    random,
+    softmax_kernel,
+    squares_kernel,
+)
 
 # NumPy, which the interpreter computes with, warns of the tested cases: overflow, NaN, division by zero.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -269,6 +280,19 @@ def test_scans(kind: str, dtype: torch.dtype, special: bool) -> None:
         operand = operand.nan_to_num(nan=5.0, posinf=9.0, neginf=-9.0)
     for configuration in tilings(kernel):
         check(kernel, configuration, inputs={"x": operand.to(dtype)})
+
+
+def test_the_error_of_a_sum_does_not_grow_with_the_blocks_of_its_scan() -> None:
+    p, r = Axis("p0", 2), Axis("r0", 4096)
+    position = linearize_index([p, r], [2, 4096])
+    body = KernelBuilder()
+    body.store("out", position, body.scan("cumsum", body.load("x", position, F32))[0])
+    kernel = body.finish([p], [r], [Buffer("x", F32, 8192)], [Buffer("out", F32, 8192)])
+    operand, result = torch.full((8192,), 0.1), torch.zeros(8192)
+    wanted = operand.double().view(2, 4096).cumsum(1).flatten()
+    printed = print_triton(kernel, Configuration(r_block=16, y=(p,), y_block=2, looped=True))
+    launch_interpreted(kernel, printed, {"x": operand, "out": result})
+    assert (result - wanted).norm() <= 5e-7 * wanted.norm()
 
 
 def test_a_scan_shared_by_two_stages_and_an_assertion() -> None:

@@ -296,7 +296,8 @@ def scan_block(
 ) -> tuple[list[str], list[str]]:
     """Returns the statements of a scan before and inside the loop over blocks.
 
-    Without `carried` there is no loop, and the first list is empty.
+    Without `carried` there is no loop, and the first list is empty. Sums and products of float32 are carried from block
+    to block in float64, so that rounding errors do not grow with the number of blocks.
     """
     kind = operation.kind
     start = identity(kind, dtype)
@@ -316,13 +317,16 @@ def scan_block(
     carry = row.create_name("carried")
     shape = "()" if row.rank == 1 else _keep_dims_shape(row)
 
-    def add_carry(right: str) -> str:
-        if kind == "logcumsumexp":
-            return f"{row.use('log_add_exp')}({carry}, {right})"
-        return f"{carry} {'+' if kind == 'cumsum' else '*'} {right}"
+    is_wide = dtype is torch.float32 and kind != "logcumsumexp"
 
-    before = [f"{carry} = tl.full({shape}, {start}, {name})"]
-    return before, [f"{first} = {add_carry(scanned)}", f"{carry} = {add_carry(total)}"]
+    def add_carry(left: str, right: str) -> str:
+        if kind == "logcumsumexp":
+            return f"{row.use('log_add_exp')}({left}, {right})"
+        return f"{left} {'+' if kind == 'cumsum' else '*'} {right}"
+
+    before = [f"{carry} = tl.full({shape}, {start}, {'tl.float64' if is_wide else name})"]
+    added = add_carry(f"{carry}.to({name})" if is_wide else carry, scanned)
+    return before, [f"{first} = {added}", f"{carry} = {add_carry(carry, total)}"]
 
 
 def _scan_position(
