@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import MemoryCheckError, PlanningError
 from fxwrap.memory_planning import apply_plan, check_plan, plan_from_json, plan_memory, plan_to_json
-from fxwrap.options import EMITTERS
+from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import RULES, cache_line, parsed
@@ -55,6 +56,22 @@ def test_a_correct_plan_passes_and_releases_all_memory() -> None:
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
     assert not ran.allocated and set(ran.live_allocations) <= {"x", "more", "y"}
+
+
+def test_tensors_that_turn_out_to_be_empty_need_no_memory() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        rows = torch.repeat_interleave(x)
+        both = torch.stack([rows, rows])
+        positive = both > 0
+        return positive, both[positive.any(1)], positive.sum()
+
+    graph = make_fx(function, tracing_mode="symbolic")(torch.tensor([1, 2, 0]))
+    options = Options(
+        emitter="interpreter", check_memory=True, memory_planning="greedy_by_duration", reorder_for_peak_memory=True
+    )
+    compiled = fxwrap.compile_graph(graph, options=options)
+    for counts in ([1, 2, 0], [0, 0, 0]):
+        torch.testing.assert_close(compiled(torch.tensor(counts)), function(torch.tensor(counts)))
 
 
 def test_an_undeclared_alias_is_detected() -> None:

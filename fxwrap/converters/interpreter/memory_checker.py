@@ -101,6 +101,8 @@ class CheckedInterpreter(Interpreter):
             self.live_allocations[name] = _LiveAllocation(device, start, start + size, name, last_use)
 
     def _bytes(self, value: Value) -> int:
+        if any(self._evaluate(size) == 0 for size in value.tensor_type.sizes):
+            return 0  # symbolic strides may be at least 1 where a size is 0
         return int(self._evaluate(value.tensor_type.storage_bytes))
 
     def _check_slice(self, position: int, line: PoolSlice) -> None:
