@@ -73,7 +73,9 @@ class Space:
         if mask is None:
             return buffer[index].clone()
         index, mask = torch.broadcast_tensors(index, mask)
-        return torch.where(mask, buffer[torch.where(mask, index, 0)], torch.tensor(other, dtype=buffer.dtype))
+        loaded = torch.full(index.shape, other, dtype=buffer.dtype)
+        loaded[mask] = buffer[index[mask]]
+        return loaded
 
     def reduce(self, kind: str, value: Tensor) -> Any:
         """Returns a reduction over all axes that are not parallel."""

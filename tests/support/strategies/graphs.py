@@ -52,10 +52,14 @@ Step: TypeAlias = Callable[["GraphDraw"], None]
 
 
 class GraphDraw:
-    """A graph that is being drawn. Values are computed as nodes are added, for their shapes."""
+    """A graph that is being drawn. Values are computed as nodes are added, for their shapes.
 
-    def __init__(self, draw: Callable[[Any], Any]) -> None:
+    Only a graph that `writes` has in-place operators.
+    """
+
+    def __init__(self, draw: Callable[[Any], Any], writes: bool = True) -> None:
         self.draw = draw
+        self.writes = writes
         self.graph = Graph()
         self.entries: list[Entry] = []
         self.inputs: list[Tensor] = []
@@ -392,7 +396,7 @@ def _scatter(b: GraphDraw) -> None:
     if kind == "add":
         b.call(aten.scatter_add.default, entry, dim, place, source)
         return
-    in_place = _may_be_written(entry, source)
+    in_place = b.writes and _may_be_written(entry, source)
     target = b.choice([aten.scatter_reduce.two, *([aten.scatter_reduce_.two] if in_place else [])])
     b.call(target, entry, dim, place, source, kind, include_self=b.choice([True, False]))
 
@@ -406,7 +410,7 @@ def _index_put(b: GraphDraw) -> None:
         lambda other: other.value.dtype is torch.int64 and _broadcast(sizes, other.shape)
         and tuple(torch.broadcast_shapes(sizes, other.shape)) == sizes
     )  # fmt: skip
-    in_place = _may_be_written(entry, values)
+    in_place = b.writes and _may_be_written(entry, values)
     target = b.choice([aten.index_put.default, *([aten.index_put_.default] if in_place else [])])
     b.call(target, entry, [place], values, True)
 
@@ -488,8 +492,8 @@ def graphs(
     sizes: Sequence[int] = SIZES,
     dtypes: Sequence[torch.dtype] = INPUT_DTYPES,
 ) -> RandomGraph:
-    """Draws a graph of at most `steps` steps from these families; one in `writes` overwrites a tensor."""
-    b = GraphDraw(draw)
+    """Draws a graph of at most `steps` steps from these families; one in `writes` overwrites a tensor, 0 means none."""
+    b = GraphDraw(draw, bool(writes))
     shape = [b.choice(sizes) for _ in range(b.integer(1, 3))]
     for number in range(b.integer(1, 4)):
         own = shape if b.flag() else [b.choice([size, 1, size]) for size in shape][b.integer(0, len(shape) - 1) :]
