@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
@@ -185,8 +185,23 @@ def _infer(case: Case, subject: Subject) -> int:
         actual = [_same_layout(item) for item in inputs]
         with torch.no_grad():
             results = compiled(*actual)
-        _check(wanted, (*results, *actual), strides=case.options["output_strides"] == "eager")
+        is_accurate = partial(_is_as_accurate, subject, inputs, wanted, (*results, *actual))
+        _check(wanted, (*results, *actual), case.options["output_strides"] == "eager", is_accurate)
     return len(subject.inputs)
+
+
+def _is_as_accurate(
+    subject: Subject, inputs: Sequence[Tensor], wanted: Sequence[Tensor], results: Sequence[Tensor]
+) -> bool:
+    """Whether results that differ from eager's have no larger errors: a sum whose large terms cancel is inexact."""
+    arguments = [item.double() if item.dtype is torch.float32 else item.clone() for item in inputs]
+    with torch.no_grad():
+        exact = [*subject.graph.module(*arguments), *arguments]
+    for one, want, result in zip(exact, wanted, results, strict=True):
+        is_comparable = (want.dtype, want.shape, one.shape) == (result.dtype, result.shape, result.shape)
+        if not is_comparable or not (close(result, want) or (result - one).norm() <= (want - one).norm()):
+            return False
+    return True
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -260,7 +275,9 @@ def _gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[T
     return [*[item.detach() for item in results], *[item.grad for item in leaves if item.grad is not None]]
 
 
-def _check(wanted: Sequence[Any], results: Sequence[Any], strides: bool) -> None:
+def _check(
+    wanted: Sequence[Any], results: Sequence[Any], strides: bool, may_differ: Callable[[], bool] = lambda: False
+) -> None:
     assert len(wanted) == len(results), f"{len(results)} results, not {len(wanted)}"
     for position, (want, result) in enumerate(zip(wanted, results)):
         where = f"result {position}"
@@ -268,7 +285,7 @@ def _check(wanted: Sequence[Any], results: Sequence[Any], strides: bool) -> None
         if strides and want.numel():
             pairs = zip(want.shape, want.stride(), result.stride())
             assert all(one == other or size == 1 for size, one, other in pairs), f"{where}: strides {result.stride()}"
-        assert close(result, want), f"{where}:\n{result}\nis not\n{want}"
+        assert close(result, want) or may_differ(), f"{where}:\n{result}\nis not\n{want}"
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
