@@ -156,9 +156,10 @@ class DefinitionBuilder:
         call = OperatorCall(
             schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero
         )
-        result = RULES[schema.name](call)
-        if isinstance(result, Declined):
-            return result.reason
+        try:
+            result = RULES[schema.name](call)
+        except Declined as declined:
+            return str(declined)
         self._add_scalar_reads(reads, position)
         if isinstance(result, Definition):
             definition = self._register(node, schema, result, fake, position, node.name)

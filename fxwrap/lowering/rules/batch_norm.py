@@ -5,6 +5,8 @@ Operators that write running statistics in place stay extern calls; AOTAutograd 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from fxwrap.loop_ir import Scalar, compute_dtype
@@ -30,17 +32,17 @@ from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCal
 )  # fmt: skip
 def _forward(
     call: OperatorCall, x: Definition, weight: Definition | None, bias: Definition | None, *others: object
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     arguments = call.bind()
     mean, variance = arguments.get("running_mean"), arguments.get("running_var")
     if call.operator.startswith("_batch_norm") and _has_cudnn_reserve(call):
-        return Declined("its result reserves memory for cuDNN")
+        raise Declined("its result reserves memory for cuDNN")
     if mean is None or variance is None:
         return _training_forward(call, x, weight, bias, None, None, 0.0, arguments["eps"])
     if not arguments.get("training", call.operator == "_batch_norm_with_update_functional"):
         return _eval_forward(call, x, weight, bias, mean, variance, arguments["eps"])
     if call.operator in ("_native_batch_norm_legit", "native_batch_norm"):
-        return Declined(_MUTATION_REASON)
+        raise Declined(_MUTATION_REASON)
     return _training_forward(call, x, weight, bias, mean, variance, arguments["momentum"], arguments["eps"])
 
 
@@ -48,8 +50,8 @@ _MUTATION_REASON = "it writes running statistics in place"
 
 
 @lowering_rule("aten._batch_norm_with_update.default")
-def _with_update(call: OperatorCall) -> Declined:
-    return Declined(_MUTATION_REASON)
+def _with_update(call: OperatorCall) -> NoReturn:
+    raise Declined(_MUTATION_REASON)
 
 
 def _has_cudnn_reserve(call: OperatorCall) -> bool:
@@ -145,21 +147,21 @@ def _copy(call: OperatorCall, fake: torch.Tensor, source: Definition) -> Pointwi
 
 
 @lowering_rule("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
-def _backward(call: OperatorCall, grad: Definition, x: Definition, *_: object) -> LoweringResult | Declined:
+def _backward(call: OperatorCall, grad: Definition, x: Definition, *_: object) -> LoweringResult:
     arguments, space, computes = call.bind(), batch_norm_space(x.sizes), x.compute_dtype
     reserve = arguments.get("reserve")
     if reserve is not None and (call.spec.reserves_batch_norm_state or reserve.sizes != (0,)):
-        return Declined("another library saved what its backward needs")
+        raise Declined("another library saved what its backward needs")
     training = arguments["train" if reserve is None else "update"]
     if training:
         mean, rstd = arguments["save_mean"], arguments["save_invstd" if reserve is None else "save_var"]
         if mean is None or rstd is None:
-            return Declined("it lacks the saved statistics")
+            raise Declined("it lacks the saved statistics")
         mean_at, rstd_at = load_row_statistic(mean, computes, space), load_row_statistic(rstd, computes, space)
     else:
         mean, variance = arguments["running_mean"], arguments["running_var"]
         if mean is None or variance is None:
-            return Declined("it lacks the running statistics")
+            raise Declined("it lacks the running statistics")
         mean_at = load_row_statistic(mean, computes, space)
         rstd_at = _rstd_of_variance(variance, computes, arguments["eps"])
     backward = NormalizationBackward(call, space, grad, x, mean_at, rstd_at, arguments["weight"])

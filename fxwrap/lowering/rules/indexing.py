@@ -95,9 +95,9 @@ def _take(call: OperatorCall, x: Definition, index: Definition) -> Pointwise:
 
 
 @lowering_rule("aten.one_hot.default", index_argument=0)
-def _one_hot(call: OperatorCall, x: Definition, classes: int) -> LoweringResult | Declined:
+def _one_hot(call: OperatorCall, x: Definition, classes: int) -> LoweringResult:
     if classes < 1:
-        return Declined("the number of classes is read from the tensor")
+        raise Declined("the number of classes is read from the tensor")
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         index = load_indirect_index(reader, x, indices[:-1], classes, error="runtime")
@@ -142,17 +142,15 @@ class AdvancedIndexing:
         return result
 
 
-def analyze_indexing(sizes: Sequence[Size], indices: Sequence[Definition | None]) -> AdvancedIndexing | Declined:
+def analyze_indexing(sizes: Sequence[Size], indices: Sequence[Definition | None]) -> AdvancedIndexing:
     """Returns how index tensors index a tensor of these sizes, by torch's rules.
 
     The broadcast sizes of adjacent index tensors replace the dimensions that they index; otherwise they come first.
     """
     tensors = {dim: item for dim, item in enumerate(indices) if item is not None}
     if any(item.dtype in (torch.bool, torch.uint8) for item in tensors.values()):
-        return Declined("the number of elements that a mask selects is unbacked")
-    declined = check_index_dtype(*tensors.values())
-    if declined is not None:
-        return declined
+        raise Declined("the number of elements that a mask selects is unbacked")
+    check_index_dtype(*tensors.values())
     dims = list(tensors)
     adjacent = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
     index_shape = broadcast_sizes([item.sizes for item in tensors.values()])
@@ -163,8 +161,6 @@ def analyze_indexing(sizes: Sequence[Size], indices: Sequence[Definition | None]
     "aten.index.Tensor", "aten.index.Tensor_hacked_twin", "aten._unsafe_index.Tensor",
     "aten._unsafe_index.Tensor_hacked_twin",
 )  # fmt: skip
-def _index(call: OperatorCall, x: Definition, indices: Sequence[Definition | None]) -> LoweringResult | Declined:
+def _index(call: OperatorCall, x: Definition, indices: Sequence[Definition | None]) -> LoweringResult:
     indexing = analyze_indexing(x.sizes, indices)
-    if isinstance(indexing, Declined):
-        return indexing
     return call.define(lambda reader, at: reader.load(x, indexing.operand_indices(reader, at)))

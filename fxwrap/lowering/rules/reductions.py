@@ -53,13 +53,15 @@ def _register_reduction(kind: str, element: ElementFunction, *names: str) -> Non
     """Registers operators (operand, dims, ...) that combine a function of each element."""
 
     @lowering_rule(*names)
-    def _reduction(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResult | Declined:
-        if kind in ("max", "min") and call.may_be_zero(reduction_shape(x, dims).count):
-            return _EMPTY
+    def _reduction(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResult:
+        if kind in ("max", "min"):
+            _check_not_empty(call, x, dims)
         return _reduce_elements(call, kind, element, x, dims)
 
 
-_EMPTY = Declined("the dimension may be empty, for which eager raises")
+def _check_not_empty(call: OperatorCall, x: Definition, dims: Dims) -> None:
+    if call.may_be_zero(reduction_shape(x, dims).count):
+        raise Declined("the dimension may be empty, for which eager raises")
 
 
 def _reduce_elements(call: OperatorCall, kind: str, element: ElementFunction, x: Definition, dims: Dims) -> Definition:
@@ -88,9 +90,9 @@ for _kind, _element, _names in (
 
 
 @lowering_rule("aten.nansum.default")
-def _nansum(call: OperatorCall, x: Definition, dims: Sequence[int] | None) -> LoweringResult | Declined:
+def _nansum(call: OperatorCall, x: Definition, dims: Sequence[int] | None) -> LoweringResult:
     if dims is not None and not len(dims) and x.sizes:
-        return Declined("torch's shape rule and its kernel differ for an empty list of dimensions")
+        raise Declined("torch's shape rule and its kernel differ for an empty list of dimensions")
     is_float = x.dtype.is_floating_point
     element: ElementFunction = (lambda value: value.apply("isnan").where(0.0, value)) if is_float else _identity
     return _reduce_elements(call, "sum", element, x, dims)
@@ -140,24 +142,21 @@ def _extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: to
 
 
 @lowering_rule("aten.argmax.default", "aten.argmin.default")
-def _argmax_or_argmin(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult | Declined:
-    if call.may_be_zero(reduction_shape(x, dim).count):
-        return _EMPTY
+def _argmax_or_argmin(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
+    _check_not_empty(call, x, dim)
     return _arg_extremum(call, call.operator, x, dim, call.result)
 
 
 @lowering_rule("aten.max.dim", "aten.min.dim")
-def _extremum_and_position(call: OperatorCall, x: Definition, dim: int) -> LoweringResult | Declined:
-    if call.may_be_zero(reduction_shape(x, dim).count):
-        return _EMPTY
+def _extremum_and_position(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
+    _check_not_empty(call, x, dim)
     (values, positions), kind = call.results, call.operator
     return _extremum(call, kind, x, dim, values), _arg_extremum(call, f"arg{kind}", x, dim, positions)
 
 
 @lowering_rule("aten.aminmax.default")
-def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult | Declined:
-    if call.may_be_zero(reduction_shape(x, dim).count):
-        return _EMPTY
+def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
+    _check_not_empty(call, x, dim)
     low, high = call.results
     return _extremum(call, "min", x, dim, low), _extremum(call, "max", x, dim, high)
 
@@ -197,15 +196,13 @@ def _degrees_of_freedom(reader: ElementReader, count: Size, correction: NumberOr
     "aten.linalg_vector_norm.default", "aten.norm.Scalar", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dtype",
     "aten.norm.ScalarOpt_dim_dtype",
 )  # fmt: skip
-def _vector_norm(
-    call: OperatorCall, x: Definition, order: NumberOrSymbol | None, dims: Dims = None
-) -> LoweringResult | Declined:
+def _vector_norm(call: OperatorCall, x: Definition, order: NumberOrSymbol | None, dims: Dims = None) -> LoweringResult:
     rows = reduction_shape(x, dims)
     return _norm(call, rows, 2 if order is None else order, rows.load_element(x))
 
 
 @lowering_rule("aten.dist.default")
-def _dist(call: OperatorCall, x: Definition, y: Definition, order: NumberOrSymbol) -> LoweringResult | Declined:
+def _dist(call: OperatorCall, x: Definition, y: Definition, order: NumberOrSymbol) -> LoweringResult:
     sizes = broadcast_sizes([x.sizes, y.sizes])
     rows = ReductionShape(sizes, tuple(range(len(sizes))))
     computes = compute_dtype(call.dtype)
@@ -218,12 +215,10 @@ def _dist(call: OperatorCall, x: Definition, y: Definition, order: NumberOrSymbo
     return _norm(call, rows, order, difference)
 
 
-def _norm(
-    call: OperatorCall, rows: ReductionShape, order: NumberOrSymbol, body: ReductionBody
-) -> Definition | Declined:
+def _norm(call: OperatorCall, rows: ReductionShape, order: NumberOrSymbol, body: ReductionBody) -> Definition:
     """Returns the norm of an order over rows, in the compute dtype of the result."""
     if not isinstance(order, int | float):
-        return Declined("the order of the norm is symbolic")
+        raise Declined("the order of the norm is symbolic")
     computes = compute_dtype(call.dtype)
     kind, element, finish = _NORMS.get(order) or _general_norm(float(order))
 

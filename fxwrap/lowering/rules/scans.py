@@ -10,12 +10,12 @@ from fxwrap.lowering.rules.registry import Declined, ElementBody, LoweringResult
 
 
 @lowering_rule(*[f"aten.{kind}.default" for kind in SCANS])
-def _scan(call: OperatorCall, x: Definition, dim: int) -> LoweringResult | Declined:
+def _scan(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
     """Scans in the dtype of the first result; bools are scanned as uint8."""
     kind, dtypes = call.operator, [fake.dtype for fake in call.results]
     computes = torch.uint8 if dtypes[0] is torch.bool else compute_dtype(dtypes[0])
     if not SCANS[kind].domain.accepts(computes):
-        return Declined(f"kernels have no {kind} of {computes}")
+        raise Declined(f"kernels have no {kind} of {computes}")
 
     def element(reader: ElementReader, indices: Indices) -> Scalar:
         return reader.load(x, indices).to(computes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -44,33 +45,30 @@ _DOMINANT_NAN_BITS = {
 """The bits of the NaN that wins where a GPU compares the bits of floats in memory as integers."""
 
 
-def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> Declined | None:
+def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> None:
     """Declines stores that several iterations cannot combine into one element of this dtype.
 
     Eager promises no order for equal indices either, and on GPUs it adds with atomic operations too.
     """
     if torch.are_deterministic_algorithms_enabled():
-        return Declined("deterministic algorithms are enabled, and kernels write in any order")
+        raise Declined("deterministic algorithms are enabled, and kernels write in any order")
     if mode == "set":
-        return None
+        return
     if dtype is torch.bool or dtype in STORAGE_ONLY:
-        return Declined(f"{dtype} has no atomic operations")
+        raise Declined(f"{dtype} has no atomic operations")
     if mode == "prod" and not spec.supports_all_atomics:
-        return Declined(f"there is no atomic multiplication on {spec.device_type}")
+        raise Declined(f"there is no atomic multiplication on {spec.device_type}")
     if dtype in INTEGERS and dtype.itemsize < 4 and not spec.supports_all_atomics:
-        return Declined(f"{dtype} has no atomic operations on {spec.device_type}")
+        raise Declined(f"{dtype} has no atomic operations on {spec.device_type}")
     if dtype not in INTEGERS and mode in ("add", "prod") and spec.cpu_rounding:
-        return Declined("on the CPU eager adds floats in a fixed order, which parallel atomic additions would lose")
-    return None
+        raise Declined("on the CPU eager adds floats in a fixed order, which parallel atomic additions would lose")
 
 
 def lower_scatter(
     call: OperatorCall, initial: Definition, space: Sequence[Size], mode: str, write: ScatterBody
-) -> Scattered | Declined:
+) -> Scattered:
     """Returns `initial` with the values of `write` combined into it, for each element of an index space."""
-    declined = check_store_mode(call.dtype, call.spec, mode)
-    if declined is not None:
-        return declined
+    check_store_mode(call.dtype, call.spec, mode)
     computes = compute_dtype(call.dtype)
 
     def body(reader: ElementReader, indices: Indices) -> tuple[Sequence[Index], Scalar]:
@@ -105,7 +103,7 @@ def _source_loader(call: OperatorCall, source: TensorOrNumber) -> ElementBody:
 
 def _scatter(
     call: OperatorCall, x: Definition, dim: int, index: Definition, source: TensorOrNumber, mode: str
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     dim, value = canonicalize_dim(dim, len(x.sizes)), _source_loader(call, source)
 
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
@@ -118,25 +116,25 @@ def _scatter(
 @lowering_rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", index_argument=2)
 def _scatter_source(
     call: OperatorCall, x: Definition, dim: int, index: Definition, source: TensorOrNumber
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     return _scatter(call, x, dim, index, source, "add" if call.operator == "scatter_add" else "set")
 
 
 @lowering_rule("aten.scatter.reduce", "aten.scatter.value_reduce", index_argument=2)
 def _scatter_combine(
     call: OperatorCall, x: Definition, dim: int, index: Definition, source: TensorOrNumber, reduce: str
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     return _scatter(call, x, dim, index, source, SCATTER_MODES[reduce])
 
 
 @lowering_rule("aten.scatter_reduce.two", index_argument=2)
 def _scatter_reduce(
     call: OperatorCall, x: Definition, dim: int, index: Definition, source: Definition, reduce: str, include_self: bool
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     if reduce not in SCATTER_MODES:
-        return Declined(f"{reduce} depends on the number of values that are written to an element")
+        raise Declined(f"{reduce} depends on the number of values that are written to an element")
     if not include_self:
-        return Declined("the elements that keep their value depend on all indices")
+        raise Declined("the elements that keep their value depend on all indices")
     return _scatter(call, x, dim, index, source, SCATTER_MODES[reduce])
 
 
@@ -145,7 +143,7 @@ def _scatter_reduce(
 
 def _scatter_slices(
     call: OperatorCall, x: Definition, dim: int, index: Definition, space: Sequence[Size], mode: str, value: ElementBody
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     """Writes `value(reader, indices)`, for each element of the space, to the slices that an index tensor selects."""
 
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
@@ -163,7 +161,7 @@ def _source_space(x: Definition, dim: int, index: Definition) -> tuple[Size, ...
 @lowering_rule("aten.index_add.default", "aten.index_copy.default", index_argument=2)
 def _index_add_or_copy(
     call: OperatorCall, x: Definition, dim: int, index: Definition, source: Definition, alpha: NumberOrSymbol = 1
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     dim = canonicalize_dim(dim, len(x.sizes))
     space = _source_space(x, dim, index)
     to_source = reshape_index_map(source.sizes, space)
@@ -179,7 +177,7 @@ def _index_add_or_copy(
 @lowering_rule("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor", index_argument=2)
 def _index_fill(
     call: OperatorCall, x: Definition, dim: int, index: Definition, value: TensorOrNumber
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     dim = canonicalize_dim(dim, len(x.sizes))
     return _scatter_slices(call, x, dim, index, _source_space(x, dim, index), "set", _source_loader(call, value))
 
@@ -193,10 +191,8 @@ def _index_fill(
 )  # fmt: skip
 def _index_put(
     call: OperatorCall, x: Definition, indices: Sequence[Definition | None], values: Definition, accumulate: bool
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     indexing = analyze_indexing(x.sizes, indices)
-    if isinstance(indexing, Declined):
-        return indexing
 
     def write(reader: ElementReader, at: Indices) -> tuple[Sequence[IndexLike], Scalar]:
         return indexing.operand_indices(reader, at), reader.load(values, broadcast_indices(values.sizes, at))
@@ -205,9 +201,7 @@ def _index_put(
 
 
 @lowering_rule("aten.put.default", index_argument=1)
-def _put(
-    call: OperatorCall, x: Definition, index: Definition, source: Definition, accumulate: bool
-) -> LoweringResult | Declined:
+def _put(call: OperatorCall, x: Definition, index: Definition, source: Definition, accumulate: bool) -> LoweringResult:
     count = product(x.sizes)
     from_flat, to_source = reshape_index_map(x.sizes, (count,)), reshape_index_map(source.sizes, index.sizes)
 
@@ -221,9 +215,9 @@ def _put(
 @lowering_rule("aten.embedding_dense_backward.default", index_argument=1)
 def _embedding_backward(
     call: OperatorCall, grad: Definition, index: Definition, rows: Size, padding: int, scale_by_frequency: bool
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     if scale_by_frequency:
-        return Declined("the number of reads of each row must be counted first")
+        raise Declined("the number of reads of each row must be counted first")
 
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
         row = load_indirect_index(reader, index, indices[:-1], rows)
@@ -236,5 +230,5 @@ def _embedding_backward(
 
 
 @lowering_rule("aten.masked_scatter.default", "aten.index_reduce.default")
-def _order_dependent(call: OperatorCall) -> Declined:
-    return Declined("where a value is written depends on all elements before it")
+def _order_dependent(call: OperatorCall) -> NoReturn:
+    raise Declined("where a value is written depends on all elements before it")
