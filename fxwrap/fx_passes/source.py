@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -17,12 +18,20 @@ from fxwrap.errors import GraphError
 from fxwrap.fx_passes.attention_masks import find_mask_rewrites, rewrite_masks
 from fxwrap.fx_passes.decompositions import decompose, export_decomposition_table
 from fxwrap.fx_passes.effects import submodules
-from fxwrap.fx_passes.exported_mutations import remove_tokens, write_back
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource
 from fxwrap.fx_passes.subgraph_calls import inline_subgraph_calls, is_hint
 from fxwrap.options import Options, Step, enabled_steps
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload, find_shape_env, is_desugared, isolate_pending_symbols
+from fxwrap.torch_compat import (
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    find_shape_env,
+    is_desugared,
+    isolate_pending_symbols,
+    storage_identity,
+)
 from fxwrap.wrapper_ir import Source
+from fxwrap.wrapper_ir.operators import operator_schema
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -191,3 +200,97 @@ def check_desugared(name: str, value: object) -> None:
         reason = f"it is the tensor subclass {type(value).__name__}"
         remedy = "Compile through torch.compile, which desugars subclasses, or pass plain tensors"
         raise GraphError(name, reason, remedy)
+
+
+_aten = torch.ops.aten
+
+
+def remove_tokens(
+    graph_module: GraphModule, token_inputs: Collection[str], token_outputs: Collection[int]
+) -> list[int]:
+    """Removes effect tokens from a graph's placeholders and outputs, in place.
+
+    `token_inputs` are names of placeholders, `token_outputs` positions of outputs. Returns the positions of the
+    remaining outputs.
+    """
+    graph = graph_module.graph
+    output = graph.output_node()
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in token_inputs:
+            for user in list(node.users):
+                user.args = tuple([None if item is node else item for item in user.args])
+            graph.erase_node(node)
+    items: Any = output.args[0]
+    remaining = [position for position in range(len(items)) if position not in token_outputs]
+    output.args = (tuple([items[position] for position in remaining]),)
+    graph_module.recompile()
+    return remaining
+
+
+def write_back(graph_module: GraphModule, mutations: Mapping[int, str], constants: Mapping[str, torch.Tensor]) -> None:
+    """Replaces outputs that are new values of placeholders by copies into those placeholders, in place.
+
+    Args:
+        graph_module: the graph.
+        mutations: the name of the mutated placeholder, by the position of the output with its new value.
+        constants: parameters and buffers by placeholder name; two of them may share a storage.
+
+    The mutations are simultaneous: a value that aliases a storage that an earlier copy writes is cloned before all
+    copies. A remaining output that is also a mutation's value is the placeholder, as in `ExportedProgram.module()`.
+    """
+    if not mutations:
+        return
+    graph = graph_module.graph
+    output = graph.output_node()
+    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    storage_of = {node: _storage_key(node, constants) for node in placeholders.values()}
+    items: Any = output.args[0]
+    written: set[Hashable] = set()
+    copies: list[tuple[Node, Node]] = []
+    for position, name in mutations.items():
+        target, value = placeholders[name], items[position]
+        if value is target:
+            continue
+        aliased = storage_of.get(_view_root(value))
+        if aliased is not None and (aliased in written or aliased == storage_of[target]):
+            value = _clone(output, value)
+        copies.append((target, value))
+        written.add(storage_of[target])
+    mutated: dict[Any, Node] = {}
+    for target, value in copies:
+        mutated.setdefault(value, _insert(output, _aten.copy_.default, (target, value), target.meta.get("val")))
+    returned = [item for position, item in enumerate(items) if position not in mutations]
+    output.args = (tuple([mutated.get(item, item) for item in returned]),)
+    graph_module.recompile()
+
+
+def _storage_key(placeholder: Node, constants: Mapping[str, torch.Tensor]) -> Hashable:
+    """Returns a key that is equal for placeholders known to share a storage."""
+    payload = constants.get(placeholder.name)
+    return placeholder if payload is None else storage_identity(payload)
+
+
+def _view_root(node: Node) -> Node:
+    """Returns the node that a node is a view of, through any number of view operators."""
+    while isinstance(node.target, OpOverload):
+        position = operator_schema(node.target).aliased_argument
+        base = node.args[position] if position is not None and position < len(node.args) else None
+        if not isinstance(base, Node):
+            break
+        node = base
+    return node
+
+
+def _insert(output: Node, target: OpOverload, arguments: tuple[Node, ...], fake: object, **keywords: Any) -> Node:
+    """Inserts a call before the output node, with the metadata of its last operand."""
+    with output.graph.inserting_before(output):
+        call = output.graph.call_function(target, arguments, keywords)
+    call.meta = {**arguments[-1].meta, "val": fake}
+    return call
+
+
+def _clone(output: Node, value: Node) -> Node:
+    fake: FakeTensor = value.meta["val"]
+    with fake.fake_mode:
+        copy = fake.new_empty(fake.shape)
+    return _insert(output, _aten.clone.default, (value,), copy, memory_format=torch.contiguous_format)

@@ -10,8 +10,8 @@ from fxwrap.inference.calls import keyword_pairs as keyword_pairs
 from fxwrap.inference.calls import lists_to_tuples as lists_to_tuples
 from fxwrap.inference.calls import scalar_kind as scalar_kind
 from fxwrap.inference.calls import view_type as view_type
-from fxwrap.inference.fake_calls import FakeCallError as FakeCallError
-from fxwrap.inference.fake_calls import call_on_fakes as call_on_fakes
-from fxwrap.inference.fake_calls import explain_fake_call as explain_fake_call
 from fxwrap.inference.fake_values import ExampleValues as ExampleValues
+from fxwrap.inference.fake_values import FakeCallError as FakeCallError
 from fxwrap.inference.fake_values import FakeValues as FakeValues
+from fxwrap.inference.fake_values import call_on_fakes as call_on_fakes
+from fxwrap.inference.fake_values import explain_fake_call as explain_fake_call

@@ -38,8 +38,13 @@ from fxwrap.lowering.fusion.definitions import (
     definitions_in,
     unwrap_views,
 )
-from fxwrap.lowering.graph_definitions import CallStep, DefinitionStorages, GraphDefinitions, RuleResult
-from fxwrap.lowering.library_calls import library_call_reason
+from fxwrap.lowering.graph_definitions import (
+    CallStep,
+    DefinitionStorages,
+    GraphDefinitions,
+    RuleResult,
+    library_call_reason,
+)
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
 from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read

@@ -6,8 +6,8 @@ from fxwrap.options.options import MODES as MODES
 from fxwrap.options.options import PLANNERS as PLANNERS
 from fxwrap.options.options import Emitter as Emitter
 from fxwrap.options.options import Options as Options
-from fxwrap.options.step import Step as Step
-from fxwrap.options.step import enabled_steps as enabled_steps
+from fxwrap.options.options import Step as Step
+from fxwrap.options.options import enabled_steps as enabled_steps
 from fxwrap.options.user_pass import FX_BEFORE_LOWERING as FX_BEFORE_LOWERING
 from fxwrap.options.user_pass import FX_EMITTED as FX_EMITTED
 from fxwrap.options.user_pass import IR_BEFORE_EMISSION as IR_BEFORE_EMISSION

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import sympy
 
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic.functions import FUNCTION_BY_NAME, RELATION_BY_OPERATOR, FunctionSpec, Number
-from fxwrap.symbolic.kinds import expression_kind
+from fxwrap.symbolic.symbols import FUNCTION_BY_NAME, RELATION_BY_OPERATOR, FunctionSpec, Number, expression_kind
 from fxwrap.torch_compat import sympy_functions, unevaluated_boolean
 
 _LARGEST_FOLDED_EXPONENT = 1024

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import sympy
 
+from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.errors import ExpressionError
+from fxwrap.torch_compat import sympy_functions
 
 ScalarKind: TypeAlias = Literal["int", "float", "bool"]
 """The run-time kind of an expression: `int64_t`, `double` or `bool` in C++, the type of the same name in Python."""
@@ -55,3 +61,145 @@ def make_symbol(name: str) -> sympy.Symbol:
     if kind == "float":
         return sympy.Symbol(name, real=True)
     return sympy.Symbol(name)
+
+
+Number: TypeAlias = int | float | bool
+ResultKind: TypeAlias = Literal["int", "float", "bool", "promoted"]
+
+OPAQUE_FUNCTIONS = (
+    "acos", "asin", "asinh", "atan", "cos", "cosh", "exp", "log", "log2", "sin", "sinh", "sqrt", "tan", "tanh",
+)  # fmt: skip
+"""Functions of one float, OpaqueUnaryFn_* in torch, which Python's math and C++'s std have too."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSpec:
+    """A function of the expression language.
+
+    `arity` None means one or more operands. `result` is the kind of the value; "promoted" is float if an operand is,
+    else int, else bool. `compute` is the reference on Python numbers and may raise ZeroDivisionError, ValueError or
+    OverflowError.
+    """
+
+    name: str
+    sympy_class: type[sympy.Basic]
+    arity: int | None
+    result: ResultKind
+    compute: Callable[..., Number]
+
+
+def _natural_power(base: int, exponent: int) -> int:
+    return operator.index(base**exponent)  # a negative exponent makes a float: TypeError
+
+
+FUNCTIONS: tuple[FunctionSpec, ...] = (
+    FunctionSpec("floordiv", sympy_functions.FloorDiv, 2, "int", operator.floordiv),
+    FunctionSpec("cleandiv", sympy_functions.CleanDiv, 2, "int", operator.floordiv),
+    FunctionSpec(
+        "modular_indexing",
+        sympy_functions.ModularIndexing,
+        3,
+        "int",
+        lambda base, divisor, modulus: base // divisor % modulus,
+    ),
+    FunctionSpec("mod", sympy_functions.Mod, 2, "int", operator.mod),
+    FunctionSpec("python_mod", sympy_functions.PythonMod, 2, "int", operator.mod),
+    FunctionSpec("max", sympy_functions.Max, None, "promoted", lambda *operands: max(operands)),
+    FunctionSpec("min", sympy_functions.Min, None, "promoted", lambda *operands: min(operands)),
+    FunctionSpec("pow_by_natural", sympy_functions.PowByNatural, 2, "int", _natural_power),
+    FunctionSpec("float_pow", sympy_functions.FloatPow, 2, "float", math.pow),
+    FunctionSpec("int_true_div", sympy_functions.IntTrueDiv, 2, "float", operator.truediv),
+    FunctionSpec("float_true_div", sympy_functions.FloatTrueDiv, 2, "float", operator.truediv),
+    FunctionSpec("to_float", sympy_functions.ToFloat, 1, "float", float),
+    FunctionSpec("trunc_to_float", sympy_functions.TruncToFloat, 1, "float", lambda x: float(math.trunc(x))),
+    FunctionSpec("trunc_to_int", sympy_functions.TruncToInt, 1, "int", math.trunc),
+    FunctionSpec("floor_to_int", sympy_functions.FloorToInt, 1, "int", math.floor),
+    FunctionSpec("ceil_to_int", sympy_functions.CeilToInt, 1, "int", math.ceil),
+    FunctionSpec("round_to_int", sympy_functions.RoundToInt, 1, "int", lambda x: round(x)),
+    FunctionSpec("round_decimal", sympy_functions.RoundDecimal, 2, "float", lambda x, n: round(float(x), n)),
+    FunctionSpec(
+        "where", sympy_functions.Where, 3, "promoted", lambda condition, then, other: then if condition else other
+    ),
+    FunctionSpec("identity", sympy_functions.Identity, 1, "promoted", lambda operand: operand),
+    FunctionSpec("bitwise_and", sympy_functions.BitwiseFn_bitwise_and, 2, "promoted", operator.and_),
+    FunctionSpec("bitwise_or", sympy_functions.BitwiseFn_bitwise_or, 2, "promoted", operator.or_),
+    FunctionSpec("bitwise_xor", sympy_functions.BitwiseFn_bitwise_xor, 2, "promoted", operator.xor),
+    FunctionSpec("and", sympy.And, None, "bool", lambda *operands: all(operands)),
+    FunctionSpec("or", sympy.Or, None, "bool", lambda *operands: any(operands)),
+    FunctionSpec("not", sympy.Not, 1, "bool", operator.not_),
+    *(
+        FunctionSpec(name, getattr(sympy_functions, f"OpaqueUnaryFn_{name}"), 1, "float", getattr(math, name))
+        for name in OPAQUE_FUNCTIONS
+    ),
+)
+
+FUNCTION_BY_NAME: dict[str, FunctionSpec] = {spec.name: spec for spec in FUNCTIONS}
+FUNCTION_NAMES: frozenset[str] = frozenset(FUNCTION_BY_NAME)
+"""The names of functions in IR text."""
+
+FUNCTION_BY_CLASS: dict[type[sympy.Basic], FunctionSpec] = {spec.sympy_class: spec for spec in FUNCTIONS}
+
+
+@dataclass(frozen=True, slots=True)
+class RelationSpec:
+    """A comparison: its `mark` in IR text, its sympy class and its reference on Python numbers."""
+
+    mark: str
+    sympy_class: type[sympy.Basic]
+    compute: Callable[[Number, Number], bool]
+
+
+RELATIONS: tuple[RelationSpec, ...] = (
+    RelationSpec("==", sympy.Eq, operator.eq),
+    RelationSpec("!=", sympy.Ne, operator.ne),
+    RelationSpec("<", sympy.Lt, operator.lt),
+    RelationSpec("<=", sympy.Le, operator.le),
+    RelationSpec(">", sympy.Gt, operator.gt),
+    RelationSpec(">=", sympy.Ge, operator.ge),
+)
+RELATION_BY_OPERATOR: dict[str, RelationSpec] = {spec.mark: spec for spec in RELATIONS}
+RELATION_BY_CLASS: dict[type[sympy.Basic], RelationSpec] = {spec.sympy_class: spec for spec in RELATIONS}
+
+
+_INTEGER_INFINITIES = (torch_compat.int_oo, -torch_compat.int_oo)
+
+
+def expression_kind(expression: Expression) -> ScalarKind:
+    """Returns the run-time kind of a canonical expression: "int", "float" or "bool".
+
+    Rational constants and powers with a negative exponent are floats. Raises `ExpressionError` for an unknown node.
+    """
+    if type(expression) is int:
+        return "int"
+    return _kind(expression)
+
+
+@bounded_cache(65536)
+def _kind(node: sympy.Basic) -> ScalarKind:
+    node_class = type(node)
+    if node_class is sympy.Symbol:
+        return symbol_kind(node.name)
+    if isinstance(node, sympy.Integer) or node in _INTEGER_INFINITIES:
+        return "int"
+    if isinstance(node, sympy.Number):
+        return "float"
+    if node is sympy.true or node is sympy.false or node_class in RELATION_BY_CLASS:
+        return "bool"
+    if node_class is sympy.Add or node_class is sympy.Mul:
+        return _arithmetic(_kind(argument) for argument in node.args)
+    if node_class is sympy.Pow:
+        base, exponent = node.args
+        natural = isinstance(exponent, sympy.Integer) and exponent >= 0
+        return _arithmetic([_kind(base)]) if natural else "float"
+    spec = FUNCTION_BY_CLASS.get(node_class)
+    if spec is None:
+        raise ExpressionError(f"the expression language has no {node_class.__name__} (in {node})")
+    if spec.result != "promoted":
+        return spec.result
+    operands = node.args[1:] if node_class is sympy_functions.Where else node.args
+    kinds = {_kind(operand) for operand in operands}
+    return "bool" if kinds == {"bool"} else _arithmetic(kinds)
+
+
+def _arithmetic(kinds: Iterable[ScalarKind]) -> ScalarKind:
+    return "float" if "float" in kinds else "int"

@@ -13,10 +13,16 @@ from fxwrap.caching import bounded_cache
 from fxwrap.errors import ExpressionError
 from fxwrap.symbolic.canonicalize import unwrap
 from fxwrap.symbolic.construct import apply, ceiling_division, compare, constant, power
-from fxwrap.symbolic.functions import FUNCTION_BY_NAME, RELATION_BY_OPERATOR, FunctionSpec
-from fxwrap.symbolic.kinds import expression_kind
 from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, match_ceiling_division
-from fxwrap.symbolic.symbols import Expression, Size, make_symbol
+from fxwrap.symbolic.symbols import (
+    FUNCTION_BY_NAME,
+    RELATION_BY_OPERATOR,
+    Expression,
+    FunctionSpec,
+    Size,
+    expression_kind,
+    make_symbol,
+)
 from fxwrap.symbolic.tokens import Token, TokenStream
 
 _CONSTANTS: dict[str, sympy.Basic] = {

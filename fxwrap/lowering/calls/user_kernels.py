@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.effects import mutated_operands
-from fxwrap.fx_passes.operators import EMPTY_OPERATORS
+from fxwrap.fx_passes.effects import EMPTY_OPERATORS, mutated_operands
 from fxwrap.lines import Launch
 from fxwrap.lowering.builder import Builder, node_error
 from fxwrap.lowering.calls.copies import writable_operand

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from fxwrap.fx_passes.operators import expand_to_rank
+from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.loop_ir import Index, IndexLike, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
 from fxwrap.lowering.rules.indexing_common import (

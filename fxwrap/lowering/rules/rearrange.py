@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from fxwrap.fx_passes.operators import expand_to_rank
+from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.loop_ir import INTEGERS, Index, IndexLike, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, reduction
 from fxwrap.lowering.rules.indexing_common import (

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fxwrap.loop_ir import Constant, IndexValue, Reduce, Store
-from fxwrap.printers.cpp.index_printer import print_size
 from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, MAX_LANE_ELEMENTS, split_axis
 from fxwrap.printers.cpp.loops import loop_head
+from fxwrap.printers.cpp.operations import print_size
 from fxwrap.printers.cpp.scans import ScanPrinterBase
 from fxwrap.printers.cpp.statements import EmittedValues
 from fxwrap.symbolic import product

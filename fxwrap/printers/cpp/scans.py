@@ -9,11 +9,10 @@ from typing import Final
 import torch
 
 from fxwrap.loop_ir import Scan, Store
-from fxwrap.printers.cpp.index_printer import print_size
 from fxwrap.printers.cpp.loop_plan import SCAN_BLOCK, LoopPlan
 from fxwrap.printers.cpp.loops import ReductionPrinter, RowPrinter, loop_head
+from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
-from fxwrap.printers.cpp.types import CPP_TYPES
 
 _COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}
 
