@@ -2,7 +2,6 @@
 
 from fxwrap.symbolic.callables import *
 from fxwrap.symbolic.canonicalize import *
-from fxwrap.symbolic.construct import *
 from fxwrap.symbolic.cpp_printer import *
 from fxwrap.symbolic.printing import *
 from fxwrap.symbolic.symbols import *

@@ -13,7 +13,6 @@ import torch
 from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic.construct import absolute, apply, compare, constant, constant_value, left_shift, power, right_shift
 from fxwrap.symbolic.printing import ordered_terms
 from fxwrap.symbolic.symbols import (
     FUNCTION_BY_CLASS,
@@ -22,7 +21,15 @@ from fxwrap.symbolic.symbols import (
     RELATION_BY_CLASS,
     Expression,
     Number,
+    absolute,
+    apply,
+    compare,
+    constant,
+    constant_value,
     expression_kind,
+    left_shift,
+    power,
+    right_shift,
 )
 from fxwrap.torch_compat import sympy_functions
 

@@ -13,16 +13,6 @@ import sympy
 from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic.construct import (
-    absolute,
-    apply,
-    ceiling_division,
-    compare,
-    constant,
-    left_shift,
-    power,
-    right_shift,
-)
 from fxwrap.symbolic.symbols import (
     FUNCTION_BY_CLASS,
     FUNCTION_BY_NAME,
@@ -32,8 +22,16 @@ from fxwrap.symbolic.symbols import (
     FunctionSpec,
     Number,
     Size,
+    absolute,
+    apply,
+    ceiling_division,
+    compare,
+    constant,
     expression_kind,
+    left_shift,
     make_symbol,
+    power,
+    right_shift,
     symbol_kind,
 )
 from fxwrap.torch_compat import sympy_functions

@@ -61,13 +61,13 @@ class ExpressionPrinter(ABC):
             return self.integer(expression)
         return self._render(expression)[0]
 
-    @abstractmethod
     def integer(self, value: int) -> str:
         """An integer constant; negative ones begin with '-'."""
+        return str(value)
 
-    @abstractmethod
     def real(self, value: float) -> str:
         """A finite float constant; negative ones begin with '-'."""
+        return repr(value)
 
     @abstractmethod
     def rational(self, value: Fraction) -> str:
@@ -77,9 +77,9 @@ class ExpressionPrinter(ABC):
     def special(self, name: str) -> str:
         """One of `true`, `false`, `inf`, `int_inf`, `nan`."""
 
-    @abstractmethod
     def power(self, base: sympy.Basic, exponent: int) -> tuple[str, Precedence]:
         """A power with a constant integer exponent."""
+        return f"{self.operand(base, Precedence.ATOM)}**{exponent}", Precedence.POWER
 
     @abstractmethod
     def function(self, spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
@@ -215,20 +215,11 @@ class PythonPrinter(ExpressionPrinter):
     Its value, type and errors equal those of `evaluate`.
     """
 
-    def integer(self, value: int) -> str:
-        return str(value)
-
-    def real(self, value: float) -> str:
-        return repr(value)
-
     def rational(self, value: Fraction) -> str:
         return f"{value.numerator} / {value.denominator}"
 
     def special(self, name: str) -> str:
         return _PYTHON_SPECIALS[name]
-
-    def power(self, base: sympy.Basic, exponent: int) -> tuple[str, Precedence]:
-        return f"{self.operand(base, Precedence.ATOM)}**{exponent}", Precedence.POWER
 
     def function(self, spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
         name = spec.name

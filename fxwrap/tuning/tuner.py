@@ -23,8 +23,16 @@ from fxwrap.lines import ExtensionLine
 from fxwrap.printers import KernelRequest, PrintedKernel, candidate_kernels
 from fxwrap.runtime.cache_folder import cache_folders
 from fxwrap.torch_compat import DisableAutocast, is_dispatch_intercepted
-from fxwrap.tuning.gpu_timer import gpu_name, time_on_gpu
-from fxwrap.tuning.task import Timer, TuningRecord, TuningRecords, TuningTask, estimated_seconds, make_tuning_task
+from fxwrap.tuning.task import (
+    Timer,
+    TuningRecord,
+    TuningRecords,
+    TuningTask,
+    estimated_seconds,
+    gpu_name,
+    make_tuning_task,
+    time_on_gpu,
+)
 from fxwrap.wrapper_ir import Block, Program
 
 log = logging.getLogger("fxwrap.tuning")

@@ -16,8 +16,13 @@ from fxwrap.lines import SCATTER_OPERATORS, ExternCall, IndexPut, Mutate, Scatte
 from fxwrap.lowering.builder import Builder, FakeValue, Keywords, Operand, node_error
 from fxwrap.lowering.calls.copies import emit_result_copy, reuse_operand_memory
 from fxwrap.lowering.calls.slice_writes import lower_slice_write
-from fxwrap.lowering.control.collectives import group_of, pending_collective, starts_collective
-from fxwrap.lowering.control.streams import StreamTracker, is_emitted_guard
+from fxwrap.lowering.control.streams import (
+    StreamTracker,
+    group_of,
+    is_emitted_guard,
+    pending_collective,
+    starts_collective,
+)
 from fxwrap.lowering.symbols.unbacked import (
     bind_results,
     is_asserted_read,

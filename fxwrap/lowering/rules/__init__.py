@@ -11,7 +11,6 @@ from fxwrap.lowering.rules import pointwise_losses as pointwise_losses
 from fxwrap.lowering.rules import pooling as pooling
 from fxwrap.lowering.rules import rearrange as rearrange
 from fxwrap.lowering.rules import reductions as reductions
-from fxwrap.lowering.rules import scatter as scatter
 from fxwrap.lowering.rules import softmax as softmax
 from fxwrap.lowering.rules import views as views
 from fxwrap.lowering.rules.registry import *

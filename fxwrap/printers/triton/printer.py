@@ -57,8 +57,16 @@ from fxwrap.printers.triton.reductions import (
     reduce_persistent,
     scan_block,
 )
-from fxwrap.printers.triton.schedule import Schedule, make_schedule
-from fxwrap.printers.triton.tile import ATOMIC_DTYPES, Dimension, Tile, atomic_text, eviction_policy, make_tile
+from fxwrap.printers.triton.schedule import (
+    ATOMIC_DTYPES,
+    Dimension,
+    Schedule,
+    Tile,
+    atomic_text,
+    eviction_policy,
+    make_schedule,
+    make_tile,
+)
 from fxwrap.symbolic import Size, evaluate, symbol_kind
 
 _INT32 = 2**31 - 1
