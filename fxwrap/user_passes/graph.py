@@ -78,11 +78,33 @@ def run_emitted_pass(item: Pass, graph_module: GraphModule, *, check: bool = Tru
     return after, run.import_program(after)
 
 
-class _GraphPassRun:
+class _PassRun:
+    """One run of a pass. `before` is what it was called on, or its text; `after` is what it returned."""
+
+    def __init__(self, item: Pass, before: object) -> None:
+        self.item = item
+        self.before = before
+        self.after: object = None
+
+    def error(self, reason: str, where: str = "") -> PassError:
+        """Returns the error, with both texts."""
+        after = self.after.graph if isinstance(self.after, GraphModule) else self.after
+        texts = str(self.before), "" if after is None else str(after)
+        return PassError(self.item.name, self.item.at, reason, where, *texts)
+
+    def run(self, argument: GraphModule | Program) -> object:
+        """Returns what the pass returns."""
+        try:
+            return self.item.run(argument)
+        except Exception as error:  # a user's pass may raise anything
+            raise self.error(f"it raised {type(error).__name__}: {error}") from error
+
+
+class _GraphPassRun(_PassRun):
     """One run of a pass: the graph before it, and the checks of its result."""
 
     def __init__(self, item: Pass, graph_module: GraphModule, fakes: Mapping[Node, Any]) -> None:
-        self.item = item
+        super().__init__(item, str(graph_module.graph))
         self.fakes = fakes
         self.calls = {node: (node.target, node.args, node.kwargs) for node in graph_module.graph.nodes}
         self.inputs = [node for node in self.calls if node.op == "placeholder"]
@@ -90,23 +112,13 @@ class _GraphPassRun:
         self.outputs = _outputs(graph_module)
         self.fake_mode = _fake_mode_of(fakes.values())
         self.has_metadata = all("val" in node.meta for node in self.inputs)
-        self._before = str(graph_module.graph)
-        self.after: GraphModule | None = None
-
-    def error(self, reason: str, where: str = "") -> PassError:
-        """Returns the error, with both graphs as text."""
-        after = "" if self.after is None else str(self.after.graph)
-        return PassError(self.item.name, self.item.at, reason, where, self._before, after)
 
     def _fail(self, node: Node | None, reason: str) -> NoReturn:
         raise self.error(reason, f"> {node.format_node()}" if node is not None else "")
 
     def run_pass(self, graph_module: GraphModule) -> GraphModule:
         """Runs the pass; returns its result, or the graph if it returns None."""
-        try:
-            result = self.item.run(graph_module)
-        except Exception as error:  # a user's pass may raise anything
-            raise self.error(f"it raised {type(error).__name__}: {error}") from error
+        result = self.run(graph_module)
         after = graph_module if result is None else result
         if not isinstance(after, GraphModule):
             raise self.error(f"it returned a {type(after).__name__}, not a GraphModule")
@@ -240,10 +252,7 @@ def run_program_pass(item: Pass, program: Program, *, check: bool = True) -> Pro
     Raises PassError, with the pass, the line, the reason and the texts of both programs.
     """
     run = _ProgramPassRun(item, program)
-    try:
-        after = item.run(program)
-    except Exception as error:  # a user's pass may raise anything
-        raise run.error(f"it raised {type(error).__name__}: {error}") from error
+    after = run.run(program)
     if not isinstance(after, Program):
         raise run.error(f"it returned a {type(after).__name__}, not a program")
     if check and after is not program:
@@ -251,18 +260,12 @@ def run_program_pass(item: Pass, program: Program, *, check: bool = True) -> Pro
     return after
 
 
-class _ProgramPassRun:
+class _ProgramPassRun(_PassRun):
     """One run of a pass: the program before it, and the checks of its result."""
 
     def __init__(self, item: Pass, before: Program) -> None:
-        self.item = item
-        self.before = before
-        self.after: Program | None = None
-
-    def error(self, reason: str, where: str = "") -> PassError:
-        """Returns the error, with both programs as text."""
-        after = "" if self.after is None else str(self.after)
-        return PassError(self.item.name, self.item.at, reason, where, str(self.before), after)
+        super().__init__(item, before)
+        self.program = before
 
     def _fail(self, line: LineBase, reason: str) -> NoReturn:
         raise self.error(reason, f"> {print_line(line).partition(chr(10))[0].strip()}")
@@ -276,14 +279,16 @@ class _ProgramPassRun:
             raise self.error(f"[{error.rule}] {error.reason}", error.context) from error
         self._check_interface(after)
         inference = CallInference.for_program(after)
-        for line in _new_calls(self.before, after):
+        for line in _new_calls(self.program, after):
             self._check_call(line, inference)
 
     def _check_interface(self, after: Program) -> None:
         """Checks that the types and ownership of inputs, and the types of results, are unchanged."""
-        if len(after.inputs) != len(self.before.inputs) or not all(map(_same_input, self.before.inputs, after.inputs)):
+        if len(after.inputs) != len(self.program.inputs) or not all(
+            map(_same_input, self.program.inputs, after.inputs)
+        ):
             raise self.error("it changed the program's inputs or their ownership")
-        old, new = _returned(self.before.body.lines[-1]), _returned(after.body.lines[-1])
+        old, new = _returned(self.program.body.lines[-1]), _returned(after.body.lines[-1])
         last = after.body.lines[-1]
         if len(old) != len(new):
             self._fail(last, f"it returns {len(new)} results, and the program returned {len(old)}")
