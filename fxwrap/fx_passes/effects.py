@@ -31,6 +31,11 @@ def operator_label(operator: HigherOrderOperator) -> str:
     return str(operator.name())  # type: ignore[no-untyped-call]
 
 
+def calls_higher_order(node: Node, name: str) -> bool:
+    """Whether a node calls the higher-order operator of a name."""
+    return isinstance(node.target, HigherOrderOperator) and operator_label(node.target) == name
+
+
 def has_effect(node: Node) -> bool:
     """Returns whether a node must run, in order, even if its results are unused."""
     if isinstance(node.target, OpOverload):
@@ -86,12 +91,7 @@ def _is_effectful(overload: OpOverload) -> bool:
 
 def is_token(node: Node) -> bool:
     """Returns whether a placeholder is an effect token, whose value is unused and may be None."""
-    return any(
-        isinstance(user.target, HigherOrderOperator)
-        and operator_label(user.target) == "with_effects"
-        and user.args[0] is node
-        for user in node.users
-    )
+    return any(calls_higher_order(user, "with_effects") and user.args[0] is node for user in node.users)
 
 
 def submodules(node: Node) -> Iterator[GraphModule]:
@@ -113,7 +113,7 @@ def attribute_of(node: Node) -> Any:
 
 def aliased_operands(node: Node) -> dict[int, Node]:
     """Returns, for an `invoke_subgraph` call, the operand that each aliasing result aliases, by result position."""
-    if not isinstance(node.target, HigherOrderOperator) or operator_label(node.target) != "invoke_subgraph":
+    if not calls_higher_order(node, "invoke_subgraph"):
         return {}
     module = next(submodules(node), None)
     if module is None:

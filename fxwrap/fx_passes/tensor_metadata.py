@@ -10,11 +10,11 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
-from fxwrap.fx_passes.effects import operator_label
+from fxwrap.fx_passes.effects import calls_higher_order
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.fx_passes.source import location_of
-from fxwrap.torch_compat import PROMOTION_KINDS, HigherOrderOperator, elementwise_dtypes, torch_schema
+from fxwrap.torch_compat import PROMOTION_KINDS, elementwise_dtypes, torch_schema
 
 _ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 
@@ -67,17 +67,13 @@ _aten = torch.ops.aten
 
 def expand_out_dtype(graph: PreparedGraph) -> PreparedGraph:
     """Returns a graph in which `out_dtype` is casts, the operator, and a cast of its result, as in eager mode."""
-    calls = [node for node in graph.nodes if _is_out_dtype(node)]
+    calls = [node for node in graph.nodes if calls_higher_order(node, "out_dtype")]
     if not calls:
         return graph
     copy = GraphCopy(graph)
     for node in calls:
         copy.substitute(node, _expand(copy, node), "fused")
     return copy.finish()
-
-
-def _is_out_dtype(node: Node) -> bool:
-    return isinstance(node.target, HigherOrderOperator) and operator_label(node.target) == "out_dtype"
 
 
 def _expand(copy: GraphCopy, node: Node) -> Node:

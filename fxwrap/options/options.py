@@ -299,10 +299,6 @@ State = TypeVar("State")
 Context = TypeVar("Context")
 
 
-def _always(_options: Options) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Step(Generic[State, Context]):
     """One step of a pipeline over some state (a graph, a program).
@@ -320,7 +316,7 @@ class Step(Generic[State, Context]):
     description: str
     run: Callable[[State, Context], State]
     option: str = ""
-    enabled: Callable[[Options], bool] = _always
+    enabled: Callable[[Options], bool] = lambda _options: True
 
 
 def enabled_steps(steps: Iterable[Step[State, Context]], options: Options) -> Iterator[Step[State, Context]]:

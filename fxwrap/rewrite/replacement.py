@@ -123,7 +123,7 @@ class _ReplacementFitter:
         if not ir.types_agree(old.type, new.type, compare_strides=defines or is_gone):
             reason = f"%{old.name} is {ir.print_type(old.type)}, but its replacement is {ir.print_type(new.type)}"
             raise RewriteError(reason, ir.line_text(line))
-        fresh = self._is_fresh(new)
+        fresh = self.new_roots.get(new.name) == new.name and new.name not in self.renamed  # no output is renamed to it
         if not defines and not is_gone:
             self._replace_buffer_content(old, position, new, fresh)
         elif not defines or line.alias_of(old) is None:
@@ -133,10 +133,6 @@ class _ReplacementFitter:
                 self._substitute(old, new)
         else:
             self._replace_view(old, new, fresh)
-
-    def _is_fresh(self, new: ir.Value) -> bool:
-        """Whether a value is a new root that no other output was renamed to."""
-        return self.new_roots.get(new.name) == new.name and new.name not in self.renamed
 
     def _substitute(self, old: ir.Value, new: ir.Value) -> None:
         """Substitutes other memory for a root of the match, if that is unobservable."""

@@ -232,7 +232,8 @@ class PythonPrinter(ExpressionPrinter):
         if name in _OPERATORS:
             return self._operator(*_OPERATORS[name], operands)
         if name in _BITWISE:
-            return f"({self._joined(_BITWISE[name], operands, Precedence.UNARY)})", Precedence.ATOM
+            texts = [self.operand(operand, Precedence.UNARY) for operand in operands]
+            return f"({f' {_BITWISE[name]} '.join(texts)})", Precedence.ATOM
         return self._other(name, operands)
 
     def _other(self, name: str, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
@@ -261,9 +262,6 @@ class PythonPrinter(ExpressionPrinter):
         left = self.operand(operands[0], precedence)
         rest = (self.operand(operand, Precedence(precedence + 1)) for operand in operands[1:])
         return f" {mark} ".join((left, *rest)), precedence
-
-    def _joined(self, mark: str, operands: Sequence[sympy.Basic], least: Precedence) -> str:
-        return f" {mark} ".join(self.operand(operand, least) for operand in operands)
 
     def _ceiling_division(self, base: sympy.Basic, divisor: sympy.Basic) -> tuple[str, Precedence]:
         negated = self.operand(sympy.Mul(-1, base), Precedence.MULTIPLY)

@@ -37,16 +37,14 @@ for _name in (
 # --- signs and rounding ----------------------------------------------------------------------------------------------
 
 
-def _unless_bool(name: str) -> Callable[[Scalar], Scalar]:
-    return lambda x: x if x.dtype is torch.bool else x.apply(name)
-
-
 def _float_only(name: str) -> Callable[[Scalar], Scalar]:
     return lambda x: x.apply(name) if x.dtype.is_floating_point else x
 
 
 register_elementwise("aten.abs.default", _operation("abs"), dtypes="number")
-register_elementwise(("aten.sign.default", "aten.sgn.default"), _unless_bool("sign"))
+register_elementwise(
+    ("aten.sign.default", "aten.sgn.default"), lambda x: x if x.dtype is torch.bool else x.apply("sign")
+)
 register_elementwise("aten.neg.default", _operation("neg"), dtypes="number")
 register_elementwise(
     ("aten.conj_physical.default", "aten._conj_physical.default", "aten.positive.default"), lambda x: x
