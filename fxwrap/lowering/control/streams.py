@@ -187,7 +187,7 @@ def _tensors(fake: object) -> list[torch.Tensor]:
 
 
 _NAMESPACE = "_c10d_functional"
-_WAIT = "wait_tensor"
+_WAIT_TENSOR = "wait_tensor"
 
 
 def starts_collective(node: Node) -> bool:
@@ -228,7 +228,7 @@ def _is_call(node: Node) -> bool:
 
 
 def _is_wait(node: Node) -> bool:
-    return _is_call(node) and operator_name(node.target) == _WAIT  # type: ignore[arg-type]
+    return _is_call(node) and operator_name(node.target) == _WAIT_TENSOR  # type: ignore[arg-type]
 
 
 def _is_waited_for(node: Node) -> bool:
