@@ -15,11 +15,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.errors import GraphError
-from fxwrap.fx_passes.effects import attribute_of, operator_label
+from fxwrap.fx_passes.effects import attribute_of, calls_higher_order
 from fxwrap.fx_passes.graph_copy import GraphCopy, expressions_of, fake_call
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph, Target
 from fxwrap.fx_passes.source import location_of
-from fxwrap.torch_compat import HigherOrderOperator
 
 _aten = torch.ops.aten
 
@@ -30,7 +29,7 @@ def expand_associative_scans(graph: PreparedGraph) -> PreparedGraph:
     A scan of symbolic length stays a call, on contiguous clones of its operands: its results then have eager's strides.
     Raises GraphError for a combine function that does not map two elements to one.
     """
-    scans = [node for node in graph.nodes if _is_associative_scan(node) and node.users]
+    scans = [node for node in graph.nodes if calls_higher_order(node, "associative_scan") and node.users]
     if not scans:
         return graph
     copy = GraphCopy(graph)
@@ -42,10 +41,6 @@ def expand_associative_scans(graph: PreparedGraph) -> PreparedGraph:
         for user in [*node.users]:
             copy.substitute(user, results[user.args[1]], "fused", (node,))  # type: ignore[index]
     return copy.finish()
-
-
-def _is_associative_scan(node: Node) -> bool:
-    return isinstance(node.target, HigherOrderOperator) and operator_label(node.target) == "associative_scan"
 
 
 def _is_expandable(node: Node, fakes: NodeValues) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,11 @@ USER_KERNELS = frozenset({"triton_kernel_wrapper_functional", "triton_kernel_wra
 def operator_label(operator: HigherOrderOperator) -> str:
     """Returns the name of a higher-order operator in `torch.ops.higher_order`."""
     return str(operator.name())  # type: ignore[no-untyped-call]
+
+
+def calls_higher_order(node: Node, name: str) -> bool:
+    """Whether a node calls the higher-order operator of a name."""
+    return isinstance(node.target, HigherOrderOperator) and operator_label(node.target) == name
 
 
 def has_effect(node: Node) -> bool:
@@ -86,12 +91,7 @@ def _is_effectful(overload: OpOverload) -> bool:
 
 def is_token(node: Node) -> bool:
     """Returns whether a placeholder is an effect token, whose value is unused and may be None."""
-    return any(
-        isinstance(user.target, HigherOrderOperator)
-        and operator_label(user.target) == "with_effects"
-        and user.args[0] is node
-        for user in node.users
-    )
+    return any(calls_higher_order(user, "with_effects") and user.args[0] is node for user in node.users)
 
 
 def submodules(node: Node) -> Iterator[GraphModule]:
@@ -113,7 +113,7 @@ def attribute_of(node: Node) -> Any:
 
 def aliased_operands(node: Node) -> dict[int, Node]:
     """Returns, for an `invoke_subgraph` call, the operand that each aliasing result aliases, by result position."""
-    if not isinstance(node.target, HigherOrderOperator) or operator_label(node.target) != "invoke_subgraph":
+    if not calls_higher_order(node, "invoke_subgraph"):
         return {}
     module = next(submodules(node), None)
     if module is None:
@@ -130,3 +130,32 @@ def aliased_operands(node: Node) -> dict[int, Node]:
         position: by_storage[storage_identity(fake)] for position, fake in enumerate(results)
         if isinstance(fake, torch.Tensor) and storage_identity(fake) in by_storage
     }  # fmt: skip
+
+
+_aten = torch.ops.aten
+
+EMPTY_OPERATORS = (
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
+    _aten.new_empty.default, _aten.new_empty_strided.default,
+)  # fmt: skip
+"""Operators with uninitialised results."""
+
+_INDIRECT_WRITES = (
+    "scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two",
+    "scatter_add.default", "index_put.default", "index_put.hacked_twin", "_index_put_impl.default",
+    "index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor",
+    "index_reduce.default", "masked_scatter.default", "put.default",
+)  # fmt: skip
+
+IN_PLACE_VARIANTS: Mapping[str, str] = {
+    **{f"aten.{name}": f"aten.{name.replace('.', '_.')}" for name in _INDIRECT_WRITES},
+    "aten._unsafe_index_put.default": "aten.index_put_.default",
+    "aten._unsafe_index_put.hacked_twin": "aten.index_put_.hacked_twin",
+}
+"""Operators that write at indirect indices of a copy of their first argument, with their in-place variants."""
+
+
+def expand_to_rank(option: int | Sequence[int], rank: int) -> list[int]:
+    """Returns an option of a convolution or pooling for each of `rank` dimensions; one number applies to all."""
+    values = [*option] if isinstance(option, Sequence) else [option]
+    return values * rank if len(values) == 1 else values

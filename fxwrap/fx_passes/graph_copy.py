@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxwrap.fx_passes.effects import attribute_of, mutated_operands
-from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph, Target
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -24,6 +24,7 @@ from fxwrap.torch_compat import (
     symbol_expression,
     symbol_hint,
 )
+from fxwrap.wrapper_ir.operators import operator_schema
 
 
 def items_of(fake: Any) -> Sequence[Any]:
@@ -249,3 +250,75 @@ class GraphCopy:
 
 
 _CLONE: Callable[..., object] = torch.ops.aten.clone.default
+
+
+_ROW_STRIDE_AGNOSTIC = frozenset({
+    "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
+    "aten._addmm_activation.default",
+    "aten._scaled_dot_product_cudnn_attention.default", "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+})  # fmt: skip
+"""Operators without a lowering rule that read rows with any stride without copying them."""
+
+
+class StorageAliases:
+    """The nodes of a graph, grouped by the storage of their tensors."""
+
+    def __init__(self, graph: PreparedGraph, context: FxPassContext) -> None:
+        nodes, self.fakes = graph.nodes, graph.fakes
+        self.fused_operators = context.fused_operators
+        self._written = written_storages(nodes, self.fakes)
+        self._returned = {
+            storage for node in graph.output.all_input_nodes for storage in storages_of(self.fakes.get(node))
+        }
+        self._on_storage = nodes_by_storage(nodes, self.fakes)
+
+    def aliases(self, node: Node) -> list[Node]:
+        """Returns the nodes whose tensors share a node's storage, in the graph's order, the node included."""
+        return list({item: None for storage in storages_of(self.fakes.get(node)) for item in self._on_storage[storage]})
+
+    def is_mutated(self, node: Node) -> bool:
+        """Whether a call writes the storage of a node's tensor."""
+        return not self._written.isdisjoint(storages_of(self.fakes.get(node)))
+
+    def is_returned(self, node: Node) -> bool:
+        """Whether the graph returns a tensor on the storage of a node's tensor."""
+        return not self._returned.isdisjoint(storages_of(self.fakes.get(node)))
+
+    def readers(self, node: Node) -> list[Node]:
+        """Returns the nodes that read a tensor or a view of it, without the graph's output."""
+        aliases = self.aliases(node)
+        users = {user: None for item in aliases for user in item.users}
+        return [user for user in users if user not in aliases and user.op != "output"]
+
+    def accepts_layout(self, node: Node, fake: FakeTensor) -> bool:
+        """Whether a tensor can have the strides of `fake`: its views stay views, and its readers' results are equal.
+
+        The graph's outputs are not checked: the caller knows whether their strides are fixed.
+        """
+        aliases, readers = self.aliases(node), self.readers(node)
+        if not all(can_propagate_fake(item) and "as_strided" not in str(item.target) for item in aliases):
+            return False
+        if not all(self._accepts_any_row_stride(reader) for reader in readers):
+            return False
+        fakes = {**self.fakes, node: fake}
+        try:
+            for item in (*[item for item in aliases if item is not node], *readers):
+                fakes[item] = run_on_fakes(item, fakes)
+        except (RuntimeError, ValueError):  # a view that needs contiguous rows
+            return False
+        return all(same_layouts(fakes[reader], self.fakes[reader]) for reader in readers)
+
+    def _accepts_any_row_stride(self, node: Node) -> bool:
+        """Whether a call reads rows with any stride without a copy."""
+        name = operator_schema(node.target).name if isinstance(node.target, OpOverload) else ""
+        return name in _ROW_STRIDE_AGNOSTIC or name in self.fused_operators
+
+
+def same_layouts(one: object, other: object) -> bool:
+    """Whether the tensors of two fake values have equal sizes and strides, pair by pair."""
+    pairs = zip(items_of(one), items_of(other), strict=True)
+    return all(
+        same_layout(first, second) for first, second in pairs
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+    )  # fmt: skip

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.fx_passes.graph_copy import can_propagate_fake, run_on_fakes
 from fxwrap.fx_passes.matmuls import is_outer_product
-from fxwrap.fx_passes.operators import expand_to_rank
 from fxwrap.fx_passes.prepared_graph import Target
-from fxwrap.fx_passes.subgraph_calls import inline_subgraph_calls
+from fxwrap.fx_passes.source import inline_subgraph_calls
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity
 

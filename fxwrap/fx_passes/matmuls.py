@@ -19,9 +19,8 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import ROW_ALIGNMENT, DeviceSpec
-from fxwrap.fx_passes.graph_copy import GraphCopy, bytes_of, fake_call, same_layout
+from fxwrap.fx_passes.graph_copy import GraphCopy, StorageAliases, bytes_of, fake_call, same_layout, same_layouts
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
-from fxwrap.fx_passes.storage_aliases import StorageAliases, same_layouts
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
 

@@ -29,7 +29,9 @@ def resolve_negative_views(graph: PreparedGraph) -> PreparedGraph:
     inputs with the bit. Results of the graph keep theirs.
     """
     conjugates = {node: views for node in graph.nodes if (views := _conjugate_views(node))}
-    if not conjugates and not any(_is_source(node, graph) for node in graph.nodes):
+    if not conjugates and not any(
+        node.target is _NEGATIVE_VIEW or _is_negative_constant(node, graph) for node in graph.nodes
+    ):
         return graph
     editor = _Editor(graph)
     for node in graph.nodes:
@@ -37,10 +39,6 @@ def resolve_negative_views(graph: PreparedGraph) -> PreparedGraph:
             editor.resolve_conjugate(node, *conjugates[node])
         editor.add(node)
     return editor.copy.finish()
-
-
-def _is_source(node: Node, graph: PreparedGraph) -> bool:
-    return node.target is _NEGATIVE_VIEW or _is_negative_constant(node, graph)
 
 
 def _is_negative_constant(node: Node, graph: PreparedGraph) -> bool:

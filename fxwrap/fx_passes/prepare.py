@@ -15,12 +15,10 @@ from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
-from fxwrap.fx_passes.out_dtype import expand_out_dtype
 from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
-from fxwrap.fx_passes.source import graph_source
-from fxwrap.fx_passes.subgraph_calls import inline_subgraph_calls
-from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata
+from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls
+from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata, expand_out_dtype
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import tree_flatten
 

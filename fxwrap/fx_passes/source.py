@@ -5,24 +5,33 @@ from __future__ import annotations
 import operator
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.attention_masks import find_mask_rewrites, rewrite_masks
 from fxwrap.fx_passes.decompositions import decompose, export_decomposition_table
-from fxwrap.fx_passes.effects import submodules
-from fxwrap.fx_passes.exported_mutations import remove_tokens, write_back
+from fxwrap.fx_passes.effects import attribute_of, operator_label, submodules
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource
-from fxwrap.fx_passes.subgraph_calls import inline_subgraph_calls, is_hint
 from fxwrap.options import Options, Step, enabled_steps
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload, find_shape_env, is_desugared, isolate_pending_symbols
+from fxwrap.torch_compat import (
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    find_shape_env,
+    is_desugared,
+    isolate_pending_symbols,
+    storage_identity,
+)
 from fxwrap.wrapper_ir import Source
+from fxwrap.wrapper_ir.operators import operator_schema
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -191,3 +200,168 @@ def check_desugared(name: str, value: object) -> None:
         reason = f"it is the tensor subclass {type(value).__name__}"
         remedy = "Compile through torch.compile, which desugars subclasses, or pass plain tensors"
         raise GraphError(name, reason, remedy)
+
+
+_aten = torch.ops.aten
+
+
+def remove_tokens(
+    graph_module: GraphModule, token_inputs: Collection[str], token_outputs: Collection[int]
+) -> list[int]:
+    """Removes effect tokens from a graph's placeholders and outputs, in place.
+
+    `token_inputs` are names of placeholders, `token_outputs` positions of outputs. Returns the positions of the
+    remaining outputs.
+    """
+    graph = graph_module.graph
+    output = graph.output_node()
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in token_inputs:
+            for user in list(node.users):
+                user.args = tuple([None if item is node else item for item in user.args])
+            graph.erase_node(node)
+    items: Any = output.args[0]
+    remaining = [position for position in range(len(items)) if position not in token_outputs]
+    output.args = (tuple([items[position] for position in remaining]),)
+    graph_module.recompile()
+    return remaining
+
+
+def write_back(graph_module: GraphModule, mutations: Mapping[int, str], constants: Mapping[str, torch.Tensor]) -> None:
+    """Replaces outputs that are new values of placeholders by copies into those placeholders, in place.
+
+    Args:
+        graph_module: the graph.
+        mutations: the name of the mutated placeholder, by the position of the output with its new value.
+        constants: parameters and buffers by placeholder name; two of them may share a storage.
+
+    The mutations are simultaneous: a value that aliases a storage that an earlier copy writes is cloned before all
+    copies. A remaining output that is also a mutation's value is the placeholder, as in `ExportedProgram.module()`.
+    """
+    if not mutations:
+        return
+    graph = graph_module.graph
+    output = graph.output_node()
+    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    storage_of = {node: _storage_key(node, constants) for node in placeholders.values()}
+    items: Any = output.args[0]
+    written: set[Hashable] = set()
+    copies: list[tuple[Node, Node]] = []
+    for position, name in mutations.items():
+        target, value = placeholders[name], items[position]
+        if value is target:
+            continue
+        aliased = storage_of.get(_view_root(value))
+        if aliased is not None and (aliased in written or aliased == storage_of[target]):
+            value = _clone(output, value)
+        copies.append((target, value))
+        written.add(storage_of[target])
+    mutated: dict[Any, Node] = {}
+    for target, value in copies:
+        mutated.setdefault(value, _insert(output, _aten.copy_.default, (target, value), target.meta.get("val")))
+    returned = [item for position, item in enumerate(items) if position not in mutations]
+    output.args = (tuple([mutated.get(item, item) for item in returned]),)
+    graph_module.recompile()
+
+
+def _storage_key(placeholder: Node, constants: Mapping[str, torch.Tensor]) -> Hashable:
+    """Returns a key that is equal for placeholders known to share a storage."""
+    payload = constants.get(placeholder.name)
+    return placeholder if payload is None else storage_identity(payload)
+
+
+def _view_root(node: Node) -> Node:
+    """Returns the node that a node is a view of, through any number of view operators."""
+    while isinstance(node.target, OpOverload):
+        position = operator_schema(node.target).aliased_argument
+        base = node.args[position] if position is not None and position < len(node.args) else None
+        if not isinstance(base, Node):
+            break
+        node = base
+    return node
+
+
+def _insert(output: Node, target: OpOverload, arguments: tuple[Node, ...], fake: object, **keywords: Any) -> Node:
+    """Inserts a call before the output node, with the metadata of its last operand."""
+    with output.graph.inserting_before(output):
+        call = output.graph.call_function(target, arguments, keywords)
+    call.meta = {**arguments[-1].meta, "val": fake}
+    return call
+
+
+def _clone(output: Node, value: Node) -> Node:
+    fake: FakeTensor = value.meta["val"]
+    with fake.fake_mode:
+        copy = fake.new_empty(fake.shape)
+    return _insert(output, _aten.clone.default, (value,), copy, memory_format=torch.contiguous_format)
+
+
+_INLINED: Mapping[str, Callable[..., tuple[Node, Sequence[Any]]]] = {
+    "control_deps": lambda _after, graph, *operands: (graph, operands),  # AOTAutograd wraps stream operators in it
+    "foreach_map": lambda graph, *operands: (graph, operands),
+    "hints_wrapper": lambda graph, operands, *_hints: (graph, operands),
+    "invoke_quant": lambda graph, *operands: (graph, operands),
+    "invoke_quant_packed": lambda graph, *operands: (graph, operands),
+    "run_const_graph": lambda graph, operands: (graph, operands),
+    "strict_mode": lambda graph, operands: (graph, operands),
+    "tag_activation_checkpoint": lambda graph, *operands: (graph, operands),
+    "wrap": lambda graph, *operands: (graph, operands),
+    "wrap_with_set_grad_enabled": lambda _enabled, graph, *operands: (graph, operands),
+}
+"""For each operator, a function of its arguments that returns the graph and its operands."""
+
+
+def inline_subgraph_calls(graph_module: GraphModule) -> GraphModule:
+    """Returns a graph with the calls inside these operators in their place; the graph itself if it has none.
+
+    Keyword arguments of the operators are hints for other compilers, and are dropped.
+    """
+    while any(_is_subgraph_call(node) for node in graph_module.graph.nodes):
+        graph_module = _inline(graph_module)
+    return graph_module
+
+
+def is_hint(node: Node) -> bool:
+    """Whether a node is only a keyword argument of such operators."""
+    return bool(node.users) and all(_is_subgraph_call(user) and node in user.kwargs.values() for user in node.users)
+
+
+def _inline(graph_module: GraphModule) -> GraphModule:
+    graph = Graph()
+    node_map: dict[Node, Any] = {}
+    for node in graph_module.graph.nodes:
+        if _is_subgraph_call(node):
+            inner, operands = _call_of(node)
+            node_map[node] = _copy_calls(graph, inner, map_arg(operands, node_map.__getitem__))
+        elif node.target is operator.getitem and _is_subgraph_call(node.args[0]):
+            node_map[node] = node_map[node.args[0]][node.args[1]]
+        elif not is_hint(node) and not _is_inlined_graph(node):
+            node_map[node] = graph.node_copy(node, lambda operand: node_map[operand])
+    return GraphModule(graph_module, graph)
+
+
+def _call_of(node: Node) -> tuple[Node, Sequence[Any]]:
+    """Returns the graph that a node calls, and its operands."""
+    return _INLINED[operator_label(node.target)](*node.args)  # type: ignore[arg-type]
+
+
+def _is_subgraph_call(node: object) -> bool:
+    target = node.target if isinstance(node, Node) else None
+    return isinstance(target, HigherOrderOperator) and operator_label(target) in _INLINED
+
+
+def _is_inlined_graph(node: Node) -> bool:
+    is_used = node.op == "get_attr" and bool(node.users)
+    return is_used and all(_is_subgraph_call(user) and _call_of(user)[0] is node for user in node.users)
+
+
+def _copy_calls(graph: Graph, attribute: Node, operands: Sequence[Any]) -> Any:
+    """Copies the calls of the graph that an attribute holds into another, and returns its results."""
+    inner: GraphModule = attribute_of(attribute)
+    node_map: dict[Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True))
+    for node in inner.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            copy = node_map[node] = graph.node_copy(node, node_map.__getitem__)
+            if node.op == "get_attr":
+                copy.target = f"{attribute.target}.{node.target}"
+    return map_arg(inner.graph.output_node().args[0], node_map.__getitem__)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
+from fxwrap.fx_passes.effects import calls_higher_order
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.fx_passes.source import location_of
-from fxwrap.torch_compat import torch_schema
+from fxwrap.torch_compat import PROMOTION_KINDS, elementwise_dtypes, torch_schema
 
 _ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 
@@ -58,3 +60,38 @@ def _comparisons(node: Node, fakes: NodeValues) -> Iterator[tuple[str, Any, Any]
 
 def _items(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+_aten = torch.ops.aten
+
+
+def expand_out_dtype(graph: PreparedGraph) -> PreparedGraph:
+    """Returns a graph in which `out_dtype` is casts, the operator, and a cast of its result, as in eager mode."""
+    calls = [node for node in graph.nodes if calls_higher_order(node, "out_dtype")]
+    if not calls:
+        return graph
+    copy = GraphCopy(graph)
+    for node in calls:
+        copy.substitute(node, _expand(copy, node), "fused")
+    return copy.finish()
+
+
+def _expand(copy: GraphCopy, node: Node) -> Node:
+    before, name = copy.node_map[node], node.name
+    target: Any
+    dtype: Any
+    target, dtype, *arguments = before.args
+    tensors = [item for item in before.all_input_nodes if isinstance(copy.fakes[item], torch.Tensor)]
+    fakes = [copy.fakes[item] for item in tensors]
+    if target is _aten.mm.default and dtype == torch.int32 and all(fake.dtype == torch.int8 for fake in fakes):
+        return copy.call(before, _aten._int_mm.default, arguments, name)
+    result = torch.empty(1, dtype=dtype, device="meta")
+    promoted, _ = elementwise_dtypes(*fakes, result, type_promotion_kind=PROMOTION_KINDS["DEFAULT"])
+
+    def cast(item: Node, dtype: torch.dtype) -> Node:
+        if not isinstance(copy.fakes[item], torch.Tensor) or copy.fakes[item].dtype == dtype:
+            return item
+        return copy.call(before, _aten._to_copy.default, (item,), name, {"dtype": dtype})
+
+    operands: Any = map_arg(arguments, lambda item: cast(item, promoted))
+    return cast(copy.call(before, target, operands, name), dtype)

@@ -11,8 +11,7 @@ import torch
 
 from fxwrap import wrapper_ir as ir
 from fxwrap.errors import ExpressionError, RewriteError
-from fxwrap.inference.fake_calls import FakeCallError, call_on_fakes
-from fxwrap.inference.fake_values import FakeNumber, FakeValues, default_hint
+from fxwrap.inference.fake_values import FakeCallError, FakeNumber, FakeValues, call_on_fakes, default_hint
 from fxwrap.symbolic import SymbolInfo, canonicalize, floor_divide, make_symbol, product, symbol_kind, total
 from fxwrap.torch_compat import (
     OpOverload,

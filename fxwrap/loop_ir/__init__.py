@@ -1,62 +1,9 @@
 """The loop IR: kernels as index spaces with bodies of typed scalar operations, and their reference evaluator."""
 
-from fxwrap.loop_ir.builder import KernelBuilder as KernelBuilder
-from fxwrap.loop_ir.builder import Scalar as Scalar
-from fxwrap.loop_ir.builder import eliminate_dead_operations as eliminate_dead_operations
-from fxwrap.loop_ir.builder import reorder_operations as reorder_operations
-from fxwrap.loop_ir.canonicalize import accesses as accesses
-from fxwrap.loop_ir.canonicalize import canonicalize_axes as canonicalize_axes
-from fxwrap.loop_ir.canonicalize import replace_axes as replace_axes
-from fxwrap.loop_ir.evaluate import evaluate_kernel as evaluate_kernel
-from fxwrap.loop_ir.hoist_expressions import hoist_expressions as hoist_expressions
-from fxwrap.loop_ir.in_place import in_place_candidates as in_place_candidates
-from fxwrap.loop_ir.in_place import reinplace_output as reinplace_output
-from fxwrap.loop_ir.index import ONE as ONE
-from fxwrap.loop_ir.index import ZERO as ZERO
-from fxwrap.loop_ir.index import Atom as Atom
-from fxwrap.loop_ir.index import Axis as Axis
-from fxwrap.loop_ir.index import FloorDivide as FloorDivide
-from fxwrap.loop_ir.index import Index as Index
-from fxwrap.loop_ir.index import IndexLike as IndexLike
-from fxwrap.loop_ir.index import IndirectIndex as IndirectIndex
-from fxwrap.loop_ir.index import Modulo as Modulo
-from fxwrap.loop_ir.index import SizeAtom as SizeAtom
-from fxwrap.loop_ir.index import as_index as as_index
-from fxwrap.loop_ir.index import delinearize_index as delinearize_index
-from fxwrap.loop_ir.index import evaluate_index as evaluate_index
-from fxwrap.loop_ir.index import linearize_index as linearize_index
-from fxwrap.loop_ir.index import strided_index as strided_index
-from fxwrap.loop_ir.kernel import Buffer as Buffer
-from fxwrap.loop_ir.kernel import Compute as Compute
-from fxwrap.loop_ir.kernel import Constant as Constant
-from fxwrap.loop_ir.kernel import DeviceAssert as DeviceAssert
-from fxwrap.loop_ir.kernel import IndexValue as IndexValue
-from fxwrap.loop_ir.kernel import Kernel as Kernel
-from fxwrap.loop_ir.kernel import KernelError as KernelError
-from fxwrap.loop_ir.kernel import Load as Load
-from fxwrap.loop_ir.kernel import Operation as Operation
-from fxwrap.loop_ir.kernel import Reduce as Reduce
-from fxwrap.loop_ir.kernel import ReductionResult as ReductionResult
-from fxwrap.loop_ir.kernel import Scan as Scan
-from fxwrap.loop_ir.kernel import Store as Store
-from fxwrap.loop_ir.kernel import SymbolicScalar as SymbolicScalar
-from fxwrap.loop_ir.kernel import combine_spec as combine_spec
-from fxwrap.loop_ir.kernel import indices as indices
-from fxwrap.loop_ir.kernel import map_operation as map_operation
-from fxwrap.loop_ir.kernel import operands as operands
-from fxwrap.loop_ir.kernel import print_kernel as print_kernel
-from fxwrap.loop_ir.kernel import print_operation as print_operation
-from fxwrap.loop_ir.kernel import verify_kernel as verify_kernel
-from fxwrap.loop_ir.operations import INTEGERS as INTEGERS
-from fxwrap.loop_ir.operations import KERNEL_DTYPES as KERNEL_DTYPES
-from fxwrap.loop_ir.operations import OPERATIONS as OPERATIONS
-from fxwrap.loop_ir.operations import POSITION_RESULTS as POSITION_RESULTS
-from fxwrap.loop_ir.operations import REDUCTIONS as REDUCTIONS
-from fxwrap.loop_ir.operations import SCANS as SCANS
-from fxwrap.loop_ir.operations import STORAGE_ONLY as STORAGE_ONLY
-from fxwrap.loop_ir.operations import STORE_MODES as STORE_MODES
-from fxwrap.loop_ir.operations import Domain as Domain
-from fxwrap.loop_ir.operations import OperationSpec as OperationSpec
-from fxwrap.loop_ir.operations import compute_dtype as compute_dtype
-from fxwrap.loop_ir.split import SplitKernel as SplitKernel
-from fxwrap.loop_ir.split import split_reductions as split_reductions
+from fxwrap.loop_ir.builder import *
+from fxwrap.loop_ir.canonicalize import *
+from fxwrap.loop_ir.evaluate import *
+from fxwrap.loop_ir.index import *
+from fxwrap.loop_ir.kernel import *
+from fxwrap.loop_ir.operations import *
+from fxwrap.loop_ir.split import *

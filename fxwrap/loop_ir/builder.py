@@ -5,15 +5,16 @@ Formulas compute with `Scalar`, the value of one element, which has operators an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import sympy
 import torch
 
 from fxwrap.caching import bounded_cache
-from fxwrap.loop_ir.index import Axis, Index, IndexLike, IndirectIndex, as_index
+from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
 from fxwrap.loop_ir.kernel import (
     Buffer,
     Compute,
@@ -31,6 +32,7 @@ from fxwrap.loop_ir.kernel import (
     ValueOperation,
     map_operation,
     operands,
+    renumber_index,
     verify_kernel,
 )
 from fxwrap.loop_ir.operations import (
@@ -324,9 +326,49 @@ def reorder_operations(kernel: Kernel, order: Sequence[int]) -> Kernel:
     """Returns the kernel with the operations at these positions, in this order, which keeps operands first."""
     new_position = {position: number for number, position in enumerate(order)}
 
-    def index(old: Index) -> Index:
-        indirect = [atom for atom in old.atoms() if isinstance(atom, IndirectIndex)]
-        return old.substitute({atom: IndirectIndex(new_position[atom.operation], atom.size) for atom in indirect})
-
-    chosen = [map_operation(kernel.operations[position], new_position.__getitem__, index) for position in order]
+    chosen = [map_operation(kernel.operations[position], new_position.__getitem__) for position in order]
     return replace(kernel, operations=tuple(chosen))
+
+
+class OperationCopier:
+    """Builds the operations of a kernel, partly copied from another one; `mapping` replaces atoms of its indices.
+
+    `new` maps the positions of copied operations to their new ones; `origin` is that of added operations.
+    """
+
+    def __init__(self, kernel: Kernel, mapping: Mapping[Atom, IndexLike] | None = None) -> None:
+        self.kernel = kernel
+        self.operations: list[Operation] = []
+        self.new: dict[int, int] = {}
+        self.origin = ""
+        self._index = partial(renumber_index, self.new.__getitem__, mapping or {})
+
+    def add(self, operation: Operation) -> int:
+        """Adds an operation and returns its position."""
+        self.operations.append(operation)
+        return len(self.operations) - 1
+
+    def copy(self, position: int) -> int:
+        """Adds a copy of an operation and returns its position."""
+        operation = self.kernel.operations[position]
+        self.origin = operation.origin
+        self.new[position] = self.add(map_operation(operation, self.new.__getitem__, self._index))
+        return self.new[position]
+
+    def compute(self, name: str, *used: int, dtype: torch.dtype) -> int:
+        """Adds an operation of `OPERATIONS`."""
+        return self.add(Compute(name, used, dtype, self.origin))
+
+    def reduce(self, kind: str, value: int, dtype: torch.dtype) -> int:
+        """Adds a reduction."""
+        return self.add(Reduce(kind, (value,), dtype, self.origin))
+
+    def constant(self, value: Number, dtype: torch.dtype) -> int:
+        """Adds a number."""
+        return self.add(Constant(value, dtype, self.origin))
+
+    def size(self, size: Size, dtype: torch.dtype) -> int:
+        """Adds a size as a float."""
+        if isinstance(size, int):
+            return self.constant(float(size), dtype)
+        return self.compute("cast", self.add(SymbolicScalar(size, torch.int64, self.origin)), dtype=dtype)

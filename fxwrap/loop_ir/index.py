@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeAlias
 
 import sympy
@@ -157,7 +158,7 @@ class Index:
         coefficients: dict[Monomial, int] = {}
         for left, left_coefficient in self.terms:
             for right, right_coefficient in other.terms:
-                monomial = tuple(sorted((*left, *right), key=_atom_sort_key)) if left and right else left or right
+                monomial = tuple(sorted((*left, *right), key=attrgetter("key"))) if left and right else left or right
                 coefficients[monomial] = coefficients.get(monomial, 0) + left_coefficient * right_coefficient
         return _normalize_terms(coefficients)
 
@@ -264,10 +265,6 @@ def _term_text(monomial: Monomial, coefficient: int) -> str:
 def _parenthesize(index: Index) -> str:
     text = str(index)
     return text if text.isalnum() else f"({text})"
-
-
-def _atom_sort_key(atom: Atom) -> str:
-    return atom.key
 
 
 def _monomial_key(term: tuple[Monomial, int]) -> tuple[bool, tuple[str, ...]]:

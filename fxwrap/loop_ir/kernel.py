@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import sympy
@@ -12,7 +12,7 @@ import torch
 from typing_extensions import assert_never
 
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir.index import Axis, Index, IndirectIndex, SizeAtom, as_index
+from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex, SizeAtom, as_index
 from fxwrap.loop_ir.operations import (
     KERNEL_DTYPES,
     OPERATIONS,
@@ -300,8 +300,14 @@ def indices(operation: Operation) -> Iterator[Index]:
         yield operation.index
 
 
-def map_operation(operation: Operation, position: Callable[[int], int], index: Callable[[Index], Index]) -> Operation:
-    """Returns an operation with `position` applied to its operands and `index` to its index expressions."""
+def map_operation(
+    operation: Operation, position: Callable[[int], int], index: Callable[[Index], Index] | None = None
+) -> Operation:
+    """Returns an operation with `position` applied to its operands and `index` to its index expressions.
+
+    By default, `position` is applied to the indirect indices in them.
+    """
+    index = partial(renumber_index, position, {}) if index is None else index
     origin = operation.origin
     match operation:
         case Load():
@@ -328,6 +334,14 @@ def map_operation(operation: Operation, position: Callable[[int], int], index: C
             return DeviceAssert(position(operation.condition), operation.message, mask, origin, operation.error)
         case _:
             assert_never(operation)
+
+
+def renumber_index(position: Callable[[int], int], mapping: Mapping[Atom, IndexLike], index: Index) -> Index:
+    """Returns an index with atoms replaced, and `position` applied to its indirect indices."""
+    indirect = [atom for atom in index.atoms() if isinstance(atom, IndirectIndex)]
+    return index.substitute(
+        {**mapping, **{atom: IndirectIndex(position(atom.operation), atom.size) for atom in indirect}}
+    )
 
 
 def combine_spec(operation: Reduce | Scan) -> CombineSpec:

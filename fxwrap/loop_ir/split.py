@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from fxwrap.loop_ir.builder import eliminate_dead_operations
+from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
 from fxwrap.loop_ir.index import (
     ONE,
     Atom,
@@ -27,18 +27,15 @@ from fxwrap.loop_ir.index import (
 )
 from fxwrap.loop_ir.kernel import (
     Buffer,
-    Compute,
     Constant,
     DeviceAssert,
     IndexValue,
     Kernel,
     Load,
-    Operation,
     Reduce,
     ReductionResult,
     Store,
     SymbolicScalar,
-    map_operation,
     operands,
     operation_dtype,
     verify_kernel,
@@ -152,40 +149,7 @@ def _is_outer_reduction(kernel: Kernel) -> bool:
 # --- the kernels -----------------------------------------------------------------------------------------------------
 
 
-class _OperationCopier:
-    """Builds the operations of a kernel, partly copied from another."""
-
-    def __init__(self, kernel: Kernel, mapping: dict[Atom, IndexLike]) -> None:
-        self.kernel = kernel
-        self.mapping = mapping
-        self.operations: list[Operation] = []
-        self.new: dict[int, int] = {}
-        self.origin = ""
-
-    def add(self, operation: Operation) -> int:
-        self.operations.append(operation)
-        return len(self.operations) - 1
-
-    def copy(self, position: int) -> int:
-        operation = self.kernel.operations[position]
-        self.origin = operation.origin
-        self.new[position] = self.add(map_operation(operation, self.new.__getitem__, self.index))
-        return self.new[position]
-
-    def index(self, old: Index) -> Index:
-        gathered: dict[Atom, IndexLike] = {
-            atom: IndirectIndex(self.new[atom.operation], atom.size)
-            for atom in old.atoms()
-            if isinstance(atom, IndirectIndex)
-        }
-        return old.substitute({**self.mapping, **gathered})
-
-    def compute(self, name: str, *used: int, dtype: torch.dtype) -> int:
-        return self.add(Compute(name, used, dtype, self.origin))
-
-    def reduce(self, kind: str, value: int, dtype: torch.dtype) -> int:
-        return self.add(Reduce(kind, (value,), dtype, self.origin))
-
+class _PartCopier(OperationCopier):
     def load(self, buffer: Buffer, index: Index) -> int:
         return self.add(Load(buffer.name, index, buffer.dtype, origin=self.origin))
 
@@ -234,7 +198,7 @@ class _ReductionSplitter:
         buffer = self.temporaries[f"{prefix}{number}"] = Buffer(f"{prefix}{number}", dtype, extent)
         return buffer
 
-    def _finish(self, body: _OperationCopier, axes: tuple[Axis, ...], reduced: tuple[Axis, ...]) -> Kernel:
+    def _finish(self, body: _PartCopier, axes: tuple[Axis, ...], reduced: tuple[Axis, ...]) -> Kernel:
         """Returns a kernel of these operations and the buffers that they use."""
         kernel = eliminate_dead_operations(Kernel(axes, reduced, (), (), tuple(body.operations)))
         written = {store.buffer for store in kernel.stores}
@@ -247,7 +211,7 @@ class _ReductionSplitter:
 
     def _partial_kernel(self) -> Kernel:
         """Returns the kernel that reduces each part, and runs stores that need no reduction."""
-        kernel, body = self.kernel, _OperationCopier(self.kernel, self.plan.mapping)
+        kernel, body = self.kernel, _PartCopier(self.kernel, self.plan.mapping)
         inside = self._bounds_mask(body)
         for position, operation in enumerate(kernel.operations):
             if kernel.stages[position] > 0:
@@ -265,7 +229,7 @@ class _ReductionSplitter:
                     body.new[position] = len(body.operations) - 1
         return self._finish(body, (self.plan.part, *kernel.axes), self.plan.reduced)
 
-    def _bounds_mask(self, body: _OperationCopier) -> int | None:
+    def _bounds_mask(self, body: _PartCopier) -> int | None:
         if self.plan.inside is None:
             return None
         whole = self.kernel.reduced_count
@@ -277,7 +241,7 @@ class _ReductionSplitter:
         )
         return body.compute("lt", position, body.add(limit), dtype=torch.bool)
 
-    def _mask_last_operation(self, body: _OperationCopier, position: int, inside: int | None) -> None:
+    def _mask_last_operation(self, body: _PartCopier, position: int, inside: int | None) -> None:
         """Masks the last operation with the bounds of the row."""
         if inside is None:
             return
@@ -288,9 +252,7 @@ class _ReductionSplitter:
         )
         body.add(dataclasses.replace(operation, mask=mask))
 
-    def _add_partial_reduction(
-        self, body: _OperationCopier, position: int, operation: Reduce, inside: int | None
-    ) -> None:
+    def _add_partial_reduction(self, body: _PartCopier, position: int, operation: Reduce, inside: int | None) -> None:
         """Adds the reduction of a part and the stores of its results."""
         value = body.new[operation.operands[0]]
         dtype = operation_dtype(body.operations[value])
@@ -311,7 +273,7 @@ class _ReductionSplitter:
         for buffer, item in zip(self.partials[position], results, strict=True):
             body.store(buffer, self.element, item)
 
-    def _global_position(self, body: _OperationCopier, operation: Reduce, value: int) -> int:
+    def _global_position(self, body: _PartCopier, operation: Reduce, value: int) -> int:
         """Returns the position of a part's extremum in the whole row."""
         start = body.add(IndexValue(as_index(self.plan.part) * self.plan.size))
         return body.compute("add", body.reduce(operation.kind, value, torch.int64), start, dtype=torch.int64)
@@ -320,7 +282,7 @@ class _ReductionSplitter:
 
     def _combine_kernel(self) -> Kernel:
         """Returns the kernel that combines the partial results, and computes and stores what depends on rows alone."""
-        kernel, body = self.kernel, _OperationCopier(self.kernel, {})
+        kernel, body = self.kernel, _PartCopier(self.kernel)
         reached: set[int] = set()
         results: dict[tuple[int, int], int] = {}
         for position, operation in enumerate(kernel.operations):
@@ -342,14 +304,14 @@ class _ReductionSplitter:
             body.store(buffer, self.row, results[key])
         return self._finish(body, kernel.axes, (self.plan.part,))
 
-    def _combine(self, body: _OperationCopier, operation: Reduce, buffers: list[Buffer]) -> list[int]:
+    def _combine(self, body: _PartCopier, operation: Reduce, buffers: list[Buffer]) -> list[int]:
         loads = [body.load(buffer, self.element) for buffer in buffers]
         dtype = buffers[0].dtype
         match operation.kind:
             case "welford":
                 means = body.reduce("welford", loads[0], dtype)
                 mean, m2 = [body.add(ReductionResult(means, number, dtype, body.origin)) for number in range(2)]
-                between = body.compute("mul", m2, self._number(body, self.plan.size, dtype), dtype=dtype)
+                between = body.compute("mul", m2, body.size(self.plan.size, dtype), dtype=dtype)
                 within = body.reduce("sum", loads[1], dtype)
                 return [mean, body.compute("add", within, between, dtype=dtype)]
             case "softmax":
@@ -361,7 +323,7 @@ class _ReductionSplitter:
             case _:
                 return [body.reduce(operation.kind, loads[0], dtype)]
 
-    def _combine_softmax(self, body: _OperationCopier, loads: list[int], dtype: torch.dtype) -> list[int]:
+    def _combine_softmax(self, body: _PartCopier, loads: list[int], dtype: torch.dtype) -> list[int]:
         largest = body.reduce("max", loads[0], dtype)
         low, zero = body.add(Constant(-float("inf"), dtype)), body.add(Constant(0.0, dtype))
         nothing = body.compute("eq", largest, low, dtype=torch.bool)
@@ -369,16 +331,11 @@ class _ReductionSplitter:
         power = body.compute("exp", body.compute("sub", loads[0], shift, dtype=dtype), dtype=dtype)
         return [largest, body.reduce("sum", body.compute("mul", loads[1], power, dtype=dtype), dtype)]
 
-    def _number(self, body: _OperationCopier, size: Size, dtype: torch.dtype) -> int:
-        if isinstance(size, int):
-            return body.add(Constant(float(size), dtype))
-        return body.compute("cast", body.add(SymbolicScalar(size, torch.int64)), dtype=dtype)
-
     # --- later stages ------------------------------------------------------------------------------------------------
 
     def _later_kernel(self) -> Kernel | None:
         """Returns the kernel of later stages, which loads the results of reductions, or None without such stages."""
-        kernel, body = self.kernel, _OperationCopier(self.kernel, {})
+        kernel, body = self.kernel, _PartCopier(self.kernel)
         later = [
             position
             for position, operation in enumerate(kernel.operations)

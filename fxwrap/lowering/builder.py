@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
@@ -13,12 +13,11 @@ from torch.fx import Node
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.source import check_desugared, location_of, source_of
 from fxwrap.lowering.control.streams import StreamPlan, StreamTracker
-from fxwrap.lowering.storages import Storages
 from fxwrap.lowering.symbols.table import GraphSymbols, ProgramSymbols
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter
 from fxwrap.symbolic import floor_divide, product, total
-from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque
+from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, storage_identity
 from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Size, Source, TensorType, Value, used
 
 FakeValue: TypeAlias = Any
@@ -265,3 +264,62 @@ class Builder:
 def node_error(node: Node, reason: str, remedy: str) -> GraphError:
     """Returns the error for a node that cannot be lowered, with its location in the model's source."""
     return GraphError(node.name, reason, remedy, location_of(node))
+
+
+class Storages:
+    """Maps each tensor value to its root, the value that owns its memory, and to its fake tensor."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, Value] = {}
+        self._fakes: dict[str, Any] = {}
+        self._root_of_storage: dict[int, Value] = {}
+        self._mutated: set[str] = set()
+
+    def add(self, value: Value, root: Value) -> None:
+        """Records the root of a value; `root` may be the value itself."""
+        self._roots[value.name] = root
+
+    def add_fake(self, value: Value, fake: object) -> None:
+        """Records the fake tensor, or the opaque object, of a value."""
+        self._fakes[value.name] = fake
+
+    def share(self, fake: torch.Tensor, root: Value, *, overwrite: bool = True) -> None:
+        """Records that the storage of a tensor of the graph is the memory of a root."""
+        if overwrite:
+            self._root_of_storage[storage_identity(fake)] = root
+        else:
+            self._root_of_storage.setdefault(storage_identity(fake), root)
+
+    def mark_mutated(self, value: Value) -> None:
+        """Records that a line writes the memory of a value."""
+        self._mutated.add(self._roots[value.name].name)
+
+    @property
+    def mutated(self) -> Set[str]:
+        """The names of the roots that lines write."""
+        return self._mutated
+
+    def root(self, value: Value) -> Value:
+        """Returns the value that owns a value's memory."""
+        return self._roots[value.name]
+
+    def root_names(self, values: list[Value]) -> list[str]:
+        """Returns the names of the roots of values, without those that have none."""
+        return [self._roots[value.name].name for value in values if value.name in self._roots]
+
+    def root_of_fake(self, fake: torch.Tensor) -> Value | None:
+        """Returns the root whose memory is the storage of a tensor of the graph, or None."""
+        return self._root_of_storage.get(storage_identity(fake))
+
+    def fake(self, value: Value) -> torch.Tensor:
+        """Returns the fake tensor of a value."""
+        return self._fakes[value.name]  # type: ignore[no-any-return]
+
+    def example(self, operand: object) -> object:
+        """Returns the fake tensor, or the opaque object, of a value; other operands are unchanged."""
+        return self._fakes.get(operand.name, operand) if isinstance(operand, Value) else operand
+
+    def device_types(self) -> list[str]:
+        """Returns the types of the devices of all tensors and generators, sorted."""
+        fakes = [fake for fake in self._fakes.values() if isinstance(fake, torch.Tensor | torch.Generator)]
+        return sorted({fake.device.type for fake in fakes})

@@ -24,7 +24,7 @@ from fxwrap.lowering.builder import (
 from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.calls.reinplace import ReinplacePlan
 from fxwrap.lowering.calls.slice_writes import SliceWrite, resolve_slice
-from fxwrap.lowering.control.collectives import in_flight_operands
+from fxwrap.lowering.control.streams import in_flight_operands
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     DefinitionLabel,
@@ -38,8 +38,13 @@ from fxwrap.lowering.fusion.definitions import (
     definitions_in,
     unwrap_views,
 )
-from fxwrap.lowering.graph_definitions import CallStep, DefinitionStorages, GraphDefinitions, RuleResult
-from fxwrap.lowering.library_calls import library_call_reason
+from fxwrap.lowering.graph_definitions import (
+    CallStep,
+    DefinitionStorages,
+    GraphDefinitions,
+    RuleResult,
+    library_call_reason,
+)
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
 from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
@@ -156,9 +161,10 @@ class DefinitionBuilder:
         call = OperatorCall(
             schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero
         )
-        result = RULES[schema.name](call)
-        if isinstance(result, Declined):
-            return result.reason
+        try:
+            result = RULES[schema.name](call)
+        except Declined as declined:
+            return str(declined)
         self._add_scalar_reads(reads, position)
         if isinstance(result, Definition):
             definition = self._register(node, schema, result, fake, position, node.name)

@@ -23,7 +23,7 @@ from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPl
 from fxwrap.lowering.fusion.tracing import trace_with
 from fxwrap.lowering.graph_definitions import GraphDefinitions
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
-from fxwrap.lowering.symbols.hints import kernel_size_hints, substitute_formulas
+from fxwrap.lowering.symbols.table import kernel_size_hints, substitute_formulas
 from fxwrap.printers import KernelRequest, PrintedKernel
 from fxwrap.symbolic import Size, bounds
 from fxwrap.torch_compat import HigherOrderOperator

@@ -18,7 +18,7 @@ from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, unwrap_
 from fxwrap.lowering.fusion.fusion import Fusion, ScheduledItem
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, DefUseChains, MaterialisationPlan, plan_materialisation
 from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
-from fxwrap.lowering.symbols.hints import size_hints
+from fxwrap.lowering.symbols.table import size_hints
 from fxwrap.symbolic import Size
 from fxwrap.wrapper_ir import TensorType, Value
 

@@ -1,57 +1,6 @@
 """Patterns over the data flow of lines, their matches, and the legality of replacing a match."""
 
-from fxwrap.matching.dataflow import DataFlow, is_movable_free, outputs_of
-from fxwrap.matching.legality import ReplacementSite, find_replacement_site
-from fxwrap.matching.matcher import MatchBindings, Matcher
-from fxwrap.matching.patterns import (
-    Computes,
-    OneOf,
-    Operation,
-    Output,
-    Pattern,
-    TypePattern,
-    Wildcard,
-    anything,
-    call,
-    computes,
-    launch,
-    line,
-    number,
-    one_of,
-    operations_of,
-    tensor,
-    tensors,
-    view,
-    wildcards_of,
-    with_operands_anywhere,
-)
-
-__all__ = [
-    "Computes",
-    "DataFlow",
-    "MatchBindings",
-    "Matcher",
-    "OneOf",
-    "Operation",
-    "Output",
-    "Pattern",
-    "ReplacementSite",
-    "TypePattern",
-    "Wildcard",
-    "anything",
-    "call",
-    "computes",
-    "find_replacement_site",
-    "is_movable_free",
-    "launch",
-    "line",
-    "number",
-    "one_of",
-    "operations_of",
-    "outputs_of",
-    "tensor",
-    "tensors",
-    "view",
-    "wildcards_of",
-    "with_operands_anywhere",
-]
+from fxwrap.matching.dataflow import *
+from fxwrap.matching.legality import *
+from fxwrap.matching.matcher import *
+from fxwrap.matching.patterns import *

@@ -6,10 +6,10 @@ import collections.abc
 import dataclasses
 import difflib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fxwrap.devices import CPU, DEVICE_SPECS, DeviceSpec, check_languages, registered_specs
 from fxwrap.errors import OptionError
@@ -293,3 +293,32 @@ def _describe(value: object) -> str:
 
 
 _DEFAULTS = Options()
+
+
+State = TypeVar("State")
+Context = TypeVar("Context")
+
+
+@dataclass(frozen=True)
+class Step(Generic[State, Context]):
+    """One step of a pipeline over some state (a graph, a program).
+
+    Fields:
+        name: the name in stages, errors and logs.
+        description: one line of what the step does.
+        run: maps the state before the step and the pipeline's context to the state after it. Returns the same state
+            if the step changes nothing.
+        option: the option that turns the step on, as users write it; "" for a step that always runs.
+        enabled: whether the step runs with the options of a compile.
+    """
+
+    name: str
+    description: str
+    run: Callable[[State, Context], State]
+    option: str = ""
+    enabled: Callable[[Options], bool] = lambda _options: True
+
+
+def enabled_steps(steps: Iterable[Step[State, Context]], options: Options) -> Iterator[Step[State, Context]]:
+    """Yields the steps that the options turn on, in order."""
+    return (step for step in steps if step.enabled(options))

@@ -20,10 +20,9 @@ from fxwrap.matching import (
 from fxwrap.options import PASS_POINTS, Pass, register_pass, registered_pass
 from fxwrap.rewrite.builder import LineBuilder
 from fxwrap.rewrite.engine import MatchFailure, RewriteResult, Skip, find, rewrite, rewrite_pass
-from fxwrap.rewrite.graphs import GraphMatch, replace_in_graph
-from fxwrap.rewrite.kernel_nodes import KernelNode, kernel_node, kernel_nodes, kernel_of
-from fxwrap.rewrite.match import Match
+from fxwrap.rewrite.graphs import GraphMatch, KernelNode, kernel_node, kernel_nodes, kernel_of, replace_in_graph
 from fxwrap.rewrite.program_split import ProgramSplit, split
+from fxwrap.rewrite.replacement import Match
 
 __all__ = [
     "PASS_POINTS",

@@ -14,8 +14,7 @@ from fxwrap.lines.frees import insert_frees
 from fxwrap.options import IR_BEFORE_PLANNING, Pass, PassPoint
 from fxwrap.passes.stream_events import insert_stream_events
 from fxwrap.rewrite.builder import LineBuilder, RewriteContext
-from fxwrap.rewrite.match import Match
-from fxwrap.rewrite.replacement import Replacement, ReplacementRejected, fit_replacement, substitute_values
+from fxwrap.rewrite.replacement import Match, Replacement, ReplacementRejected, fit_replacement, substitute_values
 
 ReplacementFunction: TypeAlias = Callable[[Match, LineBuilder], Any]
 """Builds the lines that replace a match, and returns the values of its outputs: one, a tuple, or None.

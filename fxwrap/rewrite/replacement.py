@@ -7,7 +7,7 @@ copied there, unless the builder wrote them there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from fxwrap.errors import RewriteError
 from fxwrap.inference import lists_to_tuples
 from fxwrap.lines import Alloc, ExternCall, Mutate, PoolSlice, Reuse, Workspace
 from fxwrap.matching import DataFlow, MatchBindings, ReplacementSite
-from fxwrap.rewrite.match import Match
+from fxwrap.wrapper_ir import LineBase, Origin, Value
 
 
 class ReplacementRejected(Exception):
@@ -123,7 +123,7 @@ class _ReplacementFitter:
         if not ir.types_agree(old.type, new.type, compare_strides=defines or is_gone):
             reason = f"%{old.name} is {ir.print_type(old.type)}, but its replacement is {ir.print_type(new.type)}"
             raise RewriteError(reason, ir.line_text(line))
-        fresh = self._is_fresh(new)
+        fresh = self.new_roots.get(new.name) == new.name and new.name not in self.renamed  # no output is renamed to it
         if not defines and not is_gone:
             self._replace_buffer_content(old, position, new, fresh)
         elif not defines or line.alias_of(old) is None:
@@ -133,10 +133,6 @@ class _ReplacementFitter:
                 self._substitute(old, new)
         else:
             self._replace_view(old, new, fresh)
-
-    def _is_fresh(self, new: ir.Value) -> bool:
-        """Whether a value is a new root that no other output was renamed to."""
-        return self.new_roots.get(new.name) == new.name and new.name not in self.renamed
 
     def _substitute(self, old: ir.Value, new: ir.Value) -> None:
         """Substitutes other memory for a root of the match, if that is unobservable."""
@@ -223,3 +219,42 @@ def substitute_values(line: ir.LineBase, values: Mapping[str, ir.Value]) -> ir.L
         (ir.Role.READ, ir.Role.WRITE, ir.Role.CONSUME, ir.Role.ATTR),
     )
     return changed
+
+
+@dataclass(frozen=True)
+class Match:
+    """Lines of a program that match a pattern.
+
+    `lines` are the matched lines in the program's order, `captured` the operands of wildcards by name,
+    `labelled_lines` those of named operations, `outputs` the values that the replacement must define (None for an
+    undefined result).
+    """
+
+    lines: tuple[LineBase, ...]
+    captured: Mapping[str, Any]
+    labelled_lines: Mapping[str, LineBase]
+    outputs: tuple[Value | None, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a captured value, number or other literal. Raises RewriteError for an unknown name."""
+        if name not in self.captured:
+            raise RewriteError(f"the pattern captures no '{name}'; it has {', '.join(self.captured) or 'no wildcards'}")
+        return self.captured[name]
+
+    def line(self, label: str) -> Any:
+        """Returns the line of an operation by its name from `named`. Raises RewriteError for an unknown name."""
+        if label not in self.labelled_lines:
+            raise RewriteError(
+                f"the pattern names no operation '{label}'; it has {', '.join(self.labelled_lines) or 'none'}"
+            )
+        return self.labelled_lines[label]
+
+    @property
+    def origin(self) -> Origin:
+        """The sources of all lines, each once: the origin of new lines."""
+        return merge_origins([line.origin for line in self.lines])
+
+
+def merge_origins(origins: Iterable[Origin | None]) -> Origin:
+    """Returns the sources of several origins, each once, in order."""
+    return Origin(tuple(dict.fromkeys([source for origin in origins if origin for source in origin.sources])))

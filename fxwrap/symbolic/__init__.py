@@ -1,47 +1,9 @@
 """Sizes and conditions over symbols: construction, IR text, evaluation, bounds and printers."""
 
-from fxwrap.symbolic.callables import FUNCTION_CALLABLES as FUNCTION_CALLABLES
-from fxwrap.symbolic.callables import RELATION_CALLABLES as RELATION_CALLABLES
-from fxwrap.symbolic.callables import VARIADIC_CALLABLES as VARIADIC_CALLABLES
-from fxwrap.symbolic.callables import NumberOrExpression as NumberOrExpression
-from fxwrap.symbolic.callables import apply_callable as apply_callable
-from fxwrap.symbolic.callables import normalize_arithmetic as normalize_arithmetic
-from fxwrap.symbolic.canonicalize import canonicalize as canonicalize
-from fxwrap.symbolic.construct import constant_value as constant_value
-from fxwrap.symbolic.cpp_printer import CppPrinter as CppPrinter
-from fxwrap.symbolic.cpp_printer import cpp_prelude as cpp_prelude
-from fxwrap.symbolic.evaluate import evaluate as evaluate
-from fxwrap.symbolic.functions import FUNCTION_BY_CLASS as FUNCTION_BY_CLASS
-from fxwrap.symbolic.functions import FUNCTION_NAMES as FUNCTION_NAMES
-from fxwrap.symbolic.functions import RELATION_BY_CLASS as RELATION_BY_CLASS
-from fxwrap.symbolic.functions import Number as Number
-from fxwrap.symbolic.kinds import expression_kind as expression_kind
-from fxwrap.symbolic.printing import ExpressionPrinter as ExpressionPrinter
-from fxwrap.symbolic.printing import ordered_terms as ordered_terms
-from fxwrap.symbolic.python_printer import PYTHON_IMPORTS as PYTHON_IMPORTS
-from fxwrap.symbolic.python_printer import PythonPrinter as PythonPrinter
-from fxwrap.symbolic.ranges import Bound as Bound
-from fxwrap.symbolic.ranges import SymbolInfo as SymbolInfo
-from fxwrap.symbolic.ranges import bounds as bounds
-from fxwrap.symbolic.sizes import ceiling_divide as ceiling_divide
-from fxwrap.symbolic.sizes import floor_divide as floor_divide
-from fxwrap.symbolic.sizes import maximum as maximum
-from fxwrap.symbolic.sizes import minimum as minimum
-from fxwrap.symbolic.sizes import product as product
-from fxwrap.symbolic.sizes import remainder as remainder
-from fxwrap.symbolic.sizes import total as total
-from fxwrap.symbolic.symbols import Expression as Expression
-from fxwrap.symbolic.symbols import ScalarKind as ScalarKind
-from fxwrap.symbolic.symbols import Size as Size
-from fxwrap.symbolic.symbols import is_symbol_name as is_symbol_name
-from fxwrap.symbolic.symbols import make_symbol as make_symbol
-from fxwrap.symbolic.symbols import symbol_kind as symbol_kind
-from fxwrap.symbolic.text import parse_expr as parse_expr
-from fxwrap.symbolic.text import print_expr as print_expr
-from fxwrap.symbolic.text import read_expr as read_expr
-from fxwrap.symbolic.text import read_size as read_size
-from fxwrap.symbolic.tokens import PUNCTUATION as PUNCTUATION
-from fxwrap.symbolic.tokens import Token as Token
-from fxwrap.symbolic.tokens import TokenStream as TokenStream
-from fxwrap.symbolic.tokens import quote as quote
-from fxwrap.symbolic.tokens import tokenize as tokenize
+from fxwrap.symbolic.callables import *
+from fxwrap.symbolic.canonicalize import *
+from fxwrap.symbolic.cpp_printer import *
+from fxwrap.symbolic.printing import *
+from fxwrap.symbolic.symbols import *
+from fxwrap.symbolic.text import *
+from fxwrap.symbolic.tokens import *

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import sympy
 
+from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic.construct import absolute, apply, compare, constant, left_shift, power, right_shift
-from fxwrap.symbolic.functions import (
+from fxwrap.symbolic.symbols import (
     FUNCTION_BY_CLASS,
     FUNCTION_BY_NAME,
     OPAQUE_FUNCTIONS,
     RELATION_BY_CLASS,
+    Expression,
     FunctionSpec,
+    Number,
+    Size,
+    absolute,
+    apply,
+    ceiling_division,
+    compare,
+    constant,
+    expression_kind,
+    left_shift,
+    make_symbol,
+    power,
+    right_shift,
+    symbol_kind,
 )
-from fxwrap.symbolic.kinds import expression_kind
-from fxwrap.symbolic.symbols import Expression, make_symbol
 from fxwrap.torch_compat import sympy_functions
 
 Rename: TypeAlias = Mapping[sympy.Symbol, sympy.Symbol]
@@ -136,3 +150,150 @@ _OTHER_NODES: dict[type[sympy.Basic], Callable[[Sequence[sympy.Basic]], sympy.Ba
     sympy_functions.LShift: left_shift,
     sympy_functions.RShift: right_shift,
 }
+
+
+Bound: TypeAlias = Number | None
+"""A finite bound, or None for no bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolInfo:
+    """The value range of a symbol: inclusive bounds (None: unbounded), a typical value `hint`, and a divisor.
+
+    Raises `ExpressionError` if the bounds cross, if `divisor` is not positive, or if `hint` is out of bounds.
+    """
+
+    name: str
+    lower: int | float | None = None
+    upper: int | float | None = None
+    hint: int | float | None = None
+    divisor: int = 1
+
+    def __post_init__(self) -> None:
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ExpressionError(f"symbol {self.name} has crossed bounds ({self.lower}, {self.upper})")
+        if self.divisor < 1:
+            raise ExpressionError(f"symbol {self.name} has divisor {self.divisor}; a divisor is positive")
+        below = self.hint is not None and self.lower is not None and self.hint < self.lower
+        above = self.hint is not None and self.upper is not None and self.hint > self.upper
+        if below or above:
+            limits = f"({self.lower}, {self.upper})"
+            raise ExpressionError(f"symbol {self.name} has hint {self.hint} outside {limits}")
+
+
+def bounds(expression: Expression, infos: Mapping[str, SymbolInfo]) -> tuple[Bound, Bound]:
+    """Returns inclusive lower and upper bounds of a canonical size or condition, None for an unknown one.
+
+    `infos` is by symbol name; other symbols are unbounded. The bounds need not be tight. Source: PyTorch's value range
+    analysis (`bound_sympy`).
+    """
+    if isinstance(expression, int):
+        return expression, expression
+    if any(_is_unbounded_node(node) for node in sympy.preorder_traversal(expression)):
+        return None, None
+    symbols = expression.free_symbols
+    ranges = {symbol: _symbol_range(symbol.name, infos.get(symbol.name)) for symbol in symbols}
+    try:
+        # The analysis gives Mod the sign of C's remainder, but its value has the sign of Python's, like PythonMod.
+        with_pythons_sign = expression.replace(sympy_functions.Mod, sympy_functions.PythonMod)
+    except ZeroDivisionError:  # a constant modulus is zero
+        return None, None
+    limits = torch_compat.bound_sympy(with_pythons_sign, ranges)
+    return _finite(limits.lower), _finite(limits.upper)
+
+
+def _is_unbounded_node(node: sympy.Basic) -> bool:
+    """Whether the range analysis has no rule for a node (asinh, negative powers) or a wrong one.
+
+    Its rule for ModularIndexing is wrong for divisors that may be negative.
+    """
+    if isinstance(node, sympy_functions.OpaqueUnaryFn_asinh):
+        return True
+    if isinstance(node, sympy_functions.ModularIndexing):
+        return not (node.args[1].is_positive and node.args[2].is_positive)
+    return isinstance(node, sympy.Pow) and bool(node.exp.is_negative)
+
+
+def _symbol_range(name: str, info: SymbolInfo | None) -> torch_compat.ValueRanges[Any]:
+    kind = symbol_kind(name)
+    if kind == "bool":
+        return torch_compat.ValueRanges(sympy.false, sympy.true)
+    infinity = torch_compat.int_oo if kind == "int" else sympy.oo
+    lower, upper = (None, None) if info is None else (info.lower, info.upper)
+    if info is not None and kind == "int" and info.divisor > 1:
+        lower = None if lower is None else -(-math.ceil(lower) // info.divisor) * info.divisor
+        upper = None if upper is None else math.floor(upper) // info.divisor * info.divisor
+    as_number = sympy.Integer if kind == "int" else sympy.Float
+    return torch_compat.ValueRanges(
+        -infinity if lower is None else as_number(lower), infinity if upper is None else as_number(upper)
+    )
+
+
+def _finite(bound: sympy.Basic) -> Bound:
+    value = canonicalize(bound)
+    if isinstance(value, int):
+        return value
+    if isinstance(value, sympy.Float):
+        return float(value)
+    if value is sympy.true or value is sympy.false:
+        return value is sympy.true
+    return float(value) if isinstance(value, sympy.Rational) else None
+
+
+def product(factors: Iterable[Size]) -> Size:
+    """Returns the product of sizes, 1 for none."""
+    constant, symbolic = 1, []
+    for factor in factors:
+        if isinstance(factor, int):
+            constant *= factor
+        else:
+            symbolic.append(factor)
+    return canonicalize(sympy.Mul(constant, *symbolic)) if symbolic and constant else constant
+
+
+def total(terms: Iterable[Size]) -> Size:
+    """Returns the sum of sizes, 0 for none."""
+    constant, symbolic = 0, []
+    for term in terms:
+        if isinstance(term, int):
+            constant += term
+        else:
+            symbolic.append(term)
+    return canonicalize(sympy.Add(constant, *symbolic)) if symbolic else constant
+
+
+def floor_divide(base: Size, divisor: Size) -> Size:
+    """Returns the quotient rounded toward minus infinity. Raises ZeroDivisionError for a constant over 0."""
+    if isinstance(base, int) and isinstance(divisor, int):
+        return base // divisor
+    return _apply_function("floordiv", base, divisor)
+
+
+def ceiling_divide(base: Size, divisor: Size) -> Size:
+    """Returns the quotient rounded up, for a positive divisor."""
+    if isinstance(base, int) and isinstance(divisor, int):
+        return -(-base // divisor)
+    return canonicalize(ceiling_division(sympy.sympify(base), sympy.sympify(divisor)))
+
+
+def remainder(base: Size, divisor: Size) -> Size:
+    """Returns the remainder of floor division, which has the divisor's sign."""
+    if isinstance(base, int) and isinstance(divisor, int):
+        return base % divisor
+    return _apply_function("python_mod", base, divisor)
+
+
+def maximum(*operands: Size) -> Size:
+    """Returns the largest of one or more sizes."""
+    constant = all(isinstance(operand, int) for operand in operands)
+    return max(operands) if constant else _apply_function("max", *operands)
+
+
+def minimum(*operands: Size) -> Size:
+    """Returns the smallest of one or more sizes."""
+    constant = all(isinstance(operand, int) for operand in operands)
+    return min(operands) if constant else _apply_function("min", *operands)
+
+
+def _apply_function(name: str, *operands: Size) -> Size:
+    return canonicalize(apply(FUNCTION_BY_NAME[name], [sympy.sympify(operand) for operand in operands]))

@@ -7,9 +7,8 @@ from fractions import Fraction
 
 import sympy
 
-from fxwrap.symbolic.functions import OPAQUE_FUNCTIONS, FunctionSpec
-from fxwrap.symbolic.kinds import expression_kind
 from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, match_ceiling_division
+from fxwrap.symbolic.symbols import OPAQUE_FUNCTIONS, FunctionSpec, expression_kind
 
 _PRELUDE = """\
 #include <cmath>

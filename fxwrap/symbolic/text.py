@@ -12,11 +12,21 @@ from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.errors import ExpressionError
 from fxwrap.symbolic.canonicalize import unwrap
-from fxwrap.symbolic.construct import apply, ceiling_division, compare, constant, power
-from fxwrap.symbolic.functions import FUNCTION_BY_NAME, RELATION_BY_OPERATOR, FunctionSpec
-from fxwrap.symbolic.kinds import expression_kind
 from fxwrap.symbolic.printing import ExpressionPrinter, Precedence, match_ceiling_division
-from fxwrap.symbolic.symbols import Expression, Size, make_symbol
+from fxwrap.symbolic.symbols import (
+    FUNCTION_BY_NAME,
+    RELATION_BY_OPERATOR,
+    Expression,
+    FunctionSpec,
+    Size,
+    apply,
+    ceiling_division,
+    compare,
+    constant,
+    expression_kind,
+    make_symbol,
+    power,
+)
 from fxwrap.symbolic.tokens import Token, TokenStream
 
 _CONSTANTS: dict[str, sympy.Basic] = {
@@ -35,20 +45,11 @@ _CONTINUATIONS = frozenset(["+", "-", "*", "/", "**", "(", *RELATION_BY_OPERATOR
 class TextPrinter(ExpressionPrinter):
     """Prints expressions as IR text, which `parse_expr` parses to an equal expression."""
 
-    def integer(self, value: int) -> str:
-        return str(value)
-
-    def real(self, value: float) -> str:
-        return repr(value)
-
     def rational(self, value: Fraction) -> str:
         return f"{value.numerator}/{value.denominator}"
 
     def special(self, name: str) -> str:
         return name
-
-    def power(self, base: sympy.Basic, exponent: int) -> tuple[str, Precedence]:
-        return f"{self.operand(base, Precedence.ATOM)}**{exponent}", Precedence.POWER
 
     def function(self, spec: FunctionSpec, operands: Sequence[sympy.Basic]) -> tuple[str, Precedence]:
         if spec.name == "floordiv":

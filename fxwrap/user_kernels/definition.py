@@ -11,8 +11,13 @@ import sympy
 from fxwrap.devices.in_process_kernels import InProcessKernel, register_in_process_kernel
 from fxwrap.symbolic import NumberOrExpression, expression_kind
 from fxwrap.torch_compat import triton_constants_at, triton_mutated_arguments
-from fxwrap.user_kernels.arguments import ClassifiedArguments, TritonKernel, jit_function
-from fxwrap.user_kernels.serialization import KernelNotSerializable, serialize_kernel
+from fxwrap.user_kernels.serialization import (
+    ClassifiedArguments,
+    KernelNotSerializable,
+    TritonKernel,
+    jit_function,
+    serialize_kernel,
+)
 from fxwrap.wrapper_ir import DTYPE_NAMES, KernelDefinition
 
 _NUMBERS = {"int": "i64", "float": "f64", "bool": "i1"}

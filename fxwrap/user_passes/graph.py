@@ -7,7 +7,7 @@ nodes with other targets or arguments, and nodes with changed operands.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -16,12 +16,33 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx import from_fx
-from fxwrap.errors import FxImportError, GraphError, PassError
+from fxwrap.errors import FxImportError, GraphError, PassError, RewriteError, VerifyError
 from fxwrap.fx_passes import GraphSource, check_graph, fake_values
-from fxwrap.inference import FakeCallError, call_on_fakes
+from fxwrap.inference import (
+    CallInference,
+    FakeCallError,
+    InferredCall,
+    InferredResult,
+    UnknownResultError,
+    call_on_fakes,
+)
+from fxwrap.lines import ExternCall, Mutate
 from fxwrap.options import Pass
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, fresh_fake_mode, without_fake_mode
-from fxwrap.wrapper_ir import Program
+from fxwrap.symbolic import symbol_kind
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, fresh_fake_mode, out_argument_names, without_fake_mode
+from fxwrap.wrapper_ir import (
+    Input,
+    LineBase,
+    Program,
+    Value,
+    leaves,
+    print_line,
+    print_type,
+    reads,
+    types_agree,
+    verify,
+    writes,
+)
 
 
 def run_source_passes(
@@ -57,11 +78,33 @@ def run_emitted_pass(item: Pass, graph_module: GraphModule, *, check: bool = Tru
     return after, run.import_program(after)
 
 
-class _GraphPassRun:
+class _PassRun:
+    """One run of a pass. `before` is what it was called on, or its text; `after` is what it returned."""
+
+    def __init__(self, item: Pass, before: object) -> None:
+        self.item = item
+        self.before = before
+        self.after: object = None
+
+    def error(self, reason: str, where: str = "") -> PassError:
+        """Returns the error, with both texts."""
+        after = self.after.graph if isinstance(self.after, GraphModule) else self.after
+        texts = str(self.before), "" if after is None else str(after)
+        return PassError(self.item.name, self.item.at, reason, where, *texts)
+
+    def run(self, argument: GraphModule | Program) -> object:
+        """Returns what the pass returns."""
+        try:
+            return self.item.run(argument)
+        except Exception as error:  # a user's pass may raise anything
+            raise self.error(f"it raised {type(error).__name__}: {error}") from error
+
+
+class _GraphPassRun(_PassRun):
     """One run of a pass: the graph before it, and the checks of its result."""
 
     def __init__(self, item: Pass, graph_module: GraphModule, fakes: Mapping[Node, Any]) -> None:
-        self.item = item
+        super().__init__(item, str(graph_module.graph))
         self.fakes = fakes
         self.calls = {node: (node.target, node.args, node.kwargs) for node in graph_module.graph.nodes}
         self.inputs = [node for node in self.calls if node.op == "placeholder"]
@@ -69,23 +112,13 @@ class _GraphPassRun:
         self.outputs = _outputs(graph_module)
         self.fake_mode = _fake_mode_of(fakes.values())
         self.has_metadata = all("val" in node.meta for node in self.inputs)
-        self._before = str(graph_module.graph)
-        self.after: GraphModule | None = None
-
-    def error(self, reason: str, where: str = "") -> PassError:
-        """Returns the error, with both graphs as text."""
-        after = "" if self.after is None else str(self.after.graph)
-        return PassError(self.item.name, self.item.at, reason, where, self._before, after)
 
     def _fail(self, node: Node | None, reason: str) -> NoReturn:
         raise self.error(reason, f"> {node.format_node()}" if node is not None else "")
 
     def run_pass(self, graph_module: GraphModule) -> GraphModule:
         """Runs the pass; returns its result, or the graph if it returns None."""
-        try:
-            result = self.item.run(graph_module)
-        except Exception as error:  # a user's pass may raise anything
-            raise self.error(f"it raised {type(error).__name__}: {error}") from error
+        result = self.run(graph_module)
         after = graph_module if result is None else result
         if not isinstance(after, GraphModule):
             raise self.error(f"it returned a {type(after).__name__}, not a GraphModule")
@@ -211,3 +244,125 @@ def _describe(value: object) -> str:
         return str(value)
     sizes, strides = ", ".join(map(str, value.shape)), ", ".join(map(str, value.stride()))
     return f"{str(value.dtype).removeprefix('torch.')}[{sizes} | {strides}] on {value.device}"
+
+
+def run_program_pass(item: Pass, program: Program, *, check: bool = True) -> Program:
+    """Returns a program after a pass, verified unless `check` is false.
+
+    Raises PassError, with the pass, the line, the reason and the texts of both programs.
+    """
+    run = _ProgramPassRun(item, program)
+    after = run.run(program)
+    if not isinstance(after, Program):
+        raise run.error(f"it returned a {type(after).__name__}, not a program")
+    if check and after is not program:
+        run.check(after)
+    return after
+
+
+class _ProgramPassRun(_PassRun):
+    """One run of a pass: the program before it, and the checks of its result."""
+
+    def __init__(self, item: Pass, before: Program) -> None:
+        super().__init__(item, before)
+        self.program = before
+
+    def _fail(self, line: LineBase, reason: str) -> NoReturn:
+        raise self.error(reason, f"> {print_line(line).partition(chr(10))[0].strip()}")
+
+    def check(self, after: Program) -> None:
+        """Raises PassError for the first error in the result."""
+        self.after = after
+        try:
+            verify(after)
+        except VerifyError as error:
+            raise self.error(f"[{error.rule}] {error.reason}", error.context) from error
+        self._check_interface(after)
+        inference = CallInference.for_program(after)
+        for line in _new_calls(self.program, after):
+            self._check_call(line, inference)
+
+    def _check_interface(self, after: Program) -> None:
+        """Checks that the types and ownership of inputs, and the types of results, are unchanged."""
+        if len(after.inputs) != len(self.program.inputs) or not all(
+            map(_same_input, self.program.inputs, after.inputs)
+        ):
+            raise self.error("it changed the program's inputs or their ownership")
+        old, new = _returned(self.program.body.lines[-1]), _returned(after.body.lines[-1])
+        last = after.body.lines[-1]
+        if len(old) != len(new):
+            self._fail(last, f"it returns {len(new)} results, and the program returned {len(old)}")
+        for position, (first, second) in enumerate(zip(old, new)):
+            if isinstance(first, Value) != isinstance(second, Value):
+                self._fail(last, f"result {position} was {first} and is {second}")
+            if isinstance(first, Value) and not types_agree(first.type, second.type):
+                self._fail(last, f"result {position} was {print_type(first.type)} and is {print_type(second.type)}")
+
+    def _check_call(self, line: ExternCall | Mutate, inference: CallInference) -> None:
+        keywords = line.keywords
+        try:
+            if isinstance(line, ExternCall) and line.outs:
+                keywords = (*keywords, *zip(out_argument_names(line.target), line.outs, strict=True))
+            inferred = inference.call(line.target, line.arguments, keywords)
+        except UnknownResultError:
+            return  # the interpreter checks the results at run time
+        except RewriteError as error:
+            self._fail(line, error.reason)
+        except (LookupError, ValueError) as error:
+            self._fail(line, str(error))
+        mutated = inferred.operator.mutated_operands(line.arguments, keywords)
+        undeclared = [value.name for value in mutated if value not in writes(line)]
+        if undeclared:
+            self._fail(line, f"{line.target} writes %{undeclared[0]}, and the line does not declare it")
+        missing = set(inferred.effects) - set(line.effects())
+        if missing:
+            effect = next(iter(missing)).name
+            self._fail(line, f"{line.target} has the effect {effect}, and the line does not declare it")
+        if line.results:
+            self._check_results(line, inferred)
+
+    def _check_results(self, line: ExternCall | Mutate, inferred: InferredCall) -> None:
+        count = len(inferred.results)
+        if len(line.results) != count:
+            self._fail(line, f"{line.target} returns {count} results, and the line has {len(line.results)}")
+        operands = [leaf for leaf in leaves((line.arguments, line.keywords)) if isinstance(leaf, Value)]
+        for value, result in _pairs(line.results, inferred.results):
+            if not isinstance(value, Value):
+                continue
+            if not isinstance(result, InferredResult) or not types_agree(value.type, result.type):
+                returned = print_type(result.type) if isinstance(result, InferredResult) else "nothing"
+                declared = print_type(value.type)
+                self._fail(
+                    line, f"{line.target} returns {returned} for %{value.name}, and the line declares {declared}"
+                )
+            if result.base is not None and line.alias_of(value) is None:
+                base = operands[result.base].name
+                self._fail(line, f"%{value.name} aliases %{base}, and the line declares it as a new storage")
+
+
+def _new_calls(before: Program, after: Program) -> Iterator[ExternCall | Mutate]:
+    """Yields the operator calls that the program before did not have."""
+    existing = {line for line in before.lines() if isinstance(line, ExternCall | Mutate)}
+    for line in after.lines():
+        if isinstance(line, ExternCall | Mutate) and line not in existing:
+            yield line
+
+
+def _pairs(values: Any, results: Any) -> Iterator[tuple[object, Any]]:
+    for value, result in zip(values, results):
+        if isinstance(value, tuple) and isinstance(result, tuple):
+            yield from _pairs(value, result)
+        else:
+            yield value, result
+
+
+def _returned(line: LineBase) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = getattr(line, "values", tuple(reads(line)))
+    return values
+
+
+def _same_input(first: Input, second: Input) -> bool:
+    """Whether two inputs have equal types and ownership; names may differ."""
+    if isinstance(first.value, Value) and isinstance(second.value, Value):
+        return first.ownership is second.ownership and types_agree(first.value.type, second.value.type)
+    return type(first.value) is type(second.value) and symbol_kind(first.name) == symbol_kind(second.name)

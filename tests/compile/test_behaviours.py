@@ -17,7 +17,7 @@ from fxwrap import Program
 from fxwrap.compare import CapturedGraph, CompiledFunction, capture, copy_inputs, peak_bytes
 from fxwrap.compile import emit
 from fxwrap.errors import OptionError
-from fxwrap.fx_passes.foreach import foreach_decompositions
+from fxwrap.fx_passes.decompositions import foreach_decompositions
 from fxwrap.lines import ExternCall
 from fxwrap.options import EMITTERS, MODES
 from fxwrap.testing import assert_emitters_agree

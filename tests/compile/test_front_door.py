@@ -15,7 +15,7 @@ from fxwrap import Options
 from fxwrap.cli.command import main
 from fxwrap.compare import COMPARED_EMITTERS
 from fxwrap.errors import GraphError, InputError, OptionError
-from fxwrap.lowering.library_calls import library_call_reason
+from fxwrap.lowering.graph_definitions import library_call_reason
 
 X = torch.randn(2, 4)
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import fxwrap
 from fxwrap import Options
 from fxwrap.compile import Compiled
-from fxwrap.fx_passes.foreach import foreach_decompositions
+from fxwrap.fx_passes.decompositions import foreach_decompositions
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.torch_compat import OpOverload
 from tests.support.capture import recording_backend

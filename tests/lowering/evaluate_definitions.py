@@ -28,9 +28,10 @@ from fxwrap.lowering.rules.registry import LoweringResult
 
 def call_rule(overload: Any, *arguments: Any, **keywords: Any) -> Any:
     """Returns the tensors that an overload's rule computes, one or a tuple; or the reason why it declines the call."""
-    result, payloads = _define(overload, arguments, keywords, overload(*arguments, **keywords))
-    if isinstance(result, Declined):
-        return result.reason
+    try:
+        result, payloads = _define(overload, arguments, keywords, overload(*arguments, **keywords))
+    except Declined as declined:
+        return str(declined)
     computed = Computed(payloads)
     if isinstance(result, Definition):
         return computed.tensor(result)
@@ -42,13 +43,14 @@ def fuses(overload: Any, *arguments: Any, **keywords: Any) -> bool:
     with FakeTensorMode() as mode, contextlib.suppress(Exception):
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, (arguments, keywords))
         fake = overload(*fakes[0], **fakes[1])
-        return not isinstance(_define(overload, arguments, keywords, fake)[0], Declined)
+        _define(overload, arguments, keywords, fake)
+        return True
     return False
 
 
 def _define(
     overload: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], fake: Any
-) -> tuple[LoweringResult | Declined, dict[Definition, torch.Tensor]]:
+) -> tuple[LoweringResult, dict[Definition, torch.Tensor]]:
     payloads: dict[Definition, torch.Tensor] = {}
 
     def stored(item: Any) -> Any:

@@ -28,7 +28,7 @@ from fxwrap.symbolic import (
     symbol_kind,
     total,
 )
-from fxwrap.symbolic.functions import FUNCTIONS
+from fxwrap.symbolic.symbols import FUNCTIONS
 from fxwrap.torch_compat import sympy_functions
 from tests.support.strategies.expressions import INTEGER_SYMBOLS, sizes
 

@@ -16,7 +16,7 @@ from fxwrap.lowering import lower_with_coverage
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.cache_folder import cache_folder
 from fxwrap.tuning import TuningTask, time_on_gpu
-from fxwrap.tuning.first_call import _can_time
+from fxwrap.tuning.tuner import _can_time
 from tests.tuning.fake_timer import fail_timing, tuner
 
 pytestmark = pytest.mark.gpu

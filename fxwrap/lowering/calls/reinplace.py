@@ -17,9 +17,16 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fxwrap.fx_passes.effects import aliased_operands, attribute_of, has_effect, launches_user_kernel, operator_label
+from fxwrap.fx_passes.effects import (
+    EMPTY_OPERATORS,
+    IN_PLACE_VARIANTS,
+    aliased_operands,
+    attribute_of,
+    has_effect,
+    launches_user_kernel,
+    operator_label,
+)
 from fxwrap.fx_passes.graph_copy import bytes_of, expressions_of, same_layout
-from fxwrap.fx_passes.operators import EMPTY_OPERATORS, IN_PLACE_VARIANTS
 from fxwrap.lowering.builder import Fakes
 from fxwrap.lowering.calls.slice_writes import SliceWrite, match_slice_write
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity

@@ -2,10 +2,8 @@
 
 from fxwrap.lowering.rules import activations as activations
 from fxwrap.lowering.rules import arithmetic as arithmetic
-from fxwrap.lowering.rules import batch_norm as batch_norm
 from fxwrap.lowering.rules import copies as copies
 from fxwrap.lowering.rules import creation as creation
-from fxwrap.lowering.rules import cross_entropy as cross_entropy
 from fxwrap.lowering.rules import functions as functions
 from fxwrap.lowering.rules import indexing as indexing
 from fxwrap.lowering.rules import norms as norms
@@ -13,12 +11,6 @@ from fxwrap.lowering.rules import pointwise_losses as pointwise_losses
 from fxwrap.lowering.rules import pooling as pooling
 from fxwrap.lowering.rules import rearrange as rearrange
 from fxwrap.lowering.rules import reductions as reductions
-from fxwrap.lowering.rules import scans as scans
-from fxwrap.lowering.rules import scatter as scatter
 from fxwrap.lowering.rules import softmax as softmax
 from fxwrap.lowering.rules import views as views
-from fxwrap.lowering.rules.registry import RULES as RULES
-from fxwrap.lowering.rules.registry import Declined as Declined
-from fxwrap.lowering.rules.registry import LoweringResult as LoweringResult
-from fxwrap.lowering.rules.registry import OperatorCall as OperatorCall
-from fxwrap.lowering.rules.registry import lowering_rule as lowering_rule
+from fxwrap.lowering.rules.registry import *

@@ -17,7 +17,7 @@ from fxwrap.lowering.rules.pointwise import (
     register_elementwise,
     round_number,
 )
-from fxwrap.lowering.rules.registry import Declined, LoweringResult, NumberOrSymbol, OperatorCall, lowering_rule
+from fxwrap.lowering.rules.registry import LoweringResult, NumberOrSymbol, OperatorCall, lowering_rule
 from fxwrap.torch_compat import SOFTSHRINK_ROUNDS_LIMIT
 
 # --- rectifiers, thresholds and shrinkage ----------------------------------------------------------------------------
@@ -27,44 +27,43 @@ register_elementwise("aten.relu6.default", lambda x: clamp(x, 0, 6), dtypes="num
 
 
 @lowering_rule("aten.hardtanh.default")
-def _hardtanh(
-    call: OperatorCall, x: Definition, lower: NumberOrSymbol, upper: NumberOrSymbol
-) -> LoweringResult | Declined:
+def _hardtanh(call: OperatorCall, x: Definition, lower: NumberOrSymbol, upper: NumberOrSymbol) -> LoweringResult:
     """torch converts the bounds to the operand's dtype."""
     dtype = x.dtype
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         return clamp(*[load_operand(reader, item, indices, dtype) for item in (x, lower, upper)])
 
-    return check_operands(call, (x, lower, upper), dtype, "number") or call.define(body)
+    check_operands(call, (x, lower, upper), dtype, "number")
+    return call.define(body)
 
 
 @lowering_rule("aten.threshold.default")
-def _threshold(
-    call: OperatorCall, x: Definition, limit: NumberOrSymbol, value: NumberOrSymbol
-) -> LoweringResult | Declined:
+def _threshold(call: OperatorCall, x: Definition, limit: NumberOrSymbol, value: NumberOrSymbol) -> LoweringResult:
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         operands = [load_operand(reader, operand, indices, x.dtype, exact=True) for operand in (x, limit, value)]
         return (operands[0] <= operands[1]).where(operands[2], operands[0])
 
-    return check_operands(call, (x, limit, value), x.dtype, "number") or call.define(body)
+    check_operands(call, (x, limit, value), x.dtype, "number")
+    return call.define(body)
 
 
 @lowering_rule("aten.threshold_backward.default")
 def _threshold_backward(
     call: OperatorCall, gradient: Definition, x: Definition, limit: NumberOrSymbol
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     dtype = promoted_dtype((gradient, x))
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         operands = [load_operand(reader, operand, indices, dtype, exact=True) for operand in (gradient, x, limit)]
         return (operands[1] <= operands[2]).where(0, operands[0])
 
-    return check_operands(call, (gradient, x, limit), dtype, "number") or call.define(body)
+    check_operands(call, (gradient, x, limit), dtype, "number")
+    return call.define(body)
 
 
 @lowering_rule("aten.hardshrink.default")
-def _hardshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> LoweringResult | Declined:
+def _hardshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> LoweringResult:
     def formula(x: Scalar, limit: Parameter) -> Scalar:
         return _within(x, limit).where(0.0, x)
 
@@ -72,7 +71,7 @@ def _hardshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> Low
 
 
 @lowering_rule("aten.softshrink.default")
-def _softshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> LoweringResult | Declined:
+def _softshrink(call: OperatorCall, x: Definition, limit: NumberOrSymbol) -> LoweringResult:
     def formula(x: Scalar, limit: Parameter) -> Scalar:
         shrunk = (x > limit).where(x - limit, x + limit)
         return _within(x, limit).where(0.0, shrunk)
@@ -107,9 +106,7 @@ register_elementwise(
 
 
 @lowering_rule("aten._prelu_kernel_backward.default", dtypes="equal float")
-def _prelu_backward(
-    call: OperatorCall, gradient: Definition, x: Definition, weight: Definition
-) -> LoweringResult | Declined:
+def _prelu_backward(call: OperatorCall, gradient: Definition, x: Definition, weight: Definition) -> LoweringResult:
     operands = (gradient, x, weight)
     dtype = promoted_dtype(operands)
     of_x = elementwise_body(operands, dtype, lambda g, x, w: (x > 0).where(g, w * g))
@@ -118,7 +115,7 @@ def _prelu_backward(
 
 
 @lowering_rule("aten.prelu.default", dtypes="float")
-def _prelu(call: OperatorCall, x: Definition, weight: Definition) -> LoweringResult | Declined:
+def _prelu(call: OperatorCall, x: Definition, weight: Definition) -> LoweringResult:
     """The weight has one element for each channel, dimension 1, or a single one."""
     single = not weight.sizes or weight.sizes[0] == 1
 
@@ -139,7 +136,7 @@ def _rrelu_backward(
     lower: float,
     upper: float,
     training: bool,
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     if training and upper - lower > 1e-6:
         return elementwise(call, (gradient, noise), lambda g, n: g * n, dtypes="float")
     return elementwise(
@@ -171,7 +168,7 @@ def _elu_backward(
     input_scale: NumberOrSymbol,
     is_result: bool,
     x: Definition,
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     def formula(gradient: Scalar, x: Scalar, alpha: Parameter, scale: Parameter, input_scale: Parameter) -> Scalar:
         slope = x + alpha * scale if is_result else (x * input_scale).exp() * (alpha * scale)
         return (x > 0).where(gradient * scale, gradient * input_scale * slope)

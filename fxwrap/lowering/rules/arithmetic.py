@@ -48,17 +48,15 @@ def _add(x: Scalar, y: Scalar, alpha: Parameter) -> Scalar:
 
 def _register_sum(operator: str, formula: Callable[[Scalar, Scalar, Parameter], Scalar], dtypes: DtypeDomain) -> None:
     @lowering_rule(f"aten.{operator}.Tensor", f"aten.{operator}.Scalar", dtypes=dtypes)
-    def _sum(
-        call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber, alpha: NumberOrSymbol
-    ) -> LoweringResult | Declined:
+    def _sum(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber, alpha: NumberOrSymbol) -> LoweringResult:
         number_rounding: NumberRounding = "rounded on cpu"
         dtype = promoted_dtype((x, y))
         if dtype is torch.bool and isinstance(alpha, sympy.Basic):
-            return Declined("alpha is a symbol and the operands are bool")
+            raise Declined("alpha is a symbol and the operands are bool")
         if not dtype.is_floating_point and promoted_dtype((x, y, alpha)).is_floating_point:
-            return Declined("alpha is a float and the operands are not")
+            raise Declined("alpha is a float and the operands are not")
         if dtype in INTEGERS and isinstance(alpha, int) and not -(2**63) <= alpha < 2**63:
-            return Declined(f"the number {alpha} is out of the range of {dtype}")
+            raise Declined(f"the number {alpha} is out of the range of {dtype}")
         if not numbers_are_exact(call, number_rounding):
             alpha = round_number(alpha, dtype)
         return elementwise(call, (x, y), formula, number_rounding=number_rounding, dtypes=dtypes, parameters=(alpha,))
@@ -125,7 +123,7 @@ register_elementwise("prims.fma.default", lambda left, right, x: left * right + 
 
 
 @lowering_rule("aten.fmax.default", "aten.fmin.default")
-def _extremum_but_nan(call: OperatorCall, x: Definition, y: Definition) -> LoweringResult | Declined:
+def _extremum_but_nan(call: OperatorCall, x: Definition, y: Definition) -> LoweringResult:
     """Of zeros, eager returns the first, in bfloat16 the second."""
     if not call.dtype.is_floating_point:
         return elementwise(call, (x, y), _larger if call.operator == "fmax" else _smaller)
@@ -134,18 +132,18 @@ def _extremum_but_nan(call: OperatorCall, x: Definition, y: Definition) -> Lower
 
 
 @lowering_rule("aten.nextafter.default")
-def _nextafter(call: OperatorCall, x: Definition, y: Definition) -> LoweringResult | Declined:
+def _nextafter(call: OperatorCall, x: Definition, y: Definition) -> LoweringResult:
     if call.dtype in STORAGE_ONLY:
-        return Declined(f"kernels compute in float32, which has other neighbours than {call.dtype}")
+        raise Declined(f"kernels compute in float32, which has other neighbours than {call.dtype}")
     return elementwise(call, (x, y), lambda x, y: x.apply("nextafter", y), dtypes="float")
 
 
 @lowering_rule("aten.clamp.default", "aten.clamp.Tensor", "aten.clip.default", "aten.clip.Tensor")
 def _clamp_rule(
     call: OperatorCall, x: Definition, lower: TensorOrNumber | None, upper: TensorOrNumber | None
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     if any(isinstance(limit, float) and math.isnan(limit) for limit in (lower, upper)):
-        return Declined("a limit is NaN: torch 2.11 ignores it when it is the only one, later versions return NaN")
+        raise Declined("a limit is NaN: torch 2.11 ignores it when it is the only one, later versions return NaN")
     return elementwise(call, (x, lower, upper), clamp, dtypes="number")
 
 
@@ -178,14 +176,14 @@ def _divide(
     y: TensorOrNumber,
     formula: Callable[[Scalar, Scalar], Scalar],
     number_rounding: NumberRounding = "rounded",
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     """Divides, but no integers by an unknown divisor or by zero: eager raises for zero, and the CPU traps."""
     dtype = promoted_dtype((x, y))
     if not dtype.is_floating_point and dtype is not torch.bool:
         if isinstance(y, Definition | sympy.Basic):
-            return Declined("integer division by a divisor that may be zero, for which eager raises")
+            raise Declined("integer division by a divisor that may be zero, for which eager raises")
         if not int(y):
-            return Declined("integer division by zero, for which eager raises")
+            raise Declined("integer division by zero, for which eager raises")
     return elementwise(call, (x, y), formula, number_rounding=number_rounding, dtypes="number")
 
 
@@ -193,14 +191,12 @@ _floored, _truncated = _rounded_division("floor_divide"), _rounded_division("tru
 
 
 @lowering_rule("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")
-def _true_division(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> LoweringResult | Declined:
+def _true_division(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> LoweringResult:
     return elementwise(call, (x, y), lambda x, y: x / y, promotion="INT_TO_FLOAT", number_rounding="exact")
 
 
 @lowering_rule("aten.div.Tensor_mode", "aten.div.Scalar_mode")
-def _division(
-    call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber, rounding_mode: str | None
-) -> LoweringResult | Declined:
+def _division(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber, rounding_mode: str | None) -> LoweringResult:
     """By a tensor of half precision, torch rounds the quotient before it truncates it."""
     if rounding_mode is None:
         return _true_division(call, x, y)
@@ -210,7 +206,7 @@ def _division(
 
 
 @lowering_rule("aten.floor_divide.default", "aten.floor_divide.Scalar")
-def _floor_division(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> LoweringResult | Declined:
+def _floor_division(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> LoweringResult:
     return _divide(call, x, y, _floored, "exact")
 
 
@@ -218,7 +214,7 @@ def _floor_division(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) ->
     "aten.remainder.Tensor", "aten.remainder.Scalar", "aten.remainder.Scalar_Tensor", "aten.fmod.Tensor",
     "aten.fmod.Scalar",
 )  # fmt: skip
-def _remainder(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> LoweringResult | Declined:
+def _remainder(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> LoweringResult:
     return _divide(call, x, y, _remainder_of(call.operator))
 
 
@@ -246,18 +242,17 @@ _SMALL_POWERS: dict[Number, Callable[[Scalar], Scalar]] = {
 }
 
 
-def _check_exponent(exponent: TensorOrNumber, dtype: torch.dtype) -> Declined | None:
+def _check_exponent(exponent: TensorOrNumber, dtype: torch.dtype) -> None:
     if dtype is torch.bool:
-        return Declined("its operands are of torch.bool")
+        raise Declined("its operands are of torch.bool")
     if dtype in INTEGERS and isinstance(exponent, sympy.Basic):
-        return Declined("an integer to a symbolic power, for which eager raises when it is negative")
+        raise Declined("an integer to a symbolic power, for which eager raises when it is negative")
     if dtype in INTEGERS and not isinstance(exponent, Definition) and exponent < 0:
-        return Declined("an integer to a negative power, for which eager raises")
-    return None
+        raise Declined("an integer to a negative power, for which eager raises")
 
 
 @lowering_rule("aten.pow.Tensor_Scalar")
-def _pow_number(call: OperatorCall, x: Definition, exponent: NumberOrSymbol) -> LoweringResult | Declined:
+def _pow_number(call: OperatorCall, x: Definition, exponent: NumberOrSymbol) -> LoweringResult:
     dtype = promoted_dtype((x, exponent))
     rounded = exponent if exponent in _SMALL_POWERS else round_number(exponent, dtype)
 
@@ -267,29 +262,32 @@ def _pow_number(call: OperatorCall, x: Definition, exponent: NumberOrSymbol) -> 
             return value.apply("pow", exponent)  # eager computes no root: (-inf) ** 0.5 is inf
         return _power(value, reader.number(rounded, value.dtype) if isinstance(rounded, sympy.Basic) else rounded)
 
-    return _check_exponent(exponent, dtype) or check_operands(call, (x, exponent), dtype) or call.define(body)
+    _check_exponent(exponent, dtype)
+    check_operands(call, (x, exponent), dtype)
+    return call.define(body)
 
 
 @lowering_rule("aten.square.default")
-def _square(call: OperatorCall, x: Definition) -> LoweringResult | Declined:
+def _square(call: OperatorCall, x: Definition) -> LoweringResult:
     return _pow_number(call, x, 2)
 
 
 @lowering_rule("aten.pow.Tensor_Tensor")
-def _pow_tensors(call: OperatorCall, x: Definition, exponent: Definition) -> LoweringResult | Declined:
-    declined = _check_exponent(exponent, promoted_dtype((x, exponent)))
-    return declined or elementwise(call, (x, exponent), _power_of_scalars)
+def _pow_tensors(call: OperatorCall, x: Definition, exponent: Definition) -> LoweringResult:
+    _check_exponent(exponent, promoted_dtype((x, exponent)))
+    return elementwise(call, (x, exponent), _power_of_scalars)
 
 
 @lowering_rule("aten.pow.Scalar")
-def _pow_of_number(call: OperatorCall, base: NumberOrSymbol, exponent: Definition) -> LoweringResult | Declined:
+def _pow_of_number(call: OperatorCall, base: NumberOrSymbol, exponent: Definition) -> LoweringResult:
     dtype = promoted_dtype((base, exponent))
     formula: Callable[[Scalar, Scalar], Scalar] = _power_of_scalars
     if base == 1:
         formula = lambda x, y: y.coerce(1)  # noqa: E731  # even where the exponent is NaN
     elif base == 2 and dtype.is_floating_point:
         formula = lambda x, y: y.apply("exp2")  # noqa: E731
-    return _check_exponent(exponent, dtype) or elementwise(call, (base, exponent), formula)
+    _check_exponent(exponent, dtype)
+    return elementwise(call, (base, exponent), formula)
 
 
 def _power_of_scalars(x: Scalar, y: Scalar) -> Scalar:
@@ -297,14 +295,15 @@ def _power_of_scalars(x: Scalar, y: Scalar) -> Scalar:
 
 
 @lowering_rule("aten.float_power.Tensor_Tensor", "aten.float_power.Tensor_Scalar", "aten.float_power.Scalar")
-def _float_power(call: OperatorCall, x: TensorOrNumber, exponent: TensorOrNumber) -> LoweringResult | Declined:
+def _float_power(call: OperatorCall, x: TensorOrNumber, exponent: TensorOrNumber) -> LoweringResult:
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         base = load_operand(reader, x, indices, torch.float64)
         if isinstance(exponent, int | float):
             return _power(base, exponent)
         return base.apply("pow", load_operand(reader, exponent, indices, torch.float64))
 
-    return check_operands(call, (x, exponent), torch.float64) or call.define(body)
+    check_operands(call, (x, exponent), torch.float64)
+    return call.define(body)
 
 
 # --- comparison and logic --------------------------------------------------------------------------------------------
@@ -325,7 +324,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 @lowering_rule(*[f"aten.logical_{_name}.default" for _name in ("and", "or", "xor", "not")])
-def _logical(call: OperatorCall, *operands: Definition) -> LoweringResult | Declined:
+def _logical(call: OperatorCall, *operands: Definition) -> LoweringResult:
     """Promotes before it tests, as torch does: an int16 256 of rank 0 beside an int8 is 0."""
 
     def formula(*scalars: Scalar) -> Scalar:

@@ -55,7 +55,7 @@ def _eye(call: OperatorCall) -> LoweringResult:
 
 
 @lowering_rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "prims.iota.default")
-def _arange(call: OperatorCall) -> LoweringResult | Declined:
+def _arange(call: OperatorCall) -> LoweringResult:
     """Computes start + i * step, in exact integers where both are whole numbers.
 
     A float range is computed in float64, as eager does on the CPU, so that it does not drift.
@@ -72,7 +72,7 @@ def _arange(call: OperatorCall) -> LoweringResult | Declined:
         first = int(start)
         return call.define(lambda reader, indices: reader.body.index(as_index(indices[0]) * each + first))
     if not start.is_integer:
-        return Declined("it starts at a symbolic float")
+        raise Declined("it starts at a symbolic float")
     # The start is added as a number: an index may contain sizes only, and the start's sign is unknown.
     return call.define(
         lambda reader, indices: reader.body.index(as_index(indices[0]) * each) + reader.number(start, torch.int64)
@@ -101,10 +101,10 @@ def _float_range(call: OperatorCall, start: NumberOrSymbol, step: NumberOrSymbol
 
 
 @lowering_rule("aten.linspace.default")
-def _linspace(call: OperatorCall, start: NumberOrSymbol, end: NumberOrSymbol, steps: Size) -> LoweringResult | Declined:
+def _linspace(call: OperatorCall, start: NumberOrSymbol, end: NumberOrSymbol, steps: Size) -> LoweringResult:
     """Counts from the nearer end, so that both ends are exact."""
     if not (_is_known(start) and _is_known(end) and isinstance(steps, int)):
-        return Declined("an end or the number of steps is symbolic")
+        raise Declined("an end or the number of steps is symbolic")
     dtype, count = call.dtype, steps
     first, last = (int(start), int(end)) if dtype in INTEGERS else (start, end)
     computes = torch.float32 if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64

@@ -37,16 +37,14 @@ for _name in (
 # --- signs and rounding ----------------------------------------------------------------------------------------------
 
 
-def _unless_bool(name: str) -> Callable[[Scalar], Scalar]:
-    return lambda x: x if x.dtype is torch.bool else x.apply(name)
-
-
 def _float_only(name: str) -> Callable[[Scalar], Scalar]:
     return lambda x: x.apply(name) if x.dtype.is_floating_point else x
 
 
 register_elementwise("aten.abs.default", _operation("abs"), dtypes="number")
-register_elementwise(("aten.sign.default", "aten.sgn.default"), _unless_bool("sign"))
+register_elementwise(
+    ("aten.sign.default", "aten.sgn.default"), lambda x: x if x.dtype is torch.bool else x.apply("sign")
+)
 register_elementwise("aten.neg.default", _operation("neg"), dtypes="number")
 register_elementwise(
     ("aten.conj_physical.default", "aten._conj_physical.default", "aten.positive.default"), lambda x: x
@@ -60,9 +58,9 @@ register_elementwise("aten.rad2deg.default", lambda x: x * (180 / math.pi), "INT
 
 
 @lowering_rule("aten.round.decimals")
-def _round_decimals(call: OperatorCall, x: Definition, decimals: int) -> LoweringResult | Declined:
+def _round_decimals(call: OperatorCall, x: Definition, decimals: int) -> LoweringResult:
     if not x.dtype.is_floating_point:
-        return Declined("an integer rounded to decimals")
+        raise Declined("an integer rounded to decimals")
     if decimals == 0:
         return elementwise(call, (x,), _operation("round"))
     scale = float(f"1e{abs(decimals)}")
@@ -104,7 +102,7 @@ register_elementwise("aten.signbit.default", _signbit, "ALWAYS_BOOL")
 @lowering_rule("aten.nan_to_num.default")
 def _nan_to_num(
     call: OperatorCall, x: Definition, nan: float | None, largest: float | None, smallest: float | None
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     if not x.dtype.is_floating_point:
         return elementwise(call, (x,), lambda x: x)
     limits = torch.finfo(x.dtype)
@@ -206,7 +204,7 @@ register_elementwise("aten.sinc.default", _sinc, "INT_TO_FLOAT")
 
 
 @lowering_rule("aten.ldexp.Tensor", dtypes="number")
-def _ldexp(call: OperatorCall, x: Definition, exponent: Definition) -> LoweringResult | Declined:
+def _ldexp(call: OperatorCall, x: Definition, exponent: Definition) -> LoweringResult:
     """torch computes powers of two in the exponents' dtype, float32 for integers, and multiplies by them."""
     powers = exponent.dtype if exponent.dtype.is_floating_point else torch.float32
 
@@ -216,18 +214,19 @@ def _ldexp(call: OperatorCall, x: Definition, exponent: Definition) -> LoweringR
             round_to_dtype(power, powers), powers, call.dtype
         )
 
-    return check_operands(call, (x, exponent), call.dtype) or call.define(body)
+    check_operands(call, (x, exponent), call.dtype)
+    return call.define(body)
 
 
 @lowering_rule("aten.polygamma.default")
-def _polygamma(call: OperatorCall, order: int, x: Definition) -> LoweringResult | Declined:
+def _polygamma(call: OperatorCall, order: int, x: Definition) -> LoweringResult:
     if order != 0:
-        return Declined("kernels have no polygamma functions above the digamma function")
+        raise Declined("kernels have no polygamma functions above the digamma function")
     return elementwise(call, (x,), _operation("digamma"), promotion="INT_TO_FLOAT")
 
 
 @lowering_rule("aten.mvlgamma.default", dtypes="number")
-def _mvlgamma(call: OperatorCall, x: Definition, dimension: int) -> LoweringResult | Declined:
+def _mvlgamma(call: OperatorCall, x: Definition, dimension: int) -> LoweringResult:
     def formula(x: Scalar) -> Scalar:
         total = x.apply("lgamma")
         for step in range(1, dimension):

@@ -1,21 +1,41 @@
-"""Reads at indices from tensors: gather, index, embedding and similar operators."""
+"""Reads and writes at indices from tensors: gather, index, embedding, scatter, index_put and similar operators."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
-from fxwrap.loop_ir import IndexLike, Scalar
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, broadcast_indices
+from fxwrap.devices import DeviceSpec
+from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Index, IndexLike, Scalar, as_index, compute_dtype
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    ElementReader,
+    Indices,
+    Pointwise,
+    Scattered,
+    broadcast_indices,
+    pointwise,
+)
+from fxwrap.lowering.rules.creation import full_tensor
 from fxwrap.lowering.rules.indexing_common import (
     broadcast_sizes,
     canonicalize_dim,
     checked_indirect_index,
     replace_index,
 )
-from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, check_index_dtype, lowering_rule
+from fxwrap.lowering.rules.registry import (
+    Declined,
+    ElementBody,
+    LoweringResult,
+    NumberOrSymbol,
+    OperatorCall,
+    TensorOrNumber,
+    check_index_dtype,
+    lowering_rule,
+)
 from fxwrap.lowering.rules.views import reshape_index_map
 from fxwrap.symbolic import Size, product
 
@@ -95,9 +115,9 @@ def _take(call: OperatorCall, x: Definition, index: Definition) -> Pointwise:
 
 
 @lowering_rule("aten.one_hot.default", index_argument=0)
-def _one_hot(call: OperatorCall, x: Definition, classes: int) -> LoweringResult | Declined:
+def _one_hot(call: OperatorCall, x: Definition, classes: int) -> LoweringResult:
     if classes < 1:
-        return Declined("the number of classes is read from the tensor")
+        raise Declined("the number of classes is read from the tensor")
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         index = load_indirect_index(reader, x, indices[:-1], classes, error="runtime")
@@ -142,17 +162,15 @@ class AdvancedIndexing:
         return result
 
 
-def analyze_indexing(sizes: Sequence[Size], indices: Sequence[Definition | None]) -> AdvancedIndexing | Declined:
+def analyze_indexing(sizes: Sequence[Size], indices: Sequence[Definition | None]) -> AdvancedIndexing:
     """Returns how index tensors index a tensor of these sizes, by torch's rules.
 
     The broadcast sizes of adjacent index tensors replace the dimensions that they index; otherwise they come first.
     """
     tensors = {dim: item for dim, item in enumerate(indices) if item is not None}
     if any(item.dtype in (torch.bool, torch.uint8) for item in tensors.values()):
-        return Declined("the number of elements that a mask selects is unbacked")
-    declined = check_index_dtype(*tensors.values())
-    if declined is not None:
-        return declined
+        raise Declined("the number of elements that a mask selects is unbacked")
+    check_index_dtype(*tensors.values())
     dims = list(tensors)
     adjacent = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
     index_shape = broadcast_sizes([item.sizes for item in tensors.values()])
@@ -163,8 +181,208 @@ def analyze_indexing(sizes: Sequence[Size], indices: Sequence[Definition | None]
     "aten.index.Tensor", "aten.index.Tensor_hacked_twin", "aten._unsafe_index.Tensor",
     "aten._unsafe_index.Tensor_hacked_twin",
 )  # fmt: skip
-def _index(call: OperatorCall, x: Definition, indices: Sequence[Definition | None]) -> LoweringResult | Declined:
+def _index(call: OperatorCall, x: Definition, indices: Sequence[Definition | None]) -> LoweringResult:
     indexing = analyze_indexing(x.sizes, indices)
-    if isinstance(indexing, Declined):
-        return indexing
     return call.define(lambda reader, at: reader.load(x, indexing.operand_indices(reader, at)))
+
+
+ScatterBody = Callable[[ElementReader, Indices], tuple[Sequence[IndexLike], Scalar]]
+"""Returns the indices that an iteration writes to, and the value."""
+
+SCATTER_MODES = {"sum": "add", "add": "add", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
+"""Store modes by the `reduce` argument of scatter operators."""
+
+_DOMINANT_NAN_BITS = {
+    ("max", torch.float32): (torch.int32, 0x7FC00000), ("max", torch.float64): (torch.int64, 0x7FF8000000000000),
+    ("min", torch.float32): (torch.int32, -0x400000), ("min", torch.float64): (torch.int64, -0x8000000000000),
+}  # fmt: skip
+"""The bits of the NaN that wins where a GPU compares the bits of floats in memory as integers."""
+
+
+def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> None:
+    """Declines stores that several iterations cannot combine into one element of this dtype.
+
+    Eager promises no order for equal indices either, and on GPUs it adds with atomic operations too.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        raise Declined("deterministic algorithms are enabled, and kernels write in any order")
+    if mode == "set":
+        return
+    if dtype is torch.bool or dtype in STORAGE_ONLY:
+        raise Declined(f"{dtype} has no atomic operations")
+    if mode == "prod" and not spec.supports_all_atomics:
+        raise Declined(f"there is no atomic multiplication on {spec.device_type}")
+    if dtype in INTEGERS and dtype.itemsize < 4 and not spec.supports_all_atomics:
+        raise Declined(f"{dtype} has no atomic operations on {spec.device_type}")
+    if dtype not in INTEGERS and mode in ("add", "prod") and spec.cpu_rounding:
+        raise Declined("on the CPU eager adds floats in a fixed order, which parallel atomic additions would lose")
+
+
+def lower_scatter(
+    call: OperatorCall, initial: Definition, space: Sequence[Size], mode: str, write: ScatterBody
+) -> Scattered:
+    """Returns `initial` with the values of `write` combined into it, for each element of an index space."""
+    check_store_mode(call.dtype, call.spec, mode)
+    computes = compute_dtype(call.dtype)
+
+    def body(reader: ElementReader, indices: Indices) -> tuple[Sequence[Index], Scalar]:
+        target, value = write(reader, indices)
+        return [as_index(index) for index in target], value.to(computes)
+
+    first = _canonicalize_nans(initial, mode) if (mode, call.dtype) in _DOMINANT_NAN_BITS else initial
+    return Scattered(call.sizes, call.dtype, call.device, first, tuple(space), mode, body)
+
+
+def _canonicalize_nans(initial: Definition, mode: str) -> Definition:
+    """Returns a tensor whose NaNs have the bits of the NaN that wins."""
+    bits_dtype, bits = _DOMINANT_NAN_BITS[mode, initial.dtype]
+
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        x = reader.load(initial, indices)
+        nan = x.body.compute("bitcast", reader.number(bits, bits_dtype), dtype=initial.dtype)
+        return x.apply("isnan").where(nan, x)
+
+    return pointwise(initial.sizes, initial.dtype, initial.device, body)
+
+
+def _source_loader(call: OperatorCall, source: TensorOrNumber) -> ElementBody:
+    """Returns the body that reads a source: a tensor's element, or a number."""
+    if isinstance(source, Definition):
+        return lambda reader, indices: reader.load(source, indices[: len(source.sizes)])
+    return lambda reader, indices: reader.number(source, call.dtype)
+
+
+# --- an index tensor with the source's sizes -------------------------------------------------------------------------
+
+
+def _scatter(
+    call: OperatorCall, x: Definition, dim: int, index: Definition, source: TensorOrNumber, mode: str
+) -> LoweringResult:
+    dim, value = canonicalize_dim(dim, len(x.sizes)), _source_loader(call, source)
+
+    def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
+        row = load_indirect_index(reader, index, indices, x.sizes[dim] if x.sizes else 1, error="runtime")
+        return replace_index(indices, dim, row) if x.sizes else (), value(reader, indices)
+
+    return lower_scatter(call, x, index.sizes, mode, write)
+
+
+@lowering_rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", index_argument=2)
+def _scatter_source(
+    call: OperatorCall, x: Definition, dim: int, index: Definition, source: TensorOrNumber
+) -> LoweringResult:
+    return _scatter(call, x, dim, index, source, "add" if call.operator == "scatter_add" else "set")
+
+
+@lowering_rule("aten.scatter.reduce", "aten.scatter.value_reduce", index_argument=2)
+def _scatter_combine(
+    call: OperatorCall, x: Definition, dim: int, index: Definition, source: TensorOrNumber, reduce: str
+) -> LoweringResult:
+    return _scatter(call, x, dim, index, source, SCATTER_MODES[reduce])
+
+
+@lowering_rule("aten.scatter_reduce.two", index_argument=2)
+def _scatter_reduce(
+    call: OperatorCall, x: Definition, dim: int, index: Definition, source: Definition, reduce: str, include_self: bool
+) -> LoweringResult:
+    if reduce not in SCATTER_MODES:
+        raise Declined(f"{reduce} depends on the number of values that are written to an element")
+    if not include_self:
+        raise Declined("the elements that keep their value depend on all indices")
+    return _scatter(call, x, dim, index, source, SCATTER_MODES[reduce])
+
+
+# --- an index tensor of one dimension --------------------------------------------------------------------------------
+
+
+def _scatter_slices(
+    call: OperatorCall, x: Definition, dim: int, index: Definition, space: Sequence[Size], mode: str, value: ElementBody
+) -> LoweringResult:
+    """Writes `value(reader, indices)`, for each element of the space, to the slices that an index tensor selects."""
+
+    def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
+        return load_list_index(reader, x, dim, index, indices), value(reader, indices)
+
+    return lower_scatter(call, x, space, mode, write)
+
+
+def _source_space(x: Definition, dim: int, index: Definition) -> tuple[Size, ...]:
+    """Returns the sizes of a source: the tensor's, with the number of indices along the dimension."""
+    count = index.sizes[0] if index.sizes else 1
+    return tuple(replace_index(x.sizes, dim, count)) if x.sizes else (count,)
+
+
+@lowering_rule("aten.index_add.default", "aten.index_copy.default", index_argument=2)
+def _index_add_or_copy(
+    call: OperatorCall, x: Definition, dim: int, index: Definition, source: Definition, alpha: NumberOrSymbol = 1
+) -> LoweringResult:
+    dim = canonicalize_dim(dim, len(x.sizes))
+    space = _source_space(x, dim, index)
+    to_source = reshape_index_map(source.sizes, space)
+
+    def value(reader: ElementReader, indices: Indices) -> Scalar:
+        element = reader.load(source, to_source(indices))
+        return element if isinstance(alpha, int) and alpha == 1 else element * reader.number(alpha, source.dtype)
+
+    mode = "add" if call.operator == "index_add" else "set"
+    return _scatter_slices(call, x, dim, index, space, mode, value)
+
+
+@lowering_rule("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor", index_argument=2)
+def _index_fill(
+    call: OperatorCall, x: Definition, dim: int, index: Definition, value: TensorOrNumber
+) -> LoweringResult:
+    dim = canonicalize_dim(dim, len(x.sizes))
+    return _scatter_slices(call, x, dim, index, _source_space(x, dim, index), "set", _source_loader(call, value))
+
+
+# --- several index tensors -------------------------------------------------------------------------------------------
+
+
+@lowering_rule(
+    "aten.index_put.default", "aten.index_put.hacked_twin", "aten._unsafe_index_put.default",
+    "aten._unsafe_index_put.hacked_twin",
+)  # fmt: skip
+def _index_put(
+    call: OperatorCall, x: Definition, indices: Sequence[Definition | None], values: Definition, accumulate: bool
+) -> LoweringResult:
+    indexing = analyze_indexing(x.sizes, indices)
+
+    def write(reader: ElementReader, at: Indices) -> tuple[Sequence[IndexLike], Scalar]:
+        return indexing.operand_indices(reader, at), reader.load(values, broadcast_indices(values.sizes, at))
+
+    return lower_scatter(call, x, indexing.result_sizes, "add" if accumulate else "set", write)
+
+
+@lowering_rule("aten.put.default", index_argument=1)
+def _put(call: OperatorCall, x: Definition, index: Definition, source: Definition, accumulate: bool) -> LoweringResult:
+    count = product(x.sizes)
+    from_flat, to_source = reshape_index_map(x.sizes, (count,)), reshape_index_map(source.sizes, index.sizes)
+
+    def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
+        flat = load_indirect_index(reader, index, indices, count, wrap_negative=True)
+        return from_flat([flat]), reader.load(source, to_source(indices))
+
+    return lower_scatter(call, x, index.sizes, "add" if accumulate else "set", write)
+
+
+@lowering_rule("aten.embedding_dense_backward.default", index_argument=1)
+def _embedding_backward(
+    call: OperatorCall, grad: Definition, index: Definition, rows: Size, padding: int, scale_by_frequency: bool
+) -> LoweringResult:
+    if scale_by_frequency:
+        raise Declined("the number of reads of each row must be counted first")
+
+    def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
+        row = load_indirect_index(reader, index, indices[:-1], rows)
+        value = reader.load(grad, indices)
+        if padding != -1:
+            value = reader.body.index(row).equals(reader.number(padding, torch.int64)).where(0, value)
+        return [row, indices[-1]], value
+
+    return lower_scatter(call, full_tensor(call.sizes, call.dtype, call.device, 0), grad.sizes, "add", write)
+
+
+@lowering_rule("aten.masked_scatter.default", "aten.index_reduce.default")
+def _order_dependent(call: OperatorCall) -> NoReturn:
+    raise Declined("where a value is written depends on all elements before it")

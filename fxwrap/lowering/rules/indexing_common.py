@@ -41,17 +41,17 @@ def broadcast_sizes(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:
     return tuple(result)
 
 
-def resolve_index(index: Size, size: Size) -> Size | Declined:
+def resolve_index(index: Size, size: Size) -> Size:
     """Returns an index from -size to size - 1 counted from the front."""
     if not isinstance(index, int):
-        return Declined("the sign of a symbolic index is not known")
+        raise Declined("the sign of a symbolic index is not known")
     return index if index >= 0 else total((size, index))
 
 
-def resolve_slice_start(start: Size | None, end: Size | None, step: Size, size: Size, length: Size) -> Size | Declined:
+def resolve_slice_start(start: Size | None, end: Size | None, step: Size, size: Size, length: Size) -> Size:
     """Returns the first index of a slice of a known length, with Python's rules."""
     if not isinstance(step, int):
-        return Declined("its step is symbolic")
+        raise Declined("its step is symbolic")
     if start is None:
         return 0
     if isinstance(start, int) and isinstance(size, int):
@@ -62,7 +62,7 @@ def resolve_slice_start(start: Size | None, end: Size | None, step: Size, size: 
         return total((size, -length))
     if isinstance(start, int):
         return maximum(0, total((size, start)))
-    return Declined("the sign of a symbolic start is not known")
+    raise Declined("the sign of a symbolic start is not known")
 
 
 # --- conditions on indices -------------------------------------------------------------------------------------------

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
-from fxwrap.loop_ir import Scalar
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
+from fxwrap.loop_ir import Scalar, compute_dtype
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise
 from fxwrap.lowering.rules.normalization import (
     NormalizationBackward,
     NormalizationSpace,
+    RowStatistic,
+    batch_norm_space,
     group_norm_space,
     layer_norm_space,
     load_row_statistic,
@@ -19,8 +22,8 @@ from fxwrap.lowering.rules.normalization import (
     reciprocal_std,
     statistic_result,
 )
-from fxwrap.lowering.rules.reduction_common import build_reduction, outer_result, reduction_shape
-from fxwrap.lowering.rules.registry import LoweringResult, OperatorCall, lowering_rule
+from fxwrap.lowering.rules.reductions import build_reduction, outer_result, reduction_shape
+from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, lowering_rule
 from fxwrap.symbolic import Size
 
 
@@ -136,3 +139,147 @@ def _weight_norm_backward(
 def _indices_of_dim(indices: Indices, dim: int) -> Indices:
     """Returns the indices with 0 in all dimensions but one, for a tensor of size 1 in the others."""
     return [index if other == dim % len(indices) else 0 for other, index in enumerate(indices)]
+
+
+@lowering_rule(
+    "aten._native_batch_norm_legit.no_stats", "aten._native_batch_norm_legit_no_training.default",
+    "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.default",
+    "aten.native_batch_norm.default", "aten._batch_norm_with_update_functional.default",
+    "aten._batch_norm_no_update.default",
+)  # fmt: skip
+def _batch_norm(
+    call: OperatorCall, x: Definition, weight: Definition | None, bias: Definition | None, *others: object
+) -> LoweringResult:
+    arguments = call.bind()
+    mean, variance = arguments.get("running_mean"), arguments.get("running_var")
+    if call.operator.startswith("_batch_norm") and _has_cudnn_reserve(call):
+        raise Declined("its result reserves memory for cuDNN")
+    if mean is None or variance is None:
+        return _training_forward(call, x, weight, bias, None, None, 0.0, arguments["eps"])
+    if not arguments.get("training", call.operator == "_batch_norm_with_update_functional"):
+        return _eval_forward(call, x, weight, bias, mean, variance, arguments["eps"])
+    if call.operator in ("_native_batch_norm_legit", "native_batch_norm"):
+        raise Declined(_MUTATION_REASON)
+    return _training_forward(call, x, weight, bias, mean, variance, arguments["momentum"], arguments["eps"])
+
+
+_MUTATION_REASON = "it writes running statistics in place"
+
+
+@lowering_rule("aten._batch_norm_with_update.default")
+def _with_update(call: OperatorCall) -> NoReturn:
+    raise Declined(_MUTATION_REASON)
+
+
+def _has_cudnn_reserve(call: OperatorCall) -> bool:
+    """Whether another library's backward may follow and read the fourth result, which only that library computes."""
+    return call.spec.reserves_batch_norm_state or call.sizes_of(call.results[3]) != (0,)
+
+
+def _eval_forward(
+    call: OperatorCall,
+    x: Definition,
+    weight: Definition | None,
+    bias: Definition | None,
+    mean: Definition,
+    variance: Definition,
+    epsilon: float,
+) -> LoweringResult:
+    """Normalizes with running statistics. The saved results are mean and rstd, or empty."""
+    space, computes = batch_norm_space(x.sizes), x.compute_dtype
+    mean_at, rstd_at = load_row_statistic(mean, computes, space), _rstd_of_variance(variance, computes, epsilon)
+    result, *others = call.results
+    extra = [mean, variance] if len(others) >= 4 else []
+    saved = others[: len(others) - len(extra)]
+    return (
+        normalize(call, result, space, x, mean_at, rstd_at, weight, bias),
+        *_saved_statistics(call, saved, mean_at, rstd_at),
+        *[_copy(call, fake, item) for fake, item in zip(others[len(saved) :], extra, strict=True)],
+    )
+
+
+def _training_forward(
+    call: OperatorCall,
+    x: Definition,
+    weight: Definition | None,
+    bias: Definition | None,
+    running_mean: Definition | None,
+    running_variance: Definition | None,
+    momentum: float,
+    epsilon: float,
+) -> LoweringResult:
+    """Normalizes with the batch's statistics; the last results are the new running statistics, if there are any."""
+    space = batch_norm_space(x.sizes)
+    mean, squares = moments(call, space, x)
+    rstd = reciprocal_std(call, space, squares, epsilon)
+    mean_at, rstd_at = load_row_statistic(mean, mean.dtype, space), load_row_statistic(rstd, mean.dtype, space)
+    result, *others = call.results
+    running: tuple[Definition, ...] = ()
+
+    def unbiased(reader: ElementReader, row: Indices) -> Scalar:
+        return reader.load(squares, row) / (reader.number(space.count, squares.dtype) - 1.0)
+
+    if running_mean is not None and running_variance is not None:
+        others, (mean_fake, variance_fake) = others[:-2], others[-2:]
+        running = (
+            _update_running_statistic(call, mean_fake, running_mean, momentum, mean_at),
+            _update_running_statistic(call, variance_fake, running_variance, momentum, unbiased),
+        )
+    return (
+        normalize(call, result, space, x, mean_at, rstd_at, weight, bias),
+        *_saved_statistics(call, others, mean_at, rstd_at),
+        *running,
+    )
+
+
+def _saved_statistics(
+    call: OperatorCall, fakes: list[torch.Tensor], mean: RowStatistic, rstd: RowStatistic
+) -> list[Definition]:
+    """Returns mean, rstd and an empty reserve as results, as many as there are fakes."""
+    values = (mean, rstd, lambda reader, row: reader.number(0, torch.uint8))
+    return [statistic_result(call, fake, value, 1) for fake, value in zip(fakes, values, strict=False)]
+
+
+def _rstd_of_variance(variance: Definition, dtype: torch.dtype, epsilon: float) -> RowStatistic:
+    return lambda reader, row: (reader.load(variance, row).to(dtype) + epsilon).rsqrt()
+
+
+def _update_running_statistic(
+    call: OperatorCall, fake: torch.Tensor, running: Definition, momentum: float, value: RowStatistic
+) -> Pointwise:
+    """Returns momentum * value + (1 - momentum) * running."""
+    computes = compute_dtype(fake.dtype)
+
+    def body(reader: ElementReader, row: Indices) -> Scalar:
+        return value(reader, row).to(computes) * momentum + reader.load(running, row).to(computes) * (1.0 - momentum)
+
+    return call.define(body, fake)
+
+
+def _copy(call: OperatorCall, fake: torch.Tensor, source: Definition) -> Pointwise:
+    return call.define(lambda reader, row: reader.load(source, row), fake)
+
+
+# --- backward --------------------------------------------------------------------------------------------------------
+
+
+@lowering_rule("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
+def _batch_norm_backward(call: OperatorCall, grad: Definition, x: Definition, *_: object) -> LoweringResult:
+    arguments, space, computes = call.bind(), batch_norm_space(x.sizes), x.compute_dtype
+    reserve = arguments.get("reserve")
+    if reserve is not None and (call.spec.reserves_batch_norm_state or reserve.sizes != (0,)):
+        raise Declined("another library saved what its backward needs")
+    training = arguments["train" if reserve is None else "update"]
+    if training:
+        mean, rstd = arguments["save_mean"], arguments["save_invstd" if reserve is None else "save_var"]
+        if mean is None or rstd is None:
+            raise Declined("it lacks the saved statistics")
+        mean_at, rstd_at = load_row_statistic(mean, computes, space), load_row_statistic(rstd, computes, space)
+    else:
+        mean, variance = arguments["running_mean"], arguments["running_var"]
+        if mean is None or variance is None:
+            raise Declined("it lacks the running statistics")
+        mean_at = load_row_statistic(mean, computes, space)
+        rstd_at = _rstd_of_variance(variance, computes, arguments["eps"])
+    backward = NormalizationBackward(call, space, grad, x, mean_at, rstd_at, arguments["weight"])
+    return backward.gradients(arguments["output_mask"], training)

@@ -61,16 +61,14 @@ def elementwise(
     number_rounding: NumberRounding = "rounded",
     dtypes: DtypeDomain = "any",
     parameters: Sequence[object] = (),
-) -> Pointwise | Declined:
+) -> Pointwise:
     """Returns a formula applied to operands that are broadcast and promoted as torch does.
 
     The formula takes a scalar for each operand, in the compute dtype of the promoted dtype (None for an operand that
     is None), then the parameters. `dtypes` is the domain of the promoted dtype.
     """
     dtype = promoted_dtype(operands, promotion)
-    declined = check_operands(call, operands, dtype, dtypes)
-    if declined is not None:
-        return declined
+    check_operands(call, operands, dtype, dtypes)
     exact = numbers_are_exact(call, number_rounding)
     return call.define(elementwise_body(operands, dtype, formula, exact=exact, parameters=parameters))
 
@@ -184,20 +182,17 @@ def _promotion_key(operand: Operand) -> _PromotionKey:
 
 def check_operands(
     call: OperatorCall, operands: Sequence[Operand], dtype: torch.dtype, dtypes: DtypeDomain = "any"
-) -> Declined | None:
+) -> None:
     """Declines operands that a kernel cannot compute with in a promoted dtype of the domain `dtypes`."""
-    declined = check_dtype(dtype, dtypes)
-    if declined is not None:
-        return declined
+    check_dtype(dtype, dtypes)
     for operand in operands:
         if isinstance(operand, Definition):
             if operand.device != call.device:
-                return Declined(f"an operand is on {operand.device}, the result on {call.device}")
+                raise Declined(f"an operand is on {operand.device}, the result on {call.device}")
         elif isinstance(operand, bool) and dtypes == "number":
-            return Declined("a number is a bool")
+            raise Declined("a number is a bool")
         elif not fits(operand, dtype, strict=False):
-            return Declined(f"the number {operand} is out of the range of {dtype}")
-    return None
+            raise Declined(f"the number {operand} is out of the range of {dtype}")
 
 
 def fits(number: object, dtype: torch.dtype, *, strict: bool = True) -> bool:
@@ -231,7 +226,7 @@ def register_elementwise(
     """
 
     @lowering_rule(*((names,) if isinstance(names, str) else names), dtypes=dtypes)
-    def _elementwise(call: OperatorCall) -> LoweringResult | Declined:
+    def _elementwise(call: OperatorCall) -> LoweringResult:
         arguments = list(call.bind().values())
         return elementwise(
             call, arguments[:operands], formula, promotion=promotion, number_rounding=number_rounding, dtypes=dtypes,

@@ -28,13 +28,11 @@ def _loss(
     reduced: int,
     formula: Callable[..., Scalar],
     *parameters: NumberOrSymbol,
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     """Returns the loss of each element, their mean or their sum, computed in the compute dtype."""
     dtype = promoted_dtype(operands)
     sizes = broadcast_sizes([operand.sizes for operand in operands if operand is not None])
-    declined = check_operands(call, operands, dtype, "float")
-    if declined is not None:
-        return declined
+    check_operands(call, operands, dtype, "float")
     body = elementwise_body(operands, dtype, formula, parameters=parameters)
     if reduced == _NONE or not sizes:
         return call.define(body)
@@ -57,7 +55,7 @@ def _loss_backward(
     x: Definition,
     formula: Callable[..., Scalar],
     *others: NumberOrSymbol,
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     """Returns a loss's gradient. The formula's first parameter is the number of averaged elements, 1 without a mean."""
     count = product(x.sizes) if reduced == _MEAN else 1
     return elementwise(call, operands, formula, dtypes="float", parameters=(count or 1, *others))
@@ -103,7 +101,7 @@ def _register_loss(operator: str, formula: Callable[..., Scalar], backward: Call
     @lowering_rule(f"aten.{operator}.default", dtypes="float")
     def _forward_rule(
         call: OperatorCall, x: Definition, y: Definition, reduced: int, *parameters: NumberOrSymbol
-    ) -> LoweringResult | Declined:
+    ) -> LoweringResult:
         return _loss(call, (x, y), reduced, formula, *parameters)
 
     if backward is None:
@@ -112,7 +110,7 @@ def _register_loss(operator: str, formula: Callable[..., Scalar], backward: Call
     @lowering_rule(f"aten.{operator}_backward.default", dtypes="equal float")
     def _backward_rule(
         call: OperatorCall, gradient: Definition, x: Definition, y: Definition, reduced: int, *others: NumberOrSymbol
-    ) -> LoweringResult | Declined:
+    ) -> LoweringResult:
         return _loss_backward(call, (gradient, x, y), reduced, x, backward, *others)
 
 
@@ -129,9 +127,9 @@ _register_loss("soft_margin_loss", lambda x, y: (-x * y).exp().apply("log1p"), _
 @lowering_rule("aten.binary_cross_entropy.default", dtypes="equal float")
 def _cross_entropy(
     call: OperatorCall, x: Definition, y: Definition, weight: Definition | None, reduced: int
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     if call.spec.asserts_raise:  # a device assertion raises another class of error than eager
-        return Declined("eager raises for inputs that are not between 0 and 1")
+        raise Declined("eager raises for inputs that are not between 0 and 1")
     return _loss(call, (x, y, weight), reduced, _binary_cross_entropy)
 
 
@@ -145,7 +143,7 @@ def _binary_cross_entropy(x: Scalar, y: Scalar, weight: Scalar | None) -> Scalar
 @lowering_rule("aten.binary_cross_entropy_backward.default", dtypes="equal float")
 def _cross_entropy_backward(
     call: OperatorCall, gradient: Definition, x: Definition, y: Definition, weight: Definition | None, reduced: int
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     def formula(gradient: Scalar, x: Scalar, y: Scalar, weight: Scalar | None, count: Parameter) -> Scalar:
         slope = gradient * (x - y) / ((1.0 - x) * x).maximum(1e-12)
         slope = slope if weight is None else slope * weight
@@ -162,7 +160,7 @@ def _cross_entropy_with_logits(
     weight: Definition | None,
     positive_weight: Definition | None,
     reduced: int,
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     def formula(x: Scalar, y: Scalar, weight: Scalar | None, positive_weight: Scalar | None) -> Scalar:
         log_probability = log_sigmoid(x)
         if positive_weight is not None:

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from fxwrap.fx_passes.operators import expand_to_rank
+from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.loop_ir import Index, IndexLike, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
 from fxwrap.lowering.rules.indexing_common import (
@@ -82,16 +82,16 @@ class PoolingWindows:
 Plane = tuple[PoolingWindows, ...]
 
 
-def _pooling_windows(call: OperatorCall, x: Definition, counts: Sequence[Size]) -> Plane | Declined:
+def _pooling_windows(call: OperatorCall, x: Definition, counts: Sequence[Size]) -> Plane:
     """Returns the windows of each of the last dimensions of `x`, given the numbers of windows."""
     arguments, rank = call.bind(), len(counts)
     kernel = arguments["kernel_size"]
     stride, padding, dilation = arguments["stride"] or kernel, arguments["padding"], arguments.get("dilation", 1)
     options = [expand_to_rank(option, rank) for option in (kernel, stride, padding, dilation)]
     if any(not isinstance(number, int) for option in options for number in option):
-        return Declined("its windows are symbolic")
+        raise Declined("its windows are symbolic")
     if math.prod(options[0]) > _MAX_WINDOW_ELEMENTS:
-        return Declined(f"its windows have {math.prod(options[0])} elements")
+        raise Declined(f"its windows have {math.prod(options[0])} elements")
     sizes = x.sizes[len(x.sizes) - rank :]
     return tuple([PoolingWindows(*numbers) for numbers in zip(sizes, counts, *options, strict=True)])
 
@@ -108,11 +108,9 @@ def _rank(call: OperatorCall) -> int:
 
 
 @lowering_rule("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default", dtypes="number")
-def _max_pool(call: OperatorCall, x: Definition) -> LoweringResult | Declined:
+def _max_pool(call: OperatorCall, x: Definition) -> LoweringResult:
     values, positions = call.results
     plane = _pooling_windows(call, x, call.sizes_of(values)[-_rank(call) :])
-    if isinstance(plane, Declined):
-        return plane
     return (
         call.define(lambda reader, indices: _window_max(reader, x, plane, indices)[0], values),
         call.define(lambda reader, indices: _window_max(reader, x, plane, indices)[1], positions),
@@ -161,15 +159,13 @@ def _flat_index(plane: Plane, indices: Sequence[Index]) -> Index:
 
 
 @lowering_rule("aten.max_pool2d_with_indices_backward.default")
-def _max_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> LoweringResult | Declined:
+def _max_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> LoweringResult:
     positions: Definition = call.bind()["indices"]
     plane = _pooling_windows(call, x, grad.sizes[-2:])
-    if isinstance(plane, Declined):
-        return plane
     if any(windows.dilation != 1 for windows in plane):
-        return Declined("its windows have gaps")
+        raise Declined("its windows have gaps")
     if not call.spec.massively_parallel:
-        return Declined("on a CPU it is faster to scatter each gradient than to search for it from each element")
+        raise Declined("on a CPU it is faster to scatter each gradient than to search for it from each element")
 
     def value(reader: ElementReader, outer: Indices, windows: Indices, input_index: Indices) -> Scalar:
         chosen = reader.load(positions, [*outer, *windows])
@@ -183,11 +179,9 @@ def _max_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> L
 
 
 @lowering_rule("aten.avg_pool2d.default", "aten.avg_pool3d.default", dtypes="float")
-def _average_pool(call: OperatorCall, x: Definition) -> LoweringResult | Declined:
+def _average_pool(call: OperatorCall, x: Definition) -> LoweringResult:
     rank = _rank(call)
     plane = _pooling_windows(call, x, call.sizes[-rank:])
-    if isinstance(plane, Declined):
-        return plane
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         outer, at = indices[:-rank], indices[-rank:]
@@ -226,10 +220,8 @@ def _divide_by_count(call: OperatorCall, reader: ElementReader, total: Scalar, p
 
 
 @lowering_rule("aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default", dtypes="float")
-def _average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> LoweringResult | Declined:
+def _average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> LoweringResult:
     plane = _pooling_windows(call, x, grad.sizes[-_rank(call) :])
-    if isinstance(plane, Declined):
-        return plane
 
     def value(reader: ElementReader, outer: Indices, windows: Indices, input_index: Indices) -> Scalar:
         return _divide_by_count(call, reader, reader.load(grad, [*outer, *windows]), plane, windows)
@@ -264,15 +256,13 @@ def _sum_over_windows(
 
 
 @lowering_rule("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default", dtypes="float")
-def _adaptive_average_pool(call: OperatorCall, x: Definition) -> LoweringResult | Declined:
+def _adaptive_average_pool(call: OperatorCall, x: Definition) -> LoweringResult:
     """Window w of n over a size s ranges from floor(w * s / n) to ceil((w + 1) * s / n)."""
     rank = _rank(call)
     pairs = _adaptive_sizes(x.sizes[-rank:], call.sizes[-rank:])
-    if isinstance(pairs, Declined):
-        return pairs
     widths = [size // count if size % count == 0 else size // count + 2 for size, count in pairs]
     if math.prod(widths) > _MAX_WINDOW_ELEMENTS:
-        return Declined(f"its windows have up to {math.prod(widths)} elements")
+        raise Declined(f"its windows have up to {math.prod(widths)} elements")
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         outer, at = indices[:-rank], indices[-rank:]
@@ -287,15 +277,13 @@ def _adaptive_average_pool(call: OperatorCall, x: Definition) -> LoweringResult 
 @lowering_rule(
     "aten._adaptive_avg_pool2d_backward.default", "aten._adaptive_avg_pool3d_backward.default", dtypes="float"
 )
-def _adaptive_average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> LoweringResult | Declined:
+def _adaptive_average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> LoweringResult:
     """Element p is in windows from floor(p * n / s) to ceil((p + 1) * n / s): the same rule, n and s swapped."""
     rank = _rank(call)
     pairs = _adaptive_sizes(x.sizes[-rank:], grad.sizes[-rank:])
-    if isinstance(pairs, Declined):
-        return pairs
     widths = [1 if size % count == 0 else count // size + 2 for size, count in pairs]
     if math.prod(widths) > _MAX_WINDOW_ELEMENTS:
-        return Declined(f"an element is in up to {math.prod(widths)} windows")
+        raise Declined(f"an element is in up to {math.prod(widths)} windows")
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         outer, at = indices[:-rank], indices[-rank:]
@@ -313,13 +301,15 @@ def _adaptive_average_pool_backward(call: OperatorCall, grad: Definition, x: Def
     return call.define(body)
 
 
-def _adaptive_sizes(sizes: Sequence[Size], counts: Sequence[Size]) -> list[tuple[int, int]] | Declined:
+def _adaptive_sizes(sizes: Sequence[Size], counts: Sequence[Size]) -> list[tuple[int, int]]:
     """Returns pairs of an input size and its number of windows."""
     pairs = list(zip(sizes, counts, strict=True))
     known = [(size, count) for size, count in pairs if isinstance(size, int) and isinstance(count, int)]
     if len(known) < len(pairs):
-        return Declined("its windows are symbolic")
-    return Declined("it has no windows") if any(size < 1 or count < 1 for size, count in known) else known
+        raise Declined("its windows are symbolic")
+    if any(size < 1 or count < 1 for size, count in known):
+        raise Declined("it has no windows")
+    return known
 
 
 def _adaptive_window_bounds(window: IndexLike, size: int, count: int) -> tuple[Index, Index]:

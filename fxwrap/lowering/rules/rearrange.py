@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from fxwrap.fx_passes.operators import expand_to_rank
+from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.loop_ir import INTEGERS, Index, IndexLike, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, reduction
 from fxwrap.lowering.rules.indexing_common import (
@@ -47,7 +47,7 @@ MAX_CAT_INPUTS = 16
 
 
 @lowering_rule("aten.cat.default", "aten.concat.default")
-def _cat(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> LoweringResult | Declined:
+def _cat(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> LoweringResult:
     sizes = call.sizes
     dim = canonicalize_dim(dim, len(sizes))
     full = [item for item in tensors if len(item.sizes) == len(sizes) and item.sizes[dim] != 0]  # others: legacy empty
@@ -65,7 +65,7 @@ def _cat(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> Lowerin
 
 
 @lowering_rule("aten.stack.default")
-def _stack(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> LoweringResult | Declined:
+def _stack(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> LoweringResult:
     dim = canonicalize_dim(dim, len(call.sizes))
 
     def load(item: Definition) -> ElementBody:
@@ -74,12 +74,10 @@ def _stack(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> Lower
     return _concatenate(call, dim, range(len(tensors) + 1), [load(item) for item in tensors])
 
 
-def _concatenate(
-    call: OperatorCall, dim: int, ends: Sequence[Size], loads: Sequence[ElementBody]
-) -> Pointwise | Declined:
+def _concatenate(call: OperatorCall, dim: int, ends: Sequence[Size], loads: Sequence[ElementBody]) -> Pointwise:
     """Returns a tensor whose part n, from `ends[n]` to `ends[n + 1]` along a dimension, is read by `loads[n]`."""
     if len(loads) > MAX_CAT_INPUTS:
-        return Declined(f"a kernel would choose among {len(loads)} tensors for each element")
+        raise Declined(f"a kernel would choose among {len(loads)} tensors for each element")
     dtype = call.dtype
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
@@ -109,15 +107,13 @@ def _load_masked(reader: ElementReader, condition: Condition, inside: Callable[[
 
 
 @lowering_rule("aten.constant_pad_nd.default", "aten.pad.default")
-def _constant_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> LoweringResult | Declined:
+def _constant_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> LoweringResult:
     arguments = call.bind()
     mode, value = arguments.get("mode", "constant"), arguments["value"]
     value = 0 if value is None else value
     left = _leading_pads(pad, len(x.sizes))
     if mode != "constant":
-        return Declined(f"it pads in the mode {mode}")
-    if isinstance(left, Declined):
-        return left
+        raise Declined(f"it pads in the mode {mode}")
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         source = [as_index(index) - before for index, before in zip(indices, left, strict=True)]
@@ -129,24 +125,24 @@ def _constant_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> Low
     return call.define(body)
 
 
-def _leading_pads(pad: Sequence[Size], rank: int) -> list[int] | Declined:
+def _leading_pads(pad: Sequence[Size], rank: int) -> list[int]:
     """Returns the number of elements before each dimension. A pad has two numbers per dimension, the last one first."""
     before = list(pad[::2])[::-1]
     before = [0] * (rank - len(before)) + before
     widths = [width for width in before if isinstance(width, int)]
-    return widths if len(widths) == len(before) else Declined("the sign of a symbolic width is not known")
+    if len(widths) < len(before):
+        raise Declined("the sign of a symbolic width is not known")
+    return widths
 
 
 @lowering_rule(
     "aten.reflection_pad1d.default", "aten.reflection_pad2d.default", "aten.reflection_pad3d.default",
     "aten.replication_pad1d.default", "aten.replication_pad2d.default", "aten.replication_pad3d.default",
 )  # fmt: skip
-def _border_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> LoweringResult | Declined:
+def _border_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> LoweringResult:
     if "reflection" in call.name and x.dtype == torch.bool:
-        return Declined(f"its operands are of {x.dtype}, for which eager raises")
+        raise Declined(f"its operands are of {x.dtype}, for which eager raises")
     left = _leading_pads(pad, len(x.sizes))
-    if isinstance(left, Declined):
-        return left
     border = _reflect_index if "reflection" in call.name else _clamp_index
     padded_dims = range(len(x.sizes) - len(pad) // 2, len(x.sizes))
 
@@ -173,13 +169,9 @@ def _reflect_index(reader: ElementReader, position: Index, size: Size) -> Index:
 )  # fmt: skip
 def _reflection_pad_backward(
     call: OperatorCall, grad: Definition, x: Definition, padding: Sequence[Size]
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     """An element sums its own gradient and those of its reflections, in the compute dtype."""
     left, right = _leading_pads(padding, len(x.sizes)), _leading_pads(padding[1:], len(x.sizes))
-    if isinstance(left, Declined):
-        return left
-    if isinstance(right, Declined):
-        return right
 
     def sources(reader: ElementReader, dim: int, index: IndexLike) -> list[tuple[Index, Condition]]:
         """Returns the positions of an index in the gradient, and whether they exist."""
@@ -240,11 +232,9 @@ def _insert_slice(
     start: Size | None,
     end: Size | None,
     step: Size,
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     dim = canonicalize_dim(dim, len(call.sizes))
     first = resolve_slice_start(start, end, step, call.sizes[dim], source.sizes[dim])
-    if isinstance(first, Declined):
-        return first
     limit = as_index(first) + as_index(source.sizes[dim]) * step
 
     def region(reader: ElementReader, indices: Indices) -> tuple[Condition, Sequence[IndexLike]]:
@@ -262,11 +252,9 @@ def _insert_slice(
 
 def _insert_selected(
     call: OperatorCall, source: Definition, background: Definition | None, dim: int, index: Size
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     dim = canonicalize_dim(dim, len(call.sizes))
     position = resolve_index(index, call.sizes[dim])
-    if isinstance(position, Declined):
-        return position
 
     def region(reader: ElementReader, indices: Indices) -> tuple[Condition, Sequence[IndexLike]]:
         return index_equal(reader, indices[dim], position), [*indices[:dim], *indices[dim + 1 :]]
@@ -288,17 +276,15 @@ def _insert_diagonal(
     return _insert(call, source, background, region)
 
 
-def _register_insertion(view: str, insert: Callable[..., LoweringResult | Declined]) -> None:
+def _register_insertion(view: str, insert: Callable[..., LoweringResult]) -> None:
     """Registers a view's scatter of a source into a tensor, and its backward, which inserts a gradient into zeros."""
 
     @lowering_rule(f"aten.{view}_scatter.default")
-    def _scatter(call: OperatorCall, x: Definition, source: Definition, *region: Size) -> LoweringResult | Declined:
+    def _scatter(call: OperatorCall, x: Definition, source: Definition, *region: Size) -> LoweringResult:
         return insert(call, source, x, *region)
 
     @lowering_rule(f"aten.{view}_backward.default")
-    def _backward(
-        call: OperatorCall, grad: Definition, sizes: Sequence[Size], *region: Size
-    ) -> LoweringResult | Declined:
+    def _backward(call: OperatorCall, grad: Definition, sizes: Sequence[Size], *region: Size) -> LoweringResult:
         return insert(call, grad, None, *region)
 
 
@@ -374,9 +360,9 @@ def _im2col(
     dilation: Sequence[int],
     padding: Sequence[int],
     stride: Sequence[int],
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     if x.dtype in INTEGERS:
-        return Declined(f"its operands are of {x.dtype}, for which eager raises")
+        raise Declined(f"its operands are of {x.dtype}, for which eager raises")
     kernel, dilation, padding, stride = [expand_to_rank(item, 2) for item in (kernel, dilation, padding, stride)]
     height, width = x.sizes[-2:]
     across = total((width, 2 * padding[1] - dilation[1] * (kernel[1] - 1) - 1))

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from fxwrap.loop_ir import Scalar, compute_dtype
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, broadcast_indices
-from fxwrap.lowering.rules.indexing_common import broadcast_sizes
-from fxwrap.lowering.rules.reduction_common import (
-    ReductionShape,
-    build_reduction,
-    outer_result,
-    reduced_result,
-    reduction_shape,
+from fxwrap.loop_ir import POSITION_RESULTS, REDUCTIONS, SCANS, Scalar, compute_dtype
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    ElementReader,
+    Indices,
+    Pointwise,
+    Reduced,
+    Scanned,
+    ScanSource,
+    broadcast_indices,
+    merge_indices,
+    pointwise,
+    reduction,
+    reduction_dims,
 )
+from fxwrap.lowering.rules.indexing_common import broadcast_sizes
 from fxwrap.lowering.rules.registry import (
     Declined,
+    ElementBody,
     LoweringResult,
     NumberOrSymbol,
     OperatorCall,
     ReductionBody,
     lowering_rule,
 )
-from fxwrap.symbolic import Size, minimum
+from fxwrap.symbolic import Size, minimum, product
 
 Dims: TypeAlias = Sequence[int] | int | None
 
@@ -53,13 +61,15 @@ def _register_reduction(kind: str, element: ElementFunction, *names: str) -> Non
     """Registers operators (operand, dims, ...) that combine a function of each element."""
 
     @lowering_rule(*names)
-    def _reduction(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResult | Declined:
-        if kind in ("max", "min") and call.may_be_zero(reduction_shape(x, dims).count):
-            return _EMPTY
+    def _reduction(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResult:
+        if kind in ("max", "min"):
+            _check_not_empty(call, x, dims)
         return _reduce_elements(call, kind, element, x, dims)
 
 
-_EMPTY = Declined("the dimension may be empty, for which eager raises")
+def _check_not_empty(call: OperatorCall, x: Definition, dims: Dims) -> None:
+    if call.may_be_zero(reduction_shape(x, dims).count):
+        raise Declined("the dimension may be empty, for which eager raises")
 
 
 def _reduce_elements(call: OperatorCall, kind: str, element: ElementFunction, x: Definition, dims: Dims) -> Definition:
@@ -88,9 +98,9 @@ for _kind, _element, _names in (
 
 
 @lowering_rule("aten.nansum.default")
-def _nansum(call: OperatorCall, x: Definition, dims: Sequence[int] | None) -> LoweringResult | Declined:
+def _nansum(call: OperatorCall, x: Definition, dims: Sequence[int] | None) -> LoweringResult:
     if dims is not None and not len(dims) and x.sizes:
-        return Declined("torch's shape rule and its kernel differ for an empty list of dimensions")
+        raise Declined("torch's shape rule and its kernel differ for an empty list of dimensions")
     is_float = x.dtype.is_floating_point
     element: ElementFunction = (lambda value: value.apply("isnan").where(0.0, value)) if is_float else _identity
     return _reduce_elements(call, "sum", element, x, dims)
@@ -140,24 +150,21 @@ def _extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: to
 
 
 @lowering_rule("aten.argmax.default", "aten.argmin.default")
-def _argmax_or_argmin(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult | Declined:
-    if call.may_be_zero(reduction_shape(x, dim).count):
-        return _EMPTY
+def _argmax_or_argmin(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
+    _check_not_empty(call, x, dim)
     return _arg_extremum(call, call.operator, x, dim, call.result)
 
 
 @lowering_rule("aten.max.dim", "aten.min.dim")
-def _extremum_and_position(call: OperatorCall, x: Definition, dim: int) -> LoweringResult | Declined:
-    if call.may_be_zero(reduction_shape(x, dim).count):
-        return _EMPTY
+def _extremum_and_position(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
+    _check_not_empty(call, x, dim)
     (values, positions), kind = call.results, call.operator
     return _extremum(call, kind, x, dim, values), _arg_extremum(call, f"arg{kind}", x, dim, positions)
 
 
 @lowering_rule("aten.aminmax.default")
-def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult | Declined:
-    if call.may_be_zero(reduction_shape(x, dim).count):
-        return _EMPTY
+def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
+    _check_not_empty(call, x, dim)
     low, high = call.results
     return _extremum(call, "min", x, dim, low), _extremum(call, "max", x, dim, high)
 
@@ -197,15 +204,13 @@ def _degrees_of_freedom(reader: ElementReader, count: Size, correction: NumberOr
     "aten.linalg_vector_norm.default", "aten.norm.Scalar", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dtype",
     "aten.norm.ScalarOpt_dim_dtype",
 )  # fmt: skip
-def _vector_norm(
-    call: OperatorCall, x: Definition, order: NumberOrSymbol | None, dims: Dims = None
-) -> LoweringResult | Declined:
+def _vector_norm(call: OperatorCall, x: Definition, order: NumberOrSymbol | None, dims: Dims = None) -> LoweringResult:
     rows = reduction_shape(x, dims)
     return _norm(call, rows, 2 if order is None else order, rows.load_element(x))
 
 
 @lowering_rule("aten.dist.default")
-def _dist(call: OperatorCall, x: Definition, y: Definition, order: NumberOrSymbol) -> LoweringResult | Declined:
+def _dist(call: OperatorCall, x: Definition, y: Definition, order: NumberOrSymbol) -> LoweringResult:
     sizes = broadcast_sizes([x.sizes, y.sizes])
     rows = ReductionShape(sizes, tuple(range(len(sizes))))
     computes = compute_dtype(call.dtype)
@@ -218,12 +223,10 @@ def _dist(call: OperatorCall, x: Definition, y: Definition, order: NumberOrSymbo
     return _norm(call, rows, order, difference)
 
 
-def _norm(
-    call: OperatorCall, rows: ReductionShape, order: NumberOrSymbol, body: ReductionBody
-) -> Definition | Declined:
+def _norm(call: OperatorCall, rows: ReductionShape, order: NumberOrSymbol, body: ReductionBody) -> Definition:
     """Returns the norm of an order over rows, in the compute dtype of the result."""
     if not isinstance(order, int | float):
-        return Declined("the order of the norm is symbolic")
+        raise Declined("the order of the norm is symbolic")
     computes = compute_dtype(call.dtype)
     kind, element, finish = _NORMS.get(order) or _general_norm(float(order))
 
@@ -246,3 +249,93 @@ _NORMS: dict[float, tuple[str, ElementFunction, ElementFunction]] = {
     -math.inf: ("min", abs, _identity),
 }
 """Norms without powers, by order: the reduction, the function of each element, and the function of the result."""
+
+
+@dataclass(frozen=True)
+class ReductionShape:
+    """An operand's sizes and the reduced dimensions. A tensor of rank 0 is one element."""
+
+    sizes: tuple[Size, ...]
+    dims: tuple[int, ...]
+
+    @property
+    def parallel(self) -> tuple[Size, ...]:
+        """The sizes of the dimensions that are not reduced."""
+        return tuple([size for dim, size in enumerate(self.sizes) if dim not in self.dims])
+
+    @property
+    def reduced(self) -> tuple[Size, ...]:
+        """The sizes of the reduced dimensions, (1,) for none."""
+        return tuple([self.sizes[dim] for dim in self.dims]) or (1,)
+
+    @property
+    def count(self) -> Size:
+        """The number of elements that each reduction combines."""
+        return product(self.reduced)
+
+    def operand_indices(self, parallel: Indices, reduced: Indices) -> Indices:
+        """Returns the operand's indices, given its parallel and its reduced indices."""
+        return merge_indices(len(self.sizes), self.dims, parallel, reduced)
+
+    def outer_indices(self, indices: Indices) -> Indices:
+        """Returns the parallel indices among an operand's."""
+        return [index for dim, index in enumerate(indices) if dim not in self.dims]
+
+    def load_element(self, operand: Definition) -> ReductionBody:
+        """Returns a reduction body that loads the operand's element."""
+        return lambda reader, parallel, reduced: reader.load(operand, self.operand_indices(parallel, reduced))
+
+
+def reduction_shape(operand: Definition, dims: Sequence[int] | int | None) -> ReductionShape:
+    """Returns the shape of a reduction over dimensions; None or an empty list means all."""
+    return ReductionShape(operand.sizes, reduction_dims(len(operand.sizes), dims))
+
+
+def build_reduction(
+    call: OperatorCall, kind: str, rows: ReductionShape, dtype: torch.dtype, body: ReductionBody
+) -> tuple[Reduced, ...]:
+    """Returns the results of a reduction over rows: in the compute dtype of `dtype`, positions in int64."""
+    computes = compute_dtype(dtype)
+    parts = range(REDUCTIONS[kind].results)
+    types = [torch.int64 if (kind, part) in POSITION_RESULTS else computes for part in parts]
+    return reduction(kind, rows.parallel, rows.reduced, call.device, dtype, body, types)
+
+
+def reduced_result(call: OperatorCall, fake: torch.Tensor, rows: ReductionShape, part: Reduced) -> Definition:
+    """Returns a result of a reduction as a result of the call, in its dtype and with kept dimensions of size 1."""
+    if fake.dim() == len(rows.parallel):
+        return Reduced(part.sizes, fake.dtype, call.device, part.source, part.part)
+    return outer_result(call, fake, rows, lambda reader, row: reader.load(part, row))
+
+
+def outer_result(call: OperatorCall, fake: torch.Tensor, rows: ReductionShape, body: ElementBody) -> Pointwise:
+    """Returns a result of the call that `body(reader, row)` computes for each row; reduced dimensions may be kept."""
+    keeps_dims = fake.dim() == len(rows.sizes)
+
+    def element(reader: ElementReader, indices: Indices) -> Scalar:
+        return body(reader, rows.outer_indices(indices) if keeps_dims else indices)
+
+    return call.define(element, fake)
+
+
+@lowering_rule(*[f"aten.{kind}.default" for kind in SCANS])
+def _scan(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
+    """Scans in the dtype of the first result; bools are scanned as uint8."""
+    kind, dtypes = call.operator, [fake.dtype for fake in call.results]
+    computes = torch.uint8 if dtypes[0] is torch.bool else compute_dtype(dtypes[0])
+    if not SCANS[kind].domain.accepts(computes):
+        raise Declined(f"kernels have no {kind} of {computes}")
+
+    def element(reader: ElementReader, indices: Indices) -> Scalar:
+        return reader.load(x, indices).to(computes)
+
+    results: list[Definition] = []
+    if x.sizes:
+        source = ScanSource(kind, x.sizes, dim % len(x.sizes), computes, element)
+        for part, dtype in enumerate(dtypes):
+            dtype = torch.int64 if (kind, part) in POSITION_RESULTS else dtype
+            results.append(Scanned(source.sizes, dtype, call.device, source, part))
+    else:  # a tensor of rank 0 is one element at position 0
+        bodies: list[ElementBody] = [element, lambda reader, indices: reader.number(0, torch.int64)]
+        results += [pointwise((), dtype, call.device, body) for dtype, body in zip(dtypes, bodies, strict=False)]
+    return results[0] if len(results) == 1 else tuple(results)

@@ -35,11 +35,8 @@ With "equal", all operands have one dtype.
 """
 
 
-@dataclass(frozen=True)
-class Declined:
-    """The reason why a call stays an extern call."""
-
-    reason: str
+class Declined(Exception):
+    """A rule raises it for a call that stays an extern call; its text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +95,10 @@ class OperatorCall:
 
 
 LoweringResult: TypeAlias = Definition | tuple[Definition | None, ...]
-Rule: TypeAlias = Callable[[OperatorCall], LoweringResult | Declined]
-"""Returns the definitions of a call's results, or declines the call."""
+Rule: TypeAlias = Callable[[OperatorCall], LoweringResult]
+"""Returns the definitions of a call's results. Raises Declined for a call that stays an extern call."""
 
-F = TypeVar("F", bound=Callable[..., LoweringResult | Declined])
+F = TypeVar("F", bound=Callable[..., LoweringResult])
 
 RULES: dict[str, Rule] = {}
 """Rules by overload name ("aten.add.Tensor"). `lowering_rule` registers them when their modules are imported."""
@@ -125,17 +122,17 @@ def lowering_rule(*names: str, dtypes: DtypeDomain = "any", index_argument: int 
         variadic = any(item.kind is inspect.Parameter.VAR_POSITIONAL for item in parameters)
         accepted = {item.name for item in parameters}
 
-        def rule(call: OperatorCall) -> LoweringResult | Declined:
+        def rule(call: OperatorCall) -> LoweringResult:
             bound = call.bind()
             _, keyword_only = _schema_arguments(call.name)
             positional = [value for name, value in bound.items() if name not in keyword_only]
             named = {name: bound[name] for name in keyword_only & accepted}
             if not variadic:
                 positional = positional[: len(parameters) - len(named)]
-            declined = _check_tensors(call, bound.values(), dtypes)
-            if declined is None and index_argument is not None:
-                declined = check_index_dtype(positional[index_argument])
-            return declined or function(call, *positional, **named)
+            _check_tensors(call, bound.values(), dtypes)
+            if index_argument is not None:
+                check_index_dtype(positional[index_argument])
+            return function(call, *positional, **named)
 
         rule.__module__, rule.__doc__ = function.__module__, function.__doc__
         for name in names:
@@ -156,32 +153,29 @@ def _schema_arguments(name: str) -> tuple[dict[str, Any], frozenset[str]]:
     )
 
 
-def _check_tensors(call: OperatorCall, arguments: Iterable[object], dtypes: DtypeDomain) -> Declined | None:
+def _check_tensors(call: OperatorCall, arguments: Iterable[object], dtypes: DtypeDomain) -> None:
     """Declines a call whose operands or results kernels cannot hold."""
     results: Sequence[object] = call.results
     for fake in results:
         if isinstance(fake, torch.Tensor):
             if fake.layout is not torch.strided:
-                return Declined(f"its result has the layout {fake.layout}")
+                raise Declined(f"its result has the layout {fake.layout}")
             if fake.dtype not in KERNEL_DTYPES:
-                return Declined(f"kernels have no {fake.dtype}")
+                raise Declined(f"kernels have no {fake.dtype}")
     found: set[torch.dtype] = set()
     for argument in arguments:
         for item in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(item, Definition | torch.Tensor):
                 found.add(item.dtype)
-                declined = check_dtype(item.dtype, dtypes)
-                if declined is not None:
-                    return declined
+                check_dtype(item.dtype, dtypes)
     if dtypes.startswith("equal") and len(found) > 1:
-        return Declined(f"its operands are of {' and '.join(sorted(map(str, found)))}")
-    return None
+        raise Declined(f"its operands are of {' and '.join(sorted(map(str, found)))}")
 
 
-def check_dtype(dtype: torch.dtype, domain: DtypeDomain) -> Declined | None:
+def check_dtype(dtype: torch.dtype, domain: DtypeDomain) -> None:
     """Declines operands of a dtype outside a domain."""
     if dtype not in KERNEL_DTYPES:
-        return Declined(f"kernels have no {dtype}")
+        raise Declined(f"kernels have no {dtype}")
     accepted = {
         "any": True,
         "equal": True,
@@ -191,12 +185,12 @@ def check_dtype(dtype: torch.dtype, domain: DtypeDomain) -> Declined | None:
         "integer": dtype in INTEGERS,
         "bits": dtype in INTEGERS or dtype is torch.bool,
     }[domain]
-    return None if accepted else Declined(f"its operands are of {dtype}")
+    if not accepted:
+        raise Declined(f"its operands are of {dtype}")
 
 
-def check_index_dtype(*tensors: Definition) -> Declined | None:
+def check_index_dtype(*tensors: Definition) -> None:
     """Declines index tensors that are not int32 or int64."""
     for tensor in tensors:
         if tensor.dtype not in (torch.int64, torch.int32):
-            return Declined(f"kernels take indices of int64 and int32, not {tensor.dtype}")
-    return None
+            raise Declined(f"kernels take indices of int64 and int32, not {tensor.dtype}")

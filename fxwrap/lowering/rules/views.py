@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from fxwrap.loop_ir import IndexLike, as_index, delinearize_index, linearize_index
 from fxwrap.lowering.fusion.definitions import Definition, Indices, Viewed, broadcast_indices, view
@@ -151,24 +151,24 @@ def _slice_view(base: Definition, sizes: Sequence[Size], dim: int, start: Size, 
 @lowering_rule("aten.slice.Tensor", "aten.slice_copy.Tensor")
 def _slice(
     call: OperatorCall, base: Definition, dim: int, start: Size | None, end: Size | None, step: int
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     dim = canonicalize_dim(dim, len(base.sizes))
     first = resolve_slice_start(start, end, step, base.sizes[dim], call.sizes[dim])
-    return first if isinstance(first, Declined) else _slice_view(base, call.sizes, dim, first, step)
+    return _slice_view(base, call.sizes, dim, first, step)
 
 
 @lowering_rule("aten.narrow.default", "aten.narrow_copy.default")
-def _narrow(call: OperatorCall, base: Definition, dim: int, start: Size) -> LoweringResult | Declined:
+def _narrow(call: OperatorCall, base: Definition, dim: int, start: Size) -> LoweringResult:
     dim = canonicalize_dim(dim, len(base.sizes))
     first = start if start == base.sizes[dim] else resolve_index(start, base.sizes[dim])
-    return first if isinstance(first, Declined) else _slice_view(base, call.sizes, dim, first)
+    return _slice_view(base, call.sizes, dim, first)
 
 
 @lowering_rule("aten.select.int", "aten.select_copy.int")
-def _select(call: OperatorCall, base: Definition, dim: int, index: Size) -> LoweringResult | Declined:
+def _select(call: OperatorCall, base: Definition, dim: int, index: Size) -> LoweringResult:
     dim = canonicalize_dim(dim, len(base.sizes))
     position = resolve_index(index, base.sizes[dim])
-    return position if isinstance(position, Declined) else _select_view(base, dim, position)
+    return _select_view(base, dim, position)
 
 
 def _select_view(base: Definition, dim: int, position: Size) -> Viewed:
@@ -242,10 +242,10 @@ def _flip_indices(indices: Indices, sizes: Sequence[Size], dims: set[int]) -> li
 @lowering_rule("aten.roll.default")
 def _roll(
     call: OperatorCall, base: Definition, shifts: Sequence[Size] | Size, dims: Sequence[int] | int
-) -> LoweringResult | Declined:
+) -> LoweringResult:
     shifts, dims, sizes = _as_list(shifts), _as_list(dims), base.sizes
     if not all(isinstance(shift, int) for shift in shifts):
-        return Declined("the sign of a symbolic shift is not known")
+        raise Declined("the sign of a symbolic shift is not known")
     if dims:
         moves = [(canonicalize_dim(dim, len(sizes)), shift) for dim, shift in zip(dims, shifts, strict=True)]
         return view(base, sizes, lambda indices: _roll_indices(indices, sizes, moves))
@@ -291,11 +291,9 @@ def _repeat(call: OperatorCall, base: Definition) -> Viewed:
 
 
 @lowering_rule("aten.repeat_interleave.self_int")
-def _repeat_interleave(
-    call: OperatorCall, base: Definition, repeats: Size, dim: int | None
-) -> LoweringResult | Declined:
+def _repeat_interleave(call: OperatorCall, base: Definition, repeats: Size, dim: int | None) -> LoweringResult:
     if not isinstance(repeats, int):
-        return Declined("the number of repetitions is symbolic")
+        raise Declined("the number of repetitions is symbolic")
     sizes = base.sizes if dim is not None else (product(base.sizes),)
     dim = canonicalize_dim(dim or 0, len(sizes))
     flat = reshape_index_map(base.sizes, sizes)
@@ -328,10 +326,10 @@ def _pixel_unshuffle(call: OperatorCall, base: Definition, factor: int) -> Viewe
 
 
 @lowering_rule("aten.channel_shuffle.default", "aten.native_channel_shuffle.default")
-def _channel_shuffle(call: OperatorCall, base: Definition, groups: Size) -> LoweringResult | Declined:
+def _channel_shuffle(call: OperatorCall, base: Definition, groups: Size) -> LoweringResult:
     channels = base.sizes[1]
     if not isinstance(groups, int) or not isinstance(channels, int):
-        return Declined("the number of channels is symbolic")
+        raise Declined("the number of channels is symbolic")
     each = max(channels // groups, 1)
 
     def index_map(indices: Indices) -> Indices:
@@ -346,8 +344,8 @@ def _channel_shuffle(call: OperatorCall, base: Definition, groups: Size) -> Lowe
 
 def _register_declined(reason: str, *names: str) -> None:
     @lowering_rule(*names)
-    def _declined(call: OperatorCall) -> Declined:
-        return Declined(reason)
+    def _declined(call: OperatorCall) -> NoReturn:
+        raise Declined(reason)
 
 
 _register_declined(

@@ -8,7 +8,20 @@ import sympy
 import torch
 
 from fxwrap.errors import GraphError
-from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, expression_kind, make_symbol
+from fxwrap.loop_ir import Kernel
+from fxwrap.symbolic import (
+    Expression,
+    SymbolInfo,
+    canonicalize,
+    ceiling_divide,
+    evaluate,
+    expression_kind,
+    make_symbol,
+    maximum,
+    minimum,
+    product,
+    total,
+)
 from fxwrap.torch_compat import (
     find_shape_env,
     guarded_bounds,
@@ -18,6 +31,7 @@ from fxwrap.torch_compat import (
     symbol_expression,
     symbol_hint,
     symbolic_number,
+    sympy_functions,
 )
 from fxwrap.wrapper_ir import OpaqueType, ScalarType, Size, TensorType, Type
 
@@ -200,3 +214,88 @@ class GraphSymbols:
         if isinstance(fake, float | torch.SymFloat):
             return ScalarType("float")
         return OpaqueType(opaque_class_name(fake))
+
+
+_UNBACKED_HINT, _MIN_UNBACKED_HINT = 8192, 8
+"""The hint of an unbacked symbol, and the least one where the buffers of a kernel would be large."""
+_MAX_HINTED_BYTES = 2**30
+"""The total size of a kernel's buffers at unbacked hints: autotuning allocates them."""
+
+
+def size_hints(symbols: ProgramSymbols, default: int = _UNBACKED_HINT) -> Callable[[Size], int]:
+    """Returns a function from a size to its value for the sizes that the graph was traced with.
+
+    The hint of a symbol without one is `default`, clamped to the symbol's range.
+    """
+
+    def hint(size: Size) -> int:
+        if isinstance(size, int):
+            return size
+        values = {symbol.name: _symbol_hint(symbols, symbol.name, default) for symbol in size.free_symbols}
+        return max(int(evaluate(size, values)), 0)
+
+    return hint
+
+
+def _symbol_hint(symbols: ProgramSymbols, name: str, default: int) -> int:
+    info = symbols.infos.get(name)
+    if info is not None and info.hint is not None:
+        return int(info.hint)
+    default = symbols.hints.get(name, default)
+    if info is None:
+        return default
+    lower = info.lower if isinstance(info.lower, int) else 0
+    return max(min(default, info.upper) if isinstance(info.upper, int) else default, lower)
+
+
+def substitute_formulas(size: Size, formulas: Mapping[sympy.Symbol, sympy.Basic]) -> Size:
+    """Returns a size with the symbols of a kernel's hoisted expressions replaced by these expressions."""
+    if not formulas or isinstance(size, int):
+        return size
+    substituted: Size = canonicalize(size.xreplace(dict(formulas)))
+    return substituted
+
+
+def kernel_size_hints(
+    symbols: ProgramSymbols, kernel: Kernel, formulas: Mapping[sympy.Symbol, sympy.Basic]
+) -> Callable[[Size], int]:
+    """Returns the hints of a kernel's sizes; the hint of unbacked symbols is smaller if its buffers would be large."""
+    buffers = [(substitute_formulas(item.extent, formulas), item.dtype) for item in (*kernel.inputs, *kernel.outputs)]
+    default = _UNBACKED_HINT
+    while True:
+        hint = size_hints(symbols, default)
+        bytes_ = sum(hint(size) * dtype.itemsize for size, dtype in buffers)
+        if default == _MIN_UNBACKED_HINT or bytes_ <= _MAX_HINTED_BYTES:
+            return lambda size: hint(substitute_formulas(size, formulas))
+        default //= 2
+
+
+_END = 2**62
+
+
+def normalize_index(position: Size, size: Size) -> Size:
+    """Returns a position counted from the front; a negative one counts from the end."""
+    if isinstance(position, int):
+        return position if position >= 0 else total((size, position))
+    wrapped = sympy.sympify(total((size, position)))
+    is_negative = sympy.Lt(position, 0, evaluate=False)
+    index: Size = canonicalize(sympy_functions.Where(is_negative, wrapped, position, evaluate=False))
+    return index
+
+
+def slice_start(start: Size | None, size: Size) -> Size:
+    """Returns the first index of a slice of a dimension, clamped to the dimension."""
+    return minimum(maximum(normalize_index(start or 0, size), 0), size)
+
+
+def slice_length(start: Size, end: Size | None, step: int, size: Size) -> Size:
+    """Returns the number of elements of a slice from `start`, a result of `slice_start`."""
+    last = size if end is None or (isinstance(end, int) and end >= _END) else normalize_index(end, size)
+    return ceiling_divide(maximum(total((minimum(last, size), product((start, -1)))), 0), step)
+
+
+def is_in_bounds(position: Size, size: Size) -> Expression:
+    """Returns the condition that a position is the index of an element."""
+    at_least = sympy.Ge(position, product((size, -1)), evaluate=False)
+    below = sympy.Lt(position, size, evaluate=False)
+    return canonicalize(sympy.And(at_least, below, evaluate=False))

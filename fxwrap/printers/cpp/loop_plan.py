@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+import torch
 
 from fxwrap.loop_ir import (
     OPERATIONS,
     STORAGE_ONLY,
     Axis,
     Compute,
+    Constant,
     Index,
     IndirectIndex,
     Kernel,
     Load,
+    Operation,
+    OperationCopier,
     Reduce,
+    ReductionResult,
     Scan,
     Store,
     as_index,
+    eliminate_dead_operations,
     indices,
     operands,
 )
@@ -226,3 +233,85 @@ def split_axis(axes: tuple[Axis, ...]) -> Axis:
     """Returns the axis along which a long reduction is split: the first symbolic one, else the longest."""
     symbolic = [axis for axis in axes if not isinstance(axis.size, int)]
     return symbolic[0] if symbolic else max(axes, key=lambda axis: as_index(axis.size).constant or 0)
+
+
+def decompose_reductions(kernel: Kernel) -> Kernel:
+    """Returns a kernel that computes `welford` as three sums and `softmax` as a maximum and a sum."""
+    if not any(isinstance(item, Reduce) and item.kind in ("welford", "softmax", "prod") for item in kernel.operations):
+        return kernel
+    return _ReductionDecomposer(kernel).run()
+
+
+class _ReductionDecomposer(OperationCopier):
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        self.parts: dict[tuple[int, int], int] = {}
+        self.known: dict[Operation, int] = {}
+
+    def run(self) -> Kernel:
+        for position, operation in enumerate(self.kernel.operations):
+            self.origin = operation.origin
+            match operation:
+                case Reduce("welford", (value,), dtype):
+                    self.welford(position, self.new[value], dtype)
+                case Reduce("softmax", (value,), dtype):
+                    self.softmax(position, self.new[value], dtype)
+                case Reduce("prod", (value,), torch.float32):
+                    wide = self.compute("cast", self.new[value], dtype=torch.float64)
+                    result = self.reduce("prod", wide, torch.float64)
+                    self.new[position] = self.compute("cast", result, dtype=torch.float32)
+                case ReductionResult(source, part) if (source, part) in self.parts:
+                    self.new[position] = self.parts[source, part]
+                case Compute("div", (value, divisor), torch.float32) if self.is_softmax_sum(divisor):
+                    inverse = self.compute("reciprocal", self.new[divisor], dtype=torch.float32)
+                    self.new[position] = self.compute("mul", self.new[value], inverse, dtype=torch.float32)
+                case _:
+                    self.copy(position)
+        return eliminate_dead_operations(replace(self.kernel, operations=tuple(self.operations)))
+
+    def add(self, operation: Operation) -> int:
+        """Adds an operation unless there is an equal one: a softmax's sum shares its summands with the elements."""
+        if isinstance(operation, Compute | Constant) and operation in self.known:
+            return self.known[operation]
+        self.known[operation] = position = super().add(operation)
+        return position
+
+    def is_softmax_sum(self, position: int) -> bool:
+        """Whether a value is the sum of a softmax: 0 or at least 1, so its reciprocal is as accurate as a division."""
+        result = self.kernel.operations[position]
+        if not isinstance(result, ReductionResult) or result.position != 1:
+            return False
+        source = self.kernel.operations[result.operation]
+        return isinstance(source, Reduce) and source.kind == "softmax"
+
+    def welford(self, position: int, value: int, dtype: torch.dtype) -> None:
+        """Adds the corrected two-pass algorithm of Chan, Golub and LeVeque (1983).
+
+        The rounding error of the mean is the mean of the differences from it. Without it, rows of equal elements would
+        have differences from their mean, which a division by a small standard deviation amplifies.
+        """
+        divisor = self.size(self.kernel.reduced_count, dtype)
+        total = self.reduce("sum", value, dtype)
+        mean = self.compute("div", total, divisor, dtype=dtype)
+        difference = self.compute("sub", value, mean, dtype=dtype)
+        square = self.compute("mul", difference, difference, dtype=dtype)
+        residual = self.reduce("sum", difference, dtype)
+        squares = self.reduce("sum", square, dtype)
+        correction = self.compute("div", residual, divisor, dtype=dtype)
+        zero = self.constant(0.0, dtype)
+        is_finite = self.compute("eq", self.compute("sub", mean, mean, dtype=dtype), zero, dtype=torch.bool)
+        corrected = self.compute("add", mean, correction, dtype=dtype)
+        excess = self.compute("mul", residual, correction, dtype=dtype)
+        self.parts[position, 0] = self.compute("where", is_finite, corrected, mean, dtype=dtype)
+        m2 = self.compute("sub", squares, excess, dtype=dtype)
+        self.parts[position, 1] = self.compute("maximum", m2, zero, dtype=dtype)
+
+    def softmax(self, position: int, value: int, dtype: torch.dtype) -> None:
+        largest = self.reduce("max", value, dtype)
+        power = self.compute("exp", self.compute("sub", value, largest, dtype=dtype), dtype=dtype)
+        total = self.reduce("sum", power, dtype)
+        lowest = self.constant(-float("inf"), dtype)
+        zero = self.constant(0.0, dtype)
+        empty = self.compute("eq", largest, lowest, dtype=torch.bool)
+        self.parts[position, 0] = largest
+        self.parts[position, 1] = self.compute("where", empty, zero, total, dtype=dtype)

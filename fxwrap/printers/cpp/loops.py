@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
 from fxwrap.loop_ir import Axis, DeviceAssert, Kernel, Load, Reduce, Scan, Store, operands
-from fxwrap.printers.cpp.index_printer import print_size
 from fxwrap.printers.cpp.loop_plan import (
     LANES,
     MAX_LANE_ELEMENTS,
@@ -20,9 +19,9 @@ from fxwrap.printers.cpp.loop_plan import (
     LoopPlan,
     split_axis,
 )
+from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.segments import Segment, find_interior_segment, split_loop
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
-from fxwrap.printers.cpp.types import CPP_TYPES
 from fxwrap.symbolic import product
 
 _IDENTITIES = {"sum": "0", "prod": "1", "any": "false", "all": "true"}

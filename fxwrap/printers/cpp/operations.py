@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
+from typing_extensions import assert_never
 
-from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Compute
-from fxwrap.printers.cpp.index_printer import parenthesize
-from fxwrap.printers.cpp.types import CPP_TYPES, PROMOTED_INTEGERS
+from fxwrap.loop_ir import (
+    INTEGERS,
+    STORAGE_ONLY,
+    Atom,
+    Axis,
+    Compute,
+    FloorDivide,
+    Index,
+    IndirectIndex,
+    Modulo,
+    SizeAtom,
+)
+from fxwrap.symbolic import CppPrinter, Size
 
 _INFIX: Final[Mapping[str, str]] = {
     "add": "+", "sub": "-", "mul": "*", "div": "/",
@@ -72,3 +87,112 @@ def _format_operator(name: str, result: torch.dtype, operands: Sequence[str], dt
 def _truncate(text: str, dtype: torch.dtype) -> str:
     """Returns the text of integer arithmetic, converted back from C++'s promotion to int."""
     return f"{CPP_TYPES[dtype]}({text})" if dtype in PROMOTED_INTEGERS else text
+
+
+CPP_TYPES: Final[Mapping[torch.dtype, str]] = {
+    torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16", torch.float16: "float16",
+    torch.bool: "bool", torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t", torch.int64: "int64_t",
+    torch.uint8: "uint8_t",
+}  # fmt: skip
+
+SYMBOL_TYPES: Final[Mapping[str, tuple[str, str]]] = {
+    "int": ("i64", "int64_t"), "float": ("f64", "double"), "bool": ("bool", "bool"),
+}  # fmt: skip
+"""The type of a symbol in a kernel's signature and in C++, by its kind."""
+
+PROMOTED_INTEGERS: Final[frozenset[torch.dtype]] = frozenset({torch.int8, torch.int16, torch.uint8})
+"""Integers that C++ promotes to int in arithmetic, so that results are narrowed again."""
+
+
+def literal(value: float | int | bool, dtype: torch.dtype) -> str:
+    """Returns a number as a C++ expression of the dtype's C++ type."""
+    match dtype:
+        case torch.bool:
+            return "true" if value else "false"
+        case torch.float32 | torch.float64:
+            return _float_literal(float(value), dtype)
+        case torch.bfloat16 | torch.float16:
+            return f"to<{CPP_TYPES[dtype]}>({_float_literal(float(value), torch.float32)})"
+        case torch.int32:
+            return str(int(value)) if value != -(2**31) else "INT32_MIN"
+        case _:
+            text = str(int(value)) if value != -(2**63) else "INT64_MIN"
+            return f"{CPP_TYPES[dtype]}({text})"
+
+
+def _float_literal(value: float, dtype: torch.dtype) -> str:
+    single = dtype is torch.float32
+    if math.isnan(value) or math.isinf(value):
+        text = "nan" if math.isnan(value) else "infinity" if value > 0 else "-infinity"
+        return f"float({text})" if single else text
+    text = _shortest_float32(value) if single else repr(value)
+    if "." not in text and "e" not in text:
+        text += ".0"
+    return f"{text}f" if single else text
+
+
+def _shortest_float32(value: float) -> str:
+    exact = struct.pack("f", value)
+    texts = [f"{value:.{digits}g}" for digits in (6, 7, 8, 9)]
+    return next(text for text in texts if struct.pack("f", float(text)) == exact)
+
+
+_NAME = re.compile(r"[\w:.]*(<[\w, ]*>)?")
+
+
+def parenthesize(text: str) -> str:
+    """Returns an expression in parentheses unless it is a name, a number, an element or a call."""
+    rest = text[_NAME.match(text).end() :]  # type: ignore[union-attr]
+    while rest and rest[0] in "([":
+        depth = 0
+        for position, letter in enumerate(rest):
+            depth += (letter in "([") - (letter in ")]")
+            if depth == 0:
+                rest = rest[position + 1 :]
+                break
+    return f"({text})" if rest else text
+
+
+def print_size(size: Size) -> str:
+    """Returns a size as a C++ expression of type int64_t over the kernel's scalar parameters."""
+    return str(size) if isinstance(size, int) else CppPrinter().print(size)
+
+
+@dataclass(frozen=True, slots=True)
+class CppIndexPrinter:
+    """Prints indices. `value_of` returns the text of the operation that an indirect index names."""
+
+    value_of: Callable[[int], str]
+
+    def __call__(self, index: Index) -> str:
+        """Returns the index as a C++ expression of type int64_t."""
+        text = ""
+        for monomial, coefficient in sorted(index.terms, key=lambda term: (not term[0], -abs(term[1]))):
+            factors = [self._atom(atom) for atom in monomial]
+            if not factors or abs(coefficient) != 1:
+                factors.insert(0, str(abs(coefficient)))
+            sign = "-" if coefficient < 0 else "+"
+            term = " * ".join(factors)
+            text = f"{text} {sign} {term}" if text else (f"-{term}" if sign == "-" else term)
+        return text or "0"
+
+    def _atom(self, atom: Atom) -> str:
+        match atom:
+            case Axis():
+                return atom.name
+            case SizeAtom():
+                return parenthesize(print_size(atom.expression))
+            case IndirectIndex():
+                return parenthesize(self.value_of(atom.operation))
+            case FloorDivide():
+                return self._division("/", "fxwrap::floordiv", atom)
+            case Modulo():
+                return self._division("%", "fxwrap::mod", atom)
+            case _:
+                assert_never(atom)
+
+    def _division(self, sign: str, function: str, atom: FloorDivide | Modulo) -> str:
+        base, divisor = self(atom.base), self(atom.divisor)
+        if atom.base.is_nonnegative():
+            return f"({parenthesize(base)} {sign} {parenthesize(divisor)})"
+        return f"{function}({base}, {divisor})"

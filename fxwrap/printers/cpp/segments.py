@@ -18,9 +18,7 @@ from fxwrap.loop_ir import (
     Compute,
     Constant,
     DeviceAssert,
-    Index,
     IndexValue,
-    IndirectIndex,
     Kernel,
     Load,
     Operation,
@@ -118,12 +116,8 @@ def _specialise(kernel: Kernel, axis: Axis, start: int) -> Kernel:
     same = list(range(len(kernel.operations)))
     truth: dict[int, bool] = {}
 
-    def index(old: Index) -> Index:
-        indirect = [atom for atom in old.atoms() if isinstance(atom, IndirectIndex)]
-        return old.substitute({atom: IndirectIndex(same[atom.operation], atom.size) for atom in indirect})
-
     for position, old in enumerate(kernel.operations):
-        operation = map_operation(old, same.__getitem__, index)
+        operation = map_operation(old, same.__getitem__)
         comparison = _comparison(kernel, old, axis)
         if comparison is not None:
             truth[position] = _COMPARISONS[comparison.name](comparison.scale * start, comparison.number)

@@ -27,9 +27,15 @@ from fxwrap.loop_ir import (
     SymbolicScalar,
     operands,
 )
-from fxwrap.printers.cpp.index_printer import CppIndexPrinter, parenthesize, print_size
-from fxwrap.printers.cpp.operations import INLINABLE, expression
-from fxwrap.printers.cpp.types import CPP_TYPES, literal
+from fxwrap.printers.cpp.operations import (
+    CPP_TYPES,
+    INLINABLE,
+    CppIndexPrinter,
+    expression,
+    literal,
+    parenthesize,
+    print_size,
+)
 
 _INLINE_WIDTH = 72
 _COMBINE = {"add": "sum", "max": "max", "min": "min", "prod": "prod"}

@@ -13,8 +13,7 @@ from itertools import accumulate
 
 from fxwrap.loop_ir import DeviceAssert
 from fxwrap.printers.printed_kernel import PrintedKernel
-from fxwrap.printers.triton.index_printer import NameAllocator
-from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, BodyParameters, comment_lines
+from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, BodyParameters, NameAllocator, comment_lines
 from fxwrap.printers.triton.printer import ScheduledKernel
 
 

@@ -7,26 +7,22 @@ NaN. This needs fewer instructions an element than the multiplication.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from fxwrap.loop_ir import (
-    Atom,
     Axis,
     Compute,
     Constant,
-    Index,
-    IndexLike,
     IndexValue,
     IndirectIndex,
     Kernel,
     Load,
     Operation,
+    OperationCopier,
     Reduce,
     as_index,
-    map_operation,
 )
 from fxwrap.printers.triton.schedule import backward_slice
 
@@ -108,63 +104,28 @@ def _varying_slice(kernel: Kernel, row: int) -> list[int]:
     return sorted(backward_slice(kernel, [row], kernel.varying))
 
 
-class _KernelCopier:
-    """Copies the operations of a kernel, with others in between."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-        self.operations: list[Operation] = []
-        self.new: dict[int, int] = {}
-
-    def _add(self, operation: Operation) -> int:
-        self.operations.append(operation)
-        return len(self.operations) - 1
-
-    def copy(self, position: int) -> None:
-        operation = self.kernel.operations[position]
-        renumber = _index_renumbering(self.new.__getitem__, {})
-        self.new[position] = self._add(map_operation(operation, self.new.__getitem__, renumber))
-
+class _KernelCopier(OperationCopier):
     def add_selected(self, product: _OneHotProduct) -> int:
         """Adds the element of the row at the label, 0 if the label is out of range."""
         axis, label = self.kernel.reduced[0], self.new[product.label]
-        origin = self.kernel.operations[product.row].origin
-        zero = self._add(Constant(0, torch.int64, origin))
-        size = self._add(Constant(int(axis.size), torch.int64, origin))
-        above = self._add(Compute("ge", (label, zero), torch.bool, origin))
-        below = self._add(Compute("lt", (label, size), torch.bool, origin))
-        inside = self._add(Compute("logical_and", (above, below), torch.bool, origin))
-        index = self._add(Compute("where", (inside, label, zero), torch.int64, origin))
+        self.origin = self.kernel.operations[product.row].origin
+        zero, size = self.constant(0, torch.int64), self.constant(int(axis.size), torch.int64)
+        above = self.compute("ge", label, zero, dtype=torch.bool)
+        below = self.compute("lt", label, size, dtype=torch.bool)
+        inside = self.compute("logical_and", above, below, dtype=torch.bool)
+        index = self.compute("where", inside, label, zero, dtype=torch.int64)
         element = self._element(product.row, axis, index)
         dtype = _dtype(self.operations[element])
-        nothing = self._add(Constant(0.0, dtype, origin))
-        return self._add(Compute("where", (inside, element, nothing), dtype, origin))
+        return self.compute("where", inside, element, self.constant(0.0, dtype), dtype=dtype)
 
     def _element(self, row: int, axis: Axis, index: int) -> int:
         """Adds the computation of the element of a row at an index."""
-        element: dict[int, int] = {}
-
-        def position(old: int) -> int:
-            return element.get(old, self.new[old])
-
-        renumber = _index_renumbering(position, {axis: as_index(IndirectIndex(index, axis.size))})
-        for old in _varying_slice(self.kernel, row):
-            element[old] = self._add(map_operation(self.kernel.operations[old], position, renumber))
-        return element[row]
-
-
-def _index_renumbering(position: Callable[[int], int], mapping: dict[Atom, IndexLike]) -> Callable[[Index], Index]:
-    """Returns a function that renumbers the operations in an index and replaces atoms."""
-
-    def index(old: Index) -> Index:
-        indirect: dict[Atom, IndexLike] = {
-            atom: IndirectIndex(position(atom.operation), atom.size)
-            for atom in old.atoms()
-            if isinstance(atom, IndirectIndex)
-        }
-        return old.substitute({**mapping, **indirect})
-
-    return index
+        element = OperationCopier(self.kernel, {axis: as_index(IndirectIndex(index, axis.size))})
+        element.operations = self.operations
+        element.new.update(self.new)
+        for position in _varying_slice(self.kernel, row):
+            element.copy(position)
+        return element.new[row]
 
 
 def _dtype(operation: Operation) -> torch.dtype:

@@ -36,15 +36,19 @@ from fxwrap.loop_ir import (
     operands,
 )
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
-from fxwrap.printers.triton.arithmetic import Arithmetic, collapse_bool_casts
-from fxwrap.printers.triton.configuration import Configuration, configurations
+from fxwrap.printers.triton.configuration import Configuration, allows_fast_softmax, configurations
 from fxwrap.printers.triton.helpers import helper_sources
-from fxwrap.printers.triton.index_printer import NameAllocator, TritonIndexPrinter, parenthesize
-from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText, comment_lines
-from fxwrap.printers.triton.memory import ATOMIC_DTYPES, atomic_text, eviction_policy
+from fxwrap.printers.triton.kernel_text import (
+    BodyParameters,
+    IntegerSlots,
+    NameAllocator,
+    TritonIndexPrinter,
+    TritonKernelText,
+    comment_lines,
+    parenthesize,
+)
 from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
-from fxwrap.printers.triton.operations import TRITON_DTYPES, literal_text
-from fxwrap.printers.triton.precision import allows_fast_softmax
+from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, collapse_bool_casts, literal_text
 from fxwrap.printers.triton.reductions import (
     RESULT_NAMES,
     RowContext,
@@ -53,8 +57,16 @@ from fxwrap.printers.triton.reductions import (
     reduce_persistent,
     scan_block,
 )
-from fxwrap.printers.triton.schedule import Schedule, make_schedule
-from fxwrap.printers.triton.tile import Dimension, Tile, make_tile
+from fxwrap.printers.triton.schedule import (
+    ATOMIC_DTYPES,
+    Dimension,
+    Schedule,
+    Tile,
+    atomic_text,
+    eviction_policy,
+    make_schedule,
+    make_tile,
+)
 from fxwrap.symbolic import Size, evaluate, symbol_kind
 
 _INT32 = 2**31 - 1

@@ -81,9 +81,10 @@ def split(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
 
 def run_rule(name: str, arguments: Sequence[Any], device: str = "cpu", fake: Any = None) -> Any:
     """Returns the tensors that a rule computes, one or a tuple; or the reason why it declines the call."""
-    result, payloads = define(name, arguments, device, fake)
-    if isinstance(result, Declined):
-        return result.reason
+    try:
+        result, payloads = define(name, arguments, device, fake)
+    except Declined as declined:
+        return str(declined)
     computed = Computed(payloads)
     return computed.tensor(result) if isinstance(result, Definition) else tuple([computed.tensor(i) for i in result])
 

@@ -323,7 +323,7 @@ def test_matches_eager(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_rule_has_samples() -> None:
-    assert rules_of("reductions", "softmax", "scans", "cross_entropy") == set(SAMPLES)
+    assert rules_of("reductions", "softmax") == set(SAMPLES)
 
 
 def test_casts_before_it_sums() -> None:

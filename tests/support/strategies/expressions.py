@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 import sympy
 
 from fxwrap.symbolic import Expression, Number, canonicalize, expression_kind, make_symbol
-from fxwrap.symbolic.construct import apply, compare, constant
-from fxwrap.symbolic.functions import FUNCTION_BY_NAME, OPAQUE_FUNCTIONS, RELATION_BY_OPERATOR
+from fxwrap.symbolic.symbols import FUNCTION_BY_NAME, OPAQUE_FUNCTIONS, RELATION_BY_OPERATOR, apply, compare, constant
 
 INTEGER_SYMBOLS = ("s0", "s1", "s12", "u0", "n0")
 FLOAT_SYMBOLS = ("f0", "f1", "uf0")
