@@ -23,6 +23,7 @@ from fxwrap.torch_compat import (
     fresh_fake_mode,
     in_fake_mode,
     is_composite,
+    rename_unbacked,
     storage_identity,
     tree_map,
 )
@@ -161,6 +162,7 @@ class _FakePropagator(Interpreter):
         try:
             # Stream operators return None; torch 2.11 has no fake rule for some of them, or a wrong one.
             value = None if stream_call(n) else super().run_node(n)
+            rename_unbacked(n, value)
         except FxwrapError:
             raise
         except Exception as error:
