@@ -10,13 +10,7 @@ import sympy
 import torch
 from sympy.core.sorting import ordered
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import (
-    CallMethodKey,
-    ConvertIntKey,
-    DimDynamic,
-    DivideByKey,
-    rebind_unbacked,
-)
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, DimDynamic, DivideByKey, rebind_unbacked
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.utils._pytree import SequenceKey, tree_leaves
 
