@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,6 +94,9 @@ def _rebase_views(nodes: Sequence[Node], metadata: NodeValues) -> dict[Node, Any
     """
     values: dict[Node, Any] = {}
     for node in nodes:
+        if node.target is operator.getitem:  # one of several views: its base is not an argument of the node
+            values[node] = values[node.args[0]][node.args[1]]  # type: ignore[index]
+            continue
         value = _returned_operand(node, values, metadata[node])
         base = _view_base(node, values)
         if base is not None:

@@ -144,7 +144,7 @@ def unbacked_bindings(node: torch.fx.Node, fakes: object) -> list[tuple[sympy.Ba
     return list(dict.fromkeys(simplified))
 
 
-def rename_unbacked(node: torch.fx.Node, result: object) -> None:
+def rename_unbacked(node: torch.fx.Node, result: Any) -> None:
     """Gives the unbacked symbols of a node's new fake result the names that its metadata binds.
 
     Metadata of another ShapeEnv is left alone: its symbols have nothing to do with those of the result.
