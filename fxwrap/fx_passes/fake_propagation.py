@@ -26,6 +26,7 @@ from fxwrap.torch_compat import (
     is_composite,
     rename_unbacked,
     storage_identity,
+    torch_schema,
     tree_map,
 )
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -132,7 +133,7 @@ def _view_base(node: Node, values: NodeValues) -> FakeTensor | None:
 
 
 def _has_fake(node: Node) -> bool:
-    if isinstance(node.target, OpOverload) and not node.target._schema.returns:
+    if isinstance(node.target, OpOverload) and not torch_schema(node.target).returns:
         return True  # tracing gives assertions no metadata
     items = items_of(node.meta["val"]) if "val" in node.meta else None
     return items is not None and all(
