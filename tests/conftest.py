@@ -23,13 +23,18 @@ from torch._dynamo.utils import counters
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
+HAS_CUDA = "replaces the CUDA driver, so it needs a machine without CUDA devices"
 NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"
 NO_EXPECTTEST = "needs the package expecttest, which torch's operator database imports"
+NO_PYDOT = "needs the package pydot, by which torch draws graphs"
 NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
 
 # The only reasons for which a test may be skipped. A skip for any other reason is reported as a failure.
 ALLOWED_SKIPS = frozenset(
-    {NO_CUDA, NO_SECOND_CUDA, NO_CLANG, NO_SCRIPT_CLASSES, *(() if "CI" in os.environ else (NO_EXPECTTEST,))}
+    {
+        *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CLANG, NO_SCRIPT_CLASSES),
+        *(() if "CI" in os.environ else (NO_EXPECTTEST, NO_PYDOT)),
+    }
 )
 
 # No deadline: a test shares its core with compilers, and an example that builds a kernel takes seconds once.

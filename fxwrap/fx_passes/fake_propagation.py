@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,9 @@ from fxwrap.torch_compat import (
     fresh_fake_mode,
     in_fake_mode,
     is_composite,
+    rename_unbacked,
     storage_identity,
+    torch_schema,
     tree_map,
 )
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -92,6 +95,9 @@ def _rebase_views(nodes: Sequence[Node], metadata: NodeValues) -> dict[Node, Any
     """
     values: dict[Node, Any] = {}
     for node in nodes:
+        if node.target is operator.getitem:  # one of several views: its base is not an argument of the node
+            values[node] = values[node.args[0]][node.args[1]]  # type: ignore[index]
+            continue
         value = _returned_operand(node, values, metadata[node])
         base = _view_base(node, values)
         if base is not None:
@@ -127,6 +133,8 @@ def _view_base(node: Node, values: NodeValues) -> FakeTensor | None:
 
 
 def _has_fake(node: Node) -> bool:
+    if isinstance(node.target, OpOverload) and not torch_schema(node.target).returns:
+        return True  # tracing gives assertions no metadata
     items = items_of(node.meta["val"]) if "val" in node.meta else None
     return items is not None and all(
         isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor) for item in items
@@ -161,6 +169,7 @@ class _FakePropagator(Interpreter):
         try:
             # Stream operators return None; torch 2.11 has no fake rule for some of them, or a wrong one.
             value = None if stream_call(n) else super().run_node(n)
+            rename_unbacked(n, value)
         except FxwrapError:
             raise
         except Exception as error:

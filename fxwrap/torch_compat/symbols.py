@@ -10,7 +10,7 @@ import sympy
 import torch
 from sympy.core.sorting import ordered
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, DimDynamic, DivideByKey
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, DimDynamic, DivideByKey, rebind_unbacked
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.utils._pytree import SequenceKey, tree_leaves
 
@@ -141,7 +141,17 @@ def unbacked_bindings(node: torch.fx.Node, fakes: object) -> list[tuple[sympy.Ba
         if len(steps) == len(path):
             names = dict.fromkeys((symbol, shape_env.unbacked_renamings.get(symbol, symbol)))
             simplified += [(shape_env.replace(name), tuple(steps)) for name in names]
-    return simplified
+    return list(dict.fromkeys(simplified))
+
+
+def rename_unbacked(node: torch.fx.Node, result: Any) -> None:
+    """Gives the unbacked symbols of a node's new fake result the names that its metadata binds.
+
+    Metadata of another ShapeEnv is left alone: its symbols have nothing to do with those of the result.
+    """
+    shape_env = find_shape_env(result)
+    if shape_env is not None and find_shape_env(node.meta.get("val")) is shape_env:
+        rebind_unbacked(shape_env, node, result)
 
 
 def _path_step(key: object) -> tuple[str, int] | None:

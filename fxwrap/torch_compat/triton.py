@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import sys
+import threading
 from collections.abc import Callable, Mapping
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from torch._higher_order_ops.triton_kernel_wrap import (
@@ -16,6 +20,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_mutation,
 )
 from torch._ops import HigherOrderOperator
+from torch.torch_version import TorchVersion
 
 triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
 
@@ -77,6 +82,35 @@ def interpreter_tensor_patch(
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     return interpreter, "_patch_lang_tensor", extend(interpreter._patch_lang_tensor)
+
+
+_LOADING_LOCK = threading.RLock()
+
+
+@cache
+def separate_triton_launchers(triton_version: str) -> None:
+    """Makes Triton before 3.7 load each launcher that it compiled as a module of its own.
+
+    Why: it compiles one launcher for each signature, all under one module name, and reads a function of the module
+    after loading it. fxwrap loads kernels in several threads.
+    """
+    if TorchVersion(triton_version) < "3.7":
+        build = importlib.import_module("triton.runtime.build")
+        build._load_module_from_path = load_separately(build._load_module_from_path)  # type: ignore[attr-defined]
+
+
+def load_separately(load: Callable[[str, str], ModuleType]) -> Callable[[str, str], ModuleType]:
+    """Returns `load(name, path)` of an extension module, such that no two files share a module object.
+
+    Python loads a file for the second time by copying its functions into the module that has the name at that time.
+    """
+
+    def load_new(name: str, path: str) -> ModuleType:
+        with _LOADING_LOCK:
+            sys.modules.pop(name, None)
+            return load(name, path)
+
+    return load_new
 
 
 def _content_index(*content: str) -> int:

@@ -24,6 +24,7 @@ from fxwrap.options import EMITTERS
 from fxwrap.torch_compat import OpOverload, get_external_object
 from tests.lowering.streams.test_lowering import Model
 from tests.support.stream_log import StreamLog
+from tests.support.versions import is_before
 
 CURRENT, SIDE, OTHER = [torch.Stream(stream_id=number, device_index=-1, device_type=0) for number in (0, 3, 4)]
 current_stream = torch.cuda.current_stream  # which Dynamo knows, and nobody calls
@@ -148,6 +149,11 @@ def test_a_model_matches_its_stream_free_version(case: Case, stream_log: StreamL
     assert steps(stream_log.done) == case.events
 
 
+@pytest.mark.xfail(
+    is_before("2.13") and not is_before("2.12"),
+    reason="the backward calls record_stream, which CPU tensors do not have",
+    raises=NotImplementedError,
+)
 @pytest.mark.parametrize(
     ("case", "emitter"),
     [(CASES[0], "python"), *[(CASES[1], emitter) for emitter in EMITTERS], (CASES[2], "python")],

@@ -27,6 +27,7 @@ from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.modules import load_module, write_module
 from fxwrap.runtime.triton.prebuilt import has_prebuilt_variant
 from fxwrap.runtime.triton.workers import WORKER_POOL
+from fxwrap.torch_compat import separate_triton_launchers
 
 log = logging.getLogger("fxwrap.kernels")
 
@@ -59,11 +60,13 @@ class KernelUse:
 def import_triton() -> ModuleType:
     """Returns the Triton package. Raises FxwrapError where it cannot be imported."""
     try:
-        return importlib.import_module("triton")
+        triton = importlib.import_module("triton")
     except ImportError as missing:
         raise FxwrapError(
             f"this program has a Triton kernel, and Triton cannot be imported ({missing}): install the package 'triton'"
         ) from missing
+    separate_triton_launchers(triton.__version__)
+    return triton
 
 
 def split_launch_options(options: KernelOptions) -> tuple[dict[str, Option], dict[str, Option]]:

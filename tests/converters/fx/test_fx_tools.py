@@ -23,6 +23,7 @@ from torch.fx.passes.split_module import split_module
 import fxwrap
 from fxwrap.errors import GraphModuleError
 from fxwrap.wrapper_ir import Ownership, Program
+from tests.conftest import NO_PYDOT
 from tests.support.capture import CapturedGraph, capture_graphs
 from tests.support.models import SHALLOW
 from tests.support.samples import SAMPLES
@@ -93,6 +94,7 @@ def _shape_propagated(module: GraphModule, inputs: Sequence[Any]) -> Sequence[An
 
 
 def _drawn(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    pytest.importorskip("pydot", reason=NO_PYDOT)
     drawing = FxGraphDrawer(module, "program").get_dot_graph().to_string()
     for node in module.graph.nodes:
         assert node.name in drawing

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxwrap
 from fxwrap import Options
@@ -17,6 +18,7 @@ from fxwrap.compare import COMPARED_EMITTERS, CompiledFunction
 from fxwrap.compare.driver import capture
 from fxwrap.errors import FxwrapError, InputError
 from fxwrap.lines import Assert, ExternCall
+from fxwrap.torch_compat import FakeTensorMode
 from tests.lowering.control.cases import Case, Cases, random
 
 CASES = Cases()
@@ -247,3 +249,23 @@ def test_a_number_that_is_asserted_to_be_a_constant_is_checked(emitter: str, num
         torch.testing.assert_close(compiled(ones), function(ones))
         with pytest.raises((RuntimeError, FxwrapError)):  # the interpreter checks types of results first
             compiled(torch.tensor([1, 0, 1, 1]))
+
+
+def test_a_graph_without_all_metadata_is_asserted_too() -> None:
+    """Propagation makes a new symbol for the size; the graph binds and asserts the old one."""
+
+    def function(x: Tensor) -> Tensor:
+        found = x.nonzero()
+        torch._check(found.size(0) == 4)
+        return found * 2
+
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        graph = make_fx(function)(torch.empty(4, dtype=torch.int64))
+        other = torch.empty(4, dtype=torch.int64)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+        del node.meta["val"]
+    compiled = fxwrap.compile_graph(graph, [other])
+    ones = torch.ones(4, dtype=torch.int64)
+    torch.testing.assert_close(compiled(ones)[0], function(ones))
+    with pytest.raises((RuntimeError, FxwrapError)):
+        compiled(torch.tensor([1, 0, 1, 1]))

@@ -10,9 +10,7 @@ import fxwrap
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.runtime.native import NativeProgram, compile_cpp, load_program
 from tests.runtime.launch.fake_driver import FakeDriver
-from tests.runtime.launch.test_matmuls import expect_operator_fallback, no_gpu
-
-pytestmark = no_gpu
+from tests.runtime.launch.test_matmuls import expect_operator_fallback
 
 BATCH, HEADS, LENGTH, SIZE = 2, 3, 8, 16
 COUNT = BATCH * HEADS * LENGTH * SIZE

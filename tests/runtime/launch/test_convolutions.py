@@ -14,7 +14,7 @@ import fxwrap
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.runtime.native import NativeProgram, compile_cpp, load_program
 from tests.runtime.launch.fake_driver import FakeDriver
-from tests.runtime.launch.test_matmuls import expect_operator_fallback, no_gpu
+from tests.runtime.launch.test_matmuls import expect_operator_fallback
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -176,7 +176,6 @@ def test_stale_descriptors_are_destroyed(driver: FakeDriver) -> None:
     assert len(set(counts)) == 1
 
 
-@no_gpu
 @pytest.mark.parametrize("failing", ["cudnnCreate", "heuristics", "refused plans", "cudnnSetStream",
                                      "cudnnBackendExecute"])  # fmt: skip
 def test_problems_the_library_rejects_call_the_operator(failing: str, driver: FakeDriver) -> None:
@@ -199,7 +198,6 @@ _OTHERS: dict[str, dict[str, bool]] = {
 }
 
 
-@no_gpu
 @pytest.mark.parametrize("name", _OTHERS)
 def test_torch_backend_settings_call_the_operator(name: str, driver: FakeDriver) -> None:
     how = Convolution()
@@ -210,7 +208,6 @@ def test_torch_backend_settings_call_the_operator(name: str, driver: FakeDriver)
     assert not driver.log()
 
 
-@no_gpu
 def test_deterministic_mode_calls_the_operator(driver: FakeDriver, deterministic_algorithms: None) -> None:
     how = Convolution()
     with expect_operator_fallback():
@@ -218,7 +215,6 @@ def test_deterministic_mode_calls_the_operator(driver: FakeDriver, deterministic
     assert not driver.log()
 
 
-@no_gpu
 @pytest.mark.parametrize("other", [{"groups": 2, "input": (2, 6, 6, 5)}, {"dtype": torch.float32}], ids=str)
 def test_unsupported_convolutions_call_the_operator(other: dict[str, Any], driver: FakeDriver) -> None:
     how = Convolution(**{**other, "weight": (4, 3, 3, 2)})
@@ -227,7 +223,6 @@ def test_unsupported_convolutions_call_the_operator(other: dict[str, Any], drive
     assert not driver.log()
 
 
-@no_gpu
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_weight_of_another_memory_format_calls_the_operator(channels_last: bool, driver: FakeDriver) -> None:
     """torch copies one of the tensors to the other's memory format."""

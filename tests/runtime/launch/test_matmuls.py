@@ -55,9 +55,6 @@ def expect_operator_fallback() -> Any:
     return pytest.raises(RuntimeError, match=r"CUDA|NVIDIA")
 
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch's operator would read host memory on the GPU")
-
-
 class Memory:
     """Tensors on the fake device, and views of their memory on the host."""
 
@@ -116,7 +113,6 @@ def test_the_device_is_made_current(driver: FakeDriver) -> None:
     assert log[-2:] == ["push 101", "multiply on 101 stream 8 context 101"] and driver.context() == 0
 
 
-@no_gpu
 @pytest.mark.parametrize("failing", ["cublasLtCreate", "algorithms", "cublasLtMatmul"])
 def test_problems_the_library_rejects_call_the_operator(failing: str, driver: FakeDriver) -> None:
     run = program("@aten.mm.out(%left, %right)", name=f"without_{failing}")
@@ -143,7 +139,6 @@ _OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@no_gpu
 @pytest.mark.parametrize("name", _OTHERS)
 def test_torch_backend_settings_call_the_operator(
     name: str, driver: FakeDriver, restore_backend_settings: None
@@ -155,7 +150,6 @@ def test_torch_backend_settings_call_the_operator(
     assert not driver.log()
 
 
-@no_gpu
 @pytest.mark.parametrize(("factor", "bias"), [(2, COLUMNS), (1, 1)])
 def test_unsupported_matmuls_call_the_operator(factor: int, bias: int, driver: FakeDriver) -> None:
     """One with a factor, and one with a bias of one number."""
