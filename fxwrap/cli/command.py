@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from fxwrap.cli.coverage import coverage_table
-from fxwrap.cli.passes import passes_table
+from fxwrap.cli.tables import coverage_table, passes_table
 from fxwrap.cli.target import Target, load_target
 from fxwrap.compare import COMPARED_EMITTERS, CapturedGraph, capture, compare
 from fxwrap.compile import emit, plan_program_memory

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from fxwrap.compare.copies import TensorState, copy_inputs, widen_module
-from fxwrap.compare.eager_defects import CorrectedEager
+from fxwrap.compare.dispatch_modes import CorrectedEager, Float64Mode, infer_random_dtype
 from fxwrap.compare.measure import median_seconds, peak_bytes
 from fxwrap.compare.observe import Arguments, Comparator, Function, Observation, RunConfig, largest_error
-from fxwrap.compare.reference import Float64Mode, infer_random_dtype
 from fxwrap.compare.report import Report, RunOutcome
 from fxwrap.compare.subjects import CapturedGraph, Subject, is_graph, make_subject
 from fxwrap.errors import CompareError, OptionError

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import time
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,17 +22,19 @@ from fxwrap.compile.kernels import (
     warm_up_kernel_compilers,
     warn_kernel_failures,
 )
-from fxwrap.compile.log import StepTimes, log
 from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
 from fxwrap.converters.emission import emit, emit_memory_checked
 from fxwrap.errors import GraphError, VerifyError
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
+from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
 from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, Options
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import gpu_tuner
 from fxwrap.user_passes import run_source_passes
 from fxwrap.wrapper_ir import Ownership, Program, program_key, symbol_infos, verify
+
+log = logging.getLogger("fxwrap.compile")
 
 
 def compile_graph(
@@ -246,3 +250,29 @@ def _verify_after(stage: Stage) -> None:
         verify(stage.program)
     except VerifyError as error:
         raise VerifyError(error.rule, f"after pass '{stage.pass_name}': {error.reason}", error.context) from None
+
+
+class StepTimes:
+    """The seconds of each step of a compile, in order."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, step: str) -> None:
+        """Records the end of a step; the next one begins."""
+        now = time.perf_counter()
+        self._seconds[step] = now - self._last
+        self._last = now
+
+    def log_summary(self, program: Program, calls: int) -> None:
+        """Logs the compile of a graph with this many calls, at level INFO."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        lines = list(program.lines())
+        launches = sum([isinstance(line, Launch) for line in lines])
+        seconds = ", ".join([f"{step} {seconds:.3f}" for step, seconds in self._seconds.items()])
+        log.info(
+            "'%s': %d calls became %d lines with %d launches of %d kernels in %.3f s (%s)",
+            program.name, calls, len(lines), launches, len(program.kernels), sum(self._seconds.values()), seconds,
+        )  # fmt: skip

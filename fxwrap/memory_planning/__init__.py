@@ -2,7 +2,6 @@
 
 from fxwrap.memory_planning.apply import *
 from fxwrap.memory_planning.assignment import *
-from fxwrap.memory_planning.check import *
 from fxwrap.memory_planning.live_ranges import *
 from fxwrap.memory_planning.plan import *
 from fxwrap.memory_planning.serialization import *

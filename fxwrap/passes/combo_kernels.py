@@ -9,8 +9,7 @@ import torch
 
 from fxwrap.devices import KernelCombiner, find_language
 from fxwrap.lines import Alloc, Launch, View
-from fxwrap.passes.scheduling_regions import SchedulingRegions
-from fxwrap.passes.scheduling_units import SchedulingUnit
+from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.printers import PrintedKernel
 from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Program, Value, executed_blocks, uses_streams
 

@@ -12,7 +12,7 @@ import torch
 from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, CallFunction, Comment, ExternCall, Let, Reuse, View, Yield
 from fxwrap.lines.frees import insert_frees
-from fxwrap.passes.scheduling_units import SchedulingUnit, build_units, split_regions
+from fxwrap.passes.scheduling import SchedulingUnit, build_units, split_regions
 
 MIN_CAPTURED_CALLS = 3
 """Smallest number of launches and calls to capture: a replay costs the host about as much."""

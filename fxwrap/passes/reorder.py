@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
-from fxwrap.passes.scheduling_regions import SchedulingRegions
-from fxwrap.passes.scheduling_units import SchedulingUnit
+from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.symbolic import Number
 from fxwrap.wrapper_ir import Program, hints_with_fallback, live_bytes, uses_streams
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, Proxy
 
-from fxwrap.converters.from_fx.kernel_table import registered_definition
+from fxwrap.converters.from_fx.graph_importer import registered_definition
 from fxwrap.errors import RewriteError
 from fxwrap.runtime import library
 from fxwrap.torch_compat import torch_schema, triton_kernel_at, triton_launch

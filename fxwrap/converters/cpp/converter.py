@@ -9,17 +9,16 @@ import fxwrap.lines as lines
 import fxwrap.runtime.library  # noqa: F401  # registers the operators for streams
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.base import Handlers
-from fxwrap.converters.cpp.key_paths import read_key_path
 from fxwrap.converters.cpp.library import EmittedCpp, is_compiled_by_triton
 from fxwrap.converters.cpp.loops import LoopConverter
 from fxwrap.converters.cpp.replay import is_replayed, write_replay
 from fxwrap.converters.cpp.text import CppUnit, StaticArray, comment_text, frame_field, indent_statements, string_text
-from fxwrap.converters.cpp.writer import CppWriter
+from fxwrap.converters.cpp.writer import CppWriter, read_key_path
 from fxwrap.devices import language_traits
 from fxwrap.errors import UnsupportedError
 from fxwrap.runtime.cpp_kernels import cpp_symbol, emit_cpp_declaration
 from fxwrap.runtime.kernels import serialize_options
-from fxwrap.runtime.triton.translation_units import variants_symbol
+from fxwrap.runtime.triton.binaries import variants_symbol
 from fxwrap.symbolic import SymbolInfo, symbol_kind
 from fxwrap.torch_compat import out_argument_names
 

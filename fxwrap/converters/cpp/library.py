@@ -12,7 +12,7 @@ from fxwrap.devices import KernelLanguage, language_traits
 from fxwrap.lines import CallFunction
 from fxwrap.runtime import native
 from fxwrap.runtime.cpp_kernels import KernelText, make_translation_units
-from fxwrap.runtime.triton.translation_units import compiled_variants, variants_unit
+from fxwrap.runtime.triton.binaries import compiled_variants, variants_unit
 from fxwrap.wrapper_ir import KernelDefinition, Program
 
 

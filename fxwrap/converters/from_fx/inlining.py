@@ -11,8 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx.graph_importer import failure
-from fxwrap.converters.fx.attributes import attribute_of
-from fxwrap.converters.fx.replay import replayed_submodule
+from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.torch_compat import is_opaque
 
 
