@@ -11,28 +11,8 @@ import torch
 
 from fxwrap import wrapper_ir as ir
 from fxwrap.devices import registered_spec
-from fxwrap.lines import (
-    EnterDevice,
-    ExchangeRngState,
-    ExitDevice,
-    RecordEvent,
-    RestoreRngState,
-    SaveRngState,
-    WaitEvent,
-)
 
 Devices = Mapping[torch.device, torch.device]
-
-_LINES_WITH_DEVICE_NAME = (
-    EnterDevice,
-    ExitDevice,
-    RecordEvent,
-    WaitEvent,
-    SaveRngState,
-    RestoreRngState,
-    ExchangeRngState,
-)
-"""Lines with a device name."""
 
 
 def program_devices(program: ir.Program) -> list[torch.device]:
@@ -103,10 +83,8 @@ def _block(block: ir.Block, devices: Devices) -> ir.Block:
 
 def _line(line: ir.LineBase, devices: Devices) -> ir.LineBase:
     changed: ir.LineBase = ir.map_line(line, partial(_leaf, devices=devices))
-    if isinstance(changed, _LINES_WITH_DEVICE_NAME):
-        name = str(devices.get(torch.device(changed.device), changed.device))
-        return changed if name == changed.device else dataclasses.replace(changed, device=name)
-    return changed
+    name = str(devices.get(torch.device(changed.device), changed.device)) if changed.device else ""
+    return changed if name == changed.device else changed.replace(device=name)
 
 
 def _leaf(leaf: object, devices: Devices) -> object:

@@ -23,7 +23,8 @@ from fxwrap.compile.kernels import (
     warn_kernel_failures,
 )
 from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
-from fxwrap.converters.emission import emit, emit_memory_checked
+from fxwrap.converters.emission import emit, emit_interpreter
+from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import GraphError, VerifyError
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.lines import Launch
@@ -143,7 +144,7 @@ def _load_from_cache(
         return same
     fake_inputs = _fake_inputs(graph)
     if options.check_memory:
-        emitted = emit_memory_checked(entry.program)
+        emitted = emit_interpreter(entry.program, CheckedInterpreter)
     else:
         emitted = emit(entry.program, options.emitter, fake_inputs)
     if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options)):

@@ -373,9 +373,3 @@ class _FunctionBuilder:
                 self.partition.home[value.name] = self.group
                 self.defined_roots.append(value)
         self.lines.append(ir.map_line(line, lambda leaf: self.env[leaf.name] if type(leaf) is ir.Value else leaf))
-
-
-def partitions(program: ir.Program) -> dict[str, CallFunction]:
-    """Returns the calls of captured functions in a program's body, by the function's name."""
-    calls = [line for line in program.body.lines if isinstance(line, CallFunction)]
-    return {line.function: line for line in calls if line.max_captures}

@@ -186,8 +186,8 @@ def _cpp_kernel_functionalised(
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def _reuse(memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return _pool_slice(memory, 0, sizes, strides, dtype)
+def _reuse(memory: torch.Tensor, *layout: Any) -> torch.Tensor:
+    return _pool_slice(memory, 0, *layout)
 
 
 def _pool_slice(
@@ -196,11 +196,9 @@ def _pool_slice(
     return tensors.reinterpret(pool, sizes, strides, dtype, offset)
 
 
-def _reuse_functionalised(
-    memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
+def _reuse_functionalised(memory: torch.Tensor, *layout: Any) -> torch.Tensor:
     """Returns a new tensor: the old content is dead and the new one is not written yet."""
-    return torch.empty_strided(sizes, strides, dtype=dtype, device=memory.device)
+    return _pool_slice_functionalised(memory, 0, *layout)
 
 
 def _pool_slice_functionalised(

@@ -284,7 +284,6 @@ def to_fx(
     *,
     aten_only: bool = False,
     handlers: Mapping[type[lines.ExtensionLine], Handler] | None = None,
-    fake_mode: torch_compat.FakeTensorMode | None = None,
     fake_inputs: Mapping[str, torch_compat.FakeTensor] | None = None,
     fake_metadata: bool = True,
 ) -> EmittedGraph:
@@ -295,15 +294,14 @@ def to_fx(
         aten_only: whether only ATen's and torch's higher-order operators may be called.
         handlers: converters of vendors' lines, by default those of registered devices; a line without one is emitted
             as the lines that it expands to.
-        fake_mode: the mode of the fake tensors in `meta["val"]`, by default that of `fake_inputs` or a new one.
-        fake_inputs: fake tensors of that mode for the inputs' `meta["val"]`, by the program's names.
+        fake_inputs: fake tensors for the inputs' `meta["val"]`, by the program's names; the others have their mode.
         fake_metadata: whether `meta["val"]` holds fake tensors, for which torch imports its tracing. Otherwise it
             holds meta tensors and example numbers; the graph is the same.
 
     Raises UnsupportedError for a line without an FX form, or without one of ATen's operators if `aten_only`.
     """
     fake_inputs = fake_inputs or {}
-    mode = fake_mode or next((fake.fake_mode for fake in fake_inputs.values()), None)
+    mode = next((fake.fake_mode for fake in fake_inputs.values()), None)
     fakes = FakeValues(mode) if fake_metadata else ExampleValues()
     with torch_compat.without_fake_mode(), torch_compat.without_guards(fakes.mode):
         converter = FxConverter(program, fakes, handlers, aten_only=aten_only)
