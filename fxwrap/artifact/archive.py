@@ -60,8 +60,6 @@ def content_hash(parts: Iterable[Buffer]) -> str:
 
 
 class _Hasher:
-    """Hashes content incrementally."""
-
     def __init__(self) -> None:
         self.size = 0
         self._digests: list[bytes] = []
@@ -155,8 +153,6 @@ class ArchiveWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """The position of an entry's content in the file."""
-
     start: int
     size: int
 
@@ -397,7 +393,6 @@ class Archive:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Opens a regular file. Raises ArtifactError."""
     remedy = "Pass the path of a file that fxwrap.save wrote"
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a fifo must not block

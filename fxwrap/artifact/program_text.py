@@ -94,7 +94,6 @@ def _check_numbers(archive: Archive, program: ir.Program) -> None:
 
 
 def _check_operators(archive: Archive, program: ir.Program) -> None:
-    """Raises ArtifactError for unregistered operators."""
     called = [line.target if isinstance(line, ExternCall | Mutate) else line.operator for line in program.lines()
               if isinstance(line, ExternCall | Mutate | StartCollective)]  # fmt: skip
     missing = []

@@ -108,8 +108,6 @@ def normalize_arguments(inputs: object) -> Arguments:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One comparison: its subject, arguments and run configuration."""
-
     subject: Subject
     arguments: Arguments
     config: RunConfig
@@ -176,7 +174,6 @@ class _Comparison:
             return None, f"{type(error).__name__}: {error}"
 
     def _measure(self, outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:
-        """Returns the outcomes with the time and peak memory of those that run."""
         running = [outcome for outcome in outcomes if outcome.name != "float64" and not outcome.failure]
         runs = [self._run(outcome.name) for outcome in running]
         seconds = median_seconds(self._prepare, runs, self.repeats)

@@ -125,7 +125,6 @@ def _prepare(
 
 
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
-    """Returns the fake tensors of a graph's placeholders by name."""
     graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = {node.name: node.meta.get("val") for node in placeholders}

@@ -137,7 +137,6 @@ def _partition(state: CompileState, context: CompileContext) -> CompileState:
 
 
 def _transform(function: Callable[[Program], Program]) -> Callable[[CompileState, CompileContext], CompileState]:
-    """Returns a step that applies a function to the program."""
     return lambda state, _context: replace(state, program=function(state.program))
 
 

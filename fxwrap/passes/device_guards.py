@@ -171,7 +171,6 @@ class _LineGuarding:
             self.tail.clear()
 
     def _is_compatible(self, need: _Requirement) -> bool:
-        """Whether a line may run under the open guard."""
         if self.open is None:
             return self._is_satisfied(need)
         return need == self.open or (not need.device and not self.open.stream)

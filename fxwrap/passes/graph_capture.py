@@ -60,7 +60,6 @@ class CaptureChecker:
         return device
 
     def _function(self, name: str, device: torch.device) -> torch.device | str:
-        """Returns the device of a called function, or the first reason of its lines."""
         if name not in self._verdicts:
             verdicts = [self(line) for line in self.functions[name].lines if _does_work(line)]
             reasons = [verdict for verdict in verdicts if isinstance(verdict, str)]

@@ -265,7 +265,6 @@ class _PartitionBuilder:
                 self.home[value.name] = None
 
     def _materialize_outside(self, value: ir.Value) -> None:
-        """Adds the rematerialised line of a value unless it is there."""
         line = self.definitions.get(value.name)
         if line is None or value.name in self.materialized:
             return
@@ -318,7 +317,6 @@ def _unused_name(name: str, used_names: set[str]) -> str:
 
 
 def _names(program: ir.Program) -> set[str]:
-    """Returns the names of all values of a program."""
     names = {value.name for value in ir.program_arguments(program)}
     for block in program.all_blocks():
         names.update([value.name for value in block.arguments])

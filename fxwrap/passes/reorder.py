@@ -51,7 +51,6 @@ Schedule: TypeAlias = Callable[[Sequence[SchedulingUnit], Mapping[str, int], Map
 
 
 def _schedule(units: Sequence[SchedulingUnit], schedule: Schedule, regions: SchedulingRegions) -> Sequence[int]:
-    """Returns the order of one region."""
     return schedule(units, regions.sizes, regions.uses) if len(units) > 1 else range(len(units))
 
 

@@ -57,8 +57,6 @@ class _FreedBuffer:
 
 
 class _BlockReuse:
-    """Reuses memory among the lines of a block."""
-
     def __init__(
         self,
         lines: Sequence[ir.LineBase],

@@ -80,8 +80,6 @@ def _follows_directly(unit: SchedulingUnit, lines: Sequence[ir.LineBase], positi
 
 
 class _DependenceBuilder:
-    """Computes the predecessors of units in the program's order."""
-
     def __init__(self, root_of: Mapping[str, str], functions: Mapping[str, ir.Block], has_symbols: bool) -> None:
         self.root_of = root_of
         self.has_symbols = has_symbols

@@ -27,8 +27,6 @@ def insert_stream_events(program: ir.Program) -> ir.Program:
 
 
 class _EventInserter:
-    """Inserts events in blocks. `names` are all names of values."""
-
     def __init__(self, names: set[str]) -> None:
         self.names = names
         self.count = 0

@@ -120,7 +120,6 @@ def _reuse_original_line(importer: GraphImporter, node: Node, operands: CallOper
 
 
 def _defines_used_results(node: Node, results: tuple[Any, ...]) -> bool:
-    """Whether a line defines every result that is used."""
     if not node.users or not results:
         return True
     tree = results[0] if len(results) == 1 and results[0] is not None else results

@@ -241,7 +241,6 @@ def _outer_size(importer: GraphImporter, first: ir.Size, second: ir.Size) -> ir.
 
 
 def _join_types(importer: GraphImporter, first: Operand, second: Operand) -> ir.Type:
-    """Returns the type of a result of two blocks."""
     one, other = _type_of(first), _type_of(second)
     if not isinstance(one, ir.TensorType) or not isinstance(other, ir.TensorType):
         return one

@@ -80,7 +80,6 @@ def _inline_into(
 
 
 def _placeholder_arguments(node: Node, called: GraphModule, env: Mapping[Node, Any]) -> dict[Node, Any]:
-    """Returns the argument of each placeholder of a called graph."""
     placeholders = called.graph.find_nodes(op="placeholder")
     by_name = {str(placeholder.target): placeholder for placeholder in placeholders}
     arguments = dict(zip(placeholders, node.args, strict=False))

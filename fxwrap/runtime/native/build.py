@@ -346,6 +346,5 @@ def _version(text: object) -> tuple[int, ...]:
 
 
 def _cpu_instruction_sets() -> list[str]:
-    """Returns the instruction sets of this processor, by the system's names."""
     line = next((s for s in _cpu_description().splitlines() if s.startswith(("flags", "Features"))), "")
     return sorted(set(line.partition(":")[2].split()))
