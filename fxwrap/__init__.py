@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from fxwrap import devices as devices
 from fxwrap import fx as fx
 from fxwrap import rewrite as rewrite
-from fxwrap.artifact import LoadedProgram
+from fxwrap.artifact import LoadedProgram, load
 from fxwrap.artifact.environment import environment_key
 from fxwrap.compare import compare
 from fxwrap.compile import Compiled, GraphInfo, Stage, compile_graph
 from fxwrap.compile.builtin_devices import register_builtin_devices
-from fxwrap.compile.saving import load, save
+from fxwrap.compile.saving import save
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.from_fx import from_fx
@@ -35,33 +35,10 @@ __version__ = "0.1.0"
 register_builtin_devices()
 
 __all__ = [
-    "Compiled",
-    "EmittedProgram",
-    "GraphInfo",
-    "LoadedProgram",
-    "Options",
-    "Pass",
-    "Program",
-    "Stage",
-    "compare",
-    "compile_graph",
-    "default_decompositions",
-    "devices",
-    "environment_key",
-    "from_fx",
-    "fx",
-    "load",
-    "lower",
-    "parse",
-    "register_pass",
-    "rewrite",
-    "run",
-    "save",
-    "to_cpp",
-    "to_fx",
-    "to_python",
-    "verify",
-]
+    "Compiled", "EmittedProgram", "GraphInfo", "LoadedProgram", "Options", "Pass", "Program", "Stage", "compare",
+    "compile_graph", "default_decompositions", "devices", "environment_key", "from_fx", "fx", "load", "lower",
+    "parse", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx", "to_python", "verify",
+]  # fmt: skip
 
 
 def parse(text: str, extensions: Iterable[type[ExtensionLine]] = ()) -> Program:

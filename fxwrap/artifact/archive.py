@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final, TypeAlias
 
 from fxwrap.errors import ArtifactError
@@ -61,8 +60,6 @@ def content_hash(parts: Iterable[Buffer]) -> str:
 
 
 class _Hasher:
-    """Hashes content incrementally."""
-
     def __init__(self) -> None:
         self.size = 0
         self._digests: list[bytes] = []
@@ -127,9 +124,7 @@ class ArchiveWriter:
     def __enter__(self) -> ArchiveWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_error: object) -> None:
         if kind is not None:
             with suppress(OSError, ValueError):
                 self._zip.close()  # otherwise its finaliser would write to the file
@@ -158,8 +153,6 @@ class ArchiveWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """The position of an entry's content in the file."""
-
     start: int
     size: int
 
@@ -186,9 +179,7 @@ class Archive:
     def __enter__(self) -> Archive:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._file.close()
 
     def error(self, entry: str, reason: str, remedy: str = _SAVE_AGAIN) -> ArtifactError:
@@ -402,7 +393,6 @@ class Archive:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Opens a regular file. Raises ArtifactError."""
     remedy = "Pass the path of a file that fxwrap.save wrote"
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a fifo must not block

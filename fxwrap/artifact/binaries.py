@@ -21,22 +21,11 @@ from fxwrap.converters.cpp.library import is_compiled_by_triton
 from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError
+from fxwrap.runtime import native
 from fxwrap.runtime.cache_eviction import evict_cache
 from fxwrap.runtime.cache_folder import find_or_build_entry
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernel_library
-from fxwrap.runtime.native import (
-    BRIDGE_LIBRARIES,
-    binary_target,
-    binding_is_loaded,
-    build_bridge,
-    find_prebuilt_bridge,
-    incompatibility_reason,
-    register_prebuilt_bridge,
-    register_prebuilt_kernels,
-    register_prebuilt_program,
-    source_key,
-)
 from fxwrap.runtime.triton.binaries import collect_triton_binaries, install_triton_binary
 from fxwrap.runtime.triton.prebuilt import TritonBinary, register_prebuilt_triton
 from fxwrap.runtime.triton.variants import TritonVariant
@@ -67,8 +56,8 @@ def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[s
         manifest["kernels"] = {"symbols": symbols, "entry": _add(writer, compile_kernel_library(in_cpp))}
     if manifest:
         bridge = bridge_folder()
-        manifest["bridge"] = {name: _add(writer, bridge / name) for name in BRIDGE_LIBRARIES}
-        manifest["target"] = binary_target()
+        manifest["bridge"] = {name: _add(writer, bridge / name) for name in native.BRIDGE_LIBRARIES}
+        manifest["target"] = native.binary_target()
     triton = write_triton(writer, texts)
     return {**manifest, "triton": triton} if triton else manifest
 
@@ -81,7 +70,7 @@ def write_triton(writer: ArchiveWriter, kernels: Iterable[KernelText]) -> list[d
 
 def bridge_folder() -> Path:
     """Returns the folder of the bridge. Raises NativeBuildError where it cannot be built."""
-    return find_prebuilt_bridge() or build_bridge().folder
+    return native.find_prebuilt_bridge() or native.build_bridge().folder
 
 
 def _add(writer: ArchiveWriter, library: Path) -> str:
@@ -133,12 +122,12 @@ def load_binaries(archive: Archive, program: Program, emitter: str) -> str:
             return ""
         if section not in described:
             return f"the file has no compiled code for the emitter '{emitter}'"
-        reason = incompatibility_reason(described["target"])
+        reason = native.incompatibility_reason(described["target"])
         if reason:
             return reason
         if emitter == "cpp":
             emitted = to_cpp(program)
-            sources = {source_key(unit.source) for unit in (emitted, *emitted.functions)}
+            sources = {native.source_key(unit.source) for unit in (emitted, *emitted.functions)}
             same = sources <= {item["source"] for item in described["programs"]}
         else:
             same = symbols <= set(described["kernels"]["symbols"])
@@ -153,21 +142,21 @@ def _load_libraries(archive: Archive, described: Mapping[str, Any], section: str
     items = described[section] if section == "programs" else [described[section]]
     bridge = {str(name): archive.read(str(entry)) for name, entry in described["bridge"].items()}
     libraries = [archive.read(str(item["entry"])) for item in items]
-    if sorted(bridge) != sorted(BRIDGE_LIBRARIES):
+    if sorted(bridge) != sorted(native.BRIDGE_LIBRARIES):
         raise archive.error("manifest.json", f"it names the libraries {sorted(bridge)}, which are not the bridge's")
-    if not binding_is_loaded() and find_prebuilt_bridge() is None:
-        register_prebuilt_bridge(_write_to_cache(bridge))
+    if not native.binding_is_loaded() and native.find_prebuilt_bridge() is None:
+        native.register_prebuilt_bridge(_write_to_cache(bridge))
     paths = [_write_to_cache({"program.so": library}) / "program.so" for library in libraries]
-    bridge_folder = find_prebuilt_bridge()
+    bridge_folder = native.find_prebuilt_bridge()
     if bridge_folder is not None:
-        failure = _load_failure((str(bridge_folder / BRIDGE_LIBRARIES[0]), *map(str, paths)))
+        failure = _load_failure((str(bridge_folder / native.BRIDGE_LIBRARIES[0]), *map(str, paths)))
         if failure:
             return failure
     for item, path in zip(items, paths, strict=True):
         if section == "programs":
-            register_prebuilt_program(str(item["source"]), path)
+            native.register_prebuilt_program(str(item["source"]), path)
         else:
-            register_prebuilt_kernels([str(symbol) for symbol in item["symbols"]], path)
+            native.register_prebuilt_kernels([str(symbol) for symbol in item["symbols"]], path)
     return ""
 
 

@@ -11,16 +11,8 @@ from typing import IO, Any
 
 import torch
 
+from fxwrap.artifact import tensor_file
 from fxwrap.artifact.archive import Archive, ArchiveWriter
-from fxwrap.artifact.tensor_file import (
-    SAFETENSORS_DTYPES,
-    TensorEntry,
-    TensorFileError,
-    header_bytes,
-    header_size,
-    parse_header,
-    tensor_bytes,
-)
 from fxwrap.errors import ArtifactError
 from fxwrap.wrapper_ir import DTYPE_NAMES, DTYPES, OpaqueType, Program
 
@@ -200,8 +192,8 @@ def _group(members: Sequence[tuple[str, torch.Tensor]]) -> tuple[SavedStorage, l
         for name, tensor in members
     ]
     size = max(view.end for view in views)
-    whole = [item.name for item in views
-             if item.is_dense and (item.start, item.end) == (0, size) and item.dtype in SAFETENSORS_DTYPES]  # fmt: skip
+    dense = [item for item in views if item.is_dense and (item.start, item.end) == (0, size)]
+    whole = [item.name for item in dense if item.dtype in tensor_file.SAFETENSORS_DTYPES]
     key = whole[0] if whole else f"{views[0].name}.memory"
     placed = [SavedView(item.name, key, item.start, item.dtype, item.sizes, item.strides) for item in views]
     return SavedStorage(key, size), placed
@@ -215,14 +207,14 @@ def write_constants(writer: ArchiveWriter, layout: ConstantLayout, tensors: Mapp
         described.append(
             (memory.key, torch.uint8, (memory.size,)) if named is None else (memory.key, named.dtype, named.sizes)
         )
-    header = header_bytes(described)
+    header = tensor_file.header_bytes(described)
 
     def parts() -> Iterator[bytes | memoryview]:
         yield header
         for memory in layout.storages:
             view = views_by_storage[memory.key][0]
             content = _bytes_of(tensors[view.name], view, memory.size)
-            yield tensor_bytes(content)
+            yield tensor_file.tensor_bytes(content)
 
     writer.add(ENTRY, parts(), len(header) + sum(memory.size for memory in layout.storages))
 
@@ -250,10 +242,10 @@ def read_constants(
     """
     size = archive.size(ENTRY)
     try:
-        length = header_size(archive.peek(ENTRY, 0, 8), size)
+        length = tensor_file.header_size(archive.peek(ENTRY, 0, 8), size)
         header = archive.peek(ENTRY, 0, length)
-        described = parse_header(header, size)
-    except TensorFileError as error:
+        described = tensor_file.parse_header(header, size)
+    except tensor_file.TensorFileError as error:
         raise archive.error(ENTRY, str(error)) from None
     if {key: item.end - item.start for key, item in described.items()} != {m.key: m.size for m in layout.storages}:
         raise archive.error(ENTRY, "its tensors are not those of the manifest")
@@ -266,22 +258,22 @@ def read_constants(
 _Contents = tuple[bytes, dict[str, torch.Tensor]]
 
 
-def _read(archive: Archive, described: Mapping[str, TensorEntry], length: int) -> _Contents:
+def _read(archive: Archive, described: Mapping[str, tensor_file.TensorEntry], length: int) -> _Contents:
     """Returns the header of this length and the tensors' content in new memory."""
     header = bytearray(length)
     memory = {key: torch.empty(item.end - item.start, dtype=torch.uint8) for key, item in described.items()}
-    archive.read_into(ENTRY, (header, *[tensor_bytes(content) for content in memory.values()]))
+    archive.read_into(ENTRY, (header, *[tensor_file.tensor_bytes(content) for content in memory.values()]))
     return bytes(header), memory
 
 
-def _mapped(archive: Archive, described: Mapping[str, TensorEntry], length: int) -> _Contents:
+def _mapped(archive: Archive, described: Mapping[str, tensor_file.TensorEntry], length: int) -> _Contents:
     """Returns the header of this length and the tensors' content as mappings of the file."""
     try:
         whole, first = archive.mapped(ENTRY)
     except OSError:  # the file system has no mappings
         return _read(archive, described, length)
 
-    def part(item: TensorEntry) -> torch.Tensor:
+    def part(item: tensor_file.TensorEntry) -> torch.Tensor:
         size, start = item.end - item.start, first + length + item.start
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -316,9 +308,9 @@ def read_tensor_file(path: str, mapped: bool = True) -> dict[str, torch.Tensor]:
     except OSError as error:
         raise ArtifactError(path, "", f"it cannot be read: {error.strerror}", remedy) from error
     try:
-        length = header_size(bytes(content[:8]), len(content))
-        described = parse_header(bytes(content[:length]), len(content))
-    except TensorFileError as error:
+        length = tensor_file.header_size(bytes(content[:8]), len(content))
+        described = tensor_file.parse_header(bytes(content[:length]), len(content))
+    except tensor_file.TensorFileError as error:
         raise ArtifactError(path, "", str(error), remedy) from None
     return {name: _tensor(content, length + item.start, item) for name, item in described.items()}
 
@@ -333,7 +325,7 @@ def _content(file: IO[bytes], mapped: bool) -> mmap.mmap | bytearray:
     return content if file.readinto(content) == size else bytearray()  # type: ignore[attr-defined]
 
 
-def _tensor(content: mmap.mmap | bytearray, start: int, item: TensorEntry) -> torch.Tensor:
+def _tensor(content: mmap.mmap | bytearray, start: int, item: tensor_file.TensorEntry) -> torch.Tensor:
     """Returns the tensor at an offset in a file, without a copy if it is aligned."""
     if item.start == item.end:
         return torch.empty(item.sizes, dtype=item.dtype)

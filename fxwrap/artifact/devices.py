@@ -9,58 +9,25 @@ from typing import Any
 
 import torch
 
+from fxwrap import wrapper_ir as ir
 from fxwrap.devices import registered_spec
-from fxwrap.lines import (
-    EnterDevice,
-    ExchangeRngState,
-    ExitDevice,
-    RecordEvent,
-    RestoreRngState,
-    SaveRngState,
-    WaitEvent,
-)
-from fxwrap.wrapper_ir import (
-    Block,
-    Input,
-    LineBase,
-    ListType,
-    OptionalType,
-    Program,
-    ProgramConstant,
-    Tag,
-    TensorType,
-    Type,
-    Value,
-    map_line,
-)
 
 Devices = Mapping[torch.device, torch.device]
 
-_LINES_WITH_DEVICE_NAME = (
-    EnterDevice,
-    ExitDevice,
-    RecordEvent,
-    WaitEvent,
-    SaveRngState,
-    RestoreRngState,
-    ExchangeRngState,
-)
-"""Lines with a device name."""
 
-
-def program_devices(program: Program) -> list[torch.device]:
+def program_devices(program: ir.Program) -> list[torch.device]:
     """Returns the devices of a program's tensors, in order of appearance."""
     devices: dict[torch.device, None] = {}
 
     def note(leaf: object) -> object:
-        if isinstance(leaf, Value) and isinstance(leaf.type, TensorType):
+        if isinstance(leaf, ir.Value) and isinstance(leaf.type, ir.TensorType):
             devices.setdefault(leaf.type.device)
         return leaf
 
     for value in (*[item.value for item in program.inputs], *[item.value for item in program.constants]):
         note(value)
     for line in program.lines():
-        map_line(line, note)
+        ir.map_line(line, note)
     return list(devices)
 
 
@@ -92,15 +59,15 @@ def device_map(present: list[torch.device], wanted: Any) -> dict[torch.device, t
     return {old: new for old, new in pairs.items() if old != new}
 
 
-def move_program(program: Program, devices: Devices) -> Program:
+def move_program(program: ir.Program, devices: Devices) -> ir.Program:
     """Returns the program with devices replaced; payloads of constants do not move."""
     if not devices:
         return program
     inputs = tuple([
-        Input(_value(item.value, devices), item.ownership) if isinstance(item.value, Value) else item
+        ir.Input(_value(item.value, devices), item.ownership) if isinstance(item.value, ir.Value) else item
         for item in program.inputs
     ])  # fmt: skip
-    constants = tuple([ProgramConstant(_value(item.value, devices), item.mutable) for item in program.constants])
+    constants = tuple([ir.ProgramConstant(_value(item.value, devices), item.mutable) for item in program.constants])
     functions = tuple([(name, _block(block, devices)) for name, block in program.functions])
     names = {str(old): str(new) for old, new in devices.items()}
     header = tuple([(key, ", ".join([names.get(part, part) for part in text.split(", ")]))
@@ -109,46 +76,44 @@ def move_program(program: Program, devices: Devices) -> Program:
     return program.replace(inputs=inputs, constants=constants, functions=functions, body=body, header=header)
 
 
-def _block(block: Block, devices: Devices) -> Block:
+def _block(block: ir.Block, devices: Devices) -> ir.Block:
     arguments = tuple([_value(value, devices) for value in block.arguments])
-    return Block(arguments, tuple([_line(line, devices) for line in block.lines]))
+    return ir.Block(arguments, tuple([_line(line, devices) for line in block.lines]))
 
 
-def _line(line: LineBase, devices: Devices) -> LineBase:
-    changed: LineBase = map_line(line, partial(_leaf, devices=devices))
-    if isinstance(changed, _LINES_WITH_DEVICE_NAME):
-        name = str(devices.get(torch.device(changed.device), changed.device))
-        return changed if name == changed.device else dataclasses.replace(changed, device=name)
-    return changed
+def _line(line: ir.LineBase, devices: Devices) -> ir.LineBase:
+    changed: ir.LineBase = ir.map_line(line, partial(_leaf, devices=devices))
+    name = str(devices.get(torch.device(changed.device), changed.device)) if changed.device else ""
+    return changed if name == changed.device else changed.replace(device=name)
 
 
 def _leaf(leaf: object, devices: Devices) -> object:
     match leaf:
-        case Value():
+        case ir.Value():
             return _value(leaf, devices)
-        case Block():
+        case ir.Block():
             return _block(leaf, devices)
         case torch.device():
             return devices.get(leaf, leaf)
-        case Tag("random", (str(name),)):
-            return Tag("random", (str(devices.get(torch.device(name), name)),))
-        case TensorType() | ListType() | OptionalType():
+        case ir.Tag("random", (str(name),)):
+            return ir.Tag("random", (str(devices.get(torch.device(name), name)),))
+        case ir.TensorType() | ir.ListType() | ir.OptionalType():
             return _type(leaf, devices)
         case _:
             return leaf
 
 
-def _value(value: Value, devices: Devices) -> Value:
+def _value(value: ir.Value, devices: Devices) -> ir.Value:
     type_ = _type(value.type, devices)
-    return value if type_ is value.type else Value(value.name, type_)
+    return value if type_ is value.type else ir.Value(value.name, type_)
 
 
-def _type(type_: Type, devices: Devices) -> Type:
+def _type(type_: ir.Type, devices: Devices) -> ir.Type:
     match type_:
-        case TensorType():
+        case ir.TensorType():
             device = devices.get(type_.device)
             return type_ if device is None else dataclasses.replace(type_, device=device)
-        case ListType() | OptionalType():
+        case ir.ListType() | ir.OptionalType():
             return type(type_)(_type(type_.element, devices))
         case _:
             return type_

@@ -14,9 +14,10 @@ from torch.fx import GraphModule
 from fxwrap.artifact.constant_binding import bind_constants, check_constants, match_constant_names, overwrite
 from fxwrap.artifact.constants import ConstantLayout, read_tensor_file
 from fxwrap.artifact.saving import save_program
-from fxwrap.converters.emission import emit, emit_untrusted, explain_out_of_memory
+from fxwrap.converters.emission import emit, emit_interpreter, explain_out_of_memory
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
+from fxwrap.converters.interpreter import UntrustedInterpreter
 from fxwrap.errors import ArtifactError
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.wrapper_ir import ConstantStore, Program, program_key
@@ -83,7 +84,7 @@ class LoadedProgram:
             if self._emitted is None:
                 self._require_constants()
                 if self.trust == "none":
-                    self._emitted = emit_untrusted(self._program)
+                    self._emitted = emit_interpreter(self._program, UntrustedInterpreter)
                 elif self.emitter == "fx":
                     self._emitted = _graph(self._program)
                 else:

@@ -1,10 +1,9 @@
-"""Loads saved programs."""
+"""`fxwrap.load`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,21 +22,42 @@ from fxwrap.options import EMITTERS
 from fxwrap.passes.window_checks import check_windows
 from fxwrap.wrapper_ir import ConstantStore, Program
 
+DeviceLike = torch.device | str
+
 BINARIES = ("auto", "required", "ignored")
 """The values of `fxwrap.load(binaries=...)`."""
 
 
-def load_program(
+def load(
     path: str | Path,
     *,
     emitter: str | None = None,
-    device: torch.device | str | Mapping[Any, Any] | None = None,
+    device: DeviceLike | Mapping[DeviceLike, DeviceLike] | None = None,
     binaries: str = "auto",
     extensions: Iterable[type[ExtensionLine]] = (),
     mmap: bool = True,
     trust: str = "full",
 ) -> LoadedProgram:
-    """Loads a program; see `fxwrap.load`."""
+    """Loads a program that `save` wrote; call the result with the flat inputs.
+
+    The hash of every entry is checked before its use. The kernels in the file are code: with trust="full", load only
+    files whose authors you trust as those of packages that you install.
+
+    Args:
+        path: the file.
+        emitter: the emitter to run with: "python", "cpp", "fx" or "interpreter"; by default the saved one.
+        device: another device of the same type for the program ("cuda:1"), or a mapping for several devices.
+        binaries: "auto" uses compiled code in the file if it is for this machine and these versions, and compiles the
+            rest; "required" raises ArtifactError instead of compiling; "ignored" compiles everything.
+        extensions: vendors' line classes in the program.
+        mmap: whether to map constants on the CPU from the file, which is fast and shares memory between processes. The
+            file must not change while they are used; `save` and renames replace files, but some tools copy in place.
+        trust: "full", or "none" for a file from a stranger: it runs in the interpreter, may have no kernels, and may
+            call only operators that check their operands; compiled code in it is not used.
+
+    Raises ArtifactError for a damaged, truncated or foreign file, for a newer format, and for what `trust` does not
+    allow; OptionError for an unknown value of `emitter`, `binaries` or `trust`.
+    """
     choices = (
         (emitter, EMITTERS, "emitter"),
         (binaries, BINARIES, "choice of binaries"),

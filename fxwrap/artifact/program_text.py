@@ -9,33 +9,20 @@ from typing import Any
 
 import sympy
 
+from fxwrap import wrapper_ir as ir
 from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
 from fxwrap.artifact.trust import check_is_safe
 from fxwrap.devices import language_traits, registered_lines
 from fxwrap.errors import ArtifactError, FxwrapError
 from fxwrap.lines import CORE_LINES, ExtensionLine, ExternCall, Mutate, StartCollective
 from fxwrap.torch_compat import operator_overload
-from fxwrap.wrapper_ir import (
-    Block,
-    KernelDefinition,
-    LineBase,
-    Origin,
-    Program,
-    Role,
-    Source,
-    blocks,
-    leaves,
-    map_line,
-    parse_program,
-    verify,
-)
 
 PROGRAM = "program.ir"
 ORIGINS = "origins.json"
 KERNELS = "kernels"
 
 
-def check_kernels(program: Program, path: str) -> None:
+def check_kernels(program: ir.Program, path: str) -> None:
     """Raises ArtifactError for in-process kernels, whose source does not define all of them."""
     for kernel in program.kernels:
         options = dict(kernel.options)
@@ -47,7 +34,7 @@ def check_kernels(program: Program, path: str) -> None:
             )  # fmt: skip
 
 
-def write_program(writer: ArchiveWriter, program: Program) -> list[dict[str, object]]:
+def write_program(writer: ArchiveWriter, program: ir.Program) -> list[dict[str, object]]:
     """Adds a program's texts; returns the manifest entries of its kernels."""
     writer.add_bytes(PROGRAM, str(program.replace(kernels=())).encode())
     writer.add_bytes(ORIGINS, _origins_text(program).encode())
@@ -62,7 +49,7 @@ def write_program(writer: ArchiveWriter, program: Program) -> list[dict[str, obj
     return described
 
 
-def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]], trust: str = "full") -> Program:
+def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]], trust: str = "full") -> ir.Program:
     """Returns the verified program of a file, without payloads of constants.
 
     Raises ArtifactError for invalid texts, kernels with a wrong hash, unregistered operators, and with the trust "none"
@@ -74,7 +61,9 @@ def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]], tr
     kernels = tuple([_kernel(archive, item) for item in described])
     text = archive.read_text(PROGRAM)
     try:
-        program = verify(parse_program(text, (*CORE_LINES, *registered_lines(), *extensions)).replace(kernels=kernels))
+        program = ir.verify(
+            ir.parse_program(text, (*CORE_LINES, *registered_lines(), *extensions)).replace(kernels=kernels)
+        )
     except FxwrapError as error:
         remedy = "Pass the line classes that it uses as `extensions`, or save it again"
         raise archive.error(PROGRAM, f"it is not a program: {error}", remedy) from None
@@ -92,11 +81,11 @@ def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]], tr
     return program
 
 
-def _check_numbers(archive: Archive, program: Program) -> None:
+def _check_numbers(archive: Archive, program: ir.Program) -> None:
     """Raises ArtifactError for integers of more than 64 bits, which no emitted code can hold."""
     for line in program.lines():
         for leaf in [leaf for names in line.fields_by_role.values() for name in names
-                     for leaf in leaves(getattr(line, name))]:  # fmt: skip
+                     for leaf in ir.leaves(getattr(line, name))]:  # fmt: skip
             numbers = (
                 leaf.atoms(sympy.Integer) if isinstance(leaf, sympy.Basic) else [leaf] if type(leaf) is int else ()
             )
@@ -104,8 +93,7 @@ def _check_numbers(archive: Archive, program: Program) -> None:
                 raise archive.error(PROGRAM, f"the line '{line.opcode}' has an integer of more than 64 bits")
 
 
-def _check_operators(archive: Archive, program: Program) -> None:
-    """Raises ArtifactError for unregistered operators."""
+def _check_operators(archive: Archive, program: ir.Program) -> None:
     called = [line.target if isinstance(line, ExternCall | Mutate) else line.operator for line in program.lines()
               if isinstance(line, ExternCall | Mutate | StartCollective)]  # fmt: skip
     missing = []
@@ -119,12 +107,12 @@ def _check_operators(archive: Archive, program: Program) -> None:
         raise archive.error(PROGRAM, reason, "Import the package that registers them, then load the file")
 
 
-def _kernel(archive: Archive, item: Mapping[str, Any]) -> KernelDefinition:
+def _kernel(archive: Archive, item: Mapping[str, Any]) -> ir.KernelDefinition:
     try:
         name, entry, expected = str(item["name"]), str(item["entry"]), str(item["hash"])
         options = tuple([(str(key), option) for key, option in item["options"]])
         signature = tuple([str(kind) for kind in item["signature"]])
-        kernel = KernelDefinition(name, str(item["language"]), archive.read_text(entry), signature, options)
+        kernel = ir.KernelDefinition(name, str(item["language"]), archive.read_text(entry), signature, options)
     except (KeyError, TypeError, ValueError) as error:
         raise archive.error(MANIFEST, f"it does not describe a kernel: {error!r}") from None
     if kernel.hash != expected:
@@ -136,9 +124,9 @@ def _kernel(archive: Archive, item: Mapping[str, Any]) -> KernelDefinition:
 # --- origins --------------------------------------------------------------------------------------------------------
 
 
-def _origins_text(program: Program) -> str:
+def _origins_text(program: ir.Program) -> str:
     """Returns the origins of all lines as JSON: a table of sources, and for each line its handle and source indices."""
-    sources: dict[Source, int] = {}
+    sources: dict[ir.Source, int] = {}
     lines: list[list[object] | None] = []
     for line in _iterate_lines(program):
         if line.origin is None:
@@ -147,15 +135,15 @@ def _origins_text(program: Program) -> str:
         numbers = [sources.setdefault(source, len(sources)) for source in line.origin.sources]
         lines.append([line.origin.handle, *numbers])
     table = [list(dataclasses.astuple(source)) for source in sources]
-    fields = [field.name for field in dataclasses.fields(Source)]
+    fields = [field.name for field in dataclasses.fields(ir.Source)]
     return json.dumps({"fields": fields, "sources": table, "lines": lines}) + "\n"
 
 
-def restore_origins(program: Program, data: Mapping[str, Any]) -> Program:
+def restore_origins(program: ir.Program, data: Mapping[str, Any]) -> ir.Program:
     """Returns a program with the origins of `_origins_text`'s data."""
-    known = {field.name for field in dataclasses.fields(Source)}
+    known = {field.name for field in dataclasses.fields(ir.Source)}
     sources = [
-        Source(**{name: item for name, item in zip(data["fields"], row, strict=True) if name in known})
+        ir.Source(**{name: item for name, item in zip(data["fields"], row, strict=True) if name in known})
         for row in data["sources"]
     ]
     remaining = iter(data["lines"])
@@ -164,30 +152,30 @@ def restore_origins(program: Program, data: Mapping[str, Any]) -> Program:
     return program.replace(body=body, functions=functions)
 
 
-def _iterate_lines(program: Program) -> Iterator[LineBase]:
+def _iterate_lines(program: ir.Program) -> Iterator[ir.LineBase]:
     for block in (program.body, *[block for _, block in program.functions]):
         yield from _lines_of(block)
 
 
-def _lines_of(block: Block) -> Iterator[LineBase]:
+def _lines_of(block: ir.Block) -> Iterator[ir.LineBase]:
     for line in block.lines:
         yield line
-        for _, nested in blocks(line):
+        for _, nested in ir.blocks(line):
             yield from _lines_of(nested)
 
 
-def _block_with_origins(block: Block, sources: list[Source], remaining: Iterator[Any]) -> Block:
+def _block_with_origins(block: ir.Block, sources: list[ir.Source], remaining: Iterator[Any]) -> ir.Block:
     lines = []
     for line in block.lines:
         item = next(remaining, None)
         if item is not None:
             handle, *numbers = item
-            line = line.replace(origin=Origin(tuple([sources[number] for number in numbers]), handle))
-        if blocks(line):
-            line = map_line(
+            line = line.replace(origin=ir.Origin(tuple([sources[number] for number in numbers]), handle))
+        if ir.blocks(line):
+            line = ir.map_line(
                 line,
-                lambda leaf: _block_with_origins(leaf, sources, remaining) if isinstance(leaf, Block) else leaf,
-                (Role.BLOCK,),
+                lambda leaf: _block_with_origins(leaf, sources, remaining) if isinstance(leaf, ir.Block) else leaf,
+                (ir.Role.BLOCK,),
             )
         lines.append(line)
     return dataclasses.replace(block, lines=tuple(lines))

@@ -108,7 +108,6 @@ def _call_error(line: lines.ExternCall | lines.Mutate) -> str:
 
 
 def _is_enumeration(argument: Any) -> bool:
-    """Whether an argument of a schema is a dtype, a layout or a memory format."""
     return any(name in str(argument.real_type) for name in ("ScalarType", "Layout", "MemoryFormat"))
 
 

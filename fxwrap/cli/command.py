@@ -6,15 +6,13 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from fxwrap.cli.coverage import coverage_table
-from fxwrap.cli.passes import passes_table
+from fxwrap.cli.tables import coverage_table, passes_table
 from fxwrap.cli.target import Target, load_target
 from fxwrap.compare import COMPARED_EMITTERS, CapturedGraph, capture, compare
 from fxwrap.compile import emit, plan_program_memory
@@ -22,6 +20,7 @@ from fxwrap.errors import CommandError, OptionError
 from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.out_variants import use_out_variants
+from fxwrap.runtime.cache_folder import write_file
 from fxwrap.torch_compat import quiet_fake_errors
 from fxwrap.wrapper_ir import print_program, symbol_values
 
@@ -264,17 +263,7 @@ def _write(path: Path, text: str) -> None:
         raise CommandError(f"cannot write '{path}': the folder '{path.parent}' does not exist; create it first")
     if not os.access(path.parent, os.W_OK):
         raise CommandError(f"cannot write '{path}': the folder '{path.parent}' is not writable")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp allows only the user to read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_file(path, lambda file: file.write(text.encode()))
 
 
 def _compare(chosen: argparse.Namespace) -> int:

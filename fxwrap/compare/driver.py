@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from fxwrap.compare.copies import TensorState, copy_inputs, widen_module
-from fxwrap.compare.eager_defects import CorrectedEager
+from fxwrap.compare.dispatch_modes import CorrectedEager, Float64Mode, infer_random_dtype
 from fxwrap.compare.measure import median_seconds, peak_bytes
 from fxwrap.compare.observe import Arguments, Comparator, Function, Observation, RunConfig, largest_error
-from fxwrap.compare.reference import Float64Mode, infer_random_dtype
 from fxwrap.compare.report import Report, RunOutcome
 from fxwrap.compare.subjects import CapturedGraph, Subject, is_graph, make_subject
 from fxwrap.errors import CompareError, OptionError
@@ -109,8 +108,6 @@ def normalize_arguments(inputs: object) -> Arguments:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One comparison: its subject, arguments and run configuration."""
-
     subject: Subject
     arguments: Arguments
     config: RunConfig
@@ -177,7 +174,6 @@ class _Comparison:
             return None, f"{type(error).__name__}: {error}"
 
     def _measure(self, outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:
-        """Returns the outcomes with the time and peak memory of those that run."""
         running = [outcome for outcome in outcomes if outcome.name != "float64" and not outcome.failure]
         runs = [self._run(outcome.name) for outcome in running]
         seconds = median_seconds(self._prepare, runs, self.repeats)

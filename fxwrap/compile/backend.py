@@ -116,8 +116,6 @@ def _is_subclassed(item: object) -> bool:
 
 @dataclass(frozen=True)
 class _GraphCompiler:
-    """Compiles the graphs of one kind that AOTAutograd returns."""
-
     kind: GraphKind
     options: Options
     compile_with: Callable[..., Compiled]

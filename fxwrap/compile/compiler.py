@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import time
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from fxwrap.compile import steps
 from fxwrap.compile.compiled import Compiled, Stage
 from fxwrap.compile.kernels import (
     KernelFailure,
@@ -19,27 +22,20 @@ from fxwrap.compile.kernels import (
     warm_up_kernel_compilers,
     warn_kernel_failures,
 )
-from fxwrap.compile.log import StepTimes, log
-from fxwrap.compile.steps import (
-    EMISSION_STEPS,
-    NOT_LOWERED,
-    PROGRAM_STEPS,
-    CompileContext,
-    CompileState,
-    CompileStep,
-    effective_emitter,
-    steps_for,
-)
 from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
-from fxwrap.converters.emission import emit, emit_memory_checked
+from fxwrap.converters.emission import emit, emit_interpreter
+from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import GraphError, VerifyError
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
+from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
 from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, Options
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import gpu_tuner
 from fxwrap.user_passes import run_source_passes
 from fxwrap.wrapper_ir import Ownership, Program, program_key, symbol_infos, verify
+
+log = logging.getLogger("fxwrap.compile")
 
 
 def compile_graph(
@@ -86,7 +82,7 @@ def compile_graph(
         compiled = None if slot is None else _load_from_cache(slot, graph, compiled_by_key)
         if compiled is None:
             warm_up_kernel_compilers(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
-            context = CompileContext(
+            context = steps.CompileContext(
                 _prepare(graph, example_inputs, options, name, flexible_stride_outputs),
                 options, ownership or {}, frozenset(static_inputs), _fake_inputs(graph), compiled_by_key,
                 gpu_tuner() if options.autotune else None,
@@ -129,7 +125,6 @@ def _prepare(
 
 
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
-    """Returns the fake tensors of a graph's placeholders by name."""
     graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = {node.name: node.meta.get("val") for node in placeholders}
@@ -148,10 +143,10 @@ def _load_from_cache(
         return same
     fake_inputs = _fake_inputs(graph)
     if options.check_memory:
-        emitted = emit_memory_checked(entry.program)
+        emitted = emit_interpreter(entry.program, CheckedInterpreter)
     else:
         emitted = emit(entry.program, options.emitter, fake_inputs)
-    if compile_program_kernels(entry.program, emitted, effective_emitter(options)):
+    if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options)):
         return None
     stages = [Stage("cache", entry.program)]
     return Compiled(stages, options, emitted, fake_inputs, entry.coverage, entry.plan, cached=True)
@@ -179,7 +174,7 @@ class _Attempt:
     is_cacheable: bool = True
 
 
-def _compile(context: CompileContext) -> tuple[Compiled, bool]:
+def _compile(context: steps.CompileContext) -> tuple[Compiled, bool]:
     """Runs the steps until all kernels compile; operators whose kernels fail become extern calls.
 
     Returns the result, and whether it may be cached. Raises the errors that `compile_graph` documents.
@@ -198,14 +193,14 @@ def _compile(context: CompileContext) -> tuple[Compiled, bool]:
     return attempt.compiled, attempt.is_cacheable and not failures
 
 
-def _attempt(context: CompileContext) -> _Attempt:
+def _attempt(context: steps.CompileContext) -> _Attempt:
     options, fake_inputs = context.options, context.fake_inputs
     times, stages = StepTimes(), list[Stage]()
-    state = _run_steps(PROGRAM_STEPS, NOT_LOWERED, context, stages, times)
+    state = _run_steps(steps.PROGRAM_STEPS, steps.NOT_LOWERED, context, stages, times)
     same = _same_program(state.program, options, context.compiled_by_key) if options.cacheable else None
     if same is not None:
         return _Attempt(same)
-    state = _run_steps(EMISSION_STEPS, state, context, stages, times)
+    state = _run_steps(steps.EMISSION_STEPS, state, context, stages, times)
     assert state.emitted is not None
     times.log_summary(state.program, len(state.coverage))
     recompile = None
@@ -215,7 +210,7 @@ def _attempt(context: CompileContext) -> _Attempt:
     return _Attempt(compiled, state.declined_nodes, state.failures, recompile is None and not state.warned)
 
 
-def _autotunes_on_first_call(program: Program, context: CompileContext) -> bool:
+def _autotunes_on_first_call(program: Program, context: steps.CompileContext) -> bool:
     """Whether the sizes of the first call may select other configurations than the graph's hints."""
     tuner = context.tuner
     if tuner is None or context.autotunes_now:
@@ -223,7 +218,7 @@ def _autotunes_on_first_call(program: Program, context: CompileContext) -> bool:
     return tuner.has_pending or (tuner.has_alternatives and bool(symbol_infos(program)))
 
 
-def _recompile_for(context: CompileContext, symbols: Mapping[str, int]) -> Compiled:
+def _recompile_for(context: steps.CompileContext, symbols: Mapping[str, int]) -> Compiled:
     """Compiles the prepared graph again, with autotuning, for these values of its symbols."""
     log.info("'%s' is compiled again for the sizes of its first call: %s", context.prepared.name, dict(symbols))
     options = context.options.replace(autotune=True, symbol_hints={**context.options.symbol_hints, **symbols})
@@ -233,10 +228,14 @@ def _recompile_for(context: CompileContext, symbols: Mapping[str, int]) -> Compi
 
 
 def _run_steps(
-    steps: Sequence[CompileStep], state: CompileState, context: CompileContext, stages: list[Stage], times: StepTimes
-) -> CompileState:
+    table: Sequence[steps.CompileStep],
+    state: steps.CompileState,
+    context: steps.CompileContext,
+    stages: list[Stage],
+    times: StepTimes,
+) -> steps.CompileState:
     """Runs the enabled steps and the user's passes; times and verifies them, and records each changed program."""
-    for step in steps_for(steps, context.options):
+    for step in steps.steps_for(table, context.options):
         before, state = state.program, step.run(state, context)
         if state.program is not before and state.program != before:
             stages.append(Stage(step.name, state.program))
@@ -251,3 +250,29 @@ def _verify_after(stage: Stage) -> None:
         verify(stage.program)
     except VerifyError as error:
         raise VerifyError(error.rule, f"after pass '{stage.pass_name}': {error.reason}", error.context) from None
+
+
+class StepTimes:
+    """The seconds of each step of a compile, in order."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, step: str) -> None:
+        """Records the end of a step; the next one begins."""
+        now = time.perf_counter()
+        self._seconds[step] = now - self._last
+        self._last = now
+
+    def log_summary(self, program: Program, calls: int) -> None:
+        """Logs the compile of a graph with this many calls, at level INFO."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        lines = list(program.lines())
+        launches = sum([isinstance(line, Launch) for line in lines])
+        seconds = ", ".join([f"{step} {seconds:.3f}" for step, seconds in self._seconds.items()])
+        log.info(
+            "'%s': %d calls became %d lines with %d launches of %d kernels in %.3f s (%s)",
+            program.name, calls, len(lines), launches, len(program.kernels), sum(self._seconds.values()), seconds,
+        )  # fmt: skip

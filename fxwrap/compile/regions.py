@@ -148,8 +148,6 @@ def _mutated_operands(node: Node) -> list[Node]:
 
 
 class _RegionGraphWriter:
-    """Writes the copy: unselected nodes, and a call of each region."""
-
     def __init__(self, source: GraphModule, options: Options, name: str) -> None:
         self.source = source
         self.options = options

@@ -9,9 +9,10 @@ from typing import TypeAlias
 
 from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.kernels import KernelFailure, compile_program_kernels
-from fxwrap.converters.emission import emit, emit_memory_checked
+from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.fx import EmittedGraph, to_fx
+from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.fx_passes import PreparedGraph
 from fxwrap.lines import Return
 from fxwrap.lowering import Lowered, NodeCoverage, lower_prepared
@@ -136,7 +137,6 @@ def _partition(state: CompileState, context: CompileContext) -> CompileState:
 
 
 def _transform(function: Callable[[Program], Program]) -> Callable[[CompileState, CompileContext], CompileState]:
-    """Returns a step that applies a function to the program."""
     return lambda state, _context: replace(state, program=function(state.program))
 
 
@@ -156,7 +156,7 @@ def _plan_memory(state: CompileState, context: CompileContext) -> CompileState:
 def _emit(state: CompileState, context: CompileContext) -> CompileState:
     options = context.options
     if options.check_memory:
-        return replace(state, emitted=emit_memory_checked(state.program))
+        return replace(state, emitted=emit_interpreter(state.program, CheckedInterpreter))
     if state.graph is not None and options.emitter == "fx":
         return replace(state, emitted=state.graph)
     return replace(state, emitted=emit(state.program, options.emitter, context.fake_inputs))

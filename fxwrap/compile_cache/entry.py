@@ -27,16 +27,8 @@ from fxwrap.devices import language_traits
 from fxwrap.errors import PlanningError
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan, plan_from_json, plan_to_json
+from fxwrap.runtime import native
 from fxwrap.runtime.cache_folder import cache_folders, file_hash, is_intact
-from fxwrap.runtime.native import (
-    BRIDGE_LIBRARIES,
-    binding_is_loaded,
-    compiled_kernels,
-    find_prebuilt_bridge,
-    register_prebuilt_bridge,
-    register_prebuilt_kernels,
-    register_prebuilt_program,
-)
 from fxwrap.wrapper_ir import ConstantStore, Program
 
 log = logging.getLogger("fxwrap.cache")
@@ -105,11 +97,11 @@ def _libraries(program: Program, emitter: str, emitted: EmittedProgram) -> dict[
         entries["programs"] = [{"source": key, **_library_entry(path)} for key, path in libraries.items()]
     elif links_into_cpp:
         symbols_of: dict[Path, list[str]] = {}
-        for symbol, library in compiled_kernels(tuple([kernel.symbol for kernel in links_into_cpp])).items():
+        for symbol, library in native.compiled_kernels(tuple([kernel.symbol for kernel in links_into_cpp])).items():
             symbols_of.setdefault(library, []).append(symbol)
         entries["kernels"] = [{"symbols": item, **_library_entry(library)} for library, item in symbols_of.items()]
     if entries:
-        entries["bridge"] = [_library_entry(bridge_folder() / name) for name in BRIDGE_LIBRARIES]
+        entries["bridge"] = [_library_entry(bridge_folder() / name) for name in native.BRIDGE_LIBRARIES]
     return entries
 
 
@@ -158,16 +150,16 @@ def _load_libraries(described: Mapping[str, Any]) -> None:
     bridge = [_intact_library(item) for item in described["bridge"]]
     if None in bridge:
         return
-    if not binding_is_loaded() and find_prebuilt_bridge() is None:
-        register_prebuilt_bridge(bridge[0].parent)  # type: ignore[union-attr]
+    if not native.binding_is_loaded() and native.find_prebuilt_bridge() is None:
+        native.register_prebuilt_bridge(bridge[0].parent)  # type: ignore[union-attr]
     for item in described.get("programs", ()):
         library = _intact_library(item)
         if library is not None:
-            register_prebuilt_program(str(item["source"]), library)
+            native.register_prebuilt_program(str(item["source"]), library)
     for item in described.get("kernels", ()):
         library = _intact_library(item)
         if library is not None:
-            register_prebuilt_kernels(list(map(str, item["symbols"])), library)
+            native.register_prebuilt_kernels(list(map(str, item["symbols"])), library)
 
 
 def _intact_library(item: Mapping[str, Any]) -> Path | None:

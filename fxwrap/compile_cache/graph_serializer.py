@@ -17,26 +17,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
+from fxwrap import torch_compat
 from fxwrap.fx_passes.effects import launches_user_kernel
 from fxwrap.fx_passes.source import source_of
 from fxwrap.fx_passes.stream_calls import stream_call, stream_number
-from fxwrap.torch_compat import (
-    FakeScriptObject,
-    FakeTensor,
-    HigherOrderOperator,
-    OpOverload,
-    ShapeEnv,
-    SymbolicNumber,
-    find_shape_env,
-    is_opaque,
-    opaque_class_name,
-    opaque_literal_text,
-    operator_identity,
-    real_object,
-    serialize_shape_env,
-    storage_identity,
-    symbol_expression,
-)
 
 MAX_HASHED_BYTES = 1 << 10
 """Size up to which the content of a graph's CPU tensor is part of its text."""
@@ -61,7 +45,7 @@ class GraphSerializer:
         self._constant_numbers: dict[int, int] = {}
         self._expressions: dict[sympy.Basic, str] = {}
         self._symbols: set[sympy.Symbol] = set()
-        self._shape_env: ShapeEnv | None = None
+        self._shape_env: torch_compat.ShapeEnv | None = None
         self._modules: dict[int, str] = {}
         self._devices: dict[torch.device, str] = {}
 
@@ -73,7 +57,7 @@ class GraphSerializer:
         """Returns the current state of the symbols in their ShapeEnv, which lowering reads and may extend by guards."""
         if not self._symbols or self._shape_env is None:
             return ""
-        return "\n".join(serialize_shape_env(self._shape_env, frozenset(self._symbols), sympy.srepr))
+        return "\n".join(torch_compat.serialize_shape_env(self._shape_env, frozenset(self._symbols), sympy.srepr))
 
     # --- graphs -----------------------------------------------------------------------------------------------------
 
@@ -126,9 +110,9 @@ class GraphSerializer:
         target: Any = node.target
         if isinstance(target, str):
             return target
-        if isinstance(target, OpOverload):
-            return operator_identity(target)
-        if isinstance(target, HigherOrderOperator):
+        if isinstance(target, torch_compat.OpOverload):
+            return torch_compat.operator_identity(target)
+        if isinstance(target, torch_compat.HigherOrderOperator):
             return f"higher_order.{target.name()}"  # type: ignore[no-untyped-call]
         module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
         if module in ("_operator", "builtins", "math", "torch") and name:
@@ -148,9 +132,9 @@ class GraphSerializer:
             self.parts.append(f"graph {full_path}")
             self.module(attribute, full_path)
             return f"{target} is {full_path}"
-        if is_opaque(attribute):
-            self.constants.setdefault(("attr", full_path), real_object(attribute))
-            return f"{target} is an object of {opaque_class_name(attribute)}"
+        if torch_compat.is_opaque(attribute):
+            self.constants.setdefault(("attr", full_path), torch_compat.real_object(attribute))
+            return f"{target} is an object of {torch_compat.opaque_class_name(attribute)}"
         if isinstance(attribute, torch.Tensor):
             is_literal = not isinstance(attribute, torch.nn.Parameter)
             return f"{target} is {self._tensor_constant(('attr', full_path), attribute, is_literal)}"
@@ -163,7 +147,7 @@ class GraphSerializer:
         number = self._constant_numbers.setdefault(id(tensor), len(self._constant_numbers))
         self.constants.setdefault(location, tensor)
         text = f"#{number} {self._tensor(tensor)}"
-        plain = tensor.is_cpu and not isinstance(tensor, FakeTensor) and tensor.layout is torch.strided
+        plain = tensor.is_cpu and not isinstance(tensor, torch_compat.FakeTensor) and tensor.layout is torch.strided
         plain = plain and not (tensor.is_conj() or tensor.is_neg())
         if is_literal and plain and tensor.numel() * tensor.element_size() <= MAX_HASHED_BYTES:
             text += f" {_content(tensor)}"
@@ -189,10 +173,10 @@ class GraphSerializer:
         if device_name is None:
             device_name = self._devices[device] = str(device)
             self.devices[device] = None
-        name = "" if kind is FakeTensor else kind.__name__
+        name = "" if kind is torch_compat.FakeTensor else kind.__name__
         if tensor.layout is not torch.strided:
             return f"{name} {tensor.dtype}{self._sizes(tensor.shape)}@{device_name} {tensor.layout}"
-        storage = self._storages.setdefault(storage_identity(tensor), len(self._storages))
+        storage = self._storages.setdefault(torch_compat.storage_identity(tensor), len(self._storages))
         offset = tensor.storage_offset()
         start = offset if type(offset) is int else self._number(offset)
         flags = f"{tensor.is_conj():d}{tensor.is_neg():d}{tensor.requires_grad:d}"
@@ -202,15 +186,15 @@ class GraphSerializer:
     def _sizes(self, sizes: Sequence[int | torch.SymInt]) -> str:
         return f"[{','.join([str(size) if type(size) is int else self._number(size) for size in sizes])}]"
 
-    def _number(self, number: int | SymbolicNumber) -> str:
+    def _number(self, number: int | torch_compat.SymbolicNumber) -> str:
         if isinstance(number, int):
             return repr(number)
-        shape_env = find_shape_env(number)
+        shape_env = torch_compat.find_shape_env(number)
         if self._shape_env is None:
             self._shape_env = shape_env
         elif shape_env is not None and shape_env is not self._shape_env:
             raise NotCacheable("its sizes belong to two ShapeEnvs")
-        return f"{type(number).__name__}({self._expression(symbol_expression(number))})"
+        return f"{type(number).__name__}({self._expression(torch_compat.symbol_expression(number))})"
 
     def _expression(self, expression: sympy.Basic) -> str:
         text = self._expressions.get(expression)
@@ -242,13 +226,13 @@ class GraphSerializer:
             return self._mapping(item)
         if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self._number(item)
-        if isinstance(item, OpOverload):
-            return operator_identity(item)
+        if isinstance(item, torch_compat.OpOverload):
+            return torch_compat.operator_identity(item)
         if isinstance(item, slice):
             return f"slice{self._items((item.start, item.stop, item.step))}"
-        if isinstance(item, FakeScriptObject):  # an input, of whose content the program knows nothing
-            return f"object of {opaque_class_name(item)}"
-        text = opaque_literal_text(item)
+        if isinstance(item, torch_compat.FakeScriptObject):  # an input, of whose content the program knows nothing
+            return f"object of {torch_compat.opaque_class_name(item)}"
+        text = torch_compat.opaque_literal_text(item)
         if text is not None:
             self.constants.setdefault(("literal", text), item)
             return text

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.fx import to_fx
-from fxwrap.converters.interpreter import CheckedInterpreter, Interpreter, UntrustedInterpreter
+from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.devices import line_handlers
 from fxwrap.memory_planning import MemoryPlan, out_of_memory_message
@@ -23,20 +23,10 @@ def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] |
     return to_fx(program, fake_inputs=fake_inputs) if emitter == "fx" else EMITTER_FUNCTIONS[emitter](program)
 
 
-def emit_interpreter(program: Program) -> EmittedProgram:
-    """Returns a program that the interpreter runs; its text is the IR."""
-    return EmittedProgram(str(program), lambda: lambda inputs: Interpreter(program).run(inputs))
-
-
-def emit_untrusted(program: Program) -> EmittedProgram:
-    """Returns a program from a stranger, which the interpreter runs; its text is the IR."""
-    return EmittedProgram(str(program), lambda: lambda inputs: UntrustedInterpreter(program).run(inputs))
-
-
-def emit_memory_checked(program: Program) -> EmittedProgram:
-    """Returns a program that the memory-checking interpreter runs; its text is the IR."""
+def emit_interpreter(program: Program, interpreter: type[Interpreter] = Interpreter) -> EmittedProgram:
+    """Returns a program that an interpreter runs, with the devices' handlers for "interpreter"; its text is the IR."""
     handlers = line_handlers(Interpreter.name)
-    return EmittedProgram(str(program), lambda: lambda inputs: CheckedInterpreter(program, handlers).run(inputs))
+    return EmittedProgram(str(program), lambda: lambda inputs: interpreter(program, handlers).run(inputs))
 
 
 EMITTER_FUNCTIONS: dict[str, Callable[[Program], EmittedProgram]] = {

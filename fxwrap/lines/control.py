@@ -11,8 +11,7 @@ from typing import ClassVar
 import sympy
 import torch
 
-from fxwrap.lines.aliasing import writes_error
-from fxwrap.lines.block_types import slice_types, stacked_type_mismatch, type_mismatch, types_of
+from fxwrap.lines.operands import slice_types, stacked_type_mismatch, type_mismatch, types_of, writes_error
 from fxwrap.symbolic import expression_kind
 from fxwrap.wrapper_ir import (
     Block,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxwrap.lines.aliasing import alias_error, aliased_operand, writes_error
+from fxwrap.lines.operands import alias_error, aliased_operand, writes_error
 from fxwrap.wrapper_ir import (
     Effect,
     Form,

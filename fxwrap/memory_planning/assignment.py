@@ -8,21 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxwrap.errors import OptionError, PlanningError
-from fxwrap.memory_planning.greedy import (
-    Buffer,
-    best_fit,
-    count_overlapping_pairs,
-    greedy_by_duration,
-    greedy_by_size,
-    max_live_bytes,
-    peak_of,
-)
+from fxwrap.memory_planning import greedy
 from fxwrap.memory_planning.search import SearchLimits, SearchStatus, search
 
-HEURISTICS: Mapping[str, Callable[[Sequence[Buffer]], list[int]]] = {
-    "greedy_by_size": greedy_by_size,
-    "best_fit": best_fit,
-    "greedy_by_duration": greedy_by_duration,
+HEURISTICS: Mapping[str, Callable[[Sequence[greedy.Buffer]], list[int]]] = {
+    "greedy_by_size": greedy.greedy_by_size,
+    "best_fit": greedy.best_fit,
+    "greedy_by_duration": greedy.greedy_by_duration,
 }
 ALGORITHMS = (*HEURISTICS, "search", "auto")
 
@@ -57,7 +49,7 @@ class Assignment:
 
 
 def assign_offsets(
-    buffers: Sequence[Buffer],
+    buffers: Sequence[greedy.Buffer],
     *,
     alignment: int = 1,
     capacity: int | None = None,
@@ -85,7 +77,7 @@ def assign_offsets(
     aligned = [_aligned(position, buffer, alignment) for position, buffer in enumerate(buffers)]
     nonempty = [position for position, (_, _, size) in enumerate(aligned) if size]
     chosen = [aligned[position] for position in nonempty]
-    bound = max_live_bytes(chosen)
+    bound = greedy.max_live_bytes(chosen)
     if bound > _INT64_MAX:
         raise PlanningError(f"{bound} bytes are live at once, which exceeds 64 bits: check the sizes of buffers")
     planner = _OffsetPlanner(chosen, bound, alignment, capacity, time.monotonic() + time_limit_s)
@@ -93,7 +85,7 @@ def assign_offsets(
     offsets = [0] * len(aligned)
     for position, offset in zip(nonempty, assigned):
         offsets[position] = offset
-    result = Assignment(tuple(offsets), peak_of(chosen, assigned), bound, name)
+    result = Assignment(tuple(offsets), greedy.peak_of(chosen, assigned), bound, name)
     _check_result(result, capacity)
     return result
 
@@ -102,7 +94,7 @@ def assign_offsets(
 class _OffsetPlanner:
     """An assignment problem with aligned, non-zero sizes."""
 
-    buffers: list[Buffer]
+    buffers: list[greedy.Buffer]
     lower_bound: int
     alignment: int
     capacity: int | None
@@ -119,7 +111,7 @@ class _OffsetPlanner:
             return algorithm, HEURISTICS[algorithm](self.buffers)
         thorough = algorithm == "search"
         name, offsets = self._best_heuristic(thorough)
-        peak = peak_of(self.buffers, offsets)
+        peak = greedy.peak_of(self.buffers, offsets)
         impossible = self.capacity is not None and self.capacity < self.lower_bound
         is_searched = thorough or self.capacity is not None or self._scaled(_BOUND_STEPS) >= 2 * len(self.buffers)
         if peak <= self.target or impossible or not is_searched:
@@ -131,14 +123,16 @@ class _OffsetPlanner:
         """Returns the name and offsets of the best heuristic, tried in order until the target is reached."""
         count = len(self.buffers)
         limit = max(_MIN_PAIR_BUDGET, _PAIRS_PER_BUFFER * count)
-        names = tuple(HEURISTICS) if thorough or count_overlapping_pairs(self.buffers) <= limit else ("best_fit",)
+        names = (
+            tuple(HEURISTICS) if thorough or greedy.count_overlapping_pairs(self.buffers) <= limit else ("best_fit",)
+        )
         best = ""
         offsets: Sequence[int] = ()
         for name in names:
             candidate = HEURISTICS[name](self.buffers)
-            if not best or peak_of(self.buffers, candidate) < peak_of(self.buffers, offsets):
+            if not best or greedy.peak_of(self.buffers, candidate) < greedy.peak_of(self.buffers, offsets):
                 best, offsets = name, candidate
-            if peak_of(self.buffers, offsets) <= self.target:
+            if greedy.peak_of(self.buffers, offsets) <= self.target:
                 break
         return best, offsets
 
@@ -155,7 +149,7 @@ class _OffsetPlanner:
         while True:
             offsets, proved = self._narrow(proved, peak, effort)
             if offsets:
-                best, peak = offsets, peak_of(self.buffers, offsets)
+                best, peak = offsets, greedy.peak_of(self.buffers, offsets)
             if not thorough or self._is_over() or peak - proved <= max(self._tolerance, self.alignment):
                 return best
             effort *= 2
@@ -173,7 +167,7 @@ class _OffsetPlanner:
             result = search(self.buffers, tried, SearchLimits(steps, self.deadline))
             match result.outcome:
                 case SearchStatus.SOLVED:
-                    best, peak = result.offsets, peak_of(self.buffers, result.offsets)
+                    best, peak = result.offsets, greedy.peak_of(self.buffers, result.offsets)
                 case SearchStatus.INFEASIBLE:
                     low = proved = tried
                 case SearchStatus.LIMIT_REACHED:
@@ -187,7 +181,7 @@ class _OffsetPlanner:
 
     def _scaled(self, steps: int) -> int:
         """Returns the number of steps that take about as long as `steps` in a small problem."""
-        return max(1, steps * _FULL_STEPS_PAIRS // max(_FULL_STEPS_PAIRS, count_overlapping_pairs(self.buffers)))
+        return max(1, steps * _FULL_STEPS_PAIRS // max(_FULL_STEPS_PAIRS, greedy.count_overlapping_pairs(self.buffers)))
 
     def _is_over(self) -> bool:
         return time.monotonic() > self.deadline
@@ -204,7 +198,7 @@ def _check_options(alignment: object, capacity: object, algorithm: str, time_lim
         raise OptionError(f"time_limit_s must be 0 or more seconds, not {time_limit_s!r}")
 
 
-def _aligned(position: int, buffer: Sequence[int], alignment: int) -> Buffer:
+def _aligned(position: int, buffer: Sequence[int], alignment: int) -> greedy.Buffer:
     """Returns a buffer with its size rounded up. Raises PlanningError for an invalid one."""
     try:
         first, last, size = map(operator.index, buffer)

@@ -144,7 +144,6 @@ class _Merger:
     def _merge_closures(
         self, exchanges: list[_Exchange], at_start: dict[int, _Exchange], at_end: dict[int, _Exchange]
     ) -> bool:
-        """Merges disjoint closures, the smallest first."""
         closures = {closure for exchange in exchanges if (closure := self._closure(exchange, at_start, at_end))}
         merged: set[int] = set()
         for closure in sorted(closures, key=lambda closure: (len(closure), closure)):

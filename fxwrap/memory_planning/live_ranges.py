@@ -8,24 +8,9 @@ from enum import Enum
 
 import torch
 
+from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, Free, Reuse
 from fxwrap.symbolic import Size, maximum, product
-from fxwrap.wrapper_ir import (
-    Block,
-    LineBase,
-    Program,
-    TensorType,
-    Value,
-    alias_roots,
-    consumed,
-    contiguous_strides,
-    defined,
-    holds_memory,
-    last_uses,
-    reads,
-    released_inputs,
-    used,
-)
 
 
 class MemoryOwner(Enum):
@@ -68,7 +53,7 @@ class LiveRange:
         return self.names[0]
 
 
-def live_ranges(block: Block, inputs: Mapping[str, Value], released: Iterable[str] = ()) -> tuple[LiveRange, ...]:
+def live_ranges(block: ir.Block, inputs: Mapping[str, ir.Value], released: Iterable[str] = ()) -> tuple[LiveRange, ...]:
     """Returns the live ranges of a block's memory, in the order of definition.
 
     All views of a buffer and its in-place updates share one live range. Memory in flight is live until its wait.
@@ -80,16 +65,16 @@ def live_ranges(block: Block, inputs: Mapping[str, Value], released: Iterable[st
         released: the inputs that the block consumes, which are live until then; the others are live throughout.
     """
     lines, count = block.lines, len(block.lines)
-    root_of = alias_roots(lines, inputs.values())
-    last = last_uses(lines, inputs.values())
-    consumed_at = {value.name: position for position, line in enumerate(lines) for value in consumed(line)}
-    returned = {root_of[value.name] for value in reads(lines[-1])}
+    root_of = ir.alias_roots(lines, inputs.values())
+    last = ir.last_uses(lines, inputs.values())
+    consumed_at = {value.name: position for position, line in enumerate(lines) for value in ir.consumed(line)}
+    returned = {root_of[value.name] for value in ir.reads(lines[-1])}
     following, excluded = _reuse_chains(lines, root_of)
     releasable = set(released)
-    roots = {name: (value, 0, False) for name, value in inputs.items() if isinstance(value.type, TensorType)}
+    roots = {name: (value, 0, False) for name, value in inputs.items() if isinstance(value.type, ir.TensorType)}
     for position, line in enumerate(lines):
-        for value in defined(line):
-            if root_of[value.name] == value.name and holds_memory(value) and isinstance(value.type, TensorType):
+        for value in ir.defined(line):
+            if root_of[value.name] == value.name and ir.holds_memory(value) and isinstance(value.type, ir.TensorType):
                 roots[value.name] = (value, position, isinstance(line, Alloc))
     reused = set(following.values())
     ranges = []
@@ -112,32 +97,32 @@ def live_ranges(block: Block, inputs: Mapping[str, Value], released: Iterable[st
     return tuple(ranges)
 
 
-def _reuse_chains(lines: Iterable[LineBase], root_of: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+def _reuse_chains(lines: Iterable[ir.LineBase], root_of: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
     """Returns the root that each consumed root turns into, and the roots that a plan must not assign."""
     following: dict[str, str] = {}
     excluded: set[str] = set()
     for line in lines:
-        roots = consumed(line)
-        results = [value.name for value in defined(line) if line.alias_of(value) is None] if roots else []
+        roots = ir.consumed(line)
+        results = [value.name for value in ir.defined(line) if line.alias_of(value) is None] if roots else []
         if results:
             following[roots[0].name] = results[0]
         if roots and not isinstance(line, Free | Reuse):
             excluded.update([*[value.name for value in roots], *results])
         if line.is_async_start or line.is_async_wait or line.stream != 0:
-            excluded.update([root_of[value.name] for value in (*used(line), *defined(line))])
+            excluded.update([root_of[value.name] for value in (*ir.used(line), *ir.defined(line))])
     return following, excluded
 
 
-def program_live_ranges(program: Program) -> tuple[LiveRange, ...]:
+def program_live_ranges(program: ir.Program) -> tuple[LiveRange, ...]:
     """Returns the live ranges of a program's body, including inputs and constants."""
-    inputs = {item.name: item.value for item in program.inputs if isinstance(item.value, Value)}
+    inputs = {item.name: item.value for item in program.inputs if isinstance(item.value, ir.Value)}
     inputs |= {constant.value.name: constant.value for constant in program.constants}
-    return live_ranges(program.body, inputs, [value.name for value in released_inputs(program.inputs)])
+    return live_ranges(program.body, inputs, [value.name for value in ir.released_inputs(program.inputs)])
 
 
-def byte_size(type_: TensorType) -> Size:
+def byte_size(type_: ir.TensorType) -> Size:
     """Returns the bytes of an allocation of a type, never negative for any value of symbols."""
-    if type_.strides == contiguous_strides(type_.sizes):
+    if type_.strides == ir.contiguous_strides(type_.sizes):
         return product((*type_.sizes, type_.dtype.itemsize))
     size = type_.storage_bytes
     return size if isinstance(size, int) else maximum(size, 0)

@@ -7,22 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fxwrap import wrapper_ir as ir
 from fxwrap.errors import PlanningError
 from fxwrap.memory_planning.assignment import assign_offsets
 from fxwrap.memory_planning.live_ranges import LiveRange, MemoryOwner, live_ranges, program_live_ranges
 from fxwrap.memory_planning.offsets import assign_symbolic_offsets
 from fxwrap.memory_planning.pools import OffsetAssignment, Span, choose_pools, pool_span, profile
 from fxwrap.symbolic import Number, Size, evaluate
-from fxwrap.wrapper_ir import (
-    Block,
-    Program,
-    blocks,
-    called_functions,
-    defined,
-    defined_symbol,
-    hints_with_fallback,
-    symbol_values,
-)
 
 _MAX_UNHINTED_BYTES = 2**40
 """Upper bound of the estimate of a size whose symbols have no hints."""
@@ -86,7 +77,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    program: Program,
+    program: ir.Program,
     *,
     alignment: Callable[[torch.device], int],
     algorithm: str = "auto",
@@ -112,7 +103,7 @@ def plan_memory(
     """
     if not slack >= 0:
         raise PlanningError(f"slack must be a fraction of the peak, 0 or more, not {slack}")
-    known, values = symbol_values(program, hints), hints_with_fallback(program, hints)
+    known, values = ir.symbol_values(program, hints), ir.hints_with_fallback(program, hints)
     planner = _PlanBuilder(known, values, alignment, algorithm, time_limit_s, slack)
     for name, function in program.functions:
         planner.block(name, function, _block_ranges(function))
@@ -121,17 +112,17 @@ def plan_memory(
     return MemoryPlan((body, *[planner.plans[label] for label in labels]))
 
 
-def nested_blocks(program: Program) -> list[tuple[str, Block]]:
+def nested_blocks(program: ir.Program) -> list[tuple[str, ir.Block]]:
     """Returns the blocks inside the lines of a program, outer before inner, with labels such as "body.3.then"."""
-    labelled: list[tuple[str, Block]] = [("body", program.body), *program.functions]
+    labelled: list[tuple[str, ir.Block]] = [("body", program.body), *program.functions]
     outermost = len(labelled)
     for label, block in labelled:
         labelled += [(f"{label}.{position}.{name}", nested) for position, line in enumerate(block.lines)
-                     for name, nested in blocks(line)]  # fmt: skip
+                     for name, nested in ir.blocks(line)]  # fmt: skip
     return labelled[outermost:]
 
 
-def _block_ranges(block: Block) -> tuple[LiveRange, ...]:
+def _block_ranges(block: ir.Block) -> tuple[LiveRange, ...]:
     """Returns the live ranges of the memory that a nested block defines."""
     arguments = {value.name: value for value in block.arguments}
     return tuple([item for item in live_ranges(block, arguments) if item.name not in arguments])
@@ -173,7 +164,7 @@ class _PlanBuilder:
             raise PlanningError(f"the alignment on {item.device} is {step}; it must be a power of two")
         return -(-size // step) * step
 
-    def block(self, label: str, block: Block, ranges: Sequence[LiveRange]) -> BlockPlan:
+    def block(self, label: str, block: ir.Block, ranges: Sequence[LiveRange]) -> BlockPlan:
         """Plans one block after its nested blocks."""
         spans = [(item.first, item.end, self.bytes_of(item)) for item in ranges]
         peaks, bounds = self._nested_peaks(label, block, {item.name: size for item, (_, _, size) in zip(ranges, spans)})
@@ -207,7 +198,7 @@ class _PlanBuilder:
         candidates = [choose_pools(spans, around, item, self._assign(device)) for item in limits]
         return min(candidates, key=lambda pools: sum([1 - len(item.members) for item in pools]))
 
-    def _nested_peaks(self, label: str, block: Block, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
+    def _nested_peaks(self, label: str, block: ir.Block, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
         """Returns the peak of the blocks and functions that each line runs, with pools and without.
 
         The line's results, whose sizes are among `sizes`, are not included.
@@ -215,18 +206,18 @@ class _PlanBuilder:
         peaks, bounds = [0] * len(block.lines), [0] * len(block.lines)
         for position, line in enumerate(block.lines):
             run = [self.block(f"{label}.{position}.{name}", nested, _block_ranges(nested))
-                   for name, nested in blocks(line)]  # fmt: skip
-            run += [self.plans[name] for name in called_functions(line)]
+                   for name, nested in ir.blocks(line)]  # fmt: skip
+            run += [self.plans[name] for name in ir.called_functions(line)]
             if run:
-                results = sum([sizes.get(value.name, 0) for value in defined(line)])
+                results = sum([sizes.get(value.name, 0) for value in ir.defined(line)])
                 peaks[position] = max(max([plan.peak for plan in run]) - results, 0)
                 bounds[position] = max(max([plan.lower_bound for plan in run]) - results, 0)
         return peaks, bounds
 
-    def _groups(self, block: Block, ranges: Sequence[LiveRange]) -> list[list[int]]:
+    def _groups(self, block: ir.Block, ranges: Sequence[LiveRange]) -> list[list[int]]:
         """Returns the buffers that may share a pool, by index: on one device, with sizes known at its allocation."""
         known_at = {symbol.name: position for position, line in enumerate(block.lines)
-                    if (symbol := defined_symbol(line)) is not None}  # fmt: skip
+                    if (symbol := ir.defined_symbol(line)) is not None}  # fmt: skip
         planned = {index: item for index, item in enumerate(ranges) if item.owner is MemoryOwner.PROGRAM}
         groups: dict[object, list[int]] = {}
         first: dict[object, int] = {}

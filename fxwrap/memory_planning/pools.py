@@ -218,8 +218,6 @@ class _PendingSpans:
 
 
 class _GroupBuilder:
-    """Grows one group."""
-
     def __init__(self, spans: Sequence[Span], free: Tensor, max_size: int) -> None:
         self.spans = spans
         self.free = free

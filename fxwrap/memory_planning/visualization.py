@@ -52,8 +52,6 @@ def plan_svg(plan: MemoryPlan, values: Mapping[str, Number] | None = None) -> st
 
 
 class _PoolSizes:
-    """Evaluates sizes of a pool."""
-
     def __init__(self, pool: PoolPlan, values: Mapping[str, Number]) -> None:
         self.values = dict(values)
         for name, term in pool.terms:

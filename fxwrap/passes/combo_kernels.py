@@ -9,8 +9,7 @@ import torch
 
 from fxwrap.devices import KernelCombiner, find_language
 from fxwrap.lines import Alloc, Launch, View
-from fxwrap.passes.scheduling_regions import SchedulingRegions
-from fxwrap.passes.scheduling_units import SchedulingUnit
+from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.printers import PrintedKernel
 from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Program, Value, executed_blocks, uses_streams
 
@@ -104,7 +103,6 @@ def _bytes(line: Launch) -> int:
 
 
 def _tensors(line: Launch) -> list[Value]:
-    """Returns the tensors that a launch passes, in the order of the kernel's parameters."""
     return [*[item for item in line.arguments if isinstance(item, Value)], *line.outs]
 
 
@@ -184,7 +182,6 @@ class _KernelCombining:
         return results >= sum([sizes.get(root, 0) for root in last])
 
     def _combined_launch(self, candidates: Sequence[_Candidate]) -> Launch:
-        """Returns the launch of the combo kernel, and adds the kernel."""
         first = candidates[0]
         rows = [_tensors(item.line) for item in candidates]
         scalars = _scalars(first.line)

@@ -20,24 +20,12 @@ from dataclasses import dataclass
 
 import torch
 
+from fxwrap import wrapper_ir as ir
 from fxwrap.devices import language_traits, registered_spec
 from fxwrap.lines import EnterDevice, ExitDevice, Launch
-from fxwrap.wrapper_ir import (
-    CURRENT_STREAM,
-    Block,
-    LineBase,
-    Program,
-    blocks,
-    defined_symbol,
-    executed_blocks,
-    has_device_index,
-    is_release,
-    stream_device,
-    stream_of,
-)
 
 
-def insert_device_guards(program: Program) -> Program:
+def insert_device_guards(program: ir.Program) -> ir.Program:
     """Returns the program with `device.enter` and `device.exit` around the lines that require a device or a stream.
 
     Adjacent lines with equal requirements share a guard, including compatible lines between them. If a block or a
@@ -78,36 +66,36 @@ class _BlockRequirements:
 class _GuardInserter:
     """Inserts guards in blocks. `by_device` are the kernels whose launches run on the current device."""
 
-    def __init__(self, by_device: frozenset[str], functions: Mapping[str, Block]) -> None:
+    def __init__(self, by_device: frozenset[str], functions: Mapping[str, ir.Block]) -> None:
         self.by_device = by_device
         self.functions = functions
-        self._requirements: dict[int, tuple[Block, _BlockRequirements]] = {}  # by identity of the block
-        self._guarded: dict[int, tuple[Block, Block]] = {}
+        self._requirements: dict[int, tuple[ir.Block, _BlockRequirements]] = {}  # by identity of the block
+        self._guarded: dict[int, tuple[ir.Block, ir.Block]] = {}
 
     # --- requirements -----------------------------------------------------------------------------------------------
 
-    def requirement(self, line: LineBase) -> _Requirement | None:
+    def requirement(self, line: ir.LineBase) -> _Requirement | None:
         """Returns the requirement of a line, or None."""
-        if line.on_host or line.terminator or is_release(line):
+        if line.on_host or line.terminator or ir.is_release(line):
             return None
-        stream = stream_of(line)
+        stream = ir.stream_of(line)
         if line.event_step:
-            return _ANY if stream == CURRENT_STREAM else None
-        if stream != CURRENT_STREAM:
+            return _ANY if stream == ir.CURRENT_STREAM else None
+        if stream != ir.CURRENT_STREAM:
             return _Requirement(*stream)
         if isinstance(line, Launch) and line.kernel in self.by_device:
-            return _device_requirement(stream_device(line))
-        inner = executed_blocks(line, self.functions)
+            return _device_requirement(ir.stream_device(line))
+        inner = ir.executed_blocks(line, self.functions)
         if inner:
             return _Requirement(self.single_device(inner) or "", 0)
-        return _ANY if stream_device(line) is not None or line.effects() else None
+        return _ANY if ir.stream_device(line) is not None or line.effects() else None
 
-    def block_requirements(self, block: Block) -> _BlockRequirements:
+    def block_requirements(self, block: ir.Block) -> _BlockRequirements:
         """Returns the requirements of the lines of a block."""
         cached = self._requirements.get(id(block))
         if cached is None:
             own = [item for line in block.lines if (item := self.requirement(line)) is not None]
-            inner = [nested for line in block.lines for nested in executed_blocks(line, self.functions)]
+            inner = [nested for line in block.lines for nested in ir.executed_blocks(line, self.functions)]
             nested = [self.block_requirements(item) for item in inner]
             devices = frozenset([item.device for item in own if item.device]).union(*[item.devices for item in nested])
             changes_stream = any(isinstance(line, EnterDevice) or line.event_step for line in block.lines)
@@ -115,7 +103,7 @@ class _GuardInserter:
             cached = self._requirements[id(block)] = block, _BlockRequirements(devices, streams)
         return cached[1]
 
-    def single_device(self, blocks_: Sequence[Block]) -> str | None:
+    def single_device(self, blocks_: Sequence[ir.Block]) -> str | None:
         """Returns the only device that blocks require; None if they require several, none, or a stream.
 
         Blocks with a single device run under one guard and have none inside.
@@ -126,18 +114,18 @@ class _GuardInserter:
 
     # --- guards -----------------------------------------------------------------------------------------------------
 
-    def block(self, block: Block) -> Block:
+    def block(self, block: ir.Block) -> ir.Block:
         """Returns a block with its guards."""
         cached = self._guarded.get(id(block))
         if cached is None:
             lines = _LineGuarding(self).run(block.lines)
             same = len(lines) == len(block.lines) and all(new is old for new, old in zip(lines, block.lines))
-            cached = self._guarded[id(block)] = block, block if same else Block(block.arguments, lines)
+            cached = self._guarded[id(block)] = block, block if same else ir.Block(block.arguments, lines)
         return cached[1]
 
-    def guard_nested_blocks(self, line: LineBase) -> LineBase:
+    def guard_nested_blocks(self, line: ir.LineBase) -> ir.LineBase:
         """Returns a line with guards in its blocks, unless they run under a guard around the line."""
-        inner = dict(blocks(line))
+        inner = dict(ir.blocks(line))
         if not inner or self.single_device([*inner.values()]) is not None:
             return line
         changes = {name: self.block(block) for name, block in inner.items()}
@@ -150,12 +138,12 @@ class _LineGuarding:
 
     def __init__(self, inserter: _GuardInserter) -> None:
         self.inserter = inserter
-        self.lines: list[LineBase] = []
-        self.tail: list[LineBase] = []  # after the last line that requires the open guard
+        self.lines: list[ir.LineBase] = []
+        self.tail: list[ir.LineBase] = []  # after the last line that requires the open guard
         self.open: _Requirement | None = None
         self.existing: list[EnterDevice] = []
 
-    def run(self, lines: Sequence[LineBase]) -> tuple[LineBase, ...]:
+    def run(self, lines: Sequence[ir.LineBase]) -> tuple[ir.LineBase, ...]:
         """Returns the lines with their guards."""
         for line in lines:
             need = self.inserter.requirement(line)
@@ -169,7 +157,7 @@ class _LineGuarding:
             self._add(self.inserter.guard_nested_blocks(line), self.open is not None and need == self.open)
         return tuple(self.lines)
 
-    def _add(self, line: LineBase, requires_guard: bool) -> None:
+    def _add(self, line: ir.LineBase, requires_guard: bool) -> None:
         if isinstance(line, EnterDevice):
             self.existing.append(line)
         elif isinstance(line, ExitDevice):
@@ -183,7 +171,6 @@ class _LineGuarding:
             self.tail.clear()
 
     def _is_compatible(self, need: _Requirement) -> bool:
-        """Whether a line may run under the open guard."""
         if self.open is None:
             return self._is_satisfied(need)
         return need == self.open or (not need.device and not self.open.stream)
@@ -200,7 +187,7 @@ class _LineGuarding:
         if self.open is None:
             return
         # definitions of a result's symbols directly follow the line of the result
-        binds = [defined_symbol(line) is not None and line.on_host for line in self.tail]
+        binds = [ir.defined_symbol(line) is not None and line.on_host for line in self.tail]
         count = binds.index(False) if False in binds else len(binds)
         self.lines += self.tail[:count]
         self.lines.append(ExitDevice(self.open.device, self.open.stream))
@@ -211,7 +198,7 @@ class _LineGuarding:
 
 def _device_requirement(device: torch.device | None) -> _Requirement:
     """Returns the requirement of a launch on a device; any device if there is one of its type only."""
-    if device is None or not has_device_index(device):
+    if device is None or not ir.has_device_index(device):
         return _ANY
     spec = registered_spec(device.type)
     return _Requirement(str(device), 0) if spec is None or spec.supports_multiple_devices else _ANY

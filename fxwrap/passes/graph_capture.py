@@ -6,25 +6,10 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from fxwrap import wrapper_ir as ir
 from fxwrap.lines import CallFunction, ExternCall, IndexPut, Launch, Mutate, Scatter, Workspace
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import operator_overload
-from fxwrap.wrapper_ir import (
-    ASSERT,
-    Block,
-    LineBase,
-    Program,
-    Role,
-    TensorType,
-    Value,
-    defined,
-    defined_symbol,
-    leaves,
-    random_effect,
-    symbols_used,
-    type_symbols,
-    used,
-)
 
 _WORK = (Launch, ExternCall, Mutate, Scatter, IndexPut, Workspace, CallFunction)
 
@@ -47,27 +32,27 @@ class CaptureChecker:
     on the sizes of inputs only. They may use the device's default random generator and device assertions.
     """
 
-    def __init__(self, program: Program, device_types: Collection[str], excluded: Collection[str] = ()) -> None:
+    def __init__(self, program: ir.Program, device_types: Collection[str], excluded: Collection[str] = ()) -> None:
         """`device_types` support capture; `excluded` are names of operators ("aten.mm.default") and kernels."""
         self.device_types = frozenset(device_types)
         self.excluded = frozenset(excluded)
-        self.functions: Mapping[str, Block] = dict(program.functions)
+        self.functions: Mapping[str, ir.Block] = dict(program.functions)
         self.varying_symbols = _varying_symbols(program)
         self._verdicts: dict[str, torch.device | str] = {}
 
-    def __call__(self, line: LineBase) -> torch.device | str:
+    def __call__(self, line: ir.LineBase) -> torch.device | str:
         """Returns the device of a line, or the reason why it cannot be captured."""
         reason = self._reason(line)
         if reason is not None:
             return reason
-        values = [*used(line), *defined(line)]
-        devices = dict.fromkeys([value.type.device for value in values if isinstance(value.type, TensorType)])
+        values = [*ir.used(line), *ir.defined(line)]
+        devices = dict.fromkeys([value.type.device for value in values if isinstance(value.type, ir.TensorType)])
         if len(devices) != 1:
             return f"it uses {' and '.join(map(str, devices)) or 'no device'}"
         (device,) = devices
         if device.type not in self.device_types:
             return f"{device} does not support graph capture"
-        allowed = (ASSERT, random_effect(str(device)))
+        allowed = (ir.ASSERT, ir.random_effect(str(device)))
         if any(effect not in allowed for effect in line.effects()):
             return "it has side effects"
         if isinstance(line, CallFunction):
@@ -75,7 +60,6 @@ class CaptureChecker:
         return device
 
     def _function(self, name: str, device: torch.device) -> torch.device | str:
-        """Returns the device of a called function, or the first reason of its lines."""
         if name not in self._verdicts:
             verdicts = [self(line) for line in self.functions[name].lines if _does_work(line)]
             reasons = [verdict for verdict in verdicts if isinstance(verdict, str)]
@@ -83,12 +67,12 @@ class CaptureChecker:
             self._verdicts[name] = reasons[0] if reasons else f"it also uses {others[0]}" if others else device
         return self._verdicts[name]
 
-    def _reason(self, line: LineBase) -> str | None:
+    def _reason(self, line: ir.LineBase) -> str | None:
         if not isinstance(line, _WORK):
             return f"{line.opcode} runs on the host"
         if line.stream != 0:
             return "it uses another stream"
-        if any(not isinstance(leaf.type, TensorType) for leaf in (*used(line), *defined(line))):
+        if any(not isinstance(leaf.type, ir.TensorType) for leaf in (*ir.used(line), *ir.defined(line))):
             return "it has values other than tensors"
         if self._used_symbols(line) & self.varying_symbols:
             return "its scalars change from call to call"
@@ -115,43 +99,43 @@ class CaptureChecker:
         name = rest.partition(".")[0]
         if namespace == "aten" and (name in _SYNCHRONIZING or name.startswith(_LIBRARY_SOLVERS)):
             return "it synchronises, or has state on the host"
-        operands = [*leaves(line.arguments), *leaves(line.keywords)]
+        operands = [*ir.leaves(line.arguments), *ir.leaves(line.keywords)]
         if name.startswith(("index", "_unsafe_index")) and any(map(_is_mask, operands)):
             return "it counts the elements that a mask selects"
         return None
 
-    def _used_symbols(self, line: LineBase) -> set[str]:
+    def _used_symbols(self, line: ir.LineBase) -> set[str]:
         """Returns the symbols that a line uses, including those in the types of its operands."""
-        types = [symbol for value in used(line) for symbol in type_symbols(value.type)]
-        return {symbol.name for symbol in (*symbols_used(line, *Role), *types)}
+        types = [symbol for value in ir.used(line) for symbol in ir.type_symbols(value.type)]
+        return {symbol.name for symbol in (*ir.symbols_used(line, *ir.Role), *types)}
 
 
-def _does_work(line: LineBase) -> bool:
-    has_effects = line.effects() or defined_symbol(line) is not None or line.fields_by_role[Role.BLOCK]
+def _does_work(line: ir.LineBase) -> bool:
+    has_effects = line.effects() or ir.defined_symbol(line) is not None or line.fields_by_role[ir.Role.BLOCK]
     return isinstance(line, _WORK) or bool(has_effects)
 
 
 def _is_mask(item: object) -> bool:
-    type_ = item.type if isinstance(item, Value) else None
-    return isinstance(type_, TensorType) and type_.dtype in (torch.bool, torch.uint8)
+    type_ = item.type if isinstance(item, ir.Value) else None
+    return isinstance(type_, ir.TensorType) and type_.dtype in (torch.bool, torch.uint8)
 
 
-def _varying_symbols(program: Program) -> set[str]:
+def _varying_symbols(program: ir.Program) -> set[str]:
     """Returns the symbols that may change at each call: unbacked ones and floats.
 
     Sizes of inputs and integer inputs are expected to repeat.
     """
     inputs = {item.name for item in program.inputs}
-    symbols = [item.name for item in program.inputs if not isinstance(item.value, Value)]
+    symbols = [item.name for item in program.inputs if not isinstance(item.value, ir.Value)]
     varying = {name for name in symbols if symbol_kind(name) == "float"}
     for line in program.lines():
-        symbol = defined_symbol(line)
+        symbol = ir.defined_symbol(line)
         if symbol is None:
             continue
         if line.opcode == "symbol.let":
-            is_varying = bool({other.name for other in symbols_used(line, Role.ATTR)} & varying)
+            is_varying = bool({other.name for other in ir.symbols_used(line, ir.Role.ATTR)} & varying)
         else:
-            is_varying = line.opcode != "symbol.size" or not {value.name for value in used(line)} <= inputs
+            is_varying = line.opcode != "symbol.size" or not {value.name for value in ir.used(line)} <= inputs
         if is_varying:
             varying.add(symbol.name)
     return varying

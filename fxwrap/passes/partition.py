@@ -9,46 +9,26 @@ from typing import TypeAlias
 
 import torch
 
+from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, CallFunction, Comment, ExternCall, Let, Reuse, View, Yield
 from fxwrap.lines.frees import insert_frees
-from fxwrap.passes.scheduling_units import SchedulingUnit, build_units, split_regions
-from fxwrap.wrapper_ir import (
-    Block,
-    LineBase,
-    Program,
-    TensorType,
-    Value,
-    alias_roots,
-    called_functions,
-    consumed,
-    defined,
-    defined_symbol,
-    is_release,
-    map_line,
-    program_arguments,
-    reads,
-    released_inputs,
-    symbol_infos,
-    used,
-    uses_streams,
-    writes,
-)
+from fxwrap.passes.scheduling import SchedulingUnit, build_units, split_regions
 
 MIN_CAPTURED_CALLS = 3
 """Smallest number of launches and calls to capture: a replay costs the host about as much."""
 
-CaptureCheck: TypeAlias = Callable[[LineBase], torch.device | str]
+CaptureCheck: TypeAlias = Callable[[ir.LineBase], torch.device | str]
 """Returns the device to capture a line on, or the reason why it cannot be captured."""
 
 
 def partition(
-    program: Program,
+    program: ir.Program,
     can_capture: CaptureCheck,
     *,
     max_captures: int = 8,
     static_inputs: Collection[str] = (),
     min_calls: int = MIN_CAPTURED_CALLS,
-) -> Program:
+) -> ir.Program:
     """Returns the program with groups of lines that can be captured as functions, each called by one line.
 
     Lines are reordered as their data, symbols and effects allow, so that there are few functions: lines outside run
@@ -65,12 +45,12 @@ def partition(
         static_inputs: the names of inputs whose address is the same in each call; constants are static too.
         min_calls: the smallest number of launches and calls of a function.
     """
-    if uses_streams(program):
+    if ir.uses_streams(program):
         return program
-    lines = [line for line in program.body.lines if not is_release(line)]
-    arguments = program_arguments(program)
-    root_of = alias_roots(lines, arguments)
-    functions, has_symbols = dict(program.functions), bool(symbol_infos(program))
+    lines = [line for line in program.body.lines if not ir.is_release(line)]
+    arguments = ir.program_arguments(program)
+    root_of = ir.alias_roots(lines, arguments)
+    functions, has_symbols = dict(program.functions), bool(ir.symbol_infos(program))
     regions = [build_units(region, root_of, functions, has_symbols) for region in split_regions(lines)]
     classifier = _UnitClassifier(
         can_capture, _pool_roots(lines, root_of), [unit for units in regions for unit in units]
@@ -83,8 +63,8 @@ def partition(
         return program
     constants = {constant.value.name for constant in program.constants}
     builder = _PartitionBuilder(program, groups, classifier.definitions, {*static_inputs, *constants}, max_captures)
-    body_lines = insert_frees(builder.lines(), arguments, released_inputs(program.inputs))
-    body = Block(program.body.arguments, body_lines)
+    body_lines = insert_frees(builder.lines(), arguments, ir.released_inputs(program.inputs))
+    body = ir.Block(program.body.arguments, body_lines)
     return program.replace(body=body, functions=(*program.functions, *builder.functions))
 
 
@@ -99,16 +79,16 @@ class _CaptureGroup:
     prologue: list[SchedulingUnit] = field(default_factory=list)
     units: list[SchedulingUnit] = field(default_factory=list)
 
-    def lines(self) -> Iterator[LineBase]:
+    def lines(self) -> Iterator[ir.LineBase]:
         """Yields the lines of the units."""
         for unit in self.units:
             yield from unit.lines
 
 
-def _pool_roots(lines: Sequence[LineBase], root_of: Mapping[str, str]) -> frozenset[str]:
+def _pool_roots(lines: Sequence[ir.LineBase], root_of: Mapping[str, str]) -> frozenset[str]:
     """Returns the roots of pools, that is, of lines other than views with aliasing results."""
     slices = [line for line in lines if line.alias_fields and not isinstance(line, View)]
-    return frozenset([root_of[value.name] for line in slices for value in reads(line)])
+    return frozenset([root_of[value.name] for line in slices for value in ir.reads(line)])
 
 
 class _UnitClassifier:
@@ -120,10 +100,10 @@ class _UnitClassifier:
     def __init__(self, can_capture: CaptureCheck, pooled: frozenset[str], units: Sequence[SchedulingUnit]) -> None:
         self.can_capture = can_capture
         self.pooled = pooled
-        self.definitions: dict[str, LineBase] = {}
+        self.definitions: dict[str, ir.LineBase] = {}
         self.bound: set[str] = set()
         for unit in units:
-            names = [value.name for line in unit.lines for value in defined(line)]
+            names = [value.name for line in unit.lines for value in ir.defined(line)]
             if self.is_rematerializable(unit):
                 self.definitions.update(dict.fromkeys(names, unit.lines[0]))
             else:
@@ -135,7 +115,7 @@ class _UnitClassifier:
         if rest or any(root in self.pooled for root in unit.accessed):
             return False
         if is_view_only(line):
-            return all(value.name not in self.bound for value in reads(line))
+            return all(value.name not in self.bound for value in ir.reads(line))
         return isinstance(line, Alloc | Reuse | Let | Comment)
 
     def device(self, unit: SchedulingUnit) -> torch.device | None:
@@ -143,37 +123,45 @@ class _UnitClassifier:
         (line, *rest) = unit.lines
         if rest or line.terminator or line.bracket[1] or line.is_async_start or line.is_async_wait:
             return None
-        if defined_symbol(line) is not None or consumed(line) or any(root in self.pooled for root in unit.accessed):
+        if (
+            ir.defined_symbol(line) is not None
+            or ir.consumed(line)
+            or any(root in self.pooled for root in unit.accessed)
+        ):
             return None
-        results, operands = defined(line), used(line)
-        if not (results or writes(line)) or len(unit.defined_roots) < len(results):
+        results, operands = ir.defined(line), ir.used(line)
+        if not (results or ir.writes(line)) or len(unit.defined_roots) < len(results):
             return None
-        if any(value.name in self.bound or not isinstance(value.type, TensorType) for value in (*operands, *results)):
+        if any(
+            value.name in self.bound or not isinstance(value.type, ir.TensorType) for value in (*operands, *results)
+        ):
             return None
         verdict = self.can_capture(line)
         return None if isinstance(verdict, str) else verdict
 
 
-def is_view_only(line: LineBase) -> bool:
+def is_view_only(line: ir.LineBase) -> bool:
     """Whether all results of a line are views of its operands, and it has no effects."""
     if isinstance(line, View):
         return True
     if not isinstance(line, ExternCall) or line.outs or line.effects():
         return False
-    results = defined(line)
+    results = ir.defined(line)
     return bool(results) and all(
-        line.alias_of(value) is not None and isinstance(value.type, TensorType) for value in results
+        line.alias_of(value) is not None and isinstance(value.type, ir.TensorType) for value in results
     )
 
 
-def _count_calls(group: _CaptureGroup, functions: Mapping[str, Block]) -> int:
+def _count_calls(group: _CaptureGroup, functions: Mapping[str, ir.Block]) -> int:
     """Returns the number of launches and calls in a group, including those of called functions."""
 
-    def count(line: LineBase) -> int:
-        inner = [functions[name].lines for name in called_functions(line)]
+    def count(line: ir.LineBase) -> int:
+        inner = [functions[name].lines for name in ir.called_functions(line)]
         if inner:
             return sum([count(other) for lines in inner for other in lines])
-        return int(bool(defined(line) or writes(line)) and not (isinstance(line, Alloc | Reuse) or is_view_only(line)))
+        return int(
+            bool(ir.defined(line) or ir.writes(line)) and not (isinstance(line, Alloc | Reuse) or is_view_only(line))
+        )
 
     return sum([count(line) for line in group.lines()])
 
@@ -231,9 +219,9 @@ class _PartitionBuilder:
 
     def __init__(
         self,
-        program: Program,
+        program: ir.Program,
         groups: Sequence[_CaptureGroup],
-        definitions: Mapping[str, LineBase],
+        definitions: Mapping[str, ir.LineBase],
         static_inputs: Collection[str],
         max_captures: int,
     ) -> None:
@@ -243,18 +231,18 @@ class _PartitionBuilder:
         self.max_captures = max_captures
         self.names = _names(program)
         self.used_names = {name for name, _ in program.functions}
-        self.functions: list[tuple[str, Block]] = []
-        self.home: dict[str, _CaptureGroup | None] = {value.name: None for value in program_arguments(program)}
+        self.functions: list[tuple[str, ir.Block]] = []
+        self.home: dict[str, _CaptureGroup | None] = {value.name: None for value in ir.program_arguments(program)}
         """The group that defines each root; None for outside."""
         self.last_user: dict[str, int] = {}
         """The last group that uses each root."""
         for index, group in enumerate(groups):
             for unit in group.units:
                 self.last_user.update(dict.fromkeys(unit.accessed, index))
-        self.outer: list[LineBase] = []
+        self.outer: list[ir.LineBase] = []
         self.materialized: set[str] = set()  # names of rematerialised lines in the body
 
-    def lines(self) -> list[LineBase]:
+    def lines(self) -> list[ir.LineBase]:
         """Returns the lines of the body, and fills `functions`."""
         for index, group in enumerate(self.groups):
             for unit in group.prologue:
@@ -268,30 +256,29 @@ class _PartitionBuilder:
 
     # --- outside ----------------------------------------------------------------------------------------------------
 
-    def _emit_outside(self, line: LineBase) -> None:
-        for value in used(line):
+    def _emit_outside(self, line: ir.LineBase) -> None:
+        for value in ir.used(line):
             self._materialize_outside(value)
         self.outer.append(line)
-        for value in defined(line):
+        for value in ir.defined(line):
             if line.alias_of(value) is None:
                 self.home[value.name] = None
 
-    def _materialize_outside(self, value: Value) -> None:
-        """Adds the rematerialised line of a value unless it is there."""
+    def _materialize_outside(self, value: ir.Value) -> None:
         line = self.definitions.get(value.name)
         if line is None or value.name in self.materialized:
             return
         if is_view_only(line):
-            for base in reads(line):
+            for base in ir.reads(line):
                 self._materialize_outside(base)
             self.outer.append(line)
-            self.materialized.update([result.name for result in defined(line)])
+            self.materialized.update([result.name for result in ir.defined(line)])
         elif value.name not in self.home:
             self.home[value.name] = None
             self.materialized.add(value.name)
             self.outer.append(self.allocation(line, value, None))
 
-    def allocation(self, line: LineBase, value: Value, group: _CaptureGroup | None) -> LineBase:
+    def allocation(self, line: ir.LineBase, value: ir.Value, group: _CaptureGroup | None) -> ir.LineBase:
         """Returns the line that allocates memory in a group: memory of another group is not reused."""
         if isinstance(line, Reuse) and (line.root.name not in self.home or self.home[line.root.name] is not group):
             return Alloc(value, origin=line.origin)
@@ -309,16 +296,16 @@ class _PartitionBuilder:
         lines = [*function.lines, Yield(tuple([function.env[value.name] for value in results]))]
         operands = tuple(function.operands)
         arguments = tuple([function.env[value.name] for value in operands])
-        self.functions.append((name, Block(arguments, insert_frees(lines, arguments, ()))))
+        self.functions.append((name, ir.Block(arguments, insert_frees(lines, arguments, ()))))
         static_inputs = tuple([value for value in operands if value.name in self.static_inputs])
         written = tuple([value for value in operands if value.name in function.written])
         for value in operands:
             self._materialize_outside(value)
         self.outer.append(CallFunction(tuple(results), name, operands, written, self.max_captures, static_inputs))
 
-    def inner_value(self, value: Value, number: int) -> Value:
+    def inner_value(self, value: ir.Value, number: int) -> ir.Value:
         """Returns a value with an unused name for a function."""
-        return Value(_unused_name(f"{value.name}_p{number}", self.names), value.type)
+        return ir.Value(_unused_name(f"{value.name}_p{number}", self.names), value.type)
 
 
 def _unused_name(name: str, used_names: set[str]) -> str:
@@ -329,12 +316,11 @@ def _unused_name(name: str, used_names: set[str]) -> str:
     return name
 
 
-def _names(program: Program) -> set[str]:
-    """Returns the names of all values of a program."""
-    names = {value.name for value in program_arguments(program)}
+def _names(program: ir.Program) -> set[str]:
+    names = {value.name for value in ir.program_arguments(program)}
     for block in program.all_blocks():
         names.update([value.name for value in block.arguments])
-        names.update([value.name for line in block.lines for value in defined(line)])
+        names.update([value.name for line in block.lines for value in ir.defined(line)])
     return names
 
 
@@ -345,27 +331,27 @@ class _FunctionBuilder:
         self.partition = partition
         self.group = group
         self.number = number
-        self.lines: list[LineBase] = []
-        self.env: dict[str, Value] = {}
-        self.operands: list[Value] = []
-        self.defined_roots: list[Value] = []
+        self.lines: list[ir.LineBase] = []
+        self.env: dict[str, ir.Value] = {}
+        self.operands: list[ir.Value] = []
+        self.defined_roots: list[ir.Value] = []
         self.root_of: dict[str, str] = {}
         self.written: set[str] = set()  # roots
 
-    def add(self, line: LineBase) -> None:
+    def add(self, line: ir.LineBase) -> None:
         """Adds a line after the rematerialised lines it uses."""
-        for value in used(line):
+        for value in ir.used(line):
             self._materialize(value)
-        for value in writes(line):
+        for value in ir.writes(line):
             self.written.add(self.root_of[value.name])
         self._emit(line)
 
-    def _materialize(self, value: Value) -> None:
+    def _materialize(self, value: ir.Value) -> None:
         if value.name in self.env:
             return
         line, home = self.partition.definitions.get(value.name), self.partition.home
         if line is not None and is_view_only(line):
-            for base in reads(line):
+            for base in ir.reads(line):
                 self._materialize(base)
             self._emit(line)
         elif line is not None and value.name not in home:
@@ -375,19 +361,13 @@ class _FunctionBuilder:
             self.root_of[value.name] = value.name
             self.operands.append(value)
 
-    def _emit(self, line: LineBase) -> None:
+    def _emit(self, line: ir.LineBase) -> None:
         """Adds a line with the names inside."""
-        for value in defined(line):
+        for value in ir.defined(line):
             self.env[value.name] = self.partition.inner_value(value, self.number)
             base = line.alias_of(value)
             self.root_of[value.name] = value.name if base is None else self.root_of[base.name]
             if base is None:
                 self.partition.home[value.name] = self.group
                 self.defined_roots.append(value)
-        self.lines.append(map_line(line, lambda leaf: self.env[leaf.name] if type(leaf) is Value else leaf))
-
-
-def partitions(program: Program) -> dict[str, CallFunction]:
-    """Returns the calls of captured functions in a program's body, by the function's name."""
-    calls = [line for line in program.body.lines if isinstance(line, CallFunction)]
-    return {line.function: line for line in calls if line.max_captures}
+        self.lines.append(ir.map_line(line, lambda leaf: self.env[leaf.name] if type(leaf) is ir.Value else leaf))

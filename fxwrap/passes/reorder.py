@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
-from fxwrap.passes.scheduling_regions import SchedulingRegions
-from fxwrap.passes.scheduling_units import SchedulingUnit
+from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.symbolic import Number
 from fxwrap.wrapper_ir import Program, hints_with_fallback, live_bytes, uses_streams
 
@@ -52,7 +51,6 @@ Schedule: TypeAlias = Callable[[Sequence[SchedulingUnit], Mapping[str, int], Map
 
 
 def _schedule(units: Sequence[SchedulingUnit], schedule: Schedule, regions: SchedulingRegions) -> Sequence[int]:
-    """Returns the order of one region."""
     return schedule(units, regions.sizes, regions.uses) if len(units) > 1 else range(len(units))
 
 

@@ -93,7 +93,6 @@ def _items(folder: Path) -> Iterator[_CacheItem]:
 
 
 def _stale_paths(folder: Path, now: float) -> Iterator[Path]:
-    """Yields abandoned temporaries and unused locks."""
     for kind in ("", *EVICTABLE_FOLDERS, "kernels", "tuning"):
         for entry in _entries(folder / kind):
             if entry.name.startswith(BUILDING) or entry.name.endswith(".tmp"):

@@ -116,7 +116,6 @@ def _unit(kernels: Sequence[KernelText]) -> str:
 
 
 def _launcher(symbol: str, signature: Sequence[str]) -> str:
-    """Returns a program that only calls a kernel."""
     slots, ints, floats, inputs, arguments = 0, 0, 0, [], []
     for entry in signature:
         if entry.startswith("*"):

@@ -17,14 +17,8 @@ import torch
 from fxwrap.caching import bounded_cache, shared_cache
 from fxwrap.devices import CPP, CUDA, KernelRuntime, Launcher, RegisteredLanguage, find_language, get_language
 from fxwrap.errors import FxwrapError, NativeBuildError
+from fxwrap.runtime import native
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText, emit_cpp_launchers, make_translation_units
-from fxwrap.runtime.native import (
-    compile_cpp,
-    compiled_kernels,
-    find_prebuilt_kernel,
-    index_kernel_library,
-    load_program,
-)
 from fxwrap.runtime.triton.compile import KernelUse, compile_triton_kernels, start_workers
 from fxwrap.runtime.triton.compile import import_triton as triton_package
 from fxwrap.runtime.triton.kernels import load_triton_kernel
@@ -118,13 +112,13 @@ def _load_cpp(source: str, signature: tuple[str, ...], options: KernelOptions) -
     kernel = KernelText(CPP.name, source, signature, options)
     prepare_kernels((kernel,))
     # The cache folder may have been deleted since: prepare_kernels remembers what it has prepared.
-    library = compiled_kernels((kernel.symbol,)).get(kernel.symbol) or _compile_library([kernel])
-    return load_program(library, symbol=f"program_{kernel.symbol}")
+    library = native.compiled_kernels((kernel.symbol,)).get(kernel.symbol) or _compile_library([kernel])
+    return native.load_program(library, symbol=f"program_{kernel.symbol}")
 
 
 def _prepare_cpp(kernels: Sequence[KernelText]) -> None:
     by_symbol = {kernel.symbol: kernel for kernel in kernels}
-    compiled = compiled_kernels(tuple(by_symbol))
+    compiled = native.compiled_kernels(tuple(by_symbol))
     missing = [kernel for symbol, kernel in by_symbol.items() if symbol not in compiled]
     if missing:
         try:
@@ -133,11 +127,13 @@ def _prepare_cpp(kernels: Sequence[KernelText]) -> None:
             if len(missing) == 1:
                 raise
             return
-        index_kernel_library([kernel.symbol for kernel in missing], path)
+        native.index_kernel_library([kernel.symbol for kernel in missing], path)
 
 
 def _compile_library(kernels: Sequence[KernelText]) -> Path:
-    return compile_cpp(emit_cpp_launchers(kernels), name="kernels", extra_sources=make_translation_units(kernels))
+    return native.compile_cpp(
+        emit_cpp_launchers(kernels), name="kernels", extra_sources=make_translation_units(kernels)
+    )
 
 
 def compile_kernel_library(kernels: Sequence[KernelText]) -> Path:
@@ -146,7 +142,7 @@ def compile_kernel_library(kernels: Sequence[KernelText]) -> Path:
     Raises NativeBuildError where a kernel does not compile.
     """
     unique = list({kernel.symbol: kernel for kernel in kernels}.values())
-    prebuilt = {find_prebuilt_kernel(kernel.symbol) for kernel in unique}
+    prebuilt = {native.find_prebuilt_kernel(kernel.symbol) for kernel in unique}
     return (prebuilt.pop() if len(prebuilt) == 1 else None) or _compile_library(unique)
 
 
@@ -157,7 +153,7 @@ def _compile_cpp(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:
     if error is not None and len(kernels) == 1:
         return [error]
     try:
-        compiled = compiled_kernels(tuple([kernel.symbol for kernel in kernels]))
+        compiled = native.compiled_kernels(tuple([kernel.symbol for kernel in kernels]))
     except NativeBuildError as no_compiler:
         return [no_compiler] * len(kernels)
     return [

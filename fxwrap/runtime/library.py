@@ -16,6 +16,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
+from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import Launcher, RegisteredLanguage, find_language, missing_function_error, registered_spec
 from fxwrap.errors import FxwrapError
@@ -24,16 +25,6 @@ from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
-from fxwrap.torch_compat import (
-    OpOverload,
-    declare_side_effect,
-    exclude_functionalisation,
-    get_external_object,
-    replace_functional_tensor,
-    torch_schema,
-    triton_launch,
-    unwrap_functional_tensor,
-)
 
 _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
 
@@ -185,18 +176,18 @@ def _cpp_kernel_functional_fake(
 def _cpp_kernel_functionalised(
     kernel: str, ins: Sequence[torch.Tensor], *, outs: Sequence[torch.Tensor], **numbers: Sequence[float]
 ) -> None:
-    contents = [[unwrap_functional_tensor(tensor) for tensor in group] for group in (ins, outs)]
-    with exclude_functionalisation():
+    contents = [[torch_compat.unwrap_functional_tensor(tensor) for tensor in group] for group in (ins, outs)]
+    with torch_compat.exclude_functionalisation():
         results = torch.ops.fxwrap.cpp_kernel_functional(kernel, *contents, **numbers)
     for out, content in zip(outs, results, strict=True):
-        replace_functional_tensor(out, content)
+        torch_compat.replace_functional_tensor(out, content)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def _reuse(memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return _pool_slice(memory, 0, sizes, strides, dtype)
+def _reuse(memory: torch.Tensor, *layout: Any) -> torch.Tensor:
+    return _pool_slice(memory, 0, *layout)
 
 
 def _pool_slice(
@@ -205,11 +196,9 @@ def _pool_slice(
     return tensors.reinterpret(pool, sizes, strides, dtype, offset)
 
 
-def _reuse_functionalised(
-    memory: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
+def _reuse_functionalised(memory: torch.Tensor, *layout: Any) -> torch.Tensor:
     """Returns a new tensor: the old content is dead and the new one is not written yet."""
-    return torch.empty_strided(sizes, strides, dtype=dtype, device=memory.device)
+    return _pool_slice_functionalised(memory, 0, *layout)
 
 
 def _pool_slice_functionalised(
@@ -324,7 +313,7 @@ def _wait_event(event: torch.Tensor, device: torch.device, stream: int) -> None:
 
 def _synchronize(place: int) -> None:
     """Waits for the stream or event at an index of Dynamo's table."""
-    get_external_object()(place).synchronize()
+    torch_compat.get_external_object()(place).synchronize()
 
 
 def _synchronize_device(device: torch.device | None = None) -> None:
@@ -395,9 +384,9 @@ _OPERATORS = (
 _IMPLEMENTATIONS = {operator.schema.partition("(")[0]: operator.run for operator in _OPERATORS}
 
 
-def implementation(operator: OpOverload) -> Callable[..., object]:
+def implementation(operator: torch_compat.OpOverload) -> Callable[..., object]:
     """Returns the implementation of an operator of this library, for any device."""
-    return _IMPLEMENTATIONS[torch_schema(operator).name.partition("::")[2]]
+    return _IMPLEMENTATIONS[torch_compat.torch_schema(operator).name.partition("::")[2]]
 
 
 def _no_fake_result(*_arguments: object, **_keywords: object) -> None:
@@ -412,7 +401,7 @@ def _register(operator: _Operator) -> None:
     if operator.functionalised is not None:
         _LIBRARY.impl(name, operator.functionalised, "Functionalize")
     if operator.has_side_effect:
-        declare_side_effect(getattr(torch.ops.fxwrap, name).default)
+        torch_compat.declare_side_effect(getattr(torch.ops.fxwrap, name).default)
 
 
 for _operator in _OPERATORS:
@@ -421,4 +410,4 @@ for _operator in _OPERATORS:
 cpp_kernel_operator: Any = torch.ops.fxwrap.cpp_kernel.default
 
 # torch's operator for Triton kernels mutates operands, which its schema does not show.
-declare_side_effect(triton_launch)
+torch_compat.declare_side_effect(torch_compat.triton_launch)

@@ -29,13 +29,3 @@ def random_effect(device: str) -> Tag:
 def communication_effect(group: str) -> Tag:
     """Returns the effect of communicating in a process group, by the group's name."""
     return Tag("communicate", (group,))
-
-
-def effects_conflict(first: tuple[Tag, ...], second: tuple[Tag, ...]) -> bool:
-    """Returns whether lines with these effects must keep their order.
-
-    They must if they share an effect, or if one has the effect `unknown` and the other has any effect.
-    """
-    if not first or not second:
-        return False
-    return UNKNOWN in first or UNKNOWN in second or not set(first).isdisjoint(second)

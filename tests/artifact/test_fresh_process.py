@@ -79,7 +79,7 @@ def test_code_of_captured_functions_is_in_the_file(tmp_path: Path) -> None:
 def test_compiled_code_is_required_or_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "small.fxw"
     compiled("cpp").save(path)
-    monkeypatch.setattr("fxwrap.artifact.binaries.incompatibility_reason", lambda target: "it is for another machine")
+    monkeypatch.setattr("fxwrap.runtime.native.incompatibility_reason", lambda target: "it is for another machine")
     with pytest.raises(ArtifactError, match="another machine"):
         fxwrap.load(path, binaries="required")
     for choice, reason in (("auto", "it is for another machine"), ("ignored", "binaries='ignored'")):

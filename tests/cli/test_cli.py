@@ -12,7 +12,7 @@ import torch
 
 import fxwrap
 from fxwrap.cli import main
-from fxwrap.cli.coverage import coverage_table
+from fxwrap.cli.tables import coverage_table
 from fxwrap.cli.target import random_inputs
 from fxwrap.compile import DYNAMO_PASSES, EMISSION_STEPS, PROGRAM_STEPS
 from fxwrap.errors import CommandError

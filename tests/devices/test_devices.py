@@ -358,7 +358,7 @@ def test_cuda_runtime() -> None:
 # --- no code compares names -----------------------------------------------------------------------------------------
 
 ABOUT_TORCH = {
-    "compare.eager_defects": "the kernels of eager mode on the CPU have these defects",
+    "compare.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
     "compile.backend": "tensors of the host may come with those of any device",
     "converters.fx.kernels": "on the CPU nothing but Triton's interpreter runs Triton's kernels",
     "lowering.definition_builder": "torch mixes tensors of rank 0 on the CPU with those of any device",

@@ -7,39 +7,22 @@ from typing import ClassVar, TypeGuard
 
 import fxwrap.lines as lines
 import fxwrap.runtime.library  # noqa: F401  # registers the operators for streams
+from fxwrap import wrapper_ir as ir
 from fxwrap.converters.base import Handlers
-from fxwrap.converters.cpp.key_paths import read_key_path
 from fxwrap.converters.cpp.library import EmittedCpp, is_compiled_by_triton
 from fxwrap.converters.cpp.loops import LoopConverter
 from fxwrap.converters.cpp.replay import is_replayed, write_replay
 from fxwrap.converters.cpp.text import CppUnit, StaticArray, comment_text, frame_field, indent_statements, string_text
-from fxwrap.converters.cpp.writer import CppWriter
+from fxwrap.converters.cpp.writer import CppWriter, read_key_path
 from fxwrap.devices import language_traits
 from fxwrap.errors import UnsupportedError
 from fxwrap.runtime.cpp_kernels import cpp_symbol, emit_cpp_declaration
 from fxwrap.runtime.kernels import serialize_options
-from fxwrap.runtime.triton.translation_units import variants_symbol
+from fxwrap.runtime.triton.binaries import variants_symbol
 from fxwrap.symbolic import SymbolInfo, symbol_kind
 from fxwrap.torch_compat import out_argument_names
-from fxwrap.wrapper_ir import (
-    GENERATOR,
-    Block,
-    Input,
-    KernelDefinition,
-    ListType,
-    OpaqueType,
-    Operand,
-    Ownership,
-    Program,
-    ScalarType,
-    TensorType,
-    Value,
-    program_arguments,
-    used,
-    values_in,
-)
 
-_OWNED = (Ownership.OWNED, Ownership.SHARED)
+_OWNED = (ir.Ownership.OWNED, ir.Ownership.SHARED)
 
 
 class CppConverter(LoopConverter):
@@ -47,7 +30,7 @@ class CppConverter(LoopConverter):
 
     name: ClassVar[str] = "cpp"
 
-    def __init__(self, program: Program, unit: CppUnit, handlers: Handlers | None = None) -> None:
+    def __init__(self, program: ir.Program, unit: CppUnit, handlers: Handlers | None = None) -> None:
         super().__init__(handlers)
         self.program = program
         self.unit = unit
@@ -55,16 +38,16 @@ class CppConverter(LoopConverter):
         self.external_values: set[str] = set()
         self.outputs: list[str] = []
         self.ranges: list[str] = []
-        self.kernels: dict[str, KernelDefinition] = {}
+        self.kernels: dict[str, ir.KernelDefinition] = {}
         self.replayed_calls: list[lines.CallFunction] = []
         self.replayed_functions_slot = ""  # of the handle to the replayed functions
         inputs = enumerate(program.inputs)
         self.opaque_inputs = {item.name: position for position, item in inputs if _is_opaque(item.value)}
-        self._functions: dict[str, tuple[str, Block, tuple[Operand, ...]] | None] = {}
+        self._functions: dict[str, tuple[str, ir.Block, tuple[ir.Operand, ...]] | None] = {}
 
     def run(self) -> list[str]:
         """Returns the statements of the program's body."""
-        for value in program_arguments(self.program):
+        for value in ir.program_arguments(self.program):
             self.writer.track_value(value)
             self.external_values.add(value.name)
         self.writer.lines(self.program.body)
@@ -126,14 +109,18 @@ class CppConverter(LoopConverter):
             self._launch_by_runtime(line, kernel, tensors, scalars)
         self._bump_versions(line.outs)
 
-    def _bump_versions(self, values: Sequence[Value]) -> None:
+    def _bump_versions(self, values: Sequence[ir.Value]) -> None:
         """Increments the version counters of inputs and constants, which kernels do not do."""
         for value in values:
             if self.writer.scope.root_of[value.name] in self.external_values:
                 self.writer.emit(f"bump_version(f, {self.writer.name_of(value)});")
 
     def _launch_cpp(
-        self, line: lines.Launch, kernel: KernelDefinition, tensors: Sequence[Value], scalars: Sequence[Operand]
+        self,
+        line: lines.Launch,
+        kernel: ir.KernelDefinition,
+        tensors: Sequence[ir.Value],
+        scalars: Sequence[ir.Operand],
     ) -> None:
         if any(size != 1 for size in line.grid):
             raise self.unsupported(line, "the grid of a C++ kernel must be (1, 1, 1)")
@@ -146,7 +133,11 @@ class CppConverter(LoopConverter):
         self.writer.emit(f"{function}({', '.join([*pointers, *map(self.writer.number, scalars)])});")
 
     def _launch_triton(
-        self, line: lines.Launch, kernel: KernelDefinition, tensors: Sequence[Value], scalars: Sequence[Operand]
+        self,
+        line: lines.Launch,
+        kernel: ir.KernelDefinition,
+        tensors: Sequence[ir.Value],
+        scalars: Sequence[ir.Operand],
     ) -> None:
         """Launches a Triton kernel, whose compiled code is linked in; else, and on a CPU, the bridge calls Python."""
         symbol = cpp_symbol(kernel.source, kernel.signature, kernel.options)
@@ -159,7 +150,11 @@ class CppConverter(LoopConverter):
         self.writer.emit(f"launch(f, {record}, {{{grid}}}, {{{slots[0]}}}, {{{slots[1]}}}, {{{numbers}}});")
 
     def _launch_by_runtime(
-        self, line: lines.Launch, kernel: KernelDefinition, tensors: Sequence[Value], scalars: Sequence[Operand]
+        self,
+        line: lines.Launch,
+        kernel: ir.KernelDefinition,
+        tensors: Sequence[ir.Value],
+        scalars: Sequence[ir.Operand],
     ) -> None:
         """Launches a kernel of another language by its text, through an operator of the runtime."""
         source = self.unit.kernel_source(kernel.name, kernel.source)
@@ -179,15 +174,15 @@ class CppConverter(LoopConverter):
         self,
         line: lines.ExternCall | lines.Mutate | lines.StartCollective,
         target: str,
-        keywords: Sequence[tuple[str, Operand]],
+        keywords: Sequence[tuple[str, ir.Operand]],
     ) -> None:
         arguments = self.writer.arguments(line, line.arguments)
         for name, item in keywords:
             arguments += [f"named({string_text(name)})", *self.writer.argument(line, item)]
-        for value in values_in(line.results):
+        for value in ir.values_in(line.results):
             self.writer.check_type(line, value)
             self.writer.track_value(value, line.alias_of(value))
-        self.writer.call(target, arguments, self.writer.results(line.results) if values_in(line.results) else ())
+        self.writer.call(target, arguments, self.writer.results(line.results) if ir.values_in(line.results) else ())
 
     def scatter(self, line: lines.Scatter) -> None:
         writer = self.writer
@@ -248,7 +243,7 @@ class CppConverter(LoopConverter):
     def cond(self, line: lines.Cond) -> None:
         writer = self.writer
 
-        def branch(block: Block) -> str:
+        def branch(block: ir.Block) -> str:
             statements = writer.block(
                 block,
                 lambda outputs: writer.move_outputs(line.results, outputs),
@@ -282,7 +277,7 @@ class CppConverter(LoopConverter):
         """Writes a function, whose results stay in their slots for the caller."""
         self._functions[label] = None
         block = dict(self.program.functions)[label]
-        outputs: list[tuple[Operand, ...]] = []
+        outputs: list[tuple[ir.Operand, ...]] = []
         statements = self.writer.block(block, outputs.append)
         name = self.unit.fresh(label)
         self.unit.define(name, statements)
@@ -294,10 +289,10 @@ class CppConverter(LoopConverter):
     def return_(self, line: lines.Return) -> None:
         self.outputs = [self._output(line, item) for item in line.values]
 
-    def _output(self, line: lines.Return, item: Operand) -> str:
+    def _output(self, line: lines.Return, item: ir.Operand) -> str:
         if isinstance(item, complex | str):
             raise self.unsupported(line, f"C++ returns tensors, real numbers, lists and objects, not {item!r}")
-        if isinstance(item, Value) and item.name in self.opaque_inputs:
+        if isinstance(item, ir.Value) and item.name in self.opaque_inputs:
             return f"same_input({self.opaque_inputs[item.name]})"
         (text,) = self.writer.argument(line, item)
         return text
@@ -369,11 +364,11 @@ class CppConverter(LoopConverter):
         self.writer.call("_c10d_functional.wait_tensor.default", [self.writer.name_of(line.pending)], [result])
 
 
-def _is_tensor(item: Operand) -> TypeGuard[Value]:
-    return isinstance(item, Value) and isinstance(item.type, TensorType)
+def _is_tensor(item: ir.Operand) -> TypeGuard[ir.Value]:
+    return isinstance(item, ir.Value) and isinstance(item.type, ir.TensorType)
 
 
-def to_cpp(program: Program, handlers: Handlers | None = None) -> EmittedCpp:
+def to_cpp(program: ir.Program, handlers: Handlers | None = None) -> EmittedCpp:
     """Returns the program as a C++ translation unit, which is compiled at the first call.
 
     `handlers` emit extension lines; the default are the handlers of the registered devices. Raises UnsupportedError for
@@ -395,21 +390,21 @@ def to_cpp(program: Program, handlers: Handlers | None = None) -> EmittedCpp:
     return EmittedCpp(source, program, kernels, converter.replayed_calls, lambda part: to_cpp(part, converter.handlers))
 
 
-def _passed_through(program: Program) -> set[str]:
+def _passed_through(program: ir.Program) -> set[str]:
     """Returns the names of the opaque inputs that no line but the last one reads."""
-    read = {value.name for line in program.body.lines[:-1] for value in used(line)}
+    read = {value.name for line in program.body.lines[:-1] for value in ir.used(line)}
     return {item.name for item in program.inputs if item.name not in read and _is_opaque(item.value)}
 
 
-def _is_opaque(value: Value | SymbolInfo) -> bool:
-    return isinstance(value, Value) and isinstance(value.type, OpaqueType)
+def _is_opaque(value: ir.Value | SymbolInfo) -> bool:
+    return isinstance(value, ir.Value) and isinstance(value.type, ir.OpaqueType)
 
 
-def _constant_text(unit: CppUnit, value: Value) -> str:
+def _constant_text(unit: CppUnit, value: ir.Value) -> str:
     return f"opaque({unit.list_slot(value.name)})" if _is_opaque(value) else unit.slot(value.name)
 
 
-def _input_text(unit: CppUnit, item: Input, is_passed_through: bool) -> str:
+def _input_text(unit: CppUnit, item: ir.Input, is_passed_through: bool) -> str:
     name = string_text(item.name)
     value = item.value
     if is_passed_through:
@@ -417,14 +412,14 @@ def _input_text(unit: CppUnit, item: Input, is_passed_through: bool) -> str:
     if isinstance(value, SymbolInfo):
         return f"{{{name}, {unit.symbol(value.name)}}}"
     match value.type:
-        case TensorType():
+        case ir.TensorType():
             slot = unit.slot(value.name)
             return f"{{{name}, {f'owned({slot})' if item.ownership in _OWNED else slot}}}"
-        case ScalarType(kind):
+        case ir.ScalarType(kind):
             return f"{{{name}, {unit.scalar(value.name, kind)}}}"
-        case OpaqueType() | ListType():
+        case ir.OpaqueType() | ir.ListType():
             slot = unit.list_slot(value.name)
-            return f"{{{name}, {slot if value.type == GENERATOR else f'opaque({slot})'}}}"
+            return f"{{{name}, {slot if value.type == ir.GENERATOR else f'opaque({slot})'}}}"
         case _:
             reason = "the inputs of a C++ program are tensors, numbers, lists and opaque objects"
             raise UnsupportedError(f"%{value.name}", CppConverter.name, reason)

@@ -10,16 +10,9 @@ from fxwrap.converters.cpp.replay import ReplayingProgram, function_as_program, 
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.devices import KernelLanguage, language_traits
 from fxwrap.lines import CallFunction
+from fxwrap.runtime import native
 from fxwrap.runtime.cpp_kernels import KernelText, make_translation_units
-from fxwrap.runtime.native import (
-    NativeProgram,
-    NativeSource,
-    compile_cpp,
-    find_prebuilt_program,
-    load_program,
-    source_key,
-)
-from fxwrap.runtime.triton.translation_units import compiled_variants, variants_unit
+from fxwrap.runtime.triton.binaries import compiled_variants, variants_unit
 from fxwrap.wrapper_ir import KernelDefinition, Program
 
 
@@ -55,27 +48,27 @@ class EmittedCpp(EmittedProgram):
 
         Raises NativeBuildError for a compilation error.
         """
-        own = {source_key(self.source): self.library()}
+        own = {native.source_key(self.source): self.library()}
         return own | {key: path for function in self.functions for key, path in function.libraries().items()}
 
     def library(self) -> Path:
         """Compiles and returns the library of the program. Raises NativeBuildError for a compilation error."""
-        path = find_prebuilt_program(self.source)
+        path = native.find_prebuilt_program(self.source)
         if path is not None:
             return path
         kernels = [KernelText(item.language, item.source, item.signature, item.options) for item in self._kernels]
-        return compile_cpp(self.source, name=self._program.name, extra_sources=linked_units(kernels))
+        return native.compile_cpp(self.source, name=self._program.name, extra_sources=linked_units(kernels))
 
-    def _load(self) -> NativeProgram | ReplayingProgram:
+    def _load(self) -> native.NativeProgram | ReplayingProgram:
         program, library = self._program, self.library()
         constants = [program.store.tensors[constant.value.name] for constant in program.constants]
         if not self._replayed_calls:
-            return load_program(library, constants)
+            return native.load_program(library, constants)
         functions = graphed_functions(program, self._replayed_calls, self.functions)
-        return ReplayingProgram(load_program(library, [*constants, functions.handle]), functions)
+        return ReplayingProgram(native.load_program(library, [*constants, functions.handle]), functions)
 
 
-def linked_units(kernels: Sequence[KernelText]) -> list[NativeSource]:
+def linked_units(kernels: Sequence[KernelText]) -> list[native.NativeSource]:
     """Returns the sources linked into emitted C++: C++ kernels, and the Triton kernels compiled so far."""
     in_cpp = [kernel for kernel in kernels if language_traits(kernel.language).links_into_cpp]
     by_triton = [kernel for kernel in kernels if is_compiled_by_triton(language_traits(kernel.language))]

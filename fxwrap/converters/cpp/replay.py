@@ -10,7 +10,7 @@ from fxwrap.converters.cpp.text import int_text
 from fxwrap.converters.cpp.writer import CppWriter
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram
 from fxwrap.lines import CallFunction, Return, Yield
-from fxwrap.lines.block_types import block_device
+from fxwrap.lines.operands import block_device
 from fxwrap.runtime.graph_capture.operator import GraphedFunctions
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, GraphManager, bind_graph_lifetime
 from fxwrap.runtime.native import NativeProgram

@@ -9,19 +9,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxwrap import inference
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, ListElement, OperandMatcher, failure, result_name
 from fxwrap.converters.from_fx.numbers import import_list_element, set_result
 from fxwrap.errors import RewriteError
-from fxwrap.inference import (
-    InferredResult,
-    InferredTree,
-    Keywords,
-    UnknownResultError,
-    lists_to_tuples,
-    scalar_kind,
-    view_type,
-)
 from fxwrap.lines import ExternCall, Mutate, StartCollective
 from fxwrap.torch_compat import FakeTensor, OpOverload, is_composite, storage_identity, torch_schema
 from fxwrap.wrapper_ir.operators import used_result_indices
@@ -35,7 +27,7 @@ class CallOperands:
 
     schema: ir.OperatorSchema
     arguments: tuple[Any, ...]
-    keywords: Keywords
+    keywords: inference.Keywords
     outs: tuple[ir.Value, ...]
 
     def values(self) -> list[ir.Value]:
@@ -128,7 +120,6 @@ def _reuse_original_line(importer: GraphImporter, node: Node, operands: CallOper
 
 
 def _defines_used_results(node: Node, results: tuple[Any, ...]) -> bool:
-    """Whether a line defines every result that is used."""
     if not node.users or not results:
         return True
     tree = results[0] if len(results) == 1 and results[0] is not None else results
@@ -220,7 +211,7 @@ def _results(
     used = used_result_indices(node) if isinstance(tree, tuple) and node.users else None
     aliases: list[ir.Value | None] = []
 
-    def define(item: InferredTree, path: tuple[int, ...]) -> Any:
+    def define(item: inference.InferredTree, path: tuple[int, ...]) -> Any:
         if isinstance(item, tuple):
             return tuple([define(part, (*path, index)) for index, part in enumerate(item)])
         if item is None or (used is not None and path and path[0] not in used):
@@ -237,21 +228,21 @@ def infer_view_type(importer: GraphImporter, node: Node) -> ir.TensorType:
     """Returns the type of the result of a view operator."""
     operator: Any = node.target
     (result,) = _infer_results(importer, node, operator, _operands(importer, node, operator))
-    assert isinstance(result, InferredResult) and isinstance(result.type, ir.TensorType)
+    assert isinstance(result, inference.InferredResult) and isinstance(result.type, ir.TensorType)
     return result.type
 
 
 def _infer_results(
     importer: GraphImporter, node: Node, operator: OpOverload, operands: CallOperands
-) -> tuple[InferredTree, ...]:
+) -> tuple[inference.InferredTree, ...]:
     """Returns the results of a call: by the operator's fake implementation, else by the node's metadata."""
-    inference = importer.state.inference
+    calls = importer.state.inference
     try:
-        return inference.results(operator, operands.arguments, operands.keywords)
+        return calls.results(operator, operands.arguments, operands.keywords)
     except RewriteError as error:
         val = node.meta.get("val")
         count = operands.schema.return_count
-        is_inconclusive = isinstance(error, UnknownResultError) or inference.has_symbols
+        is_inconclusive = isinstance(error, inference.UnknownResultError) or calls.has_symbols
         if not is_inconclusive or (val is None and count):
             name = torch_schema(operator).name
             remedy = f"Correct the call, or register a fake implementation with torch.library.register_fake({name!r})"
@@ -265,32 +256,34 @@ def _infer_results(
 def _operand_vals(importer: GraphImporter, node: Node) -> list[tuple[ir.Value, object]]:
     """Returns the values among a node's operands, each with its node's metadata, in order."""
     operands: list[tuple[ir.Value, object]] = []
-    for operand in ir.leaves(lists_to_tuples((node.args, tuple(node.kwargs.values())))):
+    for operand in ir.leaves(inference.lists_to_tuples((node.args, tuple(node.kwargs.values())))):
         if isinstance(operand, Node):
             values, vals = importer.env[operand], operand.meta.get("val")
             is_single = isinstance(values, ir.Value)
-            pairs = [(values, vals)] if is_single else zip(ir.leaves(values), ir.leaves(lists_to_tuples(vals)))
+            pairs = (
+                [(values, vals)] if is_single else zip(ir.leaves(values), ir.leaves(inference.lists_to_tuples(vals)))
+            )
             operands.extend([(value, val) for value, val in pairs if isinstance(value, ir.Value)])
     return operands
 
 
 def _result_from_metadata(
     importer: GraphImporter, val: object, operands: list[tuple[ir.Value, object]]
-) -> InferredTree:
+) -> inference.InferredTree:
     """Returns a result as the metadata describes it; `operands` are those that it may alias."""
     if val is None:
         return None
     if isinstance(val, tuple | list):
         return tuple([_result_from_metadata(importer, item, operands) for item in val])
     if not isinstance(val, FakeTensor):
-        return InferredResult(ir.ScalarType(scalar_kind(val) or "int"))
+        return inference.InferredResult(ir.ScalarType(inference.scalar_kind(val) or "int"))
     symbols = importer.state.symbols
     type_ = symbols.type_of(val)
     for index, (value, base) in enumerate(operands):
         if isinstance(base, torch.Tensor) and storage_identity(base) == storage_identity(val):
             distance: Any = symbols.import_number(val.storage_offset() - base.storage_offset())
-            return InferredResult(view_type(type_, value.tensor_type, distance), index)
-    return InferredResult(type_)
+            return inference.InferredResult(inference.view_type(type_, value.tensor_type, distance), index)
+    return inference.InferredResult(type_)
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------

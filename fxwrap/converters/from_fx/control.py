@@ -16,12 +16,11 @@ from fxwrap.converters.from_fx.effects import absorb_scatter_fills
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
 from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES
-from fxwrap.converters.fx.attributes import attribute_of
-from fxwrap.converters.fx.replay import replay_spec, replayed_submodule
+from fxwrap.converters.fx.replay import attribute_of, replay_spec, replayed_submodule
 from fxwrap.inference import scalar_kind
 from fxwrap.lines import Bind, CallFunction, Cond, ExternCall, Map, ScanLoop, While, Yield
-from fxwrap.lines.block_types import slice_types
 from fxwrap.lines.frees import insert_frees
+from fxwrap.lines.operands import slice_types
 from fxwrap.symbolic import NumberOrExpression, expression_kind, make_symbol
 from fxwrap.torch_compat import while_loop_stack_output
 
@@ -242,7 +241,6 @@ def _outer_size(importer: GraphImporter, first: ir.Size, second: ir.Size) -> ir.
 
 
 def _join_types(importer: GraphImporter, first: Operand, second: Operand) -> ir.Type:
-    """Returns the type of a result of two blocks."""
     one, other = _type_of(first), _type_of(second)
     if not isinstance(one, ir.TensorType) or not isinstance(other, ir.TensorType):
         return one

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import sympy
@@ -13,15 +13,54 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.converters.from_fx.kernel_table import KernelTable
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES, ImportedSymbols
-from fxwrap.converters.fx.attributes import attribute_of
-from fxwrap.converters.fx.replay import replayed_submodule
+from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.errors import FxImportError
 from fxwrap.inference import CallInference
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
+from fxwrap.runtime import library
 from fxwrap.symbolic import NumberOrExpression, SymbolInfo, make_symbol
 from fxwrap.torch_compat import OpOverload, is_opaque
+from fxwrap.wrapper_ir import KernelDefinition
+
+
+class KernelTable:
+    """The definitions that a graph's launches may name: known ones, then those that this process has emitted.
+
+    `used` are the definitions of the launches so far, by hash, with distinct names.
+    """
+
+    def __init__(self, known: Iterable[KernelDefinition]) -> None:
+        self._known = {kernel.hash: kernel for kernel in known}
+        self.used: dict[str, KernelDefinition] = {}
+        self._names: set[str] = set()
+
+    def get(self, kernel_hash: str) -> KernelDefinition | None:
+        """Returns the definition with a content hash, None if it is unknown."""
+        definition = self.used.get(kernel_hash) or self._known.get(kernel_hash) or registered_definition(kernel_hash)
+        return None if definition is None else self.add(definition)
+
+    def add(self, definition: KernelDefinition) -> KernelDefinition:
+        """Returns a definition, or an equal one, under a name of its own."""
+        used = self.used.get(definition.hash)
+        if used is not None:
+            return used
+        name, number = definition.name, 0
+        while name in self._names:
+            number += 1
+            name = f"{definition.name}_{number}"
+        self._names.add(name)
+        self.used[definition.hash] = renamed = replace(definition, name=name)
+        return renamed
+
+
+def registered_definition(kernel_hash: str) -> KernelDefinition | None:
+    """Returns the definition of a kernel that this process has emitted or loaded, None if there is none."""
+    kernel = library.find_registered_kernel(kernel_hash)
+    if kernel is None:
+        return None
+    return KernelDefinition(kernel.name, kernel.language, kernel.source, kernel.signature, kernel.options)
+
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 

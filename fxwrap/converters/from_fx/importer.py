@@ -17,9 +17,8 @@ from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.from_fx.calls import COLLECTIVES, import_getitem, import_operator_call
 from fxwrap.converters.from_fx.control import CONTROL, find_absorbed_nodes, import_replayed_call
 from fxwrap.converters.from_fx.effects import EFFECTS, import_wait
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState, failure, target_text
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState, KernelTable, failure, target_text
 from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
-from fxwrap.converters.from_fx.kernel_table import KernelTable
 from fxwrap.converters.from_fx.kernels import KERNELS
 from fxwrap.converters.from_fx.memory import MEMORY
 from fxwrap.converters.from_fx.numbers import NUMBERS, import_arithmetic, import_conditional

@@ -11,8 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx.graph_importer import failure
-from fxwrap.converters.fx.attributes import attribute_of
-from fxwrap.converters.fx.replay import replayed_submodule
+from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.torch_compat import is_opaque
 
 
@@ -81,7 +80,6 @@ def _inline_into(
 
 
 def _placeholder_arguments(node: Node, called: GraphModule, env: Mapping[Node, Any]) -> dict[Node, Any]:
-    """Returns the argument of each placeholder of a called graph."""
     placeholders = called.graph.find_nodes(op="placeholder")
     by_name = {str(placeholder.target): placeholder for placeholder in placeholders}
     arguments = dict(zip(placeholders, node.args, strict=False))

@@ -139,7 +139,6 @@ def _import_user_triton_launch(importer: GraphImporter, node: Node, copies: Mapp
 
 
 def _written_arguments(node: Node, tensors: Mapping[str, Value]) -> list[str]:
-    """Returns the names of the tensors that a user's kernel writes."""
     call: dict[str, Any] = dict(node.kwargs)
     vals = {name: item.meta.get("val") if isinstance(item, Node) else item for name, item in call["kwargs"].items()}
     unknown = [name for name in tensors if not isinstance(vals.get(name), torch.Tensor)]
@@ -179,7 +178,6 @@ def _parameters(kernel: KernelDefinition) -> list[str]:
 
 
 def _output_count(importer: GraphImporter, node: Node, kernel: KernelDefinition) -> int:
-    """Returns the number of tensors that a kernel writes."""
     line = importer.original_line(node, Launch)
     if line is not None:
         return len(line.outs)
@@ -219,7 +217,6 @@ def _launch(
 
 
 def _check_dtypes(node: Node, kernel: KernelDefinition, tensors: Sequence[Value]) -> None:
-    """Raises FxImportError if the tensors do not have the dtypes of the kernel's signature."""
     entries = [entry.partition(" ")[0][1:] for entry in kernel.signature if entry.startswith("*")]
     if kernel.signature and len(entries) != len(tensors):
         reason = f"the kernel '{kernel.name}' takes {len(entries)} tensors, not {len(tensors)}"

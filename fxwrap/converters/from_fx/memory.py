@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import replace
 
 import sympy
@@ -13,10 +12,12 @@ from torch.fx import Node
 from fxwrap.converters.from_fx.calls import import_operator_call, infer_view_type
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
 from fxwrap.converters.from_fx.numbers import import_storage_offset
+from fxwrap.converters.fx.types import VIEW_OPERATORS
+from fxwrap.converters.views import view_form
 from fxwrap.lines import Alloc, ExternCall, Pool, PoolSlice, Reuse, View, Workspace
 from fxwrap.symbolic import Size, make_symbol, product, total
 from fxwrap.torch_compat import is_plain_view
-from fxwrap.wrapper_ir import TensorType, Value, contiguous_strides
+from fxwrap.wrapper_ir import TensorType, Value
 
 _ATEN, _FXWRAP = torch.ops.aten, torch.ops.fxwrap
 
@@ -88,16 +89,25 @@ def _pool_slice(importer: GraphImporter, node: Node) -> None:
 
 
 def _view(importer: GraphImporter, node: Node) -> None:
-    """Imports an overload that views are emitted as; its type is computed directly if its arguments are normalised."""
+    """Imports an overload that views are emitted as."""
     is_call = importer.original_line(node, ExternCall) is not None
     if is_call or node.kwargs or _is_symbolic_select(importer, node) or not _has_no_lazy_bits(node):
         import_operator_call(importer, node)
         return
     base = importer.tensor(node, node.args[0])
-    arguments = [importer.argument(node, item) for item in node.args[1:]]
-    type_ = _VIEW_TYPES[node.target](base.tensor_type, *arguments)
-    value = importer.value(node.name, type_ or infer_view_type(importer, node))
+    value = importer.value(node.name, _original_type(importer, node, base) or infer_view_type(importer, node))
     importer.emit_definition(View(value, base), node, value)
+
+
+def _original_type(importer: GraphImporter, node: Node, base: Value) -> TensorType | None:
+    """Returns the type of the view that a node was emitted for, if base and arguments still fit; inference is slow."""
+    line = importer.original_line(node, View)
+    if line is None or line.base.type != base.type:
+        return None
+    form = view_form(base.tensor_type, line.result.tensor_type)
+    arguments = tuple([importer.argument(node, item) for item in node.args[1:]])
+    same = node.target is VIEW_OPERATORS[form.kind] and arguments == form.arguments
+    return line.result.tensor_type if same else None
 
 
 def _has_no_lazy_bits(node: Node) -> bool:
@@ -178,68 +188,6 @@ def _is_as_strided_at(view: Node, offset: Node, base: object) -> bool:
     return is_as_strided and view.args[3] is offset and view.args[0] is base
 
 
-# --- the types of views: None unless every argument is as the converter emits it, without sizes of -1 -----------------
-
-
-def _view_type(base: TensorType, sizes: tuple[Size, ...]) -> TensorType | None:
-    if not _all_nonnegative(*sizes) or not base.is_contiguous:
-        return None
-    return replace(base, sizes=sizes, strides=contiguous_strides(sizes))
-
-
-def _permute_type(base: TensorType, order: tuple[int, ...]) -> TensorType | None:
-    if not _all_nonnegative(*order):
-        return None
-    sizes, strides = (tuple([numbers[dim] for dim in order]) for numbers in (base.sizes, base.strides))
-    return replace(base, sizes=sizes, strides=strides)
-
-
-def _expand_type(base: TensorType, sizes: tuple[Size, ...]) -> TensorType | None:
-    if not _all_nonnegative(*sizes):
-        return None
-    added = len(sizes) - len(base.sizes)
-    strides = [0] * added + [
-        0 if size == 1 and new != 1 else stride
-        for size, stride, new in zip(base.sizes, base.strides, sizes[added:], strict=True)
-    ]
-    return replace(base, sizes=sizes, strides=tuple(strides))
-
-
-def _slice_type(base: TensorType, *arguments: int) -> TensorType | None:
-    if len(arguments) != 4 or not all(type(item) is int and item >= 0 for item in arguments):
-        return None
-    dim, start, end, step = arguments
-    size = base.sizes[dim]
-    if step != 1 or end < start or not isinstance(size, int) or end > size:
-        return None
-    sizes = (*base.sizes[:dim], end - start, *base.sizes[dim + 1 :])
-    return replace(base, sizes=sizes, storage_offset=_offset_by(base, dim, start))
-
-
-def _select_type(base: TensorType, dim: int, index: int) -> TensorType | None:
-    size = base.sizes[dim] if type(dim) is int and dim >= 0 else None
-    if not isinstance(size, int) or type(index) is not int or not 0 <= index < size:
-        return None
-    sizes, strides = (items[:dim] + items[dim + 1 :] for items in (base.sizes, base.strides))
-    return replace(base, sizes=sizes, strides=strides, storage_offset=_offset_by(base, dim, index))
-
-
-def _offset_by(base: TensorType, dim: int, index: int) -> Size:
-    return total((base.storage_offset, product((index, base.strides[dim]))))
-
-
-def _all_nonnegative(*items: Size) -> bool:
-    return all(isinstance(item, sympy.Basic) or (type(item) is int and item >= 0) for item in items)
-
-
-_VIEW_TYPES: dict[object, Callable[..., TensorType | None]] = {
-    _ATEN.view.default: _view_type,
-    _ATEN.permute.default: _permute_type,
-    _ATEN.expand.default: _expand_type,
-    _ATEN.slice.Tensor: _slice_type,
-    _ATEN.select.int: _select_type,
-}
-
 MEMORY: NodeImporters = {
     _ATEN.empty_strided.default: _alloc,
     _FXWRAP.reuse.default: _reuse,
@@ -248,5 +196,5 @@ MEMORY: NodeImporters = {
     _FXWRAP.workspace.default: _workspace,
     _ATEN.as_strided.default: _as_strided,
     _ATEN.sym_storage_offset.default: _storage_offset,
-    **dict.fromkeys(_VIEW_TYPES, _view),
+    **dict.fromkeys([operator for kind, operator in VIEW_OPERATORS.items() if kind != "as_strided"], _view),
 }

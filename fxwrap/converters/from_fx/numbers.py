@@ -236,7 +236,6 @@ def _path_step(importer: GraphImporter, node: Node, name: str) -> Tag:
 
 
 def _import_item(importer: GraphImporter, node: Node) -> None:
-    """Imports the number that is the element of a tensor."""
     tensor = importer.tensor(node, node.args[0])
     dtype = tensor.tensor_type.dtype
     prefix = "uf" if dtype.is_floating_point else "b" if dtype == torch.bool else "u"
@@ -250,7 +249,6 @@ def _import_item(importer: GraphImporter, node: Node) -> None:
 
 
 def _import_assertion(importer: GraphImporter, node: Node) -> None:
-    """Imports an assertion with its message."""
     condition, message, *more = [importer.argument(node, argument) for argument in node.args]
     error, shown = more or ("RuntimeError", None)
     importer.env[node] = None

@@ -50,7 +50,6 @@ def _module_name(
 
 
 def _operands(emitter: GraphEmitter, values: Sequence[object], symbols: Sequence[str] = ()) -> tuple[object, ...]:
-    """Returns values, then symbols, as arguments."""
     numbers = [emitter.writer.number(make_symbol(name)) for name in symbols]
     return (*[emitter.writer.argument(value) for value in values], *numbers)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap import lines
+from fxwrap import lines, torch_compat
 from fxwrap.converters.base import Handler
 from fxwrap.converters.fx import control, kernels
 from fxwrap.converters.fx.codegen import DirectCode
@@ -22,14 +22,6 @@ from fxwrap.converters.views import view_form
 from fxwrap.inference import ExampleValues, FakeValues
 from fxwrap.runtime import library
 from fxwrap.symbolic import SymbolInfo, floor_divide, make_symbol
-from fxwrap.torch_compat import (
-    FakeTensor,
-    FakeTensorMode,
-    operator_overload,
-    out_argument_names,
-    without_fake_mode,
-    without_guards,
-)
 from fxwrap.wrapper_ir import LineBase, ListType, Program, Size, TensorType, Value, element_type, symbol_infos
 
 _ATEN = torch.ops.aten
@@ -125,8 +117,10 @@ class FxConverter(GraphEmitter):
         arguments = [self.writer.argument(item) for item in line.arguments]
         keywords = {name: self.writer.argument(item) for name, item in line.keywords}
         if isinstance(line, lines.ExternCall) and line.outs:
-            keywords |= zip(out_argument_names(line.target), map(self.writer.argument, line.outs), strict=True)
-        self.results(line, operator_overload(line.target), arguments, keywords)
+            keywords |= zip(
+                torch_compat.out_argument_names(line.target), map(self.writer.argument, line.outs), strict=True
+            )
+        self.results(line, torch_compat.operator_overload(line.target), arguments, keywords)
 
     mutate = call
 
@@ -145,7 +139,9 @@ class FxConverter(GraphEmitter):
             arguments, keywords = [*arguments, line.reduce], {"include_self": line.include_self}
         elif line.reduce:
             keywords = {"reduce": line.reduce}
-        self.writer.call(operator_overload(form or with_tensor), arguments, keywords, val=target.meta["val"])
+        self.writer.call(
+            torch_compat.operator_overload(form or with_tensor), arguments, keywords, val=target.meta["val"]
+        )
 
     def index_put(self, line: lines.IndexPut) -> None:
         arguments = [self.writer.argument(item) for item in (line.target, line.indices, line.values)]
@@ -252,10 +248,12 @@ class FxConverter(GraphEmitter):
         self.fxwrap_operator(line, _FXWRAP.wait_event.default, arguments)
 
     def start_collective(self, line: lines.StartCollective) -> None:
-        self.results(line, operator_overload(line.operator), [self.writer.argument(item) for item in line.arguments])
+        self.results(
+            line, torch_compat.operator_overload(line.operator), [self.writer.argument(item) for item in line.arguments]
+        )
 
     def wait_collective(self, line: lines.WaitCollective) -> None:
-        target = operator_overload("_c10d_functional.wait_tensor.default")
+        target = torch_compat.operator_overload("_c10d_functional.wait_tensor.default")
         val = self.fakes.view(line.result, line.pending, 0)
         self.writer.define(line.result, target, [self.writer.argument(line.pending)], val=val)
 
@@ -286,8 +284,7 @@ def to_fx(
     *,
     aten_only: bool = False,
     handlers: Mapping[type[lines.ExtensionLine], Handler] | None = None,
-    fake_mode: FakeTensorMode | None = None,
-    fake_inputs: Mapping[str, FakeTensor] | None = None,
+    fake_inputs: Mapping[str, torch_compat.FakeTensor] | None = None,
     fake_metadata: bool = True,
 ) -> EmittedGraph:
     """Returns the program as an FX graph of ordinary operators.
@@ -297,17 +294,16 @@ def to_fx(
         aten_only: whether only ATen's and torch's higher-order operators may be called.
         handlers: converters of vendors' lines, by default those of registered devices; a line without one is emitted
             as the lines that it expands to.
-        fake_mode: the mode of the fake tensors in `meta["val"]`, by default that of `fake_inputs` or a new one.
-        fake_inputs: fake tensors of that mode for the inputs' `meta["val"]`, by the program's names.
+        fake_inputs: fake tensors for the inputs' `meta["val"]`, by the program's names; the others have their mode.
         fake_metadata: whether `meta["val"]` holds fake tensors, for which torch imports its tracing. Otherwise it
             holds meta tensors and example numbers; the graph is the same.
 
     Raises UnsupportedError for a line without an FX form, or without one of ATen's operators if `aten_only`.
     """
     fake_inputs = fake_inputs or {}
-    mode = fake_mode or next((fake.fake_mode for fake in fake_inputs.values()), None)
+    mode = next((fake.fake_mode for fake in fake_inputs.values()), None)
     fakes = FakeValues(mode) if fake_metadata else ExampleValues()
-    with without_fake_mode(), without_guards(fakes.mode):
+    with torch_compat.without_fake_mode(), torch_compat.without_guards(fakes.mode):
         converter = FxConverter(program, fakes, handlers, aten_only=aten_only)
         _inputs(converter, fake_inputs)
         _constants(converter)
@@ -325,7 +321,7 @@ def to_fx(
     return EmittedGraph(program, module)
 
 
-def _inputs(converter: FxConverter, fake_inputs: Mapping[str, FakeTensor]) -> None:
+def _inputs(converter: FxConverter, fake_inputs: Mapping[str, torch_compat.FakeTensor]) -> None:
     writer, fakes = converter.writer, converter.fakes
     for item in converter.program.inputs:
         if isinstance(item.value, SymbolInfo):

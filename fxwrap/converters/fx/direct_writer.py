@@ -83,7 +83,6 @@ class DirectWriter:
         return self.fxwrap_operator(node) if target.namespace == "fxwrap" else self.operator(node)
 
     def _graphed_call(self, node: Node) -> str:
-        """Returns a call of a submodule that is captured and replayed."""
         call = graphed_call(node, self._graph_managers)
         if call is None:
             raise NoDirectForm
@@ -210,7 +209,6 @@ class DirectWriter:
         )
 
     def _launcher(self, name_hint: str, kernel_hash: str, text: KernelText, gridless: bool) -> str:
-        """Returns the text of a kernel's launcher."""
         name = self._kernel_names.get((kernel_hash, gridless))
         if name is None:
             base = "".join([letter if letter.isalnum() else "_" for letter in name_hint or "kernel"])

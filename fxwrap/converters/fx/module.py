@@ -31,16 +31,12 @@ class ProgramModule(LazyGraphModule):
     `meta["fxwrap"]` has the program's name, header and kernels by hash.
     """
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce_ex__(self, *_arguments: object) -> NoReturn:
         raise GraphModuleError(
             f"an emitted graph cannot be pickled: unpickling traces it symbolically. {SUPPORTED_ALTERNATIVES}"
         )
 
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        self.__reduce__()
-
-    def __reduce_package__(self, _exporter: object) -> NoReturn:
-        self.__reduce__()
+    __reduce__ = __reduce_package__ = __reduce_ex__  # type: ignore[assignment]
 
 
 def boxed_entry(graph_module: GraphModule, check: InputCheck | None = None) -> BoxedCallable:

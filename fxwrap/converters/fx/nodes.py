@@ -129,7 +129,6 @@ class GraphWriter:
         return number
 
     def _identity(self, number: Number, kind: str) -> Node:
-        """Adds a node that returns a number unchanged."""
         function, more = (operator.and_, (True,)) if kind == "bool" else (operator.pos, ())
         return self._call(function, (number, *more), function(_val_of(number), *more))
 

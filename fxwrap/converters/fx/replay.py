@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.converters.fx.attributes import attribute_of
 from fxwrap.lines import CallFunction
-from fxwrap.lines.block_types import block_device
+from fxwrap.lines.operands import block_device
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, GraphManager
 from fxwrap.torch_compat import mark_impure
 from fxwrap.wrapper_ir import Block
@@ -78,3 +78,10 @@ def _run(
     outputs = module(*arguments, *symbols)
     arguments.clear()
     return outputs
+
+
+def attribute_of(module: object, target: object) -> Any:
+    """Returns the attribute of a module with a dotted name, None if there is none."""
+    for part in str(target).split("."):
+        module = getattr(module, part, None)
+    return module

@@ -13,16 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxwrap import torch_compat
 from fxwrap.converters.views import view_form
 from fxwrap.lines import Alloc, ExternCall, View
 from fxwrap.runtime.library import cpp_kernel_operator
-from fxwrap.torch_compat import (
-    OpOverload,
-    aliased_or_mutated_inputs,
-    operator_overload,
-    out_argument_names,
-    triton_launch,
-)
 from fxwrap.wrapper_ir import TensorType, Value
 
 _ATEN = torch.ops.aten
@@ -106,11 +100,11 @@ def _result_type(node: Node, line: ExternCall, known: dict[Node, TensorType]) ->
 
 
 def _is_call(node: Node, line: ExternCall, known: dict[Node, TensorType]) -> bool:
-    if node.target is not operator_overload(line.target):
+    if node.target is not torch_compat.operator_overload(line.target):
         return False
     keywords = dict(line.keywords)
     if line.outs:
-        keywords.update(zip(out_argument_names(line.target), line.outs, strict=True))
+        keywords.update(zip(torch_compat.out_argument_names(line.target), line.outs, strict=True))
     return (
         _arguments_match(line.arguments, node.args, known)
         and node.kwargs.keys() == keywords.keys()
@@ -130,7 +124,7 @@ def _arguments_match(then: object, now: object, known: dict[Node, TensorType]) -
 
 
 _VIEWS = frozenset(VIEW_OPERATORS.values())
-_LAUNCHES = frozenset({cpp_kernel_operator, triton_launch})
+_LAUNCHES = frozenset({cpp_kernel_operator, torch_compat.triton_launch})
 
 
 def written_arguments(nodes: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -142,7 +136,9 @@ def written_arguments(nodes: Iterable[Node]) -> dict[Node, list[Node]]:
             arguments.add(node)
         elif node.op == "call_function" and node.target in _LAUNCHES:
             written[node] = [item for item in _outputs(node) if item in arguments]
-        elif isinstance(node.target, OpOverload) and not arguments.isdisjoint(aliased_or_mutated_inputs(node)):
+        elif isinstance(node.target, torch_compat.OpOverload) and not arguments.isdisjoint(
+            torch_compat.aliased_or_mutated_inputs(node)
+        ):
             arguments.add(node)
     return {node: items for node, items in written.items() if items}
 
@@ -173,5 +169,5 @@ def untracked_views(nodes: Sequence[Node]) -> frozenset[Node]:
         if node.op == "call_function" and node.target in _VIEWS and node not in tracked and not is_checked:
             untracked.append(node)
         elif node.op != "call_function" or node.target not in _LAUNCHES:
-            tracked.update(aliased_or_mutated_inputs(node))
+            tracked.update(torch_compat.aliased_or_mutated_inputs(node))
     return frozenset(untracked)

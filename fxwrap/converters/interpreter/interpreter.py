@@ -19,12 +19,24 @@ import fxwrap.lines as lines
 from fxwrap.converters.base import Converter, Handlers
 from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.errors import FxwrapError, InputError
+from fxwrap.lines import ExternCall, Mutate
 from fxwrap.runtime import checks, control, devices, tensors
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.symbolic import Number, evaluate, symbol_kind
-from fxwrap.torch_compat import operator_overload, out_argument_names
-from fxwrap.wrapper_ir import Block, Operand, Program, Result, TensorType, Value, defined, type_symbols, values_in
+from fxwrap.torch_compat import operator_overload, out_argument_names, storage_identity
+from fxwrap.wrapper_ir import (
+    Block,
+    Operand,
+    Program,
+    Result,
+    TensorType,
+    Value,
+    defined,
+    reads,
+    type_symbols,
+    values_in,
+)
 
 _WRONG_FAKE_DEVICE = frozenset(
     {
@@ -339,3 +351,28 @@ def run(program: Program, inputs: Sequence[Content]) -> tuple[Content, ...]:
     Raises InputError for inputs that do not match the program, and the errors of the operators.
     """
     return Interpreter(program).run(list(inputs))
+
+
+class UntrustedInterpreter(Interpreter):
+    """An interpreter that zeroes the memory it allocates, and raises FxwrapError for undeclared aliases.
+
+    So a program reads nothing that was in memory before, and writes no input that it may not write.
+    """
+
+    def _empty(self, type_: TensorType) -> torch.Tensor:
+        return super()._empty(type_).zero_()
+
+    def call(self, line: ExternCall | Mutate) -> None:
+        operands = self._storages(reads(line))
+        super().call(line)
+        for value in defined(line):
+            if line.alias_of(value) is None and not operands.isdisjoint(self._storages([value])):
+                raise FxwrapError(
+                    f"{line.target} returned memory of an operand as %{value.name}, which owns its memory"
+                )
+
+    mutate = call
+
+    def _storages(self, values: Sequence[Value]) -> set[int]:
+        contents = [self.values[value.name] for value in values]
+        return {storage_identity(item) for item in contents if isinstance(item, torch.Tensor)}

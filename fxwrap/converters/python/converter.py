@@ -301,7 +301,6 @@ class PythonConverter(Converter):
         )
 
     def _targets(self, results: tuple[ir.Result, ...]) -> str:
-        """Returns the names that results are unpacked into."""
         for value in ir.values_in(results):
             self.track_value(value.name)
         return self._patterns(results)

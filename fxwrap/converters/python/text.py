@@ -13,7 +13,7 @@ import torch
 from fxwrap.converters.torch_calls import ArgumentKind, kind_of, kind_of_elements, torch_call
 from fxwrap.devices import language_traits
 from fxwrap.lines import CallFunction
-from fxwrap.lines.block_types import block_device
+from fxwrap.lines.operands import block_device
 from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
 from fxwrap.wrapper_ir import Block, KernelDefinition, Operand, TensorType, Value, captured_symbols
 

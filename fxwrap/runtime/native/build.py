@@ -22,14 +22,7 @@ from typing import Any
 
 import torch
 
-from fxwrap.runtime.cache_folder import (
-    cache_folders,
-    find_entry,
-    find_or_build_entry,
-    is_intact,
-    read_cache_file,
-    write_cache_file,
-)
+from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
 from fxwrap.runtime.native.prebuilt import find_prebuilt_kernel, register_prebuilt_kernels
 
@@ -127,7 +120,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         for item in (*objects, *[file for source in sources for file, _ in source.files]):
             (folder / item).unlink()
 
-    return find_or_build_entry(f"programs/{key}", build) / f"{stem}.so"
+    return cache_folder.find_or_build_entry(f"programs/{key}", build) / f"{stem}.so"
 
 
 def _compile_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:
@@ -143,7 +136,7 @@ def _compile_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:
         run_compiler(_unit_command(compiler, source, unit), folder)
         unit.unlink()
 
-    cached = find_or_build_entry(f"units/{key}", build) / _UNIT.with_suffix(".o")
+    cached = cache_folder.find_or_build_entry(f"units/{key}", build) / _UNIT.with_suffix(".o")
     shutil.copyfile(cached, path.with_suffix(".o"))
     return ""
 
@@ -166,7 +159,7 @@ def precompile_cpp(source_text: str) -> None:
         path.write_text(source_text, encoding="utf-8")
         run_compiler(_unit_command(compiler, NativeSource(source_text, PROGRAM_FLAGS), path), folder)
 
-    find_or_build_entry(_precompiled_name(compiler, source_text), build)
+    cache_folder.find_or_build_entry(_precompiled_name(compiler, source_text), build)
 
 
 _PRECOMPILED_OBJECT = Path("program.o")
@@ -178,7 +171,7 @@ def _precompiled_name(compiler: Compiler, source_text: str) -> str:
 
 def _claim_precompiled(compiler: Compiler, source_text: str, target: Path) -> bool:
     """Moves a precompiled object to `target`; returns whether there was one that no other process claimed."""
-    folder = find_entry(_precompiled_name(compiler, source_text))
+    folder = cache_folder.find_entry(_precompiled_name(compiler, source_text))
     if folder is None:
         return False
     try:
@@ -205,9 +198,9 @@ _LIBRARY_NAME = re.compile(r"programs/[0-9a-f]{32}/\w+\.so")
 
 def _indexed_library(name: str) -> Path | None:
     """Returns the intact library that an index file names."""
-    for root in cache_folders():
-        text = (read_cache_file(root / name) or b"").decode(errors="replace")
-        if _LIBRARY_NAME.fullmatch(text) and (root / text).is_file() and is_intact((root / text).parent):
+    for root in cache_folder.cache_folders():
+        text = (cache_folder.read_cache_file(root / name) or b"").decode(errors="replace")
+        if _LIBRARY_NAME.fullmatch(text) and (root / text).is_file() and cache_folder.is_intact((root / text).parent):
             return root / text
     return None
 
@@ -217,7 +210,7 @@ def index_kernel_library(symbols: Sequence[str], library: Path) -> None:
     root = library.parents[2]
     try:
         for name in _kernel_index_names(symbols):
-            write_cache_file(root, name, str(library.relative_to(root)).encode())
+            cache_folder.write_cache_file(root, name, str(library.relative_to(root)).encode())
     except OSError:
         register_prebuilt_kernels(symbols, library)
 
@@ -240,7 +233,7 @@ def build_bridge() -> BridgeBuild:
         built = True
         _build_bridge(compiler, target)
 
-    folder = find_or_build_entry(name, build)
+    folder = cache_folder.find_or_build_entry(name, build)
     return BridgeBuild(folder, time.perf_counter() - start if built else 0.0)
 
 
@@ -353,6 +346,5 @@ def _version(text: object) -> tuple[int, ...]:
 
 
 def _cpu_instruction_sets() -> list[str]:
-    """Returns the instruction sets of this processor, by the system's names."""
     line = next((s for s in _cpu_description().splitlines() if s.startswith(("flags", "Features"))), "")
     return sorted(set(line.partition(":")[2].split()))

@@ -125,5 +125,4 @@ def _interpreted_library() -> tuple[tuple[object, str, object], ...]:
 
 
 def _member(function: Callable[..., object]) -> Callable[..., object]:
-    """Returns a plain function, which binds to instances."""
     return lambda *arguments, **keywords: function(*arguments, **keywords)

@@ -141,7 +141,6 @@ class UserKernel:
 
 
 def _make_tensor_descriptors(named: Mapping[str, object], descriptors: Mapping[str, object]) -> dict[str, object]:
-    """Replaces tensors by their tensor descriptors."""
     if not descriptors:
         return dict(named)
     make = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor

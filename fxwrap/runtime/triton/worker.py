@@ -54,7 +54,6 @@ def _function(path: str, name: str) -> Any:
 
 
 def _set_environment(variables: dict[str, str]) -> None:
-    """Sets Triton's environment variables to the parent's current ones."""
     for name in [name for name in os.environ if name.startswith("TRITON") and name not in variables]:
         del os.environ[name]
     os.environ.update(variables)

@@ -18,8 +18,8 @@ from fxwrap.runtime import kernels
 from fxwrap.runtime.cache_folder import cache_folder
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import NativeProgram, compile_cpp, launcher_class, load_program, precompile_cpp
+from fxwrap.runtime.triton.binaries import compiled_variants, variants_unit
 from fxwrap.runtime.triton.launchers import add_variant
-from fxwrap.runtime.triton.translation_units import compiled_variants, variants_unit
 from fxwrap.wrapper_ir import KernelDefinition, print_kernel
 from tests.runtime.launch.fake_driver import FakeDriver
 from tests.runtime.launch.kernels import compiled, fill

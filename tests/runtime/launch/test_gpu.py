@@ -17,7 +17,7 @@ from fxwrap.devices.kernel_names import find_function_name
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel
-from fxwrap.runtime.triton.translation_units import compiled_variants
+from fxwrap.runtime.triton.binaries import compiled_variants
 from fxwrap.wrapper_ir import KernelDefinition, print_kernel
 from tests.runtime.launch.kernels import fill
 

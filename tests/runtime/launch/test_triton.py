@@ -13,10 +13,9 @@ import torch
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.artifact.binaries import install_triton_binaries, write_triton
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.triton.binaries import collect_triton_binaries
+from fxwrap.runtime.triton.binaries import collect_triton_binaries, compiled_variants
 from fxwrap.runtime.triton.launchers import make_native_launcher
 from fxwrap.runtime.triton.prebuilt import has_prebuilt_variant
-from fxwrap.runtime.triton.translation_units import compiled_variants
 from fxwrap.runtime.triton.variants import variant_of
 from tests.runtime.launch.fake_driver import FakeDriver
 from tests.runtime.launch.kernels import compiled, fill

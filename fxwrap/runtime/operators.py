@@ -1,4 +1,4 @@
-"""An operator that prints: `torch.ops.higher_order.print` has no schema that emitters could call."""
+"""Operators in place of `torch.ops.higher_order.print` and `call_torchbind`, whose calls no schema describes."""
 
 from __future__ import annotations
 
@@ -40,3 +40,24 @@ def _(*arguments: object) -> None:
 
 
 declare_side_effect(torch.ops.fxwrap_runtime.print.default)
+
+
+_library.define(  # type: ignore[no-untyped-call]
+    "call_method(Any object, str method, Any[] arguments) -> Any"
+)
+
+
+@torch.library.impl(_library, "call_method", "CompositeExplicitAutograd")
+def _call_method(object: torch.ScriptObject, method: str, arguments: list[object]) -> object:
+    returned = getattr(object, method)(*arguments)
+    return list(returned) if isinstance(returned, tuple) else returned
+
+
+@torch.library.register_fake("fxwrap_runtime::call_method")  # type: ignore[untyped-decorator]
+def _(object: object, method: str, arguments: list[object]) -> object:
+    """Calls the method of the fake class that stands in for the object's."""
+    returned = torch.ops.higher_order.call_torchbind(object, method, *arguments)
+    return list(returned) if isinstance(returned, tuple) else returned
+
+
+declare_side_effect(torch.ops.fxwrap_runtime.call_method.default)
