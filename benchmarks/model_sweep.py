@@ -162,7 +162,6 @@ def judge(model: SweepModel, training: bool, emitter: str, device: str) -> dict[
         inputs = {name: item.to(device) for name, item in inputs.items()}
     except Exception as error:  # noqa: BLE001 - reported in the table
         return {"status": f"skipped: {_first_line(error)}"}
-    row: dict[str, Cell] = {}
     try:
         row = compare(module, inputs, training, "fxwrap", {"emitter": emitter})
         if row["status"] != "wrong":

@@ -58,14 +58,7 @@ def load(
     Raises ArtifactError for a damaged, truncated or foreign file, for a newer format, and for what `trust` does not
     allow; OptionError for an unknown value of `emitter`, `binaries` or `trust`.
     """
-    choices = (
-        (emitter, EMITTERS, "emitter"),
-        (binaries, BINARIES, "choice of binaries"),
-        (trust, TRUST_LEVELS, "trust"),
-    )
-    for value, known, what in choices:
-        if value is not None and value not in known:
-            raise OptionError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+    _check_choices(emitter, binaries, trust)
     if trust == "none":
         if emitter not in (None, "interpreter") or binaries == "required":
             raise OptionError("trust='none' runs no code from a file: use emitter='interpreter', binaries='ignored'")
@@ -97,6 +90,18 @@ def load(
         # Compile now: errors show at load time, and the first call is as fast as others. A graph may be rewritten.
         _ = loaded.emitted if emitter == "fx" else loaded.boxed
     return loaded
+
+
+def _check_choices(emitter: str | None, binaries: str, trust: str) -> None:
+    """Raises OptionError for an unknown value."""
+    choices = (
+        (emitter, EMITTERS, "emitter"),
+        (binaries, BINARIES, "choice of binaries"),
+        (trust, TRUST_LEVELS, "trust"),
+    )
+    for value, known, what in choices:
+        if value is not None and value not in known:
+            raise OptionError(f"unknown {what} {value!r}; known: {', '.join(known)}")
 
 
 def _layout(archive: Archive, program: Program) -> tuple[ConstantLayout, bool]:
