@@ -145,7 +145,7 @@ class _PlannedKernelBuilder:
             body.store(name, strided_index(element, out.tensor_type.strides), stored, mode=mode)
 
     def _fetch(self, definition: Definition, at: IndexTuple, other: Number) -> Scalar:
-        if definition in self.scalars and self.plan.computed[definition] == at:
+        if definition in self.scalars:  # fusion allows reads at its element only; `at` may be another form of the index
             return self.scalars[definition]
         value = self.value_of(definition)
         if extent_of(value.tensor_type) == 0:  # nothing is ever read, and no load may be hoisted out of an empty loop

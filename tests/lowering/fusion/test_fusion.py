@@ -57,6 +57,25 @@ def test_reductions_and_scans_keep_the_axes_they_run_along(case: str, size: int)
     check(AXES[case], torch.randn(size, generator=torch.Generator().manual_seed(size)))
 
 
+MODULO: dict[str, Callable[[Tensor], Any]] = {
+    "a whole turn": lambda y: (y.unfold(0, 2, 2).flip(1), y.roll([-2], [0])),
+    "a whole turn and a bit": lambda y: (y.unfold(0, 2, 2).flip(1), y.roll([-3], [0])),
+    "a row of one": lambda y: (y.view(1, 2).flip(1) + 1, y.roll([2], [0]).roll([2], [0])),
+    "two turns": lambda y: (y.repeat(2).view(2, 2)[:1].flip(1), y.roll([4], [0]) * 2),
+}
+
+
+@pytest.mark.parametrize("case", MODULO)
+def test_readers_find_an_element_whose_index_has_another_form(case: str) -> None:
+    """A kernel takes the axes of a later member, one of size 1 among them, and `% 2` then drops a term."""
+
+    def function(x: Tensor) -> Any:
+        rolled = x.roll([-1], [0])
+        return rolled, MODULO[case](rolled)[1].add_(1), *MODULO[case](rolled), rolled.unfold(0, 2, 2).flip(1) + 0
+
+    check(function, torch.randn(2, generator=torch.Generator().manual_seed(5)))
+
+
 def test_long_chains_are_one_kernel() -> None:
     def function(x: Tensor) -> Tensor:
         for _ in range(120):
