@@ -270,7 +270,7 @@ class LineEmitter:
         """Launches the copy of a scatter's initial tensor into its result."""
         copy = copy_definition(definition.initial)
         plan = replace(self.plan, labels={**self.plan.labels, copy: self.plan.labels[definition]})
-        trace = trace_with(copy, plan.is_inlined)
+        trace = trace_with(copy, plan.access_of)
         kernel = KernelPlan(trace.axes, ())
         at = tuple([as_index(axis) for axis in trace.axes])
         kernel.members.append(Member(DefinitionPlan(copy, 0), trace, at))

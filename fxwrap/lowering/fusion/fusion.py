@@ -96,7 +96,7 @@ class Fusion:
 
     def define(self, plan: DefinitionPlan) -> None:
         """Adds a materialised definition to the kernel where it saves most memory traffic, or to a new kernel."""
-        trace = self.plan.tracer.trace_inlining(plan.definition, self.plan.is_inlined)
+        trace = self.plan.tracer.trace_inlining(plan.definition, self.plan.access_of)
         dependences = self._producers(
             [*(definition for definition, _ in trace.reads), *trace.symbols, *self._predecessors(plan.definition)]
         )

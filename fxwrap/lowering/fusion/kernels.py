@@ -95,7 +95,7 @@ class _PlannedKernelBuilder:
 
     def __post_init__(self) -> None:
         self.operator_of = self.definitions.operator_of
-        self.reader = BodyBuilder(self.definitions.is_inlined, self._fetch, self.operator_of)
+        self.reader = BodyBuilder(self.definitions.access_of, self._fetch, self.operator_of)
 
     def build(self, hint: Callable[[Size], int]) -> BuiltKernel:
         for member in self.plan.members:

@@ -17,7 +17,7 @@ from fxwrap.lowering.fusion.definitions import (
     Scattered,
     Viewed,
 )
-from fxwrap.lowering.fusion.tracing import Tracer, iteration_space, shared_source
+from fxwrap.lowering.fusion.tracing import Access, Tracer, iteration_space, shared_source
 from fxwrap.symbolic import Size, product
 
 _CHEAP = 8
@@ -103,13 +103,12 @@ class MaterialisationPlan:
     labels: Mapping[Definition, DefinitionLabel]
     tracer: Tracer
 
-    def is_inlined(self, definition: Definition) -> bool:
-        """Whether a definition is computed where it is read.
-
-        A definition without a plan is inlined: only other inlined definitions read it.
-        """
+    def access_of(self, definition: Definition) -> Access:
+        """Returns how bodies get a definition's elements; one without a plan is dead, and its elements are unused."""
         plan = self.definitions.get(definition)
-        return plan is None or not plan.materialised
+        if plan is None:
+            return "unused"
+        return "fetched" if plan.materialised else "inlined"
 
     def operator_of(self, definition: Definition) -> str:
         """Returns the overload name of the operator of a definition, or ""."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import sympy
 import torch
@@ -38,6 +38,13 @@ from fxwrap.symbolic import Number, Size
 
 IndexTuple: TypeAlias = tuple[Index, ...]
 """One index per dimension."""
+
+Access: TypeAlias = Literal["inlined", "fetched", "unused"]
+"""How a body gets an element of another definition: it is computed in place, read from memory, or never used.
+
+An element is never used where only indices out of range lead to it: the background of a slice that covers a whole
+tensor, read at an index of which the body cannot tell the range.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,35 +95,39 @@ def resolve_views(definition: Definition, indices: Indices) -> tuple[Definition,
 
 
 class BodyBuilder:
-    """Runs the bodies of definitions: inlines some, each once per element, and reads the others with `fetch`.
+    """Runs the bodies of definitions: inlines some, each once per element, and reads others with `fetch`.
 
-    `operator_of` returns the operator of a definition, recorded with its operations. `evaluated_definitions` are the
-    definitions whose bodies ran, each after those inlined into it.
+    `access_of` returns how a body gets elements of a definition, `operator_of` the operator of a definition, which is
+    recorded with its operations. `evaluated_definitions` are the definitions whose bodies ran, each after those inlined
+    into it.
     """
 
     def __init__(
         self,
-        is_inlined: Callable[[Definition], bool],
+        access_of: Callable[[Definition], Access],
         fetch: Callable[[Definition, IndexTuple, Number], Scalar],
         operator_of: Callable[[Definition], str] = lambda _: "",
     ) -> None:
         self.body = KernelBuilder()
         self.operator_of = operator_of
-        self._is_inlined = is_inlined
+        self._access_of = access_of
         self._fetch = fetch
         self._elements: dict[tuple[object, ...], Scalar] = {}
         self.evaluated_definitions: dict[Definition, None] = {}
 
     def load(self, definition: Definition, indices: Indices, other: Number = 0) -> Scalar:
-        """Returns an element in its compute dtype; 0 for a tensor that is known to have none, which is never used."""
+        """Returns an element in its compute dtype; 0 for one that is never used."""
         if 0 in definition.sizes:
             return self.number(0, definition.dtype)
         definition, at = resolve_views(definition, indices)
+        access = self._access_of(definition)
+        if access == "unused":
+            return self.number(0, definition.dtype)
         mask = self.body.mask.position if self.body.mask is not None else None
         key = (id(definition), at, mask, other if mask is not None else 0)
         element = self._elements.get(key)
         if element is None:
-            if isinstance(definition, Pointwise) and self._is_inlined(definition):
+            if isinstance(definition, Pointwise) and access == "inlined":
                 with self.body.origin_scope(self.operator_of(definition)):
                     element = definition.body(self, at)
                 self.evaluated_definitions[definition] = None
@@ -178,13 +189,14 @@ class Tracer:
         """Returns a definition's trace, with nothing inlined."""
         key = shared_source(definition)
         if key not in self._traces:
-            self._traces[key] = trace_with(definition, lambda _: False)
+            self._traces[key] = trace_with(definition, lambda _: "fetched")
         return self._traces[key]
 
-    def trace_inlining(self, definition: Definition, is_inlined: Callable[[Definition], bool]) -> Trace:
+    def trace_inlining(self, definition: Definition, access_of: Callable[[Definition], Access]) -> Trace:
         """Returns a definition's trace with some of its reads inlined."""
         trace = self.trace(definition)
-        return trace_with(definition, is_inlined) if any(is_inlined(other) for other, _ in trace.reads) else trace
+        inlines = any(access_of(other) == "inlined" for other, _ in trace.reads)
+        return trace_with(definition, access_of) if inlines else trace
 
 
 def shared_source(definition: Definition) -> Definition | ReductionSource | ScanSource:
@@ -197,7 +209,7 @@ def _axes(sizes: tuple[Size, ...]) -> tuple[Axis, ...]:
     return tuple([Axis(f"u{number}", size) for number, size in enumerate(sizes)])
 
 
-def trace_with(definition: Definition, is_inlined: Callable[[Definition], bool]) -> Trace:
+def trace_with(definition: Definition, access_of: Callable[[Definition], Access]) -> Trace:
     """Returns a definition's trace with some of its reads inlined."""
     sizes, parallel_rank = iteration_space(definition)
     axes = _axes(sizes)
@@ -213,7 +225,7 @@ def trace_with(definition: Definition, is_inlined: Callable[[Definition], bool])
         number = as_index(len(reads))
         return reader.body.load(f"{id(other)}", number, other.dtype, default).to(other.compute_dtype)
 
-    reader = BodyBuilder(is_inlined, fetch)
+    reader = BodyBuilder(access_of, fetch)
     reader.run(definition, axes, parallel_rank)
     if isinstance(definition, Scattered):  # a separate kernel fills its memory from the initial elements
         reader.load(definition.initial, [Axis(f"i{number}", size) for number, size in enumerate(definition.sizes)])

@@ -64,7 +64,7 @@ class CpuScalarReads:
         """Returns the stored tensors that a kernel can recompute it from, or itself if that is too expensive."""
         if not isinstance(definition, Pointwise):
             return [definition]
-        trace = trace_with(definition, lambda other: isinstance(other, Pointwise))
+        trace = trace_with(definition, lambda other: "inlined" if isinstance(other, Pointwise) else "fetched")
         leaves = [leaf for leaf, _ in trace.reads]
         plain = all(isinstance(leaf, Stored) and not leaf.sizes and leaf not in self._written for leaf in leaves)
         return leaves if plain and trace.cost <= _MAX_COST else [definition]

@@ -223,7 +223,7 @@ def test_masked_indices_need_not_be_in_bounds() -> None:
     def fetch(definition: Any, at: Any, other: Any) -> Any:
         return reader.body.load(names[definition], at[0], definition.dtype, other)
 
-    reader = BodyBuilder(lambda definition: True, fetch)
+    reader = BodyBuilder(lambda definition: "inlined", fetch)
     axis = Axis("p", 4)
     reader.body.store("out", axis, reader.load(padded, (axis,)))
     buffers = [Buffer("x", torch.float32, 5), Buffer("index", torch.int64, 2)]
