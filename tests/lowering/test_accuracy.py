@@ -46,6 +46,19 @@ def test_random_reductions_on_a_gpu_are_as_accurate_as_eager(case: Case) -> None
     assert not excess_errors(case, Options(fallback="error"), "cuda")
 
 
+LONG = [
+    Case(("sum_of_maxima", "norm3"), "cummax", (1 << 22,), 0, torch.float32, "uniform"),
+    Case(("prod", "norm1"), "cumsum", (1 << 22,), 0, torch.float32, "shifted"),
+]
+"""One program walks each of these rows: a sum of equal elements and a product of factors close to 1."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_equal_rounding_errors_on_a_gpu_do_not_add_up(case: Case) -> None:
+    assert not excess_errors(case, Options(fallback="error"), "cuda")
+
+
 def check_equal_rows(options: Options, device: str = "cpu") -> None:
     """Checks norms of rows of equal elements, which a small standard deviation divides: they are the bias."""
 

@@ -22,7 +22,7 @@ _ARG_COMBINERS = {
 }  # fmt: skip
 
 _MAX_BLOCKS = 32
-"""Number of blocks that one accumulator of a sum adds, as on a CPU."""
+"""Number of blocks that one accumulator of a sum or product combines, as on a CPU."""
 
 RESULT_NAMES = {
     "sum": ("total",), "prod": ("product",), "max": ("largest",), "min": ("smallest",), "argmax": ("position",),
@@ -183,8 +183,8 @@ def accumulate(operation: Reduce, value: str, dtype: torch.dtype, names: list[st
         return _accumulate_softmax(value, dtype, names, row)
     sums = row.create_name(f"{first}s")
     is_long = isinstance(row.size, int) and row.size > 2 * _MAX_BLOCKS * row.width
-    if kind == "sum" and dtype.is_floating_point and is_long:
-        return _accumulate_parts(sums, row.masked(value, start), dtype, first, row)
+    if kind in ("sum", "prod") and dtype.is_floating_point and is_long:
+        return _accumulate_parts(kind, sums, row.masked(value, start), dtype, first, row)
     step = {
         "sum": f"{sums} + {row.masked(value, start)}",
         "prod": f"{sums} * {row.masked(value, start)}",
@@ -198,20 +198,27 @@ def accumulate(operation: Reduce, value: str, dtype: torch.dtype, names: list[st
     )
 
 
-def _accumulate_parts(sums: str, value: str, dtype: torch.dtype, first: str, row: RowContext) -> Accumulator:
-    """Returns the statements of a sum of many blocks, in parts of a few: long sums of equal elements are inexact."""
-    whole, block = row.create_name("parts"), row.create_name("block_number")
-    zeros = f"tl.full({row.shape}, {identity('sum', dtype)}, {TRITON_DTYPES[dtype]})"
+def _accumulate_parts(
+    kind: str, parts: str, value: str, dtype: torch.dtype, first: str, row: RowContext
+) -> Accumulator:
+    """Returns the statements of a sum or product of many blocks, in parts of a few that are combined in float64.
+
+    Equal elements make equal rounding errors, which add up in a long part; so do those of factors close to 1.
+    """
+    whole, block, by = row.create_name("combined"), row.create_name("block_number"), "+" if kind == "sum" else "*"
+    start = identity(kind, dtype)
+    empty = f"tl.full({row.shape}, {start}, {TRITON_DTYPES[dtype]})"
+    combined = reduce_expression(kind, f"({whole} {by} {parts})", torch.float64, row)
     return Accumulator(
-        [f"{whole} = {zeros}", f"{sums} = {zeros}", f"{block} = 0"],
+        [f"{whole} = tl.full({row.shape}, {start}, tl.float64)", f"{parts} = {empty}", f"{block} = 0"],
         [
-            f"{sums} += {value}",
+            f"{parts} {by}= {value}",
             f"{block} += 1",
             f"if {block} % {_MAX_BLOCKS} == 0:",
-            f"    {whole} += {sums}",
-            f"    {sums} = {zeros}",
+            f"    {whole} {by}= {parts}",
+            f"    {parts} = {empty}",
         ],
-        [f"{first} = {reduce_expression('sum', f'{whole} + {sums}', dtype, row)}"],
+        [f"{first} = {combined}.to({TRITON_DTYPES[dtype]})"],
     )
 
 
