@@ -151,6 +151,7 @@ class GraphImporter:
         self.recomputed: dict[Node, NumberOrExpression] = {}  # numbers as the arithmetic alone computes them
         self.chain_operands: dict[Node, tuple[str, tuple[NumberOrExpression, ...]]] = {}  # of sums and products
         self.root_of: dict[str, str] = {}
+        self.folded_views: dict[str, ir.Value] = {}  # the bases of views that only other views use, and have no lines
         self.consumed_by: dict[str, Node] = {}  # the nodes that consumed roots
         self.uninitialized: dict[str, int] = {}  # memory without content, by the position of its line
         self.absorbed: set[Node] = set()  # nodes that are part of another node's line

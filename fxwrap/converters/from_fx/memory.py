@@ -13,7 +13,7 @@ from fxwrap.converters.from_fx.calls import import_operator_call, infer_view_typ
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
 from fxwrap.converters.from_fx.numbers import import_storage_offset
 from fxwrap.converters.fx.types import VIEW_OPERATORS
-from fxwrap.converters.views import view_form
+from fxwrap.converters.view_chains import view_form
 from fxwrap.lines import Alloc, ExternCall, Pool, PoolSlice, Reuse, View, Workspace
 from fxwrap.symbolic import Size, make_symbol, product, total
 from fxwrap.torch_compat import is_plain_view
@@ -90,13 +90,35 @@ def _pool_slice(importer: GraphImporter, node: Node) -> None:
 
 def _view(importer: GraphImporter, node: Node) -> None:
     """Imports an overload that views are emitted as."""
-    is_call = importer.original_line(node, ExternCall) is not None
-    if is_call or node.kwargs or _is_symbolic_select(importer, node) or not _has_no_lazy_bits(node):
+    if not _is_view_line(importer, node):
         import_operator_call(importer, node)
         return
     base = importer.tensor(node, node.args[0])
     value = importer.value(node.name, _original_type(importer, node, base) or infer_view_type(importer, node))
-    importer.emit_definition(View(value, base), node, value)
+    _emit_view(importer, node, value, base)
+
+
+def _is_view_line(importer: GraphImporter, node: Node) -> bool:
+    """Whether a node becomes the line of a view, not a call of its operator."""
+    is_call = importer.original_line(node, ExternCall) is not None
+    return not (is_call or node.kwargs or _is_symbolic_select(importer, node) or not _has_no_lazy_bits(node))
+
+
+def _emit_view(importer: GraphImporter, node: Node, value: Value, base: Value) -> None:
+    """Adds the line of a view, or none if only other views use it: they are views of its base."""
+    line = View(value, importer.folded_views.get(base.name, base))
+    if node.users and all(_is_folding_user(importer, user, node) for user in node.users):
+        importer.folded_views[value.name] = line.base
+        importer.root_of[value.name] = importer.root_of[line.base.name]
+        importer.env[node] = value
+    else:
+        importer.emit_definition(line, node, value)
+
+
+def _is_folding_user(importer: GraphImporter, user: Node, base: Node) -> bool:
+    """Whether a user of a view becomes the line of a view."""
+    is_view = user.op == "call_function" and user.target in _VIEWS and user.args[0] is base
+    return is_view and len(user.all_input_nodes) == 1 and _is_view_line(importer, user)
 
 
 def _original_type(importer: GraphImporter, node: Node, base: Value) -> TensorType | None:
@@ -134,8 +156,7 @@ def _as_strided(importer: GraphImporter, node: Node) -> None:
     sizes, strides = (importer.argument(node, item) for item in node.args[1:3])
     offset = _offset_in_root(importer, node, base)
     type_ = replace(base.tensor_type, sizes=sizes, strides=strides, storage_offset=offset)
-    value = importer.value(node.name, type_)
-    importer.emit_definition(View(value, base), node, value)
+    _emit_view(importer, node, importer.value(node.name, type_), base)
 
 
 def _offset_in_root(importer: GraphImporter, node: Node, base: Value) -> Size:
@@ -188,6 +209,8 @@ def _is_as_strided_at(view: Node, offset: Node, base: object) -> bool:
     return is_as_strided and view.args[3] is offset and view.args[0] is base
 
 
+_VIEWS = frozenset(VIEW_OPERATORS.values()) - {_ATEN.as_strided.default}
+
 MEMORY: NodeImporters = {
     _ATEN.empty_strided.default: _alloc,
     _FXWRAP.reuse.default: _reuse,
@@ -196,5 +219,5 @@ MEMORY: NodeImporters = {
     _FXWRAP.workspace.default: _workspace,
     _ATEN.as_strided.default: _as_strided,
     _ATEN.sym_storage_offset.default: _storage_offset,
-    **dict.fromkeys([operator for kind, operator in VIEW_OPERATORS.items() if kind != "as_strided"], _view),
+    **dict.fromkeys(_VIEWS, _view),
 }

@@ -153,6 +153,7 @@ def _function(head: str, body: Sequence[str]) -> str:
 def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -> list[str]:
     """Returns the pieces of a body with the statements of nodes that have a direct form replaced."""
     pieces, last_origin = list(body), ""
+    dropped_later: dict[Node, str] = {}  # what a folded view is the last user of
     starts = [index for index, piece in enumerate(body) if piece.startswith(_COUNTER)]
     for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
         node = nodes[int(body[start].removeprefix(_COUNTER))]
@@ -166,6 +167,13 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
         if text is None:
             continue
         index, origin = assignments[-1], str(node.meta.get("fxwrap_origin") or "")
+        base = node.args[0] if node.args else None
+        if isinstance(base, Node) and base in dropped_later:
+            pieces[index + 1] = _remove_name(pieces[index + 1], repr(base), dropped_later[base])
+        if node in writer.folded_views:
+            dropped_later[node] = _dropped_names(pieces[index + 1])
+            pieces[start + 1 : end] = [""] * (end - start - 1)
+            continue
         comment = f"# {origin}\n" if origin and origin != last_origin else ""
         last_origin = origin
         if node.users:
@@ -177,7 +185,13 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
     return pieces
 
 
-def _remove_name(piece: str, name: str) -> str:
-    """Returns the piece that drops values after a node, `;  x = y = None`, without a name."""
-    remaining = piece.replace(f"{name} = None", "None")
+def _dropped_names(piece: str) -> str:
+    """Returns the names in the piece that drops values after a node, `;  x = y = None`, as `x = y = `."""
+    names, is_drop, _ = piece.removeprefix(";  ").partition("None")
+    return names if is_drop else ""
+
+
+def _remove_name(piece: str, name: str, instead: str = "") -> str:
+    """Returns the piece that drops values after a node, `;  x = y = None`, without a name, or with others instead."""
+    remaining = piece.replace(f"{name} = ", instead)
     return remaining if " = None" in remaining else "\n"

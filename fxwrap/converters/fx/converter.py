@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from fxwrap.converters.fx.module import EmittedGraph as EmittedGraph
 from fxwrap.converters.fx.module import ProgramModule
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.fx.types import VIEW_OPERATORS
-from fxwrap.converters.views import view_form
+from fxwrap.converters.view_chains import ViewForm, view_chain
 from fxwrap.inference import ExampleValues, FakeValues
 from fxwrap.runtime import library
 from fxwrap.symbolic import SymbolInfo, floor_divide, make_symbol
@@ -69,16 +70,28 @@ class FxConverter(GraphEmitter):
         self._define(line, line.result, _FXWRAP.reuse.default, arguments, val)
 
     def view(self, line: lines.View) -> None:
-        base_type, type_ = line.base.tensor_type, line.result.tensor_type
-        base = self.writer.argument(line.base)
-        form = view_form(base_type, type_)
-        offset = type_.storage_offset - base_type.storage_offset
+        """Adds the shortest chain of view operators; each node has a line of its own."""
+        base = line.base
+        *steps, last = view_chain(base.tensor_type, line.result.tensor_type)
+        for number, step in enumerate(steps):
+            result = Value(f"{line.result.name}.{number}", step.type)
+            self._view(lines.View(result, base, origin=line.origin), step.form, f"{line.result.name}_{step.form.kind}")
+            base = result
+        self._view(line if not steps else dataclasses.replace(line, base=base), last.form, line.result.name)
+
+    def _view(self, line: lines.View, form: ViewForm, name_hint: str) -> None:
+        base, type_ = self.writer.argument(line.base), line.result.tensor_type
+        offset = type_.storage_offset - line.base.tensor_type.storage_offset
         if form.kind == "as_strided":
             arguments = [base, *self.writer.layout(type_), *self._offset_arguments(base, offset)]
         else:
             arguments = [base, *[self.writer.argument(item) for item in form.arguments]]
         val = self.fakes.view(line.result, line.base, offset)
-        self.writer.define(line.result, VIEW_OPERATORS[form.kind], arguments, val=val)
+        node = self.writer.call(VIEW_OPERATORS[form.kind], arguments, name=name_hint, val=val)
+        node.meta["fxwrap_line"] = line
+        if form.kind == "as_strided":
+            node.meta["fxwrap_as_strided"] = "no chain of view operators has these sizes and strides"
+        self.writer.nodes[line.result.name] = node
 
     def _offset_arguments(self, base: Node, offset: Size) -> list[object]:
         """Returns the storage offset of a view as an argument, none if it equals that of its base."""

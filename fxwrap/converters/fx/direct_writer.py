@@ -60,6 +60,20 @@ class DirectWriter:
         self._untracked = untracked_views(nodes)
         self._written = written_arguments(nodes)
         self._types = known_types(nodes)
+        self.folded_views = frozenset(filter(self._is_folded, nodes))
+
+    def _is_folded(self, node: Node) -> bool:
+        """Whether a view is only the base of one other view, which is written as a plain tensor on its storage."""
+        users = list(node.users)
+        return len(users) == 1 and self._is_strided_view(node) and self._is_strided_view(users[0])
+
+    def _is_strided_view(self, node: Node) -> bool:
+        """Whether a node is written as a plain tensor on the same storage as its base."""
+        if node not in self._untracked:
+            return False
+        base: Any = node.args[0] if node.args else None
+        types = self._types.get(base), self._types.get(node)
+        return all(type_ is not None and not type_.dtype.is_complex for type_ in types)
 
     def call(self, node: Node) -> str | None:
         """Returns a call of a function or submodule as an expression; None if it has no direct form."""
@@ -72,9 +86,8 @@ class DirectWriter:
         target: Any = node.target
         if node.op == "call_module":
             return self._graphed_call(node)
-        strided_view = self._strided_view(node) if node in self._untracked else None
-        if strided_view is not None:
-            return strided_view
+        if self._is_strided_view(node):
+            return self._strided_view(node)
         form = self._forms.get(target)
         if form is not None:
             return form(self, node)
@@ -176,12 +189,12 @@ class DirectWriter:
         name = "allocate_" + str(device).replace(":", "_")
         return self.global_name(name, tensors.allocator(str(device)), name)
 
-    def _strided_view(self, node: Node) -> str | None:
-        """Returns a view as a plain tensor on the same storage, if its offset is known."""
-        base: Any = node.args[0] if node.args else None
-        old, new = self._types.get(base), self._types.get(node)
-        if old is None or new is None or old.dtype.is_complex:  # a plain tensor has no conjugate bit
-            return None
+    def _strided_view(self, node: Node) -> str:
+        """Returns a view as a plain tensor on the same storage; one of complex numbers has no conjugate bit."""
+        base: Any = node.args[0]
+        while base in self.folded_views:
+            base = base.args[0]
+        old, new = self._types[base], self._types[node]
         distance = new.storage_offset - old.storage_offset
         arguments = [self.text(base), self.tuple(new.sizes), self.tuple(new.strides)]
         return self.runtime(tensors, "strided_view", [*arguments, *([self.text(distance)] if distance else [])])

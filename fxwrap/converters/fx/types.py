@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap import torch_compat
-from fxwrap.converters.views import view_form
+from fxwrap.converters.view_chains import view_form
 from fxwrap.lines import Alloc, ExternCall, View
 from fxwrap.runtime.library import cpp_kernel_operator
 from fxwrap.wrapper_ir import TensorType, Value
@@ -27,6 +27,8 @@ VIEW_OPERATORS = {
     "expand": _ATEN.expand.default,
     "slice": _ATEN.slice.Tensor,
     "select": _ATEN.select.int,
+    "diagonal": _ATEN.diagonal.default,
+    "unfold": _ATEN.unfold.default,
     "as_strided": _ATEN.as_strided.default,
 }
 """The operator of a view, by the kind of its form."""

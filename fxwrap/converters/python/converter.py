@@ -19,7 +19,8 @@ from fxwrap.converters.emitted_program import (
     kernel_texts,
 )
 from fxwrap.converters.python.text import INDENT, PythonModule, call_text, literal_text, tuple_text, unpack_text
-from fxwrap.converters.views import arguments_written_by_kernels, untracked_views, view_form
+from fxwrap.converters.view_chains import view_form
+from fxwrap.converters.views import arguments_written_by_kernels, untracked_views
 from fxwrap.devices import language_traits
 from fxwrap.runtime.graph_capture.replay import GraphManager, bind_graph_lifetime
 from fxwrap.runtime.kernels import prepare_kernels
@@ -148,20 +149,20 @@ class PythonConverter(Converter):
 
     def _torch_view(self, line: lines.View) -> str:
         """Returns a torch view, which has the `_base` and the version counter of eager mode."""
-        base = self.text(line.base)
-        form = view_form(line.base.tensor_type, line.result.tensor_type)
+        base, type_ = self.text(line.base), line.result.tensor_type
+        form = view_form(line.base.tensor_type, type_)
         match form.kind:
-            case "slice":
+            case "slice" if form.arguments[3] == 1:
                 dim, start, end, _ = form.arguments
-                return f"{base}.narrow({dim}, {start}, {end - start})"
-            case "as_strided":
-                sizes, strides, offset = form.arguments
+                return f"{base}.narrow({dim}, {self.text(start)}, {self.text(end - start)})"
+            case "slice" | "as_strided":
+                offset = type_.storage_offset - line.base.tensor_type.storage_offset
                 shift = "" if offset == 0 else f", {base}.storage_offset() + {self._operand(offset)}"
-                return f"{base}.as_strided({self._sizes(sizes)}, {self._sizes(strides)}{shift})"
-            case "select":
-                return f"{base}.select({form.arguments[0]}, {form.arguments[1]})"
-            case _:
+                return f"{base}.as_strided({self._sizes(type_.sizes)}, {self._sizes(type_.strides)}{shift})"
+            case "view" | "permute" | "expand":
                 return f"{base}.{form.kind}({self._sizes(form.arguments[0])})"
+            case _:
+                return f"{base}.{form.kind}({', '.join(map(self.text, form.arguments))})"
 
     def _operand(self, size: ir.Size) -> str:
         text = self.text(size)
