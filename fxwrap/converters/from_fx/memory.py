@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
-import sympy
 import torch
 from torch.fx import Node
 
@@ -105,9 +104,9 @@ def _is_view_line(importer: GraphImporter, node: Node) -> bool:
 
 
 def _emit_view(importer: GraphImporter, node: Node, value: Value, base: Value) -> None:
-    """Adds the line of a view, or none if only other views use it: they are views of its base."""
+    """Adds the line of a view, or none if it is a step of a chain: the other views are views of its base."""
     line = View(value, importer.folded_views.get(base.name, base))
-    if node.users and all(_is_folding_user(importer, user, node) for user in node.users):
+    if _is_chain_step(importer, node):
         importer.folded_views[value.name] = line.base
         importer.root_of[value.name] = importer.root_of[line.base.name]
         importer.env[node] = value
@@ -115,10 +114,18 @@ def _emit_view(importer: GraphImporter, node: Node, value: Value, base: Value) -
         importer.emit_definition(line, node, value)
 
 
+def _is_chain_step(importer: GraphImporter, node: Node) -> bool:
+    """Whether only other views use a view, and it was not emitted for a line of its own."""
+    if not node.users or (importer.original_line(node, View) is not None and "fxwrap_chain_step" not in node.meta):
+        return False
+    return all(_is_folding_user(importer, user, node) for user in node.users)
+
+
 def _is_folding_user(importer: GraphImporter, user: Node, base: Node) -> bool:
     """Whether a user of a view becomes the line of a view."""
-    is_view = user.op == "call_function" and user.target in _VIEWS and user.args[0] is base
-    return is_view and len(user.all_input_nodes) == 1 and _is_view_line(importer, user)
+    if user.op != "call_function" or user.target not in _VIEWS or user.args[0] is not base:
+        return False
+    return _is_view_line(importer, user)
 
 
 def _original_type(importer: GraphImporter, node: Node, base: Value) -> TensorType | None:
@@ -143,9 +150,8 @@ def _has_no_lazy_bits(node: Node) -> bool:
 
 def _is_symbolic_select(importer: GraphImporter, node: Node) -> bool:
     """Whether a `select` has a symbolic index: eager checks it, so the import keeps the call."""
-    if node.target is not _ATEN.select.int or len(node.args) < 3:
-        return False
-    return isinstance(importer.argument(node, node.args[2]), sympy.Basic)
+    is_select = node.target is _ATEN.select.int and len(node.args) == 3
+    return is_select and not isinstance(node.args[2], int) and importer.original_line(node, View) is None
 
 
 def _as_strided(importer: GraphImporter, node: Node) -> None:

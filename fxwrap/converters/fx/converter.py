@@ -75,11 +75,12 @@ class FxConverter(GraphEmitter):
         *steps, last = view_chain(base.tensor_type, line.result.tensor_type)
         for number, step in enumerate(steps):
             result = Value(f"{line.result.name}.{number}", step.type)
-            self._view(lines.View(result, base, origin=line.origin), step.form, f"{line.result.name}_{step.form.kind}")
+            view = lines.View(result, base, origin=line.origin)
+            self._view(view, step.form, f"{line.result.name}_{step.form.kind}").meta["fxwrap_chain_step"] = True
             base = result
         self._view(line if not steps else dataclasses.replace(line, base=base), last.form, line.result.name)
 
-    def _view(self, line: lines.View, form: ViewForm, name_hint: str) -> None:
+    def _view(self, line: lines.View, form: ViewForm, name_hint: str) -> Node:
         base, type_ = self.writer.argument(line.base), line.result.tensor_type
         offset = type_.storage_offset - line.base.tensor_type.storage_offset
         if form.kind == "as_strided":
@@ -92,6 +93,7 @@ class FxConverter(GraphEmitter):
         if form.kind == "as_strided":
             node.meta["fxwrap_as_strided"] = "no chain of view operators has these sizes and strides"
         self.writer.nodes[line.result.name] = node
+        return node
 
     def _offset_arguments(self, base: Node, offset: Size) -> list[object]:
         """Returns the storage offset of a view as an argument, none if it equals that of its base."""
