@@ -11,7 +11,7 @@ from torch.fx import Node
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Launch, ReadItem, View
 from fxwrap.loop_ir import Kernel, as_index, hoist_expressions, split_reductions
-from fxwrap.lowering.builder import Builder, LoweringRequest, Operand
+from fxwrap.lowering.builder import Builder, LoweringRequest, NodeOperand
 from fxwrap.lowering.calls.copies import emit_copy_into
 from fxwrap.lowering.calls.nodes import lower_call
 from fxwrap.lowering.calls.slice_writes import emit_slice_view
@@ -21,7 +21,7 @@ from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
 from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, dense_strides, same_memory
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import trace_with
-from fxwrap.lowering.graph_definitions import GraphDefinitions
+from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.lowering.symbols.table import kernel_size_hints, substitute_formulas
 from fxwrap.printers import KernelRequest, PrintedKernel
@@ -84,7 +84,7 @@ class LineEmitter:
         if isinstance(operand, Definition) and operand in self.values:
             env[node] = self.values[operand]
         elif isinstance(operand, tuple) and all(item is None or item in self.values for item in operand):
-            env[node] = tuple([None if item is None else self.values[item] for item in operand])
+            env[node] = tuple([self.values[item] if isinstance(item, Definition) else None for item in operand])
         elif not isinstance(operand, Definition | tuple):
             env[node] = operand
         else:
@@ -92,15 +92,15 @@ class LineEmitter:
                 self.ensure(other)
             lower_call(self.builder, node)
 
-    def _record(self, definitions: Operand, values: Operand) -> None:
+    def _record(self, definitions: DefinitionOperand, values: NodeOperand) -> None:
         """Records the values of definitions, both in the same nested tuples."""
         if isinstance(definitions, Definition):
             if isinstance(values, Value):
                 self.values[definitions] = values
-        elif isinstance(definitions, tuple) and isinstance(values, tuple | list):
+        elif isinstance(definitions, tuple) and isinstance(values, tuple):
             for definition, value in zip(definitions, values, strict=True):
                 self._record(definition, value)
-        elif isinstance(definitions, dict):
+        elif isinstance(definitions, dict) and isinstance(values, dict):
             for key, definition in definitions.items():
                 self._record(definition, values[key])
 
@@ -119,13 +119,13 @@ class LineEmitter:
         else:
             read = map(unwrap_views, definitions.of_nodes(node.all_input_nodes))
             dead_roots = frozenset([value.name for value in self._dead_inputs(item, read)])
-            dead_roots |= {builder.env[operand].name for operand in written}
+            dead_roots |= {builder.value(operand).name for operand in written}
             if isinstance(node.target, HigherOrderOperator):
                 self.lower_higher_order(node, dead_roots)
             else:
                 lower_call(builder, node, dead_roots)
         self._record(definitions.operands[node], builder.env[node])
-        if any(self.values.get(definitions.operands[operand]) != builder.env[operand] for operand in written):
+        if any(self.values.get(definitions.definition(operand)) != builder.env[operand] for operand in written):
             raise AssertionError(f"'{node.name}' must write its operand in place, but writes a copy")
 
     def _emit_slice_copy(self, node: Node) -> None:
@@ -135,20 +135,20 @@ class LineEmitter:
         assert write.source is not None
         self.ensure(write.source)
         self.builder.storages.mark_mutated(target)
-        emit_copy_into(self.builder, target, self.builder.env[write.source], self.builder.origin(node))
+        emit_copy_into(self.builder, target, self.builder.value(write.source), self.builder.origin(node))
         self.builder.env[node] = self.builder.env[write.base]
 
     def _emit_slice_view(self, node: Node) -> Value:
         """Emits the view of the slice that a call overwrites."""
         write = self.definitions.reinplacing.slice_writes[node]
         self.ensure(write.base)
-        return emit_slice_view(self.builder, node, self.builder.env[write.base], write)
+        return emit_slice_view(self.builder, node, self.builder.value(write.base), write)
 
     def _emit_scalar_read(self, read: ScalarRead) -> None:
         value = self.values.get(read.definition)
         if value is None:  # a view, which has no value before its first use
             self.ensure(read.node)
-            value = self.builder.env[read.node]
+            value = self.builder.value(read.node)
         self.builder.symbols.define(read.symbol.name)
         self.builder.emit(ReadItem(read.symbol, value, origin=self.builder.origin(read.node)))
 

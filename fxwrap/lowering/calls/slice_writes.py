@@ -266,7 +266,7 @@ def lower_slice_write(builder: Builder, node: Node, fake: FakeValue, dead_roots:
         return False
     base_node = node.args[0]
     assert isinstance(base_node, Node)
-    base, source = builder.env[base_node], builder.env[step.shape_source]
+    base, source = builder.value(base_node), builder.value(step.shape_source)
     target = reuse_operand_memory(builder, base, fake, dead_roots, {builder.storages.root(source).name})
     if target is None:
         return False
