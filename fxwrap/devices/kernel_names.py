@@ -35,7 +35,9 @@ def find_function_name(source: str) -> str:
     return match[1] if match else _UNNAMED
 
 
-def kernel_content_hash(language: str, source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> str:
+def kernel_content_hash(
+    language: str, source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any], ...]
+) -> str:
     """Returns the content hash of a kernel, 64 hex digits: it covers all that a launch depends on."""
     content = repr((language, signature, options, source))
     return hashlib.sha256(content.encode()).hexdigest()

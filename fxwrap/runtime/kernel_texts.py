@@ -98,5 +98,6 @@ def _parse_kernel(kernel_hash: str, entry: Mapping[str, Any]) -> RegisteredKerne
     except (KeyError, TypeError, ValueError) as error:
         raise KernelTextError(kernel_hash, f"its entry is damaged: {error}", _EXPORT_AGAIN) from error
     if kernel.hash != kernel_hash:
-        raise KernelTextError(kernel.name or kernel_hash, "its text was changed: it differs from its content hash", _EXPORT_AGAIN)
+        reason = "its text was changed: it differs from its content hash"
+        raise KernelTextError(kernel.name or kernel_hash, reason, _EXPORT_AGAIN)
     return kernel
