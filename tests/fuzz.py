@@ -41,7 +41,7 @@ from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
 import fxwrap
 from benchmarks.results import Report, add_record_option
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.errors import FusionWarning, GraphError
 from fxwrap.options import PLANNERS, Options
 from tests.devices.test_devices import on_abacus

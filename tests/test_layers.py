@@ -36,8 +36,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("compile_cache",),
     ("compile",),
     ("rewrite", "fx"),  # level 6
-    ("compare",),
-    ("cli", "testing"),
+    ("comparison",),
+    ("cli", "testing", "builtin_devices"),
     ("__main__", "__init__"),
 )
 RANKS: Mapping[str, int] = {name: rank for rank, row in enumerate(ROWS) for name in row}

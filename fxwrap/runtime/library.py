@@ -15,37 +15,23 @@ from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import Launcher, RegisteredLanguage, find_language, missing_function_error, registered_spec
-from fxwrap.errors import FxwrapError
+from fxwrap.errors import KernelTextError
 from fxwrap.runtime import devices, tensors
 from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
-from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.kernel_texts import RegisteredKernel as RegisteredKernel
+from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 
 _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
 
 # --- kernels --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RegisteredKernel:
-    """A kernel that graphs launch by its content hash: arguments of `load_kernel`, a name and the number of outputs."""
-
-    language: str
-    source: str
-    signature: tuple[str, ...]
-    options: KernelOptions
-    name: str = ""
-    outs: int = 0
-
-    @property
-    def text(self) -> tuple[str, tuple[str, ...], KernelOptions]:
-        """Source, signature and options."""
-        return self.source, self.signature, self.options
 
 
 _KERNELS: WeakValueDictionary[str, RegisteredKernel] = WeakValueDictionary()
@@ -54,6 +40,9 @@ _KERNELS: WeakValueDictionary[str, RegisteredKernel] = WeakValueDictionary()
 
 _UNPREPARED: WeakSet[RegisteredKernel] = WeakSet()
 """Kernels registered since the last first launch. Those of a graph are registered, and compile faster, together."""
+
+_TABLE_LOCK = threading.RLock()
+"""Held while a table is changed or iterated: threads register and launch kernels at the same time."""
 
 
 @contextmanager
@@ -76,9 +65,10 @@ def register_kernel(kernel_hash: str, kernel: RegisteredKernel) -> RegisteredKer
 
     It remains available while the result is referenced.
     """
-    registered = _KERNELS.setdefault(kernel_hash, kernel)
-    if registered is kernel:
-        _UNPREPARED.add(kernel)
+    with _TABLE_LOCK:
+        registered = _KERNELS.setdefault(kernel_hash, kernel)
+        if registered is kernel:
+            _UNPREPARED.add(kernel)
     return registered
 
 
@@ -88,12 +78,15 @@ def find_registered_kernel(kernel_hash: object) -> RegisteredKernel | None:
 
 
 def get_registered_kernel(kernel_hash: str) -> RegisteredKernel:
-    """Returns the kernel with a content hash. Raises FxwrapError for an unknown one."""
+    """Returns the kernel with a content hash. Raises KernelTextError for an unknown one."""
     kernel = _KERNELS.get(kernel_hash)
     if kernel is None:
-        raise FxwrapError(
-            f"no kernel with the hash {kernel_hash} is loaded; emit the program with fxwrap.to_fx in this process first"
+        reason = "no kernel with this content hash is loaded in this process"
+        remedy = (
+            "Emit the program with fxwrap.to_fx in this process first; in an exported program, run the node of "
+            "fxwrap::register_kernels first, and export it again if the texts there lack this kernel"
         )
+        raise KernelTextError(kernel_hash, reason, remedy)
     return kernel
 
 
@@ -121,8 +114,9 @@ def order_scalar_arguments(
 def _launcher(kernel_hash: str, _language: RegisteredLanguage | None) -> Launcher:
     """Returns the launcher of a kernel for the current registration of its language."""
     kernel = get_registered_kernel(kernel_hash)
-    unprepared = list(_UNPREPARED)
-    _UNPREPARED.difference_update(unprepared)
+    with _TABLE_LOCK:
+        unprepared = list(_UNPREPARED)
+        _UNPREPARED.difference_update(unprepared)
     prepare_kernels(tuple([KernelText(item.language, *item.text) for item in unprepared]))
     return load_kernel(kernel.language, *kernel.text)
 
@@ -181,6 +175,19 @@ def _cpp_kernel_functionalised(
         results = torch.ops.fxwrap.cpp_kernel_functional(kernel, *contents, **numbers)
     for out, content in zip(outs, results, strict=True):
         torch_compat.replace_functional_tensor(out, content)
+
+
+_KERNELS_OF_TEXTS = WeakIdKeyDictionary()
+"""The kernels of each tensor of texts that was registered, which they live as long as."""
+
+
+def _register_kernels(texts: torch.Tensor) -> None:
+    """Registers the kernels of an exported program; calls after the first return at once."""
+    if texts in _KERNELS_OF_TEXTS:
+        return
+    parsed = parse_kernels(texts)
+    with _TABLE_LOCK:
+        _KERNELS_OF_TEXTS[texts] = [register_kernel(kernel_hash, kernel) for kernel_hash, kernel in parsed.items()]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -346,6 +353,7 @@ _OPERATORS = (
         f"cpp_kernel_functional(str kernel, Tensor[] ins, Tensor[] outs, {_NUMBERS}) -> Tensor[]",
         _cpp_kernel_functional, _cpp_kernel_functional_fake,
     ),
+    _Operator("register_kernels(Tensor texts) -> ()", _register_kernels, has_side_effect=True),
     _Operator(f"reuse(Tensor(a) memory, {_TYPE}) -> Tensor(a)", _reuse, _reuse, _reuse_functionalised),
     _Operator("pool(SymInt size, Device device) -> Tensor", _pool, _pool),
     _Operator(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fxwrap.compare import COMPARED_EMITTERS, Report, compare
+from fxwrap.comparison import COMPARED_EMITTERS, Report, compare
 from fxwrap.options import Options
 from fxwrap.wrapper_ir import Program
 

@@ -19,7 +19,7 @@ from torch.fx.passes.split_module import split_module
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import capture
+from fxwrap.comparison import capture
 from fxwrap.errors import OptionError
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.options import EMITTERS

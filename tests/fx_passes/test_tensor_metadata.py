@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.errors import GraphError
 
 aten = torch.ops.aten

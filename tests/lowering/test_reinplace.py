@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS, capture
+from fxwrap.comparison import COMPARED_EMITTERS, capture
 from fxwrap.lines import ExternCall, IndexPut, Launch, Mutate, Scatter
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.wrapper_ir import Ownership, live_bytes

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare.measure import peak_bytes
+from fxwrap.comparison.measure import peak_bytes
 from fxwrap.compile import emit
 from fxwrap.errors import GraphError
 from fxwrap.lines import Alloc, ExternCall, IndexPut, Launch, Mutate, Scatter

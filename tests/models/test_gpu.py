@@ -11,7 +11,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.compare import GRADIENT_NORM_FLOOR
+from fxwrap.comparison import GRADIENT_NORM_FLOOR
 from fxwrap.compile import emit
 from fxwrap.errors import InputError
 from fxwrap.options import EMITTERS

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap import from_fx
-from fxwrap.compare import COMPARED_EMITTERS, GRADIENT_NORM_FLOOR, CompiledFunction, tensor_error
+from fxwrap.comparison import COMPARED_EMITTERS, GRADIENT_NORM_FLOOR, CompiledFunction, tensor_error
 from fxwrap.options import Options
 from fxwrap.testing import assert_emitters_agree
 from tests.support.models import MODELS, ModelCase, TrainingStep, train_step

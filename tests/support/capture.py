@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from fxwrap.compare import copy_inputs
+from fxwrap.comparison import copy_inputs
 from fxwrap.compile import Compiled, compile_graph, make_backend
 from fxwrap.options import Options
 from fxwrap.torch_compat import tree_map

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxwrap
 from benchmarks.recorded_calls import Recorder, replay
 from fxwrap import parse, run, to_cpp, to_python
-from fxwrap.compare import GRADIENT_NORM_FLOOR
+from fxwrap.comparison import GRADIENT_NORM_FLOOR
 from fxwrap.converters.cpp.text import RESERVED, comment_text, sanitize_identifier, string_text
 from fxwrap.errors import InputError, NativeBuildError, UnsupportedError
 from fxwrap.runtime import native

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxwrap
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.compile import emit
 from fxwrap.errors import GraphError, InputError
 from fxwrap.lines import ExchangeRngState

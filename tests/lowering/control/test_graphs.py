@@ -15,7 +15,7 @@ from torch.export import Dim, export
 from torch.fx import Graph
 
 import fxwrap
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.compile import emit
 from fxwrap.lines import ScanLoop
 from fxwrap.testing import assert_emitters_agree

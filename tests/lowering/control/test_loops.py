@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
-from fxwrap.compare import COMPARED_EMITTERS
-from fxwrap.compare.driver import capture
+from fxwrap.comparison import COMPARED_EMITTERS
+from fxwrap.comparison.driver import capture
 from fxwrap.compile import emit
 from tests.lowering.control.cases import DEVICES, Case, Cases, random
 

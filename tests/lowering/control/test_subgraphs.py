@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
 import fxwrap
-from fxwrap.compare.driver import capture
+from fxwrap.comparison.driver import capture
 from fxwrap.lines import CallFunction
 from fxwrap.testing import assert_programs_agree
 from tests.lowering.control.cases import DEVICES, Case, Cases, random

@@ -14,8 +14,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS, CompiledFunction
-from fxwrap.compare.driver import capture
+from fxwrap.comparison import COMPARED_EMITTERS, CompiledFunction
+from fxwrap.comparison.driver import capture
 from fxwrap.errors import FxwrapError, InputError
 from fxwrap.lines import Assert, ExternCall
 from fxwrap.torch_compat import FakeTensorMode

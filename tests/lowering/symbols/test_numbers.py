@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.compile import emit
 from fxwrap.errors import InputError
 from fxwrap.lines import Launch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.errors import GraphError
 from tests.lowering.control.cases import random
 

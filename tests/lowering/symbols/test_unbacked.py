@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare.driver import capture
+from fxwrap.comparison.driver import capture
 from fxwrap.errors import GraphError
 from fxwrap.lines import Bind, ExternCall, Launch, ReadItem
 from tests.lowering.control.cases import DEVICES, Case, Cases, random

@@ -14,7 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Program
-from fxwrap.compare import COMPARED_EMITTERS, CompiledFunction, Report, compare, copy_inputs, peak_bytes, tensor_error
+from fxwrap.comparison import (
+    COMPARED_EMITTERS,
+    CompiledFunction,
+    Report,
+    compare,
+    copy_inputs,
+    peak_bytes,
+    tensor_error,
+)
 from fxwrap.converters import emission
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.errors import CompareError, OptionError

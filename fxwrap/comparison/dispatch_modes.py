@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.compare.copies import WIDENED_DTYPES
+from fxwrap.comparison.copies import WIDENED_DTYPES
 from fxwrap.torch_compat import TorchDispatchMode, torch_schema, tree_map
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.compare.copies import TensorState, copy_inputs, widen_module
-from fxwrap.compare.dispatch_modes import CorrectedEager, Float64Mode, infer_random_dtype
-from fxwrap.compare.measure import median_seconds, peak_bytes
-from fxwrap.compare.observe import Arguments, Comparator, Function, Observation, RunConfig, largest_error
-from fxwrap.compare.report import Report, RunOutcome
-from fxwrap.compare.subjects import CapturedGraph, Subject, is_graph, make_subject
+from fxwrap.comparison.copies import TensorState, copy_inputs, widen_module
+from fxwrap.comparison.dispatch_modes import CorrectedEager, Float64Mode, infer_random_dtype
+from fxwrap.comparison.measure import median_seconds, peak_bytes
+from fxwrap.comparison.observe import Arguments, Comparator, Function, Observation, RunConfig, largest_error
+from fxwrap.comparison.report import Report, RunOutcome
+from fxwrap.comparison.subjects import CapturedGraph, Subject, is_graph, make_subject
 from fxwrap.errors import CompareError, OptionError
 from fxwrap.options import EMITTERS, Options
 
