@@ -24,6 +24,7 @@ from fxwrap.converters.from_fx.memory import MEMORY
 from fxwrap.converters.from_fx.numbers import NUMBERS, import_arithmetic, import_conditional
 from fxwrap.converters.from_fx.symbols import ImportedSymbols
 from fxwrap.errors import FxImportError, VerifyError
+from fxwrap.garbage_collection import gc_paused
 from fxwrap.inference import CallInference
 from fxwrap.lines import Return
 from fxwrap.lines.frees import insert_frees
@@ -32,6 +33,7 @@ from fxwrap.symbolic import SymbolInfo, make_symbol
 _IMPORTERS = {**NUMBERS, **MEMORY, **KERNELS, **CONTROL, **EFFECTS}
 
 
+@gc_paused()
 def from_fx(
     graph: GraphModule | EmittedProgram,
     *,

@@ -20,6 +20,7 @@ from fxwrap.converters.fx.module import ProgramModule
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.fx.types import VIEW_OPERATORS
 from fxwrap.converters.view_chains import ViewForm, view_chain
+from fxwrap.garbage_collection import gc_paused
 from fxwrap.inference import ExampleValues, FakeValues
 from fxwrap.runtime import library
 from fxwrap.symbolic import SymbolInfo, floor_divide, make_symbol
@@ -294,6 +295,7 @@ _READ_SIZE: dict[str, Callable[..., Any]] = {
 }
 
 
+@gc_paused()
 def to_fx(
     program: Program,
     *,
