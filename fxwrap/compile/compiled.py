@@ -42,6 +42,7 @@ class _CompileResult:
     coverage: tuple[NodeCoverage, ...]
     plan: MemoryPlan | None
     fake_inputs: Mapping[str, FakeTensor] | None
+    options: Options
 
     @property
     def program(self) -> Program:
@@ -61,7 +62,7 @@ class _CompileResult:
     def graph_module(self) -> GraphModule:
         emitted = self.emitted
         if not isinstance(emitted, EmittedGraph):
-            emitted = to_fx(self.program, fake_inputs=self.fake_inputs)
+            emitted = to_fx(self.program, fake_inputs=self.fake_inputs, form=self.options.fx_form)
         return emitted.graph_module
 
 
@@ -87,7 +88,7 @@ class Compiled(EmittedProgram):
         """`recompile` compiles the graph for the sizes of the first call, after that call; see `FirstCallAutotuner`."""
         self.options = options
         self.cached = cached
-        self._result = _CompileResult(tuple(stages), emitted, tuple(coverage), plan, fake_inputs)
+        self._result = _CompileResult(tuple(stages), emitted, tuple(coverage), plan, fake_inputs, options)
         self._first_call: FirstCallAutotuner | None = None
         if recompile is None:
             super().__init__("", self._result.boxed, self._result.flat)

@@ -145,7 +145,7 @@ def _load_from_cache(
     if options.check_memory:
         emitted = emit_interpreter(entry.program, CheckedInterpreter)
     else:
-        emitted = emit(entry.program, options.emitter, fake_inputs)
+        emitted = emit(entry.program, options.emitter, fake_inputs, options.fx_form)
     if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options)):
         return None
     stages = [Stage("cache", entry.program)]

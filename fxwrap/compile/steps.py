@@ -99,6 +99,13 @@ class CompileState:
     failures: tuple[KernelFailure, ...] = ()
 
 
+@dataclass(frozen=True)
+class _PlanContext:
+    """The part of a compile's context that planning steps use."""
+
+    options: Options
+
+
 NOT_LOWERED = CompileState(Program("<not lowered>", (), Block((), (Return(()),))))
 """The state before the first step."""
 
@@ -159,7 +166,7 @@ def _emit(state: CompileState, context: CompileContext) -> CompileState:
         return replace(state, emitted=emit_interpreter(state.program, CheckedInterpreter))
     if state.graph is not None and options.emitter == "fx":
         return replace(state, emitted=state.graph)
-    return replace(state, emitted=emit(state.program, options.emitter, context.fake_inputs))
+    return replace(state, emitted=emit(state.program, options.emitter, context.fake_inputs, options.fx_form))
 
 
 def _compile_kernels(state: CompileState, context: CompileContext) -> CompileState:
@@ -173,14 +180,19 @@ def _run_user_pass(item: Pass, state: CompileState, context: CompileContext) -> 
     if item.at != FX_EMITTED:
         program = run_program_pass(item, state.program, check=check)
         return state if program is state.program else replace(state, program=assign_call_handles(program))
-    graph = state.graph or to_fx(state.program, fake_inputs=context.fake_inputs)
+    graph = state.graph or to_fx(state.program, fake_inputs=context.fake_inputs, form=context.options.fx_form)
     graph_module, program = run_emitted_pass(item, graph.graph_module, check=check)
     return replace(state, program=program, graph=EmittedGraph(program, graph_module))
 
 
 def _plans_pools(options: Options) -> bool:
     """Whether the options allow memory pools; with "default", the program decides: see `_uses_pools`."""
-    return options.memory_planning not in ("none", "reuse")
+    return options.memory_planning not in ("none", "reuse") and not _is_functional(options)
+
+
+def _is_functional(options: Options) -> bool:
+    """Whether the emitted graph has no memory: its plan is made when it is imported."""
+    return effective_emitter(options) == "fx" and options.fx_form == "functional"
 
 
 def _pass_point(point: str, description: str) -> CompileStep:
@@ -207,7 +219,7 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     ),
     Step(
         "reuse_memory", "let later allocations reuse freed memory", _transform(reuse_memory),
-        "memory_planning='reuse'", lambda options: options.memory_planning == "reuse",
+        "memory_planning='reuse'", lambda options: options.memory_planning == "reuse" and not _is_functional(options),
     ),
     Step(
         "use_out_variants", "call out variants of operators, so that their results can be in pools", _use_out_variants,
@@ -225,6 +237,9 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
 )  # fmt: skip
 """The steps up to the final program."""
 
+_PLANNING_STEPS = frozenset({"fold_views", "reuse_memory", "use_out_variants", "plan_memory", "insert_device_guards"})
+"""The steps after which an imported program has views, memory and guards as a compiled one."""
+
 EMISSION_STEPS: tuple[CompileStep, ...] = (
     _pass_point(FX_EMITTED, "the user's passes over the program as an FX graph, which is imported again"),
     Step("emit", "emit Python, C++ or an FX graph", _emit, "emitter"),
@@ -240,6 +255,16 @@ def steps_for(steps: Sequence[CompileStep], options: Options) -> Iterator[Compil
             yield step
         for item in options.passes_at(step.name):
             yield Step(item.name, f"the user's pass at '{step.name}'", partial(_run_user_pass, item), "passes")
+
+
+def plan_program(program: Program, options: Options) -> Program:
+    """Returns a program that was imported without a memory plan with the plan of a compile with these options."""
+    options = options.replace(fx_form="in_place")
+    state, context = CompileState(program), _PlanContext(options)
+    for step in enabled_steps(PROGRAM_STEPS, options):
+        if step.name in _PLANNING_STEPS:
+            state = step.run(state, context)  # type: ignore[arg-type]
+    return verify(state.program) if options.verify else state.program
 
 
 def effective_emitter(options: Options) -> str:

@@ -56,6 +56,9 @@ class Options:
             are configured and memory is planned for it. A hint outside the symbol's range is clamped. An integer symbol
             without a hint counts as 8192, or less in memory planning.
         on_graph: under torch.compile, receives each emitted FX graph and its `GraphInfo`; its result runs.
+        fx_form: the form of FX graphs: "in_place", in which kernels write memory that the graph allocates, or
+            "functional", in which they return new tensors, inputs are written at the end, and memory is not planned
+            before `fxwrap.fx.in_place`.
         fuse: whether to generate fused kernels; without, every operator is a call.
         layout: "auto" makes tensors around convolutions channels-last where a cost model expects a gain, and converts
             inputs; "preserve" does not change layouts.
@@ -104,6 +107,7 @@ class Options:
     symbol_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     symbol_hints: Mapping[str, int] = field(default_factory=dict)
     on_graph: Callable[..., Any] | None = None
+    fx_form: Literal["in_place", "functional"] = "in_place"
     fuse: bool = True
     layout: Literal["auto", "preserve"] = "auto"
     output_strides: Literal["eager", "any"] = "eager"

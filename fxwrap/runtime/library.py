@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -150,29 +150,89 @@ def _cpp_kernel_fake(kernel: str, *_arguments: object, **_keywords: object) -> N
 def _cpp_kernel_functional(
     kernel: str,
     ins: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    numbers: Sequence[float],
-    grid: Sequence[int],
+    *,
+    outs: Sequence[torch.Tensor | None],
+    layouts: Sequence[int],
+    dtypes: Sequence[str],
+    device: torch.device,
+    **numbers: Any,
 ) -> list[torch.Tensor]:
-    results = [out.clone() for out in outs]
-    _cpp_kernel(kernel, ins, outs=results, sizes=sizes, numbers=numbers, grid=grid)
+    """Launches a kernel on new results: copies of the tensors in `outs`, and new memory where it has None.
+
+    `layouts` has the rank, sizes and strides of each new result, `dtypes` their dtypes.
+    """
+    results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
+    _cpp_kernel(kernel, ins, outs=results, **numbers)
     return results
 
 
 def _cpp_kernel_functional_fake(
-    kernel: str, _ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *_scalars: object
+    kernel: str,
+    _ins: Sequence[torch.Tensor],
+    *,
+    outs: Sequence[torch.Tensor | None],
+    layouts: Sequence[int],
+    dtypes: Sequence[str],
+    device: torch.device,
+    **_numbers: object,
 ) -> list[torch.Tensor]:
     _cpp_kernel_fake(kernel)
-    return [torch.empty_like(out) for out in outs]
+    return [
+        torch.empty_strided(sizes, strides, dtype=dtype, device=device) if out is None
+        else torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        for out, (sizes, strides, dtype) in _results(outs, layouts, dtypes)
+    ]  # fmt: skip
+
+
+NewLayout: TypeAlias = tuple[Sequence[Any], Sequence[Any], "torch.dtype | None"]
+"""Sizes, strides and dtype of a new result; empty for a copy."""
+
+
+def _results(outs: Sequence[Any], layouts: Sequence[Any], dtypes: Sequence[str]) -> Iterator[tuple[Any, NewLayout]]:
+    new = iter(result_layouts(layouts, dtypes))
+    for out in outs:
+        yield out, ((), (), None) if out is not None else next(new)
+
+
+def result_layouts(layouts: Sequence[Any], dtypes: Sequence[str]) -> list[NewLayout]:
+    """Returns sizes, strides and dtype of each new result of `cpp_kernel_functional`.
+
+    Raises ValueError if there are too few or too many numbers.
+    """
+    position, results = 0, []
+    for dtype in dtypes:
+        rank = layouts[position] if position < len(layouts) else 0
+        numbers = layouts[position + 1 : position + 1 + 2 * rank]
+        if position >= len(layouts) or len(numbers) < 2 * rank:
+            raise ValueError("layouts has the rank, sizes and strides of each new result")
+        results.append((numbers[:rank], numbers[rank:], getattr(torch, dtype)))
+        position += 1 + 2 * rank
+    if position != len(layouts):
+        raise ValueError(f"layouts has more results than the {len(dtypes)} of dtypes")
+    return results
+
+
+def _new_result(
+    out: torch.Tensor | None,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> torch.Tensor:
+    if out is not None:
+        return tensors.copy_with_strides(out)
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 def _cpp_kernel_functionalised(
     kernel: str, ins: Sequence[torch.Tensor], *, outs: Sequence[torch.Tensor], **numbers: Sequence[float]
 ) -> None:
     contents = [[torch_compat.unwrap_functional_tensor(tensor) for tensor in group] for group in (ins, outs)]
+    device = contents[1][0].device if outs else torch.device("cpu")
     with torch_compat.exclude_functionalisation():
-        results = torch.ops.fxwrap.cpp_kernel_functional(kernel, *contents, **numbers)
+        results = torch.ops.fxwrap.cpp_kernel_functional(
+            kernel, contents[0], outs=contents[1], layouts=[], dtypes=[], device=device, **numbers
+        )
     for out, content in zip(outs, results, strict=True):
         torch_compat.replace_functional_tensor(out, content)
 
@@ -350,7 +410,8 @@ _OPERATORS = (
         _cpp_kernel, _cpp_kernel_fake, _cpp_kernel_functionalised, has_side_effect=True,
     ),
     _Operator(
-        f"cpp_kernel_functional(str kernel, Tensor[] ins, Tensor[] outs, {_NUMBERS}) -> Tensor[]",
+        "cpp_kernel_functional(str kernel, Tensor[] ins, *, Tensor?[] outs, SymInt[] layouts, str[] dtypes, "
+        f"Device device, {_NUMBERS}) -> Tensor[]",
         _cpp_kernel_functional, _cpp_kernel_functional_fake,
     ),
     _Operator("register_kernels(Tensor texts) -> ()", _register_kernels, has_side_effect=True),
@@ -416,6 +477,7 @@ for _operator in _OPERATORS:
     _register(_operator)
 
 cpp_kernel_operator: Any = torch.ops.fxwrap.cpp_kernel.default
+cpp_kernel_functional_operator: Any = torch.ops.fxwrap.cpp_kernel_functional.default
 
 # torch's operator for Triton kernels mutates operands, which its schema does not show.
 torch_compat.declare_side_effect(torch_compat.triton_launch)

@@ -129,6 +129,41 @@ def out_argument_names(target: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
+def functional_of_out_variant(target: str) -> OpOverload | None:
+    """Returns the overload that returns new tensors in place of an operator's out arguments, None if there is none."""
+    operator = operator_overload(target)
+    arguments = [(item.name, str(item.type)) for item in torch_schema(operator).arguments if not item.is_out]
+    return _functional_overload(operator.overloadpacket, arguments)
+
+
+@lru_cache(maxsize=4096)
+def functional_of_in_place(target: str) -> OpOverload | None:
+    """Returns the overload that returns the new content of its first argument, which an operator overwrites.
+
+    For "aten.add_.Tensor", `aten.add.Tensor`; None if there is none, or if the operator writes anything else.
+    """
+    operator = operator_overload(target)
+    schema = torch_schema(operator)
+    written = [item.alias_info is not None and item.alias_info.is_write for item in schema.arguments]
+    name = operator_name(operator)
+    if not name.endswith("_") or written != [True] + [False] * (len(written) - 1):
+        return None
+    packet = getattr(getattr(torch.ops, operator.namespace), name.removesuffix("_"), None)
+    arguments = [(item.name, str(item.type)) for item in schema.arguments]
+    return None if packet is None else _functional_overload(packet, arguments)
+
+
+def _functional_overload(packet: OpOverloadPacket, arguments: list[tuple[str, str]]) -> OpOverload | None:
+    for name in packet.overloads():  # type: ignore[no-untyped-call]
+        schema = getattr(packet, name)._schema
+        has_aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
+        if not has_aliases and [(item.name, str(item.type)) for item in schema.arguments] == arguments:
+            overload: OpOverload = getattr(packet, name)
+            return overload
+    return None
+
+
+@lru_cache(maxsize=4096)
 def operator_arguments(target: str) -> Mapping[str, object] | None:
     """Returns the default of each argument of an operator by name, in schema order; REQUIRED where it has none.
 

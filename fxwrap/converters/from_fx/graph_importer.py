@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.errors import FxImportError
 from fxwrap.inference import CallInference
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
+from fxwrap.passes.coalesce_copies import coalesce_copies
 from fxwrap.runtime import library
 from fxwrap.symbolic import NumberOrExpression, SymbolInfo, make_symbol
 from fxwrap.torch_compat import OpOverload, is_opaque
@@ -154,6 +155,7 @@ class GraphImporter:
         self.folded_views: dict[str, ir.Value] = {}  # the bases of views that only other views use, and have no lines
         self.consumed_by: dict[str, Node] = {}  # the nodes that consumed roots
         self.uninitialized: dict[str, int] = {}  # memory without content, by the position of its line
+        self.copies: set[str] = set()  # copies that functional nodes imply
         self.absorbed: set[Node] = set()  # nodes that are part of another node's line
         self.guard_stack: list[tuple[str, int]] = []  # the open guards: device and stream
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
@@ -403,6 +405,10 @@ class GraphImporter:
                 return
         reason = f"no node before it defines {name}, a number in the type of '{value.name}'"
         raise failure(node, reason, f"Keep the node that computes {name}, or add an aten.sym_size.int of a tensor")
+
+    def coalesced_lines(self, arguments: Iterable[ir.Value], owned: Collection[str] = ()) -> list[ir.LineBase]:
+        """Returns the lines so far, without the copies that sharing memory makes superfluous."""
+        return coalesce_copies(self.lines, arguments, self.copies, owned)
 
     def size_line(self, info: SymbolInfo, tensor: ir.Value, dim: int, of: str, rank: int = 0) -> SizeOf:
         """Returns the line that reads a size of a tensor, with the tensor's pending rank check."""

@@ -172,14 +172,17 @@ class _ProgramImport:
 
     def _build_program(self) -> ir.Program:
         importer, state = self.importer, self.state
-        written = {importer.root_of[value.name] for line in importer.lines for value in ir.writes(line)}
+        visible = [value for _, value in self.inputs if isinstance(value, ir.Value)] + [*state.constants.values()]
+        owned = [value.name for node, value in self.inputs if self._declared_ownership(node) in _CONSUMABLE]
+        lines = importer.coalesced_lines(visible, owned)
+        root_of = ir.alias_roots(lines, visible)
+        written = {root_of[value.name] for line in lines for value in ir.writes(line)}
         inputs = tuple([ir.Input(value, self._ownership(node, value, written)) for node, value in self.inputs])
-        arguments = [item.value for item in inputs if isinstance(item.value, ir.Value)] + [*state.constants.values()]
         mutable = state.declared_mutable | written
         return ir.Program(
             self.name,
             inputs,
-            ir.Block((), insert_frees(importer.lines, arguments, ir.released_inputs(inputs))),
+            ir.Block((), insert_frees(lines, visible, ir.released_inputs(inputs))),
             tuple([ir.ProgramConstant(item, item.name in mutable) for item in state.constants.values()]),
             tuple(state.kernels.used.values()),
             tuple(state.functions.items()),
@@ -190,11 +193,15 @@ class _ProgramImport:
     def _ownership(self, node: Node, value: ir.Value | SymbolInfo, written: set[str]) -> ir.Ownership:
         if not isinstance(value, ir.Value):
             return ir.Ownership.BORROWED
-        ownership = self.ownership.get(node.name)
-        if ownership is None and "fxwrap_ownership" not in node.meta and value.name in self.importer.consumed_by:
+        ownership = self._declared_ownership(node)
+        if ownership is None and value.name in self.importer.consumed_by:
             return ir.Ownership.OWNED
-        ownership = ownership or ir.Ownership(node.meta.get("fxwrap_ownership", "borrowed"))
+        ownership = ownership or ir.Ownership.BORROWED
         return ir.Ownership.MUTABLE if ownership is ir.Ownership.BORROWED and value.name in written else ownership
+
+    def _declared_ownership(self, node: Node) -> ir.Ownership | None:
+        declared = self.ownership.get(node.name, node.meta.get("fxwrap_ownership"))
+        return None if declared is None else ir.Ownership(declared)
 
     def _verify(self, program: ir.Program) -> ir.Program:
         try:
@@ -214,6 +221,9 @@ class _ProgramImport:
                 return self.state.node_of.get(id(line))
         return None
 
+
+_CONSUMABLE = (ir.Ownership.OWNED,)
+"""The ownership of inputs whose content the program need not preserve."""
 
 _ANY = make_symbol("s0")
 """Any symbolic size."""

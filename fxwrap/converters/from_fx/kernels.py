@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap import user_kernels
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure, result_name
 from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, ExternCall, Launch
@@ -18,7 +18,7 @@ from fxwrap.runtime import library
 from fxwrap.runtime.triton.side_table import triton_parameters
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
 from fxwrap.torch_compat import torch_schema, triton_kernel_at, triton_launch, triton_launch_functional
-from fxwrap.wrapper_ir import DTYPES, KernelDefinition, Tag, Value
+from fxwrap.wrapper_ir import DTYPES, KernelDefinition, Tag, TensorType, Value
 
 _FXWRAP = torch.ops.fxwrap
 
@@ -35,40 +35,82 @@ def _definition(importer: GraphImporter, node: Node, kernel_hash: str) -> Kernel
 
 
 def _cpp_kernel(importer: GraphImporter, node: Node) -> None:
-    _import_cpp_launch(importer, node, functional=False)
+    arguments = _arguments(importer, node)
+    _import_cpp_launch(importer, node, arguments, arguments["outs"])
     importer.env[node] = None
 
 
 def _cpp_kernel_functional(importer: GraphImporter, node: Node) -> None:
-    """Imports the functionalised form of a launch, which writes and returns copies of its outputs."""
-    importer.env[node] = _import_cpp_launch(importer, node, functional=True)
+    """Imports a functional launch: copies of its outs, and allocations, which a launch then writes."""
+    arguments = _arguments(importer, node)
+    device = torch.device(arguments["device"])
+    try:
+        layouts = iter(library.result_layouts(arguments["layouts"], arguments["dtypes"]))
+        outs = [
+            _new_result(importer, node, index, layouts, device) if out is None else copy_operand(importer, node, out)
+            for index, out in enumerate(arguments["outs"])
+        ]
+    except (ValueError, TypeError, AttributeError, StopIteration) as error:
+        reason = "layouts and dtypes do not describe the results of the kernel"
+        raise failure(node, f"{reason}: {error}", "Pass rank, sizes and strides, and a dtype, for each None") from error
+    importer.env[node] = tuple(outs)
+    _import_cpp_launch(importer, node, arguments, tuple(outs))
 
 
-def _import_cpp_launch(importer: GraphImporter, node: Node, *, functional: bool) -> tuple[Value, ...]:
+def _arguments(importer: GraphImporter, node: Node) -> dict[str, Any]:
     names = [argument.name for argument in torch_schema(node.target).arguments]  # type: ignore[arg-type]
     items = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    arguments = {name: importer.argument(node, item) for name, item in items.items()}
+    return {name: importer.argument(node, item) for name, item in items.items()}
+
+
+def _new_result(
+    importer: GraphImporter, node: Node, index: int, layouts: Iterator[library.NewLayout], device: torch.device
+) -> Value:
+    """Allocates a result, in the memory space and layout of the original line if its type agrees."""
+    sizes, strides, dtype = next(layouts)
+    assert dtype is not None
+    type_ = TensorType(dtype, tuple(sizes), tuple(strides), device)
+    line = importer.original_line(node, Launch)
+    known = line.outs[index].type if line is not None and index < len(line.outs) else None
+    if isinstance(known, TensorType):
+        agreeing = replace(type_, memory_space=known.memory_space, layout=known.layout)
+        type_ = agreeing if agreeing == replace(known, storage_offset=0) else type_
+    value = importer.value(result_name(node, (index,)), type_)
+    importer.emit_definition(Alloc(value), node)
+    return value
+
+
+def _import_cpp_launch(
+    importer: GraphImporter, node: Node, arguments: Mapping[str, Any], outs: tuple[Value, ...]
+) -> None:
     kernel = _definition(importer, node, arguments["kernel"])
-    outs: tuple[Value, ...] = arguments["outs"]
-    if functional:
-        outs = tuple([_clone_operand(importer, node, out) for out in outs])
     sizes, floats = arguments["sizes"], arguments["numbers"]
     try:
         scalars = library.order_scalar_arguments(kernel.signature, sizes, floats, lambda size: size)
     except ValueError:
         scalars = [*sizes, *floats]
     _launch(importer, node, kernel, arguments["ins"], outs, scalars, arguments["grid"])
-    return outs
 
 
-def _clone_operand(importer: GraphImporter, node: Node, value: Value) -> Value:
+def copy_operand(importer: GraphImporter, node: Node, value: Value) -> Value:
     """Returns new memory with a tensor's content, if that is initialised."""
-    clone = importer.value(f"{node.name}_{value.name}", replace(value.tensor_type, storage_offset=0))
-    if importer.root_of[value.name] in importer.uninitialized:
-        importer.emit_definition(Alloc(clone), node)
+    root = importer.root_of[value.name]
+    is_empty = root in importer.uninitialized
+    if is_empty and root == value.name and is_used_once(importer, value):
+        return value  # a template of the result
+    copy = importer.value(f"{node.name}_{value.name}", replace(value.tensor_type, storage_offset=0))
+    if is_empty:
+        importer.emit_definition(Alloc(copy), node)
     else:
-        importer.emit_definition(ExternCall((clone,), "aten.clone.default", (value,)), node)
-    return clone
+        importer.emit_definition(ExternCall((copy,), "aten.clone.default", (value,)), node)
+        importer.copies.add(copy.name)
+    return copy
+
+
+def is_used_once(importer: GraphImporter, value: Value) -> bool:
+    """Whether only one node uses memory that a node allocates."""
+    node = importer.state.node_of[id(importer.lines[importer.uninitialized[value.name]])]
+    return len(node.users) == 1
 
 
 # --- Triton kernels ---------------------------------------------------------------------------------------------------
@@ -83,7 +125,7 @@ def _triton_kernel_functional(importer: GraphImporter, node: Node) -> None:
     """Imports the functionalised form of a launch, which writes copies and returns them by name."""
     items: Any = node.kwargs["kwargs"]
     names: Any = node.kwargs["tensors_to_clone"]
-    copies = {name: _clone_operand(importer, node, importer.tensor(node, items[name])) for name in names}
+    copies = {name: copy_operand(importer, node, importer.tensor(node, items[name])) for name in names}
     _import_triton_launch(importer, node, copies)
     importer.env[node] = copies
 
