@@ -171,6 +171,17 @@ class ExpressionError(FxwrapError):
     """A symbolic size or condition that the IR cannot express: an unknown symbol, function or kind of operand."""
 
 
+@dataclass
+class ExportError(FxwrapError):
+    """A compiled program that no `ExportedProgram` can represent."""
+
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}. {self.remedy}"
+
+
 class CompareError(FxwrapError):
     """A comparison of an object that is not a function or graph, or of a function that fails in eager mode."""
 

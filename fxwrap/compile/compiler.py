@@ -24,6 +24,7 @@ from fxwrap.compile.kernels import (
 )
 from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
 from fxwrap.converters.emission import emit, emit_interpreter
+from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import GraphError, VerifyError
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
@@ -65,13 +66,16 @@ def compile_graph(
         static_inputs: positions of inputs whose address never changes (parameters and buffers): captured CUDA graphs
             read and write them in place.
         compiled_by_key: earlier results by `Compiled.key`. An equal program without constants is returned from it, with
-            its own names and provenance; other results are added.
+            its own names and provenance; other results are added. Not used for exported programs and modules, whose
+            results have signatures of their own.
 
     Raises GraphError for a graph that cannot be compiled, PassError for a user's pass that fails or breaks the program,
     and the error of a kernel that no operator can replace.
     """
     if not isinstance(graph, GraphModule | ExportedProgram):
         graph, example_inputs = _export(graph, example_inputs), None
+    if isinstance(graph, ExportedProgram):
+        compiled_by_key = None  # equal programs may have different signatures
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode():
         options = (options or Options()).resolve_devices()
@@ -85,7 +89,7 @@ def compile_graph(
             context = steps.CompileContext(
                 _prepare(graph, example_inputs, options, name, flexible_stride_outputs),
                 options, ownership or {}, frozenset(static_inputs), _fake_inputs(graph), compiled_by_key,
-                gpu_tuner() if options.autotune else None,
+                gpu_tuner() if options.autotune else None, signature=_signature(graph),
             )  # fmt: skip
             compiled, is_cacheable = _compile(context)
             is_new = compiled_by_key is None or compiled_by_key.get(compiled.key) is not compiled
@@ -131,6 +135,10 @@ def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
     return {name: value for name, value in values.items() if isinstance(value, FakeTensor)}
 
 
+def _signature(graph: GraphModule | ExportedProgram) -> ExportedSignature | None:
+    return ExportedSignature.of(graph) if isinstance(graph, ExportedProgram) else None
+
+
 def _load_from_cache(
     slot: CacheSlot, graph: GraphModule | ExportedProgram, compiled_by_key: MutableMapping[str, Compiled] | None
 ) -> Compiled | None:
@@ -149,7 +157,9 @@ def _load_from_cache(
     if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options)):
         return None
     stages = [Stage("cache", entry.program)]
-    return Compiled(stages, options, emitted, fake_inputs, entry.coverage, entry.plan, cached=True)
+    return Compiled(
+        stages, options, emitted, fake_inputs, entry.coverage, entry.plan, cached=True, signature=_signature(graph)
+    )
 
 
 def _same_program(
@@ -206,7 +216,9 @@ def _attempt(context: steps.CompileContext) -> _Attempt:
     recompile = None
     if _autotunes_on_first_call(state.program, context):
         recompile = partial(_recompile_for, replace(context, declined_nodes=state.declined_nodes))
-    compiled = Compiled(stages, options, state.emitted, fake_inputs, state.coverage, state.plan, recompile)
+    compiled = Compiled(
+        stages, options, state.emitted, fake_inputs, state.coverage, state.plan, recompile, signature=context.signature
+    )
     return _Attempt(compiled, state.declined_nodes, state.failures, recompile is None and not state.warned)
 
 

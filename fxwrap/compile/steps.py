@@ -11,6 +11,7 @@ from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.kernels import KernelFailure, compile_program_kernels
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.emitted_program import EmittedProgram
+from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.fx_passes import PreparedGraph
@@ -57,6 +58,7 @@ class CompileContext:
         compiled_by_key: earlier results, which equal programs share.
         tuner: selects the configurations of kernels; None without autotuning.
         declined_nodes: names of nodes that become extern calls.
+        signature: that of the exported program that is compiled, None for a GraphModule.
     """
 
     prepared: PreparedGraph
@@ -67,6 +69,7 @@ class CompileContext:
     compiled_by_key: Mapping[str, Compiled] | None = None
     tuner: Tuner | None = None
     declined_nodes: frozenset[str] = frozenset()
+    signature: ExportedSignature | None = None
 
     @property
     def autotunes_now(self) -> bool:
