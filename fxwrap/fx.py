@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from fxwrap.compile import Compiled
 from fxwrap.compile.steps import plan_program
+from fxwrap.converters.exported import signature_of_program, to_exported_program
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.fx import to_fx
 from fxwrap.converters.fx.codegen import direct_code
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor, graph_codegen
 
-__all__ = ["enable_direct_launches", "functional", "in_place"]
+__all__ = ["enable_direct_launches", "export", "functional", "in_place"]
+
+
+def export(compiled: Compiled) -> ExportedProgram:
+    """Returns a compiled graph as an exported program with the signature of the graph that was compiled.
+
+    That of an exported program or module is the original one: names and trees of inputs and outputs, ranges of sizes,
+    parameters and buffers by name, mutations. A GraphModule has flat inputs with its placeholders' names. Kernels are
+    in the constant `fxwrap_kernels`, as text by content hash; `torch.export.save` saves it. A process that has imported
+    fxwrap can load and run the file; it imports no part of the compiler. Parameters and buffers are shared with the
+    compiled graph.
+
+    Raises ExportError for a program that torch.export cannot represent, and UnsupportedError for a line without a
+    functional form.
+    """
+    program, signature = compiled.program, compiled.signature
+    if signature is None:
+        signature = signature_of_program(program, compiled.fake_inputs)
+    emitted = to_fx(program, fake_inputs=compiled.fake_inputs, form="exported")
+    return to_exported_program(program, signature, emitted.graph_module)
 
 
 def functional(graph_module: GraphModule) -> GraphModule:

@@ -34,6 +34,7 @@ from fxwrap.converters.exported.signature import ExportedSignature
 from fxwrap.devices import language_traits
 from fxwrap.errors import ExportError
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
+from fxwrap.torch_compat import is_opaque
 from fxwrap.torch_compat.exported import InvalidExport, make_exported_program
 from fxwrap.wrapper_ir import Program, ProgramConstant
 
@@ -80,7 +81,10 @@ class _Exporter:
         texts = self._kernel_texts()
         self._add_user_inputs(user_inputs)
         if texts is not None:
-            self.graph.call_function(_FXWRAP.register_kernels.default, (texts,)).meta["val"] = None
+            register = self.graph.create_node(
+                "call_function", _FXWRAP.register_kernels.default, (texts,), {}, "register_kernels"
+            )
+            register.meta["val"] = None
         for node in self.source.graph.nodes:
             if node.op != "output" and node not in self.nodes:
                 self.nodes[node] = self._copy(node)
@@ -119,7 +123,7 @@ class _Exporter:
     def _add_constant(self, constant: ProgramConstant, node: Node) -> None:
         """Adds a constant that the model does not have, such as a folded one."""
         tensor = self.program.store.tensors[constant.value.name]
-        if not isinstance(tensor, torch.Tensor):
+        if is_opaque(tensor):
             reason = f"the constant '{constant.value.name}' is an object of type {type(tensor).__name__}"
             raise ExportError(reason, "Save the program with fxwrap.save, or pass the object as an input")
         target = self._unused_target(constant.value.name)
@@ -195,7 +199,7 @@ class _Exporter:
         items: Any = output.args[0]
         results = [self._mapped(item) for item in items]
         separate = {result for item, result in zip(items, results) if isinstance(item, Node) and self._is_new(item)}
-        specs, values = [], []
+        specs, values = list[OutputSpec](), list[Node]()
         for placeholder, spec in zip(self.placeholders, self.inputs, strict=True):
             if placeholder in self.mutated:
                 value = self._mutation_value(self.mutated[placeholder], separate.union(values))
@@ -209,7 +213,7 @@ class _Exporter:
         """Whether a result of the functional graph is no input, which a caller could tell from the written input."""
         return item.op not in ("placeholder", "get_attr")
 
-    def _mutation_value(self, value: Any, others: Collection[Any]) -> Node:
+    def _mutation_value(self, value: Node, others: Collection[Any]) -> Node:
         """Returns the output with the new content of an input: a copy where it aliases an input or another output."""
         inputs = {_storage(node) for node in self.placeholders}
         if value not in others and _storage(value) not in inputs:

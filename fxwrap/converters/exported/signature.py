@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.export.graph_signature import (
 from fxwrap.errors import ExportError
 from fxwrap.lines import Return
 from fxwrap.symbolic import SymbolInfo, symbol_kind
-from fxwrap.torch_compat import tree_flatten
+from fxwrap.torch_compat import is_opaque, tree_flatten
 from fxwrap.wrapper_ir import Input, Program, TensorType
 
 
@@ -93,7 +93,7 @@ def signature_of_program(program: Program, vals: Mapping[str, Any]) -> ExportedS
     inputs, state = [], {}
     for constant in program.constants:
         name, tensor = constant.value.name, program.store.tensors[constant.value.name]
-        if not isinstance(tensor, torch.Tensor):
+        if is_opaque(tensor):
             raise ExportError(f"the constant '{name}' is an object of type {type(tensor).__name__}", _PASS_AS_INPUT)
         kind = InputKind.PARAMETER if isinstance(tensor, torch.nn.Parameter) else InputKind.BUFFER
         persistent = True if kind is InputKind.BUFFER else None

@@ -54,6 +54,8 @@ class GraphEmitter(Converter):
     """Emits the nodes of one block; nested blocks become submodules."""
 
     name: ClassVar[str] = "fx"
+    launches_by_hash: ClassVar[bool] = False
+    """Whether Triton kernels are launched by fxwrap's operator, too."""
 
     def __init__(
         self,

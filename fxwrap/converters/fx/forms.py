@@ -9,7 +9,7 @@ from fxwrap import lines, torch_compat
 from fxwrap.converters.base import Handler
 from fxwrap.converters.fx.codegen import DirectCode
 from fxwrap.converters.fx.converter import FxConverter
-from fxwrap.converters.fx.functional import FunctionalConverter
+from fxwrap.converters.fx.functional import ExportedConverter, FunctionalConverter
 from fxwrap.converters.fx.module import EmittedGraph, ProgramModule
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.inference import ExampleValues, FakeValues
@@ -17,10 +17,14 @@ from fxwrap.runtime import library
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.wrapper_ir import Program, symbol_infos
 
-FxForm: TypeAlias = Literal["in_place", "functional"]
+FxForm: TypeAlias = Literal["in_place", "functional", "exported"]
 """The forms of an emitted graph."""
 
-_CONVERTERS: Mapping[FxForm, type[FxConverter]] = {"in_place": FxConverter, "functional": FunctionalConverter}
+_CONVERTERS: Mapping[FxForm, type[FxConverter]] = {
+    "in_place": FxConverter,
+    "functional": FunctionalConverter,
+    "exported": ExportedConverter,
+}
 
 
 @gc_paused()
@@ -44,7 +48,8 @@ def to_fx(
         fake_metadata: whether `meta["val"]` holds fake tensors, for which torch imports its tracing. Otherwise it
             holds meta tensors and example numbers; the graph is the same.
         form: "in_place", in which kernels and operators write memory that the graph allocates, or "functional", in
-            which they return new tensors and inputs are written at the end.
+            which they return new tensors and inputs are written at the end; "exported" is functional, and launches
+            all kernels by their content hash, Triton's too.
 
     Raises UnsupportedError for a line without an FX form, without a functional one if `form` is that, or without one of
     ATen's operators if `aten_only`.

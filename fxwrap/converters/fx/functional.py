@@ -269,6 +269,12 @@ class FunctionalConverter(FxConverter):
         super().return_(line)
 
 
+class ExportedConverter(FunctionalConverter):
+    """Emits functional graphs for `torch.export`, which cannot load torch's operator for Triton kernels."""
+
+    launches_by_hash = True
+
+
 _SCATTERS = {
     "slice": _ATEN.slice_scatter.default,
     "select": _ATEN.select_scatter.default,

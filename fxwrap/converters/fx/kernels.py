@@ -97,7 +97,7 @@ class _LaunchCall:
 
     @property
     def is_triton(self) -> bool:
-        return language_traits(self.kernel.language).is_triton
+        return language_traits(self.kernel.language).is_triton and not self.emitter.launches_by_hash
 
     @property
     def input_count(self) -> int:
