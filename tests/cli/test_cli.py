@@ -16,7 +16,13 @@ from fxwrap.cli.tables import coverage_table
 from fxwrap.cli.target import random_inputs
 from fxwrap.compile import DYNAMO_PASSES, EMISSION_STEPS, PROGRAM_STEPS
 from fxwrap.errors import CommandError
-from fxwrap.fx_passes import FX_PASSES, JOINT_GRAPH_PASSES, SOURCE_PASSES
+from fxwrap.fx_passes import (
+    EXPORTED_GRAPH_PASSES,
+    EXPORTED_PROGRAM_PASSES,
+    FX_PASSES,
+    JOINT_GRAPH_PASSES,
+    SOURCE_PASSES,
+)
 from fxwrap.lowering import NodeCoverage
 
 MODEL = """
@@ -268,5 +274,10 @@ def test_passes_lists_every_step_with_its_option(capsys: pytest.CaptureFixture[s
     code, out, _ = run(capsys, "passes")
     steps = [*DYNAMO_PASSES, *JOINT_GRAPH_PASSES, *SOURCE_PASSES, *FX_PASSES, *PROGRAM_STEPS, *EMISSION_STEPS]
     assert code == 0 and {line.split()[0] for line in out.splitlines()} >= {step.name for step in steps}
+    exported = out.partition("exported program, instead of the next group:\n")[2].partition("graph of ATen operators:")[
+        0
+    ]
+    names = [step.name for step in (*EXPORTED_PROGRAM_PASSES, *EXPORTED_GRAPH_PASSES)]
+    assert [line.split()[0] for line in exported.splitlines()] == names
     (combo,) = [line for line in out.splitlines() if line.split()[0] == "combo_kernels"]
     assert combo.endswith("(horizontal fusion) [combo_kernels]")
