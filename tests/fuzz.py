@@ -25,7 +25,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing.connection import Connection, wait
@@ -406,17 +406,18 @@ def main() -> int:
     compile_counts, run_counts, failures = Counter[tuple[str, str]](), Counter[tuple[str, str]](), []
     seeds, skipped = set[int](), 0
     start = time.monotonic()
-    for case, result in fuzz(chosen.seed, chosen.graphs, chosen.jobs, chosen.seconds, chosen.only.split(",")):
-        key = (case.kind, case.emitter)
-        compile_counts[key] += 1
-        seeds.add(case.seed)
-        skipped += result == 0
-        if isinstance(result, int):
-            run_counts[key] += result
-        else:
-            failures.append(case)
-            where = f"{case.kind}, variant {case.variant}, {case.emitter}, {case.kernels} kernels"
-            print(f"seed {case.seed} ({where})\n{result}\n", flush=True)
+    with suppress(KeyboardInterrupt):  # an interrupted run prints its counts
+        for case, result in fuzz(chosen.seed, chosen.graphs, chosen.jobs, chosen.seconds, chosen.only.split(",")):
+            key = (case.kind, case.emitter)
+            compile_counts[key] += 1
+            seeds.add(case.seed)
+            skipped += result == 0
+            if isinstance(result, int):
+                run_counts[key] += result
+            else:
+                failures.append(case)
+                where = f"{case.kind}, variant {case.variant}, {case.emitter}, {case.kernels} kernels"
+                print(f"seed {case.seed} ({where})\n{result}\n", flush=True)
     note = f"seeds from {chosen.seed} on, {time.monotonic() - start:.0f} s with {chosen.jobs} processes"
     report = Report("fuzz", chosen, note=note)
     for key in sorted(compile_counts):
