@@ -14,28 +14,33 @@ from typing import Literal, TypeAlias
 
 from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, ExternCall, Mutate, View
-from fxwrap.symbolic import total
+from fxwrap.symbolic import Size, total
 from fxwrap.wrapper_ir import LineBase, TensorType, Value
-
-COPY_INTO = "aten.copy_.default"
 
 _Current: TypeAlias = Literal["both", "target", "copy"]
 """Which of two tensors has the current content of the memory that they would share."""
 
 
 def coalesce_copies(
-    lines: Sequence[LineBase], arguments: Iterable[Value], copies: Collection[str], owned: Collection[str] = ()
+    lines: Sequence[LineBase],
+    arguments: Iterable[Value],
+    copies: Collection[str],
+    results: Collection[str] = (),
+    owned: Collection[str] = (),
 ) -> list[LineBase]:
     """Returns the lines of a block without the copies that sharing memory makes superfluous.
 
     Args:
         lines: the lines of a block without frees.
         arguments: the values that the block sees.
-        copies: the names of values that are copies of a tensor (`aten.clone` lines), or that lines with
-            `aten.copy_` copy from. Other copies are kept.
+        copies: the names of values that are defined as copies of a tensor: by `aten.clone`, or by `memory.alloc` and
+            `aten.copy_`. Other copies are kept.
+        results: the names of other values that may share memory with a tensor that they are copied into.
         owned: the names of arguments whose content need not be preserved.
     """
-    return _Coalescing(lines, list(arguments), frozenset(copies), frozenset(owned)).run() if copies else list(lines)
+    if not copies and not results:
+        return list(lines)
+    return _Coalescing(lines, list(arguments), frozenset(copies), frozenset(results), frozenset(owned)).run()
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,16 @@ class _Access:
 
 class _Coalescing:
     def __init__(
-        self, lines: Sequence[LineBase], arguments: list[Value], copies: frozenset[str], owned: frozenset[str]
+        self,
+        lines: Sequence[LineBase],
+        arguments: list[Value],
+        copies: frozenset[str],
+        results: frozenset[str],
+        owned: frozenset[str],
     ) -> None:
         self.lines: list[LineBase | None] = list(lines)
         self.copies = copies
+        self.results = results
         self.owned = owned
         self.external = {value.name for value in arguments}
         self.root_of = ir.alias_roots(lines, arguments)
@@ -86,49 +97,49 @@ class _Coalescing:
             self.excluded.update([self.root_of[value.name] for value in (*ir.used(line), *ir.defined(line))])
 
     def run(self) -> list[LineBase]:
+        """Returns the lines without superfluous copies."""
         for position, line in enumerate(self.lines):
             match line:
-                case ExternCall(results=(Value() as copy,), arguments=(Value() as source,)) if self._is_copy(
-                    line, copy
+                case ExternCall(
+                    target="aten.clone.default", results=(Value() as copy,), arguments=(Value() as source,)
                 ):
-                    if self._merge(source, copy, position):
+                    if copy.name in self.copies and self._merge(source, copy, position):
                         self.lines[position] = None
-                case Mutate(target=target, arguments=(Value() as into, Value() as copy, *_)) if target == COPY_INTO:
-                    if copy.name in self.copies:
-                        self._merge_backwards(into, copy, position)
+                case Mutate(target="aten.copy_.default", arguments=(Value() as into, Value() as source, *_)):
+                    if into.name in self.copies and self.accesses[self.root_of[into.name]][0] == position:
+                        self._merge_copy(source, into, position)
+                    else:
+                        self._merge_backwards(into, source, position)
                 case _:
                     pass
         return self._result()
 
-    def _is_copy(self, line: ExternCall, result: Value) -> bool:
-        return result.name in self.copies and line.target == "aten.clone.default"
+    def _merge_copy(self, source: Value, copy: Value, position: int) -> None:
+        """Lets an allocated tensor into which a line copies another be that tensor."""
+        allocated = self.defined_at[copy.name]
+        if self._merge(source, copy, position):
+            self.lines[allocated] = self.lines[position] = None
 
-    def _merge_backwards(self, into: Value, copy: Value, position: int) -> None:
+    def _merge_backwards(self, into: Value, source: Value, position: int) -> None:
         """Lets an allocated tensor that a line copies into another be that memory from the start."""
-        now, target = self._current(copy), self._current(into)
+        now, target = self.values[source.name], self.values[into.name]
         if self.root_of[now.name] == self.root_of[target.name]:
-            if self._same_place(now, target):
+            if now.type == target.type:
                 self.lines[position] = None
             return
-        allocated = self.defined_at[copy.name]
-        if copy.name != self.root_of[copy.name] or not isinstance(self.lines[allocated], Alloc):
+        allocated = self.defined_at[now.name]
+        if now.name not in self.results or not isinstance(self.lines[allocated], Alloc):
             return
         if self.defined_at[self.root_of[target.name]] >= allocated:
             return
-        if self._merge(into, copy, allocated):
+        if self._merge(into, source, allocated):
             self.lines[allocated] = self.lines[position] = None
 
     # --- merging ----------------------------------------------------------------------------------------------------
 
-    def _current(self, value: Value) -> Value:
-        return self.values[value.name]
-
-    def _same_place(self, one: Value, other: Value) -> bool:
-        return one.type == other.type
-
     def _merge(self, source: Value, copy: Value, position: int) -> bool:
         """Lets `copy`, a root defined at a position, be the memory of `source`; returns whether that is possible."""
-        target, own = self._current(source), self._current(copy)
+        target, own = self.values[source.name], self.values[copy.name]
         root = self.root_of[target.name]
         if own.name != self.root_of[own.name] or root == own.name or own.name in self.external:
             return False
@@ -197,25 +208,24 @@ class _Coalescing:
         return _Access(root in reads - writes, root in writes, own in reads - writes, own in writes)
 
     def _copies_back(self, line: LineBase, target: Value, own: str) -> bool:
-        """Whether a line copies the copy into the place of the target."""
+        """Whether a line copies all of the copy into the place of the target."""
         match line:
-            case Mutate(target=name, arguments=(Value() as into, Value() as copy, *_)) if name == COPY_INTO:
-                into = self._current(into)
-                same_root = self.root_of[into.name] == self.root_of[target.name]
-                return same_root and copy.name == own and self._same_place(into, target)
+            case Mutate(target="aten.copy_.default", arguments=(Value() as into, Value() as source, *_)):
+                into, source = self.values[into.name], self.values[source.name]
+                if self.root_of[into.name] != self.root_of[target.name] or self.root_of[source.name] != own:
+                    return False
+                is_whole = source.tensor_type.element_count == target.tensor_type.element_count
+                return is_whole and into.type == _moved(source.tensor_type, target.tensor_type.storage_offset)
             case _:
                 return False
 
     def _overwrites(self, line: LineBase, root: str) -> bool:
         """Whether a line writes all of a memory without reading it."""
         match line:
-            case Mutate(target=name, arguments=(Value() as into, Value() as copy, *_)) if name == COPY_INTO:
-                into = self._current(into)
-                return (
-                    self.root_of[into.name] == root
-                    and self.root_of[copy.name] != root
-                    and into.type == self.values[root].type
-                )
+            case Mutate(target="aten.copy_.default", arguments=(Value() as into, Value() as source, *_)):
+                into, source = self.values[into.name], self.values[source.name]
+                is_whole = self.root_of[into.name] == root and into.type == self.values[root].type
+                return is_whole and self.root_of[source.name] != root
             case _:
                 return False
 
@@ -231,9 +241,8 @@ class _Coalescing:
             self.defined_at[target.name] = position
         for name in self.members.pop(own.name):
             value = self.values[name]
-            type_ = value.tensor_type
-            shifted = replace(type_, storage_offset=total((type_.storage_offset, offset)))
-            self.values[name] = target if value.name == own.name else Value(value.name, shifted)
+            is_own = value.name == own.name
+            self.values[name] = target if is_own else Value(value.name, _moved(value.tensor_type, offset))
             self.root_of[name] = root
             self.members[root].append(name)
         positions = self.accesses.setdefault(root, [])
@@ -258,3 +267,8 @@ class _Coalescing:
 
 def _same_layout(one: TensorType, other: TensorType) -> bool:
     return replace(one, storage_offset=0) == replace(other, storage_offset=0)
+
+
+def _moved(type_: TensorType, distance: Size) -> TensorType:
+    """Returns the type of a value whose memory begins further behind, in elements."""
+    return replace(type_, storage_offset=total((type_.storage_offset, distance)))

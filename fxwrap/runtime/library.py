@@ -159,10 +159,12 @@ def _cpp_kernel_functional(
 ) -> list[torch.Tensor]:
     """Launches a kernel on new results: copies of the tensors in `outs`, and new memory where it has None.
 
+    An input that is also in `outs` is the copy: the kernel reads what it writes.
     `layouts` has the rank, sizes and strides of each new result, `dtypes` their dtypes.
     """
     results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
-    _cpp_kernel(kernel, ins, outs=results, **numbers)
+    result_of = {id(out): result for out, result in zip(outs, results, strict=True) if out is not None}
+    _cpp_kernel(kernel, [result_of.get(id(item), item) for item in ins], outs=results, **numbers)
     return results
 
 

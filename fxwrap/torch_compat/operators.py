@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch._C import FunctionSchema as FunctionSchema
 from torch._decomp import get_decompositions as get_decompositions
-from torch._higher_order_ops.auto_functionalize import NotView, get_mutable_args, read_view_information_from_args
+from torch._higher_order_ops.auto_functionalize import (
+    NotView,
+    can_auto_functionalize,
+    get_mutable_args,
+    read_view_information_from_args,
+)
+from torch._higher_order_ops.auto_functionalize import auto_functionalized as auto_functionalized
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._higher_order_ops.map import map_impl as map_impl
 from torch._higher_order_ops.while_loop import while_loop_stack_output_op
@@ -151,6 +157,27 @@ def functional_of_in_place(target: str) -> OpOverload | None:
     packet = getattr(getattr(torch.ops, operator.namespace), name.removesuffix("_"), None)
     arguments = [(item.name, str(item.type)) for item in schema.arguments]
     return None if packet is None else _functional_overload(packet, arguments)
+
+
+@lru_cache(maxsize=4096)
+def functional_of_mutating(target: str) -> OpOverload | None:
+    """Returns the overload that returns an operator's results, then the new content of the arguments it overwrites.
+
+    For "aten._native_batch_norm_legit.default", `aten._native_batch_norm_legit_functional.default`; None if there is
+    none.
+    """
+    operator = operator_overload(target)
+    packet = getattr(getattr(torch.ops, operator.namespace), f"{operator_name(operator)}_functional", None)
+    arguments = [(item.name, str(item.type)) for item in torch_schema(operator).arguments]
+    return None if packet is None else _functional_overload(packet, arguments)
+
+
+def is_auto_functionalizable(operator: OpOverload) -> bool:
+    """Whether `auto_functionalized` can call an operator on copies of the operands that it writes: custom ones only.
+
+    Why: the predicate has no public name.
+    """
+    return can_auto_functionalize(operator)
 
 
 def _functional_overload(packet: OpOverloadPacket, arguments: list[tuple[str, str]]) -> OpOverload | None:

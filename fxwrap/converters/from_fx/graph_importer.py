@@ -155,7 +155,8 @@ class GraphImporter:
         self.folded_views: dict[str, ir.Value] = {}  # the bases of views that only other views use, and have no lines
         self.consumed_by: dict[str, Node] = {}  # the nodes that consumed roots
         self.uninitialized: dict[str, int] = {}  # memory without content, by the position of its line
-        self.copies: set[str] = set()  # copies that functional nodes imply
+        self.copies: set[str] = set()  # copies of operands, which functional nodes change
+        self.functional_results: set[str] = set()  # other results of functional launches
         self.absorbed: set[Node] = set()  # nodes that are part of another node's line
         self.guard_stack: list[tuple[str, int]] = []  # the open guards: device and stream
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
@@ -408,7 +409,7 @@ class GraphImporter:
 
     def coalesced_lines(self, arguments: Iterable[ir.Value], owned: Collection[str] = ()) -> list[ir.LineBase]:
         """Returns the lines so far, without the copies that sharing memory makes superfluous."""
-        return coalesce_copies(self.lines, arguments, self.copies, owned)
+        return coalesce_copies(self.lines, arguments, self.copies, self.functional_results, owned)
 
     def size_line(self, info: SymbolInfo, tensor: ir.Value, dim: int, of: str, rank: int = 0) -> SizeOf:
         """Returns the line that reads a size of a tensor, with the tensor's pending rank check."""

@@ -17,6 +17,7 @@ from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.from_fx.calls import COLLECTIVES, import_getitem, import_operator_call
 from fxwrap.converters.from_fx.control import CONTROL, find_absorbed_nodes, import_replayed_call
 from fxwrap.converters.from_fx.effects import EFFECTS, import_wait
+from fxwrap.converters.from_fx.functional import FUNCTIONAL, import_as_write
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState, KernelTable, failure, target_text
 from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
 from fxwrap.converters.from_fx.kernels import KERNELS
@@ -30,7 +31,7 @@ from fxwrap.lines import Return
 from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import SymbolInfo, make_symbol
 
-_IMPORTERS = {**NUMBERS, **MEMORY, **KERNELS, **CONTROL, **EFFECTS}
+_IMPORTERS = {**NUMBERS, **MEMORY, **KERNELS, **CONTROL, **EFFECTS, **FUNCTIONAL}
 
 
 @gc_paused()
@@ -272,6 +273,8 @@ def import_call(importer: GraphImporter, node: Node) -> None:
     import_node = _IMPORTERS.get(target)
     if node.op == "call_module":
         import_replayed_call(importer, node)
+    elif import_as_write(importer, node):
+        return
     elif import_node is not None:
         import_node(importer, node)
     elif target is operator.getitem:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fxwrap import user_kernels
+from fxwrap.converters.from_fx.functional import copy_operand, new_result
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure, result_name
 from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError
-from fxwrap.lines import Alloc, ExternCall, Launch
+from fxwrap.lines import Launch
 from fxwrap.runtime import library
 from fxwrap.runtime.triton.side_table import triton_parameters
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
@@ -54,6 +54,8 @@ def _cpp_kernel_functional(importer: GraphImporter, node: Node) -> None:
         reason = "layouts and dtypes do not describe the results of the kernel"
         raise failure(node, f"{reason}: {error}", "Pass rank, sizes and strides, and a dtype, for each None") from error
     importer.env[node] = tuple(outs)
+    copy_of = {out.name: copy for out, copy in zip(arguments["outs"], outs, strict=True) if out is not None}
+    arguments["ins"] = tuple([copy_of.get(item.name, item) for item in arguments["ins"]])
     _import_cpp_launch(importer, node, arguments, tuple(outs))
 
 
@@ -66,18 +68,10 @@ def _arguments(importer: GraphImporter, node: Node) -> dict[str, Any]:
 def _new_result(
     importer: GraphImporter, node: Node, index: int, layouts: Iterator[library.NewLayout], device: torch.device
 ) -> Value:
-    """Allocates a result, in the memory space and layout of the original line if its type agrees."""
     sizes, strides, dtype = next(layouts)
     assert dtype is not None
     type_ = TensorType(dtype, tuple(sizes), tuple(strides), device)
-    line = importer.original_line(node, Launch)
-    known = line.outs[index].type if line is not None and index < len(line.outs) else None
-    if isinstance(known, TensorType):
-        agreeing = replace(type_, memory_space=known.memory_space, layout=known.layout)
-        type_ = agreeing if agreeing == replace(known, storage_offset=0) else type_
-    value = importer.value(result_name(node, (index,)), type_)
-    importer.emit_definition(Alloc(value), node)
-    return value
+    return new_result(importer, node, result_name(node, (index,)), type_, index)
 
 
 def _import_cpp_launch(
@@ -90,27 +84,6 @@ def _import_cpp_launch(
     except ValueError:
         scalars = [*sizes, *floats]
     _launch(importer, node, kernel, arguments["ins"], outs, scalars, arguments["grid"])
-
-
-def copy_operand(importer: GraphImporter, node: Node, value: Value) -> Value:
-    """Returns new memory with a tensor's content, if that is initialised."""
-    root = importer.root_of[value.name]
-    is_empty = root in importer.uninitialized
-    if is_empty and root == value.name and is_used_once(importer, value):
-        return value  # a template of the result
-    copy = importer.value(f"{node.name}_{value.name}", replace(value.tensor_type, storage_offset=0))
-    if is_empty:
-        importer.emit_definition(Alloc(copy), node)
-    else:
-        importer.emit_definition(ExternCall((copy,), "aten.clone.default", (value,)), node)
-        importer.copies.add(copy.name)
-    return copy
-
-
-def is_used_once(importer: GraphImporter, value: Value) -> bool:
-    """Whether only one node uses memory that a node allocates."""
-    node = importer.state.node_of[id(importer.lines[importer.uninitialized[value.name]])]
-    return len(node.users) == 1
 
 
 # --- Triton kernels ---------------------------------------------------------------------------------------------------

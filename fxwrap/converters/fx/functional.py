@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -18,8 +19,10 @@ from fxwrap import lines, torch_compat
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.fx import kernels
 from fxwrap.converters.fx.converter import FxConverter
+from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.fx.types import VIEW_OPERATORS
 from fxwrap.converters.view_chains import ViewStep, view_chain
+from fxwrap.devices import language_traits
 from fxwrap.wrapper_ir import Block, LineBase, TensorType, Value
 
 _ATEN = torch.ops.aten
@@ -43,6 +46,7 @@ class FunctionalConverter(FxConverter):
         self._versions: dict[str, int] = {}  # of the nodes of values
         self._definitions: dict[str, LineBase] = {}  # of values that alias another
         self._external: dict[str, Node] = {}  # inputs and constants
+        self._symbols: frozenset[str] | None = None  # those that lines use which have nodes
 
     def convert_block(self, block: Block) -> None:
         """Converts a block's lines."""
@@ -57,6 +61,8 @@ class FunctionalConverter(FxConverter):
         if not isinstance(line, lines.View | lines.PoolSlice | lines.ExtensionLine):
             for value in ir.reads(line):
                 self.refresh(value)
+        if isinstance(line, lines.Scatter | lines.IndexPut):
+            self.refresh(line.target)
         super()._dispatch(line)
         for value in ir.defined(line):
             base = line.alias_of(value)
@@ -71,12 +77,12 @@ class FunctionalConverter(FxConverter):
 
     def _add_memory(self, root: Value, holder: Value | None) -> None:
         self._memory[root.name] = _Memory(root, holder)
-        self._versions[root.name] = 0 if holder is not None else -1
+        self._versions[root.name] = 0 if holder is not None else _STALE
 
     def _add_alias(self, value: Value, base: Value, line: LineBase) -> None:
         memory = self._memory[value.name] = self._memory[base.name]
         self._definitions[value.name] = line
-        self._versions[value.name] = memory.version if value.name in self.writer.nodes else -1
+        self._versions[value.name] = memory.version if value.name in self.writer.nodes else _STALE
 
     def refresh(self, value: Value) -> None:
         """Makes the node of a value one with the current content of its memory."""
@@ -137,6 +143,7 @@ class FunctionalConverter(FxConverter):
         if _covers(value.tensor_type, root.tensor_type):
             memory.holder = value
             return
+        self._versions[value.name] = _STALE  # it is a view of the memory
         node = self._scatter_into(root, value, node)
         self.writer.nodes[root.name] = node
         self._versions[root.name] = memory.version
@@ -160,7 +167,10 @@ class FunctionalConverter(FxConverter):
         """Returns the base of a view with the view overwritten."""
         old, kind, arguments = self.writer.nodes[base.name], step.form.kind, step.form.arguments
         val = self.fakes.root(Value(base.name, replace(base.tensor_type, storage_offset=0)))
-        numbers = [self.writer.argument(item) for item in arguments]
+        if kind == "as_strided":
+            numbers = [*map(self.writer.argument, arguments[:2]), *self._offset_arguments(old, arguments[2])]
+        else:
+            numbers = [self.writer.argument(item) for item in arguments]
         match kind:
             case "view":
                 return self.writer.call(
@@ -194,9 +204,20 @@ class FunctionalConverter(FxConverter):
 
     def launch(self, line: lines.Launch) -> None:
         kept = [self.prepare_write(value) for value in line.outs]
+        self._check_operands(line)
         results = kernels.launch_functional(self, line, kept)
         for value, node in zip(line.outs, results, strict=True):
             self.store(value, node)
+
+    def _check_operands(self, line: lines.Launch) -> None:
+        """Raises UnsupportedError if a kernel reads memory that it writes by another operand."""
+        written = {self._memory[value.name].root.name: value for value in line.outs}
+        is_triton = language_traits(self.kernels[line.kernel].language).is_triton
+        for value in ir.reads(line):
+            memory = self._memory.get(value.name)
+            out = None if memory is None else written.get(memory.root.name)
+            if out is not None and (is_triton or value != out):
+                raise self.unsupported(line, f"%{value.name} and %{out.name} share memory; use the in-place form")
 
     def call(self, line: lines.ExternCall | lines.Mutate) -> None:
         if isinstance(line, lines.Mutate):
@@ -228,11 +249,37 @@ class FunctionalConverter(FxConverter):
         assert isinstance(line, lines.Mutate)
         for value in line.writes:
             self.prepare_write(value)
-            self.refresh(value)
         target = torch_compat.functional_of_in_place(line.target)
-        if target is None or line.results or len(line.writes) != 1:
-            raise self.unsupported(line, "the operator has no functional overload")
-        self._write(line.writes[0], target, *self._operands(line))
+        if target is None or len(line.writes) != 1:
+            self._call_on_copies(line)
+            return
+        (written,) = line.writes
+        self._write(written, target, *self._operands(line))
+        for result in ir.defined(line):
+            self.writer.nodes[result.name] = self.writer.nodes[written.name]
+            self.fakes.view(result, written, 0)
+
+    def _call_on_copies(self, line: lines.Mutate) -> None:
+        """Adds a call that returns the operator's results, then the new contents of the operands it writes."""
+        overload = torch_compat.operator_overload(line.target)
+        schema = ir.operator_schema(overload)
+        arguments, keywords = self._operands(line)
+        target: CallTarget | None = torch_compat.functional_of_mutating(line.target)
+        results: tuple[Any, ...] = line.results
+        if target is None and torch_compat.is_auto_functionalizable(overload):
+            target, results = torch_compat.auto_functionalized, line.results or (None,)
+            keywords = {**dict(zip(schema.argument_names, arguments, strict=False)), **keywords}
+            keywords = {**dict.fromkeys(schema.mutated_arguments), **keywords}
+            arguments = [overload]
+        if target is None or any(line.aliases):
+            raise self.unsupported(line, "the operator has no functional overload; use the in-place form")
+        written = tuple([schema.operand(name, line.arguments, line.keywords) for name in schema.mutated_arguments])
+        items = (*results, *written)
+        vals = self._vals(line, items)
+        node = self.writer.call(target, arguments, keywords, val=vals)
+        self._unpack(items, node, vals)
+        for value in ir.values_in(written):
+            self.store(value, self.writer.nodes[value.name])
 
     def _write(
         self,
@@ -241,9 +288,21 @@ class FunctionalConverter(FxConverter):
         arguments: Sequence[object],
         keywords: Mapping[str, object] | None = None,
     ) -> None:
-        """Adds the functional form of a call that overwrites a value."""
-        val = self.fakes.root(value)
+        """Adds the functional overload of a call that overwrites a value."""
+        target = torch_compat.functional_of_in_place(str(target)) or target
+        self.prepare_write(value)
+        is_restrided = target is not _ATEN.copy.default  # other operators return memory without gaps
+        val = self.fakes.root(Value(value.name, _without_gaps(value.tensor_type)) if is_restrided else value)
         self.store(value, self.writer.call(target, arguments, keywords, name=value.name, val=val))
+
+    # --- symbols ----------------------------------------------------------------------------------------------------
+
+    def let(self, line: lines.Let) -> None:
+        """Defines a symbol, unless only the memory plan uses it."""
+        if self._symbols is None:
+            self._symbols = _needed_symbols(self.program)
+        if line.symbol.name in self._symbols:
+            super().let(line)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -274,6 +333,8 @@ class ExportedConverter(FunctionalConverter):
 
     launches_by_hash = True
 
+_STALE = -1
+"""The version of a node with an older content of its memory."""
 
 _SCATTERS = {
     "slice": _ATEN.slice_scatter.default,
@@ -295,5 +356,39 @@ def _covers(type_: TensorType, memory: TensorType) -> bool:
     )
 
 
+def _without_gaps(type_: TensorType) -> TensorType:
+    """Returns the type of a copy of a tensor: its dimensions keep their order in memory."""
+    if type_.storage_bytes == type_.element_count * type_.dtype.itemsize or not type_.is_static:
+        return type_
+    strides, step = [0] * len(type_.sizes), 1
+    for dim in sorted(range(len(strides)), key=lambda dim: (int(type_.strides[dim]), -dim)):
+        strides[dim], step = step, step * int(type_.sizes[dim])
+    return replace(type_, strides=tuple(strides), storage_offset=0)
+
+
 def _dense(type_: TensorType) -> TensorType:
     return TensorType.contiguous(type_.dtype, type_.sizes, type_.device)
+
+
+def _needed_symbols(program: ir.Program) -> frozenset[str]:
+    """Returns the names of the symbols that lines other than those of a memory plan use."""
+    lets: dict[str, lines.Let] = {}
+    pending: list[str] = []
+    for line in program.lines():
+        match line:
+            case lines.Let():
+                lets[line.symbol.name] = line
+            case lines.Pool():
+                pass
+            case lines.PoolSlice():
+                pending += [symbol.name for symbol in ir.type_symbols(line.result.type)]
+            case _:
+                pending += [symbol.name for symbol in ir.symbols_used(line, *ir.Role)]
+    needed: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in needed:
+            needed.add(name)
+            let = lets.get(name)
+            pending += [] if let is None else [symbol.name for symbol in ir.symbols_used(let, *ir.Role)]
+    return frozenset(needed)
