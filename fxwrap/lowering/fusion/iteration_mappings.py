@@ -46,7 +46,8 @@ class Member:
 class KernelPlan:
     """A planned kernel: its axes, its members in order, and the indices at which it computes and reads definitions.
 
-    `overwritten` are definitions whose memory it overwrites with other values.
+    `overwritten` are definitions whose memory it overwrites with other values, `operands` those that it does not read,
+    but its region does.
     """
 
     axes: tuple[Axis, ...]
@@ -55,6 +56,7 @@ class KernelPlan:
     computed: dict[Definition, IndexTuple] = field(default_factory=dict)
     reads: dict[Definition, list[IndexTuple]] = field(default_factory=dict)
     overwritten: set[Definition] = field(default_factory=set)
+    operands: set[Definition] = field(default_factory=set)
     cost: int = 0
 
     @property
