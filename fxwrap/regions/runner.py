@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from fxwrap.lines import ExternCall
-from fxwrap.regions.region import Region, parse_region
+from fxwrap.regions.region import parse_region
 from fxwrap.symbolic import Number, evaluate
 from fxwrap.torch_compat import operator_overload
 from fxwrap.wrapper_ir import Value

@@ -230,7 +230,9 @@ def _unify(at: IndexTuple, target: IndexTuple, axes: Sequence[Axis], spare: Sequ
     """
     solution: dict[Axis, Index] = {axis: as_index(0) for axis in axes if axis.size == 1}
     for mine, theirs in zip(at, target, strict=True):
-        axis = mine.single_axis
+        axis, other = mine.single_axis, theirs.single_axis
+        if other is not None and other.size == 1:
+            theirs = as_index(0)
         if axis is None:
             if mine != theirs:
                 return None
