@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -38,7 +38,7 @@ class FakeValues:
     def _create_mode(self) -> torch_compat.FakeTensorMode | None:
         return torch_compat.fresh_fake_mode()
 
-    def with_own_names(self) -> Self:
+    def with_own_names(self) -> FakeValues:
         """Returns fake values of the same mode and symbols for a graph whose values have names of their own."""
         nested = copy.copy(self)
         nested._meta_tensors = {}

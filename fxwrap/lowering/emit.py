@@ -33,6 +33,14 @@ from fxwrap.torch_compat import HigherOrderOperator
 from fxwrap.wrapper_ir import KernelDefinition, Origin, Source, TensorType, Value
 
 
+def _form_error(form: object, name: str, device_type: str) -> OptionError:
+    """Returns the error for a form that the option `choose_kernel_form` returned."""
+    forms = "'text', 'subgraph' or 'call'"
+    if form == "text":
+        forms = f"'subgraph' or 'call', since the kernel language of the device '{device_type}' has no other printer"
+    return OptionError(f"option 'choose_kernel_form' returned {form!r} for the region {name}; it returns {forms}")
+
+
 class KernelDeclined(FxwrapError):
     """A kernel that cannot be generated; `nodes` are the graph's nodes that it computes.
 
@@ -300,13 +308,12 @@ class LineEmitter:
         match form:
             case "subgraph":
                 self._launch_region(plan, built, region, language if takes_regions else FX.name)
-            case "text":
+            case "text" if not language_traits(self._options.text_language(plan.device_type)).takes_regions:
                 self._launch_text(plan, built, stored)
             case "call":
                 self._called |= set(self._origin(built.computed).nodes)
             case _:
-                reason = f"option 'choose_kernel_form' returned {form!r} for the region of {built.name}"
-                raise OptionError(f"{reason}; it returns 'text', 'subgraph' or 'call'")
+                raise _form_error(form, built.name, plan.device_type)
 
     def _region_nodes(self, cut: RegionCut, built: BuiltKernel) -> set[str]:
         """Returns the nodes to call instead of a kernel without a region: that of the cut, else all of the kernel."""
@@ -320,18 +327,17 @@ class LineEmitter:
             raise KernelDeclined(frozenset(self._called), "the options call its operators", True)
 
     def _launch_region(self, plan: KernelPlan, built: BuiltKernel, region: BuiltRegion, language: str) -> None:
-        origin = self._origin(built.computed)
         printed = self._print_kernel(plan, built.kernel, built, {}, language, region.region)
-        definition = KernelDefinition(built.name, language, printed.source, printed.signature, printed.options)
-        name = self.builder.state.kernels.add(definition)
+        kernel = KernelDefinition(built.name, language, printed.source, printed.signature, printed.options)
+        name = self.builder.state.kernels.add(kernel)
         arguments = (*region.inputs, *map(make_symbol, region.region.symbols))
-        self.builder.emit(Launch(name, arguments, region.outputs, printed.grid, origin=origin))
+        self.builder.emit(Launch(name, arguments, region.outputs, printed.grid, origin=self._origin(built.computed)))
 
     def _launch_text(self, plan: KernelPlan, built: BuiltKernel, stored: Sequence[Definition]) -> None:
         """Emits the launch of a kernel; on a massively parallel device, a long reduction is split into two launches."""
-        for definition in stored:
-            if isinstance(definition, Scattered) and self.values[definition] != self.values.get(definition.initial):
-                self._emit_scatter_base_copy(definition)
+        for item in stored:
+            if isinstance(item, Scattered) and self.values[item] != self.values.get(item.initial):
+                self._emit_scatter_base_copy(item)
         language = self._options.text_language(plan.device_type)
         values, origin = built.values(), self._origin(built.computed)
         split = split_reductions(built.kernel, self.hint) if self._specs[plan.device_type].massively_parallel else None

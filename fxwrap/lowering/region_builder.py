@@ -18,15 +18,27 @@ from torch.fx import Node
 
 from fxwrap.lines import ExternCall
 from fxwrap.loop_ir import Kernel
-from fxwrap.lowering.builder import Builder, Operand
+from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.calls.nodes import literal, with_device_index
 from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Viewed, definitions_in
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan
 from fxwrap.lowering.fusion.materialise import MaterialisationPlan
-from fxwrap.lowering.graph_definitions import GraphDefinitions
+from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
 from fxwrap.regions import Region, output_name
+from fxwrap.symbolic import Size
 from fxwrap.torch_compat import OpOverload
-from fxwrap.wrapper_ir import Result, Role, TensorType, Value, contiguous_strides, symbols_used, used, values_in
+from fxwrap.wrapper_ir import (
+    Operand,
+    Result,
+    Role,
+    TensorType,
+    Value,
+    contiguous_strides,
+    map_leaves,
+    symbols_used,
+    used,
+    values_in,
+)
 from fxwrap.wrapper_ir.operators import operator_schema
 
 
@@ -85,8 +97,8 @@ class _RegionBuilder:
     reads: dict[str, tuple[Value, Value]] = field(default_factory=dict)  # by name: the parameter and the value read
     overwritten: dict[int, Value] = field(default_factory=dict)
     calls: list[ExternCall] = field(default_factory=list)
-    views: set[str] = field(default_factory=set)  # the names of parameters and of views
-    computed: dict[Node, Operand] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)  # the names of parameters, views and results
+    computed: dict[Node, Result] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.builder = self.context.builder
@@ -135,8 +147,9 @@ class _RegionBuilder:
             assert isinstance(base, Node)
             node = base
         definition = self.definitions.operands[node]
-        result = self.definitions.results.get(definition) if isinstance(definition, Definition) else None
-        return (node, None) if result is None else self._source_of_result(definition, result.node)
+        if not isinstance(definition, Definition) or definition not in self.definitions.results:
+            return node, None
+        return self._source_of_result(definition, self.definitions.results[definition].node)
 
     def _source_of_result(self, definition: Definition, node: Node) -> Source:
         operand = self.definitions.operands[node]
@@ -157,10 +170,10 @@ class _RegionBuilder:
             pending.extend([source for source in operands if not self._is_boundary(source)])
         return needed
 
-    def _operand_of(self, source: Source) -> Operand:
+    def _operand_of(self, source: Source) -> DefinitionOperand:
         node, index = source
         operand = self.definitions.operands[node]
-        return operand if index is None else operand[index]
+        return operand[index] if isinstance(operand, tuple) and index is not None else operand
 
     def _is_boundary(self, source: Source) -> bool:
         """Whether a result is in memory, or a number."""
@@ -180,29 +193,22 @@ class _RegionBuilder:
         schema = operator_schema(target)
         arguments = tuple([self._argument(node, item) for item in node.args])
         keywords = tuple([(name, self._argument(node, item)) for name, item in node.kwargs.items()])
-        tensor_type = self.builder.symbols.tensor_type
-        if isinstance(fake, torch.Tensor):
-            result = self._call(schema.name, arguments, keywords, tensor_type(fake))
-        else:
-            types = [None if item is None else tensor_type(item) for item in fake]
-            result = self._call(schema.name, arguments, keywords, *types, is_tuple=True)
+        result = self._new_result(f"v{len(self.calls)}", fake)
+        self.calls.append(ExternCall((result,), schema.name, arguments, keywords))
         if any(isinstance(item, Viewed) for item in definitions_in(self.definitions.operands[node])):
-            self.views |= {value.name for value in values_in((result,))}
+            self.shared |= {value.name for value in values_in((result,))}
         self.computed[node] = result
 
-    def _call(
-        self,
-        target: str,
-        arguments: tuple[Operand, ...],
-        keywords: tuple[tuple[str, Operand], ...],
-        *types: TensorType | None,
-        is_tuple: bool = False,
-    ) -> Operand:
-        name = f"v{len(self.calls)}"
-        names = [f"{name}_{index}" for index in range(len(types))] if is_tuple else [name]
-        values = tuple([None if type_ is None else Value(name, type_) for name, type_ in zip(names, types)])
-        result = values if is_tuple else values[0]
-        self.calls.append(ExternCall((result,), target, arguments, keywords))
+    def _new_result(self, name: str, fake: object) -> Result:
+        if isinstance(fake, torch.Tensor):
+            return Value(name, self.builder.symbols.tensor_type(fake))
+        items = fake if isinstance(fake, tuple | list) else ()
+        return tuple([self._new_result(f"{name}_{index}", item) for index, item in enumerate(items)]) or None
+
+    def _call(self, target: str, operand: Value, type_: TensorType, *arguments: Operand, **keywords: Operand) -> Value:
+        """Adds the call of an operator that is not in the graph."""
+        result = Value(f"v{len(self.calls)}", type_)
+        self.calls.append(ExternCall((result,), target, (operand, *arguments), tuple(keywords.items())))
         return result
 
     def _argument(self, node: Node, item: object) -> Operand:
@@ -210,18 +216,22 @@ class _RegionBuilder:
             return self._operand(node, self._source(item))
         if isinstance(item, list | tuple):
             return tuple([self._argument(node, part) for part in item])
-        return with_device_index(literal(self.builder, item, node), self.builder.fakes[node])  # type: ignore[return-value]
+        fake = self.builder.fakes[node]
+        operand: Operand = map_leaves(literal(self.builder, item, node), lambda leaf: with_device_index(leaf, fake))
+        return operand
 
     def _operand(self, node: Node, source: Source) -> Operand:
         """Returns the value of a result in the region: a parameter if it is in memory."""
         if self._is_boundary(source):
             return self._parameters(node, self._operand_of(source))
-        operand, index = self.computed[source[0]], source[1]
-        return operand if index is None else operand[index]
+        result, index = self.computed[source[0]], source[1]
+        return result[index] if isinstance(result, tuple) and index is not None else result
 
-    def _parameters(self, node: Node, operand: Operand) -> Operand:
+    def _parameters(self, node: Node, operand: DefinitionOperand) -> Operand:
         if isinstance(operand, tuple):
             return tuple([self._parameters(node, item) for item in operand])
+        if isinstance(operand, dict):
+            raise RegionCut(node)
         return self._parameter(node, operand) if isinstance(operand, Definition) else operand
 
     def _parameter(self, node: Node, definition: Definition) -> Value:
@@ -237,7 +247,7 @@ class _RegionBuilder:
         else:
             parameter = Value(f"in{len(self.reads)}", type_)
             self.reads[value.name] = (parameter, value)
-        self.views.add(parameter.name)
+        self.shared.add(parameter.name)
         return parameter
 
     def _reads_output(self, position: int, value: Value) -> bool:
@@ -261,26 +271,25 @@ class _RegionBuilder:
     # --- results ----------------------------------------------------------------------------------------------------
 
     def _result(self, definition: Definition, source: Source, position: int) -> Value:
-        """Returns an output: a tensor that is no view, of the output's dtype and sizes."""
+        """Returns an output: a tensor with memory of its own, of the output's dtype and sizes."""
         value = self._operand(self.definitions.results[definition].node, source)
         assert isinstance(value, Value)
-        type_ = value.tensor_type
+        type_, output = value.tensor_type, self.outputs[position].tensor_type
+
+        def contiguous(sizes: tuple[Size, ...]) -> TensorType:
+            return TensorType.contiguous(definition.dtype, sizes, type_.device)
+
         if type_.dtype != definition.dtype:
-            type_ = TensorType.contiguous(definition.dtype, type_.sizes, type_.device)
-            value = self._call("aten._to_copy.default", (value,), (("dtype", definition.dtype),), type_)
-        output = self.outputs[position].tensor_type
+            value = self._call("aten._to_copy.default", value, contiguous(type_.sizes), dtype=definition.dtype)
         if type_.sizes != definition.sizes:
-            shape = TensorType.contiguous(type_.dtype, definition.sizes, type_.device)
-            value = self._call("aten.expand.default", (value, definition.sizes), (), shape)
-            self.views.add(value.name)
+            value = self._call("aten.expand.default", value, contiguous(definition.sizes), definition.sizes)
+            self.shared.add(value.name)
+        if value.name in self.shared:
+            layout = torch.contiguous_format
+            value = self._call("aten.clone.default", value, contiguous(definition.sizes), memory_format=layout)
+        self.shared.add(value.name)  # a second output with the same tensor is a copy
         if output.sizes != definition.sizes:  # the launch writes the memory of a reshaped input
-            shape = TensorType.contiguous(type_.dtype, output.sizes, type_.device)
-            return self._call("aten.reshape.default", (value, output.sizes), (), shape)
-        if value.name in self.views:
-            contiguous = TensorType.contiguous(type_.dtype, definition.sizes, type_.device)
-            value = self._call(
-                "aten.clone.default", (value,), (("memory_format", torch.contiguous_format),), contiguous
-            )
+            value = self._call("aten.view.default", value, contiguous(output.sizes), output.sizes)
         return value
 
     def _symbols(self, parameters: Sequence[Value], node: Node) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from fxwrap.lines import Launch
 from fxwrap.regions import Region, output_name, parse_region
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import LazyGraphModule, mark_impure
-from fxwrap.wrapper_ir import KernelDefinition, Value
+from fxwrap.wrapper_ir import Value
 
 REGION = "fxwrap_region"
 """The key of a region in the metadata of its submodule."""
