@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fxwrap.converters.fx.emitter import GraphEmitter
 from fxwrap.converters.fx.nodes import CallTarget
-from fxwrap.converters.fx.regions import call_region
+from fxwrap.converters.fx.regions import call_functional_region, call_region
 from fxwrap.devices import FX, language_traits
 from fxwrap.lines import Launch
 from fxwrap.runtime import library
@@ -52,6 +52,8 @@ def launch_functional(emitter: GraphEmitter, line: Launch, has_content: Sequence
 
     Where `has_content`, the result starts as a copy of the line's out, else uninitialised.
     """
+    if emitter.kernels[line.kernel].language == FX.name:
+        return call_functional_region(emitter, line)
     writer, call = emitter.writer, _LaunchCall.of(emitter, line)
     vals = [emitter.fakes.root(value) for value in line.outs]
     if call.is_triton:
