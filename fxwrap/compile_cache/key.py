@@ -71,6 +71,8 @@ def _check_options(options: Options) -> None:
         raise NotCacheable("a pass has no key")
     if options.lowerings or options.decompositions is not None:
         raise NotCacheable("its lowerings or decompositions are functions, which may change under the same name")
+    if options.choose_kernel_form is not None:
+        raise NotCacheable("the form of its kernels is chosen by a function, which may change under the same name")
     if options.passes_at(FX_BEFORE_LOWERING):
         raise NotCacheable("a pass on the graph may read metadata that the key does not cover")
     if options.passes_at(FX_EMITTED) and options.emitter == "fx":

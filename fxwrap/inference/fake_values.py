@@ -5,6 +5,7 @@ No operator is run: making them from types takes a tenth of the time of fake-ten
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -36,6 +37,12 @@ class FakeValues:
 
     def _create_mode(self) -> torch_compat.FakeTensorMode | None:
         return torch_compat.fresh_fake_mode()
+
+    def with_own_names(self) -> FakeValues:
+        """Returns fake values of the same mode and symbols for a graph whose values have names of their own."""
+        nested = copy.copy(self)
+        nested._meta_tensors = {}
+        return nested
 
     @cached_property
     def shape_env(self) -> Any:

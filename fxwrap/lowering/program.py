@@ -132,7 +132,7 @@ def lower_prepared(
             request = LoweringRequest(options, declined_nodes, print_kernel)
             return replace(_ProgramLowering(prepared, request, ownership or {}).lowered(), warned=warned)
         except KernelDeclined as error:
-            if options.fallback == "error" and not error.expected:
+            if error.nodes <= declined_nodes or (options.fallback == "error" and not error.expected):
                 raise
             if not error.expected:
                 warned = True

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fxwrap.devices import CPU, DEVICE_SPECS, DeviceSpec, check_languages, registered_specs
+from fxwrap.devices import CPU, DEVICE_SPECS, FX, DeviceSpec, check_languages, registered_specs
 from fxwrap.errors import OptionError
 from fxwrap.options.names import check_overload, check_symbols, overload_names, overload_or_kernel_names
 from fxwrap.options.user_pass import Pass, normalize_passes
@@ -92,6 +92,10 @@ class Options:
             with NaN or a pattern, and MemoryCheckError names a line that uses memory twice.
         compile_cache: whether results are loaded from and stored in the cache folder. The environment variable
             FXWRAP_COMPILE_CACHE=0 turns it off for a process.
+        kernels: the form of generated kernels: "text" in the device's kernel language, or "subgraph": regions, the ATen
+            operators that each kernel computes, which a compiler of the caller's may compile.
+        choose_kernel_form: chooses the form of each kernel: a function that takes its `regions.Region` and returns
+            "text", "subgraph" or "call", which calls its operators one by one. Kernels without a region are text.
         devices: the capabilities of each device type; by default the devices registered at compile time. Operators on
             other devices are called.
     """
@@ -124,6 +128,8 @@ class Options:
     memory_slack: float = 0.0
     check_memory: bool = False
     compile_cache: bool = True
+    kernels: Literal["text", "subgraph"] = "text"
+    choose_kernel_form: Callable[..., str] | None = None
     devices: tuple[DeviceSpec, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -170,13 +176,22 @@ class Options:
         return self
 
     def device_specs(self) -> dict[str, DeviceSpec]:
-        """Returns the capabilities of each device type."""
-        specs = registered_specs() if self.devices is None else self.devices
-        return {spec.device_type: spec for spec in specs}
+        """Returns the capabilities of each device type; with kernels as subgraphs, those of the language "fx"."""
+        specs = {spec.device_type: spec for spec in (registered_specs() if self.devices is None else self.devices)}
+        if self.kernels == "text":
+            return specs
+        return {
+            name: dataclasses.replace(spec, kernel_language=FX.name) if spec.kernel_language else spec
+            for name, spec in specs.items()
+        }
 
     def kernel_language(self, spec: DeviceSpec) -> str:
         """Returns the kernel language of a device; `cpu_kernels` replaces C++."""
         return self.cpu_kernels if spec.kernel_language == CPU.kernel_language else spec.kernel_language
+
+    def text_language(self, device_type: str) -> str:
+        """Returns the language of kernels as text on a device type."""
+        return self.kernel_language(self.replace(kernels="text").device_specs()[device_type])
 
     def replace(self, **changes: Any) -> Options:
         """Returns a copy with some options changed. Raises OptionError for an unknown name."""

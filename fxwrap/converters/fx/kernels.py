@@ -1,4 +1,7 @@
-"""Kernel launches as nodes: torch's operator for Triton kernels, `fxwrap::cpp_kernel` for all others."""
+"""Kernel launches as nodes.
+
+Regions are calls of submodules. Triton kernels are launched by torch's operator, all others by `fxwrap::cpp_kernel`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from torch.fx import Node
 
 from fxwrap.converters.fx.emitter import GraphEmitter
 from fxwrap.converters.fx.nodes import CallTarget
-from fxwrap.devices import language_traits
+from fxwrap.converters.fx.regions import call_functional_region, call_region
+from fxwrap.devices import FX, language_traits
 from fxwrap.lines import Launch
 from fxwrap.runtime import library
 from fxwrap.runtime.triton.side_table import triton_constants, triton_parameters, triton_side_table_kernel
@@ -30,6 +34,9 @@ from fxwrap.wrapper_ir import KernelDefinition, Value
 
 def launch(emitter: GraphEmitter, line: Launch) -> None:
     """Emits the launch of a kernel."""
+    if emitter.kernels[line.kernel].language == FX.name:
+        call_region(emitter, line)
+        return
     call = _LaunchCall.of(emitter, line)
     if call.is_triton:
         node = call.triton(triton_launch, line.outs)
@@ -45,6 +52,8 @@ def launch_functional(emitter: GraphEmitter, line: Launch, has_content: Sequence
 
     Where `has_content`, the result starts as a copy of the line's out, else uninitialised.
     """
+    if emitter.kernels[line.kernel].language == FX.name:
+        return call_functional_region(emitter, line)
     writer, call = emitter.writer, _LaunchCall.of(emitter, line)
     vals = [emitter.fakes.root(value) for value in line.outs]
     if call.is_triton:

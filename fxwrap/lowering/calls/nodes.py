@@ -141,7 +141,7 @@ def _lower_operator(
     schema = operator_schema(target)
     named = tuple([(name, literal(builder, argument, node)) for name, argument in node.kwargs.items()])
     operands = (literals(builder, node.args, node), named)
-    arguments, keywords = map_leaves(operands, lambda leaf: _with_device_index(leaf, fake))
+    arguments, keywords = map_leaves(operands, lambda leaf: with_device_index(leaf, fake))
     if schema.replacement is not None:
         target, arguments, keywords = schema.replacement(target, arguments, keywords)
         schema = operator_schema(target)
@@ -164,7 +164,7 @@ def _lower_operator(
         _bind_results(builder, node, schema, results)
 
 
-def _with_device_index(leaf: Leaf, fake: FakeValue) -> Leaf:
+def with_device_index(leaf: Leaf, fake: FakeValue) -> Leaf:
     """Returns an operand, a device with its index; without it, the device current at run time would be used."""
     if isinstance(leaf, torch.device) and isinstance(fake, torch.Tensor) and leaf.type == fake.device.type:
         return fake.device
