@@ -7,7 +7,7 @@ kernels' texts a constant that the first node registers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from fxwrap.errors import ExportError
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
 from fxwrap.torch_compat import is_opaque
 from fxwrap.torch_compat.exported import InvalidExport, make_exported_program
-from fxwrap.wrapper_ir import Program, ProgramConstant
+from fxwrap.wrapper_ir import Program, ProgramConstant, ScalarType, Value
 
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
@@ -68,6 +68,7 @@ class _Exporter:
         self.inputs: list[InputSpec] = []
         self.placeholders: list[Node] = []
         self.constants = dict(signature.constants)
+        self.added: dict[Node, Node] = {}  # the placeholders of constants
         self.mutated: dict[Node, Any] = {}  # the new value of each written placeholder
         self.modules: dict[str, GraphModule] = {}
 
@@ -91,13 +92,27 @@ class _Exporter:
         signature = ExportGraphSignature(self.inputs, self._outputs())
         original = self.signature
         try:
-            return make_exported_program(
+            exported = make_exported_program(
                 self.modules, self.graph, signature, state_dict=original.state_dict, constants=self.constants,
                 range_constraints=original.range_constraints, module_call_graph=original.copy_of_modules(),
                 example_inputs=original.example_inputs,
             )  # fmt: skip
         except InvalidExport as error:
             raise ExportError(f"torch.export rejects the program: {error}", "Save it with fxwrap.save") from error
+        exported.graph_module.meta["custom"] = {"fxwrap": self._description(constants.values())}
+        return exported
+
+    def _description(self, constants: Iterable[Node]) -> dict[str, object]:
+        """Returns what nodes do not tell of the program; torch.export.save writes it as JSON."""
+        targets = {node: spec.target for node, spec in zip(self.placeholders, self.inputs, strict=True)}
+        scalars = [item.name for item in self.program.inputs
+                   if isinstance(item.value, Value) and isinstance(item.value.type, ScalarType)]  # fmt: skip
+        return {
+            "name": self.program.name,
+            "header": self.program.header,
+            "constant_inputs": scalars,
+            "constants": [targets[self.added[node]] for node in constants],
+        }
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
@@ -118,7 +133,7 @@ class _Exporter:
             val = node.meta["val"] if node is not None and is_same else self.signature.vals.get(spec.arg.name)
             placeholder = self._placeholder(spec, val, node.meta if node is not None and is_same else {})
             if node is not None and is_same:
-                self.nodes[node] = placeholder
+                self.nodes[node] = self.added[node] = placeholder
 
     def _add_constant(self, constant: ProgramConstant, node: Node) -> None:
         """Adds a constant that the model does not have, such as a folded one."""
@@ -130,7 +145,7 @@ class _Exporter:
         kind = InputKind.BUFFER if constant.mutable else InputKind.CONSTANT_TENSOR
         spec = InputSpec(kind, TensorArgument(target), target, False if constant.mutable else None)
         self.constants[target] = tensor
-        self.nodes[node] = self._placeholder(spec, node.meta["val"], node.meta)
+        self.nodes[node] = self.added[node] = self._placeholder(spec, node.meta["val"], node.meta)
 
     def _unused_target(self, name: str) -> str:
         """Returns a name for a constant that no part of the model has."""
