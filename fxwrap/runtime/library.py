@@ -25,6 +25,7 @@ from fxwrap.runtime import devices, tensors
 from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.gradients import run_without_gradient
 from fxwrap.runtime.kernel_texts import RegisteredKernel as RegisteredKernel
 from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
@@ -161,9 +162,13 @@ def _cpp_kernel_functional(
 
     `layouts` has the rank, sizes and strides of each new result, `dtypes` their dtypes.
     """
-    results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
-    _cpp_kernel(kernel, ins, outs=results, **numbers)
-    return results
+
+    def launch() -> list[torch.Tensor]:
+        results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
+        _cpp_kernel(kernel, ins, outs=results, **numbers)
+        return results
+
+    return run_without_gradient(launch, [*ins, *[out for out in outs if out is not None]])
 
 
 def _cpp_kernel_functional_fake(

@@ -7,7 +7,7 @@ kernels' texts a constant that the first node registers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -124,16 +124,27 @@ class _Exporter:
 
     def _add_model_constants(self, constants: Mapping[str, Node]) -> None:
         """Adds the model's parameters, buffers and constants, which the program may have changed or may not use."""
-        tensors = self.program.store.tensors
-        for spec in self.signature.inputs:
-            if spec.kind is InputKind.USER_INPUT:
-                continue
-            node = constants.get(spec.arg.name)
-            is_same = node is not None and _same_tensor(tensors[spec.arg.name], self.signature.tensor(spec))
-            val = node.meta["val"] if node is not None and is_same else self.signature.vals.get(spec.arg.name)
-            placeholder = self._placeholder(spec, val, node.meta if node is not None and is_same else {})
-            if node is not None and is_same:
-                self.nodes[node] = self.added[node] = placeholder
+        specs = [spec for spec in self.signature.inputs if spec.kind is not InputKind.USER_INPUT]
+        for spec, node in zip(specs, self._nodes_of(specs, constants), strict=True):
+            if node is None:
+                self._placeholder(spec, self.signature.vals.get(spec.arg.name), {})
+            else:
+                self.nodes[node] = self.added[node] = self._placeholder(spec, node.meta["val"], node.meta)
+
+    def _nodes_of(self, specs: Sequence[InputSpec], constants: Mapping[str, Node]) -> list[Node | None]:
+        """Returns the node of each parameter, buffer and constant: of those with its tensor, the one with its name."""
+        names: dict[Hashable, list[str]] = {}
+        for name in constants:
+            names.setdefault(_tensor_key(self.program.store.tensors[name]), []).append(name)
+        same = {spec.arg.name: names.get(_tensor_key(self.signature.tensor(spec)), []) for spec in specs}
+        matches = {name: name for name, candidates in same.items() if name in candidates}
+        unused = constants.keys() - matches.keys()
+        for name, candidates in same.items():
+            other = next((other for other in candidates if other in unused), None)
+            if name not in matches and other is not None:
+                matches[name] = other
+                unused.discard(other)
+        return [constants.get(matches.get(spec.arg.name, "")) for spec in specs]
 
     def _add_constant(self, constant: ProgramConstant, node: Node) -> None:
         """Adds a constant that the model does not have, such as a folded one."""
@@ -240,12 +251,11 @@ class _Exporter:
         return clone
 
 
-def _same_tensor(one: Any, other: Any) -> bool:
-    if one is other or not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return one is other
-    layouts = [(torch_compat.storage_identity(item), item.shape, item.stride(), item.storage_offset(), item.dtype)
-               for item in (one, other)]  # fmt: skip
-    return layouts[0] == layouts[1]
+def _tensor_key(item: Any) -> Hashable:
+    """Returns a key that is equal for tensors with the same memory and layout, and for the same object."""
+    if not isinstance(item, torch.Tensor):
+        return id(item)
+    return torch_compat.storage_identity(item), item.shape, item.stride(), item.storage_offset(), item.dtype
 
 
 def _storage(node: Node) -> int | None:
