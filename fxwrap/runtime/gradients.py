@@ -17,14 +17,14 @@ def run_without_gradient(run: Callable[[], list[torch.Tensor]], operands: Sequen
     """
     if not torch.is_grad_enabled() or not any(operand.requires_grad for operand in operands):
         return run()
-    return list(_WithoutGradient.apply(run, *operands))
+    return list(_WithoutGradient.apply(run, *operands))  # type: ignore[no-untyped-call]
 
 
 class _WithoutGradient(torch.autograd.Function):
     """A call whose backward raises FxwrapError."""
 
     @staticmethod
-    def forward(_context: Any, run: Callable[[], list[torch.Tensor]], *_operands: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(_context: Any, run: Callable[[], list[torch.Tensor]], *_operands: torch.Tensor) -> Any:
         return tuple(run())
 
     @staticmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,12 +88,14 @@ class ExportedSignature:
         return self.state_dict[target] if target in self.state_dict else self.constants.get(target)
 
     def copy_of_modules(self) -> list[ModuleCallEntry]:
-        """Returns a copy of the module call graph; the names of values in it are those of the original graph."""
-        entries = [ModuleCallEntry(entry.fqn, copy.deepcopy(entry.signature)) for entry in self.module_call_graph]
-        for entry in entries:
-            if entry.signature is not None:
-                entry.signature.inputs, entry.signature.outputs = [], []
-        return entries
+        """Returns a copy of the module call graph without the names of the original graph's values."""
+        return [ModuleCallEntry(entry.fqn, _without_values(entry.signature)) for entry in self.module_call_graph]
+
+
+def _without_values(signature: ModuleCallSignature | None) -> ModuleCallSignature | None:
+    if signature is None:
+        return None
+    return ModuleCallSignature([], [], signature.in_spec, signature.out_spec, signature.forward_arg_names)
 
 
 def signature_of_program(program: Program, vals: Mapping[str, Any]) -> ExportedSignature:
