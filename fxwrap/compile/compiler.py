@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
 from fxwrap.compile import steps
@@ -24,7 +25,8 @@ from fxwrap.compile.kernels import (
 )
 from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
 from fxwrap.converters.emission import emit, emit_interpreter
-from fxwrap.converters.exported import ExportedSignature
+from fxwrap.converters.exported import ExportedSignature, kernel_text_inputs
+from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import GraphError, VerifyError
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
@@ -87,7 +89,7 @@ def compile_graph(
         if compiled is None:
             warm_up_kernel_compilers(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
             context = steps.CompileContext(
-                _prepare(graph, example_inputs, options, name, flexible_stride_outputs),
+                _prepare(graph, example_inputs, options, name, flexible_stride_outputs, ownership or {}),
                 options, ownership or {}, frozenset(static_inputs), _fake_inputs(graph), compiled_by_key,
                 gpu_tuner() if options.autotune else None, signature=_signature(graph),
             )  # fmt: skip
@@ -116,8 +118,15 @@ def _prepare(
     options: Options,
     name: str,
     flexible_stride_outputs: Collection[int],
-) -> PreparedGraph:
-    """Returns the graph after the user's passes at FX_BEFORE_LOWERING and the FX passes."""
+    ownership: Mapping[int, Ownership],
+) -> PreparedGraph | Program:
+    """Returns the graph after the user's passes at FX_BEFORE_LOWERING and the FX passes.
+
+    An exported program that fxwrap emitted is imported: its graph launches kernels that cannot be lowered again.
+    """
+    if isinstance(graph, ExportedProgram) and kernel_text_inputs(graph.graph):
+        names = [spec.arg.name for spec in graph.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+        return from_fx(graph, ownership={names[position]: item for position, item in ownership.items()}, name=name)
     source = graph_source(graph, example_inputs, options, name)
     if options.autotune == FIRST_CALL and source.graph_module is graph:
         # The caller may change its graph before the first call compiles it again.

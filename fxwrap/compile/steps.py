@@ -50,7 +50,7 @@ class CompileContext:
     """The inputs of a compile. Its attempts differ in `declined_nodes` only.
 
     Fields:
-        prepared: the graph after the FX passes.
+        prepared: the graph after the FX passes, or the program of a graph that fxwrap emitted.
         options: the options, with their devices resolved.
         ownership: the ownership of inputs, by position.
         static_inputs: positions of inputs whose address never changes.
@@ -61,7 +61,7 @@ class CompileContext:
         signature: that of the exported program that is compiled, None for a GraphModule.
     """
 
-    prepared: PreparedGraph
+    prepared: PreparedGraph | Program
     options: Options
     ownership: Mapping[int, Ownership]
     static_inputs: frozenset[int]
@@ -116,10 +116,12 @@ CompileStep: TypeAlias = Step[CompileState, CompileContext]
 
 
 def _lower(_state: CompileState, context: CompileContext) -> CompileState:
-    """Lowers the graph, a second time if autotuning changes configurations."""
-    tuner = context.tuner
+    """Lowers the graph, a second time if autotuning changes configurations; a program is lowered already."""
+    tuner, prepared = context.tuner, context.prepared
+    if isinstance(prepared, Program):
+        return CompileState(prepared)
     lower = partial(
-        lower_prepared, context.prepared, context.options, context.ownership,
+        lower_prepared, prepared, context.options, context.ownership,
         print_kernel=print_kernel if tuner is None else tuner.print_kernel,
     )  # fmt: skip
     lowered: Lowered = lower(declined_nodes=context.declined_nodes)

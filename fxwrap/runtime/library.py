@@ -25,6 +25,7 @@ from fxwrap.runtime import devices, tensors
 from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.gradients import run_without_gradient
 from fxwrap.runtime.kernel_texts import RegisteredKernel as RegisteredKernel
 from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
@@ -162,10 +163,14 @@ def _cpp_kernel_functional(
     An input that is also in `outs` is the copy: the kernel reads what it writes.
     `layouts` has the rank, sizes and strides of each new result, `dtypes` their dtypes.
     """
-    results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
-    result_of = {id(out): result for out, result in zip(outs, results, strict=True) if out is not None}
-    _cpp_kernel(kernel, [result_of.get(id(item), item) for item in ins], outs=results, **numbers)
-    return results
+
+    def launch() -> list[torch.Tensor]:
+        results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
+        result_of = {id(out): result for out, result in zip(outs, results, strict=True) if out is not None}
+        _cpp_kernel(kernel, [result_of.get(id(item), item) for item in ins], outs=results, **numbers)
+        return results
+
+    return run_without_gradient(launch, [*ins, *[out for out in outs if out is not None]])
 
 
 def _cpp_kernel_functional_fake(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,3 +39,13 @@ def make_exported_program(
         )  # fmt: skip
     except SpecViolationError as error:
         raise InvalidExport(str(error).partition("\n")[0]) from error
+
+
+def unlifted_module(exported: ExportedProgram) -> torch.fx.GraphModule:
+    """Returns an exported program as a module with its parameters and final writes, without a module of guards.
+
+    Why: torch before 2.13 has no argument for the guards.
+    """
+    names = inspect.signature(exported.module).parameters
+    module: torch.fx.GraphModule = exported.module(**({"check_guards": False} if "check_guards" in names else {}))
+    return module

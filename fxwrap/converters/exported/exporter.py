@@ -7,7 +7,7 @@ kernels' texts a constant that the first node registers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from fxwrap.errors import ExportError
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
 from fxwrap.torch_compat import is_opaque
 from fxwrap.torch_compat.exported import InvalidExport, make_exported_program
-from fxwrap.wrapper_ir import Program, ProgramConstant
+from fxwrap.wrapper_ir import Program, ProgramConstant, ScalarType, Value
 
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
@@ -68,6 +68,7 @@ class _Exporter:
         self.inputs: list[InputSpec] = []
         self.placeholders: list[Node] = []
         self.constants = dict(signature.constants)
+        self.added: dict[Node, Node] = {}  # the placeholders of constants
         self.mutated: dict[Node, Any] = {}  # the new value of each written placeholder
         self.modules: dict[str, GraphModule] = {}
 
@@ -91,13 +92,27 @@ class _Exporter:
         signature = ExportGraphSignature(self.inputs, self._outputs())
         original = self.signature
         try:
-            return make_exported_program(
+            exported = make_exported_program(
                 self.modules, self.graph, signature, state_dict=original.state_dict, constants=self.constants,
                 range_constraints=original.range_constraints, module_call_graph=original.copy_of_modules(),
                 example_inputs=original.example_inputs,
             )  # fmt: skip
         except InvalidExport as error:
             raise ExportError(f"torch.export rejects the program: {error}", "Save it with fxwrap.save") from error
+        exported.graph_module.meta["custom"] = {"fxwrap": self._description(constants.values())}
+        return exported
+
+    def _description(self, constants: Iterable[Node]) -> dict[str, object]:
+        """Returns what nodes do not tell of the program; torch.export.save writes it as JSON."""
+        targets = {node: spec.target for node, spec in zip(self.placeholders, self.inputs, strict=True)}
+        scalars = [item.name for item in self.program.inputs
+                   if isinstance(item.value, Value) and isinstance(item.value.type, ScalarType)]  # fmt: skip
+        return {
+            "name": self.program.name,
+            "header": self.program.header,
+            "constant_inputs": scalars,
+            "constants": [targets[self.added[node]] for node in constants],
+        }
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
@@ -109,16 +124,27 @@ class _Exporter:
 
     def _add_model_constants(self, constants: Mapping[str, Node]) -> None:
         """Adds the model's parameters, buffers and constants, which the program may have changed or may not use."""
-        tensors = self.program.store.tensors
-        for spec in self.signature.inputs:
-            if spec.kind is InputKind.USER_INPUT:
-                continue
-            node = constants.get(spec.arg.name)
-            is_same = node is not None and _same_tensor(tensors[spec.arg.name], self.signature.tensor(spec))
-            val = node.meta["val"] if node is not None and is_same else self.signature.vals.get(spec.arg.name)
-            placeholder = self._placeholder(spec, val, node.meta if node is not None and is_same else {})
-            if node is not None and is_same:
-                self.nodes[node] = placeholder
+        specs = [spec for spec in self.signature.inputs if spec.kind is not InputKind.USER_INPUT]
+        for spec, node in zip(specs, self._nodes_of(specs, constants), strict=True):
+            if node is None:
+                self._placeholder(spec, self.signature.vals.get(spec.arg.name), {})
+            else:
+                self.nodes[node] = self.added[node] = self._placeholder(spec, node.meta["val"], node.meta)
+
+    def _nodes_of(self, specs: Sequence[InputSpec], constants: Mapping[str, Node]) -> list[Node | None]:
+        """Returns the node of each parameter, buffer and constant: of those with its tensor, the one with its name."""
+        names: dict[Hashable, list[str]] = {}
+        for name in constants:
+            names.setdefault(_tensor_key(self.program.store.tensors[name]), []).append(name)
+        same = {spec.arg.name: names.get(_tensor_key(self.signature.tensor(spec)), []) for spec in specs}
+        matches = {name: name for name, candidates in same.items() if name in candidates}
+        unused = constants.keys() - matches.keys()
+        for name, candidates in same.items():
+            other = next((other for other in candidates if other in unused), None)
+            if name not in matches and other is not None:
+                matches[name] = other
+                unused.discard(other)
+        return [constants.get(matches.get(spec.arg.name, "")) for spec in specs]
 
     def _add_constant(self, constant: ProgramConstant, node: Node) -> None:
         """Adds a constant that the model does not have, such as a folded one."""
@@ -130,7 +156,7 @@ class _Exporter:
         kind = InputKind.BUFFER if constant.mutable else InputKind.CONSTANT_TENSOR
         spec = InputSpec(kind, TensorArgument(target), target, False if constant.mutable else None)
         self.constants[target] = tensor
-        self.nodes[node] = self._placeholder(spec, node.meta["val"], node.meta)
+        self.nodes[node] = self.added[node] = self._placeholder(spec, node.meta["val"], node.meta)
 
     def _unused_target(self, name: str) -> str:
         """Returns a name for a constant that no part of the model has."""
@@ -225,12 +251,11 @@ class _Exporter:
         return clone
 
 
-def _same_tensor(one: Any, other: Any) -> bool:
-    if one is other or not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return one is other
-    layouts = [(torch_compat.storage_identity(item), item.shape, item.stride(), item.storage_offset(), item.dtype)
-               for item in (one, other)]  # fmt: skip
-    return layouts[0] == layouts[1]
+def _tensor_key(item: Any) -> Hashable:
+    """Returns a key that is equal for tensors with the same memory and layout, and for the same object."""
+    if not isinstance(item, torch.Tensor):
+        return id(item)
+    return torch_compat.storage_identity(item), item.shape, item.stride(), item.storage_offset(), item.dtype
 
 
 def _storage(node: Node) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +20,19 @@ from torch.export.graph_signature import (
     SymIntArgument,
     TensorArgument,
 )
+from torch.fx import Graph, Node
 
 from fxwrap.errors import ExportError
 from fxwrap.lines import Return
 from fxwrap.symbolic import SymbolInfo, symbol_kind
 from fxwrap.torch_compat import is_opaque, tree_flatten
 from fxwrap.wrapper_ir import Input, Program, TensorType
+
+
+def kernel_text_inputs(graph: Graph) -> list[Node]:
+    """Returns the placeholders of kernels' texts: one in an exported program that fxwrap emitted with kernels."""
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.fxwrap.register_kernels.default)
+    return [operand for node in nodes for operand in node.all_input_nodes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,16 +62,22 @@ class ExportedSignature:
 
     @classmethod
     def of(cls, exported: ExportedProgram) -> ExportedSignature:
-        """Returns the signature of an exported program; it shares the tensors and has no part of the graph."""
+        """Returns the signature of an exported program; it shares the tensors and has no part of the graph.
+
+        The kernels' texts of a program that fxwrap exported are not in it.
+        """
         signature = exported.graph_signature
         placeholders = exported.graph.find_nodes(op="placeholder")
+        texts = {node.name for node in kernel_text_inputs(exported.graph)}
+        inputs = [spec for spec in signature.input_specs if spec.arg.name not in texts]
+        targets = {spec.target for spec in signature.input_specs if spec.arg.name in texts}
         return cls(
-            inputs=tuple([spec for spec in signature.input_specs if spec.kind is not InputKind.TOKEN]),
+            inputs=tuple([spec for spec in inputs if spec.kind is not InputKind.TOKEN]),
             outputs=tuple([spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]),
             module_call_graph=tuple(exported.module_call_graph),
             vals={node.name: node.meta.get("val") for node in placeholders},
             state_dict=dict(exported.state_dict),
-            constants=dict(exported.constants),
+            constants={name: item for name, item in exported.constants.items() if name not in targets},
             range_constraints=dict(exported.range_constraints),
             example_inputs=exported.example_inputs,
         )
@@ -76,12 +88,14 @@ class ExportedSignature:
         return self.state_dict[target] if target in self.state_dict else self.constants.get(target)
 
     def copy_of_modules(self) -> list[ModuleCallEntry]:
-        """Returns a copy of the module call graph; the names of values in it are those of the original graph."""
-        entries = [ModuleCallEntry(entry.fqn, copy.deepcopy(entry.signature)) for entry in self.module_call_graph]
-        for entry in entries:
-            if entry.signature is not None:
-                entry.signature.inputs, entry.signature.outputs = [], []
-        return entries
+        """Returns a copy of the module call graph without the names of the original graph's values."""
+        return [ModuleCallEntry(entry.fqn, _without_values(entry.signature)) for entry in self.module_call_graph]
+
+
+def _without_values(signature: ModuleCallSignature | None) -> ModuleCallSignature | None:
+    if signature is None:
+        return None
+    return ModuleCallSignature([], [], signature.in_spec, signature.out_spec, signature.forward_arg_names)
 
 
 def signature_of_program(program: Program, vals: Mapping[str, Any]) -> ExportedSignature:

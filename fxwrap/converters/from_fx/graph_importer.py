@@ -36,6 +36,11 @@ class KernelTable:
         self.used: dict[str, KernelDefinition] = {}
         self._names: set[str] = set()
 
+    def learn(self, definitions: Iterable[KernelDefinition]) -> None:
+        """Adds definitions that later launches may name."""
+        for definition in definitions:
+            self._known.setdefault(definition.hash, definition)
+
     def get(self, kernel_hash: str) -> KernelDefinition | None:
         """Returns the definition with a content hash, None if it is unknown."""
         definition = self.used.get(kernel_hash) or self._known.get(kernel_hash) or registered_definition(kernel_hash)
@@ -58,8 +63,11 @@ class KernelTable:
 def registered_definition(kernel_hash: str) -> KernelDefinition | None:
     """Returns the definition of a kernel that this process has emitted or loaded, None if there is none."""
     kernel = library.find_registered_kernel(kernel_hash)
-    if kernel is None:
-        return None
+    return None if kernel is None else definition_of(kernel)
+
+
+def definition_of(kernel: library.RegisteredKernel) -> KernelDefinition:
+    """Returns the definition of a registered kernel."""
     return KernelDefinition(kernel.name, kernel.language, kernel.source, kernel.signature, kernel.options)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from fxwrap import torch_compat
@@ -30,13 +31,14 @@ from fxwrap.inference import CallInference
 from fxwrap.lines import Return
 from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import SymbolInfo, make_symbol
+from fxwrap.torch_compat.exported import unlifted_module
 
 _IMPORTERS = {**NUMBERS, **MEMORY, **KERNELS, **CONTROL, **EFFECTS, **FUNCTIONAL}
 
 
 @gc_paused()
 def from_fx(
-    graph: GraphModule | EmittedProgram,
+    graph: GraphModule | EmittedProgram | ExportedProgram,
     *,
     kernels: Iterable[ir.KernelDefinition] = (),
     ownership: Mapping[str, ir.Ownership] | None = None,
@@ -45,7 +47,7 @@ def from_fx(
     """Imports an FX graph that `to_fx` emitted, also after it was copied, rewritten or traced again.
 
     Args:
-        graph: the GraphModule, or the result of `to_fx`. It is not changed.
+        graph: the GraphModule, the result of `to_fx`, or that of `fxwrap.fx.export`, also loaded. It is not changed.
         kernels: definitions of kernels that the graph launches, besides those of its metadata and those that this
             process has emitted.
         ownership: the ownership of inputs, by the names of their placeholders; by default that of the metadata, or
@@ -56,7 +58,14 @@ def from_fx(
     Returns a verified program, with frees after the last use of each root. Raises FxImportError, which names the node
     and a remedy, for a node without a line and for a graph whose program would break a rule of the IR.
     """
-    module: GraphModule = graph.graph_module if isinstance(graph, EmittedProgram) else graph  # type: ignore[attr-defined]
+    module: GraphModule
+    match graph:
+        case EmittedProgram():
+            module = graph.graph_module  # type: ignore[attr-defined]
+        case ExportedProgram():
+            module = unlifted_module(graph)
+        case _:
+            module = graph
     with torch_compat.without_fake_mode():
         return _ProgramImport(inline_subgraphs(module), kernels, ownership or {}, name).program()
 
@@ -72,7 +81,8 @@ class _ProgramImport:
         name: str,
     ) -> None:
         self.module = module
-        self.metadata: Mapping[str, Any] = getattr(module, "meta", {}).get("fxwrap", {})
+        metadata = getattr(module, "meta", {})
+        self.metadata: Mapping[str, Any] = metadata.get("fxwrap") or metadata.get("custom", {}).get("fxwrap", {})
         self.ownership = ownership
         self.name = name or self.metadata.get("name", "program")
         counts = Counter(_defined_symbol_names(module))
@@ -88,7 +98,8 @@ class _ProgramImport:
         for node in nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
-        for path, node, payload in constant_attributes(self.module):
+        order = {path: index for index, path in enumerate(self.metadata.get("constants", ()))}
+        for path, node, payload in sorted(constant_attributes(self.module), key=lambda item: order.get(item[0], 0)):
             self._constant(path, node, payload)
         find_absorbed_nodes(importer)
         for node in nodes:
@@ -106,6 +117,8 @@ class _ProgramImport:
         importer, info, val = self.importer, node.meta.get("fxwrap_symbol"), node.meta.get("val")
         is_number = isinstance(val, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
         known = node.meta.get("fxwrap_type")
+        if node.name in self.metadata.get("constant_inputs", ()):  # of a loaded program, which has no such metadata
+            known = ir.ScalarType(type(val).__name__)
         if info is not None or (is_number and known is None):
             self._number(node, info, val)
             return
@@ -187,7 +200,7 @@ class _ProgramImport:
             tuple([ir.ProgramConstant(item, item.name in mutable) for item in state.constants.values()]),
             tuple(state.kernels.used.values()),
             tuple(state.functions.items()),
-            tuple(self.metadata.get("header", ())),
+            tuple([(key, text) for key, text in self.metadata.get("header", ())]),
             ir.ConstantStore(dict(state.payloads)),
         )
 

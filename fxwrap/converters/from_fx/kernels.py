@@ -10,11 +10,12 @@ from torch.fx import Node
 
 from fxwrap import user_kernels
 from fxwrap.converters.from_fx.functional import copy_operand, new_result
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure, result_name
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, definition_of, failure, result_name
 from fxwrap.devices import language_traits
-from fxwrap.errors import FxwrapError
+from fxwrap.errors import FxwrapError, KernelTextError
 from fxwrap.lines import Launch
 from fxwrap.runtime import library
+from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.runtime.triton.side_table import triton_parameters
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
 from fxwrap.torch_compat import torch_schema, triton_kernel_at, triton_launch, triton_launch_functional
@@ -29,6 +30,21 @@ def _definition(importer: GraphImporter, node: Node, kernel_hash: str) -> Kernel
         reason = f"no kernel with the content hash {kernel_hash} is known"
         raise failure(node, reason, "Pass the program's kernel definitions: from_fx(graph, kernels=program.kernels)")
     return definition
+
+
+def _register_kernels(importer: GraphImporter, node: Node) -> None:
+    """Reads the kernels of an exported program, whose texts are no constant of the imported one."""
+    state, texts = importer.state, importer.tensor(node, node.args[0])
+    path = next((path for path, value in state.constants.items() if value.name == texts.name), None)
+    if path is None:
+        raise failure(node, "the kernels' texts are not a constant of the graph", "Import the exported program itself")
+    del state.constants[path]
+    try:
+        kernels = parse_kernels(state.payloads.pop(texts.name))
+    except KernelTextError as error:
+        raise failure(node, str(error), "Import an undamaged program") from error
+    state.kernels.learn([definition_of(kernel) for kernel in kernels.values()])
+    importer.env[node] = None
 
 
 # --- kernels of fxwrap::cpp_kernel ------------------------------------------------------------------------------------
@@ -245,6 +261,7 @@ def _check_dtypes(node: Node, kernel: KernelDefinition, tensors: Sequence[Value]
 
 
 KERNELS: NodeImporters = {
+    _FXWRAP.register_kernels.default: _register_kernels,
     _FXWRAP.cpp_kernel.default: _cpp_kernel,
     _FXWRAP.cpp_kernel_functional.default: _cpp_kernel_functional,
     triton_launch: _triton_kernel,
