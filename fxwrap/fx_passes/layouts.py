@@ -1,7 +1,7 @@
 """Layout optimisation: channels-last tensors around convolutions, where that saves time.
 
 Libraries convolve channels-last tensors without reordering them first. The pass copies the graph with channels-last
-operands of convolutions, and propagates fake tensors again, so that torch's own rules give the strides of all other
+operands of convolutions, and propagates fake tensors again, so that torch's own rules compute the strides of all other
 tensors. Outputs of the graph keep their strides.
 """
 

@@ -24,7 +24,7 @@ class KernelRequest:
     """A kernel to print, with properties of its launch.
 
     Fields: `language` of the printer; `device` of the launch; `hint` returns a typical value of a symbolic size;
-    `limits` are upper bounds of symbols by name; `name` is what the kernel computes, for profilers.
+    `limits` are upper bounds of symbols by name; `name` describes the computation, for profilers.
     """
 
     kernel: Kernel

@@ -162,14 +162,14 @@ def test_constants_that_share_storage_are_passed_together(tmp_path: Path) -> Non
     shared, apart = base.clone(), base.clone()
     for replacements, adopted in (
         ({"whole": base.clone()}, True),
-        ({"whole": shared, "turned": shared.t(), "row": shared[1]}, True),
-        ({"whole": apart, "turned": apart.t().clone(), "row": apart[1].clone()}, False),
+        ({"whole": shared, "transposed": shared.t(), "row": shared[1]}, True),
+        ({"whole": apart, "transposed": apart.t().clone(), "row": apart[1].clone()}, False),
         ({"whole": base.t().contiguous().t()}, False),
     ):
         loaded.load_constants(replacements)
         assert (loaded.program.store.tensors["row"].data_ptr() == replacements["whole"][1].data_ptr()) == adopted
-        whole, turned, row = loaded()
-        assert whole.equal(wanted) and turned.equal(wanted.t()) and row.equal(wanted[1])
+        whole, transposed, row = loaded()
+        assert whole.equal(wanted) and transposed.equal(wanted.t()) and row.equal(wanted[1])
         assert replacements["whole"].equal(wanted if adopted else base)
 
 
@@ -227,15 +227,15 @@ class Tied(torch.nn.Module):
         super().__init__()
         self.embed, self.lm_head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
         self.lm_head.weight = self.embed.weight
-        self.turned = torch.nn.Buffer(self.embed.weight.detach().t())
+        self.transposed = torch.nn.Buffer(self.embed.weight.detach().t())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.lm_head(self.embed(tokens)) + self.turned[:, tokens].sum()
+        result: torch.Tensor = self.lm_head(self.embed(tokens)) + self.transposed[:, tokens].sum()
         return result
 
 
 @pytest.mark.parametrize(
-    "names", [["embed.weight"], ["lm_head.weight"], ["turned"], ["lm_head.weight", "embed.weight"]]
+    "names", [["embed.weight"], ["lm_head.weight"], ["transposed"], ["lm_head.weight", "embed.weight"]]
 )
 def test_tied_weights_by_any_of_their_names(names: list[str], tmp_path: Path) -> None:
     tokens, weight = torch.tensor([1, 2]), torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
