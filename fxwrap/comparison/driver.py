@@ -61,7 +61,7 @@ def compare(
         if emitter not in EMITTERS:
             raise OptionError(f"unknown emitter {emitter!r}; known emitters: {', '.join(EMITTERS)}")
     if training and is_graph(fn):
-        raise CompareError("a graph or program has no gradients; compare the function or module it was made from")
+        raise CompareError("a graph or program has no gradients; compare the function or module itself")
     arguments = normalize_arguments(inputs)
     with _preserve_rng_state(), _reset_compiler_caches(fn):
         subject = make_subject(fn, arguments, _as_options(options), dynamic)

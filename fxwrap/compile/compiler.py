@@ -183,7 +183,7 @@ def _same_program(
 class _Attempt:
     """The result of running all steps once.
 
-    `is_cacheable` is whether the result is reproducible from the cache: no warning was given, and the first call does
+    `is_cacheable` is whether the result is reproducible from the cache: no warning was emitted, and the first call does
     not compile again.
     """
 

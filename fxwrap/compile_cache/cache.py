@@ -66,7 +66,7 @@ class CacheSlot:
                 log.warning("the cache entry of '%s' is unusable, and it is compiled again: %s", name, error)
                 continue
             mark_used(path)
-            log.info("'%s' was found in the cache in %.3f s: %s", name, time.perf_counter() - start, self.key.digest)
+            log.info("'%s' was loaded from the cache in %.3f s: %s", name, time.perf_counter() - start, self.key.digest)
             return cached
         log.info("'%s' is not in the cache: %s", name, self.key.digest)
         return None
@@ -77,7 +77,7 @@ class CacheSlot:
         """Writes a compile into the cache, or logs why it cannot be cached."""
         name = self.request.name
         if self.key.graph.symbols_text() != self.key.symbols:
-            log.info("'%s' is not cached: compiling it changed what the ShapeEnv knows of its symbols", name)
+            log.info("'%s' is not cached: compiling it changed the ShapeEnv's facts about its symbols", name)
             return
         cached, emitter = CachedCompile(program, tuple(coverage), plan), self.request.options.emitter
         try:

@@ -90,7 +90,7 @@ class GraphSerializer:
             if launches_user_kernel(node):
                 raise NotCacheable(f"node '{node.name}' launches a user-defined Triton kernel")
             if stream_call(node) or stream_number(node):
-                raise NotCacheable(f"node '{node.name}' is a stream call, whose device only this process knows")
+                raise NotCacheable(f"node '{node.name}' is a stream call, whose device depends on this process")
             if node.op == "get_attr":
                 target = self._attribute(graph_module, str(node.target), path)
             else:
@@ -230,7 +230,7 @@ class GraphSerializer:
             return torch_compat.operator_identity(item)
         if isinstance(item, slice):
             return f"slice{self._items((item.start, item.stop, item.step))}"
-        if isinstance(item, torch_compat.FakeScriptObject):  # an input, of whose content the program knows nothing
+        if isinstance(item, torch_compat.FakeScriptObject):  # an input, whose content does not affect the program
             return f"object of {torch_compat.opaque_class_name(item)}"
         text = torch_compat.opaque_literal_text(item)
         if text is not None:

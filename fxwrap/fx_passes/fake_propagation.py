@@ -134,7 +134,7 @@ def _view_base(node: Node, values: NodeValues) -> FakeTensor | None:
 
 def _has_fake(node: Node) -> bool:
     if isinstance(node.target, OpOverload) and not torch_schema(node.target).returns:
-        return True  # tracing gives assertions no metadata
+        return True  # traced assertions have no metadata
     items = items_of(node.meta["val"]) if "val" in node.meta else None
     return items is not None and all(
         isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor) for item in items

@@ -205,8 +205,8 @@ def _backward(call: _Call) -> list[Node]:
         query, key, value, out, logsumexp, grad_out, grad_logsumexp, score_mod, joint, *rest = arguments
         attention = FlexAttention.from_arguments(query, key, value, score_mod, *rest)
         results: Any = attention.gradients(out, logsumexp, grad_out, grad_logsumexp, joint)
-        found = [results[path[0]] if len(path) == 1 else results[path[0]][path[1]] for path in call.results]
-        return [call.with_layout(path, item) for path, item in zip(call.results, found, strict=True)]
+        chosen = [results[path[0]] if len(path) == 1 else results[path[0]][path[1]] for path in call.results]
+        return [call.with_layout(path, item) for path, item in zip(call.results, chosen, strict=True)]
 
     return call.insert(gradients)
 

@@ -319,7 +319,7 @@ class RowLoop:
         return number // row_blocks // heads, number // row_blocks % heads, number % row_blocks
 
     def iterations(self) -> list[Tensor]:
-        """Returns what an iteration reads: its number and, with a block mask, its count and list of key blocks."""
+        """Returns the operands of an iteration: its number and, with a block mask, its count and list of key blocks."""
         blocks, (batches, heads, row_blocks) = self.attention.blocks, self._counts
         number = self.attention.arange(batches * heads * row_blocks)
         if blocks.is_trivial:
@@ -375,7 +375,7 @@ class RowLoop:
 
 
 def _divides(divisor: Size, size: Size) -> bool:
-    """Whether a number divides a size, as far as constants tell."""
+    """Whether a number provably divides a size."""
     return type(divisor) is int and type(size) is int and size % divisor == 0
 
 

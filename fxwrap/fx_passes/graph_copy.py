@@ -149,13 +149,17 @@ class GraphCopy:
         name: str,
         keywords: Mapping[str, Any] | None = None,
         fake: object = None,
+        origin: Node | None = None,
     ) -> Node:
-        """Inserts a call before a node of the copy, with that node's metadata. Infers the fake value if it is None."""
+        """Inserts a call before a node of the copy, with the metadata of `origin`, by default of that node.
+
+        Infers the fake value if it is None.
+        """
         with self.graph.inserting_before(before):
             call = self.graph.create_node("call_function", target, tuple(arguments), dict(keywords or {}), name)
         if fake is None:
-            fake = run_on_fakes(call, self.fakes, self.fakes[before])
-        call.meta = {**before.meta, "val": fake}
+            fake = run_on_fakes(call, self.fakes, self.fakes.get(before))
+        call.meta = {**(origin or before).meta, "val": fake}
         self.fakes[call] = fake
         return call
 

@@ -33,7 +33,8 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
         lambda graph, _context: check_tensor_metadata(graph),
     ),
     Step(
-        "resolve_negative_views", "negate what is read of views with a negative bit, as `imag` of a conjugate is one",
+        "resolve_negative_views",
+        "negate elements that are read through views with a negative bit, such as `imag` of a conjugate",
         lambda graph, _context: resolve_negative_views(graph),
     ),
     Step(
@@ -77,7 +78,7 @@ def prepare_graph(
     fused_operators: Collection[str] = frozenset(),
     flexible_stride_outputs: Collection[int] = (),
 ) -> PreparedGraph:
-    """Imports a graph, propagates fake tensors and runs the FX passes; the result is what lowering takes.
+    """Imports a graph, propagates fake tensors and runs the FX passes; the result is the input of lowering.
 
     All attempts of a compile share one result. The graph itself is not changed.
 

@@ -193,7 +193,7 @@ def default_hint(info: SymbolInfo) -> int | None:
 class FakeCallError(FxwrapError):
     """A call that fails on fake tensors.
 
-    Fields: `reason` names the operator and says what is wrong; `remedy` says what to do; `is_unknown` tells whether the
+    Fields: `reason` names the operator and the error; `remedy` says what to do; `is_unknown` states whether the
     results cannot be inferred, although the call may be right.
     """
 

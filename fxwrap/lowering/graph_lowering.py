@@ -139,7 +139,7 @@ class GraphLowering:
         order = {id(item): number for number, item in enumerate(fusion.items())}
         last_reader = {}
         for definition in readers:
-            aliases = definitions.storages.aliases_of(definition)  # their memory dies with the last of them
+            aliases = definitions.storages.aliases_of(definition)  # their memory is freed after the last of them
             if preserved.isdisjoint(aliases):
                 items = [readers[alias] for alias in aliases if alias in readers]
                 last_reader[definition] = max(items, key=lambda item: order[id(item)])

@@ -25,7 +25,7 @@ class KernelRequest:
     """A kernel to print, with properties of its launch.
 
     Fields: `language` of the printer; `device` of the launch; `hint` returns a typical value of a symbolic size;
-    `limits` are upper bounds of symbols by name; `name` is what the kernel computes, for profilers; `region` has the
+    `limits` are upper bounds of symbols by name; `name` describes the computation, for profilers; `region` has the
     ATen operators that it computes, for languages that take them (`KernelLanguage.takes_regions`).
     """
 

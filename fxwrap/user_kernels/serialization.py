@@ -34,7 +34,7 @@ _TUNING_FUNCTIONS = ("perf_model", "early_config_prune", "user_defined_pre_hook"
 
 
 class KernelNotSerializable(Exception):
-    """A kernel that no source can represent; the message gives the reason."""
+    """A kernel that no source can represent; the message is the reason."""
 
 
 def serialize_kernel(

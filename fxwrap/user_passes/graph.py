@@ -79,7 +79,7 @@ def run_emitted_pass(item: Pass, graph_module: GraphModule, *, check: bool = Tru
 
 
 class _PassRun:
-    """One run of a pass. `before` is what it was called on, or its text; `after` is what it returned."""
+    """One run of a pass. `before` is its argument, or the text of that; `after` is its result."""
 
     def __init__(self, item: Pass, before: object) -> None:
         self.item = item
@@ -93,7 +93,7 @@ class _PassRun:
         return PassError(self.item.name, self.item.at, reason, where, *texts)
 
     def run(self, argument: GraphModule | Program) -> object:
-        """Returns what the pass returns."""
+        """Returns the result of the pass."""
         try:
             return self.item.run(argument)
         except Exception as error:  # a user's pass may raise anything

@@ -245,13 +245,13 @@ def test_a_broken_exported_program_is_reported(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_random_inputs_have_the_types_asked_for() -> None:
-    real, index, flag, number, half, turned = random_inputs(
+    real, index, flag, number, half, transposed = random_inputs(
         "f32[4, 8], i64[2]@cpu, bool[3], c64[2], bf16[5], f32[2, 3 | 1, 2]", seed=0
     )
     assert real.shape == (4, 8) and real.dtype == torch.float32 and real.std() > 0.5
     assert index.dtype == torch.int64 and int(index.min()) >= 0 and int(index.max()) < 8
     assert flag.dtype == torch.bool and number.dtype == torch.complex64 and half.dtype == torch.bfloat16
-    assert turned.stride() == (1, 2)
+    assert transposed.stride() == (1, 2)
     assert random_inputs("int, float, bool", seed=0) == (2, 0.5, True)
     assert torch.equal(random_inputs("f32[3]", seed=7)[0], random_inputs("f32[3]", seed=7)[0])
 

@@ -284,7 +284,7 @@ def test_extern_calls_are_reinplaced_where_possible(device: str) -> None:
     ]  # fmt: skip
 
 
-KEPT_BASES: dict[str, Any] = {
+UNCHANGED_BASES: dict[str, Any] = {
     "an_input": lambda x, i, v: aten.index_put(x, [i], v[:3]),
     "a_result": lambda x, i, v: (y := x * 2, aten.index_put(y, [i], v[:3])),
     "a_view_is_returned": lambda x, i, v: ((y := x * 2)[1:], aten.index_put(y, [i], v[:3])),
@@ -295,9 +295,9 @@ KEPT_BASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("name", "fuse"), [(name, number % 2 == 0) for number, name in enumerate(KEPT_BASES)])
+@pytest.mark.parametrize(("name", "fuse"), [(name, number % 2 == 0) for number, name in enumerate(UNCHANGED_BASES)])
 def test_a_live_base_is_copied(name: str, fuse: bool) -> None:
-    program = check_emitters_agree(KEPT_BASES[name], index_inputs("cpu"), OPTIONS.replace(fuse=fuse))
+    program = check_emitters_agree(UNCHANGED_BASES[name], index_inputs("cpu"), OPTIONS.replace(fuse=fuse))
     puts = lines_of(program, IndexPut)
     copies = [line for line in lines_of(program, Mutate) if line.target == "aten.copy_.default"]
     assert copies and len(puts) - len(copies) == (name == "two_writers")  # the last writer may have the memory

@@ -309,7 +309,7 @@ def reduced_result(call: OperatorCall, fake: torch.Tensor, rows: ReductionShape,
 
 
 def outer_result(call: OperatorCall, fake: torch.Tensor, rows: ReductionShape, body: ElementBody) -> Pointwise:
-    """Returns a result of the call that `body(reader, row)` computes for each row; reduced dimensions may be kept."""
+    """Returns a result of the call that `body(reader, row)` computes for each row; reduced dimensions may be 1."""
     keeps_dims = fake.dim() == len(rows.sizes)
 
     def element(reader: ElementReader, indices: Indices) -> Scalar:

@@ -90,7 +90,7 @@ def a_number_read_in_each_round(x: Tensor) -> Any:
 
 
 @CASES.add((START,))
-def sizes_found_in_each_round(x: Tensor) -> Any:
+def sizes_bound_in_each_iteration(x: Tensor) -> Any:
     return while_loop(
         lambda i, a: i < 3, lambda i, a: (i + 1, a + a[a > 0].sin().sum() + a.nonzero().shape[0]), (counter(x), x)
     )

@@ -211,7 +211,7 @@ def test_every_emitter_runs_a_model_with_streams(emitter: str) -> None:
 
 
 def test_graphs_with_streams_are_not_cached() -> None:
-    with pytest.raises(NotCacheable, match="is a stream call, whose device only this process knows"):
+    with pytest.raises(NotCacheable, match="is a stream call, whose device depends on this process"):
         GraphSerializer().add(side_stream("cpu"), None)
 
 

@@ -105,7 +105,7 @@ def test_one_plan_per_alignment(driver: FakeDriver) -> None:
     assert log[1:] == [*asked, asked[1], "plan with 32 MiB for 2 2 2 2", asked[1], asked[1]]
 
 
-def test_the_device_is_made_current(driver: FakeDriver) -> None:
+def test_the_device_becomes_current(driver: FakeDriver) -> None:
     run = program("@aten.mm.out(%left, %right)")
     driver.enter(0)
     run(*Memory(driver, device=1).tensors)
