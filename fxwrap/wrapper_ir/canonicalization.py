@@ -16,6 +16,7 @@ from fxwrap.wrapper_ir.analyses import called_functions, is_release, is_view, la
 from fxwrap.wrapper_ir.line import Block, LineBase, blocks, consumed, defined, map_leaves, used
 from fxwrap.wrapper_ir.program import ConstantStore, Input, Program, ProgramConstant, print_program
 from fxwrap.wrapper_ir.roles import Role
+from fxwrap.wrapper_ir.streams import multi_stream_roots
 from fxwrap.wrapper_ir.types import ListType, OptionalType, TensorType, Type, Value
 
 
@@ -27,7 +28,7 @@ def canonicalize_program(program: Program) -> Program:
     - Functions are in the order of their first call, callees before callers. Unused functions are removed.
     - Origins are removed.
     - Each release (`memory.free`) follows the last use of its root, or starts the block for an unused argument.
-      Releases at one position are in the order of definition.
+      Releases at one position are in the order of definition. Memory that several streams use is released where it was.
     - Each view of memory precedes its first use, and unused views are removed.
 
     Inputs, constants and all other lines keep their order, and the header is unchanged.
@@ -185,11 +186,13 @@ def _sink_views(lines: Sequence[LineBase]) -> list[LineBase]:
 
 
 def _hoist_releases(lines: Sequence[LineBase], arguments: Iterable[Value]) -> list[LineBase]:
-    """Returns the lines with each release moved right after the last use of its root."""
+    """Returns the lines with each release moved right after the last use of its root, which is on one stream."""
+    arguments = list(arguments)
+    fixed = multi_stream_roots(lines, arguments)
     releases: dict[str, LineBase] = {}
     others = []
     for line in lines:
-        if is_release(line) and len(consumed(line)) == 1:
+        if is_release(line) and len(consumed(line)) == 1 and consumed(line)[0].name not in fixed:
             releases[consumed(line)[0].name] = line
         else:
             others.append(line)

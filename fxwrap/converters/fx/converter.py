@@ -56,7 +56,7 @@ class FxConverter(GraphEmitter):
         self.writer.define(line.result, _ATEN.empty_strided.default, layout, keywords, val=val)
 
     def free(self, line: lines.Free) -> None:
-        if self.needs_record_stream(line):
+        if self.needs_record_stream(line) or line.root.name in self.multi_stream_roots:
             arguments = [self.writer.argument(line.root), line.root.tensor_type.device, line.stream]
             self.fxwrap_operator(line, _FXWRAP.record_stream.default, arguments)
 

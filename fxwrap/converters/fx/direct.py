@@ -100,7 +100,8 @@ def _is_new(node: Node) -> bool:
         source, index = node.args
         is_result = isinstance(source, Node) and source.target in _FUNCTIONAL_LAUNCHES
         return is_result and not any(
-            user is not node and user.args[1:] in ((), (index,)) for user in source.users  # type: ignore[union-attr]
+            user is not node and user.args[1:] in ((), (index,))
+            for user in source.users  # type: ignore[union-attr]
         )
     if not isinstance(target, OpOverload):
         return False

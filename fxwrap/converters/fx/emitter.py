@@ -15,7 +15,7 @@ from fxwrap.converters.fx.nodes import CallTarget, GraphWriter, fake_returned_op
 from fxwrap.inference import FakeValues
 from fxwrap.lines import ExtensionLine
 from fxwrap.symbolic import SymbolInfo
-from fxwrap.wrapper_ir import Block, LineBase, Program, Size, TensorType, Value
+from fxwrap.wrapper_ir import Block, LineBase, Program, Size, TensorType, Value, multi_stream_roots, program_arguments
 
 
 class SubmoduleTable:
@@ -73,10 +73,12 @@ class GraphEmitter(Converter):
         self.writer = GraphWriter(fakes)
         self.modules = SubmoduleTable()
         self.single_output = False
+        self.multi_stream_roots: frozenset[str] = frozenset()
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def convert_block(self, block: Block) -> None:
         """Converts a block's lines."""
+        self.multi_stream_roots = multi_stream_roots(block.lines, [*program_arguments(self.program), *block.arguments])
         for line in block.lines:
             self.writer.line = line
             self.convert(line)

@@ -333,6 +333,7 @@ class ExportedConverter(FunctionalConverter):
 
     launches_by_hash = True
 
+
 _STALE = -1
 """The version of a node with an older content of its memory."""
 
