@@ -315,7 +315,7 @@ def work(seeds: Sequence[int], kinds: Sequence[str], messages: Connection) -> No
 
 
 class Worker:
-    """A process and the seeds it has left; replaced with the rest of them when it dies or hangs."""
+    """A process and the seeds it has left; replaced with the rest of them when it ends or hangs."""
 
     def __init__(self, seeds: Sequence[int], kinds: Sequence[str]) -> None:
         self._seeds, self._kinds = list(seeds), kinds
