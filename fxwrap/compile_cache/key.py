@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -30,7 +29,7 @@ class CompileRequest:
     """The arguments of `compile_graph`."""
 
     graph: GraphModule | ExportedProgram
-    example_inputs: Sequence[Any] | None
+    example_inputs: Sequence[object] | None
     options: Options
     ownership: Mapping[int, Ownership]
     name: str
