@@ -78,7 +78,7 @@ def nodes_of(source: str) -> tuple[ast.AST, ...]:
 
 @cache
 def imports_of(module: str, source: str) -> tuple[Import, ...]:
-    """Everything that a module imports, with relative imports resolved; `from a import b` gives `a.b`."""
+    """Everything that a module imports, with relative imports resolved; `from a import b` is `a.b`."""
     return tuple(_imports_of(module, source))
 
 
@@ -190,7 +190,7 @@ def _torch_names(module: str, source: str) -> Iterator[Import]:
 
 
 def _bound_torch_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """Local names that imports bind to something below torch, with what they are bound to."""
+    """Local names that imports bind to something below torch, with the imported names."""
     bound = {}
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -44,7 +44,7 @@ def _why(reason: str, group: Sequence[NodeCoverage]) -> str:
     return f"{reason}: {shown}" + (", ..." if len(group) > _MAX_NODES else "")
 
 
-_USER_FX_PASSES: tuple[Step[Any, Any], ...] = (
+_USER_FX_PASSES: tuple[Step[object, object], ...] = (
     Step(FX_BEFORE_LOWERING, "the user's passes over the FX graph", lambda graph, _context: graph, "passes"),
 )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ def compare(
     fn: object,
     inputs: object,
     *,
-    options: Options | Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, object] | None = None,
     training: bool = False,
     emitters: Sequence[str] = COMPARED_EMITTERS,
     tolerance: float | None = None,
@@ -76,7 +75,7 @@ def capture(
     fn: object,
     inputs: object,
     *,
-    options: Options | Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, object] | None = None,
     training: bool = False,
     dynamic: bool | None = False,
 ) -> tuple[CapturedGraph, ...]:
@@ -95,7 +94,7 @@ def capture(
         return tuple(subject.graphs)
 
 
-def _as_options(options: Options | Mapping[str, Any] | None) -> Options:
+def _as_options(options: Options | Mapping[str, object] | None) -> Options:
     return options if isinstance(options, Options) else Options.from_mapping(options)
 
 

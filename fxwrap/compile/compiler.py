@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -43,7 +42,7 @@ log = logging.getLogger("fxwrap.compile")
 
 def compile_graph(
     graph: GraphModule | ExportedProgram | torch.nn.Module,
-    example_inputs: Sequence[Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
     *,
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,
@@ -102,7 +101,7 @@ def compile_graph(
     return compiled
 
 
-def _export(module: object, example_inputs: Sequence[Any] | None) -> ExportedProgram:
+def _export(module: object, example_inputs: Sequence[object] | None) -> ExportedProgram:
     """Exports a module. Raises GraphError for any other object, and without example inputs."""
     reason = f"it is an object of type {type(module).__name__}, not a GraphModule or an exported program"
     if not isinstance(module, torch.nn.Module):
@@ -114,7 +113,7 @@ def _export(module: object, example_inputs: Sequence[Any] | None) -> ExportedPro
 
 def _prepare(
     graph: GraphModule | ExportedProgram,
-    example_inputs: Sequence[Any] | None,
+    example_inputs: Sequence[object] | None,
     options: Options,
     name: str,
     flexible_stride_outputs: Collection[int],

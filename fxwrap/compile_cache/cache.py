@@ -77,7 +77,7 @@ class CacheSlot:
         """Writes a compile into the cache, or logs why it cannot be cached."""
         name = self.request.name
         if self.key.graph.symbols_text() != self.key.symbols:
-            log.info("'%s' is not cached: compiling it changed the ShapeEnv's facts about its symbols", name)
+            log.info("'%s' is not cached: compiling it changed its symbols in the ShapeEnv", name)
             return
         cached, emitter = CachedCompile(program, tuple(coverage), plan), self.request.options.emitter
         try:

@@ -40,7 +40,7 @@ class GraphSerializer:
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.devices: dict[torch.device, None] = {}
-        self.constants: dict[tuple[str, str], Any] = {}
+        self.constants: dict[tuple[str, str], object] = {}
         self._storages: dict[int, int] = {}
         self._constant_numbers: dict[int, int] = {}
         self._expressions: dict[sympy.Basic, str] = {}
@@ -61,7 +61,7 @@ class GraphSerializer:
 
     # --- graphs -----------------------------------------------------------------------------------------------------
 
-    def add(self, graph: GraphModule | ExportedProgram, example_inputs: Sequence[Any] | None) -> None:
+    def add(self, graph: GraphModule | ExportedProgram, example_inputs: Sequence[object] | None) -> None:
         """Writes a graph, and its example inputs where its placeholders have no fake values."""
         if isinstance(graph, ExportedProgram):
             self._exported(graph)
@@ -216,7 +216,7 @@ class GraphSerializer:
     def _list(self, items: Sequence[object]) -> str:
         return f"[{','.join([self._argument(item) for item in items])}]"
 
-    def _mapping(self, items: Mapping[Any, object]) -> str:
+    def _mapping(self, items: Mapping[object, object]) -> str:
         return f"{{{','.join([f'{key!r}:{self._argument(item)}' for key, item in items.items()])}}}"
 
     def _other(self, item: object) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -30,7 +29,7 @@ class CompileRequest:
     """The arguments of `compile_graph`."""
 
     graph: GraphModule | ExportedProgram
-    example_inputs: Sequence[Any] | None
+    example_inputs: Sequence[object] | None
     options: Options
     ownership: Mapping[int, Ownership]
     name: str
@@ -61,7 +60,7 @@ def make_key(request: CompileRequest) -> Key:
         f"ownership {sorted([(position, item.value) for position, item in request.ownership.items()])}",
         f"free {sorted(request.flexible_stride_outputs)}", f"static {sorted(request.static_inputs)}",
         *[_device_text(device) for device in graph.devices],
-        *_torch_settings(), *process_facts(), compiler_identity(),
+        *_torch_settings(), *process_environment(), compiler_identity(),
     )  # fmt: skip
     return Key(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest(), graph, symbols)
 
@@ -112,8 +111,8 @@ def _torch_settings() -> tuple[str, ...]:
 
 
 @cache
-def process_facts() -> tuple[str, ...]:
-    """Returns the facts that are fixed for the process: versions, machine, hash of fxwrap's sources, path of torch."""
+def process_environment() -> tuple[str, ...]:
+    """Returns versions, machine, a hash of fxwrap's sources, and the path of torch, which are fixed for the process."""
     return (environment_text(), repr(binary_target()), sources_hash(), str(torch.__file__))
 
 

@@ -149,8 +149,8 @@ class FlexAttention:
     blocks: BlockStructure
     scale: float
     stats_unit: float
-    score_buffers: tuple[Any, ...] = ()
-    mask_buffers: tuple[Any, ...] = ()
+    score_buffers: tuple[object, ...] = ()
+    mask_buffers: tuple[object, ...] = ()
 
     @classmethod
     def from_arguments(
@@ -162,8 +162,8 @@ class FlexAttention:
         block_mask: Sequence[Any],
         scale: float,
         kernel_options: dict[str, Any],
-        score_buffers: Sequence[Any] = (),
-        mask_buffers: Sequence[Any] = (),
+        score_buffers: Sequence[object] = (),
+        mask_buffers: Sequence[object] = (),
     ) -> FlexAttention:
         """Returns the operands of a call of `flex_attention`."""
         *_, q_block_size, kv_block_size, mask_mod = block_mask

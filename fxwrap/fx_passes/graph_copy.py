@@ -27,7 +27,7 @@ from fxwrap.torch_compat import (
 from fxwrap.wrapper_ir.operators import operator_schema
 
 
-def items_of(fake: Any) -> Sequence[Any]:
+def items_of(fake: object) -> Sequence[Any]:
     """Returns the elements of a fake value that is a tuple, list or dict; a single value is its only element."""
     return fake if isinstance(fake, tuple | list) else tuple(fake.values()) if isinstance(fake, dict) else (fake,)
 
@@ -163,7 +163,7 @@ class GraphCopy:
         self.fakes[call] = fake
         return call
 
-    def inline(self, before: Node, module: GraphModule, operands: Sequence[Any], name: str, prefix: str) -> Any:
+    def inline(self, before: Node, module: GraphModule, operands: Sequence[object], name: str, prefix: str) -> Any:
         """Inserts the calls of a graph before a node of the copy, and returns its results.
 
         Fake values are inferred from the operands. The graph's attributes become attributes of the copy, named after

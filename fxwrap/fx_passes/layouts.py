@@ -376,7 +376,7 @@ class _LayoutRewriter:
         dense = self._insert(node, "dense", _aten.clone.default, permuted, memory_format=contiguous)
         return self._insert(node, "restored", _aten.permute.default, dense, inverse)
 
-    def _insert(self, node: Node, suffix: str, target: Target, *arguments: Any, **keywords: Any) -> Node:
+    def _insert(self, node: Node, suffix: str, target: Target, *arguments: object, **keywords: object) -> Node:
         """Inserts a call with a node's metadata."""
         return self.copy.call(self.position, target, arguments, f"{node.name}_{suffix}", keywords, origin=node)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -71,7 +70,7 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
 
 def prepare_graph(
     graph: GraphModule | ExportedProgram | GraphSource,
-    example_inputs: Sequence[Any] | None,
+    example_inputs: Sequence[object] | None,
     options: Options,
     name: str = "program",
     *,
@@ -102,7 +101,9 @@ def prepare_graph(
     return prepared
 
 
-def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str, options: Options) -> PreparedGraph:
+def prepare_subgraph(
+    module: GraphModule, example_inputs: Sequence[object], name: str, options: Options
+) -> PreparedGraph:
     """Propagates fake tensors through the graph of a higher-order operator, and runs the necessary passes."""
     prepared = _with_fakes(GraphSource(inline_subgraph_calls(module), name), example_inputs)
     prepared = check_tensor_metadata(resolve_negative_views(prepared))
@@ -110,7 +111,7 @@ def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: s
 
 
 def _with_fakes(
-    source: GraphSource, example_inputs: Sequence[Any] | None, flexible_stride_outputs: Collection[int] = ()
+    source: GraphSource, example_inputs: Sequence[object] | None, flexible_stride_outputs: Collection[int] = ()
 ) -> PreparedGraph:
     return PreparedGraph(
         source.graph_module, source.name, source.constants, source.returns_mutated_inputs,

@@ -275,7 +275,7 @@ def _write_back(source: GraphSource, signature: ExportGraphSignature) -> GraphSo
             value = _clone(output, value)
         copies.append((target, value))
         written.add(storage_of[target])
-    mutated: dict[Any, Node] = {}
+    mutated: dict[object, Node] = {}
     for target, value in copies:
         mutated.setdefault(value, _insert(output, _aten.copy_.default, (target, value), target.meta.get("val")))
     returned = [item for position, item in enumerate(items) if position not in mutations]
@@ -316,7 +316,7 @@ def _clone(output: Node, value: Node) -> Node:
     return _insert(output, _aten.clone.default, (value,), copy, memory_format=torch.contiguous_format)
 
 
-_INLINED: Mapping[str, Callable[..., tuple[Node, Sequence[Any]]]] = {
+_INLINED: Mapping[str, Callable[..., tuple[Node, Sequence[object]]]] = {
     "control_deps": lambda _after, graph, *operands: (graph, operands),  # AOTAutograd wraps stream operators in it
     "foreach_map": lambda graph, *operands: (graph, operands),
     "hints_wrapper": lambda graph, operands, *_hints: (graph, operands),
@@ -360,7 +360,7 @@ def _inline(graph_module: GraphModule) -> GraphModule:
     return GraphModule(graph_module, graph)
 
 
-def _call_of(node: Node) -> tuple[Node, Sequence[Any]]:
+def _call_of(node: Node) -> tuple[Node, Sequence[object]]:
     """Returns the graph that a node calls, and its operands."""
     return _INLINED[operator_label(node.target)](*node.args)  # type: ignore[arg-type]
 

@@ -257,6 +257,6 @@ def keyword_pairs(keywords: Mapping[str, object]) -> Keywords:
     return tuple([(name, lists_to_tuples(item)) for name, item in keywords.items()])
 
 
-def lists_to_tuples(item: Any) -> Any:
+def lists_to_tuples(item: object) -> Any:
     """Returns an argument as a line holds it: lists as tuples."""
     return tuple([lists_to_tuples(part) for part in item]) if isinstance(item, tuple | list) else item

@@ -60,7 +60,7 @@ class FakeValues:
         """Returns the symbolic number of a symbol."""
         return self.number(make_symbol(info.name), info)
 
-    def number(self, expression: Any, info: SymbolInfo | None = None) -> Any:
+    def number(self, expression: object, info: SymbolInfo | None = None) -> Any:
         """Returns the symbolic number of an expression; a plain number is itself."""
         if not isinstance(expression, sympy.Basic):
             return expression
@@ -162,7 +162,7 @@ class ExampleValues(FakeValues):
     def _create_mode(self) -> None:
         return None
 
-    def number(self, expression: Any, info: SymbolInfo | None = None) -> Any:
+    def number(self, expression: object, info: SymbolInfo | None = None) -> Any:
         """Returns the value of an expression for the examples."""
         if not isinstance(expression, sympy.Basic):
             return expression
@@ -172,7 +172,7 @@ class ExampleValues(FakeValues):
                 self._examples[symbol.name] = self.unbacked_number(kind) if hint is None else hint
         return evaluate(expression, self._examples)
 
-    def define(self, symbol: sympy.Symbol, number: Any) -> None:
+    def define(self, symbol: sympy.Symbol, number: object) -> None:
         """Defines a symbol as a number, such as the one that a `symbol.let` computes."""
         self._examples[symbol.name] = number
 
@@ -221,7 +221,7 @@ def explain_fake_call(target: object, error: Exception) -> FakeCallError:
 
 def call_on_fakes(
     mode: torch_compat.FakeTensorMode,
-    target: Callable[..., Any],
+    target: Callable[..., object],
     arguments: Sequence[object],
     keywords: Mapping[str, object],
 ) -> Any:

@@ -270,7 +270,7 @@ class DefinitionBuilder:
             self.labels[replacement] = self.labels[scalar]
             reads += scalar_reads
 
-        def replaced(tree: Any) -> Any:
+        def replaced(tree: object) -> Any:
             if isinstance(tree, tuple):
                 return tuple([replaced(item) for item in tree])
             return replacements.get(tree, tree) if isinstance(tree, Definition) else tree

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -64,7 +63,7 @@ from fxwrap.wrapper_ir import (
 
 def lower(
     graph: GraphModule | ExportedProgram,
-    example_inputs: Sequence[Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
     *,
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,
@@ -100,7 +99,7 @@ class Lowered:
 
 def lower_with_coverage(
     graph: GraphModule | ExportedProgram | GraphSource,
-    example_inputs: Sequence[Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
     *,
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,

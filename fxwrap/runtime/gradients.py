@@ -24,11 +24,11 @@ class _WithoutGradient(torch.autograd.Function):
     """A call whose backward raises FxwrapError."""
 
     @staticmethod
-    def forward(_context: Any, run: Callable[[], list[torch.Tensor]], *_operands: torch.Tensor) -> Any:
+    def forward(_context: object, run: Callable[[], list[torch.Tensor]], *_operands: torch.Tensor) -> Any:
         return tuple(run())
 
     @staticmethod
-    def backward(_context: Any, *_gradients: Any) -> NoReturn:
+    def backward(_context: object, *_gradients: object) -> NoReturn:
         raise FxwrapError(
             "a launched kernel has no gradient; to train the model, compile it with "
             "torch.compile(model, backend='fxwrap'), and call a graph that launches kernels under torch.no_grad()"

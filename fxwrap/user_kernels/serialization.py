@@ -312,7 +312,7 @@ def classify_arguments(
     kernel: TritonKernel,
     arguments: Mapping[str, object],
     read: Callable[[object], object],
-    descriptors: Mapping[str, tuple[str, Sequence[Any]]] | None,
+    descriptors: Mapping[str, tuple[str, Sequence[object]]] | None,
 ) -> ClassifiedArguments:
     """Classifies the arguments of a call, in the order of the kernel's parameters.
 

@@ -281,7 +281,7 @@ class _Parser(LiteralParser):
     def _attributes(self, known: frozenset[str], sequences: frozenset[str], owner: str) -> dict[str, Any]:
         """Reads `key=literal` pairs, with `key=(literal, ...)` for sequences."""
         stream = self.stream
-        attributes: dict[str, Any] = {}
+        attributes: dict[str, object] = {}
         while stream.at("name"):
             key = stream.next()
             stream.expect("=")
@@ -322,7 +322,7 @@ class _Parser(LiteralParser):
         grammar: _Grammar,
         heads: Sequence[_Head],
         types: Sequence[_TypeTree],
-        attributes: dict[str, Any],
+        attributes: dict[str, object],
         fields: dict[str, object],
         opcode: Token,
     ) -> None:

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, and what it says when it is asked for nonsense."""
+"""The command line: its output, its files, and its errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def model(tmp_path: Path) -> str:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Runs a command line in this process; returns its exit code and what it wrote to stdout and stderr."""
+    """Runs a command line in this process; returns its exit code, stdout and stderr."""
     code = main(arguments)
     out, err = capsys.readouterr()
     return code, out, err

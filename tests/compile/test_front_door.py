@@ -1,4 +1,4 @@
-"""Wrong arguments of the entry points: each is one sentence that says what to do."""
+"""Wrong arguments of the entry points: each error is one sentence that names the remedy."""
 
 from __future__ import annotations
 

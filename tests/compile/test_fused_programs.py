@@ -1,4 +1,4 @@
-"""Fused programs as users meet them: what is fused and why not, kernels that equal layers share, both languages."""
+"""Fused programs as users see them: fused operators and decline reasons, kernels of equal layers, both languages."""
 
 from __future__ import annotations
 

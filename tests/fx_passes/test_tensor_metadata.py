@@ -1,4 +1,4 @@
-"""Assertions of tensor metadata: checked at compile time and removed, so that what they name fuses."""
+"""Assertions of tensor metadata: checked at compile time and removed, so that their operands fuse."""
 
 from __future__ import annotations
 

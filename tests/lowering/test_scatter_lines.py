@@ -46,7 +46,7 @@ def lines_of(program: fxwrap.Program, *classes: type) -> list[Any]:
 
 
 def shape_of(program: fxwrap.Program) -> list[str]:
-    """The lines that compute, in order: opcodes, with what a call calls."""
+    """The lines that compute, in order: opcodes, with the operators of calls."""
     kinds = (ExternCall, Mutate, Scatter, IndexPut, Launch)
     return [
         f"{line.opcode} {getattr(line, 'target', '')}".strip() if isinstance(line, ExternCall | Mutate) else line.opcode
@@ -145,7 +145,7 @@ IN_PLACE: dict[str, Any] = {
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_an_in_place_scatter_is_ordered_with_its_readers(name: str, device: str) -> None:
-    """The input is read before and after, and a view of it shows what was written."""
+    """The input is read before and after, and a view of it shows the writes."""
 
     def function(x: Tensor, i: Tensor, s: Tensor) -> tuple[Tensor, ...]:
         before, rows = x.exp(), x[1:]
@@ -457,7 +457,7 @@ WRONG: dict[str, tuple[Any, Any, Any, str]] = {
     "index_put_dtype": (aten.index_put.default, lambda x, i, s: (x, [i, i], s), F64, "destination dtypes match"),
     "index_put_sizes": (aten.index_put.default, lambda x, i, s: (x, [i, None, i], s), None, "too many indices"),
 }  # fmt: skip
-"""Calls that eager refuses: operator, arguments (keywords last), the source's dtype, what eager says."""
+"""Calls that eager rejects: operator, arguments (keywords last), the source's dtype, eager's message."""
 
 
 @pytest.mark.parametrize("name", WRONG)

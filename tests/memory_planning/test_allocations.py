@@ -1,4 +1,4 @@
-"""What emitted code really allocates for models on a CPU, by the allocator's own reports, is what the plan says."""
+"""The allocations of emitted code for models on a CPU, as the allocator reports them, are those of the plan."""
 
 from __future__ import annotations
 

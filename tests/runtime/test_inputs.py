@@ -1,4 +1,4 @@
-"""Inputs of programs, in every emitter: what is rejected, with which error, and what is accepted although unusual."""
+"""Inputs of programs, in every emitter: rejected ones with their errors, and unusual ones that are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ATen graphs that AOTAutograd hands to a backend, captured from the models of the suite, and what they become."""
+"""The ATen graphs that AOTAutograd passes to a backend, captured from the models of the suite, and their programs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _captured(case: ModelCase, training: bool, dropout: bool, device: str, dynam
 
 
 def recording_backend(compiled: list[Compiled], options: Options = Options()) -> Any:  # noqa: B008 - it is immutable
-    """Returns fxwrap's backend, which adds what it compiles to a list."""
+    """Returns fxwrap's backend, which also adds compiled programs to a list."""
 
     def watched(*args: Any, **kwargs: Any) -> Compiled:
         compiled.append(compile_graph(*args, **kwargs))

@@ -25,9 +25,6 @@ TensorOrNumber: TypeAlias = Definition | NumberOrSymbol
 ElementBody: TypeAlias = Callable[[ElementReader, Indices], Scalar]
 """Computes the element at the given indices."""
 
-ReductionBody: TypeAlias = Callable[[ElementReader, Indices, Indices], Scalar]
-"""Computes the operand of a reduction, given the parallel and the reduced indices."""
-
 DtypeDomain: TypeAlias = Literal["any", "equal", "float", "equal float", "number", "integer", "bits"]
 """The dtypes that a rule accepts: any, floating point, all but bool, integers, integers and bool.
 

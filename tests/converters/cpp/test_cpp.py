@@ -1,4 +1,4 @@
-"""Emitted C++ means what the interpreter means, fails as eager fails, and lets go of memory where the program says."""
+"""Emitted C++ has the interpreter's results, fails as eager fails, and frees memory where the program does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 
 def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-30) -> float:
-    """The norm of the difference over that of what is wanted, which counts as `floor` at least."""
+    """The norm of the difference over that of the expected value, which counts as at least `floor`."""
     difference = (got.double() - wanted.double()).norm()
     return float(difference / wanted.double().norm().clamp_min(floor))
 

@@ -1,4 +1,4 @@
-"""The Python converter: the text, what it keeps alive, and how it fails."""
+"""The Python converter: its text, the lifetimes of tensors, and its errors."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_fx_tools_preserve_results(subject: str, tool: str, emitted: Callable[[s
 
 @pytest.fixture(scope="module")
 def emitted() -> Callable[[str], fxwrap.Program]:
-    """What gives the program of a subject, which is captured once."""
+    """Returns the program of a subject, which is captured once."""
     programs: dict[str, fxwrap.Program] = {}
 
     def program(subject: str) -> fxwrap.Program:

@@ -41,7 +41,7 @@ ZERO = torch.tensor(0)
 
 
 def agree(graph: torch.fx.GraphModule, *inputs: Any, wanted: Any) -> fxwrap.Program:
-    """Asserts that every emitter gives what is wanted; returns the program."""
+    """Asserts that every emitter has the expected results; returns the program."""
     program = fxwrap.lower(graph, inputs)
     for emitter in COMPARED_EMITTERS:
         actual = emit(program, emitter)(*inputs)

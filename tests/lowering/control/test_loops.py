@@ -108,7 +108,7 @@ def training(w: Tensor) -> Tensor:
 
 @CASES.add((START, random(8, 8, gradient=True)), training=True, dynamic=True)
 def training_with_symbols(x: Tensor, w: Tensor) -> Tensor:
-    """The backward reads `sym_size` of what was stacked, in its condition and its body."""
+    """The backward reads `sym_size` of the stacked tensors, in its condition and its body."""
     return while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, (a @ w * 0.1).sin() * a.size(0)), (counter(x), x))[1]
 
 

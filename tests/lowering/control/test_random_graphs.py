@@ -1,4 +1,4 @@
-"""Random operators inside of blocks are fused there as anywhere, and give what eager gives."""
+"""Random operators inside of blocks are fused as elsewhere, and have eager's results."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ EVENT = 5
 
 
 class Model:
-    """Builds a graph as AOTAutograd gives it: calls of overloads with fake values, and the streams that they are on."""
+    """Builds a graph in AOTAutograd's form: calls of overloads with fake values, and their streams."""
 
     def __init__(self, *devices: str) -> None:
         self.mode, self.graph = FakeTensorMode(), torch.fx.Graph()

@@ -1,4 +1,4 @@
-"""Random graphs with symbolic sizes give what eager gives, compiled once for all sizes that they allow."""
+"""Random graphs with symbolic sizes, compiled once for all sizes that they allow, have eager's results."""
 
 from __future__ import annotations
 

@@ -61,13 +61,13 @@ _BINARY = ("add.Tensor", "sub.Tensor", "mul.Tensor", "maximum.default")
 
 @dataclass(frozen=True)
 class RandomProgram:
-    """A program with the values of its symbols; `inputs(seed)` gives random flat inputs for it."""
+    """A program with the values of its symbols; `inputs(seed)` returns random flat inputs for it."""
 
     program: Program
     symbols: Mapping[str, Number]
 
     def inputs(self, seed: int) -> list[Any]:
-        """Returns fresh inputs; the same seed gives equal ones."""
+        """Returns fresh inputs, equal for equal seeds."""
         generator = torch.Generator().manual_seed(seed)
         return [
             self.symbols[item.name]
@@ -157,7 +157,7 @@ class _Builder:
         )
 
     def release(self, root: Value) -> None:
-        """Forgets a root that a line has taken, and all windows on it."""
+        """Forgets a root that a line consumes, and all windows on it."""
         self.owned.remove(root)
         self.readable = [value for value in self.readable if self.root_of[value.name] != root]
         self.others = [value for value in self.others if self.root_of[value.name] != root]
@@ -367,7 +367,7 @@ class _Builder:
         self.others.append(stacked)
 
     def call_shared(self) -> None:
-        """Calls the program's function, which takes and gives a matrix of four rows and three columns."""
+        """Calls the program's function, which takes and returns a matrix of four rows and three columns."""
         fitting = [value for value in self.readable if value.type == _SHARED]
         if fitting and self.may_call:
             operand = self.draw(st.sampled_from(fitting))
