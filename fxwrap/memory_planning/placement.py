@@ -12,11 +12,29 @@ NO_END = 1 << 126
 """Above every end: the lowest end of a section without pending buffers."""
 
 
+def in_sections(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Returns the buffers with numbers of sections for times.
+
+    A section is a maximal range of time in which all its buffers are live at once.
+    """
+    events = sorted([(last, 0, index) for index, (_, last, _) in enumerate(buffers)]
+                    + [(first, 1, index) for index, (first, _, _) in enumerate(buffers)])  # fmt: skip
+    first, last = [0] * len(buffers), [0] * len(buffers)
+    section, ended = 0, False
+    for _, starts, index in events:
+        if starts:
+            section, ended = section + ended, False
+            first[index] = section
+        else:
+            last[index], ended = section + 1, True
+    return [(begin, end, size) for begin, end, (_, _, size) in zip(first, last, buffers)]
+
+
 @dataclass(frozen=True)
 class Subproblem:
     """Buffers by index, and a capacity.
 
-    A section is a maximal range of time in which all its buffers are live at once. `neighbours` are the buffers that
+    `neighbours` are the buffers that
     share a section with each buffer, `members` those of each section. `twin_rank` orders buffers with equal ranges,
     which may be exchanged: large ones come first.
     """
@@ -32,17 +50,9 @@ class Subproblem:
     @staticmethod
     def of(buffers: Sequence[Buffer], capacity: int) -> Subproblem:
         """Returns the problem to place buffers within a capacity."""
-        events = sorted({(last, 0, index) for index, (_, last, _) in enumerate(buffers)}
-                        | {(first, 1, index) for index, (first, _, _) in enumerate(buffers)})  # fmt: skip
-        first, last = [0] * len(buffers), [0] * len(buffers)
-        section, ended = 0, False
-        for _, starts, index in events:
-            if starts:
-                section, ended = section + ended, False
-                first[index] = section
-            else:
-                last[index], ended = section + 1, True
-        members: list[list[int]] = [[] for _ in range(section + 1)]
+        ranges = in_sections(buffers)
+        first, last = [begin for begin, _, _ in ranges], [end for _, end, _ in ranges]
+        members: list[list[int]] = [[] for _ in range(max(last, default=1))]
         for index in range(len(buffers)):
             for number in range(first[index], last[index]):
                 members[number].append(index)
