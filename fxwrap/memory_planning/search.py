@@ -268,11 +268,13 @@ def _choose(state: Placement, sections: range, order: _Order, ranks: list[int], 
     else:
         keys = sorted([(count[section] / weights[section], height[section], section) for section in pending])
     for _, _, section in keys:
-        ready = [index for index in members[section] if state.is_ready(index)]
-        if ready and order.lowest_first:
-            return min(ready, key=lambda index: (state.lowest[index], ranks[index]))
-        if ready:
-            return min(ready, key=ranks.__getitem__)
+        if order.lowest_first:
+            candidates = sorted(members[section], key=lambda index: (state.lowest[index], ranks[index]))
+        else:
+            candidates = sorted(members[section], key=ranks.__getitem__)
+        index = next(filter(state.is_ready, candidates), None)
+        if index is not None:
+            return index
     return None
 
 
