@@ -20,7 +20,7 @@ Emitter: TypeAlias = Literal["python", "cpp", "fx", "interpreter"]
 EMITTERS: tuple[Emitter, ...] = get_args(Emitter)
 """The emitters whose output can run."""
 
-Planner: TypeAlias = Literal["auto", "greedy_by_size", "greedy_by_duration", "best_fit", "search"]
+Planner: TypeAlias = Literal["auto", "greedy_by_size", "greedy_by_duration", "squeaky_wheel", "best_fit", "search"]
 PLANNERS: tuple[Planner, ...] = get_args(Planner)
 """The algorithms of offset assignment in memory pools."""
 
