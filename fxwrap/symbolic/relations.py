@@ -82,7 +82,7 @@ def _divide_exactly(dividend: Size, divisor: Size) -> Size | None:
         return None
     divisor = _without_maximum(divisor)
     quotient = sympy.expand(_without_maximum(dividend)) / divisor
-    quotient = sympy.cancel(quotient) if isinstance(divisor, sympy.Add) else sympy.expand(quotient)
+    quotient = sympy.cancel(quotient) if divisor.has(sympy.Add) else sympy.expand(quotient)
     if any(sympy.fraction(term)[1] != 1 for term in sympy.Add.make_args(quotient)):
         return None
     result: Size = canonicalize(quotient)
@@ -152,20 +152,24 @@ def is_at_most(left: Size, right: Size, infos: Mapping[str, SymbolInfo]) -> bool
     if isinstance(left, int) and isinstance(right, int):
         return left <= right
     rest = _expanded_difference(right, left)
-    terms = sympy.Add.make_args(rest)
-    if all(_is_nonnegative(term, infos) for term in terms):
+    ranges = {name: _range(name, infos) for name in size_symbols(rest)}
+    if _is_nonnegative(rest, ranges):
         return True
-    lower, _ = bounds(canonicalize(rest), {name: _range(name, infos) for name in size_symbols(rest)})
+    lower, _ = bounds(canonicalize(rest), ranges)
     return lower is not None and lower >= 0
 
 
-def _is_nonnegative(term: sympy.Basic, infos: Mapping[str, SymbolInfo]) -> bool:
-    coefficient, factor = term.as_coeff_Mul()
-    bases = [item.as_base_exp()[0] for item in sympy.Mul.make_args(factor) if not item.is_Number]
-    if coefficient < 0 or not all(isinstance(base, sympy.Symbol) for base in bases):
+def _is_nonnegative(polynomial: sympy.Expr, ranges: Mapping[str, SymbolInfo]) -> bool:
+    """Whether all coefficients of a polynomial in the distances of the symbols from their lower bounds are positive."""
+    if any(info.lower is None for info in ranges.values()):
         return False
-    lowers = [_range(base.name, infos).lower for base in bases]
-    return all(lower is not None and lower >= 0 for lower in lowers)
+    shifts = {symbol: symbol + ranges[symbol.name].lower for symbol in polynomial.free_symbols}
+    for term in sympy.Add.make_args(sympy.expand(polynomial.xreplace(shifts))):
+        coefficient, factor = term.as_coeff_Mul()
+        bases = [item.as_base_exp()[0] for item in sympy.Mul.make_args(factor) if not item.is_Number]
+        if coefficient < 0 or not all(isinstance(base, sympy.Symbol) for base in bases):
+            return False
+    return True
 
 
 def _range(name: str, infos: Mapping[str, SymbolInfo]) -> SymbolInfo:

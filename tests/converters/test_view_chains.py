@@ -25,8 +25,8 @@ from fxwrap.wrapper_ir import TensorType
 
 CPU = torch.device("cpu")
 SIZES = ("1", "2", "3", "4", "6", "8", "12", "s0", "s1", "2*s0", "s0*s1", "s1 + 1")
-INFOS = {"s0": SymbolInfo("s0", 2, 64), "s1": SymbolInfo("s1", 1, None)}
-VALUES = ({"s0": 2, "s1": 1}, {"s0": 5, "s1": 4}, {"s0": 64, "s1": 7})
+INFOS = {"s0": SymbolInfo("s0", 8, 64), "s1": SymbolInfo("s1", 9, None)}
+VALUES = ({"s0": 8, "s1": 9}, {"s0": 11, "s1": 13}, {"s0": 64, "s1": 10})
 
 
 def tensor_type(sizes: Any, strides: Any, offset: Any = 0) -> TensorType:
