@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Compiled, Options
 from fxwrap.comparison import GRADIENT_NORM_FLOOR, copy_inputs, tensor_error
-from fxwrap.lines import Launch
+from fxwrap.lines import Launch, View
 from fxwrap.wrapper_ir import Program, symbol_infos
 from tests.artifact.fresh_process import run_in_fresh_process
 from tests.rewrite.test_models import (
@@ -225,3 +225,24 @@ def test_another_process_runs_all_models(device: str, tmp_path: Path) -> None:
     assert apart.by_triton == [] and apart.tracing == {name: [] for name in SIX}
     for name, case in actual.items():
         case.assert_same([*apart.results[name], *case.inputs])
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_views_need_no_as_strided(name: str) -> None:
+    """Views are chains of operators on their bases, for constant and symbolic sizes, forward and backward."""
+    shallow = SHALLOW[name]
+    captured = [*capture_graphs(shallow, training=True), *capture_graphs(shallow, training=False, dynamic=True)]
+    views = 0
+    for item in captured:
+        assert not _by_storage(item.graph_module)
+        program = fxwrap.compile_graph(item.graph_module, options=Options(emitter="interpreter")).program
+        module = fxwrap.to_fx(program).graph_module
+        assert not _by_storage(module)
+        views += sum(isinstance(node.meta.get("fxwrap_line"), View) for node in module.graph.nodes)
+    assert views > 5
+
+
+def _by_storage(module: GraphModule) -> list[Node]:
+    """Returns the nodes that view or measure the storage of a tensor."""
+    targets = (torch.ops.aten.as_strided.default, torch.ops.aten.sym_storage_offset.default)
+    return [node for target in targets for node in module.graph.find_nodes(op="call_function", target=target)]

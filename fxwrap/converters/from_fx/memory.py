@@ -11,8 +11,7 @@ from torch.fx import Node
 from fxwrap.converters.from_fx.calls import import_operator_call, infer_view_type
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
 from fxwrap.converters.from_fx.numbers import import_storage_offset
-from fxwrap.converters.fx.types import VIEW_OPERATORS
-from fxwrap.converters.view_chains import view_form
+from fxwrap.converters.view_operators import VIEW_OVERLOADS, returns_view, view_operator
 from fxwrap.lines import Alloc, ExternCall, Pool, PoolSlice, Reuse, View, Workspace
 from fxwrap.symbolic import Size, make_symbol, product, total
 from fxwrap.torch_compat import is_plain_view
@@ -133,10 +132,9 @@ def _original_type(importer: GraphImporter, node: Node, base: Value) -> TensorTy
     line = importer.original_line(node, View)
     if line is None or line.base.type != base.type:
         return None
-    form = view_form(base.tensor_type, line.result.tensor_type)
-    arguments = tuple([importer.argument(node, item) for item in node.args[1:]])
-    same = node.target is VIEW_OPERATORS[form.kind] and arguments == form.arguments
-    return line.result.tensor_type if same else None
+    operator_ = view_operator(node.target, [importer.argument(node, item) for item in node.args[1:]])
+    type_ = line.result.tensor_type
+    return type_ if returns_view(operator_, base.tensor_type, type_, importer.state.symbols.infos) else None
 
 
 def _has_no_lazy_bits(node: Node) -> bool:
@@ -215,7 +213,7 @@ def _is_as_strided_at(view: Node, offset: Node, base: object) -> bool:
     return is_as_strided and view.args[3] is offset and view.args[0] is base
 
 
-_VIEWS = frozenset(VIEW_OPERATORS.values()) - {_ATEN.as_strided.default}
+_VIEWS = frozenset(VIEW_OVERLOADS.values()) - {_ATEN.as_strided.default}
 
 MEMORY: NodeImporters = {
     _ATEN.empty_strided.default: _alloc,

@@ -25,7 +25,7 @@ class ImportedSymbols:
     """
 
     def __init__(self, infos: Mapping[str, SymbolInfo], claimed: frozenset[str], ambiguous: frozenset[str]) -> None:
-        self._infos = dict(infos)
+        self.infos = dict(infos)
         self._used_names = {*infos, *claimed}
         self._counts: dict[str, int] = {}
         self._from_torch: dict[sympy.Basic, sympy.Basic] = {}
@@ -34,7 +34,7 @@ class ImportedSymbols:
 
     def info(self, name: str) -> SymbolInfo:
         """Returns the range, hint and divisor of a symbol."""
-        return self._infos.get(name) or SymbolInfo(name)
+        return self.infos.get(name) or SymbolInfo(name)
 
     def fresh(self, prefix: str) -> SymbolInfo:
         """Returns a new symbol."""
@@ -54,7 +54,7 @@ class ImportedSymbols:
         """Returns the symbol that a node defines: its own, or a new one if a line defines that already."""
         if info.name not in self.defined:
             self._used_names.add(info.name)
-            self._infos.setdefault(info.name, info)
+            self.infos.setdefault(info.name, info)
             return info
         other = self.fresh(info.name.rstrip("0123456789"))
         return SymbolInfo(other.name, info.lower, info.upper, info.hint, info.divisor)
@@ -92,7 +92,7 @@ class ImportedSymbols:
             name = self.fresh(prefix if is_symbol_name(f"{prefix}0") else "s").name
         self._used_names.add(name)
         lower, upper = symbol_bounds(number)
-        self._infos[name] = SymbolInfo(name, lower, upper, symbol_hint(number))
+        self.infos[name] = SymbolInfo(name, lower, upper, symbol_hint(number))
         return make_symbol(name)
 
     def type_of(self, fake: torch.Tensor) -> TensorType:

@@ -15,10 +15,10 @@ from fxwrap.converters.base import Handler
 from fxwrap.converters.fx import control, kernels
 from fxwrap.converters.fx.emitter import GraphEmitter
 from fxwrap.converters.fx.nodes import CallTarget
-from fxwrap.converters.fx.types import VIEW_OPERATORS
-from fxwrap.converters.view_chains import ViewForm, view_chain
+from fxwrap.converters.view_chains import view_chain
+from fxwrap.converters.view_operators import VIEW_OVERLOADS, ViewOperator
 from fxwrap.inference import FakeValues
-from fxwrap.symbolic import floor_divide, make_symbol
+from fxwrap.symbolic import difference, floor_divide, make_symbol
 from fxwrap.torch_compat import OpOverload
 from fxwrap.wrapper_ir import LineBase, ListType, Program, Size, TensorType, Value, element_type
 
@@ -68,27 +68,28 @@ class FxConverter(GraphEmitter):
 
     def view(self, line: lines.View) -> None:
         """Adds the shortest chain of view operators; each node has a line of its own."""
-        base = line.base
-        *steps, last = view_chain(base.tensor_type, line.result.tensor_type)
+        base, type_ = line.base, line.result.tensor_type
+        *steps, last = view_chain(base.tensor_type, type_, self.symbol_infos)
         for number, step in enumerate(steps):
-            result = Value(f"{line.result.name}.{number}", step.type)
+            result = Value(f"{line.result.name}.{number}", step.layout.applied_to(type_))
             view = lines.View(result, base, origin=line.origin)
-            self._view(view, step.form, f"{line.result.name}_{step.form.kind}").meta["fxwrap_chain_step"] = True
+            node = self._view(view, step.operator, f"{line.result.name}_{step.operator.kind}")
+            node.meta["fxwrap_chain_step"] = True
             base = result
-        self._view(line if not steps else dataclasses.replace(line, base=base), last.form, line.result.name)
+        self._view(line if not steps else dataclasses.replace(line, base=base), last.operator, line.result.name)
 
-    def _view(self, line: lines.View, form: ViewForm, name_hint: str) -> Node:
+    def _view(self, line: lines.View, operator_: ViewOperator, name_hint: str) -> Node:
         base, type_ = self.writer.argument(line.base), line.result.tensor_type
-        offset = type_.storage_offset - line.base.tensor_type.storage_offset
-        if form.kind == "as_strided":
+        offset = difference(type_.storage_offset, line.base.tensor_type.storage_offset)
+        if operator_.kind == "as_strided":
             arguments = [base, *self.writer.layout(type_), *self._offset_arguments(base, offset)]
         else:
-            arguments = [base, *[self.writer.argument(item) for item in form.arguments]]
+            arguments = [base, *[self.writer.argument(item) for item in operator_.arguments]]
         val = self.fakes.view(line.result, line.base, offset)
-        node = self.writer.call(VIEW_OPERATORS[form.kind], arguments, name=name_hint, val=val)
+        node = self.writer.call(VIEW_OVERLOADS[operator_.kind], arguments, name=name_hint, val=val)
         node.meta["fxwrap_line"] = line
-        if form.kind == "as_strided":
-            node.meta["fxwrap_as_strided"] = "no chain of view operators has these sizes and strides"
+        if operator_.kind == "as_strided":
+            node.meta["fxwrap_as_strided"] = "no chain of view operators has these sizes, strides and offset"
         self.writer.nodes[line.result.name] = node
         return node
 

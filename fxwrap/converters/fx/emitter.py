@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import operator
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node
@@ -15,7 +16,17 @@ from fxwrap.converters.fx.nodes import CallTarget, GraphWriter, fake_returned_op
 from fxwrap.inference import FakeValues
 from fxwrap.lines import ExtensionLine
 from fxwrap.symbolic import SymbolInfo
-from fxwrap.wrapper_ir import Block, LineBase, Program, Size, TensorType, Value, multi_stream_roots, program_arguments
+from fxwrap.wrapper_ir import (
+    Block,
+    LineBase,
+    Program,
+    Size,
+    TensorType,
+    Value,
+    multi_stream_roots,
+    program_arguments,
+    symbol_infos,
+)
 
 
 class SubmoduleTable:
@@ -76,6 +87,11 @@ class GraphEmitter(Converter):
         self.multi_stream_roots: frozenset[str] = frozenset()
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
+    @cached_property
+    def symbol_infos(self) -> dict[str, SymbolInfo]:
+        """The declarations of the program's symbols."""
+        return symbol_infos(self.program)
+
     def convert_block(self, block: Block) -> None:
         """Converts a block's lines."""
         self.multi_stream_roots = multi_stream_roots(block.lines, [*program_arguments(self.program), *block.arguments])
@@ -90,6 +106,7 @@ class GraphEmitter(Converter):
         """
         inner = type(self)(self.program, self.fakes, self.handlers, aten_only=self.aten_only)
         inner.modules = SubmoduleTable(self.modules.by_key)
+        inner.symbol_infos = self.symbol_infos
         for value in block.arguments:
             inner.writer.placeholder(value, self.fakes.root(value))
         for name in symbols:

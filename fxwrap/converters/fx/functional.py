@@ -20,8 +20,8 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.converters.fx import kernels
 from fxwrap.converters.fx.converter import FxConverter
 from fxwrap.converters.fx.nodes import CallTarget
-from fxwrap.converters.fx.types import VIEW_OPERATORS
 from fxwrap.converters.view_chains import ViewStep, view_chain
+from fxwrap.converters.view_operators import VIEW_OVERLOADS
 from fxwrap.devices import language_traits
 from fxwrap.wrapper_ir import Block, LineBase, TensorType, Value
 
@@ -151,12 +151,12 @@ class FunctionalConverter(FxConverter):
 
     def _scatter_into(self, root: Value, value: Value, node: Node) -> Node:
         """Returns a copy of a memory with a view of it overwritten."""
-        steps = view_chain(root.tensor_type, value.tensor_type)
+        steps = view_chain(root.tensor_type, value.tensor_type, self.symbol_infos)
         bases, base = [], root
         for number, step in enumerate(steps):
             bases.append(base)
             if number + 1 < len(steps):
-                inner = Value(f"{value.name}.base{number}", step.type)
+                inner = Value(f"{value.name}.base{number}", step.layout.applied_to(value.tensor_type))
                 super().view(lines.View(inner, base, origin=self._origin()))
                 base = inner
         for step, base in zip(reversed(steps), reversed(bases), strict=True):
@@ -165,14 +165,14 @@ class FunctionalConverter(FxConverter):
 
     def _inverse(self, step: ViewStep, base: Value, node: Node) -> Node:
         """Returns the base of a view with the view overwritten."""
-        old, kind, arguments = self.writer.nodes[base.name], step.form.kind, step.form.arguments
+        old, kind, arguments = self.writer.nodes[base.name], step.operator.kind, step.operator.arguments
         val = self.fakes.root(Value(base.name, replace(base.tensor_type, storage_offset=0)))
         if kind == "as_strided":
             numbers = [*map(self.writer.argument, arguments[:2]), *self._offset_arguments(old, arguments[2])]
         else:
             numbers = [self.writer.argument(item) for item in arguments]
         match kind:
-            case "view":
+            case "view" | "unsqueeze":
                 return self.writer.call(
                     _ATEN.view.default, [node, self.writer.argument(base.tensor_type.sizes)], val=val
                 )
@@ -183,7 +183,7 @@ class FunctionalConverter(FxConverter):
                 return self.writer.call(_SCATTERS[kind], [old, node, *numbers], name=base.name, val=val)
             case _:
                 assert self.writer.line is not None
-                raise self.unsupported(self.writer.line, f"it writes through {VIEW_OPERATORS[kind]}")
+                raise self.unsupported(self.writer.line, f"it writes through {VIEW_OVERLOADS[kind]}")
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

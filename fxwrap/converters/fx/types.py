@@ -15,24 +15,12 @@ import torch
 from torch.fx import Node
 
 from fxwrap import torch_compat
-from fxwrap.converters.view_chains import view_form
+from fxwrap.converters.view_operators import VIEW_OVERLOADS, returns_view, view_operator
 from fxwrap.lines import Alloc, ExternCall, Launch, View
 from fxwrap.runtime.library import cpp_kernel_functional_operator, cpp_kernel_operator, result_layouts
 from fxwrap.wrapper_ir import TensorType, Value
 
 _ATEN = torch.ops.aten
-
-VIEW_OPERATORS = {
-    "view": _ATEN.view.default,
-    "permute": _ATEN.permute.default,
-    "expand": _ATEN.expand.default,
-    "slice": _ATEN.slice.Tensor,
-    "select": _ATEN.select.int,
-    "diagonal": _ATEN.diagonal.default,
-    "unfold": _ATEN.unfold.default,
-    "as_strided": _ATEN.as_strided.default,
-}
-"""The operator of a view, by the kind of its form."""
 
 
 def known_types(nodes: Iterable[Node]) -> dict[Node, TensorType]:
@@ -78,13 +66,10 @@ def _is_view(node: Node, line: View, known: dict[Node, TensorType]) -> bool:
     base = node.args[0] if node.args else None
     if not isinstance(base, Node) or known.get(base) != old or node.kwargs:
         return False
-    form = view_form(old, new)
-    arguments = form.arguments
-    if form.kind == "as_strided":
-        if new.storage_offset != old.storage_offset:
-            return False  # a node computes the offset
-        arguments = arguments[:2]
-    return node.target is VIEW_OPERATORS[form.kind] and _arguments_match(arguments, node.args[1:], known)
+    if node.target is _ATEN.as_strided.default:
+        arguments = (new.sizes, new.strides)  # a node computes another offset
+        return new.storage_offset == old.storage_offset and _arguments_match(arguments, node.args[1:], known)
+    return node.all_input_nodes == [base] and returns_view(view_operator(node.target, node.args[1:]), old, new, {})
 
 
 def _result_type(node: Node, line: ExternCall, known: dict[Node, TensorType]) -> TensorType | None:
@@ -149,7 +134,7 @@ def _arguments_match(then: object, now: object, known: dict[Node, TensorType]) -
     return type(then) is type(now) and bool(then == now)
 
 
-_VIEWS = frozenset(VIEW_OPERATORS.values())
+_VIEWS = frozenset(VIEW_OVERLOADS.values())
 _LAUNCHES = frozenset({cpp_kernel_operator, torch_compat.triton_launch})
 
 

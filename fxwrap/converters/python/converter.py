@@ -19,7 +19,7 @@ from fxwrap.converters.emitted_program import (
     kernel_texts,
 )
 from fxwrap.converters.python.text import INDENT, PythonModule, call_text, literal_text, tuple_text, unpack_text
-from fxwrap.converters.view_chains import view_form
+from fxwrap.converters.view_chains import single_view_operator
 from fxwrap.converters.views import arguments_written_by_kernels, untracked_views
 from fxwrap.devices import language_traits
 from fxwrap.runtime.graph_capture.replay import GraphManager, bind_graph_lifetime
@@ -150,19 +150,19 @@ class PythonConverter(Converter):
     def _torch_view(self, line: lines.View) -> str:
         """Returns a torch view, which has the `_base` and the version counter of eager mode."""
         base, type_ = self.text(line.base), line.result.tensor_type
-        form = view_form(line.base.tensor_type, type_)
-        match form.kind:
-            case "slice" if form.arguments[3] == 1:
-                dim, start, end, _ = form.arguments
-                return f"{base}.narrow({dim}, {self.text(start)}, {self.text(end - start)})"
+        view = single_view_operator(line.base.tensor_type, type_)
+        match view.kind:
+            case "slice" if {int}.issuperset(map(type, view.arguments)) and view.arguments[3] == 1:
+                dim, start, end, _ = view.arguments
+                return f"{base}.narrow({dim}, {start}, {end - start})"
             case "slice" | "as_strided":
                 offset = type_.storage_offset - line.base.tensor_type.storage_offset
                 shift = "" if offset == 0 else f", {base}.storage_offset() + {self._operand(offset)}"
                 return f"{base}.as_strided({self._sizes(type_.sizes)}, {self._sizes(type_.strides)}{shift})"
             case "view" | "permute" | "expand":
-                return f"{base}.{form.kind}({self._sizes(form.arguments[0])})"
+                return f"{base}.{view.kind}({self._sizes(view.arguments[0])})"
             case _:
-                return f"{base}.{form.kind}({', '.join(map(self.text, form.arguments))})"
+                return f"{base}.{view.kind}({', '.join(map(self.text, view.arguments))})"
 
     def _operand(self, size: ir.Size) -> str:
         text = self.text(size)

@@ -1,0 +1,179 @@
+"""Relations of sizes that hold for all values of their symbols: exact quotients, equality, order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+
+from fxwrap.caching import bounded_cache
+from fxwrap.symbolic.callables import evaluate
+from fxwrap.symbolic.canonicalize import SymbolInfo, bounds, canonicalize, product, total
+from fxwrap.symbolic.symbols import Size
+
+__all__ = [
+    "difference",
+    "divide_exactly",
+    "is_at_most",
+    "is_equal",
+    "simplify_by_ranges",
+    "size_symbols",
+    "split_multiple",
+]
+
+
+_MAX_VALUES = 256
+"""The largest range whose values are all tried."""
+
+
+def size_symbols(size: Size) -> set[str]:
+    """Returns the names of a size's symbols."""
+    return set() if isinstance(size, int) else {symbol.name for symbol in size.free_symbols}
+
+
+def difference(left: Size, right: Size) -> Size:
+    """Returns `left - right`."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left - right
+    return _difference(left, right)
+
+
+@bounded_cache(16384)
+def _difference(left: Size, right: Size) -> Size:
+    return total((left, product((-1, right))))
+
+
+def is_equal(left: Size, right: Size) -> bool:
+    """Whether two sizes are equal for all values of their symbols; `max(size, 1)` in a stride counts as `size`.
+
+    torch writes the strides of tensors that may be empty with such a maximum, and an empty tensor has no elements.
+    """
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    return left == right or _expanded_difference(left, right) == 0
+
+
+@bounded_cache(16384)
+def _expanded_difference(left: Size, right: Size) -> sympy.Basic:
+    return sympy.expand(_without_maximum(left) - _without_maximum(right))
+
+
+def _without_maximum(size: Size) -> sympy.Basic:
+    expression = sympy.sympify(size)
+    if not any(map(_is_maximum_with_one, sympy.preorder_traversal(expression))):
+        return expression
+    return expression.replace(_is_maximum_with_one, lambda *operands: next(item for item in operands if item != 1))
+
+
+def _is_maximum_with_one(node: sympy.Basic) -> bool:
+    return node.func.__name__ == "Max" and len(node.args) == 2 and 1 in node.args
+
+
+def divide_exactly(dividend: Size, divisor: Size) -> Size | None:
+    """Returns the quotient if the division is exact for all values of the symbols, else None."""
+    if isinstance(dividend, int) and isinstance(divisor, int):
+        return dividend // divisor if divisor and dividend % divisor == 0 else None
+    return _divide_exactly(dividend, divisor)
+
+
+@bounded_cache(16384)
+def _divide_exactly(dividend: Size, divisor: Size) -> Size | None:
+    if divisor == 0:
+        return None
+    divisor = _without_maximum(divisor)
+    quotient = sympy.expand(_without_maximum(dividend)) / divisor
+    quotient = sympy.cancel(quotient) if divisor.has(sympy.Add) else sympy.expand(quotient)
+    if any(sympy.fraction(term)[1] != 1 for term in sympy.Add.make_args(quotient)):
+        return None
+    result: Size = canonicalize(quotient)
+    return result
+
+
+def split_multiple(size: Size, divisor: Size) -> tuple[Size, Size]:
+    """Returns `(quotient, rest)` with `size = quotient * divisor + rest`: of each term, the multiples of the divisor.
+
+    For constants it is the floor division; the rest of a symbolic size may be larger than the divisor.
+    """
+    if isinstance(size, int) and isinstance(divisor, int):
+        return divmod(size, divisor)
+    quotients: list[Size] = []
+    rest: list[Size] = []
+    for term in sympy.Add.make_args(sympy.expand(_without_maximum(size))):
+        number: Size = canonicalize(term)
+        quotient = divide_exactly(number, divisor)
+        if quotient is None and isinstance(number, int) and isinstance(divisor, int):
+            quotient, number = divmod(number, divisor)
+            rest.append(number)
+        elif quotient is None:
+            rest.append(number)
+        if quotient is not None:
+            quotients.append(quotient)
+    return total(quotients), total(rest)
+
+
+def simplify_by_ranges(size: Size, infos: Mapping[str, SymbolInfo]) -> Size:
+    """Returns a size with a constant for each function that has one value in the ranges of its symbols."""
+    if isinstance(size, int) or size.is_Symbol:
+        return size
+    known = {name: infos[name] for name in sorted(size_symbols(size)) if name in infos}
+    return _simplify_by_ranges(size, tuple(known.values()))
+
+
+@bounded_cache(16384)
+def _simplify_by_ranges(size: sympy.Expr, infos: tuple[SymbolInfo, ...]) -> Size:
+    ranges = {info.name: info for info in infos}
+    constants = {}
+    for node in sympy.preorder_traversal(size):
+        if node.is_Atom or isinstance(node, sympy.Add | sympy.Mul | sympy.Pow):
+            continue
+        lower, upper = bounds(node, ranges)
+        if lower is not None and lower == upper:
+            constants[node] = sympy.sympify(lower)
+    simplified: Size = canonicalize(size.xreplace(constants)) if constants else size
+    only_value = None if isinstance(simplified, int) else _only_value(simplified, ranges)
+    return simplified if only_value is None else only_value
+
+
+def _only_value(size: sympy.Expr, infos: Mapping[str, SymbolInfo]) -> int | None:
+    """Returns the value of a size with functions of one symbol of few values, if it is the same for each of them."""
+    names = size_symbols(size)
+    info = infos.get(min(names, default=""))
+    if len(names) != 1 or info is None or not isinstance(info.lower, int) or not isinstance(info.upper, int):
+        return None
+    if info.upper - info.lower > _MAX_VALUES or not size.atoms(sympy.Function):
+        return None
+    values = {evaluate(size, {info.name: value}) for value in range(info.lower, info.upper + 1)}
+    (value,) = values if len(values) == 1 else (None,)
+    return value if isinstance(value, int) else None
+
+
+def is_at_most(left: Size, right: Size, infos: Mapping[str, SymbolInfo]) -> bool:
+    """Whether `left <= right` for all values of the symbols, by their ranges; sizes `s...` without one are positive."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left <= right
+    rest = _expanded_difference(right, left)
+    ranges = {name: _range(name, infos) for name in size_symbols(rest)}
+    if _is_nonnegative(rest, ranges):
+        return True
+    lower, _ = bounds(canonicalize(rest), ranges)
+    return lower is not None and lower >= 0
+
+
+def _is_nonnegative(polynomial: sympy.Expr, ranges: Mapping[str, SymbolInfo]) -> bool:
+    """Whether all coefficients of a polynomial in the distances of the symbols from their lower bounds are positive."""
+    if any(info.lower is None for info in ranges.values()):
+        return False
+    shifts = {symbol: symbol + ranges[symbol.name].lower for symbol in polynomial.free_symbols}
+    for term in sympy.Add.make_args(sympy.expand(polynomial.xreplace(shifts))):
+        coefficient, factor = term.as_coeff_Mul()
+        bases = [item.as_base_exp()[0] for item in sympy.Mul.make_args(factor) if not item.is_Number]
+        if coefficient < 0 or not all(isinstance(base, sympy.Symbol) for base in bases):
+            return False
+    return True
+
+
+def _range(name: str, infos: Mapping[str, SymbolInfo]) -> SymbolInfo:
+    info = infos.get(name)
+    if info is None:
+        return SymbolInfo(name, lower=1 if name.startswith("s") else None)
+    return info

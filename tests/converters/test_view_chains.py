@@ -1,0 +1,134 @@
+"""Chains of view operators: each has the layout of the view, and a view that operators made has a chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fxwrap
+from fxwrap.converters.view_chains import view_chain
+from fxwrap.converters.view_operators import (
+    VIEW_OVERLOADS,
+    StridedLayout,
+    ViewOperator,
+    is_same_view,
+    layout_of,
+    result_layout,
+    view_operator,
+)
+from fxwrap.symbolic import SymbolInfo, evaluate, parse_expr, product
+from fxwrap.wrapper_ir import TensorType
+
+CPU = torch.device("cpu")
+SIZES = ("1", "2", "3", "4", "6", "8", "12", "s0", "s1", "2*s0", "s0*s1", "s1 + 1")
+INFOS = {"s0": SymbolInfo("s0", 8, 64), "s1": SymbolInfo("s1", 9, None)}
+VALUES = ({"s0": 8, "s1": 9}, {"s0": 11, "s1": 13}, {"s0": 64, "s1": 10})
+
+
+def tensor_type(sizes: Any, strides: Any, offset: Any = 0) -> TensorType:
+    return TensorType(torch.float32, tuple(sizes), tuple(strides), CPU, offset)
+
+
+@st.composite
+def operators(draw: st.DrawFn, layout: StridedLayout) -> ViewOperator:
+    """An operator that accepts a tensor, without windows and diagonals if it is symbolic."""
+    rank = len(layout.sizes)
+    dim = draw(st.integers(0, max(rank - 1, 0)))
+    size = layout.sizes[dim] if rank else 1
+    possible = ["unsqueeze", "expand"]
+    possible += ["permute", "select", "slice", "split", "merge"] if rank > 1 else ["select", "slice"] if rank else []
+    possible += ["diagonal"] if rank > 1 and layout.is_static else []
+    match draw(st.sampled_from(possible)):
+        case "unsqueeze":
+            return ViewOperator("unsqueeze", (draw(st.integers(0, rank)),))
+        case "expand":
+            sizes = [
+                draw(st.sampled_from([2, 3])) if item == 1 and draw(st.booleans()) else item for item in layout.sizes
+            ]
+            return ViewOperator("expand", (tuple([*draw(st.sampled_from([[], [2]])), *sizes]),))
+        case "permute":
+            return ViewOperator("permute", (tuple(draw(st.permutations(range(rank)))),))
+        case "select":
+            return ViewOperator("select", (dim, draw(st.integers(0, size - 1)) if isinstance(size, int) else 0))
+        case "slice" if isinstance(size, int):
+            start = draw(st.integers(0, size - 1))
+            step = draw(st.sampled_from([1, 1, 2, 3]))
+            return ViewOperator("slice", (dim, start, draw(st.integers(start + 1, size)), step))
+        case "slice":
+            return ViewOperator("slice", (dim, draw(st.sampled_from([0, 1])), size, 1))
+        case "split":
+            factors = [item for item in (2, 3, 4) if isinstance(size, int) and size % item == 0]
+            parts = (size // factors[-1], factors[-1]) if factors else (size, 1)
+            return ViewOperator("view", ((*layout.sizes[:dim], *parts, *layout.sizes[dim + 1 :]),))
+        case "merge":
+            dim = min(dim, rank - 2)
+            merged = product(layout.sizes[dim : dim + 2])
+            return ViewOperator("view", ((*layout.sizes[:dim], merged, *layout.sizes[dim + 2 :]),))
+        case _:
+            first, second = draw(st.permutations(range(rank)))[:2]
+            return ViewOperator("diagonal", (draw(st.sampled_from([0, 0, 1, -1])), first, second))
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[TensorType, TensorType, bool]:
+    """A base, a view of it, and whether it has a diagonal."""
+    sizes = tuple(map(parse_expr, draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=4))))
+    dense = TensorType.contiguous(torch.float32, sizes, CPU)
+    order = draw(st.permutations(range(len(sizes)))) if draw(st.booleans()) else range(len(sizes))
+    base = tensor_type(
+        [dense.sizes[d] for d in order], [dense.strides[d] for d in order], draw(st.sampled_from([0, 7]))
+    )
+    layout, diagonal = layout_of(base), False
+    for _ in range(draw(st.integers(1, 4))):
+        operator = draw(operators(layout))
+        following = result_layout(operator, layout)
+        if following is not None and all(INFOS.keys() >= symbols(size) for size in following.sizes):
+            layout, diagonal = following, diagonal or operator.kind == "diagonal"
+    return base, tensor_type(layout.sizes, layout.strides, layout.offset), diagonal
+
+
+def symbols(size: Any) -> set[str]:
+    return set() if isinstance(size, int) else {symbol.name for symbol in size.free_symbols}
+
+
+def at(numbers: Any, values: dict[str, int]) -> Any:
+    if isinstance(numbers, tuple):
+        return [at(item, values) for item in numbers]
+    return int(evaluate(numbers, values))
+
+
+def tensor_of(type_: TensorType, values: dict[str, int], storage: torch.Tensor) -> torch.Tensor:
+    return storage.as_strided(*at((type_.sizes, type_.strides, type_.storage_offset), values))
+
+
+def apply_chain(tensor: torch.Tensor, base: TensorType, view: TensorType, values: dict[str, int]) -> torch.Tensor:
+    """Applies the operators with torch; after each, the tensor has the layout that the chain states."""
+    for step in view_chain(base, view, INFOS):
+        arguments: list[Any] = at(step.operator.arguments, values)
+        if step.operator.kind == "as_strided":
+            arguments[2] += tensor.storage_offset()
+        tensor = VIEW_OVERLOADS[step.operator.kind](tensor, *arguments)
+        layout = step.layout
+        assert list(tensor.shape) == at(layout.sizes, values)
+        if tensor.numel():
+            assert tensor.storage_offset() == at(layout.offset, values)
+            strides = zip(tensor.shape, tensor.stride(), at(layout.strides, values), strict=True)
+            assert all(size == 1 or one == other for size, one, other in strides)
+    return tensor
+
+
+@given(views())
+def test_chains_have_the_layout_of_the_view(case: tuple[TensorType, TensorType, bool]) -> None:
+    """By torch, for several values of the symbols; a view that operators made needs no as_strided."""
+    base, view, diagonal = case
+    storage = torch.arange(400_000)
+    for values in VALUES:
+        if max(at(base.element_count, values), 1) < 300_000:
+            tensor = tensor_of(base, values, storage)
+            assert torch.equal(apply_chain(tensor, base, view, values), tensor_of(view, values, storage))
+    kinds = [step.operator.kind for step in view_chain(base, view, INFOS)]
+    assert diagonal or "as_strided" not in kinds
