@@ -24,6 +24,7 @@ from fxwrap.converters.fx.types import VIEW_OPERATORS
 from fxwrap.converters.view_chains import ViewStep, view_chain
 from fxwrap.devices import language_traits
 from fxwrap.wrapper_ir import Block, LineBase, TensorType, Value
+from fxwrap.wrapper_ir.operators import operator_name
 
 _ATEN = torch.ops.aten
 
@@ -235,7 +236,9 @@ class FunctionalConverter(FxConverter):
         for value in line.outs:
             self.prepare_write(value)
         results = tuple([Value(value.name, _dense(value.tensor_type)) for value in line.outs])
-        self.results(line.replace(results=results, outs=()), target, *self._operands(line))
+        plain = line.replace(results=results, outs=(), target=operator_name(target))
+        self.writer.line = plain  # its metadata has the types of the results
+        self.results(plain, target, *self._operands(line))
         for value in line.outs:
             if value.tensor_type.strides != _dense(value.tensor_type).strides:
                 raise self.unsupported(line, "its out argument is not contiguous")
@@ -249,15 +252,29 @@ class FunctionalConverter(FxConverter):
         assert isinstance(line, lines.Mutate)
         for value in line.writes:
             self.prepare_write(value)
+        if self._overwrites_part(line):
+            self.store(line.writes[0], self.writer.argument(line.arguments[1]))
+            return
         target = torch_compat.functional_of_in_place(line.target)
         if target is None or len(line.writes) != 1:
             self._call_on_copies(line)
             return
         (written,) = line.writes
-        self._write(written, target, *self._operands(line))
+        arguments, keywords = self._operands(line)
+        self._write(written, target, arguments, {**keywords, **_missing_arguments(line, target)})
         for result in ir.defined(line):
             self.writer.nodes[result.name] = self.writer.nodes[written.name]
             self.fakes.view(result, written, 0)
+
+    def _overwrites_part(self, line: lines.Mutate) -> bool:
+        """Whether a line copies a tensor into a part of a memory of the same type: it is scattered into it."""
+        match line:
+            case lines.Mutate(target="aten.copy_.default", arguments=(Value() as into, Value() as source)):
+                old, new = into.tensor_type, source.tensor_type
+                same = (old.dtype, old.sizes, old.device) == (new.dtype, new.sizes, new.device)
+                return same and not line.keywords and not _covers(old, self._memory[into.name].root.tensor_type)
+            case _:
+                return False
 
     def _call_on_copies(self, line: lines.Mutate) -> None:
         """Adds a call that returns the operator's results, then the new contents of the operands it writes."""
@@ -369,6 +386,17 @@ def _without_gaps(type_: TensorType) -> TensorType:
 
 def _dense(type_: TensorType) -> TensorType:
     return TensorType.contiguous(type_.dtype, type_.sizes, type_.device)
+
+
+def _missing_arguments(line: lines.Mutate, target: torch_compat.OpOverload) -> dict[str, object]:
+    """Returns the defaults of an in-place operator for arguments that its functional overload requires."""
+    defaults = torch_compat.operator_arguments(line.target) or {}
+    required = torch_compat.operator_arguments(operator_name(target)) or {}
+    names = {*[name for name, _ in line.keywords], *list(defaults)[: len(line.arguments)]}
+    return {
+        name: defaults[name] for name, default in required.items()
+        if default is torch_compat.REQUIRED and name not in names
+    }  # fmt: skip
 
 
 def _needed_symbols(program: ir.Program) -> frozenset[str]:
