@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from fxwrap import lines, torch_compat
 from fxwrap import wrapper_ir as ir
+from fxwrap.converters.access_order import Accesses
 from fxwrap.converters.fx import kernels
 from fxwrap.converters.fx.converter import FxConverter
 from fxwrap.converters.fx.nodes import CallTarget
@@ -57,6 +58,10 @@ class FunctionalConverter(FxConverter):
                 self._add_memory(value, holder=value)
                 self._external[value.name] = self.writer.nodes[value.name]
         super().convert_block(block)
+
+    def access_order(self, block: Block, arguments: Sequence[Value]) -> Mapping[int, Accesses]:
+        """Returns none: operands determine the order."""
+        return {}
 
     def _dispatch(self, line: LineBase) -> None:
         if not isinstance(line, lines.View | lines.PoolSlice | lines.ExtensionLine):
