@@ -18,7 +18,7 @@ from torch.fx import Node
 from fxwrap import lines, torch_compat
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.access_order import Accesses
-from fxwrap.converters.fx import kernels
+from fxwrap.converters.fx import control, kernels
 from fxwrap.converters.fx.converter import FxConverter
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.fx.types import VIEW_OPERATORS
@@ -48,6 +48,7 @@ class FunctionalConverter(FxConverter):
         self._versions: dict[str, int] = {}  # of the nodes of values
         self._definitions: dict[str, LineBase] = {}  # of values that alias another
         self._external: dict[str, Node] = {}  # inputs and constants
+        self._written: list[Value] = []  # arguments that the block writes: it returns their new contents
         self._symbols: frozenset[str] | None = None  # those that lines use which have nodes
 
     def convert_block(self, block: Block) -> None:
@@ -57,6 +58,7 @@ class FunctionalConverter(FxConverter):
             if isinstance(value.type, TensorType):
                 self._add_memory(value, holder=value)
                 self._external[value.name] = self.writer.nodes[value.name]
+        self._written = [] if block is self.program.body else _written_arguments(block)
         super().convert_block(block)
 
     def access_order(self, block: Block, arguments: Sequence[Value]) -> Mapping[int, Accesses]:
@@ -326,6 +328,35 @@ class FunctionalConverter(FxConverter):
         if line.symbol.name in self._symbols:
             super().let(line)
 
+    # --- functions --------------------------------------------------------------------------------------------------
+
+    def call_function(self, line: lines.CallFunction) -> None:
+        """Adds the call of a function, which returns the new contents of the operands that it writes."""
+        block = dict(self.program.functions)[line.function]
+        written = {value.name for value in _written_arguments(block)}
+        operands = [item for value, item in zip(block.arguments, line.operands, strict=True) if value.name in written]
+        targets = [item for item in operands if isinstance(item, Value)]
+        if not targets:
+            control.call_function(self, line)
+            return
+        if line.max_captures:
+            raise self.unsupported(line, "a captured function writes its operands; compile without cuda_graphs")
+        memories = [self._memory[value.name].root.name for value in ir.values_in(line.operands)
+                    if value.name in self._memory]  # fmt: skip
+        if any(memories.count(self._memory[value.name].root.name) > 1 for value in targets):
+            raise self.unsupported(line, "an operand that the function writes shares memory with another one")
+        for value in targets:
+            self.prepare_write(value)
+        results = (*line.results, *[Value(value.name, value.type) for value in targets])
+        control.call_function(self, line.replace(results=results))
+        for value in targets:
+            self.store(value, self.writer.nodes[value.name])
+
+    def yield_(self, line: lines.Yield | lines.Return) -> None:
+        for value in self._written:
+            self.refresh(value)
+        super().yield_(line.replace(values=(*line.values, *self._written)))
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def return_(self, line: lines.Yield | lines.Return) -> None:
@@ -347,7 +378,7 @@ class FunctionalConverter(FxConverter):
             self._versions[root.name] = memory.version
         for value in ir.reads(line):
             self.refresh(value)
-        super().return_(line)
+        super().yield_(line)
 
 
 class ExportedConverter(FunctionalConverter):
@@ -366,6 +397,13 @@ _SCATTERS = {
     "as_strided": _ATEN.as_strided_scatter.default,
 }
 """The operators that overwrite a view of a copy, by the kind of the view."""
+
+
+def _written_arguments(block: Block) -> list[Value]:
+    """Returns the arguments of a block that it writes."""
+    root_of = ir.alias_roots(block.lines, block.arguments)
+    written = {root_of[value.name] for line in block.lines for value in ir.writes(line) if value.name in root_of}
+    return [value for value in block.arguments if value.name in written]
 
 
 def _covers(type_: TensorType, memory: TensorType) -> bool:

@@ -226,3 +226,37 @@ def test_layouts_that_describe_no_results_are_rejected(changes: dict[str, Any], 
     launch.kwargs = {**launch.kwargs, **changes}
     with pytest.raises(FxImportError, match=rf"layouts and dtypes do not describe the results.*{message}"):
         fxwrap.from_fx(module)
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+WRITING_FUNCTION = """
+program @writing(%x: borrowed f32[4]@cpu, %m: mutable f32[8]@cpu) {
+  %low = memory.view(%m) : f32[4]@cpu
+  %a = control.call @step(%x, %low) writes=(%low) : f32[]@cpu
+  %high = memory.view(%m) : f32[4 | 1 | 4]@cpu
+  %b = control.call @step(%x, %high) writes=(%high) : f32[]@cpu
+  control.return(%a, %b)
+}
+function @step(%y: f32[4]@cpu, %n: f32[4]@cpu) {
+  extern.mutate @aten.add_.Tensor(%n, %y) writes=(%n)
+  %sum = extern.call @aten.sum.default(%n) : f32[]@cpu
+  control.yield(%sum)
+}
+"""
+
+
+def test_functions_return_the_operands_that_they_write() -> None:
+    program = fxwrap.verify(fxwrap.parse(WRITING_FUNCTION))
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    assert len(module.step.graph.output_node().args[0]) == 2
+    inputs = [torch.randn(4), torch.randn(8)]
+    wanted = _run(fxwrap.to_python(program), inputs)
+    _assert_same(wanted, _run(module, inputs))
+    _assert_same(wanted, _run(fxwrap.to_python(fxwrap.from_fx(module)), inputs))
+
+
+def test_operands_that_share_memory_with_a_written_one_are_rejected() -> None:
+    program = fxwrap.parse(WRITING_FUNCTION.replace("@step(%x, %high)", "@step(%low, %high)"))
+    with pytest.raises(UnsupportedError, match="an operand that the function writes shares memory with another one"):
+        fxwrap.to_fx(program, form="functional")
