@@ -4,7 +4,8 @@ The sides are eager, Inductor, Inductor with its own FX output (`config.fx_wrapp
 through torch.compile. First calls run in their own processes with empty caches, after a small function, which pays for
 imports and workers. Steady state is the time of a call with the device's work, in interleaved rounds of one process.
 Errors are norm(difference) / norm(reference) against float64. The last table is the host time of the forward program
-alone, without torch.compile and the device's work. "tiny_kernels" is 200 softmaxes of an 8 x 8 matrix. Run:
+alone, without torch.compile and the device's work; "fx, in place again" is the functional graph after
+`fxwrap.fx.in_place`. "tiny_kernels" is 200 softmaxes of an 8 x 8 matrix. Run:
 
     python benchmarks/fx_output.py [--models gpt2,tiny_kernels] [--gpt2-layers 12] [--device cuda] [--record]
 """
@@ -27,7 +28,9 @@ from benchmarks.models import Processes, Row, print_failures
 from benchmarks.results import Cell, Report, add_record_option, display_name
 from tests.support.models import MODELS
 
-BACKENDS = ("eager", "inductor", "inductor:fx_wrapper", "fxwrap:fx", "fxwrap:python", "fxwrap:cpp")
+BACKENDS = (
+    "eager", "inductor", "inductor:fx_wrapper", "fxwrap:fx", "fxwrap:fx+functional", "fxwrap:python", "fxwrap:cpp",
+)  # fmt: skip
 
 
 def measure(row: Row, job: Job, processes: Processes, repeats: int) -> None:

@@ -204,6 +204,8 @@ def emitted(job: Job) -> dict[str, Any]:
     inputs = [_random_input(item.value.type) for item in program.inputs]
     graph = package.to_fx(program)
     forms = {"python": package.to_python(program).flat, "fx": graph.flat, "fx, as a module": graph.graph_module}
+    functional = package.to_fx(program, form="functional").graph_module
+    forms |= {"fx, functional": functional, "fx, in place again": package.fx.in_place(functional)}
     forms["cpp"] = package.to_cpp(program).flat
     contenders = {name: _repeated(form, inputs, measuring) for name, form in forms.items()}
     with torch.no_grad(), exclusive_lock(job.lock):

@@ -30,6 +30,7 @@ from fxwrap.options import (
     enabled_steps,
 )
 from fxwrap.passes import fold_views
+from fxwrap.passes.coalesce_copies import coalesce_program_copies
 from fxwrap.passes.combo_kernels import combine_kernels
 from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.passes.graph_capture import CaptureChecker
@@ -207,6 +208,10 @@ def _pass_point(point: str, description: str) -> CompileStep:
 
 PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step("lower", "lower the prepared graph to a program, and fuse operators into kernels", _lower),
+    Step(
+        "coalesce_copies", "compute tensors that are only copied into others there",
+        _transform(coalesce_program_copies),
+    ),
     Step("fold_views", "fold views of views, and remove views that have no effect", _transform(fold_views)),
     _pass_point(IR_BEFORE_PLANNING, "the user's passes over the program, before memory planning"),
     Step(
@@ -242,7 +247,9 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
 )  # fmt: skip
 """The steps up to the final program."""
 
-_PLANNING_STEPS = frozenset({"fold_views", "reuse_memory", "use_out_variants", "plan_memory", "insert_device_guards"})
+_PLANNING_STEPS = frozenset({
+    "coalesce_copies", "fold_views", "reuse_memory", "use_out_variants", "plan_memory", "insert_device_guards",
+})  # fmt: skip
 """The steps after which an imported program has views, memory and guards as a compiled one."""
 
 EMISSION_STEPS: tuple[CompileStep, ...] = (

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import Alloc, ExternCall, Mutate, View
+from fxwrap.lines import Alloc, ExternCall, Free, Mutate, View
+from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import Size, total
 from fxwrap.wrapper_ir import LineBase, TensorType, Value
 
@@ -43,6 +44,32 @@ def coalesce_copies(
     return _Coalescing(lines, list(arguments), frozenset(copies), frozenset(results), frozenset(owned)).run()
 
 
+def coalesce_program_copies(program: ir.Program) -> ir.Program:
+    """Returns the program with tensors that are only copied into others computed there. Linear in the lines."""
+    if not any(_is_copy_line(line) for line in program.lines()) or ir.uses_streams(program):
+        return program
+    owned = [item.name for item in program.inputs if item.ownership is ir.Ownership.OWNED]
+    arguments, released = ir.program_arguments(program), ir.released_inputs(program.inputs)
+    body = _coalesce_block(program.body, arguments, released, owned)
+    functions = [(name, _coalesce_block(block, block.arguments, (), ())) for name, block in program.functions]
+    return program.replace(body=body, functions=tuple(functions))
+
+
+def _coalesce_block(
+    block: ir.Block, arguments: Sequence[Value], released: Sequence[Value], owned: Collection[str]
+) -> ir.Block:
+    results = [line.result.name for line in block.lines if isinstance(line, Alloc)]
+    lines = [line for line in block.lines if not isinstance(line, Free)]
+    coalesced = coalesce_copies(lines, arguments, (), results, owned)
+    if len(coalesced) == len(lines):
+        return block
+    return ir.Block(block.arguments, insert_frees(coalesced, arguments, released))
+
+
+def _is_copy_line(line: LineBase) -> bool:
+    return isinstance(line, Mutate) and line.target == "aten.copy_.default"
+
+
 @dataclass(frozen=True)
 class _Access:
     """How a line accesses the two tensors."""
@@ -65,6 +92,7 @@ class _Coalescing:
         self.lines: list[LineBase | None] = list(lines)
         self.copies = copies
         self.results = results
+        self._merged = 0
         self.owned = owned
         self.external = {value.name for value in arguments}
         self.root_of = ir.alias_roots(lines, arguments)
@@ -97,7 +125,14 @@ class _Coalescing:
             self.excluded.update([self.root_of[value.name] for value in (*ir.used(line), *ir.defined(line))])
 
     def run(self) -> list[LineBase]:
-        """Returns the lines without superfluous copies."""
+        """Returns the lines without superfluous copies. A pass over the lines may make others possible."""
+        count = -1
+        while count != self._merged:
+            count = self._merged
+            self._merge_all()
+        return self._result()
+
+    def _merge_all(self) -> None:
         for position, line in enumerate(self.lines):
             match line:
                 case ExternCall(
@@ -112,7 +147,6 @@ class _Coalescing:
                         self._merge_backwards(into, source, position)
                 case _:
                     pass
-        return self._result()
 
     def _merge_copy(self, source: Value, copy: Value, position: int) -> None:
         """Lets an allocated tensor into which a line copies another be that tensor."""
@@ -231,6 +265,7 @@ class _Coalescing:
 
     def _share(self, target: Value, own: Value, position: int) -> None:
         """Makes every value in a copy's memory one in the target's."""
+        self._merged += 1
         root, offset = self.root_of[target.name], target.tensor_type.storage_offset
         if self.defined_at[target.name] > position:  # a view, which only needs its base
             at = self.defined_at[target.name]

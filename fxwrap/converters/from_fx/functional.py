@@ -170,11 +170,18 @@ def _view_scatter(importer: GraphImporter, node: Node) -> None:
     if importer.original_line(node, ExternCall) is not None or not is_plain:
         import_operator_call(importer, node)
         return
-    base, source = importer.tensor(node, node.args[0]), importer.tensor(node, node.args[1])
+    base = importer.tensor(node, node.args[0])
+    root = Value(base.name, replace(base.tensor_type, storage_offset=0))
+    (inferred,) = importer.state.inference.results(view_operator, (root, *numbers), ())
+    assert isinstance(inferred, InferredResult) and isinstance(inferred.type, TensorType)
+    import_view_scatter(importer, node, base, inferred.type)
+
+
+def import_view_scatter(importer: GraphImporter, node: Node, base: Value, type_: TensorType) -> None:
+    """Imports a node that overwrites a view of a copy of its first operand with the second; `type_` is the view's."""
+    source = importer.tensor(node, node.args[1])
     copy = copy_operand(importer, node, base)
-    (inferred,) = importer.state.inference.results(view_operator, (copy, *numbers), ())
-    assert isinstance(inferred, InferredResult)
-    view = importer.value(f"{node.name}_part", inferred.type)
+    view = importer.value(f"{node.name}_part", type_)
     importer.emit_definition(View(view, copy), node)
     importer.emit(Mutate((), "aten.copy_.default", (view, source), (view,)), node)
     importer.env[node] = copy

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap import wrapper_ir as ir
+from fxwrap.converters.access_order import META_KEY, AccessChecker, Conflict
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES, ImportedSymbols
 from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.errors import FxImportError
@@ -165,6 +166,7 @@ class GraphImporter:
         self.uninitialized: dict[str, int] = {}  # memory without content, by the position of its line
         self.copies: set[str] = set()  # copies of operands, which functional nodes change
         self.functional_results: set[str] = set()  # other results of functional launches
+        self._access_checker = AccessChecker()
         self.absorbed: set[Node] = set()  # nodes that are part of another node's line
         self.guard_stack: list[tuple[str, int]] = []  # the open guards: device and stream
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
@@ -350,6 +352,9 @@ class GraphImporter:
             self.pending_symbols.pop(symbol.name, None)
         if self.uninitialized:
             self._initialize_if_read(line)
+        conflict = self._access_checker.conflict(node, line, self.root_of) if META_KEY in node.meta else None
+        if conflict is not None:
+            raise _order_failure(node, conflict)
         self.lines.append(line)
         self.state.node_of[id(line)] = node
         if isinstance(line, Alloc) or (isinstance(line, Workspace) and not line.zeroed):
@@ -424,6 +429,14 @@ class GraphImporter:
         pending = self.pending_rank_checks.pop(tensor.name, None)
         self.size_symbols.setdefault((tensor.name, of, dim), make_symbol(info.name))
         return SizeOf(info, tensor, dim, of, rank or (pending[1] if pending is not None else 0))
+
+
+def _order_failure(node: Node, conflict: Conflict) -> FxImportError:
+    """Returns the error for two nodes that access one memory in another order than they were emitted in."""
+    earlier, own = ("writes" if writes else "reads" for writes in (conflict.earlier_writes, conflict.writes))
+    other = conflict.earlier.name
+    reason = f"it {own} the memory '{conflict.memory}' after '{other}' {earlier} it, but was emitted before '{other}'"
+    return failure(node, reason, f"Move it before '{other}', or use the functional form, in which operands order nodes")
 
 
 def _as_initialized(line: ir.LineBase) -> ir.LineBase:

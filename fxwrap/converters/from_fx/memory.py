@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fxwrap.converters.from_fx.calls import import_operator_call, infer_view_type
+from fxwrap.converters.from_fx.functional import import_view_scatter
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
 from fxwrap.converters.from_fx.numbers import import_storage_offset
 from fxwrap.converters.view_operators import VIEW_OVERLOADS, returns_view, view_operator
@@ -158,15 +160,26 @@ def _as_strided(importer: GraphImporter, node: Node) -> None:
         return
     base = importer.tensor(node, node.args[0])
     sizes, strides = (importer.argument(node, item) for item in node.args[1:3])
-    offset = _offset_in_root(importer, node, base)
+    offset = _offset_in_root(importer, node, base, node.args[3] if len(node.args) > 3 else None)
     type_ = replace(base.tensor_type, sizes=sizes, strides=strides, storage_offset=offset)
     _emit_view(importer, node, importer.value(node.name, type_), base)
 
 
-def _offset_in_root(importer: GraphImporter, node: Node, base: Value) -> Size:
+def _as_strided_scatter(importer: GraphImporter, node: Node) -> None:
+    if importer.original_line(node, ExternCall) is not None or node.kwargs or len(node.args) < 4:
+        import_operator_call(importer, node)
+        return
+    base = importer.tensor(node, node.args[0])
+    sizes, strides = (importer.argument(node, item) for item in node.args[2:4])
+    offset = _offset_in_root(importer, node, base, node.args[4] if len(node.args) > 4 else None)
+    distance = total((offset, product((-1, base.tensor_type.storage_offset))))
+    type_ = replace(base.tensor_type, sizes=sizes, strides=strides, storage_offset=distance)
+    import_view_scatter(importer, node, base, type_)
+
+
+def _offset_in_root(importer: GraphImporter, node: Node, base: Value, item: Any) -> Size:
     """Returns the offset of a view in its root; torch counts from the storage, the IR from the root."""
     base_offset = base.tensor_type.storage_offset
-    item = node.args[3] if len(node.args) > 3 else None
     if item is None or _is_offset_of(item, node.args[0]):
         return base_offset
     if isinstance(item, Node) and item.target is operator.add and _is_offset_of(item.args[0], node.args[0]):
@@ -209,8 +222,8 @@ def _only_offsets_views(node: Node, sums: list[Node]) -> bool:
 
 
 def _is_as_strided_at(view: Node, offset: Node, base: object) -> bool:
-    is_as_strided = view.target is _ATEN.as_strided.default and len(view.args) == 4
-    return is_as_strided and view.args[3] is offset and view.args[0] is base
+    count = {_ATEN.as_strided.default: 4, _ATEN.as_strided_scatter.default: 5}.get(view.target)  # type: ignore[call-overload]
+    return count == len(view.args) and view.args[-1] is offset and view.args[0] is base
 
 
 _VIEWS = frozenset(VIEW_OVERLOADS.values()) - {_ATEN.as_strided.default}
@@ -222,6 +235,7 @@ MEMORY: NodeImporters = {
     _FXWRAP.pool_slice.default: _pool_slice,
     _FXWRAP.workspace.default: _workspace,
     _ATEN.as_strided.default: _as_strided,
+    _ATEN.as_strided_scatter.default: _as_strided_scatter,
     _ATEN.sym_storage_offset.default: _storage_offset,
     **dict.fromkeys(_VIEWS, _view),
 }

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node
 
+from fxwrap.converters.access_order import Accesses, access_order
 from fxwrap.converters.base import Converter, Handler
 from fxwrap.converters.fx.codegen import DirectCode
 from fxwrap.converters.fx.nodes import CallTarget, GraphWriter, fake_returned_operands
@@ -95,9 +96,15 @@ class GraphEmitter(Converter):
     def convert_block(self, block: Block) -> None:
         """Converts a block's lines."""
         self.multi_stream_roots = multi_stream_roots(block.lines, [*program_arguments(self.program), *block.arguments])
+        arguments = program_arguments(self.program) if block is self.program.body else block.arguments
+        accesses = self.access_order(block, arguments)
         for line in block.lines:
-            self.writer.line = line
+            self.writer.line, self.writer.accesses = line, accesses.get(id(line))
             self.convert(line)
+
+    def access_order(self, block: Block, arguments: Sequence[Value]) -> Mapping[int, Accesses]:
+        """Returns the accesses of memory that nodes record, by the id of their line."""
+        return access_order(block.lines, arguments)
 
     def module(self, block: Block, symbols: Sequence[str], single: bool) -> GraphModule:
         """Returns a nested block as a module that takes its arguments, then these symbols.

@@ -17,13 +17,15 @@ from torch.fx import Node
 
 from fxwrap import lines, torch_compat
 from fxwrap import wrapper_ir as ir
-from fxwrap.converters.fx import kernels
+from fxwrap.converters.access_order import Accesses
+from fxwrap.converters.fx import control, kernels
 from fxwrap.converters.fx.converter import FxConverter
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.view_chains import ViewStep, view_chain
 from fxwrap.converters.view_operators import VIEW_OVERLOADS
 from fxwrap.devices import language_traits
 from fxwrap.wrapper_ir import Block, LineBase, TensorType, Value
+from fxwrap.wrapper_ir.operators import operator_name
 
 _ATEN = torch.ops.aten
 
@@ -46,6 +48,7 @@ class FunctionalConverter(FxConverter):
         self._versions: dict[str, int] = {}  # of the nodes of values
         self._definitions: dict[str, LineBase] = {}  # of values that alias another
         self._external: dict[str, Node] = {}  # inputs and constants
+        self._written: list[Value] = []  # arguments that the block writes: it returns their new contents
         self._symbols: frozenset[str] | None = None  # those that lines use which have nodes
 
     def convert_block(self, block: Block) -> None:
@@ -55,7 +58,12 @@ class FunctionalConverter(FxConverter):
             if isinstance(value.type, TensorType):
                 self._add_memory(value, holder=value)
                 self._external[value.name] = self.writer.nodes[value.name]
+        self._written = [] if block is self.program.body else _written_arguments(block)
         super().convert_block(block)
+
+    def access_order(self, block: Block, arguments: Sequence[Value]) -> Mapping[int, Accesses]:
+        """Returns none: operands determine the order."""
+        return {}
 
     def _dispatch(self, line: LineBase) -> None:
         if not isinstance(line, lines.View | lines.PoolSlice | lines.ExtensionLine):
@@ -235,7 +243,9 @@ class FunctionalConverter(FxConverter):
         for value in line.outs:
             self.prepare_write(value)
         results = tuple([Value(value.name, _dense(value.tensor_type)) for value in line.outs])
-        self.results(line.replace(results=results, outs=()), target, *self._operands(line))
+        plain = line.replace(results=results, outs=(), target=operator_name(target))
+        self.writer.line = plain  # its metadata has the types of the results
+        self.results(plain, target, *self._operands(line))
         for value in line.outs:
             if value.tensor_type.strides != _dense(value.tensor_type).strides:
                 raise self.unsupported(line, "its out argument is not contiguous")
@@ -249,15 +259,29 @@ class FunctionalConverter(FxConverter):
         assert isinstance(line, lines.Mutate)
         for value in line.writes:
             self.prepare_write(value)
+        if self._overwrites_part(line):
+            self.store(line.writes[0], self.writer.argument(line.arguments[1]))
+            return
         target = torch_compat.functional_of_in_place(line.target)
         if target is None or len(line.writes) != 1:
             self._call_on_copies(line)
             return
         (written,) = line.writes
-        self._write(written, target, *self._operands(line))
+        arguments, keywords = self._operands(line)
+        self._write(written, target, arguments, {**keywords, **_missing_arguments(line, target)})
         for result in ir.defined(line):
             self.writer.nodes[result.name] = self.writer.nodes[written.name]
             self.fakes.view(result, written, 0)
+
+    def _overwrites_part(self, line: lines.Mutate) -> bool:
+        """Whether a line copies a tensor into a part of a memory of the same type: it is scattered into it."""
+        match line:
+            case lines.Mutate(target="aten.copy_.default", arguments=(Value() as into, Value() as source)):
+                old, new = into.tensor_type, source.tensor_type
+                same = (old.dtype, old.sizes, old.device) == (new.dtype, new.sizes, new.device)
+                return same and not line.keywords and not _covers(old, self._memory[into.name].root.tensor_type)
+            case _:
+                return False
 
     def _call_on_copies(self, line: lines.Mutate) -> None:
         """Adds a call that returns the operator's results, then the new contents of the operands it writes."""
@@ -304,6 +328,35 @@ class FunctionalConverter(FxConverter):
         if line.symbol.name in self._symbols:
             super().let(line)
 
+    # --- functions --------------------------------------------------------------------------------------------------
+
+    def call_function(self, line: lines.CallFunction) -> None:
+        """Adds the call of a function, which returns the new contents of the operands that it writes."""
+        block = dict(self.program.functions)[line.function]
+        written = {value.name for value in _written_arguments(block)}
+        operands = [item for value, item in zip(block.arguments, line.operands, strict=True) if value.name in written]
+        targets = [item for item in operands if isinstance(item, Value)]
+        if not targets:
+            control.call_function(self, line)
+            return
+        if line.max_captures:
+            raise self.unsupported(line, "a captured function writes its operands; compile without cuda_graphs")
+        memories = [self._memory[value.name].root.name for value in ir.values_in(line.operands)
+                    if value.name in self._memory]  # fmt: skip
+        if any(memories.count(self._memory[value.name].root.name) > 1 for value in targets):
+            raise self.unsupported(line, "an operand that the function writes shares memory with another one")
+        for value in targets:
+            self.prepare_write(value)
+        results = (*line.results, *[Value(value.name, value.type) for value in targets])
+        control.call_function(self, line.replace(results=results))
+        for value in targets:
+            self.store(value, self.writer.nodes[value.name])
+
+    def yield_(self, line: lines.Yield | lines.Return) -> None:
+        for value in self._written:
+            self.refresh(value)
+        super().yield_(line.replace(values=(*line.values, *self._written)))
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def return_(self, line: lines.Yield | lines.Return) -> None:
@@ -325,7 +378,7 @@ class FunctionalConverter(FxConverter):
             self._versions[root.name] = memory.version
         for value in ir.reads(line):
             self.refresh(value)
-        super().return_(line)
+        super().yield_(line)
 
 
 class ExportedConverter(FunctionalConverter):
@@ -344,6 +397,13 @@ _SCATTERS = {
     "as_strided": _ATEN.as_strided_scatter.default,
 }
 """The operators that overwrite a view of a copy, by the kind of the view."""
+
+
+def _written_arguments(block: Block) -> list[Value]:
+    """Returns the arguments of a block that it writes."""
+    root_of = ir.alias_roots(block.lines, block.arguments)
+    written = {root_of[value.name] for line in block.lines for value in ir.writes(line) if value.name in root_of}
+    return [value for value in block.arguments if value.name in written]
 
 
 def _covers(type_: TensorType, memory: TensorType) -> bool:
@@ -369,6 +429,17 @@ def _without_gaps(type_: TensorType) -> TensorType:
 
 def _dense(type_: TensorType) -> TensorType:
     return TensorType.contiguous(type_.dtype, type_.sizes, type_.device)
+
+
+def _missing_arguments(line: lines.Mutate, target: torch_compat.OpOverload) -> dict[str, object]:
+    """Returns the defaults of an in-place operator for arguments that its functional overload requires."""
+    defaults = torch_compat.operator_arguments(line.target) or {}
+    required = torch_compat.operator_arguments(operator_name(target)) or {}
+    names = {*[name for name, _ in line.keywords], *list(defaults)[: len(line.arguments)]}
+    return {
+        name: defaults[name] for name, default in required.items()
+        if default is torch_compat.REQUIRED and name not in names
+    }  # fmt: skip
 
 
 def _needed_symbols(program: ir.Program) -> frozenset[str]:

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxwrap import symbolic
+from fxwrap.converters.access_order import META_KEY, Accesses
 from fxwrap.errors import ExpressionError
 from fxwrap.inference import FakeValues
 from fxwrap.torch_compat import OpOverload, return_aliases, symbolic_function
@@ -38,6 +39,7 @@ class GraphWriter:
         self.nodes: dict[str, Node] = {}
         self.numbers: dict[sympy.Basic, Number] = {}  # of expressions, symbols among them
         self.line: LineBase | None = None
+        self.accesses: Accesses | None = None  # of memory whose writes have an order
         self.comments: list[str] = []
 
     # --- nodes ------------------------------------------------------------------------------------------------------
@@ -74,6 +76,8 @@ class GraphWriter:
         node = self._call(target, arguments, val, keywords, name)
         if self.line is not None:
             node.meta["fxwrap_line"] = self.line
+        if self.accesses is not None:
+            node.meta[META_KEY] = self.accesses
         return node
 
     def _call(

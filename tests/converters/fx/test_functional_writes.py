@@ -1,0 +1,262 @@
+"""Writes in functional form: of inputs, parts of memory, in branches; and the way back to the compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.compile.steps import plan_program
+from fxwrap.errors import FxImportError, UnsupportedError
+from fxwrap.wrapper_ir import Program
+from tests.support.program_equality import assert_equal
+from tests.support.samples import SAMPLES
+
+_ATEN = torch.ops.aten
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _slice_of_cache(x: torch.Tensor, cache: torch.Tensor, w: torch.Tensor) -> Tensors:
+    new = _ATEN.slice_scatter.default(cache, x @ w, 0, 1, 4)
+    out = torch.softmax(new, -1)
+    cache.copy_(new)
+    return (out,)
+
+
+def _columns_of_cache(x: torch.Tensor, cache: torch.Tensor, w: torch.Tensor) -> Tensors:
+    cache[:, 1:4].copy_(torch.tanh(x @ w).t()[:5])
+    cache[:, 0].add_(1)
+    return (cache.sum(1),)
+
+
+def _rows(x: torch.Tensor, y: torch.Tensor, _z: torch.Tensor) -> Tensors:
+    y[0].copy_(x[0])
+    y[1].copy_(x[1] * 2)
+    y[2:].copy_(torch.softmax(y[2:], -1))
+    return ()
+
+
+def _whole(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Tensors:
+    y.mul_(2)
+    y[:3].add_(x)
+    z.copy_(y + 1)
+    return (y + z,)
+
+
+def _exchanged(_x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Tensors:
+    first, second = y + 1, z + 1
+    y.copy_(second)
+    z.copy_(first)
+    return ()
+
+
+def _returned(_x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Tensors:
+    y.mul_(2)
+    return y, y.t(), z
+
+
+def _indices(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Tensors:
+    y[:, torch.tensor([0, 2])] += 1
+    z.index_add_(0, torch.tensor([1, 1]), x[:2])
+    return (y.sum(),)
+
+
+def _branches(x: torch.Tensor, y: torch.Tensor, _z: torch.Tensor) -> Tensors:
+    def then(a: torch.Tensor) -> Tensors:
+        return (a.sin() + 1,)
+
+    def otherwise(a: torch.Tensor) -> Tensors:
+        new = torch.zeros_like(a)
+        new[0] = a[1]
+        return (new,)
+
+    (result,) = torch.cond(x.sum() > 0, then, otherwise, (x,))
+    y[:3].copy_(result)
+    return (result,)
+
+
+CASES: dict[str, Callable[..., Tensors]] = {
+    function.__name__.strip("_"): function
+    for function in (
+        _slice_of_cache, _columns_of_cache, _rows, _whole, _exchanged, _returned, _indices, _branches,
+    )
+}  # fmt: skip
+OPTIONS = {
+    "cpp": fxwrap.Options(memory_planning="none", compile_cache=False),
+    "triton": fxwrap.Options(memory_planning="none", compile_cache=False, cpu_kernels="triton"),
+    "pools": fxwrap.Options(memory_planning="auto", compile_cache=False),
+    "reuse": fxwrap.Options(memory_planning="reuse", compile_cache=False),
+}
+
+
+def _inputs() -> list[torch.Tensor]:
+    return [torch.randn(3, 5), torch.randn(5, 5), torch.randn(5, 5)]
+
+
+def _run(function: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the results and the inputs after a call."""
+    copies = [item.clone() for item in inputs]
+    with torch.no_grad():
+        return [*function(*copies), *copies]
+
+
+def _assert_same(wanted: list[torch.Tensor], actual: list[torch.Tensor]) -> None:
+    for one, other in zip(wanted, actual, strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_writes_come_back(name: str, options: str) -> None:
+    graph = make_fx(CASES[name], tracing_mode="fake")(*_inputs())
+    program = fxwrap.compile_graph(graph, _inputs(), options=OPTIONS[options]).program
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    inputs = _inputs()
+    wanted = _run(fxwrap.to_python(program), inputs)
+    _assert_same(wanted, _run(module, inputs))
+    imported = plan_program(fxwrap.from_fx(module), OPTIONS[options].resolve_devices())
+    assert_equal(program, imported)
+    _assert_same(wanted, _run(fxwrap.to_python(imported), inputs))
+
+
+@pytest.mark.parametrize("name", ["slice_of_cache", "columns_of_cache", "whole"])
+def test_writes_with_symbolic_sizes_come_back(name: str) -> None:
+    graph = make_fx(CASES[name], tracing_mode="symbolic")(*_inputs())
+    program = fxwrap.compile_graph(graph, _inputs(), options=OPTIONS["cpp"]).program
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    assert_equal(program, fxwrap.from_fx(module))
+
+
+RUNNING_SAMPLES = sorted(set(SAMPLES) - {"types", "devices_and_streams", "collectives", "owned_inputs"})
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+@pytest.mark.parametrize("name", RUNNING_SAMPLES)
+def test_every_line_has_a_functional_form(name: str) -> None:
+    sample = SAMPLES[name]
+    program = sample.program()
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    for function in (module, fxwrap.to_python(fxwrap.from_fx(module)), fxwrap.fx.in_place(module)):
+        torch.manual_seed(0)
+        inputs, own = sample.inputs(3), sample.inputs(3)
+        wanted = fxwrap.to_python(program)(*inputs)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            results = function(*own)
+        for one, other in zip([*wanted, *inputs], [*results, *own], strict=True):
+            if isinstance(one, torch.Tensor):
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+# --- final writes of inputs -------------------------------------------------------------------------------------------
+
+
+def test_inputs_are_written_at_the_end() -> None:
+    module = fxwrap.to_fx(_compiled(_whole), form="functional").graph_module
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    assert [node.target for node in nodes[-2:]] == [_ATEN.copy_.default, _ATEN.copy_.default]
+    assert [node.args[0].op for node in nodes[-2:]] == ["placeholder", "placeholder"]
+
+
+def test_a_read_after_the_final_write_reads_the_new_content() -> None:
+    """A rewrite may read an input there: the import keeps the order of the graph."""
+    module = fxwrap.to_fx(_compiled(_whole), form="functional").graph_module
+    output = module.graph.output_node()
+    (placeholder,) = [node for node in module.graph.find_nodes(op="placeholder") if node.name == "y_1"]
+    with module.graph.inserting_before(output):
+        read = module.graph.call_function(_ATEN.sum.default, (placeholder,))
+    output.args = ((*output.args[0], read),)  # type: ignore[misc]
+    module.recompile()
+    inputs = _inputs()
+    wanted = _run(module, inputs)
+    torch.testing.assert_close(wanted[1], wanted[3].sum())
+    imported = fxwrap.from_fx(module)
+    for emit in (fxwrap.to_python, fxwrap.to_cpp, fxwrap.to_fx):
+        _assert_same(wanted, _run(emit(imported), inputs))  # type: ignore[operator]
+
+
+def test_a_read_of_the_old_content_keeps_its_copy() -> None:
+    """A rewrite may read an input before the end, where the kernel would overwrite it: then it stays a copy."""
+    module = fxwrap.to_fx(_compiled(_whole), form="functional").graph_module
+    output = module.graph.output_node()
+    (placeholder,) = [node for node in module.graph.find_nodes(op="placeholder") if node.name == "y_1"]
+    first = next(node for node in module.graph.nodes if node.target is _ATEN.copy_.default)
+    with module.graph.inserting_before(first):
+        read = module.graph.call_function(_ATEN.sum.default, (placeholder,))
+    output.args = ((*output.args[0], read),)  # type: ignore[misc]
+    module.recompile()
+    inputs = _inputs()
+    wanted = _run(module, inputs)
+    torch.testing.assert_close(wanted[1], inputs[1].sum())
+    _assert_same(wanted, _run(fxwrap.to_python(fxwrap.from_fx(module)), inputs))
+
+
+def _compiled(function: Callable[..., Tensors]) -> Program:
+    return fxwrap.compile_graph(make_fx(function)(*_inputs()), _inputs(), options=OPTIONS["cpp"]).program
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_without_a_functional_overload_is_named() -> None:
+    program = fxwrap.parse(
+        "program @squeezed(%x: mutable f32[4]@cpu) {\n"
+        "  extern.mutate @aten.squeeze_.default(%x) writes=(%x)\n  control.return()\n}\n"
+    )
+    with pytest.raises(UnsupportedError, match=r"squeeze_.*no functional overload; use the in-place form"):
+        fxwrap.to_fx(program, form="functional")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layouts": [2, 3]}, "layouts has the rank, sizes and strides"),
+        ({"layouts": [1, 3, 1], "dtypes": []}, "more results than the 0 of dtypes"),
+        ({"dtypes": ["float31"]}, "float31"),
+    ],
+)
+def test_layouts_that_describe_no_results_are_rejected(changes: dict[str, Any], message: str) -> None:
+    module = fxwrap.to_fx(SAMPLES["cpp_kernel_with_two_outputs"].program(), form="functional").graph_module
+    launch, *_ = module.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.cpp_kernel_functional.default)
+    launch.kwargs = {**launch.kwargs, **changes}
+    with pytest.raises(FxImportError, match=rf"layouts and dtypes do not describe the results.*{message}"):
+        fxwrap.from_fx(module)
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+WRITING_FUNCTION = """
+program @writing(%x: borrowed f32[4]@cpu, %m: mutable f32[8]@cpu) {
+  %low = memory.view(%m) : f32[4]@cpu
+  %a = control.call @step(%x, %low) writes=(%low) : f32[]@cpu
+  %high = memory.view(%m) : f32[4 | 1 | 4]@cpu
+  %b = control.call @step(%x, %high) writes=(%high) : f32[]@cpu
+  control.return(%a, %b)
+}
+function @step(%y: f32[4]@cpu, %n: f32[4]@cpu) {
+  extern.mutate @aten.add_.Tensor(%n, %y) writes=(%n)
+  %sum = extern.call @aten.sum.default(%n) : f32[]@cpu
+  control.yield(%sum)
+}
+"""
+
+
+def test_functions_return_the_operands_that_they_write() -> None:
+    program = fxwrap.verify(fxwrap.parse(WRITING_FUNCTION))
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    assert len(module.step.graph.output_node().args[0]) == 2
+    inputs = [torch.randn(4), torch.randn(8)]
+    wanted = _run(fxwrap.to_python(program), inputs)
+    _assert_same(wanted, _run(module, inputs))
+    _assert_same(wanted, _run(fxwrap.to_python(fxwrap.from_fx(module)), inputs))
+
+
+def test_operands_that_share_memory_with_a_written_one_are_rejected() -> None:
+    program = fxwrap.parse(WRITING_FUNCTION.replace("@step(%x, %high)", "@step(%low, %high)"))
+    with pytest.raises(UnsupportedError, match="an operand that the function writes shares memory with another one"):
+        fxwrap.to_fx(program, form="functional")
