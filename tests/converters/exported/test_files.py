@@ -17,6 +17,7 @@ from fxwrap.errors import FxImportError, KernelTextError
 from fxwrap.runtime import library
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
 from tests.converters.exported.models import CASES, exported_case, reloaded, saved
+from tests.support.documents import run_snippets
 
 RUNTIME = ("__init__", "builtin_devices", "caching", "devices", "errors", "runtime", "torch_compat")
 """The parts of fxwrap that a process needs to run an exported program."""
@@ -158,3 +159,10 @@ def test_kernels_live_as_long_as_their_texts() -> None:
         assert library.get_registered_kernel(kernel.hash) == kernel
         del texts
         assert library.find_registered_kernel(kernel.hash) is None
+
+
+@torch.no_grad()
+def test_the_snippets_of_the_chapter_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_snippets("docs/exported_programs.md")
+    torch.testing.assert_close(names["result"].shape, torch.Size((10, 16)))  # type: ignore[attr-defined]
