@@ -243,16 +243,6 @@ def test_compiled_again_it_is_the_same_program(name: str) -> None:
     assert_calls_equal(CASES[name].export(), once_more, CASES[name])
 
 
-def test_a_cached_result_has_the_signature(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("FXWRAP_COMPILE_CACHE", "1")
-    case = CASES["elementwise"]
-    assert not fxwrap.compile_graph(case.export()).cached
-    compiled = fxwrap.compile_graph(case.export())
-    assert compiled.cached
-    assert_calls_equal(case.export(), fxwrap.fx.export(compiled), case)
-
-
 def test_torchs_own_decompositions_leave_launches_alone() -> None:
     case = CASES["everything"]
     assert_calls_equal(case.export(), exported_case("everything").run_decompositions({}), case)
