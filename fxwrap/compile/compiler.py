@@ -24,7 +24,7 @@ from fxwrap.compile.kernels import (
 )
 from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
 from fxwrap.converters.emission import emit, emit_interpreter
-from fxwrap.converters.exported import ExportedSignature, kernel_text_inputs
+from fxwrap.converters.exported import ExportedSignature, is_emitted
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import GraphError, VerifyError
@@ -123,7 +123,7 @@ def _prepare(
 
     An exported program that fxwrap emitted is imported: its graph launches kernels that cannot be lowered again.
     """
-    if isinstance(graph, ExportedProgram) and kernel_text_inputs(graph.graph):
+    if isinstance(graph, ExportedProgram) and is_emitted(graph):
         names = [spec.arg.name for spec in graph.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
         return from_fx(graph, ownership={names[position]: item for position, item in ownership.items()}, name=name)
     source = graph_source(graph, example_inputs, options, name)

@@ -17,6 +17,17 @@ MemoryVersion = tuple[str, int]
 """The content of memory (by name) since the line at a position wrote it; -1 for the initial content."""
 
 
+def view_base(line: ir.LineBase) -> ir.Value | None:
+    """Returns the base of a line that only defines a view of it: a view, or the call of a view operator."""
+    match line:
+        case View():
+            return line.base
+        case ExternCall(results=(ir.Value() as result,)):
+            return line.alias_of(result)
+        case _:
+            return None
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryDef:
     """The definition of a memory version: the position of the line, and the value through which it wrote."""

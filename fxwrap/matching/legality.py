@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxwrap.lines import Bind, View
-from fxwrap.matching.dataflow import DataFlow, outputs_of
+from fxwrap.matching.dataflow import DataFlow, outputs_of, view_base
 from fxwrap.matching.matcher import MatchBindings
 from fxwrap.matching.patterns import Operation, Wildcard
 from fxwrap.wrapper_ir import LineBase, Value, consumed, defined, line_text, reads, writes
@@ -62,7 +62,7 @@ def _removable_lines(
             continue
         line = flow.lines[position]
         is_output = position in outputs.values()
-        if is_output or not (operation.allow_uses_outside or isinstance(line, View)):
+        if is_output or not (operation.allow_uses_outside or operation.kind == "view" or isinstance(line, View)):
             value, other_position = user
             return f"%{value} is used by another line too: {line_text(flow.lines[other_position])}"
         removed.discard(position)
@@ -151,7 +151,7 @@ def _ordering_conflict(
     if other is not None:
         return f"{line_text(line)} has an effect whose order with another line is fixed: {line_text(flow.lines[other])}"
     for value in dict.fromkeys([*defined(line), *writes(line)]):
-        if isinstance(line, View):
+        if view_base(line) is not None:
             continue  # if another line reads the view, it is retained
         other = flow.access_between(flow.root_of[value.name], start, end, excluded)
         if other is not None:

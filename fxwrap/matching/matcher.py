@@ -11,7 +11,7 @@ import sympy
 import torch
 
 from fxwrap.lines import ExternCall, Launch, Mutate, View
-from fxwrap.matching.dataflow import DataFlow, MemoryVersion, outputs_of
+from fxwrap.matching.dataflow import DataFlow, MemoryVersion, outputs_of, view_base
 from fxwrap.matching.patterns import Computes, OneOf, Operation, Output, Pattern, Wildcard, operations_of, wildcards_of
 from fxwrap.torch_compat import operator_arguments
 from fxwrap.wrapper_ir import KernelDefinition, LineBase, TensorType, Value, reads
@@ -157,7 +157,7 @@ class Matcher:
                     return None
                 return f"it launches @{line.kernel}{_describe_operators(target, line)}"
             case "view":
-                return None if isinstance(line, View) else f"{line.opcode} is no view"
+                return None if view_base(line) is not None else f"{line.opcode} is no view"
             case _:
                 matches = isinstance(line, target) if isinstance(target, type) else _holds(target, line)
                 return None if matches else f"it is {line.opcode}"
@@ -176,7 +176,7 @@ class Matcher:
         self._check_result(operation, line)
         if operation.condition is not None and not operation.condition(line):
             _fail(f"the condition of {operation} does not hold")
-        reader = at if isinstance(line, View) else position
+        reader = at if isinstance(line, View) or operation.kind == "view" else position
         self._operands(operation, line, position, reader, attempt)
         if position in attempt.positions.values():
             _fail(f"one line would be two operations of the pattern: {operation} and another")
@@ -235,6 +235,8 @@ class Matcher:
 
     def _operand_pairs(self, operation: Operation, line: LineBase, position: int) -> list[tuple[object, object]]:
         """Returns each pattern of an operand with the operand."""
+        if operation.kind == "view":
+            return [(operation.operands[0], view_base(line))]
         named = operator_arguments(line.target) if isinstance(line, ExternCall | Mutate) else None
         if named is None or (operation.allow_more_operands and not operation.keywords and not _has_keywords(line)):
             return self._by_position(operation, self._operand_list(line, position))
@@ -346,7 +348,7 @@ class Matcher:
         def_position = self.flow.def_position[item.name]
         is_alias = def_position >= 0 and self.flow.lines[def_position].alias_of(item) is not None
         if operation.kind == "view":
-            if is_alias and isinstance(self.flow.lines[def_position], View):
+            if is_alias and view_base(self.flow.lines[def_position]) is not None:
                 self._operation(operation, def_position, reader, attempt)
             elif operation.optional:
                 self._bind(operation.operands[0], item, reader, attempt)

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from fxwrap.lines import ExternCall, Launch, Mutate
 from fxwrap.wrapper_ir import KernelDefinition, LineBase, TensorType, Type, Value
 
 LinePredicate: TypeAlias = Callable[[Any], bool]
@@ -165,13 +166,29 @@ class Computes:
     operators: tuple[str, ...]
     exactly: bool = True
 
-    def __call__(self, kernel: KernelDefinition, line: LineBase) -> bool:
+    def __call__(self, _kernel: KernelDefinition | None, line: LineBase) -> bool:
         computed = tuple(line.origin.operators) if line.origin is not None else ()
         operators = tuple([name.removesuffix(".default") for name in self.operators])
         return computed == operators if self.exactly else set(operators) <= set(computed)
 
     def __str__(self) -> str:
         return f"computes({', '.join(self.operators)})"
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBy:
+    """A predicate on lines: calls of an operator, and launches of kernels that compute it and nothing else."""
+
+    operator: str
+
+    def __call__(self, line: LineBase) -> bool:
+        if isinstance(line, ExternCall | Mutate):
+            return line.target == self.operator
+        return isinstance(line, Launch) and Computes((self.operator,))(None, line)
+
+    @property
+    def __name__(self) -> str:
+        return self.operator
 
 
 Pattern: TypeAlias = Operation | Output | OneOf | Wildcard
@@ -244,8 +261,16 @@ def computes(*operators: str, exactly: bool = True) -> Computes:
     return Computes(operators, exactly)
 
 
+def computed(operator: str, *operands: object) -> Operation:
+    """Returns the pattern of an operator's result in any form of a program: of its call, or of a kernel for it alone.
+
+    Operands are patterns of some of the tensors that it reads, in any order: a kernel need not keep it.
+    """
+    return with_operands_anywhere(line(ComputedBy(operator), *operands))
+
+
 def view(base: object, *, optional: bool = False) -> Operation:
-    """Returns the pattern of a view (`memory.view`); an optional one matches the base itself too."""
+    """Returns the pattern of a view: `memory.view`, or a view operator's call. An optional one matches the base too."""
     return Operation("view", None, (base,), optional=optional)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
+
+from torch.fx import GraphModule
 
 from fxwrap import matching
 from fxwrap import wrapper_ir as ir
@@ -14,6 +16,7 @@ from fxwrap.lines.frees import insert_frees
 from fxwrap.options import IR_BEFORE_PLANNING, Pass, PassPoint
 from fxwrap.passes.stream_events import insert_stream_events
 from fxwrap.rewrite.builder import LineBuilder, RewriteContext
+from fxwrap.rewrite.forms import graph_in_form_of, program_of
 from fxwrap.rewrite.replacement import Match, Replacement, ReplacementRejected, fit_replacement, substitute_values
 
 ReplacementFunction: TypeAlias = Callable[[Match, LineBuilder], Any]
@@ -39,11 +42,15 @@ class MatchFailure:
 
 @dataclass(frozen=True)
 class RewriteResult:
-    """A rewritten program, the matches that were replaced, and the candidates that were not."""
+    """A rewritten program, the matches that were replaced, and the candidates that were not.
+
+    `graph_module` is the program in the form of the graph that was rewritten; None if that was a program.
+    """
 
     program: ir.Program
     matches: tuple[Match, ...]
     match_failures: tuple[MatchFailure, ...]
+    graph_module: GraphModule | None = None
 
     def report(self) -> str:
         """Returns the number of replaced matches, and why the other candidates were not, as text."""
@@ -52,31 +59,38 @@ class RewriteResult:
         return "\n".join([*parts, *[f"not replaced: {failure}" for failure in self.match_failures]])
 
 
-def find(program: ir.Program, pattern: object) -> RewriteResult:
-    """Returns the matches of a pattern in a program, and why other candidates do not match."""
-    return _Rewriter(program, pattern, None).run()
+def find(program: ir.Program | GraphModule, pattern: object) -> RewriteResult:
+    """Returns the matches of a pattern in a program or in a graph of it, and why other candidates do not match."""
+    return _Rewriter(program_of(program), pattern, None).run()
 
 
-def rewrite(program: ir.Program, pattern: object, replacement: ReplacementFunction | object) -> RewriteResult:
+def rewrite(
+    program: ir.Program | GraphModule, pattern: object, replacement: ReplacementFunction | object
+) -> RewriteResult:
     """Returns the program with every match of a pattern replaced, verified.
 
     Matches are replaced in the program's order; they do not overlap, and new lines are not matched again. Frees are
     inserted again in blocks that change; kernels without a launch are removed. Near-linear in the number of lines.
 
     Args:
-        program: a verified program. It is not changed.
+        program: a verified program, or an FX graph in any form: of ATen operators, functional, or in place. It is not
+            changed; `RewriteResult.graph_module` is a new graph in its form, or the graph itself if nothing matched.
         pattern: an operation, one of its results, or a tuple of these: the outputs that the replacement must define.
         replacement: a function of the match and a `LineBuilder`, or calls in terms of the pattern's wildcards.
 
-    Raises RewriteError for an invalid pattern or replacement, VerifyError for lines that break a rule of the IR.
+    Raises RewriteError for an invalid pattern or replacement, VerifyError for lines that break a rule of the IR, and
+    FxImportError for a graph that no program represents.
     """
     is_pattern = isinstance(replacement, matching.Operation | matching.Output | matching.Wildcard | tuple)
     build = _pattern_builder(replacement) if is_pattern else replacement
     if not callable(build):
         raise RewriteError(f"a replacement is a function, or calls in terms of wildcards, not {replacement!r}")
-    result = _Rewriter(program, pattern, build).run()
+    result = _Rewriter(program_of(program), pattern, build).run()
     ir.verify(result.program)
-    return result
+    if isinstance(program, ir.Program):
+        return result
+    graph_module = graph_in_form_of(program, result.program) if result.matches else program
+    return replace(result, graph_module=graph_module)
 
 
 def rewrite_pass(
@@ -87,10 +101,14 @@ def rewrite_pass(
     at: PassPoint = IR_BEFORE_PLANNING,
     name: str = "",
 ) -> Pass:
-    """Returns the pass that runs `rewrite`. `key` identifies the version of pattern and replacement; see `Pass`."""
+    """Returns the pass that runs `rewrite`, at any pass point.
 
-    def run(program: ir.Program) -> ir.Program:
-        return rewrite(program, pattern, replacement).program
+    `key` identifies the version of pattern and replacement; see `Pass`.
+    """
+
+    def run(program: ir.Program | GraphModule) -> ir.Program | GraphModule:
+        result = rewrite(program, pattern, replacement)
+        return result.program if result.graph_module is None else result.graph_module
 
     return Pass(run, key, at, name or getattr(replacement, "__name__", "rewrite"))
 
@@ -210,7 +228,7 @@ class _BlockRewriter:
             if start <= moved_end or (moves and start <= end):
                 waiting = True
                 continue
-            matched.update(positions)
+            matched.update(match[1].removed)  # matches may share views and other lines that stay
             end, moved_end = max(end, last), max(moved_end, last if moves else -1)
             matches.append(match)
         if not waiting:

@@ -21,7 +21,15 @@ from fxwrap.errors import RewriteError
 from fxwrap.inference import call_on_fakes, lists_to_tuples
 from fxwrap.rewrite.replacement import merge_origins
 from fxwrap.runtime import library
-from fxwrap.torch_compat import FakeTensor, OpOverload, storage_identity, torch_schema, triton_kernel_at, triton_launch
+from fxwrap.torch_compat import (
+    FakeTensor,
+    OpOverload,
+    storage_identity,
+    torch_schema,
+    triton_kernel_at,
+    triton_launch,
+    triton_launch_functional,
+)
 from fxwrap.wrapper_ir import KernelDefinition, leaves, operator_schema
 
 _ALLOCATIONS = frozenset(
@@ -31,6 +39,9 @@ _ALLOCATIONS = frozenset(
     }
 )  # fmt: skip
 """The operators that return uninitialised memory."""
+
+_CPP_LAUNCHES = frozenset({torch.ops.fxwrap.cpp_kernel.default, torch.ops.fxwrap.cpp_kernel_functional.default})
+_FUNCTIONAL_LAUNCHES = frozenset({torch.ops.fxwrap.cpp_kernel_functional.default, triton_launch_functional})
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ def replace_in_graph(
     nodes, if one of its nodes has another effect, or if a kernel writes memory that other nodes share.
 
     Args:
-        graph_module: the result of `to_fx`.
+        graph_module: the result of `to_fx`, in any form, or a graph of ATen operators.
         pattern: a function of tensors.
         replacement: a function of the same tensors that returns the same results.
         where: a condition on the nodes of the pattern's arguments, by name.
@@ -103,9 +114,11 @@ class _GraphDataFlow:
         content: dict[Node, Node] = {}
         for node in nodes:
             kernel = kernel_of(node) if node.op == "call_function" else None
-            if kernel is not None and all(shared.get(_storage(out) or 0) == 1 for out in kernel.outs):
+            if kernel is not None and kernel.is_functional:
+                self._functional_launch(kernel, content)
+            elif kernel is not None and all(shared.get(_storage(out) or 0) == 1 for out in kernel.outs):
                 self._launch(kernel, content)
-            else:
+            elif node not in content:
                 self._copy(node, content)
         self.graph.owning_module = self.module
 
@@ -140,6 +153,20 @@ class _GraphDataFlow:
             else:
                 self.memory_nodes[copy] = out
                 content[out] = copy
+
+    def _functional_launch(self, kernel: KernelNode, content: dict[Node, Node]) -> None:
+        """Adds a launch that returns its results, which are items of the node."""
+        operands = tuple([content[item] for item in (*kernel.ins, *kernel.copied)])
+        copy = content[kernel.node] = self.graph.call_function(KernelTarget(kernel.operators), operands)
+        self.sources[copy] = kernel.node
+        keys = list(kernel.node.meta["val"])  # of a dict, else positions are the keys
+        for item in kernel.outs:
+            if len(keys) > 1:
+                index = keys.index(item.args[1]) if isinstance(item.args[1], str) else item.args[1]
+                content[item] = self._written_item(copy, index, item)  # type: ignore[arg-type]
+            else:
+                self.memory_nodes[copy] = item
+                content[item] = copy
 
     def _record_write(self, node: Node, operand: Node) -> None:
         storage = _storage(operand)
@@ -200,6 +227,10 @@ class _GraphDataFlow:
         for old, new in zip(match.returning_nodes, results, strict=True):
             self._replace_uses(old, new, nodes)
         for node in reversed(nodes):
+            kernel = kernel_of(node) if node.op == "call_function" else None
+            for item in kernel.outs if kernel is not None and kernel.is_functional else ():
+                if not item.users:
+                    graph.erase_node(item)
             if not node.users:
                 graph.erase_node(node)
         remaining = set(graph.nodes)
@@ -243,7 +274,7 @@ def _written(node: Node) -> list[Node]:
     """Returns the operands that a node mutates, by its schema or as the outputs of its kernel."""
     if not isinstance(node.target, OpOverload):
         kernel = kernel_of(node) if node.op == "call_function" else None
-        return list(kernel.outs) if kernel is not None else []
+        return [] if kernel is None or kernel.is_functional else list(kernel.outs)
     schema = operator_schema(node.target)
     operands = [schema.operand(name, node.args, tuple(node.kwargs.items())) for name in schema.mutated_arguments]
     return [item for item in leaves(lists_to_tuples(operands)) if isinstance(item, Node)]
@@ -264,7 +295,8 @@ class KernelNode:
     """A node that launches a kernel.
 
     `operators` are the ATen operators that the kernel computes, in order ("aten.add.Tensor", "aten.gelu"); `ins` and
-    `outs` are the nodes of the tensors that it reads and writes.
+    `outs` are the nodes of the tensors that it reads and writes. In a functional graph, `outs` are the results that are
+    used, items of the node, and `copied` the tensors with copies of which they begin.
     """
 
     node: Node
@@ -272,24 +304,35 @@ class KernelNode:
     operators: tuple[str, ...]
     ins: tuple[Node, ...]
     outs: tuple[Node, ...]
+    copied: tuple[Node, ...] = ()
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether the node returns what the kernel writes."""
+        return self.node.target in _FUNCTIONAL_LAUNCHES
 
 
 def kernel_of(node: Node) -> KernelNode | None:
     """Returns the launch of a node of an emitted graph; None for a node that launches no kernel of fxwrap."""
-    if node.target is torch.ops.fxwrap.cpp_kernel.default:
-        names = [item.name for item in torch_schema(torch.ops.fxwrap.cpp_kernel.default).arguments]
+    if node.target in _CPP_LAUNCHES:
+        names = [item.name for item in torch_schema(node.target).arguments]
         arguments: dict[str, Any] = {**dict(zip(names, node.args)), **node.kwargs}
         kernel = _definition(node, str(arguments["kernel"]))
         return None if kernel is None else _kernel_node(node, kernel, arguments["ins"], arguments["outs"])
-    if node.target is triton_launch:
+    if node.target is triton_launch or node.target is triton_launch_functional:
         return _triton(node)
     return None
 
 
-def _kernel_node(node: Node, kernel: KernelDefinition, ins: Sequence[Node], outs: Sequence[Node]) -> KernelNode:
+def _kernel_node(node: Node, kernel: KernelDefinition, ins: Sequence[Node], outs: Sequence[Node | None]) -> KernelNode:
     origin = node.meta.get("fxwrap_origin")
     operators = tuple(origin.operators) if origin is not None else ()
-    return KernelNode(node, kernel, operators, tuple(ins), tuple(outs))
+    tensors = tuple([out for out in outs if out is not None])
+    if node.target not in _FUNCTIONAL_LAUNCHES:
+        return KernelNode(node, kernel, operators, tuple(ins), tensors)
+    items = tuple([user for user in node.users if user.target is operator.getitem])
+    copied = tuple([item for item in tensors if item.target not in _ALLOCATIONS])
+    return KernelNode(node, kernel, operators, tuple(ins), items, copied)
 
 
 def _triton(node: Node) -> KernelNode | None:

@@ -41,6 +41,23 @@ def make_exported_program(
         raise InvalidExport(str(error).partition("\n")[0]) from error
 
 
+def narrowed_ranges(
+    constraints: Mapping[Any, Any], bounds: Mapping[str, tuple[int | float | None, int | float | None]]
+) -> dict[Any, Any]:
+    """Returns range constraints within inclusive bounds by the names of symbols; None is unbounded.
+
+    Why: the class of a range has no public name.
+    """
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    narrowed = dict(constraints)
+    for symbol, known in constraints.items():
+        lower, upper = bounds.get(str(symbol), (None, None))
+        lower, upper = known.lower if lower is None else lower, known.upper if upper is None else upper
+        narrowed[symbol] = known & ValueRanges(lower, upper)
+    return narrowed
+
+
 def unlifted_module(exported: ExportedProgram) -> torch.fx.GraphModule:
     """Returns an exported program as a module with its parameters and final writes, without a module of guards.
 

@@ -24,6 +24,7 @@ from fxwrap.errors import FusionWarning
 from fxwrap.options import EMITTERS
 from fxwrap.wrapper_ir import ConstantStore, Ownership
 from tests.compile_cache.graphs import CALLS, assert_same, compiled, graph, inputs
+from tests.converters.exported.models import CASES, assert_calls_equal
 from tests.support.opaque import Counter, Shift
 
 
@@ -263,3 +264,11 @@ def object_graph(own: Counter, by: Shift) -> torch.fx.GraphModule:
     for node in (x, first, second):
         node.meta["val"] = empty
     return torch.fx.GraphModule({"own": own}, fx_graph)
+
+
+def test_a_cached_result_has_the_signature_of_its_export(cache_folder: Path) -> None:
+    case = CASES["elementwise"]
+    assert not fxwrap.compile_graph(case.export()).cached
+    compiled = fxwrap.compile_graph(case.export())
+    assert compiled.cached
+    assert_calls_equal(case.export(), fxwrap.fx.export(compiled), case)

@@ -21,6 +21,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
                              "rewrite_program: 2 calls of the vendor's operator, 0 of ATen's",
                              "rewrite_emitted_graph: 2 calls of the vendor's operator, 0 of ATen's"]),
         ("quantised_linear", ["int8: 11280 bytes of constants", "the result changed by 0."]),
+        ("serving_passes", [f"{form}: all_reduce + add + RMSNorm + quantise: 1, add + RMSNorm + quantise: 1, "
+                            "attention + quantise: 1, linear: 3" for form in ("ATen", "functional", "in_place")]),
         ("split_program", ["1 tensors of 512 bytes go from the first device to the second"]),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ from fxwrap.devices import language_traits
 from fxwrap.errors import ExportError
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
 from fxwrap.torch_compat import is_opaque
-from fxwrap.torch_compat.exported import InvalidExport, make_exported_program
-from fxwrap.wrapper_ir import Program, ProgramConstant, ScalarType, Value
+from fxwrap.torch_compat.exported import InvalidExport, make_exported_program, narrowed_ranges
+from fxwrap.wrapper_ir import Program, ProgramConstant, ScalarType, Value, symbol_infos
 
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
@@ -94,13 +94,18 @@ class _Exporter:
         try:
             exported = make_exported_program(
                 self.modules, self.graph, signature, state_dict=original.state_dict, constants=self.constants,
-                range_constraints=original.range_constraints, module_call_graph=original.copy_of_modules(),
+                range_constraints=self._ranges(), module_call_graph=original.copy_of_modules(),
                 example_inputs=original.example_inputs,
             )  # fmt: skip
         except InvalidExport as error:
             raise ExportError(f"torch.export rejects the program: {error}", "Save it with fxwrap.save") from error
         exported.graph_module.meta["custom"] = {"fxwrap": self._description(constants.values())}
         return exported
+
+    def _ranges(self) -> dict[Any, Any]:
+        """Returns the ranges of sizes that the program accepts: a compile may assume more than the original ones."""
+        bounds = {name: (info.lower, info.upper) for name, info in symbol_infos(self.program).items()}
+        return narrowed_ranges(self.signature.range_constraints, bounds)
 
     def _description(self, constants: Iterable[Node]) -> dict[str, object]:
         """Returns what nodes do not tell of the program; torch.export.save writes it as JSON."""
@@ -112,6 +117,7 @@ class _Exporter:
             "header": self.program.header,
             "constant_inputs": scalars,
             "constants": [targets[self.added[node]] for node in constants],
+            "declared_symbols": {name: asdict(info) for name, info in symbol_infos(self.program).items()},
         }
 
     # --- inputs -----------------------------------------------------------------------------------------------------
@@ -169,17 +175,13 @@ class _Exporter:
         return target
 
     def _add_user_inputs(self, nodes: Sequence[Node]) -> None:
-        by_name = {node.name: node for node in nodes}
-        for spec in self.signature.inputs:
-            if spec.kind is InputKind.USER_INPUT:
-                node = by_name.pop(spec.arg.name, None)
-                meta = {} if node is None else node.meta
-                placeholder = self._placeholder(spec, self.signature.vals.get(spec.arg.name, meta.get("val")), meta)
-                if node is not None:
-                    self.nodes[node] = placeholder
-        if by_name:
-            reason = f"the program has inputs that the original graph has not: {', '.join(by_name)}"
-            raise ExportError(reason, "Export the result of compile_graph, before passes that add inputs")
+        specs = [spec for spec in self.signature.inputs if spec.kind is InputKind.USER_INPUT]
+        if len(specs) != len(nodes):
+            reason = f"the program has {len(nodes)} inputs, and the graph that was compiled {len(specs)}"
+            raise ExportError(reason, "Export the result of compile_graph without passes that add or remove inputs")
+        for spec, node in zip(specs, nodes, strict=True):
+            val = self.signature.vals.get(spec.arg.name, node.meta["val"])
+            self.nodes[node] = self._placeholder(spec, val, node.meta)
 
     def _placeholder(self, spec: InputSpec, val: Any, meta: Mapping[str, Any]) -> Node:
         node = self.graph.placeholder(spec.arg.name)

@@ -29,6 +29,11 @@ from fxwrap.torch_compat import is_opaque, tree_flatten
 from fxwrap.wrapper_ir import Input, Program, TensorType
 
 
+def is_emitted(exported: ExportedProgram) -> bool:
+    """Whether an exported program is one that fxwrap exported."""
+    return "fxwrap" in exported.graph_module.meta.get("custom", {}) or bool(kernel_text_inputs(exported.graph))
+
+
 def kernel_text_inputs(graph: Graph) -> list[Node]:
     """Returns the placeholders of kernels' texts: one in an exported program that fxwrap emitted with kernels."""
     nodes = graph.find_nodes(op="call_function", target=torch.ops.fxwrap.register_kernels.default)

@@ -87,7 +87,8 @@ class _ProgramImport:
         self.name = name or self.metadata.get("name", "program")
         counts = Counter(_defined_symbol_names(module))
         ambiguous = frozenset([symbol for symbol, count in counts.items() if count > 1])
-        symbols = ImportedSymbols(self.metadata.get("symbols", {}), frozenset(counts), ambiguous)
+        declared = {name: SymbolInfo(**info) for name, info in self.metadata.get("declared_symbols", {}).items()}
+        symbols = ImportedSymbols(self.metadata.get("symbols", {}), frozenset(counts), ambiguous, declared)
         known = KernelTable([*self.metadata.get("kernels", {}).values(), *kernels])
         self.state = ImportState(symbols, CallInference(symbols.info, symbols.fresh), known)
         self.importer = GraphImporter(self.state, module, import_call, frozenset())

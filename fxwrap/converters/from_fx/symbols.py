@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import sympy
 import torch
@@ -22,10 +23,18 @@ class ImportedSymbols:
     """Names for symbols: `infos` are those of the emitted module, `claimed` the names that nodes define.
 
     Names that several nodes define are `ambiguous`: graphs were joined. `defined` are those that lines define.
+    `declared` has the declarations of torch's symbols, where the program has other ranges and hints than torch.
     """
 
-    def __init__(self, infos: Mapping[str, SymbolInfo], claimed: frozenset[str], ambiguous: frozenset[str]) -> None:
+    def __init__(
+        self,
+        infos: Mapping[str, SymbolInfo],
+        claimed: frozenset[str],
+        ambiguous: frozenset[str],
+        declared: Mapping[str, SymbolInfo],
+    ) -> None:
         self.infos = dict(infos)
+        self._declared = declared
         self._used_names = {*infos, *claimed}
         self._counts: dict[str, int] = {}
         self._from_torch: dict[sympy.Basic, sympy.Basic] = {}
@@ -87,12 +96,15 @@ class ImportedSymbols:
 
     def _import_symbol(self, symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat) -> sympy.Symbol:
         name = symbol.name.removeprefix("z")
+        declared = self._declared.get(name)
         if not is_symbol_name(name) or name in self._used_names:
             prefix = name.rstrip("0123456789")
             name = self.fresh(prefix if is_symbol_name(f"{prefix}0") else "s").name
         self._used_names.add(name)
         lower, upper = symbol_bounds(number)
         self.infos[name] = SymbolInfo(name, lower, upper, symbol_hint(number))
+        if declared is not None:
+            self.infos[name] = replace(declared, name=name)
         return make_symbol(name)
 
     def type_of(self, fake: torch.Tensor) -> TensorType:
