@@ -24,7 +24,7 @@ from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Viewed,
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan
 from fxwrap.lowering.fusion.materialise import MaterialisationPlan
 from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
-from fxwrap.regions import Region, output_name
+from fxwrap.regions import Region, output_name, without_unused_results
 from fxwrap.symbolic import Size
 from fxwrap.torch_compat import OpOverload
 from fxwrap.wrapper_ir import (
@@ -36,7 +36,6 @@ from fxwrap.wrapper_ir import (
     contiguous_strides,
     map_leaves,
     symbols_used,
-    used,
     values_in,
 )
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -118,7 +117,7 @@ class _RegionBuilder:
         space, reduced = [tuple([(axis.name, axis.size) for axis in axes]) for axes in (kernel.axes, kernel.reduced)]
         overwritten = dict(sorted(self.overwritten.items()))
         symbols = self._symbols((*reads, *overwritten.values()), sources[0][0])
-        calls = _without_unused_results(self.calls, results)
+        calls = without_unused_results(self.calls, results)
         region = Region(reads, overwritten, symbols, calls, results, space, reduced, str(kernel))
         return BuiltRegion(region, tuple([value for _, value in self.reads.values()]), tuple(self.outputs))
 
@@ -300,18 +299,6 @@ class _RegionBuilder:
         if not all(map(self.builder.symbols.is_known, names.values())):
             raise RegionCut(node)
         return tuple(sorted(names))
-
-
-def _without_unused_results(calls: Sequence[ExternCall], results: Sequence[Value]) -> tuple[ExternCall, ...]:
-    """Returns calls with unused results of tuples removed."""
-    read = {value.name for value in results} | {value.name for call in calls for value in used(call)}
-
-    def used_part(result: Result) -> Result:
-        if isinstance(result, tuple):
-            return tuple([used_part(item) for item in result])
-        return result if result is not None and result.name in read else None
-
-    return tuple([replace(call, results=tuple(map(used_part, call.results))) for call in calls])
 
 
 def _is_contiguous(type_: TensorType) -> bool:

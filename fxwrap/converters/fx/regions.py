@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.converters.fx.emitter import GraphEmitter
 from fxwrap.converters.fx.replay import attribute_of
+from fxwrap.errors import GraphModuleError
 from fxwrap.lines import Launch
 from fxwrap.regions import Region, output_name, parse_region
 from fxwrap.symbolic import SymbolInfo
@@ -25,16 +26,25 @@ REGION, FORM = "fxwrap_region", "fxwrap_region_form"
 
 
 class RegionModule(LazyGraphModule):
-    """The operators of a region.
+    """The operators of a region, which returns new tensors.
 
-    In place, it takes the tensors that it reads, its outputs and its symbols, and writes the outputs. Functional, it
-    takes the tensors that it reads, those outputs whose old content it reads, and its symbols, and returns new tensors.
+    It takes the tensors that it reads, those outputs whose old content it reads, and its symbols.
     """
 
     def forward(self, *arguments: Any) -> Any:
         """Generates the code of the graph at the first call."""
         self.write()
         return self.forward(*arguments)
+
+
+class InPlaceRegionModule(RegionModule):
+    """The operators of a region, which writes its outputs.
+
+    It takes the tensors that it reads, its outputs, and its symbols.
+    """
+
+
+mark_impure(InPlaceRegionModule)
 
 
 def call_region(emitter: GraphEmitter, line: Launch) -> None:
@@ -100,10 +110,8 @@ def region_module(emitter: GraphEmitter, region: Region, form: RegionForm) -> Gr
             writer.call(torch.ops.aten.copy_.default, [target, result], val=target.meta["val"])
         returned = []
     writer.node("output", "output", [tuple(returned)], {}, None, tuple([node.meta["val"] for node in returned]))
-    module = RegionModule({}, writer.graph)
+    module = (InPlaceRegionModule if form == "in_place" else RegionModule)({}, writer.graph)
     module.meta[REGION], module.meta[FORM] = region, form
-    if form == "in_place":
-        mark_impure(module)
     return module
 
 
@@ -117,3 +125,12 @@ def called_region(module: GraphModule, node: Node) -> GraphModule | None:
     """Returns the submodule of the region that a node calls; None for other nodes."""
     submodule: GraphModule | None = attribute_of(module, node.target) if node.op == "call_module" else None
     return None if region_of(submodule) is None else submodule
+
+
+def get_called_region(node: Node) -> GraphModule:
+    """Returns the submodule of the region that a node calls. Raises GraphModuleError for other nodes."""
+    owner = node.graph.owning_module
+    module = None if owner is None else called_region(owner, node)
+    if module is None:
+        raise GraphModuleError(f"node '{node.name}' calls no region. Pass a node of fxwrap.fx.regions(graph_module)")
+    return module
