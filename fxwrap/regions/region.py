@@ -16,7 +16,18 @@ import torch
 from fxwrap.errors import ParseError
 from fxwrap.lines import ExternCall, Return
 from fxwrap.symbolic import Size, SymbolInfo, TokenStream, print_expr, product, read_size, symbol_kind, total
-from fxwrap.wrapper_ir import DTYPE_NAMES, Block, Input, Ownership, Program, Value, parse_program, print_program
+from fxwrap.wrapper_ir import (
+    DTYPE_NAMES,
+    Block,
+    Input,
+    Ownership,
+    Program,
+    Result,
+    Value,
+    parse_program,
+    print_program,
+    used,
+)
 
 Axes = tuple[tuple[str, Size], ...]
 """The names and sizes of axes."""
