@@ -16,7 +16,7 @@ from fxwrap.lines import Launch
 from fxwrap.regions import Region, output_name, parse_region
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import LazyGraphModule, mark_impure, operator_overload
-from fxwrap.wrapper_ir import Value
+from fxwrap.wrapper_ir import KernelDefinition, Value
 
 RegionForm: TypeAlias = Literal["in_place", "functional"]
 """The form of a region's submodule: whether it writes its outputs, or returns new tensors."""
@@ -54,7 +54,7 @@ def call_region(emitter: GraphEmitter, line: Launch) -> None:
 
 def call_functional_region(emitter: GraphEmitter, line: Launch) -> list[Node]:
     """Emits the call of a region that returns new tensors; returns the node of each."""
-    region, writer = parse_region(emitter.kernels[line.kernel].source), emitter.writer
+    region, writer = _region(emitter.kernels[line.kernel]), emitter.writer
     vals = [emitter.fakes.fake(result.type) for result in region.results]
     overwritten = [line.outs[position] for position in region.overwritten]
     call = _call(emitter, line, "functional", overwritten, tuple(vals))
@@ -75,7 +75,7 @@ def _call(emitter: GraphEmitter, line: Launch, form: RegionForm, outs: Sequence[
     modules, kernel = emitter.modules, emitter.kernels[line.kernel]
     name = modules.name_of(kernel.hash)
     if name is None:
-        module = modules.by_key.get(kernel.hash) or region_module(emitter, parse_region(kernel.source), form)
+        module = modules.by_key.get(kernel.hash) or region_module(emitter, _region(kernel), form)
         name = modules.add_module(kernel.hash, kernel.name, module)
     tensors = [item for item in line.arguments if isinstance(item, Value)]
     symbols = [item for item in line.arguments if not isinstance(item, Value)]
@@ -83,6 +83,11 @@ def _call(emitter: GraphEmitter, line: Launch, form: RegionForm, outs: Sequence[
     node = emitter.writer.call(name, arguments, name=kernel.name, val=val)
     node.meta["fxwrap_kernel"] = kernel.hash
     return node
+
+
+def _region(kernel: KernelDefinition) -> Region:
+    """Returns the region of a kernel: the one that was printed, or that of its text."""
+    return kernel.scheduled if isinstance(kernel.scheduled, Region) else parse_region(kernel.source)
 
 
 def region_module(emitter: GraphEmitter, region: Region, form: RegionForm) -> GraphModule:
