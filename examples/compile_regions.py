@@ -24,7 +24,7 @@ class VendorCompiler:
             region = call.region
             axes = ", ".join([f"{name}: {size}" for name, size in (*region.index_space, *region.reduced)])
             print(f"  {call.name} over [{axes}] reads {region.bytes_read} and writes {region.bytes_written} bytes")
-            # The module takes what the region reads, the memory of its outputs and its symbols, and fills the outputs.
+            # In the functional form the module takes the tensors and symbols that it reads, and returns new tensors.
             call.owner.set_submodule(call.name, torch.compile(call.module, backend=self.backend, dynamic=False))
         print(f"{info.kind} graph: {len(calls)} calls of {len({(call.owner, call.name) for call in calls})} regions")
         return graph
@@ -34,7 +34,7 @@ def main(backend: str) -> None:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation="gelu", batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    options = {"kernels": "subgraph", "on_graph": VendorCompiler(backend), "compile_cache": False}
+    options = {"kernels": "subgraph", "fx_form": "functional", "on_graph": VendorCompiler(backend)}
     compiled = torch.compile(model, backend="fxwrap", options=options)
     x = torch.randn(2, 16, 64)
     error = (compiled(x) - model(x)).abs().max().item()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -30,6 +30,11 @@ class RegionModule(LazyGraphModule):
 
     It takes the tensors that it reads, those outputs whose old content it reads, and its symbols.
     """
+
+    def forward(self, *arguments: Any) -> Any:
+        """Generates the code of the graph at the first call, unless it was needed before."""
+        self.write()
+        return self.forward(*arguments)
 
 
 class InPlaceRegionModule(RegionModule):
