@@ -208,6 +208,23 @@ class FxImportError(FxwrapError):
 
 
 @dataclass
+class RegionError(FxwrapError):
+    """A region of an emitted graph that does not match its metadata, or whose graph is no region.
+
+    Fields: `region` is the name of its submodule; `field` is the part that is wrong: "inputs", "operators" or
+    "results".
+    """
+
+    region: str
+    field: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"region '{self.region}', {self.field}: {self.reason}. {self.remedy}"
+
+
+@dataclass
 class ArtifactError(FxwrapError):
     """A saved program that cannot be written or loaded.
 

@@ -9,12 +9,24 @@ from fxwrap.compile import Compiled
 from fxwrap.compile.steps import plan_program
 from fxwrap.converters.exported import signature_of_program, to_exported_program
 from fxwrap.converters.from_fx import from_fx
+from fxwrap.converters.from_fx.regions import update_region
 from fxwrap.converters.fx import to_fx
 from fxwrap.converters.fx.codegen import direct_code
+from fxwrap.converters.fx.region_tools import RegionCall, copy_region, inline_regions, regions
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor, graph_codegen
 
-__all__ = ["enable_direct_launches", "export", "functional", "in_place"]
+__all__ = [
+    "RegionCall",
+    "copy_region",
+    "enable_direct_launches",
+    "export",
+    "functional",
+    "in_place",
+    "inline_regions",
+    "regions",
+    "update_region",
+]
 
 
 def export(compiled: Compiled) -> ExportedProgram:

@@ -297,7 +297,7 @@ class LineEmitter:
             self._launch_text(plan, built, stored)
             return
         try:
-            region = build_region(self._regions, plan, stored, built.outputs, built.kernel)
+            region = build_region(self._regions, plan, stored, built)
         except RegionCut as cut:
             if takes_regions:
                 self._called |= self._region_nodes(cut, built)
@@ -328,7 +328,9 @@ class LineEmitter:
 
     def _launch_region(self, plan: KernelPlan, built: BuiltKernel, region: BuiltRegion, language: str) -> None:
         printed = self._print_kernel(plan, built.kernel, built, {}, language, region.region)
-        kernel = KernelDefinition(built.name, language, printed.source, printed.signature, printed.options)
+        kernel = KernelDefinition(
+            built.name, language, printed.source, printed.signature, printed.options, printed.scheduled
+        )
         name = self.builder.state.kernels.add(kernel)
         arguments = (*region.inputs, *map(make_symbol, region.region.symbols))
         self.builder.emit(Launch(name, arguments, region.outputs, printed.grid, origin=self._origin(built.computed)))

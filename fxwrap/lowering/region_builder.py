@@ -17,14 +17,15 @@ import torch
 from torch.fx import Node
 
 from fxwrap.lines import ExternCall
-from fxwrap.loop_ir import Kernel
+from fxwrap.loop_ir import Kernel, Load
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.calls.nodes import literal, with_device_index
 from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Viewed, definitions_in
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan
+from fxwrap.lowering.fusion.kernels import BuiltKernel
 from fxwrap.lowering.fusion.materialise import MaterialisationPlan
 from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
-from fxwrap.regions import Region, output_name
+from fxwrap.regions import Region, output_name, without_unused_results
 from fxwrap.symbolic import Size
 from fxwrap.torch_compat import OpOverload
 from fxwrap.wrapper_ir import (
@@ -36,7 +37,6 @@ from fxwrap.wrapper_ir import (
     contiguous_strides,
     map_leaves,
     symbols_used,
-    used,
     values_in,
 )
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -80,13 +80,13 @@ Source: TypeAlias = "tuple[Node, int | None]"
 
 
 def build_region(
-    context: RegionContext, plan: KernelPlan, stored: Sequence[Definition], outputs: Sequence[Value], kernel: Kernel
+    context: RegionContext, plan: KernelPlan, stored: Sequence[Definition], built: BuiltKernel
 ) -> BuiltRegion:
-    """Returns the region of a planned kernel, whose definitions `stored` are written to the values `outputs`.
+    """Returns the region of a planned kernel, whose definitions `stored` are written to the outputs of `built`.
 
     Raises RegionCut if its operators cannot be computed from the memory that the kernel's plan reads.
     """
-    return _RegionBuilder(context, plan, list(outputs)).build(stored, kernel)
+    return _RegionBuilder(context, plan, list(built.outputs)).build(stored, built)
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class _RegionBuilder:
         self.readable = {*self.plan.reads, *self.plan.operands}
         self.output_of_root = {self._root(value): index for index, value in enumerate(self.outputs)}
 
-    def build(self, stored: Sequence[Definition], kernel: Kernel) -> BuiltRegion:
+    def build(self, stored: Sequence[Definition], built: BuiltKernel) -> BuiltRegion:
         sources = [self._source_of_output(definition) for definition in stored]
         for node in sorted(self._needed(sources), key=self.context.order.__getitem__):
             self._add_call(node)
@@ -115,12 +115,20 @@ class _RegionBuilder:
             for position, (definition, source) in enumerate(zip(stored, sources, strict=True))
         ])  # fmt: skip
         reads = tuple([parameter for parameter, _ in self.reads.values()])
+        kernel = _rename_inputs(built.kernel, [self._parameter_name(value) for value in built.inputs])
         space, reduced = [tuple([(axis.name, axis.size) for axis in axes]) for axes in (kernel.axes, kernel.reduced)]
         overwritten = dict(sorted(self.overwritten.items()))
         symbols = self._symbols((*reads, *overwritten.values()), sources[0][0])
-        calls = _without_unused_results(self.calls, results)
+        calls = without_unused_results(self.calls, results)
         region = Region(reads, overwritten, symbols, calls, results, space, reduced, str(kernel))
         return BuiltRegion(region, tuple([value for _, value in self.reads.values()]), tuple(self.outputs))
+
+    def _parameter_name(self, value: Value) -> str:
+        """Returns the name of the region's parameter for a value that the kernel reads."""
+        if value.name in self.reads:
+            return self.reads[value.name][0].name
+        position = self.output_of_root.get(self._root(value))
+        return f"unread_{value.name}" if position is None else output_name(position)
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
@@ -302,16 +310,17 @@ class _RegionBuilder:
         return tuple(sorted(names))
 
 
-def _without_unused_results(calls: Sequence[ExternCall], results: Sequence[Value]) -> tuple[ExternCall, ...]:
-    """Returns calls with unused results of tuples removed."""
-    read = {value.name for value in results} | {value.name for call in calls for value in used(call)}
-
-    def used_part(result: Result) -> Result:
-        if isinstance(result, tuple):
-            return tuple([used_part(item) for item in result])
-        return result if result is not None and result.name in read else None
-
-    return tuple([replace(call, results=tuple(map(used_part, call.results))) for call in calls])
+def _rename_inputs(kernel: Kernel, names: Sequence[str]) -> Kernel:
+    """Returns a kernel whose inputs have the names of the region's parameters."""
+    renamed = {buffer.name: name for buffer, name in zip(kernel.inputs, names, strict=True)}
+    if all(old == new for old, new in renamed.items()):
+        return kernel
+    operations = [
+        replace(item, buffer=renamed.get(item.buffer, item.buffer)) if isinstance(item, Load) else item
+        for item in kernel.operations
+    ]
+    inputs = [replace(buffer, name=renamed[buffer.name]) for buffer in kernel.inputs]
+    return replace(kernel, inputs=tuple(inputs), operations=tuple(operations))
 
 
 def _is_contiguous(type_: TensorType) -> bool:

@@ -95,7 +95,7 @@ def region_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     """Returns the function that prints a region as the text of its operators, which has one configuration."""
     region = request.region
     assert region is not None, "lowering passes the region to a language that takes regions"
-    return (lambda: PrintedKernel(request.language, str(region), region.signature),)
+    return (lambda: PrintedKernel(request.language, str(region), region.signature, scheduled=region),)
 
 
 TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels)

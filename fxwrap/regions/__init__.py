@@ -3,4 +3,5 @@
 from fxwrap.regions.region import Region as Region
 from fxwrap.regions.region import output_name as output_name
 from fxwrap.regions.region import parse_region as parse_region
+from fxwrap.regions.region import without_unused_results as without_unused_results
 from fxwrap.regions.runner import load_region as load_region

@@ -7,8 +7,8 @@ the text of this program, whose header has the kernel's axes, and after it that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,7 +16,18 @@ import torch
 from fxwrap.errors import ParseError
 from fxwrap.lines import ExternCall, Return
 from fxwrap.symbolic import Size, SymbolInfo, TokenStream, print_expr, product, read_size, symbol_kind, total
-from fxwrap.wrapper_ir import DTYPE_NAMES, Block, Input, Ownership, Program, Value, parse_program, print_program
+from fxwrap.wrapper_ir import (
+    DTYPE_NAMES,
+    Block,
+    Input,
+    Ownership,
+    Program,
+    Result,
+    Value,
+    parse_program,
+    print_program,
+    used,
+)
 
 Axes = tuple[tuple[str, Size], ...]
 """The names and sizes of axes."""
@@ -98,6 +109,18 @@ class Region:
 def _bytes(values: Iterable[Value]) -> Size:
     types = [value.tensor_type for value in values]
     return total([product((*type_.sizes, type_.dtype.itemsize)) for type_ in types])
+
+
+def without_unused_results(calls: Sequence[ExternCall], results: Sequence[Value]) -> tuple[ExternCall, ...]:
+    """Returns calls with unused results of tuples removed."""
+    read = {value.name for value in results} | {value.name for call in calls for value in used(call)}
+
+    def used_part(result: Result) -> Result:
+        if isinstance(result, tuple):
+            return tuple([used_part(item) for item in result])
+        return result if result is not None and result.name in read else None
+
+    return tuple([replace(call, results=tuple(map(used_part, call.results))) for call in calls])
 
 
 # --- text -----------------------------------------------------------------------------------------------------------

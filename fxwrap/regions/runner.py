@@ -8,17 +8,19 @@ from typing import Any
 import sympy
 import torch
 
+from fxwrap.errors import FxwrapError
 from fxwrap.lines import ExternCall
 from fxwrap.regions.region import parse_region
 from fxwrap.symbolic import Number, evaluate
 from fxwrap.torch_compat import operator_overload
-from fxwrap.wrapper_ir import Value
+from fxwrap.wrapper_ir import Value, operator_schema
 
 
 def load_region(source: str, _signature: tuple[str, ...], _options: tuple[tuple[str, Any], ...]) -> Callable[..., None]:
     """Returns `function(*tensors, *outs, *symbols)`, which calls the operators of a region and fills `outs`.
 
-    Raises ParseError for text that is no region, FxwrapError for an operator that torch does not have.
+    Raises ParseError for text that is no region, and FxwrapError for an operator that torch does not have or that has
+    effects.
     """
     region = parse_region(source)
     calls = [_prepare(call) for call in region.calls]
@@ -39,7 +41,12 @@ def load_region(source: str, _signature: tuple[str, ...], _options: tuple[tuple[
 
 
 def _prepare(call: ExternCall) -> Callable[[dict[str, Any], Mapping[str, Number]], None]:
-    overload = operator_overload(call.target)
+    try:
+        overload = operator_overload(call.target)
+    except LookupError as error:
+        raise FxwrapError(f"a region calls '{call.target}': {error}") from None
+    if not operator_schema(overload).is_pure:
+        raise FxwrapError(f"a region calls '{call.target}', which has effects; regions only compute tensors")
     (result,) = call.results
 
     def run(env: dict[str, Any], numbers: Mapping[str, Number]) -> None:

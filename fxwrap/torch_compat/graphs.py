@@ -41,9 +41,12 @@ def direct_state(module: torch.nn.Module) -> tuple[torch.Tensor | None, ...]:
     return (*parameters.values(), *buffers.values()) if parameters or buffers else ()
 
 
-def mark_impure(module: torch.nn.Module) -> None:
-    """Makes torch.fx's dead-code elimination keep the calls of a submodule; the attribute has no public name."""
-    module._is_impure = True  # type: ignore[assignment]
+def mark_impure(module: torch.nn.Module | type[torch.nn.Module]) -> None:
+    """Makes torch.fx's dead-code elimination keep the calls of a submodule, or of all submodules of a class.
+
+    Why: the attribute has no public name.
+    """
+    module._is_impure = True  # type: ignore[union-attr]
 
 
 def graph_codegen(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:

@@ -60,8 +60,8 @@ class KernelDefinition:
     `source` is called `kernel`, or "fxwrap_..." if fxwrap printed it, so that profilers show its operators. `signature`
     has one entry for each parameter: "*f32" for a tensor, "i64" for a size, "i64 n" with the parameter's name for a
     user's kernel. `options` are launch metadata as sorted pairs (num_warps, constants). The hash covers everything but
-    `name`. `scheduled` is the scheduled loop IR kernel that the printer printed. It is not part of the text form, the
-    hash or equality, and None in a program that was parsed or imported.
+    `name`. `scheduled` is the scheduled loop IR kernel, or the region, that the printer printed. It is not part of the
+    text form, the hash or equality, and None in a program that was parsed or imported.
     """
 
     name: str

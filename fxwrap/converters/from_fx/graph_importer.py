@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.access_order import META_KEY, AccessChecker, Conflict
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES, ImportedSymbols
+from fxwrap.converters.fx.regions import called_region
 from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.errors import FxImportError
 from fxwrap.inference import CallInference
@@ -144,6 +145,11 @@ NodeImporters = Mapping[Any, NodeImporter]
 """The importers of calls, by target."""
 
 
+def is_function_call(module: GraphModule, node: Node) -> bool:
+    """Whether a node calls a replayed submodule or a region, and is not inlined."""
+    return replayed_submodule(module, node) is not None or called_region(module, node) is not None
+
+
 class GraphImporter:
     """Imports one graph, of a program or a block, node by node.
 
@@ -194,7 +200,7 @@ class GraphImporter:
         match node.op:
             case "call_function":
                 self.import_call(self, node)
-            case "call_module" if replayed_submodule(self.module, node) is not None:
+            case "call_module" if is_function_call(self.module, node):
                 self.import_call(self, node)
             case "get_attr":
                 self.env[node] = self.attribute(node)

@@ -24,7 +24,9 @@ from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgr
 from fxwrap.converters.from_fx.kernels import KERNELS
 from fxwrap.converters.from_fx.memory import MEMORY
 from fxwrap.converters.from_fx.numbers import NUMBERS, import_arithmetic, import_conditional
+from fxwrap.converters.from_fx.regions import import_region_call
 from fxwrap.converters.from_fx.symbols import ImportedSymbols
+from fxwrap.converters.fx.regions import called_region
 from fxwrap.errors import FxImportError, VerifyError
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.inference import CallInference
@@ -286,7 +288,8 @@ def import_call(importer: GraphImporter, node: Node) -> None:
     target: Any = node.target
     import_node = _IMPORTERS.get(target)
     if node.op == "call_module":
-        import_replayed_call(importer, node)
+        is_region = called_region(importer.module, node) is not None
+        (import_region_call if is_region else import_replayed_call)(importer, node)
     elif import_as_write(importer, node):
         return
     elif import_node is not None:

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxwrap.converters.from_fx.graph_importer import failure
-from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
+from fxwrap.converters.from_fx.graph_importer import failure, is_function_call
+from fxwrap.converters.fx.replay import attribute_of
 from fxwrap.torch_compat import is_opaque
 
 
@@ -32,8 +32,8 @@ def inline_subgraphs(module: GraphModule) -> GraphModule:
 
 
 def _called_subgraph(module: GraphModule, node: Node) -> GraphModule | None:
-    """Returns the graph that a node calls, if any; a replayed one is a function of the program instead."""
-    if node.op != "call_module" or replayed_submodule(module, node) is not None:
+    """Returns the graph that a node calls, if any; a replayed one, or a region, is a line of the program instead."""
+    if node.op != "call_module" or is_function_call(module, node):
         return None
     submodule = attribute_of(module, node.target)
     return submodule if isinstance(submodule, GraphModule) else None

@@ -99,7 +99,7 @@ def _import_cpp_launch(
         scalars = library.order_scalar_arguments(kernel.signature, sizes, floats, lambda size: size)
     except ValueError:
         scalars = [*sizes, *floats]
-    _launch(importer, node, kernel, arguments["ins"], outs, scalars, arguments["grid"])
+    emit_launch(importer, node, kernel, arguments["ins"], outs, scalars, arguments["grid"])
 
 
 # --- Triton kernels ---------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _import_triton_launch(importer: GraphImporter, node: Node, copies: Mapping[s
     scalars = [item for item in ordered if not isinstance(item, Value)]
     scalars += [size for grid in other_grids for size in grid]
     split = len(tensors) - _output_count(importer, node, kernel)
-    _launch(importer, node, kernel, tensors[:split], tensors[split:], scalars, first_grid)
+    emit_launch(importer, node, kernel, tensors[:split], tensors[split:], scalars, first_grid)
 
 
 def _import_user_triton_launch(importer: GraphImporter, node: Node, copies: Mapping[str, Value]) -> None:
@@ -166,7 +166,7 @@ def _import_user_triton_launch(importer: GraphImporter, node: Node, copies: Mapp
         raise failure(node, error.reason, error.remedy) from error
     reads = [value for name, value in tensors.items() if name not in written]
     definition = importer.state.kernels.add(definition)
-    _launch(importer, node, definition, reads, list(written.values()), scalars, grids[0])
+    emit_launch(importer, node, definition, reads, list(written.values()), scalars, grids[0])
 
 
 def _written_arguments(node: Node, tensors: Mapping[str, Value]) -> list[str]:
@@ -222,7 +222,7 @@ def _output_count(importer: GraphImporter, node: Node, kernel: KernelDefinition)
 # --- the line ---------------------------------------------------------------------------------------------------------
 
 
-def _launch(
+def emit_launch(
     importer: GraphImporter,
     node: Node,
     kernel: KernelDefinition,

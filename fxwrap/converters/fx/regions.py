@@ -11,11 +11,12 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.converters.fx.emitter import GraphEmitter
 from fxwrap.converters.fx.replay import attribute_of
+from fxwrap.errors import GraphModuleError
 from fxwrap.lines import Launch
 from fxwrap.regions import Region, output_name, parse_region
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import LazyGraphModule, mark_impure, operator_overload
-from fxwrap.wrapper_ir import Value
+from fxwrap.wrapper_ir import KernelDefinition, Value
 
 RegionForm: TypeAlias = Literal["in_place", "functional"]
 """The form of a region's submodule: whether it writes its outputs, or returns new tensors."""
@@ -25,16 +26,25 @@ REGION, FORM = "fxwrap_region", "fxwrap_region_form"
 
 
 class RegionModule(LazyGraphModule):
-    """The operators of a region.
+    """The operators of a region, which returns new tensors.
 
-    In place, it takes the tensors that it reads, its outputs and its symbols, and writes the outputs. Functional, it
-    takes the tensors that it reads, those outputs whose old content it reads, and its symbols, and returns new tensors.
+    It takes the tensors that it reads, those outputs whose old content it reads, and its symbols.
     """
 
     def forward(self, *arguments: Any) -> Any:
-        """Generates the code of the graph at the first call."""
+        """Generates the code of the graph at the first call, unless it was needed before."""
         self.write()
         return self.forward(*arguments)
+
+
+class InPlaceRegionModule(RegionModule):
+    """The operators of a region, which writes its outputs.
+
+    It takes the tensors that it reads, its outputs, and its symbols.
+    """
+
+
+mark_impure(InPlaceRegionModule)
 
 
 def call_region(emitter: GraphEmitter, line: Launch) -> None:
@@ -44,7 +54,7 @@ def call_region(emitter: GraphEmitter, line: Launch) -> None:
 
 def call_functional_region(emitter: GraphEmitter, line: Launch) -> list[Node]:
     """Emits the call of a region that returns new tensors; returns the node of each."""
-    region, writer = parse_region(emitter.kernels[line.kernel].source), emitter.writer
+    region, writer = _region(emitter.kernels[line.kernel]), emitter.writer
     vals = [emitter.fakes.fake(result.type) for result in region.results]
     overwritten = [line.outs[position] for position in region.overwritten]
     call = _call(emitter, line, "functional", overwritten, tuple(vals))
@@ -65,7 +75,7 @@ def _call(emitter: GraphEmitter, line: Launch, form: RegionForm, outs: Sequence[
     modules, kernel = emitter.modules, emitter.kernels[line.kernel]
     name = modules.name_of(kernel.hash)
     if name is None:
-        module = modules.by_key.get(kernel.hash) or region_module(emitter, parse_region(kernel.source), form)
+        module = modules.by_key.get(kernel.hash) or region_module(emitter, _region(kernel), form)
         name = modules.add_module(kernel.hash, kernel.name, module)
     tensors = [item for item in line.arguments if isinstance(item, Value)]
     symbols = [item for item in line.arguments if not isinstance(item, Value)]
@@ -73,6 +83,11 @@ def _call(emitter: GraphEmitter, line: Launch, form: RegionForm, outs: Sequence[
     node = emitter.writer.call(name, arguments, name=kernel.name, val=val)
     node.meta["fxwrap_kernel"] = kernel.hash
     return node
+
+
+def _region(kernel: KernelDefinition) -> Region:
+    """Returns the region of a kernel: the one that was printed, or that of its text."""
+    return kernel.scheduled if isinstance(kernel.scheduled, Region) else parse_region(kernel.source)
 
 
 def region_module(emitter: GraphEmitter, region: Region, form: RegionForm) -> GraphModule:
@@ -100,10 +115,8 @@ def region_module(emitter: GraphEmitter, region: Region, form: RegionForm) -> Gr
             writer.call(torch.ops.aten.copy_.default, [target, result], val=target.meta["val"])
         returned = []
     writer.node("output", "output", [tuple(returned)], {}, None, tuple([node.meta["val"] for node in returned]))
-    module = RegionModule({}, writer.graph)
+    module = (InPlaceRegionModule if form == "in_place" else RegionModule)({}, writer.graph)
     module.meta[REGION], module.meta[FORM] = region, form
-    if form == "in_place":
-        mark_impure(module)
     return module
 
 
@@ -117,3 +130,12 @@ def called_region(module: GraphModule, node: Node) -> GraphModule | None:
     """Returns the submodule of the region that a node calls; None for other nodes."""
     submodule: GraphModule | None = attribute_of(module, node.target) if node.op == "call_module" else None
     return None if region_of(submodule) is None else submodule
+
+
+def get_called_region(node: Node) -> GraphModule:
+    """Returns the submodule of the region that a node calls. Raises GraphModuleError for other nodes."""
+    owner = node.graph.owning_module
+    module = None if owner is None else called_region(owner, node)
+    if module is None:
+        raise GraphModuleError(f"node '{node.name}' calls no region. Pass a node of fxwrap.fx.regions(graph_module)")
+    return module
