@@ -69,7 +69,9 @@ def timed(
     """Returns the assignment, or None if none fits the capacity, and its CPU seconds."""
     start = time.process_time()
     try:
-        result = assign_offsets(buffers, alignment=alignment, algorithm=algorithm, capacity=capacity, time_limit_s=limit)
+        result = assign_offsets(
+            buffers, alignment=alignment, algorithm=algorithm, capacity=capacity, time_limit_s=limit
+        )
     except PlanningError:
         result = None
     return result, time.process_time() - start
