@@ -11,11 +11,13 @@ and merges again.
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from time import monotonic
 from typing import TypeAlias
 
 from fxwrap.memory_planning.greedy import Buffer
@@ -135,10 +137,13 @@ class Blocks:
                 pending += [(member, offset + relative) for member, relative in self._members[index]]
         return expanded
 
-    def improve(self, steps: int) -> None:
-        """Splits blocks near a random time and merges again, while there are steps; undoes what leaves more roots."""
+    def improve(self, steps: int, deadline: float = math.inf) -> None:
+        """Splits blocks near a random time and merges again, while there are steps; undoes what leaves more roots.
+
+        `deadline` is a value of `time.monotonic()`.
+        """
         until = self.steps + steps
-        while self.has_blocks and len(self._roots) > 1 and self.steps < until:
+        while self.has_blocks and len(self._roots) > 1 and self.steps < until and monotonic() < deadline:
             before = len(self._roots)
             self._merge_all(self._split_some())
             self._apart.clear()
@@ -152,9 +157,10 @@ class Blocks:
         choose = self._random.choice
         roots = sorted(self._roots)
         first, last, _ = self._items[choose(roots)]
-        time, distance = choose((first, last)), choose((*_SPLIT_DISTANCES, self._end // 20))
+        center, distance = choose((first, last)), choose((*_SPLIT_DISTANCES, self._end // 20))
+        low, high = center - distance, center + distance
         near = [index for index in roots if index >= self._count
-                and self._items[index][0] <= time + distance and self._items[index][1] >= time - distance]  # fmt: skip
+                and self._items[index][0] <= high and self._items[index][1] >= low]  # fmt: skip
         self._random.shuffle(near)
         depth = choose(_SPLIT_DEPTHS)
         changed = {first, last}

@@ -186,7 +186,7 @@ class _RestartedSearch:
         steps = 0
         if self._blocks is not None and self.turn > 1 and self._blocks.has_blocks:
             before = self._blocks.steps
-            self._blocks.improve(limits.steps // 2)
+            self._blocks.improve(limits.steps // 2, limits.deadline)
             steps = self._blocks.steps - before
             self._part = Subproblem.of(self._blocks.buffers, self._capacity)
             self._weights = [1] * len(self._part.members)
