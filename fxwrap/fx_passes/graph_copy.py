@@ -20,6 +20,7 @@ from fxwrap.torch_compat import (
     LazyGraphModule,
     OpOverload,
     in_fake_mode,
+    rename_unbacked,
     storage_identity,
     symbol_expression,
     symbol_hint,
@@ -90,12 +91,17 @@ def _mode_among(values: Sequence[object]) -> FakeTensorMode | None:
 
 
 def run_on_fakes(node: Node, fakes: NodeValues, like: object = None) -> Any:
-    """Returns the fake result of a call of an operator or of `getitem`, from fake values of its operands."""
+    """Returns the fake result of a call of an operator or of `getitem`, from fake values of its operands.
+
+    Unbacked symbols that the call defines have the names that the node's metadata binds.
+    """
     arguments: Any
     arguments, keywords = map_arg((node.args, node.kwargs), fakes.__getitem__)
     if node.target is operator.getitem:
         return arguments[0][arguments[1]]
-    return fake_call(node.target, arguments, keywords, like)
+    result = fake_call(node.target, arguments, keywords, like)
+    rename_unbacked(node, result)
+    return result
 
 
 def can_propagate_fake(node: Node) -> bool:

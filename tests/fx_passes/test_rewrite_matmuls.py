@@ -71,6 +71,22 @@ def test_outer_products_are_fused(dtype: torch.dtype) -> None:
     run(function, x, y)
 
 
+@pytest.mark.parametrize("emitter", ["python", "fx", "interpreter"])
+def test_a_slice_of_unknown_length_of_an_outer_product(emitter: str) -> None:
+    """The view is propagated again, and its length keeps the symbol that the graph binds."""
+
+    def function(a: Tensor, b: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        start, end = counts[0].item(), counts[1].item()
+        part = aten.slice.Tensor(a @ b, 1, start, end)
+        return part * 2, part.sum()
+
+    graph = make_fx(function, tracing_mode="symbolic")(torch.randn(3, 1), torch.randn(1, 5), torch.tensor([1, 3]))
+    compiled = fxwrap.compile_graph(graph, options=Options(emitter=emitter))
+    for counts in ([1, 4], [0, 5], [2, 2]):
+        inputs = torch.randn(3, 1), torch.randn(1, 5), torch.tensor(counts)
+        torch.testing.assert_close(tuple(compiled(*inputs)), function(*inputs))
+
+
 def test_a_rotary_embedding_of_any_length(fresh_dynamo: None) -> None:
     programs: list[fxwrap.Program] = []
 
