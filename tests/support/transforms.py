@@ -88,7 +88,7 @@ def _renamed(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
 def _parts(module: GraphModule) -> GraphModule:
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     part = {node: 3 * index // max(len(nodes), 1) for index, node in enumerate(nodes)}
-    return split_module(module, module, lambda node: part[node], keep_original_order=True)  # type: ignore[arg-type]
+    return split_module(module, module, lambda node: part.get(node, 0), keep_original_order=True)  # type: ignore[arg-type]
 
 
 def _inlined(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
