@@ -192,15 +192,19 @@ TRANSFORMS: dict[str, Transform] = {
         Transform("node_copy", _copied_nodes),
         Transform("stable_topological_sort", _sorted),
         Transform("split_module", lambda module, _inputs: _parts(module), refusals=(_RETURNED_CONSTANT,), flat=True),
-        Transform("inline", _inlined, UNUSED, refusals=("references nonexistent attribute", _RETURNED_CONSTANT), flat=True),
+        Transform(
+            "inline", _inlined, UNUSED, refusals=("references nonexistent attribute", _RETURNED_CONSTANT), flat=True
+        ),
         Transform("ShapeProp", _shape_propagated),
         Transform("replace_pattern", _replaced, UNUSED, forms=_FUNCTIONAL_ONLY, flat=True),
         Transform("make_fx", _traced, SYMBOLS, _TRACED, specialises=True),
+        Transform("make_fx_symbolic", _traced_with_symbols, CALLS, _TRACED, specialises=True),
         Transform(
-            "make_fx_symbolic", _traced_with_symbols, CALLS, _TRACED, specialises=True
-        ),
-        Transform(
-            "Interpreter", lambda module, inputs: _traced(Interpreter(module).run, inputs), SYMBOLS, _TRACED, specialises=True
+            "Interpreter",
+            lambda module, inputs: _traced(Interpreter(module).run, inputs),
+            SYMBOLS,
+            _TRACED,
+            specialises=True,
         ),
         Transform(
             "functionalize",
@@ -213,4 +217,4 @@ TRANSFORMS: dict[str, Transform] = {
         Transform("export", _exported, CALLS, _EXPORTED, weight=0.3, specialises=True),
         Transform("fx_graph_cse", _cse, CALLS, forms=_FUNCTIONAL_ONLY, flat=True, weight=0.5),
     )
-}  # fmt: skip
+}
