@@ -41,7 +41,7 @@ class Transform:
     `refusals` are patterns of the errors with which torch rejects a graph. `forms` are the forms of graphs that the
     transform is defined for; empty means all. `flat` says that it is not defined for graphs that call graphs,
     `excluded_languages` for graphs with such kernels. `weight` is its share in random chains. `specialises` says
-    that the result is for sizes like those of the inputs.
+    that the result is for sizes like those of the inputs, `single_stream` that it moves or merges nodes across streams.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Transform:
     excluded_languages: frozenset[str] = frozenset()
     weight: float = 1.0
     specialises: bool = False
+    single_stream: bool = False
 
     def accepts(self, module: GraphModule, languages: Set[str]) -> bool:
         """Whether the transform is defined for a graph that launches kernels in some languages."""
@@ -196,7 +197,7 @@ TRANSFORMS: dict[str, Transform] = {
             "inline", _inlined, UNUSED, refusals=("references nonexistent attribute", _RETURNED_CONSTANT), flat=True
         ),
         Transform("ShapeProp", _shape_propagated),
-        Transform("replace_pattern", _replaced, UNUSED, forms=_FUNCTIONAL_ONLY, flat=True),
+        Transform("replace_pattern", _replaced, UNUSED, forms=_FUNCTIONAL_ONLY, flat=True, single_stream=True),
         Transform("make_fx", _traced, SYMBOLS, _TRACED, specialises=True),
         Transform("make_fx_symbolic", _traced_with_symbols, CALLS, _TRACED, specialises=True),
         Transform(
@@ -215,6 +216,6 @@ TRANSFORMS: dict[str, Transform] = {
             specialises=True,
         ),
         Transform("export", _exported, CALLS, _EXPORTED, weight=0.3, specialises=True),
-        Transform("fx_graph_cse", _cse, CALLS, forms=_FUNCTIONAL_ONLY, flat=True, weight=0.5),
+        Transform("fx_graph_cse", _cse, CALLS, forms=_FUNCTIONAL_ONLY, flat=True, single_stream=True, weight=0.5),
     )
 }
