@@ -63,7 +63,7 @@ from tests.user_kernels.triton_on_cpu import triton_on_cpu
 SOURCES = {"ir": 12, "static": 4, "dynamic": 2, "control": 2}
 """Where programs come from, with their shares: drawn as IR, or compiled from a graph of a kind of `tests.fuzz`."""
 
-CPP_SHARE = 1 / 80
+CPP_SHARE = 1 / 60
 """How many programs are emitted as C++, which takes a C++ compiler."""
 
 MOST_TRANSFORMS = 4
@@ -80,7 +80,7 @@ Key: TypeAlias = tuple[str, str]
 class Form:
     """A form of FX graphs: how a program gets it, and how it gets back to a program with a memory plan.
 
-    `kernels` is the option of compiles, `sources` are those of programs that have the form, `losses` are its own.
+    `kernels` is the option of compiles, `sources` are those of programs that have the form. `losses` are its own.
     """
 
     emit: Callable[[Program], GraphModule]
@@ -101,7 +101,7 @@ def _functional(program: Program) -> GraphModule:
 FORMS: dict[str, Form] = {
     "in_place": Form(_emit),
     "functional": Form(_functional, losses=CALLS),
-    "subgraph": Form(_emit, kernels="subgraph", sources=frozenset({"static", "dynamic", "control"})),
+    "subgraph": Form(_emit, kernels="subgraph", sources=frozenset({"static", "dynamic", "control"}), losses=CALLS),
 }
 
 
@@ -129,7 +129,7 @@ class Trip:
 
 
 def _is_cpp(seed: int) -> bool:
-    return random.Random(f"{seed}.cpp").random() < CPP_SHARE
+    return random.Random(f"C++ {seed}").random() < CPP_SHARE
 
 
 @dataclass
@@ -328,7 +328,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 def _plan(program: Program, symbols: Symbols) -> MemoryPlan:
     known = {name: number for name, number in symbols.items() if name in symbol_infos(program)}
-    for line in program.body.lines:
+    for line in program.lines():
         if isinstance(line, Let):
             known[line.symbol.name] = evaluate(line.expr, {**hints_with_fallback(program), **known})
     return plan_memory(program, alignment=lambda _device: 64, algorithm="greedy_by_size", hints=known)

@@ -67,9 +67,10 @@ def test_programs_have_kernels_streams_blocks_and_symbols() -> None:
         features.update(kernel.language for kernel in program.kernels)
         features["streams"] += uses_streams(program)
         features.update({line.opcode for line in program.lines()})
-    required = ("cpp", "triton", "user_triton", "streams", "control.cond", "control.while", "control.scan", "control.map",
-                "control.call", "extern.mutate", "memory.view", "memory.reuse", "memory.pool", "symbol.item")  # fmt: skip
-    assert not [name for name in required if not features[name]]
+    languages = ("cpp", "triton", "user_triton")
+    blocks = ("control.cond", "control.while", "control.scan", "control.map", "control.call")
+    memory = ("extern.mutate", "memory.view", "memory.reuse", "memory.pool", "symbol.item")
+    assert not [name for name in (*languages, *blocks, *memory, "streams") if not features[name]]
 
 
 def _first_trip(**changes: object) -> tuple[round_trips.Trip, Subject]:
