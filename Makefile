@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with Python and g++:
 #   make demo   create a virtual environment, install fxwrap into it, run the quickstart
 #   make test   the same set-up with the test tools, then ruff, mypy and the test-suite
+#   make round-trips   random programs through FX graphs and torch's transforms (ROUND_TRIPS_ARGS="--programs 2000")
 #   make fuzz   random graphs, options and emitters beside eager until interrupted (FUZZ_ARGS="--graphs 2000")
 #
 # make test TORCH=2.15.0                        another release of torch with its Triton, in .venv-torch2.15.0 (no mypy)
@@ -21,7 +22,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz clean
+.PHONY: demo test fuzz round-trips clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -34,6 +35,9 @@ test: $(VENV)/.installed-test
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
+round-trips: $(VENV)/.installed-test
+	$(BIN)/python -m tests.round_trips $(ROUND_TRIPS_ARGS)
 
 # An installation is done when its stamp is newer than what it was made from, so that a second run costs nothing.
 $(VENV)/.installed-demo: $(REQUIREMENTS)

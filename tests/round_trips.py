@@ -14,16 +14,15 @@ the case, the program and the error, and does not end the run; the exit status i
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -33,11 +32,21 @@ from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 import fxwrap
 from benchmarks.results import Report, add_record_option
 from fxwrap.converters.emission import emit
-from fxwrap.errors import GraphError
-from fxwrap.memory_planning import BlockPlan, apply_plan, plan_memory
+from fxwrap.errors import GraphError, UnsupportedError
+from fxwrap.lines import Comment, Free, Launch, Let
+from fxwrap.memory_planning import BlockPlan, MemoryPlan, apply_plan, plan_memory
 from fxwrap.passes.reuse import reuse_memory
-from fxwrap.symbolic import Number
-from fxwrap.wrapper_ir import Ownership, Program, canonicalize_program
+from fxwrap.symbolic import Number, evaluate
+from fxwrap.wrapper_ir import (
+    Block,
+    Ownership,
+    Program,
+    canonicalize_program,
+    hints_with_fallback,
+    symbol_infos,
+    used,
+    uses_streams,
+)
 from tests.devices.test_devices import on_abacus
 from tests.fuzz import FAILURES_OF_TORCH
 from tests.fuzz import Case as GraphCase
@@ -48,13 +57,13 @@ from tests.support.program_equality import assert_equal
 from tests.support.strategies.dynamic_graphs import DynamicGraph
 from tests.support.strategies.programs import random_programs
 from tests.support.stream_log import StreamLog
-from tests.support.transforms import TRANSFORMS, Loss
+from tests.support.transforms import CALLS, TRANSFORMS, Loss
 from tests.user_kernels.triton_on_cpu import triton_on_cpu
 
 SOURCES = {"ir": 12, "static": 4, "dynamic": 2, "control": 2}
 """Where programs come from, with their shares: drawn as IR, or compiled from a graph of a kind of `tests.fuzz`."""
 
-CPP_SHARE = 1 / 80
+CPP_SHARE = 1 / 60
 """How many programs are emitted as C++, which takes a C++ compiler."""
 
 MOST_TRANSFORMS = 4
@@ -63,17 +72,37 @@ INPUTS = 2
 
 
 Symbols: TypeAlias = Mapping[str, Number]
+Key: TypeAlias = tuple[str, str]
+"""A form, and where programs come from."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form of FX graphs: how a program gets it, and how it gets back to a program with a memory plan."""
+    """A form of FX graphs: how a program gets it, and how it gets back to a program with a memory plan.
+
+    `kernels` is the option of compiles, `sources` are those of programs that have the form. `losses` are its own.
+    """
 
     emit: Callable[[Program], GraphModule]
     read: Callable[..., Program] = fxwrap.from_fx
+    kernels: str = "text"
+    sources: frozenset[str] = frozenset(SOURCES)
+    losses: frozenset[Loss] = frozenset()
 
 
-FORMS: dict[str, Form] = {"in_place": Form(lambda program: fxwrap.to_fx(program).graph_module)}
+def _emit(program: Program) -> GraphModule:
+    return fxwrap.to_fx(program).graph_module
+
+
+def _functional(program: Program) -> GraphModule:
+    return fxwrap.fx.functional(_emit(program))
+
+
+FORMS: dict[str, Form] = {
+    "in_place": Form(_emit),
+    "functional": Form(_functional, losses=CALLS),
+    "subgraph": Form(_emit, kernels="subgraph", sources=frozenset({"static", "dynamic", "control"}), losses=CALLS),
+}
 
 
 @dataclass(frozen=True)
@@ -100,7 +129,7 @@ class Trip:
 
 
 def _is_cpp(seed: int) -> bool:
-    return random.Random(f"{seed}.cpp").random() < CPP_SHARE
+    return random.Random(f"C++ {seed}").random() < CPP_SHARE
 
 
 @dataclass
@@ -111,28 +140,47 @@ class Journey:
     applied: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     losses: set[Loss] = field(default_factory=set)
+    is_specialised: bool = False
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A program, functions that return fresh inputs, the values of its symbols, and for each of the inputs the results
+    by the interpreter and the inputs after the run."""
+
+    program: Program
+    make_inputs: list[Callable[[], list[Any]]]
+    symbols: Symbols
+    wanted: list[list[Any]]
 
 
 class Subject:
-    """The program of a seed and its results by the interpreter, which its trips share; computed when first used."""
+    """The program of a seed, which its trips share; computed when first used."""
 
     def __init__(self, seed: int, sources: Sequence[str], forms: Sequence[str]) -> None:
         self.seed = seed
         self.source = random.Random(seed).choices(sources, [SOURCES[name] for name in sources])[0]
+        forms = [form for form in forms if self.source in FORMS[form].sources]
         self.cases = tuple([Trip.draw(seed, number, form, self.source) for number, form in enumerate(forms)])
-
-    @cached_property
-    def drawn(self) -> tuple[Program, list[Callable[[], list[Any]]], Symbols]:
-        """The program, functions that return its inputs, and the values of its symbols."""
-        return self._from_ir() if self.source == "ir" else self._from_graph()
+        self._drawn: dict[str, Drawn] = {}
 
     @property
-    def program(self) -> Program:
-        """The program."""
-        return self.drawn[0]
+    def text(self) -> str:
+        """The programs that were drawn so far."""
+        return "\n".join([str(item.program) for item in self._drawn.values()])
+
+    def drawn(self, form: str) -> Drawn:
+        """Returns the program in a form, with its inputs and results."""
+        kernels = FORMS[form].kernels
+        if kernels not in self._drawn:
+            program, make_inputs, symbols = self._from_ir() if self.source == "ir" else self._from_graph(kernels)
+            wanted = [_run(partial(fxwrap.run, program), program, make) for make in make_inputs]
+            self._drawn[kernels] = Drawn(program, make_inputs, symbols, wanted)
+        return self._drawn[kernels]
 
     def _from_ir(self) -> tuple[Program, list[Callable[[], list[Any]]], Symbols]:
-        kernels = program_kernels.CPP if _is_cpp(self.seed) else (*program_kernels.CPP, *program_kernels.TRITON)
+        with_triton = not _is_cpp(self.seed) and self.seed % 2 == 0
+        kernels = (*program_kernels.CPP, *(program_kernels.TRITON if with_triton else ()))
         case = drawn_example(random_programs(kernels=kernels, streams=True), self.seed)
         program = case.program
         choose = random.Random(f"{self.seed}.passes")
@@ -140,21 +188,37 @@ class Subject:
             program = reuse_memory(program)
         if choose.random() < 0.3:
             program = apply_plan(program, _plan(program, case.symbols))
-        return fxwrap.verify(program), [partial(case.inputs, number) for number in range(INPUTS)], case.symbols
+        program = fxwrap.verify(_without_unused_definitions(program))
+        return program, [partial(case.inputs, number) for number in range(INPUTS)], case.symbols
 
-    def _from_graph(self) -> tuple[Program, list[Callable[[], list[Any]]], Symbols]:
+    def _from_graph(self, kernels: str) -> tuple[Program, list[Callable[[], list[Any]]], Symbols]:
         subject = GraphSubject(self.seed, [self.source])
         options = GraphCase.draw(self.source, self.seed, 0).options
         dynamic = isinstance(subject.graph, DynamicGraph)
         sample = None if dynamic else tuple([item.clone() for item in subject.graph.inputs])
-        options = fxwrap.Options(emitter="interpreter", compile_cache=False, fallback="error", **options)
+        options = fxwrap.Options(
+            emitter="interpreter", compile_cache=False, fallback="error", kernels=kernels, **options
+        )
         program = fxwrap.compile_graph(subject.graph.module, sample, options=options).program
+        program = program.replace(header=())  # which `split_module` and tracing leave out
         return program, [partial(_copies, item) for item in subject.inputs[:INPUTS]], {}
 
-    @cached_property
-    def wanted(self) -> list[list[Any]]:
-        """For each of the inputs, the results and the inputs after the run."""
-        return [_run(partial(fxwrap.run, self.program), self.program, make) for make in self.drawn[1]]
+
+def _without_unused_definitions(program: Program) -> Program:
+    """Returns a program without constants and kernels that nothing uses, and comments at the end.
+
+    Transforms may leave them out.
+    """
+    lines = list(program.body.lines)
+    last = max([at for at, line in enumerate(lines[:-1]) if not isinstance(line, Comment | Free)], default=-1)
+    lines = [line for at, line in enumerate(lines) if at < last or not isinstance(line, Comment)]
+    program = program.replace(body=Block((), tuple(lines)))
+    names = {value.name for line in program.lines() for value in used(line)}
+    launched = {line.kernel for line in program.lines() if isinstance(line, Launch)}
+    return program.replace(
+        constants=tuple([item for item in program.constants if item.value.name in names]),
+        kernels=tuple([kernel for kernel in program.kernels if kernel.name in launched]),
+    )
 
 
 def _copies(inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -190,41 +254,44 @@ def run_trip(trip: Trip, subject: Subject) -> Counter[str]:
         with device_of(trip):
             return _run_trip(trip, subject)
     except Exception as error:
-        text = str(subject.program) if "drawn" in vars(subject) else "(not drawn)"
-        raise AssertionError(f"{trip}\n{text}") from error
+        raise AssertionError(f"{trip}\n{subject.text}") from error
 
 
 def _run_trip(trip: Trip, subject: Subject) -> Counter[str]:
     try:
-        program, make_inputs, symbols = subject.drawn
+        drawn = subject.drawn(trip.form)
     except (GraphError, PendingUnbackedSymbolNotFound) as error:
         if isinstance(error, GraphError) and not any(text in str(error) for text in FAILURES_OF_TORCH):
             raise
         return Counter({"no program": 1})
-    form = FORMS[trip.form]
-    journey = _transformed(trip, form, program, make_inputs[0])
+    form, program = FORMS[trip.form], drawn.program
+    try:
+        module = form.emit(program)
+    except UnsupportedError:
+        return Counter({"no form": 1})
+    journey = _transformed(trip, Journey(module, losses=set(form.losses)), drawn)
     # What was traced with the first inputs is for their sizes and numbers.
-    runs = list(zip(make_inputs, subject.wanted, strict=True))[: 1 if journey.losses - {Loss.UNUSED} else None]
+    runs = list(zip(drawn.make_inputs, drawn.wanted, strict=True))[: 1 if journey.is_specialised else None]
     for make, wanted in runs:
         assert_same("the graph", _run(lambda inputs: journey.module(*inputs), program, make), wanted)
     imported = _imported(form, journey.module, program)
-    _check_program(journey, form, program, imported, symbols)
+    _check_program(journey, form, program, imported, drawn.symbols)
     entry = emit(imported, trip.emitter)
     for make, wanted in runs:
         assert_same("the imported program", _run(lambda inputs: entry(*inputs), program, make), wanted)
     return Counter([f"{name} applied" for name in journey.applied] + [f"{name} refused" for name in journey.refused])
 
 
-def _transformed(trip: Trip, form: Form, program: Program, make_inputs: Callable[[], list[Any]]) -> Journey:
-    journey = Journey(form.emit(program))
-    languages = {kernel.language for kernel in program.kernels}
+def _transformed(trip: Trip, journey: Journey, drawn: Drawn) -> Journey:
+    languages = {kernel.language for kernel in drawn.program.kernels}
+    has_streams = uses_streams(drawn.program)
     for name in trip.transforms:
         transform = TRANSFORMS[name]
-        if not transform.accepts(journey.module, languages):
+        if not transform.accepts(journey.module, languages) or (transform.single_stream and has_streams):
             continue
         try:
             with torch.no_grad():
-                journey.module = transform.apply(journey.module, make_inputs())
+                journey.module = transform.apply(journey.module, drawn.make_inputs[0]())
         except Exception as error:
             if not transform.refuses(error):
                 raise
@@ -232,6 +299,7 @@ def _transformed(trip: Trip, form: Form, program: Program, make_inputs: Callable
         else:
             journey.applied.append(name)
             journey.losses |= transform.losses
+            journey.is_specialised |= transform.specialises
     return journey
 
 
@@ -245,15 +313,24 @@ def assert_same(what: str, results: Sequence[Any], wanted: Sequence[Any]) -> Non
         assert type(result) is type(want), f"{what}, value {position}: {result!r} is not {want!r}"
         if isinstance(want, torch.Tensor):
             message = partial("{}, value {}: {}".format, what, position)
-            torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True, check_stride=True, msg=message)
+            torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True, msg=message)
+            assert _strides(result) == _strides(want), f"{what}, value {position}: strides {result.stride()}"
         else:
             assert result == want or result != result != want != want, (
                 f"{what}, value {position}: {result} is not {want}"
             )
 
 
-def _plan(program: Program, symbols: Symbols) -> Any:
-    known = {name: number for name, number in symbols.items() if name in fxwrap.wrapper_ir.symbol_infos(program)}
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Returns the strides that say where elements are."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size != 1] if tensor.numel() else []
+
+
+def _plan(program: Program, symbols: Symbols) -> MemoryPlan:
+    known = {name: number for name, number in symbols.items() if name in symbol_infos(program)}
+    for line in program.lines():
+        if isinstance(line, Let):
+            known[line.symbol.name] = evaluate(line.expr, {**hints_with_fallback(program), **known})
     return plan_memory(program, alignment=lambda _device: 64, algorithm="greedy_by_size", hints=known)
 
 
@@ -281,23 +358,31 @@ def _check_program(journey: Journey, form: Form, program: Program, imported: Pro
         return
     original = program
     if not losses:
-        assert_equal(program, imported)
+        assert_equal(program, imported, copied=True)  # `deepcopy` copies constants
     else:
-        original = _without_unused(form, form.emit(program), program)
+        original, imported = _without_unused(form, program), _without_unused(form, imported)
     if Loss.SYMBOLS not in losses:
-        planned, wanted = _plan(imported, symbols).blocks, _plan(canonicalize_program(original), symbols).blocks
+        planned, wanted = (_plan(canonicalize_program(item), symbols).blocks for item in (imported, original))
         assert list(map(_memory, planned)) == list(map(_memory, wanted)), "the memory plan differs"
         return
-    imported = _without_unused(form, copy.deepcopy(journey.module), program)
-    peaks, expected = ([(block.peak, block.lower_bound) for block in _plan(item, symbols).blocks]
-                       for item in (imported, original))  # fmt: skip
+    peaks, expected = (_peaks(_plan(item, symbols)) for item in (imported, original))
     assert peaks == expected, f"the plan has the peaks and lower bounds {peaks}, not {expected}"
 
 
-def _without_unused(form: Form, module: GraphModule, program: Program) -> Program:
+def _peaks(plan: MemoryPlan) -> tuple[object, ...]:
+    """Returns the peaks and lower bounds of the body and of other blocks; tracing copies functions that are shared."""
+    body, *others = [(block.peak, block.lower_bound) for block in plan.blocks]
+    return body, sorted(set(others))
+
+
+def _without_unused(form: Form, program: Program) -> Program:
+    """Returns a program without calls and results that nothing uses."""
+    module = form.emit(program)
     for part in module.modules():
         if isinstance(part, GraphModule):
             part.graph.eliminate_dead_code()
+            for node in part.graph.nodes:
+                node.meta.pop("fxwrap_line", None)  # which has results without nodes
     return _imported(form, module, program)
 
 
@@ -322,23 +407,26 @@ def main() -> int:
     parser.add_argument("--form", default=",".join(FORMS), help="forms of graphs")
     add_record_option(parser)
     chosen = parser.parse_args()
-    trips, failures, counts, seeds = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[str](), set[int]()
+    trips, failures, forms_missing = Counter[Key](), Counter[Key](), Counter[Key]()
+    counts, seeds = Counter[str](), set[int]()
     start = time.monotonic()
     sources, forms = chosen.only.split(","), chosen.form.split(",")
-    for trip, result in round_trips(chosen.seed, chosen.programs, chosen.jobs, chosen.seconds, sources, forms):
-        key = (trip.form, trip.source)
-        trips[key] += 1
-        seeds.add(trip.seed)
-        if isinstance(result, Failure):
-            failures[key] += 1
-            print(f"seed {trip.seed} ({trip.form}, {trip.source})\n{result.text}\n", flush=True)
-        else:
-            counts.update(result)
+    with suppress(KeyboardInterrupt):  # an interrupted run prints its counts
+        for trip, result in round_trips(chosen.seed, chosen.programs, chosen.jobs, chosen.seconds, sources, forms):
+            key = (trip.form, trip.source)
+            trips[key] += 1
+            seeds.add(trip.seed)
+            if isinstance(result, Failure):
+                failures[key] += 1
+                print(f"seed {trip.seed} ({trip.form}, {trip.source})\n{result.text}\n", flush=True)
+            else:
+                counts.update(result)
+                forms_missing[key] += result["no form"]
     note = f"seeds from {chosen.seed} on, {time.monotonic() - start:.0f} s with {chosen.jobs} processes"
     report = Report("round_trips", chosen, note=note)
     for key in sorted(trips):
         row: dict[str, Any] = dict(zip(("form", "programs from"), key))
-        report.add({**row, "programs": trips[key], "failures": failures[key]})
+        report.add({**row, "programs": trips[key], "without the form": forms_missing[key], "failures": failures[key]})
     steps = Report("round_trips-transforms", chosen, note=note)
     for name in TRANSFORMS:
         applied, refused = counts[f"{name} applied"], counts[f"{name} refused"]

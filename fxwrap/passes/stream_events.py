@@ -64,10 +64,9 @@ class _LineOrdering:
     def run(self) -> tuple[ir.LineBase, ...]:
         """Returns the lines with the events between them."""
         for position, line in enumerate(self.lines):
+            if isinstance(line, Free):
+                line = self.lines[position] = self.order.retarget_release(line)
             conflicts = self.order.conflicts(line)
-            if conflicts and isinstance(line, Free):
-                line, conflicts = self._retarget_free(line, conflicts)
-                self.lines[position] = line
             latest: dict[tuple[ir.Stream, ir.Stream], int] = {}
             for conflict in conflicts:
                 pair = conflict.earlier, conflict.later
@@ -88,16 +87,6 @@ class _LineOrdering:
         """Returns the first position after the binding and checks of inputs."""
         at_start = self.after.get(ir.ENTRY_POSITION) is not None
         return next((at for at, line in enumerate(self.lines) if not line.on_host), 0) if at_start else 0
-
-    def _retarget_free(self, line: Free, conflicts: list[ir.StreamConflict]) -> tuple[Free, list[ir.StreamConflict]]:
-        """Returns a free on the only stream that its memory must wait for, and the remaining conflicts."""
-        if line.stream != self.order.allocation_stream[line.root.name][1]:
-            return line, conflicts
-        for stream in dict.fromkeys([conflict.earlier for conflict in conflicts]):
-            changed: Free = line.replace(stream=stream[1])
-            if not self.order.conflicts(changed):
-                return changed, []
-        return line, conflicts
 
     def _insert_event(self, earlier: ir.Stream, at: int, later: ir.Stream, position: int) -> None:
         """Adds the record of an event on one stream after a line, and a wait on another before a line."""

@@ -36,8 +36,8 @@ _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untype
 
 
 _KERNELS: WeakValueDictionary[str, RegisteredKernel] = WeakValueDictionary()
-"""Kernels by content hash. Emitted graphs own them in their metadata; graphs that only have their hashes own them by
-`_own_kernel`'s cache, from the first launch or fake propagation through the operator."""
+"""Kernels by content hash. Emitted graphs own them in their metadata. Those of graphs that only have their hashes are
+owned by `_own_kernel`'s cache, from the first launch or fake propagation on, and Triton kernels by torch's table."""
 
 _UNPREPARED: WeakSet[RegisteredKernel] = WeakSet()
 """Kernels registered since the last first launch. Those of a graph are registered, and compile faster, together."""

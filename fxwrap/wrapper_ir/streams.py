@@ -89,6 +89,17 @@ def multi_stream_roots(lines: Sequence[LineBase], arguments: Iterable[Value]) ->
     return frozenset([name for name, users in streams.items() if len(users) > 1])
 
 
+def retarget_releases(lines: Sequence[LineBase], arguments: Iterable[Value]) -> tuple[LineBase, ...]:
+    """Returns the lines of a block; releases that would race wait for the stream that last used their memory."""
+    if not any(line.stream for line in lines):
+        return tuple(lines)
+    order, result = StreamOrder(arguments), []
+    for position, line in enumerate(lines):
+        result.append(order.retarget_release(line) if is_release(line) else line)
+        order.add(result[-1], position)
+    return tuple(result)
+
+
 class StreamOrder:
     """Tracks the streams of a block's lines. Call `conflicts(line)`, then `add(line, position)`, for each line."""
 
@@ -123,6 +134,16 @@ class StreamOrder:
             if root is not None:
                 conflicts |= dict.fromkeys(self._unordered(root, value.name, later, value.name in written))
         return list(conflicts)
+
+    def retarget_release(self, line: LineBase) -> LineBase:
+        """Returns a release on the only other stream that its memory must wait for, if there is one."""
+        conflicts = self.conflicts(line)
+        if conflicts and line.stream == self.allocation_stream[consumed(line)[0].name][1]:
+            for stream in dict.fromkeys([conflict.earlier for conflict in conflicts]):
+                changed = line.replace(stream=stream[1])
+                if not self.conflicts(changed):
+                    return changed
+        return line
 
     def _free_conflicts(self, line: LineBase, value: Value) -> list[StreamConflict]:
         """A free is ordered after work that precedes the next work of its own or of the allocation's stream."""

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.converters.emission import emit
 from fxwrap.errors import FxImportError, UnsupportedError
+from fxwrap.lines import Free
 from fxwrap.options import EMITTERS
 from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.runtime import library
@@ -163,12 +164,22 @@ def test_a_graph_is_run_and_traced_node_by_node(stream_log: StreamLog) -> None:
     assert again.body == canonicalize_program(program).body
 
 
-def test_a_moved_node_gets_the_stream_of_its_new_position() -> None:
+def test_a_moved_node_gets_the_stream_of_its_new_position(stream_log: StreamLog) -> None:
+    """The memory that it reads is released after the work of that stream."""
     graph = fxwrap.to_fx(insert_device_guards(fxwrap.parse(TEXT))).graph_module
     (neg,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
     (add,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
     add.prepend(neg)
-    with pytest.raises(FxImportError, match="breaks the rule 'race': %b is used on stream 1"):
+    program = fxwrap.from_fx(graph)
+    streams = {line.root.name: line.stream for line in program.body.lines if isinstance(line, Free)}
+    assert streams == {"t": 1, "b": 0, "c": 0}
+    x = torch.rand(4)
+    torch.testing.assert_close(fxwrap.run(program, [x])[0], expected(x))
+    wait = graph.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.wait_event.default)[-1]
+    wait.prepend(neg)
+    with pytest.raises(
+        FxImportError, match="breaks the rule 'race': %b is used on the current stream while work on str"
+    ):
         fxwrap.from_fx(graph)
 
 
@@ -187,3 +198,63 @@ def test_events_are_waited_for_once() -> None:
 def test_plain_graphs_have_no_streams() -> None:
     with pytest.raises(UnsupportedError, match=r"it needs the operator fxwrap\.enter_device"):
         fxwrap.to_fx(fxwrap.parse(TEXT), aten_only=True)
+
+
+# --- releases -------------------------------------------------------------------------------------------------------
+
+RELEASED_LATE = """
+program @p(%x: borrowed f32[4]@cpu) {
+  %t = extern.call @aten.sin.default(%x) : f32[4]@cpu
+  %begun = device.record() device="cpu" : opaque<Event>
+  device.wait(%begun) device="cpu" stream=1
+  device.enter() device="cpu" stream=1
+  %y = extern.call @aten.exp.default(%t) stream=1 : f32[4]@cpu
+  device.exit() device="cpu" stream=1
+  %done = device.record() device="cpu" stream=1 : opaque<Event>
+  device.wait(%done) device="cpu"
+  %z = extern.call @aten.neg.default(%x) : f32[4]@cpu
+  memory.free(%t)
+  memory.free(%z)
+  control.return(%y)
+}
+"""
+
+
+def test_memory_of_several_streams_is_released_where_the_program_says(stream_log: StreamLog) -> None:
+    """A graph's code would drop it after its last use, which may be in progress on the other stream."""
+    program = fxwrap.verify(fxwrap.parse(RELEASED_LATE))
+    canonical = fxwrap.verify(canonicalize_program(program))
+    freed = [line.root.name for line in canonical.body.lines if isinstance(line, Free)]
+    kinds = [line.opcode for line in canonical.body.lines]
+    waits = [position for position, kind in enumerate(kinds) if kind == "device.wait"]
+    assert freed == ["v5", "v1"] and kinds.index("memory.free") > max(waits)
+    graph = fxwrap.to_fx(program).graph_module
+    nodes = [node.name for node in graph.graph.nodes]
+    (release,) = graph.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.record_stream.default)
+    assert release.args[0].name == "t" and nodes.index(release.name) > nodes.index("wait_event_1")  # type: ignore[union-attr]
+    assert canonicalize_program(fxwrap.from_fx(graph)) == canonicalize_program(program)
+    x = torch.rand(4)
+    for emitter in ("interpreter", *EMITTERS):
+        torch.testing.assert_close(emit(program, emitter)(x)[0], x.sin().exp())
+
+
+def test_reused_memory_of_another_stream_is_released_where_the_program_says(stream_log: StreamLog) -> None:
+    text = RELEASED_LATE.replace("memory.free(%t)", "%r = memory.reuse(%t) : f32[2, 2]@cpu").replace(
+        "  memory.free(%z)\n",
+        "  extern.mutate @aten.fill_.Scalar(%r, 1.0) writes=(%r)\n  memory.free(%z)\n  memory.free(%r)\n",
+    )
+    program = fxwrap.verify(fxwrap.parse(text))
+    assert canonicalize_program(fxwrap.from_fx(fxwrap.to_fx(program))) == canonicalize_program(program)
+
+
+def test_import_releases_memory_after_the_stream_that_used_it_last(stream_log: StreamLog) -> None:
+    """A rewrite adds a use on another stream than that which allocated the memory."""
+    graph = fxwrap.to_fx(insert_device_guards(fxwrap.verify(fxwrap.parse(RELEASED_LATE)))).graph_module
+    (release,) = graph.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.record_stream.default)
+    graph.graph.erase_node(release)
+    (z,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
+    graph.recompile()
+    program = fxwrap.from_fx(graph)
+    (freed,) = [line for line in program.body.lines if isinstance(line, Free) and line.root.name == "t"]
+    assert freed.stream == 1
+    assert z.name in str(program)

@@ -17,7 +17,7 @@ from torch.fx.experimental.const_fold import _inline_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.fx.passes.split_module import split_module
-from torch.fx.passes.tools_common import legalize_graph, stable_topological_sort
+from torch.fx.passes.tools_common import stable_topological_sort
 from torch.fx.subgraph_rewriter import replace_pattern
 
 ATEN = torch.ops.aten
@@ -40,7 +40,8 @@ class Transform:
 
     `refusals` are patterns of the errors with which torch rejects a graph. `forms` are the forms of graphs that the
     transform is defined for; empty means all. `flat` says that it is not defined for graphs that call graphs,
-    `excluded_languages` for graphs with such kernels. `weight` is its share in random chains.
+    `excluded_languages` for graphs with such kernels. `weight` is its share in random chains. `specialises` says
+    that the result is for sizes like those of the inputs, `single_stream` that it moves or merges nodes across streams.
     """
 
     name: str
@@ -51,6 +52,8 @@ class Transform:
     flat: bool = False
     excluded_languages: frozenset[str] = frozenset()
     weight: float = 1.0
+    specialises: bool = False
+    single_stream: bool = False
 
     def accepts(self, module: GraphModule, languages: Set[str]) -> bool:
         """Whether the transform is defined for a graph that launches kernels in some languages."""
@@ -88,7 +91,7 @@ def _renamed(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
 def _parts(module: GraphModule) -> GraphModule:
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     part = {node: 3 * index // max(len(nodes), 1) for index, node in enumerate(nodes)}
-    return split_module(module, module, lambda node: part[node], keep_original_order=True)  # type: ignore[arg-type]
+    return split_module(module, module, lambda node: part.get(node, 0), keep_original_order=True)  # type: ignore[arg-type]
 
 
 def _inlined(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
@@ -115,6 +118,14 @@ def _copied_nodes(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
 def _shape_propagated(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     ShapeProp(module).propagate(*inputs)
     return module
+
+
+def _sorted(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
+    return stable_topological_sort(module)
+
+
+def _traced_with_symbols(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    return _traced(module, inputs, "symbolic")
 
 
 def _replaced(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
@@ -152,12 +163,16 @@ _FUNCTIONAL_ONLY = frozenset({"functional"})
 _SCAN_OF_CONSTANTS = "erroneously tracing into a custom kernel"
 """torch's `scan` reads the addresses of its operands while it is traced, which constants do not have."""
 
+_RETURNED_CONSTANT = r"^KeyError: '\w+'$"
+"""`split_module` with the original order of nodes does not find constants that the graph returns."""
+
 _TRACED = (_SCAN_OF_CONSTANTS,)
 _FUNCTIONALISED = (
     *_TRACED,
     r"'FunctorchFunctionalizeAPI' object has no attribute 'mode'",  # `invoke_subgraph` under functorch
     r"might be aliasing the input or the output",
     r"might be modifying the input",
+    r"isFunctionalTensor\(t\) INTERNAL ASSERT FAILED",  # control flow whose operands are constants
 )
 _EXPORTED = (
     *_TRACED,
@@ -177,17 +192,21 @@ TRANSFORMS: dict[str, Transform] = {
         Transform("recompile", _recompiled),
         Transform("rename", _renamed),
         Transform("node_copy", _copied_nodes),
-        Transform("stable_topological_sort", lambda module, _inputs: stable_topological_sort(module)),
-        Transform("split_module", lambda module, _inputs: _parts(module), flat=True),
-        Transform("inline", _inlined, refusals=("references nonexistent attribute",), flat=True),
-        Transform("ShapeProp", _shape_propagated),
-        Transform("replace_pattern", _replaced, UNUSED, forms=_FUNCTIONAL_ONLY, flat=True),
-        Transform("make_fx", lambda module, inputs: _traced(module, inputs), SYMBOLS, _TRACED),
+        Transform("stable_topological_sort", _sorted),
+        Transform("split_module", lambda module, _inputs: _parts(module), refusals=(_RETURNED_CONSTANT,), flat=True),
         Transform(
-            "make_fx_symbolic", lambda module, inputs: _traced(module, inputs, "symbolic"), CALLS, _TRACED
+            "inline", _inlined, UNUSED, refusals=("references nonexistent attribute", _RETURNED_CONSTANT), flat=True
         ),
+        Transform("ShapeProp", _shape_propagated),
+        Transform("replace_pattern", _replaced, UNUSED, forms=_FUNCTIONAL_ONLY, flat=True, single_stream=True),
+        Transform("make_fx", _traced, SYMBOLS, _TRACED, specialises=True),
+        Transform("make_fx_symbolic", _traced_with_symbols, CALLS, _TRACED, specialises=True),
         Transform(
-            "Interpreter", lambda module, inputs: _traced(Interpreter(module).run, inputs), SYMBOLS, _TRACED
+            "Interpreter",
+            lambda module, inputs: _traced(Interpreter(module).run, inputs),
+            SYMBOLS,
+            _TRACED,
+            specialises=True,
         ),
         Transform(
             "functionalize",
@@ -195,14 +214,9 @@ TRANSFORMS: dict[str, Transform] = {
             CALLS,
             _FUNCTIONALISED,
             excluded_languages=_WITHOUT_USER_KERNELS,
+            specialises=True,
         ),
-        Transform("export", _exported, CALLS, _EXPORTED, weight=0.3),
-        Transform("fx_graph_cse", _cse, CALLS, forms=_FUNCTIONAL_ONLY, flat=True, weight=0.5),
-        Transform(
-            "legalize_graph",
-            lambda module, _inputs: legalize_graph(module),
-            CALLS,
-            forms=_FUNCTIONAL_ONLY,
-        ),
+        Transform("export", _exported, CALLS, _EXPORTED, weight=0.3, specialises=True),
+        Transform("fx_graph_cse", _cse, CALLS, forms=_FUNCTIONAL_ONLY, flat=True, single_stream=True, weight=0.5),
     )
-}  # fmt: skip
+}

@@ -194,9 +194,11 @@ class GraphImporter:
 
     def import_node(self, node: Node) -> None:
         """Imports a node, unless it is imported already or part of another node's line."""
-        if node in self.env or node in self.absorbed:
+        if node in self.env:
             return
         self.emit_comments(node)
+        if node in self.absorbed:
+            return
         match node.op:
             case "call_function":
                 self.import_call(self, node)

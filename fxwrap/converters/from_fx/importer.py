@@ -199,7 +199,7 @@ class _ProgramImport:
         return ir.Program(
             self.name,
             inputs,
-            ir.Block((), insert_frees(lines, visible, ir.released_inputs(inputs))),
+            ir.Block((), ir.retarget_releases(insert_frees(lines, visible, ir.released_inputs(inputs)), visible)),
             tuple([ir.ProgramConstant(item, item.name in mutable) for item in state.constants.values()]),
             tuple(state.kernels.used.values()),
             tuple(state.functions.items()),

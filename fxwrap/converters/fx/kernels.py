@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -25,6 +26,7 @@ from fxwrap.symbolic import expression_kind
 from fxwrap.torch_compat import (
     add_triton_constants,
     triton_constants_index,
+    triton_kernel_at,
     triton_kernel_index,
     triton_launch,
     triton_launch_functional,
@@ -145,6 +147,8 @@ class _LaunchCall:
         operands = [*self.tensors, *outs, *self.scalars]
         emit = _launch_user_triton if language_traits(self.kernel.language).user_defined else _launch_triton
         call = emit(self.emitter, self.line, self.kernel, operands)
+        entry: Any = triton_kernel_at(call.kernel_index)
+        entry.fxwrap_registered_kernel = self.registered  # for graphs traced from this one, which may outlive it
         return call.emit(self.emitter, target, keywords or {}, val)
 
 

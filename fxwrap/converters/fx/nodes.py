@@ -58,7 +58,7 @@ class GraphWriter:
         node.meta["val"] = val
         if self.line is not None and self.line.origin is not None:
             _mark_origin(node.meta, self.line.origin)
-        if self.comments:
+        if self.comments and op != "get_attr":  # whose position has no meaning: torch's tools move them
             node.meta["fxwrap_comments"] = tuple(self.comments)
             self.comments.clear()
         return node

@@ -6,6 +6,7 @@ Those of models are read back in `tests/models/test_model_graphs.py` and `tests/
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import operator
 from collections.abc import Callable, Sequence
@@ -234,6 +235,48 @@ def test_ownership_can_be_passed_as_an_argument() -> None:
     module = fxwrap.to_fx(SAMPLES["owned_inputs"].program()).graph_module
     assert fxwrap.from_fx(module).inputs[1].ownership is Ownership.OWNED
     assert fxwrap.from_fx(module, ownership={"b": Ownership.SHARED}).inputs[1].ownership is Ownership.SHARED
+
+
+@pytest.mark.parametrize("name", ["mlp", "triton_kernel"])
+@torch.no_grad()
+def test_a_traced_graph_can_be_imported_after_the_emitted_one_is_gone(name: str) -> None:
+    sample = SAMPLES[name]
+    traced = TOOLS["make_fx"](fxwrap.to_fx(sample.program()).graph_module, sample.inputs(1))
+    gc.collect()
+    program = fxwrap.from_fx(traced)
+    assert {kernel.hash for kernel in program.kernels} == {kernel.hash for kernel in sample.program().kernels}
+
+
+COMMENTS = """
+program @comments(%x: borrowed f32[4, 3]@cpu) {
+  note.comment() text="a loop, whose blocks are attributes"
+  %n, %y = control.while(0, %x) : int, f32[4, 3]@cpu {
+  ^cond(%a: int, %b: f32[4, 3]@cpu):
+    u0 = symbol.bind(%a)
+    control.yield(u0 < 2)
+  ^body(%c: int, %d: f32[4, 3]@cpu):
+    u1 = symbol.bind(%c)
+    %e = extern.call @aten.sin.default(%d) : f32[4, 3]@cpu
+    control.yield(u1 + 1, %e)
+  }
+  u2 = symbol.bind(%n)
+  note.comment() text="a scan whose inputs are flipped"
+  %last, %rows = control.scan(%y) over=(%x) reverse=true : f32[4, 3]@cpu, f32[4]@cpu {
+  ^body(%state: f32[4, 3]@cpu, %row: f32[3]@cpu):
+    %sum = extern.call @aten.add.Tensor(%state, %row) : f32[4, 3]@cpu
+    %top = extern.call @aten.amax.default(%row) : f32[]@cpu
+    control.yield(%sum, %top)
+  }
+  memory.free(%y)
+  control.return(%last, %rows)
+}
+"""
+
+
+@pytest.mark.parametrize("tool", ["deepcopy", "split_module"])
+def test_comments_keep_their_positions(tool: str) -> None:
+    program = fxwrap.verify(fxwrap.parse(COMMENTS))
+    assert_equal(program, fxwrap.from_fx(TOOLS[tool](_module(COMMENTS), [])))
 
 
 # --- rewrites ---------------------------------------------------------------------------------------------------------

@@ -239,8 +239,11 @@ class _Builder:
             return
         kernel = self.draw(st.sampled_from(self.kernels))
         if kernel.in_place:
-            targets = [value for value in self.readable if value.tensor_type.is_contiguous
-                       and not value.tensor_type.storage_offset and self.root_of[value.name].name in self.writable]  # fmt: skip
+            writable = [value for value in self.readable if self.root_of[value.name].name in self.writable]
+            types = {value.name: value.tensor_type for value in writable}
+            targets = [
+                value for value in writable if types[value.name].is_contiguous and not types[value.name].storage_offset
+            ]
             if not targets:
                 return
             operands, result = [], self.draw(st.sampled_from(targets))
