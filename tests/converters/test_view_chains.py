@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fxwrap
 from fxwrap.converters.view_chains import view_chain
-from fxwrap.converters.view_operators import (
-    VIEW_OVERLOADS,
-    StridedLayout,
-    ViewOperator,
-    is_same_view,
-    layout_of,
-    result_layout,
-    view_operator,
-)
+from fxwrap.converters.view_operators import VIEW_OVERLOADS, StridedLayout, ViewOperator, layout_of, result_layout
 from fxwrap.symbolic import SymbolInfo, evaluate, parse_expr, product
 from fxwrap.wrapper_ir import TensorType
 
@@ -46,8 +36,10 @@ def operators(draw: st.DrawFn, layout: StridedLayout) -> ViewOperator:
         case "unsqueeze":
             return ViewOperator("unsqueeze", (draw(st.integers(0, rank)),))
         case "expand":
-            sizes = [draw(st.sampled_from([2, 3])) if item == 1 and draw(st.booleans()) else item for item in layout.sizes]
-            return ViewOperator("expand", (tuple([*draw(st.sampled_from([[], [2]])), *sizes]),))
+            sizes = [
+                draw(st.sampled_from([2, 3])) if item == 1 and draw(st.booleans()) else item for item in layout.sizes
+            ]
+            return ViewOperator("expand", ((*draw(st.sampled_from([[], [2]])), *sizes),))
         case "permute":
             return ViewOperator("permute", (tuple(draw(st.permutations(range(rank)))),))
         case "select":
@@ -77,7 +69,9 @@ def views(draw: st.DrawFn) -> tuple[TensorType, TensorType, bool]:
     sizes = tuple(map(parse_expr, draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=4))))
     dense = TensorType.contiguous(torch.float32, sizes, CPU)
     order = draw(st.permutations(range(len(sizes)))) if draw(st.booleans()) else range(len(sizes))
-    base = tensor_type([dense.sizes[d] for d in order], [dense.strides[d] for d in order], draw(st.sampled_from([0, 7])))
+    base = tensor_type(
+        [dense.sizes[d] for d in order], [dense.strides[d] for d in order], draw(st.sampled_from([0, 7]))
+    )
     layout, diagonal = layout_of(base), False
     for _ in range(draw(st.integers(1, 4))):
         operator = draw(operators(layout))

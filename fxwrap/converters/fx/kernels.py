@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.converters.fx.emitter import GraphEmitter
+from fxwrap.converters.fx.metadata import kernel_metadata
 from fxwrap.devices import language_traits
 from fxwrap.lines import Launch
 from fxwrap.runtime import library
@@ -32,7 +33,7 @@ def launch(emitter: GraphEmitter, line: Launch) -> None:
     if traits.is_triton:
         emit = _launch_user_triton if traits.user_defined else _launch_triton
         node = emit(emitter, line, kernel, [*tensors, *line.outs, *scalars])
-        node.meta["fxwrap_registered_kernel"] = registered
+        node.meta |= {"fxwrap_registered_kernel": registered, **kernel_metadata(line)}
         return
     argument = emitter.writer.argument
     floats = _float_mask(kernel, scalars)
@@ -46,7 +47,8 @@ def launch(emitter: GraphEmitter, line: Launch) -> None:
     }
     target = torch.ops.fxwrap.cpp_kernel.default
     node = emitter.fxwrap_operator(line, target, arguments, keywords, name=kernel.name)
-    node.meta["fxwrap_registered_kernel"] = registered  # the graph owns its kernels
+    # The graph owns its kernels.
+    node.meta |= {"fxwrap_registered_kernel": registered, **kernel_metadata(line)}
 
 
 def _launch_triton(emitter: GraphEmitter, line: Launch, kernel: KernelDefinition, operands: Sequence[object]) -> Node:
