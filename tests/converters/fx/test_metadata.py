@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-
 from functools import cache
 
 import pytest
@@ -86,7 +85,6 @@ def test_torchs_printers_show_the_model() -> None:
     assert "File: " in text and "modeling_gpt2.py" in text and "Computes aten.embedding" in text
     labels = module.print_readable(print_output=False, additional_meta=["nn_module_stack"])
     assert "transformer.h.1.mlp" in labels
-
 
 
 def test_the_drawer_shows_the_nodes() -> None:
