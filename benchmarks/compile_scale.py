@@ -1,9 +1,10 @@
 """Cost of a compile per line: graphs of 1k, 10k and 50k operators through every stage.
 
 Chains and wide graphs are FX graphs with fake metadata, compiled without torch.compile and without fusion, so that each
-operator has a line. The tables show microseconds per line for each stage; stages in brackets are CPython, torch.fx and
-the C++ compiler on the output. The last column compares the largest size with the smallest. The table of an unrolled
-GRU shows lowering with fusion, in microseconds per node.
+operator has a line. The tables show microseconds of CPU time per line for each stage, garbage collection included;
+stages in brackets are CPython, torch.fx and the C++ compiler on the output, and "[fx nodes alone]" is a torch.fx.Graph
+with as many calls and no metadata. The last column compares the largest size with the smallest. The table of an
+unrolled GRU shows lowering with fusion, in microseconds per node.
 Run: `python benchmarks/compile_scale.py [--no-cpp] [--only gru] [--record]`.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import resource
 import statistics
 import sys
 import time
@@ -117,14 +119,26 @@ def report_fused(chosen: argparse.Namespace) -> None:
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns the result and the seconds of a call, without garbage collection."""
+    """Returns the result and the CPU seconds of a call, those of child processes included."""
     gc.collect()
-    gc.disable()
-    start = time.perf_counter()
+    start = _cpu_seconds()
     result = function()
-    seconds = time.perf_counter() - start
-    gc.enable()
-    return result, seconds
+    return result, _cpu_seconds() - start
+
+
+def _cpu_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def fx_nodes(count: int) -> Graph:
+    """Returns a chain of `count` calls without metadata."""
+    graph = Graph()
+    x = last = graph.placeholder("x")
+    for index in range(count):
+        last = graph.call_function(OPERATORS[index % len(OPERATORS)], (last, x))
+    graph.output((last,))
+    return graph
 
 
 def measure(graph: GraphModule, with_cpp: bool) -> dict[str, float]:
@@ -132,13 +146,16 @@ def measure(graph: GraphModule, with_cpp: bool) -> dict[str, float]:
     seconds: dict[str, float] = {}
     program, seconds["lower"] = timed(lambda: fxwrap.lower(graph, options=UNFUSED))
     _, seconds["verify"] = timed(lambda: fxwrap.verify(program))
-    _, seconds["IR text"] = timed(lambda: str(program))
+    text, seconds["IR text"] = timed(lambda: str(program))
+    _, seconds["parse"] = timed(lambda: fxwrap.parse(text))
     python, seconds["Python text"] = timed(lambda: fxwrap.to_python(program))
     seconds["lower+verify+Python"] = seconds["lower"] + seconds["verify"] + seconds["Python text"]
     cpp, seconds["C++ text"] = timed(lambda: fxwrap.to_cpp(program))
     _, seconds["[CPython]"] = timed(lambda: compile(python.source, "program", "exec"))
     emitted, seconds["FX graph"] = timed(lambda: fxwrap.to_fx(program))
+    _, seconds["[fx nodes alone]"] = timed(lambda: fx_nodes(len(program.body.lines)))
     _, seconds["[fx recompile]"] = timed(lambda: emitted.graph_module.recompile())
+    _, seconds["from_fx"] = timed(lambda: fxwrap.from_fx(emitted))
     if with_cpp:
         _, seconds["[g++]"] = timed(lambda: cpp.boxed)
     return {stage: 1e6 * total / len(program.body.lines) for stage, total in seconds.items()}
@@ -149,17 +166,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-cpp", action="store_true", help="skip the C++ compiler")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 10000, 50000])
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3, help="at least; small graphs are measured more often")
     parser.add_argument("--only", default="chain,wide,gru", help="some of the default's, separated by commas")
     add_record_option(parser)
     chosen = parser.parse_args()
     only = chosen.only.split(",")
     for name, build in [(name, build) for name, build in (("chain", chain), ("wide", wide)) if name in only]:
-        report = Report(f"compile_scale-{name}", chosen, note=f"medians of {chosen.repeat}")
+        report = Report(f"compile_scale-{name}", chosen, note=f"CPU time, medians of {chosen.repeat} or more")
         samples: dict[str, dict[int, list[float]]] = {}
         for size in chosen.sizes:
             graph = build(size)
-            for index in range(chosen.repeat):
+            for index in range(max(chosen.repeat, min(15, 15_000 // size))):
                 for stage, micros in measure(graph, not chosen.no_cpp and index == 0).items():
                     samples.setdefault(stage, {}).setdefault(size, []).append(micros)
         for stage, by_size in samples.items():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.compare.dispatch_modes import Float64Mode
+from fxwrap.comparison.dispatch_modes import Float64Mode
 from fxwrap.compile import fxwrap as fxwrap_backend
 
 BACKENDS = ("eager", "inductor", "fxwrap")

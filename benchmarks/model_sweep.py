@@ -3,6 +3,7 @@
     python benchmarks/model_sweep.py --library transformers --jobs 2 --record
     python benchmarks/model_sweep.py --library timm --only 'resnet|vit'
     python benchmarks/model_sweep.py --sample 12 --emitters python,cpp,fx,interpreter
+    python benchmarks/model_sweep.py --record --missing     # continue: the models that the recorded table lacks
 
 Models run in worker processes, each with a time limit. A result is right if its error against float64 is at most three
 times eager's, or if it is eager's own but for rounding (where float64 decides otherwise, as routing to experts does).
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import multiprocessing
 import random
@@ -27,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.results import Cell, Report, add_record_option
+from benchmarks.results import Cell, Report, add_record_option, result_path
 from benchmarks.sweep_models import Inputs, SweepModel, sweep_models
 from fxwrap.errors import FusionWarning
 
@@ -46,6 +49,8 @@ FACTOR, SLACK = 3.0, 1e-5
 """How much larger than eager's an error against float64 may be."""
 
 MODELS_PER_WORKER = 20
+
+COLUMNS = ("status", "eager error", "error", "from eager", "moved", "compile and run, s")
 
 MOVED_RUNS = 8
 """Runs of eager with moved parameters, each with other random numbers."""
@@ -234,13 +239,31 @@ class Worker:
 
 def _rows(worker: Worker, name: str, steps: Sequence[str], emitters: Sequence[str]) -> Iterator[dict[str, Cell]]:
     """Yields the rows of a model; a step that eager cannot run has one row."""
-    columns = ("status", "eager error", "error", "from eager", "moved", "compile and run, s")
     for step in steps:
         for emitter in emitters:
             row = worker.run(name, step == "training", emitter)
-            yield {"model": name, "step": step, "emitter": emitter, **{key: row.get(key) for key in columns}}
+            yield {"model": name, "step": step, "emitter": emitter, **{key: row.get(key) for key in COLUMNS}}
             if str(row["status"]).startswith("skipped"):
                 break
+
+
+def _is_settled(row: Mapping[str, Cell]) -> bool:
+    return str(row["status"]).startswith(("right", "skipped"))
+
+
+def _recorded(path: Path | None) -> dict[str, Any]:
+    """Returns a recorded table, empty if there is none."""
+    return json.loads(path.read_text()) if path is not None and path.exists() else {"rows": []}
+
+
+def _earlier_rows(recorded: Mapping[str, Any], names: Sequence[str]) -> tuple[list[dict[str, Cell]], str]:
+    """Returns the recorded rows of other models, and where they are from."""
+    fields = ("model", "step", "emitter", *COLUMNS)
+    rows = [{key: row.get(key) for key in fields} for row in recorded["rows"] if row["model"] not in names]
+    if not rows:
+        return [], ""
+    before = "".join(re.findall("; of the first .*", recorded.get("note", "")))
+    return rows, f"{before}; of the first {len(rows)} rows, commit {recorded['commit'][:8]}, {recorded['date']}"
 
 
 def main() -> None:
@@ -255,12 +278,23 @@ def main() -> None:
     parser.add_argument("--steps", default="forward,training")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model")
+    parser.add_argument(
+        "--missing", action="store_true",
+        help="only models without a recorded row, or whose row is neither right nor skipped; the other rows are kept",
+    )  # fmt: skip
     add_record_option(parser)
     chosen = parser.parse_args()
+    table = f"model_sweep-{chosen.library}"
+    recorded = _recorded(result_path(table, chosen)) if chosen.missing else {"rows": []}
+    unsettled = {row["model"] for row in recorded["rows"] if not _is_settled(row)}
+    settled = {row["model"] for row in recorded["rows"]} - unsettled
     names = [model.name for model in sweep_models(chosen.library) if re.search(chosen.only, model.name)]
+    names = [name for name in names if name not in settled]
     if chosen.sample is not None:
         names = sorted(random.Random(chosen.seed).sample(names, min(chosen.sample, len(names))))
-    report = Report(f"model_sweep-{chosen.library}", chosen, chosen.device, note="weights and inputs are random")
+    earlier, source = _earlier_rows(recorded, names)
+    note = f"weights and inputs are random; {chosen.library} {version(chosen.library)}{source}"
+    report = Report(table, chosen, chosen.device, note, earlier=earlier)
     outcomes = Counter[str]()
     workers = SimpleQueue[Worker]()
     for _ in range(chosen.jobs):

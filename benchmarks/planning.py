@@ -38,7 +38,7 @@ from fxwrap.wrapper_ir import Block, Input, LineBase, Program, TensorType, Value
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "minimalloc"
 CAPACITY = 1048576
-GREEDY = ("greedy_by_size", "greedy_by_duration", "best_fit")
+GREEDY = ("greedy_by_size", "greedy_by_duration", "squeaky_wheel", "best_fit")
 KINDS = ("inference", "training")
 SIZES = (1_000, 10_000, 50_000)
 
@@ -69,7 +69,9 @@ def timed(
     """Returns the assignment, or None if none fits the capacity, and its CPU seconds."""
     start = time.process_time()
     try:
-        result = assign_offsets(buffers, alignment=alignment, algorithm=algorithm, capacity=capacity, time_limit_s=60)
+        result = assign_offsets(
+            buffers, alignment=alignment, algorithm=algorithm, capacity=capacity, time_limit_s=limit
+        )
     except PlanningError:
         result = None
     return result, time.process_time() - start

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeAlias
@@ -47,6 +47,7 @@ class Report:
         device: where the work ran.
         note: conditions that the arguments do not show.
         folder: where the result file is written.
+        earlier: rows of an earlier run that the result file keeps, ahead of the new ones and without raw values.
     """
 
     def __init__(
@@ -56,23 +57,31 @@ class Report:
         device: str | torch.device = "cpu",
         note: str = "",
         folder: Path = FOLDER,
+        earlier: Sequence[Row] = (),
     ) -> None:
-        label: str | None = chosen.record
-        self._path = None if label is None else folder / f"{name}{f'-{label}' if label else ''}.json"
+        self._path = result_path(name, chosen, folder)
         self._facts: dict[str, object] = {**environment(torch.device(device)), **({"note": note} if note else {})}
-        self._rows: list[Row] = []
-        self._raw: list[object] = []
+        self._rows: list[Row] = [*earlier]
+        self._raw: list[object] = [None] * len(earlier)
+        self._is_header_printed = False
         print(f"\n{name}: {describe(self._facts)}", flush=True)
 
     def add(self, row: Row, raw: object = None) -> None:
         """Prints a row and writes the file again, so that an interrupted run keeps its rows. `raw` must be JSON."""
-        if not self._rows:
+        if not self._is_header_printed:
             print(" | ".join(row))
+            self._is_header_printed = True
         self._rows.append(row)
         self._raw.append(raw)
         print(" | ".join(map(cell_text, row.values())), flush=True)
         if self._path is not None:
             write_result(self._path, {**self._facts, "rows": self._rows, "raw": self._raw})
+
+
+def result_path(name: str, chosen: argparse.Namespace, folder: Path = FOLDER) -> Path | None:
+    """Returns the path of a table's result file, or None without `--record`."""
+    label: str | None = chosen.record
+    return None if label is None else folder / f"{name}{f'-{label}' if label else ''}.json"
 
 
 def write_result(path: Path, result: Mapping[str, object]) -> None:

@@ -2,48 +2,89 @@
 
 `torch.compile(model, backend="fxwrap")`, or directly: `compile_graph`, and its steps `lower`, `verify`, `run`,
 `to_python`, `to_cpp`, `to_fx`, `from_fx`, `parse`.
+
+`import fxwrap` imports the runtime, which loaded programs need; each name imports its part of the compiler when it is
+first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+from typing import TYPE_CHECKING
 
 from fxwrap import devices as devices
-from fxwrap import fx as fx
-from fxwrap import rewrite as rewrite
-from fxwrap.artifact import LoadedProgram, load
-from fxwrap.artifact.environment import environment_key
-from fxwrap.compare import compare
-from fxwrap.compile import Compiled, GraphInfo, Stage, compile_graph
-from fxwrap.compile.builtin_devices import register_builtin_devices
-from fxwrap.compile.saving import save
-from fxwrap.converters.cpp import to_cpp
-from fxwrap.converters.emitted_program import EmittedProgram
-from fxwrap.converters.from_fx import from_fx
-from fxwrap.converters.fx import to_fx
-from fxwrap.converters.interpreter import run
-from fxwrap.converters.python import to_python
-from fxwrap.devices import registered_lines
-from fxwrap.fx_passes import default_decompositions
-from fxwrap.lines import CORE_LINES, ExtensionLine
-from fxwrap.lowering import lower
-from fxwrap.options import Options, Pass, register_pass
-from fxwrap.wrapper_ir import Program, parse_program, verify
+from fxwrap.builtin_devices import register_builtin_devices
+from fxwrap.runtime import library as _library  # noqa: F401  registers the operators of exported programs
+
+if TYPE_CHECKING:
+    from fxwrap import fx as fx
+    from fxwrap import rewrite as rewrite
+    from fxwrap.artifact import LoadedProgram, load, parse
+    from fxwrap.artifact.environment import environment_key
+    from fxwrap.comparison import compare
+    from fxwrap.compile import Compiled, GraphInfo, Stage, compile_graph
+    from fxwrap.compile.saving import save
+    from fxwrap.converters.cpp import to_cpp
+    from fxwrap.converters.emitted_program import EmittedProgram
+    from fxwrap.converters.from_fx import from_fx
+    from fxwrap.converters.fx import to_fx
+    from fxwrap.converters.interpreter import run
+    from fxwrap.converters.python import to_python
+    from fxwrap.fx_passes import default_decompositions
+    from fxwrap.lowering import lower
+    from fxwrap.options import Options, Pass, register_pass
+    from fxwrap.wrapper_ir import Program, verify
 
 __version__ = "0.1.0"
 
 register_builtin_devices()
 
 __all__ = [
-    "Compiled", "EmittedProgram", "GraphInfo", "LoadedProgram", "Options", "Pass", "Program", "Stage", "compare",
-    "compile_graph", "default_decompositions", "devices", "environment_key", "from_fx", "fx", "load", "lower",
-    "parse", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx", "to_python", "verify",
+    "Compiled", "EmittedProgram", "GraphInfo", "LoadedProgram", "Options", "Pass", "Program", "Stage",
+    "compare", "compile_graph", "default_decompositions", "devices", "environment_key", "from_fx", "fx", "load",
+    "lower", "parse", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx", "to_python", "verify",
 ]  # fmt: skip
 
+_PACKAGES = frozenset({"fx", "rewrite"})
 
-def parse(text: str, extensions: Iterable[type[ExtensionLine]] = ()) -> Program:
-    """Parses the text of a program; `extensions` are vendors' line classes besides registered ones.
+_MODULES = {
+    "Compiled": "fxwrap.compile",
+    "EmittedProgram": "fxwrap.converters.emitted_program",
+    "GraphInfo": "fxwrap.compile",
+    "LoadedProgram": "fxwrap.artifact",
+    "Options": "fxwrap.options",
+    "Pass": "fxwrap.options",
+    "Program": "fxwrap.wrapper_ir",
+    "Stage": "fxwrap.compile",
+    "compare": "fxwrap.comparison",
+    "compile_graph": "fxwrap.compile",
+    "default_decompositions": "fxwrap.fx_passes",
+    "environment_key": "fxwrap.artifact.environment",
+    "from_fx": "fxwrap.converters.from_fx",
+    "load": "fxwrap.artifact",
+    "lower": "fxwrap.lowering",
+    "parse": "fxwrap.artifact",
+    "register_pass": "fxwrap.options",
+    "run": "fxwrap.converters.interpreter",
+    "save": "fxwrap.compile.saving",
+    "to_cpp": "fxwrap.converters.cpp",
+    "to_fx": "fxwrap.converters.fx",
+    "to_python": "fxwrap.converters.python",
+    "verify": "fxwrap.wrapper_ir",
+}
+"""The module of each name that is imported on first use."""
 
-    Raises ParseError, with line and column, for invalid text. The program is not verified.
-    """
-    return parse_program(text, (*CORE_LINES, *registered_lines(), *extensions))
+
+def __getattr__(name: str) -> object:
+    """Imports a name's module on its first use. Raises AttributeError for an unknown name."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"fxwrap.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fxwrap' has no attribute '{name}'")
+    item: object = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = item
+    return item
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

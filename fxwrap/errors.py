@@ -151,8 +151,35 @@ class KernelBuildError(FxwrapError):
     """A kernel that its compiler rejects, or that needs more resources than its device has."""
 
 
+@dataclass
+class KernelTextError(FxwrapError):
+    """A kernel that a graph launches by its content hash, and whose text is missing, damaged or changed.
+
+    Fields: `kernel` is its name, or its content hash if the name is unknown, or "" for an error of all texts.
+    """
+
+    kernel: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = f"kernel '{self.kernel}'" if self.kernel else "kernels"
+        return f"{where}: {self.reason}. {self.remedy}"
+
+
 class ExpressionError(FxwrapError):
     """A symbolic size or condition that the IR cannot express: an unknown symbol, function or kind of operand."""
+
+
+@dataclass
+class ExportError(FxwrapError):
+    """A compiled program that no `ExportedProgram` can represent."""
+
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}. {self.remedy}"
 
 
 class CompareError(FxwrapError):

@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from fxwrap.compile import Compiled
+from fxwrap.compile.steps import plan_program
+from fxwrap.converters.exported import signature_of_program, to_exported_program
+from fxwrap.converters.from_fx import from_fx
+from fxwrap.converters.fx import to_fx
 from fxwrap.converters.fx.codegen import direct_code
-from fxwrap.torch_compat import graph_codegen
+from fxwrap.options import Options
+from fxwrap.torch_compat import FakeTensor, graph_codegen
 
-__all__ = ["enable_direct_launches"]
+__all__ = ["enable_direct_launches", "export", "functional", "in_place"]
+
+
+def export(compiled: Compiled) -> ExportedProgram:
+    """Returns a compiled graph as an exported program with the signature of the graph that was compiled.
+
+    That of an exported program or module is the original one: names and trees of inputs and outputs, ranges of sizes,
+    parameters and buffers by name, mutations. A GraphModule has flat inputs with its placeholders' names. Kernels are
+    in the constant `fxwrap_kernels`, as text by content hash; `torch.export.save` saves it. A process that has imported
+    fxwrap can load and run the file; it imports no part of the compiler. Parameters and buffers are shared with the
+    compiled graph.
+
+    Raises ExportError for a program that torch.export cannot represent, and UnsupportedError for a line without a
+    functional form.
+    """
+    program, signature = compiled.program, compiled.signature
+    if signature is None:
+        signature = signature_of_program(program, compiled.fake_inputs)
+    emitted = to_fx(program, fake_inputs=compiled.fake_inputs, form="exported")
+    return to_exported_program(program, signature, emitted.graph_module)
+
+
+def functional(graph_module: GraphModule) -> GraphModule:
+    """Returns an emitted graph in functional form, in which kernels and operators return new tensors.
+
+    Inputs and buffers that the graph writes are written at the end, by `aten.copy_`. The argument is not changed.
+    Raises FxImportError for a graph that `from_fx` cannot import, and UnsupportedError for a line without a functional
+    form.
+    """
+    return to_fx(from_fx(graph_module), fake_inputs=_fake_inputs(graph_module), form="functional").graph_module
+
+
+def in_place(graph_module: GraphModule, *, options: Options | None = None) -> GraphModule:
+    """Returns a graph in the form in which kernels write memory that the graph allocates, as a compile emits it.
+
+    A result uses the memory of an operand whose last use is its launch, and allocations share memory as `options` say.
+    The argument is not changed. Raises FxImportError for a graph that `from_fx` cannot import.
+    """
+    program = plan_program(from_fx(graph_module), (options or Options(emitter="fx")).resolve_devices())
+    return to_fx(program, fake_inputs=_fake_inputs(graph_module)).graph_module
+
+
+def _fake_inputs(graph_module: GraphModule) -> dict[str, FakeTensor]:
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    values = {node.name: node.meta.get("val") for node in placeholders}
+    return {name: value for name, value in values.items() if isinstance(value, FakeTensor)}
 
 
 def enable_direct_launches(graph_module: GraphModule) -> GraphModule:

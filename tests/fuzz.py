@@ -13,45 +13,37 @@ end the run; the exit status is 1 after any.
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import gc
 import itertools
-import multiprocessing
 import os
 import random
 import sys
 import time
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from multiprocessing.connection import Connection, wait
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as hypothesis_seed
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
 from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
 import fxwrap
 from benchmarks.results import Report, add_record_option
-from fxwrap.compare import COMPARED_EMITTERS
-from fxwrap.errors import FusionWarning, GraphError
+from fxwrap.comparison import COMPARED_EMITTERS
+from fxwrap.errors import GraphError
 from fxwrap.options import PLANNERS, Options
 from tests.devices.test_devices import on_abacus
 from tests.lowering.planned_programs import close
+from tests.support.fuzzing import Failure, Outcome, Task, drawn_example, run_seeds
 from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.dynamic_graphs import DynamicGraph, dynamic_graphs
 from tests.support.strategies.graphs import FAMILIES, graphs
 
-RUNS, BATCH, LIMIT = 8, 1000, 180
-"""Inputs for each graph, graphs for each process, seconds for each compile with its runs."""
+RUNS = 8
+"""Inputs for each graph."""
 
 VARIANTS = {"static": 3, "dynamic": 3, "control": 3, "training": 1}
 """Compiles of each graph. Dynamo traces a graph for each training compile, which then shares nothing with others."""
@@ -116,24 +108,7 @@ class Subject:
     @cached_property
     def graph(self) -> Any:
         """The graph."""
-        drawn: list[Any] = []
-
-        @hypothesis_seed(self.seed)
-        @given(st.data())
-        @settings(
-            max_examples=2,
-            phases=[Phase.generate],
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            deadline=None,
-        )
-        def draw(data: st.DataObject) -> None:
-            if data.draw(st.integers(0, 1 << 32)):  # the first example is the simplest one, all zeros
-                drawn.append(data.draw(STRATEGIES[self.kind]))
-
-        torch.manual_seed(self.seed)
-        draw()
-        return drawn[-1]
+        return drawn_example(STRATEGIES[self.kind], self.seed)
 
     @cached_property
     def inputs(self) -> list[Sequence[Tensor]]:
@@ -288,107 +263,9 @@ def _check(
         assert close(result, want) or may_differ(), f"{where}:\n{result}\nis not\n{want}"
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-Outcome: TypeAlias = tuple[Case, int | str]
-"""A case, and the number of its runs or its error."""
-
-
-def work(seeds: Sequence[int], kinds: Sequence[str], messages: Connection) -> None:
-    """Runs the cases of some seeds; sends each case before it starts, and its runs or its error after it."""
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    warnings.filterwarnings("error", message="(?s).* called instead", category=FusionWarning)
-    gc.collect()
-    gc.freeze()  # the collector need not visit the objects of imported modules
-    for seed in seeds:
-        subject = Subject(seed, kinds)
-        for case in subject.cases:
-            messages.send(case)
-            try:
-                messages.send(run_case(case, subject))
-            except Exception:  # noqa: BLE001 - reported with its seed
-                messages.send(traceback.format_exc())
-    messages.send(None)
-
-
-class Worker:
-    """A process and the seeds it has left; replaced with the rest of them when it dies or hangs."""
-
-    def __init__(self, seeds: Sequence[int], kinds: Sequence[str]) -> None:
-        self._seeds, self._kinds = list(seeds), kinds
-        self._case: Case | None = None
-        self._start()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.messages, other = context.Pipe(duplex=False)
-        self._process = context.Process(target=work, args=(self._seeds, self._kinds, other), daemon=True)
-        self._process.start()
-        other.close()
-        self.last_message = time.monotonic()
-        self._is_started = False
-
-    def receive(self) -> Outcome | None:
-        """Returns the outcome of a case, if the message is one. Raises StopIteration after the last message."""
-        self.last_message = time.monotonic()
-        try:
-            message = self.messages.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join()
-            return self.give_up(f"the process ended with status {self._process.exitcode}")
-        self._is_started = True
-        if isinstance(message, Case):
-            self._case = message
-            if not message.variant:
-                self._seeds.remove(message.seed)
-            return None
-        if message is None:
-            self._process.join()
-            raise StopIteration
-        case, self._case = self._case, None
-        assert case is not None, "an outcome follows its case"
-        return case, message
-
-    def give_up(self, reason: str) -> Outcome | None:
-        """Ends the process, goes on in another with the seeds left, and returns the failure of the current case."""
-        self.stop()
-        if not self._is_started:
-            raise RuntimeError(f"a process of the fuzzer does not start: {reason}")
-        case, self._case = self._case, None
-        self._start()
-        return None if case is None else (case, reason)
-
-    def stop(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.join()
-
-
 def fuzz(first: int, count: int, jobs: int, seconds: float, kinds: Sequence[str]) -> Iterator[Outcome]:
-    """Yields each case with the number of its runs, or with its error."""
-    deadline = time.monotonic() + seconds
-    batches = iter([range(start, min(start + BATCH, first + count)) for start in range(first, first + count, BATCH)])
-    workers = [Worker(batch, kinds) for batch in itertools.islice(batches, jobs)]
-    while workers and time.monotonic() < deadline:
-        ready = wait([worker.messages for worker in workers], timeout=5)
-        for number, worker in enumerate(workers):
-            outcome = None
-            try:
-                if worker.messages in ready:
-                    outcome = worker.receive()
-                elif time.monotonic() - worker.last_message > LIMIT:
-                    outcome = worker.give_up(f"no result after {LIMIT} s")
-            except StopIteration:
-                batch = next(batches, None)
-                workers[number : number + 1] = [] if batch is None else [Worker(batch, kinds)]
-                break
-            if outcome is not None:
-                yield outcome
-    for worker in workers:
-        worker.stop()
+    """Yields each case with the number of its runs, or with its failure."""
+    return run_seeds(Task(partial(Subject, kinds=kinds), run_case), first, count, jobs, seconds)
 
 
 def main() -> int:
@@ -406,17 +283,18 @@ def main() -> int:
     compile_counts, run_counts, failures = Counter[tuple[str, str]](), Counter[tuple[str, str]](), []
     seeds, skipped = set[int](), 0
     start = time.monotonic()
-    for case, result in fuzz(chosen.seed, chosen.graphs, chosen.jobs, chosen.seconds, chosen.only.split(",")):
-        key = (case.kind, case.emitter)
-        compile_counts[key] += 1
-        seeds.add(case.seed)
-        skipped += result == 0
-        if isinstance(result, int):
-            run_counts[key] += result
-        else:
-            failures.append(case)
-            where = f"{case.kind}, variant {case.variant}, {case.emitter}, {case.kernels} kernels"
-            print(f"seed {case.seed} ({where})\n{result}\n", flush=True)
+    with suppress(KeyboardInterrupt):  # an interrupted run prints its counts
+        for case, result in fuzz(chosen.seed, chosen.graphs, chosen.jobs, chosen.seconds, chosen.only.split(",")):
+            key = (case.kind, case.emitter)
+            compile_counts[key] += 1
+            seeds.add(case.seed)
+            skipped += result == 0
+            if isinstance(result, Failure):
+                failures.append(case)
+                where = f"{case.kind}, variant {case.variant}, {case.emitter}, {case.kernels} kernels"
+                print(f"seed {case.seed} ({where})\n{result.text}\n", flush=True)
+            else:
+                run_counts[key] += result
     note = f"seeds from {chosen.seed} on, {time.monotonic() - start:.0f} s with {chosen.jobs} processes"
     report = Report("fuzz", chosen, note=note)
     for key in sorted(compile_counts):

@@ -58,6 +58,15 @@ def test_a_report_prints_and_records_its_rows(tmp_path: Path, capsys: pytest.Cap
     assert markdown(result["rows"])[2] == "| softmax | 12.3 | - |"
 
 
+def test_a_report_keeps_the_rows_of_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    earlier = [{"operator": "pad", "error": 0.5}]
+    report = Report("ops-cpu", argparse.Namespace(record=""), folder=tmp_path, earlier=earlier)
+    report.add({"operator": "softmax", "error": None}, raw=[1.0])
+    result = json.loads((tmp_path / "ops-cpu.json").read_text())
+    assert result["rows"] == [*earlier, {"operator": "softmax", "error": None}] and result["raw"] == [None, [1.0]]
+    assert capsys.readouterr().out.splitlines()[-2:] == ["operator | error", "softmax | -"]
+
+
 def test_a_report_without_record_writes_nothing(tmp_path: Path) -> None:
     Report("ops-cpu", argparse.Namespace(record=None), folder=tmp_path).add({"operator": "pad"})
     assert list(tmp_path.iterdir()) == []

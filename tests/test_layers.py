@@ -22,12 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A row may import every row above it in this table, and never its neighbours in the same
 # row. Rows that share a level of the design are that level's own order.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "torch_compat", "caching"),  # level 0
+    ("errors", "torch_compat", "caching", "garbage_collection"),  # level 0
     ("symbolic",),
     ("devices",),
     ("options",),
     ("wrapper_ir",),  # level 1
     ("lines", "loop_ir"),  # level 2
+    ("regions",),
     ("printers", "user_kernels", "inference"),
     ("fx_passes", "passes", "memory_planning", "matching"),  # level 3
     ("converters", "lowering"),  # level 4
@@ -36,8 +37,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("compile_cache",),
     ("compile",),
     ("rewrite", "fx"),  # level 6
-    ("compare",),
-    ("cli", "testing"),
+    ("comparison",),
+    ("cli", "testing", "builtin_devices"),
     ("__main__", "__init__"),
 )
 RANKS: Mapping[str, int] = {name: rank for rank, row in enumerate(ROWS) for name in row}
@@ -77,7 +78,7 @@ def nodes_of(source: str) -> tuple[ast.AST, ...]:
 
 @cache
 def imports_of(module: str, source: str) -> tuple[Import, ...]:
-    """Everything that a module imports, with relative imports resolved; `from a import b` gives `a.b`."""
+    """Everything that a module imports, with relative imports resolved; `from a import b` is `a.b`."""
     return tuple(_imports_of(module, source))
 
 
@@ -189,7 +190,7 @@ def _torch_names(module: str, source: str) -> Iterator[Import]:
 
 
 def _bound_torch_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """Local names that imports bind to something below torch, with what they are bound to."""
+    """Local names that imports bind to something below torch, with the imported names."""
     bound = {}
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -63,7 +63,10 @@ def main(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         register_with_torch(folder)
     register(
-        DeviceSpec("npu", "abacus", asserts_raise=True, cpu_rounding=True, supports_all_atomics=True),
+        DeviceSpec(
+            "npu", "abacus", supports_multiple_devices=False, asserts_raise=True, cpu_rounding=True,
+            supports_all_atomics=True,
+        ),
         printer=abacus.print_abacus, language=abacus.LANGUAGE, lines=LINES,
         runtime=DeviceRuntime(kernels=KernelRuntime(load)),
     )  # fmt: skip

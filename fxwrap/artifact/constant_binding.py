@@ -74,7 +74,7 @@ def _missing(layout: ConstantLayout, tensors: Mapping[str, torch.Tensor]) -> lis
 
 
 def _covering(key: str, group: Sequence[SavedView], tensors: Collection[str]) -> str:
-    """Returns the name of a constant that covers its storage: one that is given if possible, as of tied weights."""
+    """Returns the name of a constant that covers its storage: if possible one that the caller passed."""
     start, end = min(view.start for view in group), max(view.end for view in group)
     names = [view.name for view in group if (view.start, view.end) == (start, end) and _has_no_gaps(view)]
     return next((name for name in names if name in tensors), key)

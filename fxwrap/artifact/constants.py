@@ -151,7 +151,7 @@ def check_savable(program: Program, path: str) -> None:
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> ConstantLayout:
-    """Returns how tensors lie in memory: those that share a storage share what is saved of it.
+    """Returns the layout of tensors in memory: those that share a storage share its saved bytes.
 
     Memory is named for a constant that is all of it, dense and in row-major order; the name of any other memory ends in
     ".memory".
@@ -171,7 +171,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> ConstantLayout:
 
 
 def declared_layout(program: Program) -> ConstantLayout:
-    """Returns how constants lie in memory that nobody has: as their types say, each in memory of its own."""
+    """Returns the layout of constants without tensors: that of their types, each in a storage of its own."""
     storages, views = [], []
     for constant in program.constants:
         name, type_ = constant.value.name, constant.value.tensor_type

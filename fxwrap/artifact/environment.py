@@ -11,7 +11,7 @@ import torch
 from fxwrap.options import Options
 
 PACKAGES = ("fxwrap", "torch", "triton", "sympy")
-"""The packages whose versions can change what is emitted."""
+"""The packages whose versions can change emitted code."""
 
 
 def environment_key(options: Options | None = None) -> str:
@@ -34,7 +34,7 @@ def environment_text() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of the packages that can change what is emitted, by name; "absent" for a missing one."""
+    """Returns the versions of the packages that can change emitted code, by name; "absent" for a missing one."""
     return {name: _version(name) for name in PACKAGES}
 
 

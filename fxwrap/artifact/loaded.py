@@ -46,7 +46,7 @@ class LoadedProgram:
 
     It has the attributes of `Compiled`: `flat`, `boxed`, `program`, `source`, `graph_module`, `plan`, `key`, `save`.
     `emitter` is the emitter that runs it, `metadata` the file's manifest: versions, inputs, symbols, devices, options.
-    `recompile_reason` tells why compiled code in the file is not used, "" if it is. With the `trust` "none" it has no
+    `recompile_reason` is why compiled code in the file is not used, "" if it is. With the `trust` "none" it has no
     `graph_module` and no `save`, which would turn its text into code.
     """
 

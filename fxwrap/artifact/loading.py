@@ -67,7 +67,7 @@ def load(
         manifest = archive.manifest
         emitter = emitter or str(manifest.get("emitter"))
         if emitter not in EMITTERS or not isinstance(manifest.get("options"), str):
-            raise archive.error(MANIFEST, f"it does not say how the program runs: emitter {emitter!r}")
+            raise archive.error(MANIFEST, f"it names no known emitter, or has no options: emitter {emitter!r}")
         program = check_windows(read_program(archive, extensions, trust))
         try:
             devices = device_map(program_devices(program), device)
@@ -121,7 +121,7 @@ def _layout(archive: Archive, program: Program) -> tuple[ConstantLayout, bool]:
         long = [place for place, size in enumerate(window.sizes) if size > 1]
         strides = [(window.strides[place], type_.strides[place]) for place in long if len(type_.strides) > place]
         if (window.dtype, window.sizes) != (type_.dtype, type_.sizes) or any(a != b for a, b in strides):
-            raise archive.error(ENTRY, f"constant '{window.name}' is not of the type that the program says")
+            raise archive.error(ENTRY, f"constant '{window.name}' does not have the type that the program declares")
     return layout, bool(inside)
 
 

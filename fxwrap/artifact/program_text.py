@@ -22,6 +22,14 @@ ORIGINS = "origins.json"
 KERNELS = "kernels"
 
 
+def parse(text: str, extensions: Iterable[type[ExtensionLine]] = ()) -> ir.Program:
+    """Parses the text of a program; `extensions` are vendors' line classes besides registered ones.
+
+    Raises ParseError, with line and column, for invalid text. The program is not verified.
+    """
+    return ir.parse_program(text, (*CORE_LINES, *registered_lines(), *extensions))
+
+
 def check_kernels(program: ir.Program, path: str) -> None:
     """Raises ArtifactError for in-process kernels, whose source does not define all of them."""
     for kernel in program.kernels:
@@ -61,9 +69,7 @@ def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]], tr
     kernels = tuple([_kernel(archive, item) for item in described])
     text = archive.read_text(PROGRAM)
     try:
-        program = ir.verify(
-            ir.parse_program(text, (*CORE_LINES, *registered_lines(), *extensions)).replace(kernels=kernels)
-        )
+        program = ir.verify(parse(text, extensions).replace(kernels=kernels))
     except FxwrapError as error:
         remedy = "Pass the line classes that it uses as `extensions`, or save it again"
         raise archive.error(PROGRAM, f"it is not a program: {error}", remedy) from None

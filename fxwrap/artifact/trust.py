@@ -54,7 +54,7 @@ SAFE_OPERATORS = frozenset(_SAFE.split())
 
 They check sizes and indices themselves and touch nothing but their operands. Uninitialised memory (`empty`), other
 windows of a storage (`as_strided`, `set_`, `resize_`), files and operators with unchecked operands are missing. Random
-calls of all of them found no invalid access to memory; `_call_error` refuses the arguments that did.
+calls of all of them found no invalid access to memory; `_call_error` rejects the arguments that did.
 """
 
 

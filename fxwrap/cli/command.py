@@ -14,7 +14,7 @@ import torch
 
 from fxwrap.cli.tables import coverage_table, passes_table
 from fxwrap.cli.target import Target, load_target
-from fxwrap.compare import COMPARED_EMITTERS, CapturedGraph, capture, compare
+from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, capture, compare
 from fxwrap.compile import emit, plan_program_memory
 from fxwrap.errors import CommandError, OptionError
 from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json

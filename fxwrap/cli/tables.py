@@ -6,7 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fxwrap.compile import DYNAMO_PASSES, EMISSION_STEPS, PROGRAM_STEPS
-from fxwrap.fx_passes import FX_PASSES, JOINT_GRAPH_PASSES, SOURCE_PASSES
+from fxwrap.fx_passes import (
+    EXPORTED_GRAPH_PASSES,
+    EXPORTED_PROGRAM_PASSES,
+    FX_PASSES,
+    JOINT_GRAPH_PASSES,
+    SOURCE_PASSES,
+)
 from fxwrap.lowering import NodeCoverage
 from fxwrap.options import FX_BEFORE_LOWERING, Step
 
@@ -38,13 +44,14 @@ def _why(reason: str, group: Sequence[NodeCoverage]) -> str:
     return f"{reason}: {shown}" + (", ..." if len(group) > _MAX_NODES else "")
 
 
-_USER_FX_PASSES: tuple[Step[Any, Any], ...] = (
+_USER_FX_PASSES: tuple[Step[object, object], ...] = (
     Step(FX_BEFORE_LOWERING, "the user's passes over the FX graph", lambda graph, _context: graph, "passes"),
 )
 
 _GROUPS: tuple[tuple[str, Iterable[Step[Any, Any]]], ...] = (
     ("Dynamo's graph, under torch.compile", DYNAMO_PASSES),
     ("joint graph of training", JOINT_GRAPH_PASSES),
+    ("exported program, instead of the next group", (*EXPORTED_PROGRAM_PASSES, *EXPORTED_GRAPH_PASSES)),
     ("graph of ATen operators", (*SOURCE_PASSES, *_USER_FX_PASSES)),
     ("graph with fake values", FX_PASSES),
     ("program", PROGRAM_STEPS),

@@ -26,7 +26,7 @@ RANDOM_INTEGERS = 8
 class Target:
     """A function to compile, and its inputs, or None if they are unknown."""
 
-    function: Any
+    function: object
     inputs: Any = None
 
 

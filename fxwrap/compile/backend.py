@@ -65,7 +65,7 @@ def fxwrap(
     graph_module: GraphModule,
     example_inputs: Sequence[object],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     mode: str | None = None,
 ) -> CompiledGraphFunction:
     """Compiles a graph that Dynamo captured, for inference and training.

@@ -14,6 +14,7 @@ from fxwrap.artifact import save_program
 from fxwrap.compile.fake_calls import call_on_fakes
 from fxwrap.converters.emission import explain_out_of_memory
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
+from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.errors import InputError
 from fxwrap.lowering import NodeCoverage
@@ -42,6 +43,7 @@ class _CompileResult:
     coverage: tuple[NodeCoverage, ...]
     plan: MemoryPlan | None
     fake_inputs: Mapping[str, FakeTensor] | None
+    options: Options
 
     @property
     def program(self) -> Program:
@@ -61,7 +63,7 @@ class _CompileResult:
     def graph_module(self) -> GraphModule:
         emitted = self.emitted
         if not isinstance(emitted, EmittedGraph):
-            emitted = to_fx(self.program, fake_inputs=self.fake_inputs)
+            emitted = to_fx(self.program, fake_inputs=self.fake_inputs, form=self.options.fx_form)
         return emitted.graph_module
 
 
@@ -83,11 +85,16 @@ class Compiled(EmittedProgram):
         plan: MemoryPlan | None = None,
         recompile: Callable[[Mapping[str, int]], Compiled] | None = None,
         cached: bool = False,
+        signature: ExportedSignature | None = None,
     ) -> None:
-        """`recompile` compiles the graph for the sizes of the first call, after that call; see `FirstCallAutotuner`."""
+        """`recompile` compiles the graph for the sizes of the first call, after that call; see `FirstCallAutotuner`.
+
+        `signature` is that of the exported program that was compiled, or None for a GraphModule.
+        """
         self.options = options
         self.cached = cached
-        self._result = _CompileResult(tuple(stages), emitted, tuple(coverage), plan, fake_inputs)
+        self.signature = signature
+        self._result = _CompileResult(tuple(stages), emitted, tuple(coverage), plan, fake_inputs, options)
         self._first_call: FirstCallAutotuner | None = None
         if recompile is None:
             super().__init__("", self._result.boxed, self._result.flat)
@@ -140,6 +147,11 @@ class Compiled(EmittedProgram):
     def program(self) -> Program:
         """The program that runs."""
         return self._result.program
+
+    @property
+    def fake_inputs(self) -> Mapping[str, FakeTensor]:
+        """The fake tensors of the graph's inputs by name, as far as they are known."""
+        return self._result.fake_inputs or {}
 
     @property
     def provenance(self) -> Provenance:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
 from fxwrap.compile import steps
@@ -24,6 +24,8 @@ from fxwrap.compile.kernels import (
 )
 from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
 from fxwrap.converters.emission import emit, emit_interpreter
+from fxwrap.converters.exported import ExportedSignature, kernel_text_inputs
+from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import GraphError, VerifyError
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
@@ -40,7 +42,7 @@ log = logging.getLogger("fxwrap.compile")
 
 def compile_graph(
     graph: GraphModule | ExportedProgram | torch.nn.Module,
-    example_inputs: Sequence[Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
     *,
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,
@@ -65,13 +67,16 @@ def compile_graph(
         static_inputs: positions of inputs whose address never changes (parameters and buffers): captured CUDA graphs
             read and write them in place.
         compiled_by_key: earlier results by `Compiled.key`. An equal program without constants is returned from it, with
-            its own names and provenance; other results are added.
+            its own names and provenance; other results are added. Not used for exported programs and modules, whose
+            results have signatures of their own.
 
     Raises GraphError for a graph that cannot be compiled, PassError for a user's pass that fails or breaks the program,
     and the error of a kernel that no operator can replace.
     """
     if not isinstance(graph, GraphModule | ExportedProgram):
         graph, example_inputs = _export(graph, example_inputs), None
+    if isinstance(graph, ExportedProgram):
+        compiled_by_key = None  # equal programs may have different signatures
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode():
         options = (options or Options()).resolve_devices()
@@ -83,9 +88,9 @@ def compile_graph(
         if compiled is None:
             warm_up_kernel_compilers(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
             context = steps.CompileContext(
-                _prepare(graph, example_inputs, options, name, flexible_stride_outputs),
+                _prepare(graph, example_inputs, options, name, flexible_stride_outputs, ownership or {}),
                 options, ownership or {}, frozenset(static_inputs), _fake_inputs(graph), compiled_by_key,
-                gpu_tuner() if options.autotune else None,
+                gpu_tuner() if options.autotune else None, signature=_signature(graph),
             )  # fmt: skip
             compiled, is_cacheable = _compile(context)
             is_new = compiled_by_key is None or compiled_by_key.get(compiled.key) is not compiled
@@ -96,7 +101,7 @@ def compile_graph(
     return compiled
 
 
-def _export(module: object, example_inputs: Sequence[Any] | None) -> ExportedProgram:
+def _export(module: object, example_inputs: Sequence[object] | None) -> ExportedProgram:
     """Exports a module. Raises GraphError for any other object, and without example inputs."""
     reason = f"it is an object of type {type(module).__name__}, not a GraphModule or an exported program"
     if not isinstance(module, torch.nn.Module):
@@ -108,12 +113,19 @@ def _export(module: object, example_inputs: Sequence[Any] | None) -> ExportedPro
 
 def _prepare(
     graph: GraphModule | ExportedProgram,
-    example_inputs: Sequence[Any] | None,
+    example_inputs: Sequence[object] | None,
     options: Options,
     name: str,
     flexible_stride_outputs: Collection[int],
-) -> PreparedGraph:
-    """Returns the graph after the user's passes at FX_BEFORE_LOWERING and the FX passes."""
+    ownership: Mapping[int, Ownership],
+) -> PreparedGraph | Program:
+    """Returns the graph after the user's passes at FX_BEFORE_LOWERING and the FX passes.
+
+    An exported program that fxwrap emitted is imported: its graph launches kernels that cannot be lowered again.
+    """
+    if isinstance(graph, ExportedProgram) and kernel_text_inputs(graph.graph):
+        names = [spec.arg.name for spec in graph.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+        return from_fx(graph, ownership={names[position]: item for position, item in ownership.items()}, name=name)
     source = graph_source(graph, example_inputs, options, name)
     if options.autotune == FIRST_CALL and source.graph_module is graph:
         # The caller may change its graph before the first call compiles it again.
@@ -131,6 +143,10 @@ def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
     return {name: value for name, value in values.items() if isinstance(value, FakeTensor)}
 
 
+def _signature(graph: GraphModule | ExportedProgram) -> ExportedSignature | None:
+    return ExportedSignature.of(graph) if isinstance(graph, ExportedProgram) else None
+
+
 def _load_from_cache(
     slot: CacheSlot, graph: GraphModule | ExportedProgram, compiled_by_key: MutableMapping[str, Compiled] | None
 ) -> Compiled | None:
@@ -145,11 +161,13 @@ def _load_from_cache(
     if options.check_memory:
         emitted = emit_interpreter(entry.program, CheckedInterpreter)
     else:
-        emitted = emit(entry.program, options.emitter, fake_inputs)
+        emitted = emit(entry.program, options.emitter, fake_inputs, options.fx_form)
     if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options)):
         return None
     stages = [Stage("cache", entry.program)]
-    return Compiled(stages, options, emitted, fake_inputs, entry.coverage, entry.plan, cached=True)
+    return Compiled(
+        stages, options, emitted, fake_inputs, entry.coverage, entry.plan, cached=True, signature=_signature(graph)
+    )
 
 
 def _same_program(
@@ -164,7 +182,7 @@ def _same_program(
 class _Attempt:
     """The result of running all steps once.
 
-    `is_cacheable` is whether the result is reproducible from the cache: no warning was given, and the first call does
+    `is_cacheable` is whether the result is reproducible from the cache: no warning was emitted, and the first call does
     not compile again.
     """
 
@@ -206,7 +224,9 @@ def _attempt(context: steps.CompileContext) -> _Attempt:
     recompile = None
     if _autotunes_on_first_call(state.program, context):
         recompile = partial(_recompile_for, replace(context, declined_nodes=state.declined_nodes))
-    compiled = Compiled(stages, options, state.emitted, fake_inputs, state.coverage, state.plan, recompile)
+    compiled = Compiled(
+        stages, options, state.emitted, fake_inputs, state.coverage, state.plan, recompile, signature=context.signature
+    )
     return _Attempt(compiled, state.declined_nodes, state.failures, recompile is None and not state.warned)
 
 

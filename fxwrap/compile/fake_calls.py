@@ -15,7 +15,7 @@ from fxwrap.wrapper_ir import Program, TensorType, Value
 
 
 def accept_fake_tensors(
-    entry: BoxedCallable, program: Program, graph: Callable[[], Callable[..., Any]], static_inputs: Collection[int]
+    entry: BoxedCallable, program: Program, graph: Callable[[], Callable[..., object]], static_inputs: Collection[int]
 ) -> BoxedCallable:
     """Returns a boxed entry that returns fake tensors if it is called with them, or under a fake mode.
 
@@ -29,12 +29,12 @@ def accept_fake_tensors(
     candidates = [position for position in tensors if position not in static_inputs] or tensors or [0]
     position = candidates[-1]
 
-    def call(inputs: list[Any]) -> Any:
+    def call(inputs: list[object]) -> Any:
         if dispatch_mode_count() or (inputs and type(inputs[position]) is FakeTensor):
             return call_under_modes(inputs)
         return entry(inputs)
 
-    def call_under_modes(inputs: list[Any]) -> Any:
+    def call_under_modes(inputs: list[object]) -> Any:
         if detect_fake_mode(inputs) is None:
             return entry(inputs)
         arguments = tuple(inputs)
@@ -44,7 +44,7 @@ def accept_fake_tensors(
     return call
 
 
-def call_on_fakes(program: Program, graph: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+def call_on_fakes(program: Program, graph: Callable[..., object], inputs: tuple[Any, ...]) -> Any:
     """Returns the fake outputs of a program's FX graph. Raises InputError for inputs of another layout."""
     positions = {item.name: position for position, item in enumerate(program.inputs)}
     for line in program.body.lines:

@@ -11,6 +11,7 @@ from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.kernels import KernelFailure, compile_program_kernels
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.emitted_program import EmittedProgram
+from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.fx_passes import PreparedGraph
@@ -49,7 +50,7 @@ class CompileContext:
     """The inputs of a compile. Its attempts differ in `declined_nodes` only.
 
     Fields:
-        prepared: the graph after the FX passes.
+        prepared: the graph after the FX passes, or the program of a graph that fxwrap emitted.
         options: the options, with their devices resolved.
         ownership: the ownership of inputs, by position.
         static_inputs: positions of inputs whose address never changes.
@@ -57,9 +58,10 @@ class CompileContext:
         compiled_by_key: earlier results, which equal programs share.
         tuner: selects the configurations of kernels; None without autotuning.
         declined_nodes: names of nodes that become extern calls.
+        signature: that of the exported program that is compiled, None for a GraphModule.
     """
 
-    prepared: PreparedGraph
+    prepared: PreparedGraph | Program
     options: Options
     ownership: Mapping[int, Ownership]
     static_inputs: frozenset[int]
@@ -67,6 +69,7 @@ class CompileContext:
     compiled_by_key: Mapping[str, Compiled] | None = None
     tuner: Tuner | None = None
     declined_nodes: frozenset[str] = frozenset()
+    signature: ExportedSignature | None = None
 
     @property
     def autotunes_now(self) -> bool:
@@ -99,6 +102,13 @@ class CompileState:
     failures: tuple[KernelFailure, ...] = ()
 
 
+@dataclass(frozen=True)
+class _PlanContext:
+    """The part of a compile's context that planning steps use."""
+
+    options: Options
+
+
 NOT_LOWERED = CompileState(Program("<not lowered>", (), Block((), (Return(()),))))
 """The state before the first step."""
 
@@ -106,10 +116,12 @@ CompileStep: TypeAlias = Step[CompileState, CompileContext]
 
 
 def _lower(_state: CompileState, context: CompileContext) -> CompileState:
-    """Lowers the graph, a second time if autotuning changes configurations."""
-    tuner = context.tuner
+    """Lowers the graph, a second time if autotuning changes configurations; a program is lowered already."""
+    tuner, prepared = context.tuner, context.prepared
+    if isinstance(prepared, Program):
+        return CompileState(prepared)
     lower = partial(
-        lower_prepared, context.prepared, context.options, context.ownership,
+        lower_prepared, prepared, context.options, context.ownership,
         print_kernel=print_kernel if tuner is None else tuner.print_kernel,
     )  # fmt: skip
     lowered: Lowered = lower(declined_nodes=context.declined_nodes)
@@ -159,7 +171,7 @@ def _emit(state: CompileState, context: CompileContext) -> CompileState:
         return replace(state, emitted=emit_interpreter(state.program, CheckedInterpreter))
     if state.graph is not None and options.emitter == "fx":
         return replace(state, emitted=state.graph)
-    return replace(state, emitted=emit(state.program, options.emitter, context.fake_inputs))
+    return replace(state, emitted=emit(state.program, options.emitter, context.fake_inputs, options.fx_form))
 
 
 def _compile_kernels(state: CompileState, context: CompileContext) -> CompileState:
@@ -173,14 +185,19 @@ def _run_user_pass(item: Pass, state: CompileState, context: CompileContext) -> 
     if item.at != FX_EMITTED:
         program = run_program_pass(item, state.program, check=check)
         return state if program is state.program else replace(state, program=assign_call_handles(program))
-    graph = state.graph or to_fx(state.program, fake_inputs=context.fake_inputs)
+    graph = state.graph or to_fx(state.program, fake_inputs=context.fake_inputs, form=context.options.fx_form)
     graph_module, program = run_emitted_pass(item, graph.graph_module, check=check)
     return replace(state, program=program, graph=EmittedGraph(program, graph_module))
 
 
 def _plans_pools(options: Options) -> bool:
     """Whether the options allow memory pools; with "default", the program decides: see `_uses_pools`."""
-    return options.memory_planning not in ("none", "reuse")
+    return options.memory_planning not in ("none", "reuse") and not _is_functional(options)
+
+
+def _is_functional(options: Options) -> bool:
+    """Whether the emitted graph has no memory: its plan is made when it is imported."""
+    return effective_emitter(options) == "fx" and options.fx_form == "functional"
 
 
 def _pass_point(point: str, description: str) -> CompileStep:
@@ -207,7 +224,7 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     ),
     Step(
         "reuse_memory", "let later allocations reuse freed memory", _transform(reuse_memory),
-        "memory_planning='reuse'", lambda options: options.memory_planning == "reuse",
+        "memory_planning='reuse'", lambda options: options.memory_planning == "reuse" and not _is_functional(options),
     ),
     Step(
         "use_out_variants", "call out variants of operators, so that their results can be in pools", _use_out_variants,
@@ -225,6 +242,9 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
 )  # fmt: skip
 """The steps up to the final program."""
 
+_PLANNING_STEPS = frozenset({"fold_views", "reuse_memory", "use_out_variants", "plan_memory", "insert_device_guards"})
+"""The steps after which an imported program has views, memory and guards as a compiled one."""
+
 EMISSION_STEPS: tuple[CompileStep, ...] = (
     _pass_point(FX_EMITTED, "the user's passes over the program as an FX graph, which is imported again"),
     Step("emit", "emit Python, C++ or an FX graph", _emit, "emitter"),
@@ -240,6 +260,16 @@ def steps_for(steps: Sequence[CompileStep], options: Options) -> Iterator[Compil
             yield step
         for item in options.passes_at(step.name):
             yield Step(item.name, f"the user's pass at '{step.name}'", partial(_run_user_pass, item), "passes")
+
+
+def plan_program(program: Program, options: Options) -> Program:
+    """Returns a program that was imported without a memory plan with the plan of a compile with these options."""
+    options = options.replace(fx_form="in_place")
+    state, context = CompileState(program), _PlanContext(options)
+    for step in enabled_steps(PROGRAM_STEPS, options):
+        if step.name in _PLANNING_STEPS:
+            state = step.run(state, context)  # type: ignore[arg-type]
+    return verify(state.program) if options.verify else state.program
 
 
 def effective_emitter(options: Options) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -16,6 +14,7 @@ from fxwrap.compile_cache.graph_serializer import NotCacheable
 from fxwrap.compile_cache.key import CompileRequest, Key, make_key
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.errors import ArtifactError, FxwrapError
+from fxwrap.garbage_collection import gc_paused
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.runtime.cache_eviction import evict_cache
@@ -40,18 +39,6 @@ def is_enabled() -> bool:
     return os.environ.get(CACHE_ENV, "1") != "0"
 
 
-@contextmanager
-def _gc_disabled() -> Iterator[None]:
-    """Disables garbage collection: with torch's tracing loaded it takes longer than reading an entry."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 @dataclass
 class CacheSlot:
     """The cache entry of one compile, which may not exist yet."""
@@ -73,13 +60,13 @@ class CacheSlot:
             if file is None:
                 continue
             try:
-                with _gc_disabled():
+                with gc_paused():
                     cached = read_entry(path, file, self.key.digest, self.key.graph.constants)
             except (ArtifactError, OSError) as error:
                 log.warning("the cache entry of '%s' is unusable, and it is compiled again: %s", name, error)
                 continue
             mark_used(path)
-            log.info("'%s' was found in the cache in %.3f s: %s", name, time.perf_counter() - start, self.key.digest)
+            log.info("'%s' was loaded from the cache in %.3f s: %s", name, time.perf_counter() - start, self.key.digest)
             return cached
         log.info("'%s' is not in the cache: %s", name, self.key.digest)
         return None
@@ -90,7 +77,7 @@ class CacheSlot:
         """Writes a compile into the cache, or logs why it cannot be cached."""
         name = self.request.name
         if self.key.graph.symbols_text() != self.key.symbols:
-            log.info("'%s' is not cached: compiling it changed what the ShapeEnv knows of its symbols", name)
+            log.info("'%s' is not cached: compiling it changed its symbols in the ShapeEnv", name)
             return
         cached, emitter = CachedCompile(program, tuple(coverage), plan), self.request.options.emitter
         try:

@@ -40,7 +40,7 @@ class GraphSerializer:
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.devices: dict[torch.device, None] = {}
-        self.constants: dict[tuple[str, str], Any] = {}
+        self.constants: dict[tuple[str, str], object] = {}
         self._storages: dict[int, int] = {}
         self._constant_numbers: dict[int, int] = {}
         self._expressions: dict[sympy.Basic, str] = {}
@@ -61,7 +61,7 @@ class GraphSerializer:
 
     # --- graphs -----------------------------------------------------------------------------------------------------
 
-    def add(self, graph: GraphModule | ExportedProgram, example_inputs: Sequence[Any] | None) -> None:
+    def add(self, graph: GraphModule | ExportedProgram, example_inputs: Sequence[object] | None) -> None:
         """Writes a graph, and its example inputs where its placeholders have no fake values."""
         if isinstance(graph, ExportedProgram):
             self._exported(graph)
@@ -90,7 +90,7 @@ class GraphSerializer:
             if launches_user_kernel(node):
                 raise NotCacheable(f"node '{node.name}' launches a user-defined Triton kernel")
             if stream_call(node) or stream_number(node):
-                raise NotCacheable(f"node '{node.name}' is a stream call, whose device only this process knows")
+                raise NotCacheable(f"node '{node.name}' is a stream call, whose device depends on this process")
             if node.op == "get_attr":
                 target = self._attribute(graph_module, str(node.target), path)
             else:
@@ -215,7 +215,7 @@ class GraphSerializer:
     def _list(self, items: Sequence[object]) -> str:
         return f"[{','.join([self._argument(item) for item in items])}]"
 
-    def _mapping(self, items: Mapping[Any, object]) -> str:
+    def _mapping(self, items: Mapping[object, object]) -> str:
         return f"{{{','.join([f'{key!r}:{self._argument(item)}' for key, item in items.items()])}}}"
 
     def _other(self, item: object) -> str:
@@ -229,7 +229,7 @@ class GraphSerializer:
             return torch_compat.operator_identity(item)
         if isinstance(item, slice):
             return f"slice{self._items((item.start, item.stop, item.step))}"
-        if isinstance(item, torch_compat.FakeScriptObject):  # an input, of whose content the program knows nothing
+        if isinstance(item, torch_compat.FakeScriptObject):  # an input, whose content does not affect the program
             return f"object of {torch_compat.opaque_class_name(item)}"
         text = torch_compat.opaque_literal_text(item)
         if text is not None:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -30,7 +29,7 @@ class CompileRequest:
     """The arguments of `compile_graph`."""
 
     graph: GraphModule | ExportedProgram
-    example_inputs: Sequence[Any] | None
+    example_inputs: Sequence[object] | None
     options: Options
     ownership: Mapping[int, Ownership]
     name: str
@@ -61,7 +60,7 @@ def make_key(request: CompileRequest) -> Key:
         f"ownership {sorted([(position, item.value) for position, item in request.ownership.items()])}",
         f"free {sorted(request.flexible_stride_outputs)}", f"static {sorted(request.static_inputs)}",
         *[_device_text(device) for device in graph.devices],
-        *_torch_settings(), *process_facts(), compiler_identity(),
+        *_torch_settings(), *process_environment(), compiler_identity(),
     )  # fmt: skip
     return Key(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest(), graph, symbols)
 
@@ -71,6 +70,8 @@ def _check_options(options: Options) -> None:
         raise NotCacheable("a pass has no key")
     if options.lowerings or options.decompositions is not None:
         raise NotCacheable("its lowerings or decompositions are functions, which may change under the same name")
+    if options.choose_kernel_form is not None:
+        raise NotCacheable("the form of its kernels is chosen by a function, which may change under the same name")
     if options.passes_at(FX_BEFORE_LOWERING):
         raise NotCacheable("a pass on the graph may read metadata that the key does not cover")
     if options.passes_at(FX_EMITTED) and options.emitter == "fx":
@@ -110,8 +111,8 @@ def _torch_settings() -> tuple[str, ...]:
 
 
 @cache
-def process_facts() -> tuple[str, ...]:
-    """Returns the facts that are fixed for the process: versions, machine, hash of fxwrap's sources, path of torch."""
+def process_environment() -> tuple[str, ...]:
+    """Returns versions, machine, a hash of fxwrap's sources, and the path of torch, which are fixed for the process."""
     return (environment_text(), repr(binary_target()), sources_hash(), str(torch.__file__))
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted_program import EmittedProgram
-from fxwrap.converters.fx import to_fx
+from fxwrap.converters.fx import FxForm, to_fx
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.devices import line_handlers
@@ -18,9 +18,13 @@ from fxwrap.wrapper_ir import Program
 EntryT = TypeVar("EntryT", bound=Callable[..., object])
 
 
-def emit(program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] | None = None) -> EmittedProgram:
-    """Emits a program with an emitter. `fake_inputs` by name provide the metadata of FX graphs."""
-    return to_fx(program, fake_inputs=fake_inputs) if emitter == "fx" else EMITTER_FUNCTIONS[emitter](program)
+def emit(
+    program: Program, emitter: str, fake_inputs: Mapping[str, FakeTensor] | None = None, fx_form: FxForm = "in_place"
+) -> EmittedProgram:
+    """Emits a program with an emitter. FX graphs have a form, and the metadata of `fake_inputs` by name."""
+    if emitter == "fx":
+        return to_fx(program, fake_inputs=fake_inputs, form=fx_form)
+    return EMITTER_FUNCTIONS[emitter](program)
 
 
 def emit_interpreter(program: Program, interpreter: type[Interpreter] = Interpreter) -> EmittedProgram:

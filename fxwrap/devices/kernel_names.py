@@ -1,4 +1,4 @@
-"""Names of kernel functions, as profilers and debuggers show them: `fxwrap_` and a description.
+"""Names of kernel functions, as profilers and debuggers show them: `fxwrap_` and a description; content hashes.
 
 In sources that fxwrap did not print, the function is called `kernel`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Final
+from typing import Any, Final
 
 _PREFIX: Final = "fxwrap_"
 """Distinguishes fxwrap's kernels from others in a profile, and from functions of C, Python and Triton."""
@@ -33,3 +33,11 @@ def find_function_name(source: str) -> str:
     """Returns the name of the function in a kernel's source."""
     match = _DEFINITION.search(source)
     return match[1] if match else _UNNAMED
+
+
+def kernel_content_hash(
+    language: str, source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any], ...]
+) -> str:
+    """Returns the content hash of a kernel, 64 hex digits: it covers all that a launch depends on."""
+    content = repr((language, signature, options, source))
+    return hashlib.sha256(content.encode()).hexdigest()

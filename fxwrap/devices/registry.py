@@ -140,13 +140,13 @@ _REGISTRY = _Registry()
 # --- registration ---------------------------------------------------------------------------------------------------
 
 
-def register_language(traits: KernelLanguage, kernels: KernelRuntime) -> None:
+def register_language(traits: KernelLanguage, kernels: KernelRuntime, printer: Printer | None = None) -> None:
     """Registers a kernel language that belongs to no device. Raises FxwrapError for a name that is registered."""
     with _REGISTRY.lock:
         tables = _REGISTRY.tables
         if traits.name in tables.languages:
             raise FxwrapError(f"the kernel language '{traits.name}' is registered; give yours another name")
-        languages = {**tables.languages, traits.name: RegisteredLanguage(traits, kernels)}
+        languages = {**tables.languages, traits.name: RegisteredLanguage(traits, kernels, printer)}
         _REGISTRY.tables = replace(tables, languages=languages)
 
 

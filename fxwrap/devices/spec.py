@@ -22,6 +22,8 @@ class KernelLanguage:
         is_triton: sources are Triton's; emitted graphs launch them by torch's operator for Triton kernels.
         needs_device_guard: a launch runs on the current device instead of the tensors' device.
         user_defined: kernels are the user's; they have no printer, and their source has all that a launch needs.
+        takes_regions: the printer takes the region of a kernel, the ATen operators that it computes
+            (`printers.KernelRequest.region`); operators of a kernel without one are called.
     """
 
     name: str
@@ -32,6 +34,7 @@ class KernelLanguage:
     is_triton: bool = False
     needs_device_guard: bool = True
     user_defined: bool = False
+    takes_regions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ TRITON = KernelLanguage("triton", file_extension="py", is_triton=True)
 USER_TRITON = KernelLanguage(
     "user_triton", file_extension="py", raw_pointer_arguments=False, is_triton=True, user_defined=True
 )
+FX = KernelLanguage("fx", gridless=True, raw_pointer_arguments=False, needs_device_guard=False, takes_regions=True)
 
 CPU = DeviceSpec(
     "cpu",

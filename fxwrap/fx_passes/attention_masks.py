@@ -220,7 +220,7 @@ def _storage(node: Node) -> int | None:
     return storage_identity(fake) if isinstance(fake, torch.Tensor) else None
 
 
-def _is_foldable(fake: Any) -> bool:
+def _is_foldable(fake: object) -> bool:
     """Whether a value is a tensor of integers or booleans, small enough to compute at compile time."""
     if not isinstance(fake, torch.Tensor) or fake.dtype.is_floating_point or fake.dtype.is_complex:
         return False

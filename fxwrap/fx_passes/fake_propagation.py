@@ -66,7 +66,7 @@ def _unify_fake_modes(nodes: Sequence[Node]) -> dict[Node, Any]:
     return {node: in_one_mode(value, mode) for node, value in values.items()}
 
 
-def in_one_mode(tree: Any, mode: FakeTensorMode) -> Any:
+def in_one_mode(tree: object, mode: FakeTensorMode) -> Any:
     """Returns a nested structure with its fake tensors in one fake mode; those of another one get new storages."""
 
     def convert(value: object) -> object:
@@ -93,7 +93,7 @@ def _rebase_views(nodes: Sequence[Node], metadata: NodeValues) -> dict[Node, Any
 
     make_fx over real tensors records unrelated tensors without offsets; deduplicated nodes leave views of removed ones.
     """
-    values: dict[Node, Any] = {}
+    values: dict[Node, object] = {}
     for node in nodes:
         if node.target is operator.getitem:  # one of several views: its base is not an argument of the node
             values[node] = values[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -134,7 +134,7 @@ def _view_base(node: Node, values: NodeValues) -> FakeTensor | None:
 
 def _has_fake(node: Node) -> bool:
     if isinstance(node.target, OpOverload) and not torch_schema(node.target).returns:
-        return True  # tracing gives assertions no metadata
+        return True  # traced assertions have no metadata
     items = items_of(node.meta["val"]) if "val" in node.meta else None
     return items is not None and all(
         isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor) for item in items
@@ -162,7 +162,7 @@ class _FakePropagator(Interpreter):
     def __init__(self, graph_module: GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
         self.mode = mode
-        self.values: dict[Node, Any] = {}
+        self.values: dict[Node, object] = {}
         self.attributes: dict[str, object] = {}
 
     def run_node(self, n: Node) -> object:
@@ -178,7 +178,7 @@ class _FakePropagator(Interpreter):
         self.values[n] = value
         return value
 
-    def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> object:
+    def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> object:
         key = str(target)
         if key not in self.attributes:
             value = super().get_attr(target, args, kwargs)

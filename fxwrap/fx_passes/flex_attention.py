@@ -105,14 +105,14 @@ class _Call:
         arguments: Any = map_arg(self.node.args, env.__getitem__)
         return tuple(arguments)
 
-    def insert(self, function: Callable[..., Any], leading: Sequence[Node] = ()) -> list[Node]:
+    def insert(self, function: Callable[..., object], leading: Sequence[Node] = ()) -> list[Node]:
         """Inserts the calls of a function of a list of tensors and the call's arguments; returns its results."""
         module = self._trace(function, [self._copy.fakes[item] for item in leading])
         operands = [*leading, *[self._copy.node_map[item] for item in self._operands]]
         name = self.node.name
         return [*self._copy.inline(self._before, module, operands, name, f"{name}_{len(leading)}")]
 
-    def insert_loop(self, function: Callable[..., Any], over: Sequence[Node]) -> list[Node]:
+    def insert_loop(self, function: Callable[..., object], over: Sequence[Node]) -> list[Node]:
         """Inserts a loop of a function of a list of slices and the call's arguments; returns its stacked results."""
         fakes = [self._copy.fakes[item] for item in over]
         with in_fake_mode(self._mode):
@@ -128,10 +128,10 @@ class _Call:
         indices = range(len(stacked))
         return [self._copy.call(self._before, operator.getitem, (loop, index), name) for index in indices]
 
-    def _trace(self, function: Callable[..., Any], leading: Sequence[Any]) -> GraphModule:
+    def _trace(self, function: Callable[..., object], leading: Sequence[object]) -> GraphModule:
         count, table = len(leading), {**decomposition_table(self.options), **flex_decompositions()}
 
-        def run(*values: Any) -> Any:
+        def run(*values: object) -> Any:
             return function(values[:count], self._arguments(values[count:]))
 
         fakes = in_one_mode([*leading, *self._fakes], self._mode)
@@ -165,7 +165,7 @@ def _forward(call: _Call) -> list[Node]:
     loop = _row_loop(call)
     if loop is None:
 
-        def attend(_leading: Any, arguments: Any) -> list[Tensor]:
+        def attend(_leading: object, arguments: Any) -> list[Tensor]:
             attention = FlexAttention.from_arguments(*arguments)
             results = attention.attend(attention.query, attention.key, attention.value, attention.everything())
             return [call.with_layout(path, results[path[0]]) for path in call.results]
@@ -173,7 +173,7 @@ def _forward(call: _Call) -> list[Node]:
         return call.insert(attend)
     used = [path[0] for path in call.results]
 
-    def iterations(_leading: Any, arguments: Any) -> list[Tensor]:
+    def iterations(_leading: object, arguments: Any) -> list[Tensor]:
         return RowLoop(FlexAttention.from_arguments(*arguments), loop).iterations()
 
     def body(slices: Sequence[Tensor], arguments: Any) -> list[Tensor]:
@@ -205,8 +205,8 @@ def _backward(call: _Call) -> list[Node]:
         query, key, value, out, logsumexp, grad_out, grad_logsumexp, score_mod, joint, *rest = arguments
         attention = FlexAttention.from_arguments(query, key, value, score_mod, *rest)
         results: Any = attention.gradients(out, logsumexp, grad_out, grad_logsumexp, joint)
-        found = [results[path[0]] if len(path) == 1 else results[path[0]][path[1]] for path in call.results]
-        return [call.with_layout(path, item) for path, item in zip(call.results, found, strict=True)]
+        chosen = [results[path[0]] if len(path) == 1 else results[path[0]][path[1]] for path in call.results]
+        return [call.with_layout(path, item) for path, item in zip(call.results, chosen, strict=True)]
 
     return call.insert(gradients)
 

@@ -149,8 +149,8 @@ class FlexAttention:
     blocks: BlockStructure
     scale: float
     stats_unit: float
-    score_buffers: tuple[Any, ...] = ()
-    mask_buffers: tuple[Any, ...] = ()
+    score_buffers: tuple[object, ...] = ()
+    mask_buffers: tuple[object, ...] = ()
 
     @classmethod
     def from_arguments(
@@ -162,8 +162,8 @@ class FlexAttention:
         block_mask: Sequence[Any],
         scale: float,
         kernel_options: dict[str, Any],
-        score_buffers: Sequence[Any] = (),
-        mask_buffers: Sequence[Any] = (),
+        score_buffers: Sequence[object] = (),
+        mask_buffers: Sequence[object] = (),
     ) -> FlexAttention:
         """Returns the operands of a call of `flex_attention`."""
         *_, q_block_size, kv_block_size, mask_mod = block_mask
@@ -319,7 +319,7 @@ class RowLoop:
         return number // row_blocks // heads, number // row_blocks % heads, number % row_blocks
 
     def iterations(self) -> list[Tensor]:
-        """Returns what an iteration reads: its number and, with a block mask, its count and list of key blocks."""
+        """Returns the operands of an iteration: its number and, with a block mask, its count and list of key blocks."""
         blocks, (batches, heads, row_blocks) = self.attention.blocks, self._counts
         number = self.attention.arange(batches * heads * row_blocks)
         if blocks.is_trivial:
@@ -375,7 +375,7 @@ class RowLoop:
 
 
 def _divides(divisor: Size, size: Size) -> bool:
-    """Whether a number divides a size, as far as constants tell."""
+    """Whether a number provably divides a size."""
     return type(divisor) is int and type(size) is int and size % divisor == 0
 
 

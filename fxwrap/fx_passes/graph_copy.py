@@ -27,7 +27,7 @@ from fxwrap.torch_compat import (
 from fxwrap.wrapper_ir.operators import operator_schema
 
 
-def items_of(fake: Any) -> Sequence[Any]:
+def items_of(fake: object) -> Sequence[Any]:
     """Returns the elements of a fake value that is a tuple, list or dict; a single value is its only element."""
     return fake if isinstance(fake, tuple | list) else tuple(fake.values()) if isinstance(fake, dict) else (fake,)
 
@@ -149,17 +149,21 @@ class GraphCopy:
         name: str,
         keywords: Mapping[str, Any] | None = None,
         fake: object = None,
+        origin: Node | None = None,
     ) -> Node:
-        """Inserts a call before a node of the copy, with that node's metadata. Infers the fake value if it is None."""
+        """Inserts a call before a node of the copy, with the metadata of `origin`, by default of that node.
+
+        Infers the fake value if it is None.
+        """
         with self.graph.inserting_before(before):
             call = self.graph.create_node("call_function", target, tuple(arguments), dict(keywords or {}), name)
         if fake is None:
-            fake = run_on_fakes(call, self.fakes, self.fakes[before])
-        call.meta = {**before.meta, "val": fake}
+            fake = run_on_fakes(call, self.fakes, self.fakes.get(before))
+        call.meta = {**(origin or before).meta, "val": fake}
         self.fakes[call] = fake
         return call
 
-    def inline(self, before: Node, module: GraphModule, operands: Sequence[Any], name: str, prefix: str) -> Any:
+    def inline(self, before: Node, module: GraphModule, operands: Sequence[object], name: str, prefix: str) -> Any:
         """Inserts the calls of a graph before a node of the copy, and returns its results.
 
         Fake values are inferred from the operands. The graph's attributes become attributes of the copy, named after

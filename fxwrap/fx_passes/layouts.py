@@ -1,7 +1,7 @@
 """Layout optimisation: channels-last tensors around convolutions, where that saves time.
 
 Libraries convolve channels-last tensors without reordering them first. The pass copies the graph with channels-last
-operands of convolutions, and propagates fake tensors again, so that torch's own rules give the strides of all other
+operands of convolutions, and propagates fake tensors again, so that torch's own rules compute the strides of all other
 tensors. Outputs of the graph keep their strides.
 """
 
@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import mutated_operands
 from fxwrap.fx_passes.graph_copy import (
+    GraphCopy,
     bytes_of,
     expression_of,
     fake_call,
@@ -32,7 +33,7 @@ from fxwrap.fx_passes.graph_copy import (
     written_storages,
 )
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
-from fxwrap.torch_compat import FakeTensor, LazyGraphModule, OpOverload
+from fxwrap.torch_compat import FakeTensor, OpOverload
 from fxwrap.wrapper_ir.operators import operator_schema
 
 _aten = torch.ops.aten
@@ -178,7 +179,7 @@ def _mutates_intermediates(graph: PreparedGraph) -> bool:
 
 
 class _LayoutRewriter:
-    """Copies a graph node by node; `env` maps its nodes to the copy's, `changed` holds those with other strides."""
+    """Edits a copy of a graph node by node; `changed` holds the nodes whose copies have other strides or storages."""
 
     def __init__(
         self,
@@ -191,9 +192,9 @@ class _LayoutRewriter:
         self.fused_operators = context.fused_operators
         self.restrided = restrided
         self.convolutions = convolutions
-        self.graph = Graph()
-        self.fakes: dict[Node, Any] = {}
-        self.env: dict[Node, Node] = {}
+        self.copy = GraphCopy(source)
+        self.graph, self.fakes, self.env = self.copy.graph, self.copy.fakes, self.copy.node_map
+        self.position: Node  # of the copy, before which calls are inserted
         self.changed: set[Node] = set()
         self.constants = dict(source.constants)
         self.cost = LayoutCost()
@@ -205,23 +206,22 @@ class _LayoutRewriter:
     def run(self) -> PreparedGraph:
         """Returns the copy. Raises _LayoutNotRestorable."""
         for node in self.source.nodes:
-            match node.op:
-                case "output":
-                    self._output(node)
-                case "call_function":
-                    self._call(node)
-                case _:
-                    self._define(node, self.env, self.restrided.get(node, self.source.fakes.get(node)))
-                    if node in self.restrided:
-                        self.changed.add(node)
-        module = LazyGraphModule(self.source.graph_module, self.graph)
-        return replace(self.source, graph_module=module, constants=self.constants, fakes=self.fakes)
+            self.position = self.env[node]
+            if node.op == "output":
+                self._output(node)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node in self.restrided:
+                self._define(node, self.env, self.restrided[node])
+                self.changed.add(node)
+        return replace(self.copy.finish(), constants=self.constants)
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
     def _define(self, node: Node, operands: Mapping[Node, Node], fake: object) -> None:
-        """Copies a node onto these operands."""
-        copy = self.env[node] = self.graph.node_copy(node, operands.__getitem__)
+        """Sets the operands and the fake value of a node's copy."""
+        copy = self.env[node]
+        copy.args, copy.kwargs = map_arg((node.args, node.kwargs), operands.__getitem__)
         self.fakes[copy] = fake
         if "val" in copy.meta:
             copy.meta["val"] = fake
@@ -233,7 +233,6 @@ class _LayoutRewriter:
             operands = {operand: images.get(operand, self.env[operand]) for operand in node.all_input_nodes}
             self.cost += self._saving(node)
         elif not any(operand in self.changed for operand in node.all_input_nodes):
-            self._define(node, self.env, self.source.fakes.get(node))
             return
         if not self._propagate_layout(node, operands):
             self._copy_with_original_layouts(node)
@@ -308,8 +307,7 @@ class _LayoutRewriter:
             return self._channels_last_of[node]
         copy = self._converted_constant(node, fake) if is_reusable else None
         if copy is None:
-            keywords = {"memory_format": torch.channels_last}
-            copy = self._insert(node, _aten.clone.default, (current,), "channels_last", keywords)
+            copy = self._insert(node, "channels_last", _aten.clone.default, current, memory_format=torch.channels_last)
             self._count_copy(node, fake)
         if is_reusable:
             self._channels_last_of[node] = copy
@@ -345,7 +343,8 @@ class _LayoutRewriter:
             return current
         if self._aliases_operand(node) and node.op == "call_function":
             operands = {operand: self._restore_layout(operand) for operand in node.all_input_nodes}
-            restored = self.graph.node_copy(node, operands.__getitem__)
+            with self.graph.inserting_before(self.position):
+                restored = self.graph.node_copy(node, operands.__getitem__)
             self.fakes[restored] = restored.meta["val"] = self._propagate_fake(node, operands)
             return restored
         if not isinstance(old, torch.Tensor):
@@ -360,36 +359,26 @@ class _LayoutRewriter:
         new = self.fakes[current].stride()
         if not ones or any(expression_of(new[dim]) != expression_of(old.stride(dim)) for dim in others):
             return None
-        squeezed = self._insert(node, _aten.squeeze.dims, (current, ones), "squeezed")
-        view = self._insert(node, _aten.view.default, (squeezed, list(old.shape)), "restored")
+        squeezed = self._insert(node, "squeezed", _aten.squeeze.dims, current, ones)
+        view = self._insert(node, "restored", _aten.view.default, squeezed, list(old.shape))
         return view if same_strides(self.fakes[view], old) else None
 
     def _restore_by_copy(self, node: Node, old: torch.Tensor) -> Node:
         """Returns a dense copy with the dimensions in the original order: that of the strides."""
         magnitudes = [size_hint(stride) for stride in old.stride()]
         order = sorted(range(old.ndim), key=lambda dim: -magnitudes[dim])
-        current, contiguous = self.env[node], {"memory_format": torch.contiguous_format}
+        current, contiguous = self.env[node], torch.contiguous_format
         self._count_copy(node, old)
         if order == list(range(old.ndim)):
-            return self._insert(node, _aten.clone.default, (current,), "restored", contiguous)
+            return self._insert(node, "restored", _aten.clone.default, current, memory_format=contiguous)
         inverse = [order.index(dim) for dim in range(old.ndim)]
-        permuted = self._insert(node, _aten.permute.default, (current, order), "permuted")
-        dense = self._insert(node, _aten.clone.default, (permuted,), "dense", contiguous)
-        return self._insert(node, _aten.permute.default, (dense, inverse), "restored")
+        permuted = self._insert(node, "permuted", _aten.permute.default, current, order)
+        dense = self._insert(node, "dense", _aten.clone.default, permuted, memory_format=contiguous)
+        return self._insert(node, "restored", _aten.permute.default, dense, inverse)
 
-    def _insert(
-        self,
-        node: Node,
-        target: Target,
-        arguments: tuple[Any, ...],
-        suffix: str,
-        keywords: Mapping[str, Any] | None = None,
-    ) -> Node:
-        """Appends a call with a node's metadata."""
-        call = self.graph.create_node("call_function", target, arguments, dict(keywords or {}), f"{node.name}_{suffix}")
-        self.fakes[call] = fake_call(target, map_arg(arguments, self.fakes.__getitem__), keywords)
-        call.meta = {**node.meta, "val": self.fakes[call]}
-        return call
+    def _insert(self, node: Node, suffix: str, target: Target, *arguments: object, **keywords: object) -> Node:
+        """Inserts a call with a node's metadata."""
+        return self.copy.call(self.position, target, arguments, f"{node.name}_{suffix}", keywords, origin=node)
 
     def _output(self, node: Node) -> None:
         results = node.args[0]
@@ -401,7 +390,7 @@ class _LayoutRewriter:
             is_free = bool(flexible) and item not in fixed and has_static_strides(self.fakes[self.env[item]])
             return self.env[item] if is_free else self._restore_layout(item)
 
-        self.env[node] = self.graph.node_copy(node, returned)
+        self.env[node].args = map_arg(node.args, returned)
 
     # --- cost -------------------------------------------------------------------------------------------------------
 

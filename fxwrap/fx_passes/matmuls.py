@@ -3,7 +3,7 @@
 A GEMM that adds a bias and applies an activation to its accumulators saves a kernel that reads and writes the result.
 Small matmuls with one left operand (queries, keys and values) are bound by their launches, so one matmul with the
 weights side by side is faster, although the weights must be copied. Where a library is slow with a bias, the kernel
-that reads the result adds it. `DeviceSpec` says where each rewrite is profitable. A matmul over one term is a
+that reads the result adds it. `DeviceSpec` declares where each rewrite is profitable. A matmul over one term is a
 multiplication, which fuses with its readers.
 """
 
@@ -208,7 +208,7 @@ def _formula_nodes(end: Node, reached: Collection[Node]) -> set[Node]:
 def _is_gelu(matmul_output: Node, formula: Sequence[Node]) -> bool:
     """Whether nodes compute GELU's tanh approximation, in any algebraic form.
 
-    The formula is made of polynomials and one tanh. It is compared with GELU at more points than it has terms.
+    The formula consists of polynomials and one tanh. It is compared with GELU at more points than it has terms.
     """
     if formula[0].target == _aten.gelu.default:
         return formula[0].kwargs.get("approximate") == "tanh"

@@ -120,7 +120,7 @@ class _Editor:
         return bool(shares) and can_propagate_fake(node) and not mutated_operands(node, fakes)
 
     def _negate_operands(self, node: Node) -> None:
-        """Passes negated copies to a call, and copies what it writes back; the output returns negative views."""
+        """Passes negated copies to a call, and copies its writes back; the output returns negative views."""
         call = self.copy.node_map[node]
         copies = {}
         for item in node.all_input_nodes:

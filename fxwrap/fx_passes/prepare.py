@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -33,7 +32,8 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
         lambda graph, _context: check_tensor_metadata(graph),
     ),
     Step(
-        "resolve_negative_views", "negate what is read of views with a negative bit, as `imag` of a conjugate is one",
+        "resolve_negative_views",
+        "negate elements that are read through views with a negative bit, such as `imag` of a conjugate",
         lambda graph, _context: resolve_negative_views(graph),
     ),
     Step(
@@ -70,14 +70,14 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
 
 def prepare_graph(
     graph: GraphModule | ExportedProgram | GraphSource,
-    example_inputs: Sequence[Any] | None,
+    example_inputs: Sequence[object] | None,
     options: Options,
     name: str = "program",
     *,
     fused_operators: Collection[str] = frozenset(),
     flexible_stride_outputs: Collection[int] = (),
 ) -> PreparedGraph:
-    """Imports a graph, propagates fake tensors and runs the FX passes; the result is what lowering takes.
+    """Imports a graph, propagates fake tensors and runs the FX passes; the result is the input of lowering.
 
     All attempts of a compile share one result. The graph itself is not changed.
 
@@ -101,7 +101,9 @@ def prepare_graph(
     return prepared
 
 
-def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: str, options: Options) -> PreparedGraph:
+def prepare_subgraph(
+    module: GraphModule, example_inputs: Sequence[object], name: str, options: Options
+) -> PreparedGraph:
     """Propagates fake tensors through the graph of a higher-order operator, and runs the necessary passes."""
     prepared = _with_fakes(GraphSource(inline_subgraph_calls(module), name), example_inputs)
     prepared = check_tensor_metadata(resolve_negative_views(prepared))
@@ -109,7 +111,7 @@ def prepare_subgraph(module: GraphModule, example_inputs: Sequence[Any], name: s
 
 
 def _with_fakes(
-    source: GraphSource, example_inputs: Sequence[Any] | None, flexible_stride_outputs: Collection[int] = ()
+    source: GraphSource, example_inputs: Sequence[object] | None, flexible_stride_outputs: Collection[int] = ()
 ) -> PreparedGraph:
     return PreparedGraph(
         source.graph_module, source.name, source.constants, source.returns_mutated_inputs,

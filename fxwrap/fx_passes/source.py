@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 import re
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -47,10 +48,11 @@ SYMBOLIC_BUILTINS: frozenset[Callable[..., object]] = frozenset(
 )  # fmt: skip
 """Python functions that a graph may call on symbolic numbers; their results are expressions, not lines."""
 
+_INLINE_SUBGRAPH_CALLS = "inline the graphs of operators that only call them (control_deps, invoke_quant)"
+
 SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
     Step(
-        "inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
-        lambda graph, _context: inline_subgraph_calls(graph),
+        "inline_subgraph_calls", _INLINE_SUBGRAPH_CALLS, lambda graph, _context: inline_subgraph_calls(graph),
     ),
     Step(
         "decompose", "decompose operators, those on lists of tensors included",
@@ -58,6 +60,31 @@ SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
     ),
 )  # fmt: skip
 """The passes over a graph of ATen operators, before fake-tensor propagation."""
+
+EXPORTED_PROGRAM_PASSES: tuple[Step[ExportedProgram, Options], ...] = (
+    Step(
+        "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",
+        lambda exported, options: _simplify_exported_masks(exported, options), "fuse", lambda options: options.fuse,
+    ),
+    Step(
+        "decompose", "decompose operators, those on lists of tensors included",
+        lambda exported, options: exported.run_decompositions(export_decomposition_table(options)), "decompositions",
+    ),
+)  # fmt: skip
+"""The passes over an exported program."""
+
+EXPORTED_GRAPH_PASSES: tuple[Step[GraphSource, ExportGraphSignature], ...] = (
+    Step("remove_tokens", "remove effect tokens", lambda source, signature: _remove_tokens(source, signature)),
+    Step(
+        "write_back", "copy new values of buffers and inputs, which an exported graph returns, into these",
+        lambda source, signature: _write_back(source, signature),
+    ),
+    Step(
+        "inline_subgraph_calls", _INLINE_SUBGRAPH_CALLS,
+        lambda source, _signature: replace(source, graph_module=inline_subgraph_calls(source.graph_module)),
+    ),
+)  # fmt: skip
+"""The passes over the graph of an exported program, in place of `SOURCE_PASSES`; they may edit it in place."""
 
 
 def graph_source(
@@ -72,8 +99,9 @@ def graph_source(
         shape_env = find_shape_env([node.meta.get("val") for node in placeholders])
         with warnings.catch_warnings(), isolate_pending_symbols(shape_env):
             warnings.simplefilter("ignore", FutureWarning)  # torch's own copy of its tree specification warns
-            exported = _simplify_exported_masks(graph, options)
-            return _exported_source(exported.run_decompositions(export_decomposition_table(options)), name)
+            for exported_step in enabled_steps(EXPORTED_PROGRAM_PASSES, options):
+                graph = exported_step.run(graph, options)
+            return _exported_source(graph, options, name)
     check_graph(graph)
     context = FxPassContext(options, example_inputs=example_inputs)
     for step in enabled_steps(SOURCE_PASSES, options):
@@ -89,8 +117,8 @@ def _simplify_exported_masks(exported: ExportedProgram, options: Options) -> Exp
     return copy
 
 
-def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:
-    """Returns an exported program as a graph that mutates its placeholders and has no effect tokens."""
+def _exported_source(exported: ExportedProgram, options: Options, name: str) -> GraphSource:
+    """Returns a decomposed exported program as a graph that mutates its placeholders and has no effect tokens."""
     constants: dict[str, torch.Tensor] = {}
     signature = exported.graph_signature
     for spec in signature.input_specs:
@@ -98,21 +126,11 @@ def _exported_source(exported: ExportedProgram, name: str) -> GraphSource:
             constants[spec.arg.name] = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[spec.arg.name] = exported.constants[spec.target]
-    placeholder_of = {spec.target: spec.arg.name for spec in signature.input_specs if spec.target is not None}
     check_graph(exported.graph_module)
-    token_inputs = [spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.TOKEN]
-    outputs = signature.output_specs
-    token_outputs = [position for position, spec in enumerate(outputs) if spec.kind is OutputKind.TOKEN]
-    remaining = remove_tokens(exported.graph_module, token_inputs, token_outputs)
-    mutations: dict[int, str] = {}
-    for position, spec in enumerate([outputs[old] for old in remaining]):
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            mutations[position] = placeholder_of[spec.target]
-        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-            mutations[position] = str(spec.target)
-    write_back(exported.graph_module, mutations, constants)
-    graph_module = inline_subgraph_calls(exported.graph_module)
-    return GraphSource(graph_module, name, constants, returns_mutated_inputs=True)
+    source = GraphSource(exported.graph_module, name, constants, returns_mutated_inputs=True)
+    for step in enabled_steps(EXPORTED_GRAPH_PASSES, options):
+        source = step.run(source, signature)
+    return source
 
 
 # --- the model's source -----------------------------------------------------------------------------------------------
@@ -230,45 +248,46 @@ def check_desugared(name: str, value: object) -> None:
 _aten = torch.ops.aten
 
 
-def remove_tokens(
-    graph_module: GraphModule, token_inputs: Collection[str], token_outputs: Collection[int]
-) -> list[int]:
-    """Removes effect tokens from a graph's placeholders and outputs, in place.
-
-    `token_inputs` are names of placeholders, `token_outputs` positions of outputs. Returns the positions of the
-    remaining outputs.
-    """
-    graph = graph_module.graph
-    output = graph.output_node()
+def _remove_tokens(source: GraphSource, signature: ExportGraphSignature) -> GraphSource:
+    """Removes effect tokens from a graph's placeholders and outputs, in place."""
+    tokens = {spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.TOKEN}
+    graph, output = source.graph_module.graph, source.output
     for node in graph.find_nodes(op="placeholder"):
-        if node.name in token_inputs:
+        if node.name in tokens:
             for user in list(node.users):
                 user.args = tuple([None if item is node else item for item in user.args])
             graph.erase_node(node)
     items: Any = output.args[0]
-    remaining = [position for position in range(len(items)) if position not in token_outputs]
-    output.args = (tuple([items[position] for position in remaining]),)
-    graph_module.recompile()
-    return remaining
+    specs = signature.output_specs
+    output.args = (tuple([item for item, spec in zip(items, specs, strict=True) if spec.kind is not OutputKind.TOKEN]),)
+    source.graph_module.recompile()
+    return source
 
 
-def write_back(graph_module: GraphModule, mutations: Mapping[int, str], constants: Mapping[str, torch.Tensor]) -> None:
+def _mutated_placeholders(signature: ExportGraphSignature) -> dict[int, str]:
+    """Returns the name of the mutated placeholder, by the position among the non-token outputs of its new value."""
+    placeholder_of = {spec.target: spec.arg.name for spec in signature.input_specs if spec.target is not None}
+    mutations: dict[int, str] = {}
+    outputs = [spec for spec in signature.output_specs if spec.kind is not OutputKind.TOKEN]
+    for position, spec in enumerate(outputs):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            mutations[position] = placeholder_of[str(spec.target)]
+        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+            mutations[position] = str(spec.target)
+    return mutations
+
+
+def _write_back(source: GraphSource, signature: ExportGraphSignature) -> GraphSource:
     """Replaces outputs that are new values of placeholders by copies into those placeholders, in place.
-
-    Args:
-        graph_module: the graph.
-        mutations: the name of the mutated placeholder, by the position of the output with its new value.
-        constants: parameters and buffers by placeholder name; two of them may share a storage.
 
     The mutations are simultaneous: a value that aliases a storage that an earlier copy writes is cloned before all
     copies. A remaining output that is also a mutation's value is the placeholder, as in `ExportedProgram.module()`.
     """
+    mutations, output = _mutated_placeholders(signature), source.output
     if not mutations:
-        return
-    graph = graph_module.graph
-    output = graph.output_node()
-    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    storage_of = {node: _storage_key(node, constants) for node in placeholders.values()}
+        return source
+    placeholders = {node.name: node for node in source.graph_module.graph.find_nodes(op="placeholder")}
+    storage_of = {node: _storage_key(node, source.constants) for node in placeholders.values()}
     items: Any = output.args[0]
     written: set[Hashable] = set()
     copies: list[tuple[Node, Node]] = []
@@ -281,12 +300,13 @@ def write_back(graph_module: GraphModule, mutations: Mapping[int, str], constant
             value = _clone(output, value)
         copies.append((target, value))
         written.add(storage_of[target])
-    mutated: dict[Any, Node] = {}
+    mutated: dict[object, Node] = {}
     for target, value in copies:
         mutated.setdefault(value, _insert(output, _aten.copy_.default, (target, value), target.meta.get("val")))
     returned = [item for position, item in enumerate(items) if position not in mutations]
     output.args = (tuple([mutated.get(item, item) for item in returned]),)
-    graph_module.recompile()
+    source.graph_module.recompile()
+    return source
 
 
 def _storage_key(placeholder: Node, constants: Mapping[str, torch.Tensor]) -> Hashable:
@@ -321,7 +341,7 @@ def _clone(output: Node, value: Node) -> Node:
     return _insert(output, _aten.clone.default, (value,), copy, memory_format=torch.contiguous_format)
 
 
-_INLINED: Mapping[str, Callable[..., tuple[Node, Sequence[Any]]]] = {
+_INLINED: Mapping[str, Callable[..., tuple[Node, Sequence[object]]]] = {
     "control_deps": lambda _after, graph, *operands: (graph, operands),  # AOTAutograd wraps stream operators in it
     "foreach_map": lambda graph, *operands: (graph, operands),
     "hints_wrapper": lambda graph, operands, *_hints: (graph, operands),
@@ -365,7 +385,7 @@ def _inline(graph_module: GraphModule) -> GraphModule:
     return GraphModule(graph_module, graph)
 
 
-def _call_of(node: Node) -> tuple[Node, Sequence[Any]]:
+def _call_of(node: Node) -> tuple[Node, Sequence[object]]:
     """Returns the graph that a node calls, and its operands."""
     return _INLINED[operator_label(node.target)](*node.args)  # type: ignore[arg-type]
 

@@ -58,7 +58,7 @@ def _comparisons(node: Node, fakes: NodeValues) -> Iterator[tuple[str, Any, Any]
             yield name, tuple(expected) if isinstance(expected, list | tuple) else expected, value
 
 
-def _items(value: Any) -> tuple[Any, ...]:
+def _items(value: object) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -78,7 +78,7 @@ def expand_out_dtype(graph: PreparedGraph) -> PreparedGraph:
 
 def _expand(copy: GraphCopy, node: Node) -> Node:
     before, name = copy.node_map[node], node.name
-    target: Any
+    target: object
     dtype: Any
     target, dtype, *arguments = before.args
     tensors = [item for item in before.all_input_nodes if isinstance(copy.fakes[item], torch.Tensor)]

@@ -34,7 +34,7 @@ _FIRST_HINT = 11
 class InferredResult:
     """One result of a call: its type, and the index of the operand whose root it shares, or None for a new root.
 
-    Operands are counted among the values of arguments and keywords. `is_strided_view` tells whether the result differs
+    Operands are counted among the values of arguments and keywords. `is_strided_view` states whether the result differs
     from that operand in sizes, strides and offset only.
     """
 
@@ -64,7 +64,7 @@ class CallInference:
     """Infers the results of operators' calls, one run on fake tensors for each distinct call.
 
     Args:
-        info: returns what is known of a symbol, by name.
+        info: returns the range and hint of a symbol, by name.
         fresh: returns a new symbol with a prefix, for a size that is known only at run time. Symbols and numbers then
             have hints, so that fewer operators fail. Without it, such a size raises UnknownResultError.
     """
@@ -257,6 +257,6 @@ def keyword_pairs(keywords: Mapping[str, object]) -> Keywords:
     return tuple([(name, lists_to_tuples(item)) for name, item in keywords.items()])
 
 
-def lists_to_tuples(item: Any) -> Any:
+def lists_to_tuples(item: object) -> Any:
     """Returns an argument as a line holds it: lists as tuples."""
     return tuple([lists_to_tuples(part) for part in item]) if isinstance(item, tuple | list) else item

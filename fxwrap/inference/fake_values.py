@@ -5,6 +5,7 @@ No operator is run: making them from types takes a tenth of the time of fake-ten
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -37,6 +38,12 @@ class FakeValues:
     def _create_mode(self) -> torch_compat.FakeTensorMode | None:
         return torch_compat.fresh_fake_mode()
 
+    def with_own_names(self) -> FakeValues:
+        """Returns fake values of the same mode and symbols for a graph whose values have names of their own."""
+        nested = copy.copy(self)
+        nested._meta_tensors = {}
+        return nested
+
     @cached_property
     def shape_env(self) -> Any:
         """The mode's ShapeEnv, created on first use: torch imports parts of Dynamo for it."""
@@ -53,7 +60,7 @@ class FakeValues:
         """Returns the symbolic number of a symbol."""
         return self.number(make_symbol(info.name), info)
 
-    def number(self, expression: Any, info: SymbolInfo | None = None) -> Any:
+    def number(self, expression: object, info: SymbolInfo | None = None) -> Any:
         """Returns the symbolic number of an expression; a plain number is itself."""
         if not isinstance(expression, sympy.Basic):
             return expression
@@ -155,7 +162,7 @@ class ExampleValues(FakeValues):
     def _create_mode(self) -> None:
         return None
 
-    def number(self, expression: Any, info: SymbolInfo | None = None) -> Any:
+    def number(self, expression: object, info: SymbolInfo | None = None) -> Any:
         """Returns the value of an expression for the examples."""
         if not isinstance(expression, sympy.Basic):
             return expression
@@ -165,7 +172,7 @@ class ExampleValues(FakeValues):
                 self._examples[symbol.name] = self.unbacked_number(kind) if hint is None else hint
         return evaluate(expression, self._examples)
 
-    def define(self, symbol: sympy.Symbol, number: Any) -> None:
+    def define(self, symbol: sympy.Symbol, number: object) -> None:
         """Defines a symbol as a number, such as the one that a `symbol.let` computes."""
         self._examples[symbol.name] = number
 
@@ -186,7 +193,7 @@ def default_hint(info: SymbolInfo) -> int | None:
 class FakeCallError(FxwrapError):
     """A call that fails on fake tensors.
 
-    Fields: `reason` names the operator and says what is wrong; `remedy` says what to do; `is_unknown` tells whether the
+    Fields: `reason` names the operator and the error; `remedy` says what to do; `is_unknown` states whether the
     results cannot be inferred, although the call may be right.
     """
 
@@ -214,7 +221,7 @@ def explain_fake_call(target: object, error: Exception) -> FakeCallError:
 
 def call_on_fakes(
     mode: torch_compat.FakeTensorMode,
-    target: Callable[..., Any],
+    target: Callable[..., object],
     arguments: Sequence[object],
     keywords: Mapping[str, object],
 ) -> Any:

@@ -5,5 +5,6 @@ from fxwrap.loop_ir.canonicalize import *
 from fxwrap.loop_ir.evaluate import *
 from fxwrap.loop_ir.index import *
 from fxwrap.loop_ir.kernel import *
+from fxwrap.loop_ir.offsets import *
 from fxwrap.loop_ir.operations import *
 from fxwrap.loop_ir.split import *

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import assert_never
 
-from fxwrap.loop_ir.index import Atom, Axis, Index, IndirectIndex, SizeAtom, evaluate_index
+from fxwrap.loop_ir.index import Atom, Axis, Index, IndirectIndex, SizeAtom
 from fxwrap.loop_ir.kernel import (
     ASSERT_ERRORS,
     Compute,
@@ -24,6 +24,7 @@ from fxwrap.loop_ir.kernel import (
     Store,
     SymbolicScalar,
 )
+from fxwrap.loop_ir.offsets import evaluate_index
 from fxwrap.loop_ir.operations import OPERATIONS
 from fxwrap.symbolic import Number, Size, evaluate
 
@@ -69,7 +70,7 @@ class _Evaluator:
             case Compute():
                 used = [self.values[position] for position in operation.operands]
                 spec = OPERATIONS[operation.name]
-                return spec.reference(*used, operation.dtype) if spec.result == "given" else spec.reference(*used)
+                return spec.reference(*used, operation.dtype) if spec.result == "declared" else spec.reference(*used)
             case Reduce():
                 return self._reduce(operation)
             case Scan():

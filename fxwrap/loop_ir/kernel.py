@@ -70,7 +70,7 @@ class IndexValue:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """An operation of `OPERATIONS`, applied to operations given by position."""
+    """An operation of `OPERATIONS`, applied to operations by position."""
 
     name: str
     operands: tuple[int, ...]
@@ -415,7 +415,7 @@ def _compute_violation(operation: Compute, types: list[torch.dtype]) -> str | No
         return f"its operands have different dtypes: {', '.join(map(str, types))}"
     if not spec.domain.accepts(types[0]):
         return f"it does not take {types[0]}"
-    wanted = {"same": types[0], "bool": torch.bool, "given": operation.dtype}[spec.result]
+    wanted = {"same": types[0], "bool": torch.bool, "declared": operation.dtype}[spec.result]
     return None if operation.dtype is wanted else f"its result is {wanted}"
 
 

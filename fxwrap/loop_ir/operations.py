@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-ResultDtype: TypeAlias = Literal["same", "bool", "given"]
+ResultDtype: TypeAlias = Literal["same", "bool", "declared"]
 
 
 class Domain(Enum):
@@ -58,7 +58,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 class OperationSpec:
     """A scalar operation.
 
-    `result` is "same" (the operands' dtype), "bool" or "given" (the dtype of the `Compute`, for casts). `cost` is an
+    `result` is "same" (the operands' dtype), "bool" or "declared" (the dtype of the `Compute`, for casts). `cost` is an
     estimate of arithmetic instructions per element. `reference` maps torch tensors to a torch tensor.
     """
 
@@ -111,8 +111,8 @@ _SPECS: list[OperationSpec] = [
     *_torch_specs(_BITS, 1, 1, torch.bitwise_not),
     *_torch_specs(_INTEGER, 2, 1, torch.bitwise_left_shift, torch.bitwise_right_shift),
     OperationSpec("where", 3, Domain.ANY, "same", 1, torch.where),
-    OperationSpec("cast", 1, Domain.ANY, "given", 1, lambda value, dtype: value.to(dtype)),
-    OperationSpec("bitcast", 1, Domain.ANY, "given", 0, lambda value, dtype: value.view(dtype)),
+    OperationSpec("cast", 1, Domain.ANY, "declared", 1, lambda value, dtype: value.to(dtype)),
+    OperationSpec("bitcast", 1, Domain.ANY, "declared", 0, lambda value, dtype: value.view(dtype)),
 ]
 
 OPERATIONS: Mapping[str, OperationSpec] = {spec.name: spec for spec in _SPECS}

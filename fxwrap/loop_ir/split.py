@@ -14,17 +14,7 @@ import sympy
 import torch
 
 from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
-from fxwrap.loop_ir.index import (
-    ONE,
-    Atom,
-    Axis,
-    Index,
-    IndexLike,
-    IndirectIndex,
-    as_index,
-    delinearize_index,
-    linearize_index,
-)
+from fxwrap.loop_ir.index import ONE, Atom, Axis, Index, IndexLike, IndirectIndex, as_index
 from fxwrap.loop_ir.kernel import (
     Buffer,
     Constant,
@@ -40,6 +30,7 @@ from fxwrap.loop_ir.kernel import (
     operation_dtype,
     verify_kernel,
 )
+from fxwrap.loop_ir.offsets import delinearize_index, linearize_index
 from fxwrap.symbolic import Size, ceiling_divide, product
 
 _MIN_ELEMENTS = 1 << 20  # a smaller reduction is faster than a second launch

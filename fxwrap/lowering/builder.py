@@ -18,7 +18,7 @@ from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter
 from fxwrap.symbolic import floor_divide, product, total
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, storage_identity
-from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Size, Source, TensorType, Value, used
+from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Operand, Origin, Size, Source, TensorType, Value, used
 
 FakeValue: TypeAlias = Any
 """A fake tensor, a number, symbolic or not, an opaque object, None, or a nested tuple, list or dict of these."""
@@ -29,8 +29,8 @@ Payload: TypeAlias = Any
 Fakes: TypeAlias = Mapping[Node, FakeValue]
 """The fake values of a graph's nodes."""
 
-Operand: TypeAlias = Any
-"""An argument as the IR holds it: a value, expression, number, string, dtype, device, None, or a tuple of these."""
+NodeOperand: TypeAlias = "Operand | dict[str, Value]"
+"""The operand of a node; for a launch of a user's kernel, the tensors that it writes by parameter."""
 
 Keywords: TypeAlias = tuple[tuple[str, Operand], ...]
 """The keyword arguments of a call, in order."""
@@ -173,7 +173,7 @@ class Builder:
         self.fakes = fakes
         self.state = state
         self.scope: str = scope if outer is None else f"{outer.scope}{scope}."
-        self.env: dict[Node, Operand] = {}
+        self.env: dict[Node, NodeOperand] = {}
         self.constants: ConstantScope
         self.symbols: GraphSymbols = GraphSymbols(state.symbols, None if outer is None else outer.symbols)
         self.storages = Storages()
@@ -197,6 +197,13 @@ class Builder:
     def origin(self, node: Node) -> Origin:
         """Returns the origin of the lines of a node."""
         return Origin((self.source(node),))
+
+    def value(self, node: object) -> Value:
+        """Returns the operand of a node that is a tensor or another value."""
+        assert isinstance(node, Node)
+        operand = self.env[node]
+        assert isinstance(operand, Value), f"'{node.name}' is no value"
+        return operand
 
     # --- values -----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -14,10 +15,9 @@ from fxwrap.loop_ir import KERNEL_DTYPES, Scalar
 from fxwrap.lowering.builder import (
     Builder,
     FakeValue,
-    Keywords,
     LoweringRequest,
     NodeCoverage,
-    Operand,
+    NodeOperand,
     node_coverage,
     node_error,
 )
@@ -40,9 +40,11 @@ from fxwrap.lowering.fusion.definitions import (
 )
 from fxwrap.lowering.graph_definitions import (
     CallStep,
+    DefinitionOperand,
     DefinitionStorages,
     GraphDefinitions,
     RuleResult,
+    as_definition,
     library_call_reason,
 )
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
@@ -53,7 +55,7 @@ from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, stor
 from fxwrap.wrapper_ir import TensorType, Value
 from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_schema
 
-Arguments = tuple[tuple[Operand, ...], Keywords]
+Arguments: TypeAlias = tuple[tuple[DefinitionOperand, ...], tuple[tuple[str, DefinitionOperand], ...]]
 """The arguments and the keyword arguments of a call, with definitions for tensors."""
 
 
@@ -65,7 +67,7 @@ class DefinitionBuilder:
         self.options = request.options
         self.declined_nodes = request.declined_nodes
         self.reinplacing = reinplacing
-        self.operands: dict[Node, Operand] = {}
+        self.operands: dict[Node, DefinitionOperand] = {}
         self.steps: list[CallStep] = []
         self.coverage: list[NodeCoverage] = []
         self.results: dict[Definition, RuleResult] = {}
@@ -86,10 +88,12 @@ class DefinitionBuilder:
             self.storages, self.coverage,
         )  # fmt: skip
 
-    def add_input(self, node: Node, value: Operand) -> None:
+    def add_input(self, node: Node, value: NodeOperand) -> None:
         """Adds a placeholder or attribute: a tensor in memory, or a literal."""
-        is_tensor = isinstance(value, Value) and isinstance(value.type, TensorType)
-        self.operands[node] = self._stored(self.builder.storages.fake(value), node.name) if is_tensor else value
+        if isinstance(value, Value) and isinstance(value.type, TensorType):
+            self.operands[node] = self._stored(self.builder.storages.fake(value), node.name)
+        else:
+            self.operands[node] = value
 
     def add_call(self, node: Node, position: int) -> None:
         """Adds a call_function node. Raises GraphError if it needs a symbol that no earlier node defines."""
@@ -167,14 +171,13 @@ class DefinitionBuilder:
             return str(declined)
         self._add_scalar_reads(reads, position)
         if isinstance(result, Definition):
-            definition = self._register(node, schema, result, fake, position, node.name)
-            definitions, self.operands[node] = [definition], definition
+            self.operands[node] = self._register(node, schema, result, fake, position, node.name)
         else:
             self.operands[node] = tuple([
                 None if item is None else self._register(node, schema, item, fake[i], position, f"{node.name}_{i}")
                 for i, item in enumerate(result)
             ])  # fmt: skip
-            definitions = [item for item in self.operands[node] if item is not None]
+        definitions = definitions_in(self.operands[node])
         self._record_coverage(node, "view" if all(isinstance(item, Viewed) for item in definitions) else "fused")
         return None
 
@@ -267,7 +270,7 @@ class DefinitionBuilder:
             self.labels[replacement] = self.labels[scalar]
             reads += scalar_reads
 
-        def replaced(tree: Operand) -> Operand:
+        def replaced(tree: object) -> Any:
             if isinstance(tree, tuple):
                 return tuple([replaced(item) for item in tree])
             return replacements.get(tree, tree) if isinstance(tree, Definition) else tree
@@ -284,7 +287,7 @@ class DefinitionBuilder:
                 bound = frozenset((symbol,))
                 self.steps.append(CallStep(read.node, position, [read.definition], bound=bound, scalar_read=read))
 
-    def _operand(self, argument: object, node: Node) -> Operand:
+    def _operand(self, argument: object, node: Node) -> DefinitionOperand:
         if isinstance(argument, Node):
             return self.operands[argument]
         if isinstance(argument, list | tuple):
@@ -319,11 +322,11 @@ class DefinitionBuilder:
         Readers of the tensor's old content, the source included, are materialised before: a kernel may not read
         elements around those that it overwrites.
         """
-        whole = self.operands[node] = self.operands[write.base]
+        whole = self.operands[node] = as_definition(self.operands[write.base])
         if write.source is None:
             self._record_coverage(node, "view")
             return
-        value = self.operands[write.source]
+        value = as_definition(self.operands[write.source])
         fake = self.builder.fakes[write.base]
         resolved = resolve_slice(self.builder, self.builder.symbols.tensor_type(fake), write)
         type_ = resolved.type
@@ -406,13 +409,13 @@ class DefinitionBuilder:
         for item in mutated_operands(node, self.builder.fakes):
             written |= dict.fromkeys(self.storages.on_storage(self.builder.fakes[item]))
         for item in self.reinplacing.written.get(node, {}).values():
-            written |= dict.fromkeys(self.storages.aliases_of(self.operands[item]))
+            written |= dict.fromkeys(self.storages.aliases_of(as_definition(self.operands[item])))
         return list(written)
 
-    def _results(self, node: Node, fake: FakeValue, defines: list[Definition]) -> Operand:
+    def _results(self, node: Node, fake: FakeValue, defines: list[Definition]) -> DefinitionOperand:
         """Returns the operand of an extern call; adds its tensors to `defines`."""
 
-        def make(item: FakeValue, name: str) -> Operand:
+        def make(item: FakeValue, name: str) -> DefinitionOperand:
             if isinstance(item, torch.Tensor):
                 defines.append(self._stored(item, name))
                 return defines[-1]
@@ -432,7 +435,8 @@ class DefinitionBuilder:
             return parts if isinstance(fake, dict) else tuple(parts.values())
         results = make(fake, node.name)
         for index, operand in aliased_operands(node).items():
-            self.storages.add(results[index], storage_identity(self.builder.fakes[operand]))
+            assert isinstance(results, tuple)
+            self.storages.add(as_definition(results[index]), storage_identity(self.builder.fakes[operand]))
         return results
 
     def _stored(self, fake: torch.Tensor, name: str) -> Stored:
@@ -460,7 +464,7 @@ def _returns_tensors(fake: FakeValue) -> bool:
     return bool(tensors) and all(isinstance(item, torch.Tensor) for item in tensors)
 
 
-def _symbols(tree: Operand) -> set[sympy.Symbol]:
+def _symbols(tree: object) -> set[sympy.Symbol]:
     """Returns the symbols in numbers and in sizes of definitions, of nested sequences."""
     if isinstance(tree, Definition):
         return _symbols(tree.sizes)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import sympy
 from torch.fx import Node
 
-from fxwrap.errors import FxwrapError
+from fxwrap.devices import FX, language_traits
+from fxwrap.errors import FxwrapError, OptionError
 from fxwrap.lines import Alloc, Launch, ReadItem, View
 from fxwrap.loop_ir import Kernel, as_index, hoist_expressions, split_reductions
-from fxwrap.lowering.builder import Builder, LoweringRequest, Operand
+from fxwrap.lowering.builder import Builder, LoweringRequest, NodeOperand
 from fxwrap.lowering.calls.copies import emit_copy_into
 from fxwrap.lowering.calls.nodes import lower_call
 from fxwrap.lowering.calls.slice_writes import emit_slice_view
@@ -21,13 +22,23 @@ from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
 from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, dense_strides, same_memory
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import trace_with
-from fxwrap.lowering.graph_definitions import GraphDefinitions
+from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
+from fxwrap.lowering.region_builder import BuiltRegion, RegionContext, RegionCut, build_region
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.lowering.symbols.table import kernel_size_hints, substitute_formulas
 from fxwrap.printers import KernelRequest, PrintedKernel
-from fxwrap.symbolic import Size, bounds
+from fxwrap.regions import Region
+from fxwrap.symbolic import Size, bounds, make_symbol
 from fxwrap.torch_compat import HigherOrderOperator
 from fxwrap.wrapper_ir import KernelDefinition, Origin, Source, TensorType, Value
+
+
+def _form_error(form: object, name: str, device_type: str) -> OptionError:
+    """Returns the error for a form that the option `choose_kernel_form` returned."""
+    forms = "'text', 'subgraph' or 'call'"
+    if form == "text":
+        forms = f"'subgraph' or 'call', since the kernel language of the device '{device_type}' has no other printer"
+    return OptionError(f"option 'choose_kernel_form' returned {form!r} for the region {name}; it returns {forms}")
 
 
 class KernelDeclined(FxwrapError):
@@ -58,11 +69,14 @@ class LineEmitter:
     last_reader: Mapping[Definition, ScheduledItem]
     stored: Set[Definition]
     lower_higher_order: Callable[[Node, Collection[str]], None]
+    nodes: Sequence[Node]
     values: dict[Definition, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._options = self.request.options
         self._specs = self._options.device_specs()
+        self._regions = RegionContext(self.builder, self.definitions, self.plan, self.nodes, self.values)
+        self._called: set[str] = set()
         for node, value in self.builder.env.items():
             self._record(self.definitions.operands.get(node), value)
 
@@ -84,7 +98,7 @@ class LineEmitter:
         if isinstance(operand, Definition) and operand in self.values:
             env[node] = self.values[operand]
         elif isinstance(operand, tuple) and all(item is None or item in self.values for item in operand):
-            env[node] = tuple([None if item is None else self.values[item] for item in operand])
+            env[node] = tuple([self.values[item] if isinstance(item, Definition) else None for item in operand])
         elif not isinstance(operand, Definition | tuple):
             env[node] = operand
         else:
@@ -92,15 +106,15 @@ class LineEmitter:
                 self.ensure(other)
             lower_call(self.builder, node)
 
-    def _record(self, definitions: Operand, values: Operand) -> None:
+    def _record(self, definitions: DefinitionOperand, values: NodeOperand) -> None:
         """Records the values of definitions, both in the same nested tuples."""
         if isinstance(definitions, Definition):
             if isinstance(values, Value):
                 self.values[definitions] = values
-        elif isinstance(definitions, tuple) and isinstance(values, tuple | list):
+        elif isinstance(definitions, tuple) and isinstance(values, tuple):
             for definition, value in zip(definitions, values, strict=True):
                 self._record(definition, value)
-        elif isinstance(definitions, dict):
+        elif isinstance(definitions, dict) and isinstance(values, dict):
             for key, definition in definitions.items():
                 self._record(definition, values[key])
 
@@ -119,13 +133,13 @@ class LineEmitter:
         else:
             read = map(unwrap_views, definitions.of_nodes(node.all_input_nodes))
             dead_roots = frozenset([value.name for value in self._dead_inputs(item, read)])
-            dead_roots |= {builder.env[operand].name for operand in written}
+            dead_roots |= {builder.value(operand).name for operand in written}
             if isinstance(node.target, HigherOrderOperator):
                 self.lower_higher_order(node, dead_roots)
             else:
                 lower_call(builder, node, dead_roots)
         self._record(definitions.operands[node], builder.env[node])
-        if any(self.values.get(definitions.operands[operand]) != builder.env[operand] for operand in written):
+        if any(self.values.get(definitions.definition(operand)) != builder.env[operand] for operand in written):
             raise AssertionError(f"'{node.name}' must write its operand in place, but writes a copy")
 
     def _emit_slice_copy(self, node: Node) -> None:
@@ -135,20 +149,20 @@ class LineEmitter:
         assert write.source is not None
         self.ensure(write.source)
         self.builder.storages.mark_mutated(target)
-        emit_copy_into(self.builder, target, self.builder.env[write.source], self.builder.origin(node))
+        emit_copy_into(self.builder, target, self.builder.value(write.source), self.builder.origin(node))
         self.builder.env[node] = self.builder.env[write.base]
 
     def _emit_slice_view(self, node: Node) -> Value:
         """Emits the view of the slice that a call overwrites."""
         write = self.definitions.reinplacing.slice_writes[node]
         self.ensure(write.base)
-        return emit_slice_view(self.builder, node, self.builder.env[write.base], write)
+        return emit_slice_view(self.builder, node, self.builder.value(write.base), write)
 
     def _emit_scalar_read(self, read: ScalarRead) -> None:
         value = self.values.get(read.definition)
         if value is None:  # a view, which has no value before its first use
             self.ensure(read.node)
-            value = self.builder.env[read.node]
+            value = self.builder.value(read.node)
         self.builder.symbols.define(read.symbol.name)
         self.builder.emit(ReadItem(read.symbol, value, origin=self.builder.origin(read.node)))
 
@@ -165,9 +179,7 @@ class LineEmitter:
             else:
                 reused = self._reuse_input(definition, output, built, self._dead_inputs(item, kernel.reads))
                 built = reused or self._allocate_output(definition, output, built)
-            if isinstance(definition, Scattered) and self.values[definition] != self.values.get(definition.initial):
-                self._emit_scatter_base_copy(definition)
-        self._launch(kernel, built)
+        self._launch(kernel, built, stored)
 
     def _value_of(self, definition: Definition) -> Value:
         value = self.values.get(definition)
@@ -275,10 +287,58 @@ class LineEmitter:
         at = tuple([as_index(axis) for axis in trace.axes])
         kernel.members.append(Member(DefinitionPlan(copy, 0), trace, at))
         self.values[copy] = self.values[definition]
-        self._launch(kernel, build_kernel(kernel, (copy,), self._value_of, plan, self.hint))
+        self._launch_text(kernel, build_kernel(kernel, (copy,), self._value_of, plan, self.hint), (copy,))
 
-    def _launch(self, plan: KernelPlan, built: BuiltKernel) -> None:
+    def _launch(self, plan: KernelPlan, built: BuiltKernel, stored: Sequence[Definition]) -> None:
+        """Emits the launch of a kernel in the form that the options choose for it."""
+        language = self._options.kernel_language(self._specs[plan.device_type])
+        takes_regions, choose = language_traits(language).takes_regions, self._options.choose_kernel_form
+        if not takes_regions and choose is None:
+            self._launch_text(plan, built, stored)
+            return
+        try:
+            region = build_region(self._regions, plan, stored, built.outputs, built.kernel)
+        except RegionCut as cut:
+            if takes_regions:
+                self._called |= self._region_nodes(cut, built)
+            else:
+                self._launch_text(plan, built, stored)
+            return
+        form = ("subgraph" if takes_regions else "text") if choose is None else choose(region.region)
+        match form:
+            case "subgraph":
+                self._launch_region(plan, built, region, language if takes_regions else FX.name)
+            case "text" if not language_traits(self._options.text_language(plan.device_type)).takes_regions:
+                self._launch_text(plan, built, stored)
+            case "call":
+                self._called |= set(self._origin(built.computed).nodes)
+            case _:
+                raise _form_error(form, built.name, plan.device_type)
+
+    def _region_nodes(self, cut: RegionCut, built: BuiltKernel) -> set[str]:
+        """Returns the nodes to call instead of a kernel without a region: that of the cut, else all of the kernel."""
+        name = self.builder.qualified(cut.node)
+        is_called = name in self.request.declined_nodes
+        return set(self._origin(built.computed).nodes) if is_called else {name}
+
+    def raise_declined(self) -> None:
+        """Raises KernelDeclined for the nodes that are to be called, if there are any."""
+        if self._called:
+            raise KernelDeclined(frozenset(self._called), "the options call its operators", True)
+
+    def _launch_region(self, plan: KernelPlan, built: BuiltKernel, region: BuiltRegion, language: str) -> None:
+        printed = self._print_kernel(plan, built.kernel, built, {}, language, region.region)
+        kernel = KernelDefinition(built.name, language, printed.source, printed.signature, printed.options)
+        name = self.builder.state.kernels.add(kernel)
+        arguments = (*region.inputs, *map(make_symbol, region.region.symbols))
+        self.builder.emit(Launch(name, arguments, region.outputs, printed.grid, origin=self._origin(built.computed)))
+
+    def _launch_text(self, plan: KernelPlan, built: BuiltKernel, stored: Sequence[Definition]) -> None:
         """Emits the launch of a kernel; on a massively parallel device, a long reduction is split into two launches."""
+        for item in stored:
+            if isinstance(item, Scattered) and self.values[item] != self.values.get(item.initial):
+                self._emit_scatter_base_copy(item)
+        language = self._options.text_language(plan.device_type)
         values, origin = built.values(), self._origin(built.computed)
         split = split_reductions(built.kernel, self.hint) if self._specs[plan.device_type].massively_parallel else None
         kernels = (built.kernel,) if split is None else split.kernels
@@ -288,7 +348,7 @@ class LineEmitter:
             self.builder.emit(Alloc(values[buffer.name], origin=origin))
         for original in kernels:
             kernel, formulas = hoist_expressions(original)
-            printed = self._print_kernel(plan, kernel, built, formulas)
+            printed = self._print_kernel(plan, kernel, built, formulas, language)
             definition = KernelDefinition(
                 built.name, printed.language, printed.source, printed.signature, printed.options, printed.scheduled
             )
@@ -300,10 +360,15 @@ class LineEmitter:
             self.builder.emit(Launch(name, arguments, outs, grid, origin=origin))
 
     def _print_kernel(
-        self, plan: KernelPlan, kernel: Kernel, built: BuiltKernel, formulas: Mapping[sympy.Symbol, sympy.Basic]
+        self,
+        plan: KernelPlan,
+        kernel: Kernel,
+        built: BuiltKernel,
+        formulas: Mapping[sympy.Symbol, sympy.Basic],
+        language: str,
+        region: Region | None = None,
     ) -> PrintedKernel:
         symbols = self.builder.state.symbols
-        language = self._options.kernel_language(self._specs[plan.device_type])
         limits = {name: info.upper for name, info in symbols.infos.items() if isinstance(info.upper, int)}
         for symbol, formula in formulas.items():
             limits.pop(symbol.name, None)  # within the kernel, the name is that of the formula
@@ -312,7 +377,7 @@ class LineEmitter:
         hint = kernel_size_hints(symbols, kernel, formulas) if kernel.symbols else self.hint
         try:
             device = plan.members[0].definition.device
-            return self.request.print_kernel(KernelRequest(kernel, language, device, hint, limits, built.name))
+            return self.request.print_kernel(KernelRequest(kernel, language, device, hint, limits, built.name, region))
         except FxwrapError as error:
             raise KernelDeclined(frozenset(self._origin(built.computed).nodes), str(error)) from error
 

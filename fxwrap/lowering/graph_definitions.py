@@ -5,16 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import sympy
 import torch
 from torch.fx import Node
 
-from fxwrap.lowering.builder import NodeCoverage, Operand
+from fxwrap.lowering.builder import NodeCoverage
 from fxwrap.lowering.calls.reinplace import ReinplacePlan
-from fxwrap.lowering.fusion.definitions import Definition, DefinitionLabel, definitions_in
+from fxwrap.lowering.fusion.definitions import Definition, DefinitionLabel, InPlaceStore, definitions_in, unwrap_views
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.torch_compat import storage_identity
+from fxwrap.wrapper_ir import Leaf
+
+DefinitionOperand: TypeAlias = "Definition | Leaf | tuple[DefinitionOperand, ...] | dict[str, DefinitionOperand]"
+"""The operand of a node, with definitions for tensors; a user's kernel has the tensors that it writes by parameter."""
+
+
+def as_definition(operand: DefinitionOperand) -> Definition:
+    """Returns an operand that is a definition."""
+    assert isinstance(operand, Definition), "the operand is a number, or several tensors"
+    return operand
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +98,7 @@ class GraphDefinitions:
         coverage: the outcome of each call.
     """
 
-    operands: Mapping[Node, Operand]
+    operands: Mapping[Node, DefinitionOperand]
     steps: Sequence[CallStep]
     results: Mapping[Definition, RuleResult]
     labels: Mapping[Definition, DefinitionLabel]
@@ -101,6 +112,24 @@ class GraphDefinitions:
         """Returns the fake tensor of a rule's result, or None for other definitions."""
         result = self.results.get(definition)
         return None if result is None else result.fake
+
+    def definition(self, node: Node) -> Definition:
+        """Returns the definition of a node that has one result."""
+        return as_definition(self.operands[node])
+
+    def region_operands(self) -> dict[Definition, list[Definition]]:
+        """Returns the tensors that the operator of each rule's result takes, with views resolved.
+
+        A store in place takes only the tensor that it reads.
+        """
+        operands: dict[Node, list[Definition]] = {}
+        for result in self.results.values():
+            if result.node not in operands:
+                operands[result.node] = [unwrap_views(item) for item in self.of_nodes(result.node.all_input_nodes)]
+        return {
+            definition: [] if isinstance(definition, InPlaceStore) else operands[result.node]
+            for definition, result in self.results.items()
+        }
 
     def of_nodes(self, nodes: Collection[Node]) -> list[Definition]:
         """Returns the definitions of nodes."""

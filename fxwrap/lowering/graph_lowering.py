@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from fxwrap.devices import language_traits
 from fxwrap.fx_passes.effects import has_effect
 from fxwrap.fx_passes.stream_calls import stream_number
 from fxwrap.lowering.builder import Builder, LoweringRequest, node_error
@@ -58,14 +59,16 @@ class GraphLowering:
         plan = self._materialise(definitions, hint)
         fusion = self._schedule(definitions, plan, hint)
         items = fusion.items()
-        stored = {definition for item in items if item.kernel is not None for definition in item.kernel.reads}
+        kernels = [item.kernel for item in items if item.kernel is not None]
+        stored = {definition for kernel in kernels for definition in (*kernel.reads, *kernel.operands)}
         last_reader = self._overwritable_after(fusion, definitions, must_preserve)
         emitter = LineEmitter(
             self.builder, definitions, plan, self.request, hint, last_reader, stored | plan.external,
-            self.lower_higher_order,
+            self.lower_higher_order, self.nodes,
         )  # fmt: skip
         for item in items:
             self._emit(emitter, item, read_only)
+        emitter.raise_declined()
         for node in self.output.all_input_nodes:
             emitter.ensure(node)
         self.builder.state.coverage.extend(definitions.coverage)
@@ -88,7 +91,10 @@ class GraphLowering:
 
     def _materialise(self, definitions: GraphDefinitions, hint: Callable[[Size], int]) -> MaterialisationPlan:
         """Decides which definitions are materialised."""
-        chains = DefUseChains(definitions.labels)
+        builds_regions = self.request.options.choose_kernel_form is not None or any(
+            language_traits(spec.kernel_language).takes_regions for spec in self._specs.values()
+        )
+        chains = DefUseChains(definitions.labels, definitions.region_operands() if builds_regions else None)
         for definition, result in definitions.results.items():
             chains.add(definition, result.position)
         reads = [definition for step in definitions.steps for definition in step.reads]
@@ -133,7 +139,7 @@ class GraphLowering:
         order = {id(item): number for number, item in enumerate(fusion.items())}
         last_reader = {}
         for definition in readers:
-            aliases = definitions.storages.aliases_of(definition)  # their memory dies with the last of them
+            aliases = definitions.storages.aliases_of(definition)  # their memory is freed after the last of them
             if preserved.isdisjoint(aliases):
                 items = [readers[alias] for alias in aliases if alias in readers]
                 last_reader[definition] = max(items, key=lambda item: order[id(item)])

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -24,7 +23,6 @@ from fxwrap.lowering.builder import (
     FakeValue,
     LoweringRequest,
     NodeCoverage,
-    Operand,
     Payload,
     ProgramState,
     node_coverage,
@@ -50,6 +48,7 @@ from fxwrap.wrapper_ir import (
     ConstantStore,
     Input,
     OpaqueType,
+    Operand,
     Ownership,
     Program,
     ProgramConstant,
@@ -64,7 +63,7 @@ from fxwrap.wrapper_ir import (
 
 def lower(
     graph: GraphModule | ExportedProgram,
-    example_inputs: Sequence[Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
     *,
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,
@@ -100,7 +99,7 @@ class Lowered:
 
 def lower_with_coverage(
     graph: GraphModule | ExportedProgram | GraphSource,
-    example_inputs: Sequence[Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
     *,
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,
@@ -132,7 +131,7 @@ def lower_prepared(
             request = LoweringRequest(options, declined_nodes, print_kernel)
             return replace(_ProgramLowering(prepared, request, ownership or {}).lowered(), warned=warned)
         except KernelDeclined as error:
-            if options.fallback == "error" and not error.expected:
+            if error.nodes <= declined_nodes or (options.fallback == "error" and not error.expected):
                 raise
             if not error.expected:
                 warned = True

@@ -121,7 +121,7 @@ def _other_reader_reason(
 
 
 def _first_conflict(position: int, removed: Collection[int], retained: Collection[int], flow: DataFlow) -> str | None:
-    """Returns why the lines of a match cannot be joined at a position, or None."""
+    """Returns why the lines of a match cannot move to one position, or None."""
     for other_position in sorted(removed):
         if other_position == position:
             continue

@@ -29,7 +29,7 @@ class MatchBindings:
     """
 
     positions: Mapping[int, int]
-    captured: Mapping[str, Any]
+    captured: Mapping[str, object]
     read_positions: Mapping[str, int]
     outputs: tuple[tuple[Value | None, int], ...]
     anchor: int
@@ -40,7 +40,7 @@ class _PartialMatch:
     """The bindings so far; copied to try alternatives."""
 
     positions: dict[int, int] = field(default_factory=dict)
-    captured: dict[str, Any] = field(default_factory=dict)
+    captured: dict[str, object] = field(default_factory=dict)
     read_positions: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> _PartialMatch:

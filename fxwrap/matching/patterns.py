@@ -28,7 +28,7 @@ class TypePattern:
     """Conditions on the type of a value; a field that is None imposes none.
 
     `dtype` is one dtype or several, `sizes` has one entry for each dimension (None for any size), `rank` is the number
-    of dimensions, `device` a device type ("cuda") or a device ("cuda:1"), `contiguous` tells whether strides are dense
+    of dimensions, `device` a device type ("cuda") or a device ("cuda:1"), `contiguous` states whether strides are dense
     and row-major.
     """
 

@@ -15,6 +15,7 @@ HEURISTICS: Mapping[str, Callable[[Sequence[greedy.Buffer]], list[int]]] = {
     "greedy_by_size": greedy.greedy_by_size,
     "best_fit": greedy.best_fit,
     "greedy_by_duration": greedy.greedy_by_duration,
+    "squeaky_wheel": greedy.squeaky_wheel,
 }
 ALGORITHMS = (*HEURISTICS, "search", "auto")
 
@@ -63,10 +64,10 @@ def assign_offsets(
         alignment: bytes that offsets are multiples of, a power of two.
         capacity: the size in bytes to fit into; the first assignment that fits is returned.
         algorithm: "greedy_by_size" or "greedy_by_duration" (in the smallest gaps; linear in the number of overlapping
-            pairs), "best_fit" (in the order of time, forwards and backwards; n log n), "search" (the heuristics, then
-            depth-first search, see `search.py`), or "auto" (the heuristics, except those over pairs if there are many,
-            then a search if the result exceeds the capacity, or a short one if it exceeds the lower bound and the limit
-            of steps permits to place all buffers twice).
+            pairs), "squeaky_wheel" (repeats the latter in better orders), "best_fit" (in the order of time, forwards and
+            backwards; n log n), "search" (the heuristics, then depth-first search, see `search.py`), or "auto" (the
+            heuristics, except those over pairs if there are many, then a search if the result exceeds the capacity, or
+            a short one if it exceeds the lower bound and the limit of steps permits to place all buffers twice).
         time_limit_s: limit of a search, in seconds of wall time.
 
     Results are deterministic unless the time limit stops a search. Raises PlanningError for negative sizes, empty live

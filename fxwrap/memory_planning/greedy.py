@@ -1,4 +1,4 @@
-"""Heuristics of offset assignment: greedy by size, greedy by duration, and best fit in the order of time.
+"""Heuristics of offset assignment: greedy by size and by duration, squeaky wheel, and best fit in the order of time.
 
 All take buffers with sizes above zero and return an offset for each, deterministically. Live buffers never overlap.
 """
@@ -17,19 +17,52 @@ MAX_STORED_PAIRS = 8_000_000
 """Largest number of overlapping pairs to store; if there are more, neighbours are computed for each buffer."""
 
 
+_MAX_ROUNDS = 20
+_MAX_PAIR_VISITS = 350_000
+"""Limits of the rounds of `squeaky_wheel`: their number, and its product with the number of overlapping pairs."""
+
+_PROMOTION = 20
+"""A buffer that ends too high moves up by this fraction of the order."""
+
+
 def greedy_by_size(buffers: Sequence[Buffer], max_stored_pairs: int = MAX_STORED_PAIRS) -> list[int]:
     """Places the largest buffers first, each in the smallest gap that fits (Pisarchyk and Lee, 2020).
 
     Linear in the number of pairs of buffers with overlapping live ranges.
     """
     order = _order(buffers, lambda first, last, size: (-size, first - last, first))
-    return _place_in_order(buffers, order, max_stored_pairs)
+    return _place_in_order(buffers, order, _neighbours(buffers, max_stored_pairs))
 
 
 def greedy_by_duration(buffers: Sequence[Buffer], max_stored_pairs: int = MAX_STORED_PAIRS) -> list[int]:
     """Places the longest live ranges first, each in the smallest gap that fits, at the cost of `greedy_by_size`."""
-    order = _order(buffers, lambda first, last, size: (first - last, -size, first))
-    return _place_in_order(buffers, order, max_stored_pairs)
+    return _place_in_order(buffers, _order(buffers, _by_duration), _neighbours(buffers, max_stored_pairs))
+
+
+def squeaky_wheel(buffers: Sequence[Buffer]) -> list[int]:
+    """Repeats `greedy_by_duration`, with buffers that ended above the lower bound earlier in the order (Joslin and
+    Clements, 1999); returns the best placement. The number of rounds is limited by the number of overlapping pairs.
+    """
+    bound = max_live_bytes(buffers)
+    neighbours = _neighbours(buffers, MAX_STORED_PAIRS)
+    ranks = [0] * len(buffers)
+    for rank, index in enumerate(_order(buffers, _by_duration)):
+        ranks[index] = rank
+    best: list[int] = []
+    lowest = 0
+    rounds = min(_MAX_ROUNDS, _MAX_PAIR_VISITS // max(1, count_overlapping_pairs(buffers)))
+    for _ in range(max(1, rounds)):
+        order = sorted(range(len(buffers)), key=lambda index: (ranks[index], index))
+        offsets = _place_in_order(buffers, order, neighbours)
+        peak = peak_of(buffers, offsets)
+        if not best or peak < lowest:
+            best, lowest = offsets, peak
+        if peak <= bound:
+            break
+        for index, offset in enumerate(offsets):
+            if offset + buffers[index][2] > bound:
+                ranks[index] -= max(1, len(buffers) // _PROMOTION)
+    return best
 
 
 def best_fit(buffers: Sequence[Buffer]) -> list[int]:
@@ -81,10 +114,15 @@ def _order(buffers: Sequence[Buffer], key: Callable[[int, int, int], tuple[int, 
     return sorted(range(len(buffers)), key=keys.__getitem__)
 
 
-def _place_in_order(buffers: Sequence[Buffer], order: Sequence[int], max_stored_pairs: int) -> list[int]:
+def _by_duration(first: int, last: int, size: int) -> tuple[int, ...]:
+    return first - last, -size, first
+
+
+def _place_in_order(
+    buffers: Sequence[Buffer], order: Sequence[int], neighbours: Callable[[int], Iterable[int]]
+) -> list[int]:
     offsets = [-1] * len(buffers)
     ends = [0] * len(buffers)
-    neighbours = _neighbours(buffers, max_stored_pairs)
     for index in order:
         size = buffers[index][2]
         placed = sorted([(offsets[other], ends[other]) for other in neighbours(index) if offsets[other] >= 0])

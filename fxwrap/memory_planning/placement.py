@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 from fxwrap.memory_planning.greedy import Buffer
@@ -12,11 +13,29 @@ NO_END = 1 << 126
 """Above every end: the lowest end of a section without pending buffers."""
 
 
+def in_sections(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Returns the buffers with numbers of sections for times.
+
+    A section is a maximal range of time in which all its buffers are live at once.
+    """
+    events = sorted([(last, 0, index) for index, (_, last, _) in enumerate(buffers)]
+                    + [(first, 1, index) for index, (first, _, _) in enumerate(buffers)])  # fmt: skip
+    first, last = [0] * len(buffers), [0] * len(buffers)
+    section, ended = 0, False
+    for _, starts, index in events:
+        if starts:
+            section, ended = section + ended, False
+            first[index] = section
+        else:
+            last[index], ended = section + 1, True
+    return [(begin, end, size) for begin, end, (_, _, size) in zip(first, last, buffers)]
+
+
 @dataclass(frozen=True)
 class Subproblem:
     """Buffers by index, and a capacity.
 
-    A section is a maximal range of time in which all its buffers are live at once. `neighbours` are the buffers that
+    `neighbours` are the buffers that
     share a section with each buffer, `members` those of each section. `twin_rank` orders buffers with equal ranges,
     which may be exchanged: large ones come first.
     """
@@ -32,17 +51,9 @@ class Subproblem:
     @staticmethod
     def of(buffers: Sequence[Buffer], capacity: int) -> Subproblem:
         """Returns the problem to place buffers within a capacity."""
-        events = sorted({(last, 0, index) for index, (_, last, _) in enumerate(buffers)}
-                        | {(first, 1, index) for index, (first, _, _) in enumerate(buffers)})  # fmt: skip
-        first, last = [0] * len(buffers), [0] * len(buffers)
-        section, ended = 0, False
-        for _, starts, index in events:
-            if starts:
-                section, ended = section + ended, False
-                first[index] = section
-            else:
-                last[index], ended = section + 1, True
-        members: list[list[int]] = [[] for _ in range(section + 1)]
+        ranges = in_sections(buffers)
+        first, last = [begin for begin, _, _ in ranges], [end for _, end, _ in ranges]
+        members: list[list[int]] = [[] for _ in range(max(last, default=1))]
         for index in range(len(buffers)):
             for number in range(first[index], last[index]):
                 members[number].append(index)
@@ -85,6 +96,8 @@ class Placement:
         self.failed = 0
         """The section of the last failure."""
         self._changed: dict[int, None] = {}
+        self._support_section = part.first[:]
+        """By buffer: a section that may still have its lowest support."""
 
     def start(self) -> bool:
         """Computes the state of an empty placement; returns False if the buffers cannot fit."""
@@ -107,7 +120,9 @@ class Placement:
         for section in range(first[pick], last[pick]):
             self._set(self.height, section, top)
             self._set(self.remaining, section, self.remaining[section] - size[pick])
-            self._set(self.members, section, [index for index in self.members[section] if index != pick])
+            members = self.members[section].copy()
+            members.remove(pick)
+            self._set(self.members, section, members)
             self._changed[section] = None
             if section + 1 < last[pick]:
                 self._set(self.crossing, section, self.crossing[section] - 1)
@@ -148,10 +163,12 @@ class Placement:
         part, offset = self.part, self.lowest[index]
         if self.bound[index] != offset:
             return False
-        for section in range(part.first[index], part.last[index]):
-            if offset + self.remaining[section] > part.capacity:
-                return False
-            if self.height[section] < offset and self._end_of_others(section, index) <= offset:
+        latest_remaining = part.capacity - offset
+        own = slice(part.first[index], part.last[index])
+        if max(self.remaining[own]) > latest_remaining:
+            return False
+        for height, (end, lowest, other) in zip(self.height[own], self.ends[own]):
+            if height < offset and (other if lowest == index else end) <= offset:
                 return False
         return True
 
@@ -170,14 +187,19 @@ class Placement:
 
     def _raise(self, index: int, bound: int, section: int) -> bool:
         """Raises the bound of a buffer; returns False if it is beyond the capacity, a failure of the section."""
-        if self.bound[index] >= bound:
+        part, old = self.part, self.bound[index]
+        if old >= bound:
             return True
-        if bound + self.part.size[index] > self.part.capacity:
+        if bound + part.size[index] > part.capacity:
             self.failed = section
             self._changed.clear()
             return False
         self._set(self.bound, index, bound)
-        self._changed.update(dict.fromkeys(range(self.part.first[index], self.part.last[index])))
+        own, old_end = slice(part.first[index], part.last[index]), old + part.size[index]
+        for section, (_, _, other), remaining in zip(range(own.start, own.stop), self.ends[own], self.remaining[own]):
+            # else neither the lowest ends nor the number of candidates change
+            if old_end <= other or bound + remaining > part.capacity:
+                self._changed[section] = None
         return True
 
     def _end_of_others(self, section: int, index: int) -> int:
@@ -186,8 +208,12 @@ class Placement:
 
     def _lowest_support(self, index: int) -> int:
         """Returns the lowest end of another pending buffer in a buffer's sections."""
-        sections = range(self.part.first[index], self.part.last[index])
-        return min([self._end_of_others(section, index) for section in sections])
+        lowest = NO_END
+        for section, (end, other, rest) in enumerate(self.ends[self.part.first[index] : self.part.last[index]]):
+            support = rest if other == index else end
+            if support < lowest:
+                lowest, self._support_section[index] = support, self.part.first[index] + section
+        return lowest
 
     def _propagate(self) -> bool:
         """Updates changed sections; returns False if the pending buffers of one do not fit above their floor."""
@@ -210,10 +236,10 @@ class Placement:
             self._set(self.ends, section, (NO_END, -1, NO_END))
             return True
         latest = self.part.capacity - self.remaining[section]
-        bounds = [bound[index] for index in members]
+        bounds = list(map(bound.__getitem__, members))
         if min(bounds) > latest:
             return False
-        ends = [offset + size[index] for offset, index in zip(bounds, members)]
+        ends = list(map(add, bounds, map(size.__getitem__, members)))
         end = min(ends)
         position = ends.index(end)
         lowest = members[position]
@@ -221,13 +247,17 @@ class Placement:
         other = min(ends)
         if self.ends[section] != (end, lowest, other):
             self._set(self.ends, section, (end, lowest, other))
-        count = sum([offset <= latest for offset in bounds])
+        count = sum(map(latest.__ge__, bounds))
         if self.candidate_count[section] != count:
             self._set(self.candidate_count, section, count)
+        if count == len(bounds) and bounds == list(map(self.lowest.__getitem__, members)):
+            return True
         for index, offset in zip(members, bounds):
             if offset > latest:
                 support = other if index == lowest else end
             elif offset > self.lowest[index]:
+                if self._end_of_others(self._support_section[index], index) <= offset:
+                    continue
                 support = self._lowest_support(index)
             else:
                 continue

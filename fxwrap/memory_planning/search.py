@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fxwrap.memory_planning.blocks import Grouping, merge_blocks
+from fxwrap.memory_planning.blocks import APPROXIMATE, EXACT, Blocks
 from fxwrap.memory_planning.greedy import Buffer, max_live_bytes
-from fxwrap.memory_planning.placement import Placement, Subproblem
+from fxwrap.memory_planning.placement import Placement, Subproblem, in_sections
 
 _FIRST_STEPS = 200
 """Steps of a search in the first round, beside two for each buffer or block to place."""
@@ -134,16 +134,16 @@ def _independent(buffers: Sequence[Buffer]) -> list[list[int]]:
 
 
 def _search_dependent(buffers: list[Buffer], capacity: int, limits: SearchLimits) -> SearchResult:
-    """Searches in rounds: with both ways to merge blocks, if that leaves few of them, and without, until a limit."""
+    """Searches in rounds: with blocks of equal sizes and of similar ones, if that leaves few of them, and without,
+    until a limit."""
     if max_live_bytes(buffers) > capacity:
         return SearchResult(SearchStatus.INFEASIBLE, (), 0)
     if len(buffers) == 1:
         return SearchResult(SearchStatus.SOLVED, (0,), 0)
     unmerged = _RestartedSearch(buffers, capacity, None)
-    merged = [_RestartedSearch(buffers, capacity, grouping) for grouping in Grouping]
-    small = [item for item in merged if item.count <= _MERGED_SHARE * len(buffers)]
-    others = [unmerged, *[item for item in merged if item not in small]] if small else merged
-    promising = small or [unmerged]
+    merged = [_RestartedSearch(buffers, capacity, tolerances) for tolerances in (EXACT, APPROXIMATE)]
+    promising = [item for item in merged if item.count <= _MERGED_SHARE * len(buffers)] or [unmerged]
+    others = [item for item in (unmerged, *merged) if item not in promising]
     steps = 0
     for turn in itertools.count():
         searches = [*promising, *others] if turn % _OTHER_TURNS == _OTHER_TURNS - 1 else promising
@@ -155,23 +155,25 @@ def _search_dependent(buffers: list[Buffer], capacity: int, limits: SearchLimits
             if result.outcome is SearchStatus.SOLVED or is_proof:
                 return SearchResult(result.outcome, result.offsets, steps)
             if steps >= limits.steps or time.monotonic() > limits.deadline:
-                break
-            if result.outcome is SearchStatus.INFEASIBLE:
-                promising = [other for other in promising if other is not item] or [unmerged]
-                others = [other for other in others if other is not item and other not in promising]
-        else:
-            continue
-        break
-    return SearchResult(SearchStatus.LIMIT_REACHED, (), steps)
+                return SearchResult(SearchStatus.LIMIT_REACHED, (), steps)
+            if result.outcome is SearchStatus.INFEASIBLE and unmerged not in promising:
+                promising = [*promising, unmerged]
+                others = [other for other in others if other is not unmerged]
+    raise AssertionError("unreachable")
 
 
 class _RestartedSearch:
-    """Depth-first searches of one problem, each with the next order; failures weigh sections in all of them."""
+    """Depth-first searches of one problem, each with the next order, and with other blocks if there are any.
 
-    def __init__(self, buffers: list[Buffer], capacity: int, grouping: Grouping | None) -> None:
-        self.turn = 0 if grouping is None else 1
-        self._merged = merge_blocks(buffers, grouping, _pack_block)
-        self._part = Subproblem.of(self._merged.buffers, capacity)
+    Failures weigh sections in all searches with the same blocks.
+    """
+
+    def __init__(self, buffers: list[Buffer], capacity: int, tolerances: Sequence[float] | None) -> None:
+        self.turn = 0 if tolerances is None else 1
+        self._buffers = buffers
+        self._capacity = capacity
+        self._blocks = None if tolerances is None else Blocks(in_sections(buffers), capacity, tolerances, _pack_block)
+        self._part = Subproblem.of(buffers if self._blocks is None else self._blocks.buffers, capacity)
         self._weights = [1] * len(self._part.members)
 
     @property
@@ -181,13 +183,22 @@ class _RestartedSearch:
 
     def run(self, limits: SearchLimits) -> SearchResult:
         """Runs the next search."""
+        steps = 0
+        if self._blocks is not None and self.turn > 1 and self._blocks.has_blocks:
+            before = self._blocks.steps
+            self._blocks.improve(limits.steps // 2)
+            steps = self._blocks.steps - before
+            self._part = Subproblem.of(self._blocks.buffers, self._capacity)
+            self._weights = [1] * len(self._part.members)
         part = self._part
         order = _ORDERS[self.turn % len(_ORDERS)]
         ranks = _ranks(part, order, self.turn // len(_ORDERS))
         self.turn += 1
-        result = _explore(part, order, ranks, self._weights, limits)
-        offsets = self._merged.expand(result.offsets) if result.offsets else ()
-        return SearchResult(result.outcome, tuple(offsets), result.steps)
+        result = _explore(part, order, ranks, self._weights, SearchLimits(limits.steps - steps, limits.deadline))
+        offsets: Sequence[int] = result.offsets
+        if offsets and self._blocks is not None:
+            offsets = self._blocks.expand(offsets)
+        return SearchResult(result.outcome, tuple(offsets), steps + result.steps)
 
 
 def _pack_block(buffers: Sequence[Buffer], capacity: int) -> Sequence[int]:
@@ -257,11 +268,13 @@ def _choose(state: Placement, sections: range, order: _Order, ranks: list[int], 
     else:
         keys = sorted([(count[section] / weights[section], height[section], section) for section in pending])
     for _, _, section in keys:
-        ready = [index for index in members[section] if state.is_ready(index)]
-        if ready and order.lowest_first:
-            return min(ready, key=lambda index: (state.lowest[index], ranks[index]))
-        if ready:
-            return min(ready, key=ranks.__getitem__)
+        if order.lowest_first:
+            candidates = sorted(members[section], key=lambda index: (state.lowest[index], ranks[index]))
+        else:
+            candidates = sorted(members[section], key=ranks.__getitem__)
+        index = next(filter(state.is_ready, candidates), None)
+        if index is not None:
+            return index
     return None
 
 

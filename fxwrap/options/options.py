@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fxwrap.devices import CPU, DEVICE_SPECS, DeviceSpec, check_languages, registered_specs
+from fxwrap.devices import CPU, DEVICE_SPECS, FX, DeviceSpec, check_languages, registered_specs
 from fxwrap.errors import OptionError
 from fxwrap.options.names import check_overload, check_symbols, overload_names, overload_or_kernel_names
 from fxwrap.options.user_pass import Pass, normalize_passes
@@ -20,7 +20,7 @@ Emitter: TypeAlias = Literal["python", "cpp", "fx", "interpreter"]
 EMITTERS: tuple[Emitter, ...] = get_args(Emitter)
 """The emitters whose output can run."""
 
-Planner: TypeAlias = Literal["auto", "greedy_by_size", "greedy_by_duration", "best_fit", "search"]
+Planner: TypeAlias = Literal["auto", "greedy_by_size", "greedy_by_duration", "squeaky_wheel", "best_fit", "search"]
 PLANNERS: tuple[Planner, ...] = get_args(Planner)
 """The algorithms of offset assignment in memory pools."""
 
@@ -56,6 +56,9 @@ class Options:
             are configured and memory is planned for it. A hint outside the symbol's range is clamped. An integer symbol
             without a hint counts as 8192, or less in memory planning.
         on_graph: under torch.compile, receives each emitted FX graph and its `GraphInfo`; its result runs.
+        fx_form: the form of FX graphs: "in_place", in which kernels write memory that the graph allocates, or
+            "functional", in which they return new tensors, inputs are written at the end, and memory is not planned
+            before `fxwrap.fx.in_place`.
         fuse: whether to generate fused kernels; without, every operator is a call.
         layout: "auto" makes tensors around convolutions channels-last where a cost model expects a gain, and converts
             inputs; "preserve" does not change layouts.
@@ -89,6 +92,10 @@ class Options:
             with NaN or a pattern, and MemoryCheckError names a line that uses memory twice.
         compile_cache: whether results are loaded from and stored in the cache folder. The environment variable
             FXWRAP_COMPILE_CACHE=0 turns it off for a process.
+        kernels: the form of generated kernels: "text" in the device's kernel language, or "subgraph": regions, the ATen
+            operators that each kernel computes, which a compiler of the caller's may compile.
+        choose_kernel_form: chooses the form of each kernel: a function that takes its `regions.Region` and returns
+            "text", "subgraph" or "call", which calls its operators one by one. Kernels without a region are text.
         devices: the capabilities of each device type; by default the devices registered at compile time. Operators on
             other devices are called.
     """
@@ -104,6 +111,7 @@ class Options:
     symbol_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     symbol_hints: Mapping[str, int] = field(default_factory=dict)
     on_graph: Callable[..., Any] | None = None
+    fx_form: Literal["in_place", "functional"] = "in_place"
     fuse: bool = True
     layout: Literal["auto", "preserve"] = "auto"
     output_strides: Literal["eager", "any"] = "eager"
@@ -120,6 +128,8 @@ class Options:
     memory_slack: float = 0.0
     check_memory: bool = False
     compile_cache: bool = True
+    kernels: Literal["text", "subgraph"] = "text"
+    choose_kernel_form: Callable[..., str] | None = None
     devices: tuple[DeviceSpec, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -166,13 +176,22 @@ class Options:
         return self
 
     def device_specs(self) -> dict[str, DeviceSpec]:
-        """Returns the capabilities of each device type."""
-        specs = registered_specs() if self.devices is None else self.devices
-        return {spec.device_type: spec for spec in specs}
+        """Returns the capabilities of each device type; with kernels as subgraphs, those of the language "fx"."""
+        specs = {spec.device_type: spec for spec in (registered_specs() if self.devices is None else self.devices)}
+        if self.kernels == "text":
+            return specs
+        return {
+            name: dataclasses.replace(spec, kernel_language=FX.name) if spec.kernel_language else spec
+            for name, spec in specs.items()
+        }
 
     def kernel_language(self, spec: DeviceSpec) -> str:
         """Returns the kernel language of a device; `cpu_kernels` replaces C++."""
         return self.cpu_kernels if spec.kernel_language == CPU.kernel_language else spec.kernel_language
+
+    def text_language(self, device_type: str) -> str:
+        """Returns the language of kernels as text on a device type."""
+        return self.kernel_language(self.replace(kernels="text").device_specs()[device_type])
 
     def replace(self, **changes: Any) -> Options:
         """Returns a copy with some options changed. Raises OptionError for an unknown name."""

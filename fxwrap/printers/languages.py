@@ -16,6 +16,7 @@ from fxwrap.loop_ir import Kernel
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import combine_triton_kernels, configurations, group_key, print_triton
+from fxwrap.regions import Region
 from fxwrap.symbolic import Size
 
 
@@ -24,7 +25,8 @@ class KernelRequest:
     """A kernel to print, with properties of its launch.
 
     Fields: `language` of the printer; `device` of the launch; `hint` returns a typical value of a symbolic size;
-    `limits` are upper bounds of symbols by name; `name` is what the kernel computes, for profilers.
+    `limits` are upper bounds of symbols by name; `name` describes the computation, for profilers; `region` has the
+    ATen operators that it computes, for languages that take them (`KernelLanguage.takes_regions`).
     """
 
     kernel: Kernel
@@ -33,6 +35,7 @@ class KernelRequest:
     hint: Callable[[Size], int]
     limits: Mapping[str, int] = field(default_factory=dict)
     name: str = ""
+    region: Region | None = None
 
 
 KernelPrinter: TypeAlias = Callable[[KernelRequest], PrintedKernel]
@@ -45,7 +48,7 @@ def print_kernel(request: KernelRequest) -> PrintedKernel:
     Raises FxwrapError for a language without a printer and for a kernel that the language cannot express.
     """
     kernel = request.kernel
-    if kernel.symbols:
+    if kernel.symbols or request.region is not None:
         return candidate_kernels(request)[0]()
     printer = _printer(request.language)
     return _print_cached(kernel, kernel.uncompared_fields, request.language, request.device, request.name, printer)
@@ -86,6 +89,13 @@ def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     """Returns functions that print a kernel as Triton in each configuration, the default one first."""
     kernel, limits, name = request.kernel, request.limits, request.name
     return tuple([partial(print_triton, kernel, item, limits, name) for item in configurations(kernel, request.hint)])
+
+
+def region_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
+    """Returns the function that prints a region as the text of its operators, which has one configuration."""
+    region = request.region
+    assert region is not None, "lowering passes the region to a language that takes regions"
+    return (lambda: PrintedKernel(request.language, str(region), region.signature),)
 
 
 TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels)

@@ -237,5 +237,5 @@ def _values(tree: object) -> list[ir.Value]:
     return [leaf for leaf in ir.leaves(tree) if isinstance(leaf, ir.Value)]
 
 
-def _unpack_results(results: tuple[Any, ...]) -> Any:
+def _unpack_results(results: tuple[object, ...]) -> Any:
     return None if not results else results[0] if len(results) == 1 else results

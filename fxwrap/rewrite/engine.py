@@ -313,7 +313,7 @@ def _pattern_builder(replacement: object) -> ReplacementFunction:
     """Returns the builder function for a replacement that is written as a pattern."""
 
     def build(matched: Match, builder: LineBuilder) -> Any:
-        calls: dict[int, Any] = {}
+        calls: dict[int, object] = {}
 
         def instantiate(item: object) -> Any:
             match item:

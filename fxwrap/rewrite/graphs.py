@@ -44,8 +44,8 @@ class GraphMatch:
 
 def replace_in_graph(
     graph_module: GraphModule,
-    pattern: Callable[..., Any],
-    replacement: Callable[..., Any],
+    pattern: Callable[..., object],
+    replacement: Callable[..., object],
     *,
     where: Callable[[dict[str, Node]], bool] | None = None,
 ) -> list[GraphMatch]:
@@ -149,7 +149,7 @@ class _GraphDataFlow:
 
     # --- matches ----------------------------------------------------------------------------------------------------
 
-    def original(self, item: Any) -> Any:
+    def original(self, item: object) -> Any:
         """Returns the node of the graph that holds the result of a node of the copy; a literal is itself."""
         return self.memory_nodes.get(item, item) if isinstance(item, Node) else item
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fxwrap import wrapper_ir as ir
 from fxwrap.errors import RewriteError
@@ -13,7 +12,7 @@ from fxwrap.lines.frees import insert_frees
 from fxwrap.matching import is_movable_free
 from fxwrap.symbolic import SymbolInfo, make_symbol
 
-BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+BoxedCallable = Callable[[list[object]], Sequence[object]]
 """Runs a program on a list of its flat inputs, and empties the list."""
 
 
@@ -29,7 +28,7 @@ class ProgramSplit:
     first_inputs: tuple[int, ...]
     second_inputs: tuple[int, ...]
 
-    def run(self, inputs: Sequence[Any], first: BoxedCallable, second: BoxedCallable) -> Sequence[Any]:
+    def run(self, inputs: Sequence[object], first: BoxedCallable, second: BoxedCallable) -> Sequence[object]:
         """Runs the parts by their entries (`boxed` of emitted programs); returns the program's outputs.
 
         Wrap the entries to move intermediate values to another device.

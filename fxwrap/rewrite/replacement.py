@@ -38,7 +38,12 @@ class Replacement:
 
 
 def fit_replacement(
-    match: Match, bindings: MatchBindings, site: ReplacementSite, lines: list[ir.LineBase], outputs: Any, flow: DataFlow
+    match: Match,
+    bindings: MatchBindings,
+    site: ReplacementSite,
+    lines: list[ir.LineBase],
+    outputs: object,
+    flow: DataFlow,
 ) -> Replacement:
     """Returns the replacement of a match by lines with these outputs.
 
@@ -66,7 +71,7 @@ class _ReplacementFitter:
         self.copies: list[ir.LineBase] = []
         self._check_lines(lines)
 
-    def run(self, new_outputs: Any) -> Replacement:
+    def run(self, new_outputs: object) -> Replacement:
         """Replaces each output of the match by a new value."""
         items = new_outputs if isinstance(new_outputs, tuple | list) else (new_outputs,)
         values = list(ir.leaves(lists_to_tuples(items)))
@@ -231,7 +236,7 @@ class Match:
     """
 
     lines: tuple[LineBase, ...]
-    captured: Mapping[str, Any]
+    captured: Mapping[str, object]
     labelled_lines: Mapping[str, LineBase]
     outputs: tuple[Value | None, ...]
 

@@ -9,7 +9,7 @@ import torch
 
 from fxwrap.runtime.tensors import copy
 
-BoxedBlock = Callable[[list[Any]], tuple[Any, ...]]
+BoxedBlock = Callable[[list[object]], tuple[object, ...]]
 
 
 def while_loop(

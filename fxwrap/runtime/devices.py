@@ -82,7 +82,7 @@ def record_event(device: torch.device, stream: int, event: int = 0) -> object:
     return (torch_record_event if own is None else own)(device, stream, event)
 
 
-def wait_event(event: Any, device: torch.device, stream: int) -> None:
+def wait_event(event: object, device: torch.device, stream: int) -> None:
     """Makes a stream wait for an event of `record_event`. Raises DeviceError as `guard` does."""
     own = device_runtime(device.type).wait_event
     (torch_wait_event if own is None else own)(event, device, stream)
@@ -115,7 +115,7 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 def _torch_device_function(device: torch.device, name: str, field: str) -> Callable[..., Any]:
     """Returns a function of torch's module for a device type. Raises DeviceError without one."""
     try:
-        function: Callable[..., Any] | None = getattr(torch.get_device_module(device), name, None)
+        function: Callable[..., object] | None = getattr(torch.get_device_module(device), name, None)
     except RuntimeError:  # torch has no module for the type
         function = None
     if function is None:

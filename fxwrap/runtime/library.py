@@ -11,41 +11,28 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import Launcher, RegisteredLanguage, find_language, missing_function_error, registered_spec
-from fxwrap.errors import FxwrapError
+from fxwrap.errors import KernelTextError
 from fxwrap.runtime import devices, tensors
 from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
-from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.gradients import run_without_gradient
+from fxwrap.runtime.kernel_texts import RegisteredKernel as RegisteredKernel
+from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 
 _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
 
 # --- kernels --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RegisteredKernel:
-    """A kernel that graphs launch by its content hash: arguments of `load_kernel`, a name and the number of outputs."""
-
-    language: str
-    source: str
-    signature: tuple[str, ...]
-    options: KernelOptions
-    name: str = ""
-    outs: int = 0
-
-    @property
-    def text(self) -> tuple[str, tuple[str, ...], KernelOptions]:
-        """Source, signature and options."""
-        return self.source, self.signature, self.options
 
 
 _KERNELS: WeakValueDictionary[str, RegisteredKernel] = WeakValueDictionary()
@@ -54,6 +41,9 @@ _KERNELS: WeakValueDictionary[str, RegisteredKernel] = WeakValueDictionary()
 
 _UNPREPARED: WeakSet[RegisteredKernel] = WeakSet()
 """Kernels registered since the last first launch. Those of a graph are registered, and compile faster, together."""
+
+_TABLE_LOCK = threading.RLock()
+"""Held while a table is changed or iterated: threads register and launch kernels at the same time."""
 
 
 @contextmanager
@@ -76,9 +66,10 @@ def register_kernel(kernel_hash: str, kernel: RegisteredKernel) -> RegisteredKer
 
     It remains available while the result is referenced.
     """
-    registered = _KERNELS.setdefault(kernel_hash, kernel)
-    if registered is kernel:
-        _UNPREPARED.add(kernel)
+    with _TABLE_LOCK:
+        registered = _KERNELS.setdefault(kernel_hash, kernel)
+        if registered is kernel:
+            _UNPREPARED.add(kernel)
     return registered
 
 
@@ -88,12 +79,15 @@ def find_registered_kernel(kernel_hash: object) -> RegisteredKernel | None:
 
 
 def get_registered_kernel(kernel_hash: str) -> RegisteredKernel:
-    """Returns the kernel with a content hash. Raises FxwrapError for an unknown one."""
+    """Returns the kernel with a content hash. Raises KernelTextError for an unknown one."""
     kernel = _KERNELS.get(kernel_hash)
     if kernel is None:
-        raise FxwrapError(
-            f"no kernel with the hash {kernel_hash} is loaded; emit the program with fxwrap.to_fx in this process first"
+        reason = "no kernel with this content hash is loaded in this process"
+        remedy = (
+            "Emit the program with fxwrap.to_fx in this process first; in an exported program, run the node of "
+            "fxwrap::register_kernels first, and export it again if the texts there lack this kernel"
         )
+        raise KernelTextError(kernel_hash, reason, remedy)
     return kernel
 
 
@@ -121,8 +115,9 @@ def order_scalar_arguments(
 def _launcher(kernel_hash: str, _language: RegisteredLanguage | None) -> Launcher:
     """Returns the launcher of a kernel for the current registration of its language."""
     kernel = get_registered_kernel(kernel_hash)
-    unprepared = list(_UNPREPARED)
-    _UNPREPARED.difference_update(unprepared)
+    with _TABLE_LOCK:
+        unprepared = list(_UNPREPARED)
+        _UNPREPARED.difference_update(unprepared)
     prepare_kernels(tuple([KernelText(item.language, *item.text) for item in unprepared]))
     return load_kernel(kernel.language, *kernel.text)
 
@@ -156,31 +151,110 @@ def _cpp_kernel_fake(kernel: str, *_arguments: object, **_keywords: object) -> N
 def _cpp_kernel_functional(
     kernel: str,
     ins: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    numbers: Sequence[float],
-    grid: Sequence[int],
+    *,
+    outs: Sequence[torch.Tensor | None],
+    layouts: Sequence[int],
+    dtypes: Sequence[str],
+    device: torch.device,
+    **numbers: Any,
 ) -> list[torch.Tensor]:
-    results = [out.clone() for out in outs]
-    _cpp_kernel(kernel, ins, outs=results, sizes=sizes, numbers=numbers, grid=grid)
-    return results
+    """Launches a kernel on new results: copies of the tensors in `outs`, and new memory where it has None.
+
+    An input that is also in `outs` is the copy: the kernel reads what it writes.
+    `layouts` has the rank, sizes and strides of each new result, `dtypes` their dtypes.
+    """
+
+    def launch() -> list[torch.Tensor]:
+        results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
+        result_of = {id(out): result for out, result in zip(outs, results, strict=True) if out is not None}
+        _cpp_kernel(kernel, [result_of.get(id(item), item) for item in ins], outs=results, **numbers)
+        return results
+
+    return run_without_gradient(launch, [*ins, *[out for out in outs if out is not None]])
 
 
 def _cpp_kernel_functional_fake(
-    kernel: str, _ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *_scalars: object
+    kernel: str,
+    _ins: Sequence[torch.Tensor],
+    *,
+    outs: Sequence[torch.Tensor | None],
+    layouts: Sequence[int],
+    dtypes: Sequence[str],
+    device: torch.device,
+    **_numbers: object,
 ) -> list[torch.Tensor]:
     _cpp_kernel_fake(kernel)
-    return [torch.empty_like(out) for out in outs]
+    return [
+        torch.empty_strided(sizes, strides, dtype=dtype, device=device) if out is None
+        else torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        for out, (sizes, strides, dtype) in _results(outs, layouts, dtypes)
+    ]  # fmt: skip
+
+
+NewLayout: TypeAlias = tuple[Sequence[Any], Sequence[Any], "torch.dtype | None"]
+"""Sizes, strides and dtype of a new result; empty for a copy."""
+
+
+def _results(outs: Sequence[Any], layouts: Sequence[Any], dtypes: Sequence[str]) -> Iterator[tuple[Any, NewLayout]]:
+    new = iter(result_layouts(layouts, dtypes))
+    for out in outs:
+        yield out, ((), (), None) if out is not None else next(new)
+
+
+def result_layouts(layouts: Sequence[Any], dtypes: Sequence[str]) -> list[NewLayout]:
+    """Returns sizes, strides and dtype of each new result of `cpp_kernel_functional`.
+
+    Raises ValueError if there are too few or too many numbers.
+    """
+    position, results = 0, []
+    for dtype in dtypes:
+        rank = layouts[position] if position < len(layouts) else 0
+        numbers = layouts[position + 1 : position + 1 + 2 * rank]
+        if position >= len(layouts) or len(numbers) < 2 * rank:
+            raise ValueError("layouts has the rank, sizes and strides of each new result")
+        results.append((numbers[:rank], numbers[rank:], getattr(torch, dtype)))
+        position += 1 + 2 * rank
+    if position != len(layouts):
+        raise ValueError(f"layouts has more results than the {len(dtypes)} of dtypes")
+    return results
+
+
+def _new_result(
+    out: torch.Tensor | None,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> torch.Tensor:
+    if out is not None:
+        return tensors.copy_with_strides(out)
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 def _cpp_kernel_functionalised(
     kernel: str, ins: Sequence[torch.Tensor], *, outs: Sequence[torch.Tensor], **numbers: Sequence[float]
 ) -> None:
     contents = [[torch_compat.unwrap_functional_tensor(tensor) for tensor in group] for group in (ins, outs)]
+    device = contents[1][0].device if outs else torch.device("cpu")
     with torch_compat.exclude_functionalisation():
-        results = torch.ops.fxwrap.cpp_kernel_functional(kernel, *contents, **numbers)
+        results = torch.ops.fxwrap.cpp_kernel_functional(
+            kernel, contents[0], outs=contents[1], layouts=[], dtypes=[], device=device, **numbers
+        )
     for out, content in zip(outs, results, strict=True):
         torch_compat.replace_functional_tensor(out, content)
+
+
+_KERNELS_OF_TEXTS = WeakIdKeyDictionary()
+"""The kernels of each tensor of texts that was registered, which they live as long as."""
+
+
+def _register_kernels(texts: torch.Tensor) -> None:
+    """Registers the kernels of an exported program; calls after the first return at once."""
+    if texts in _KERNELS_OF_TEXTS:
+        return
+    parsed = parse_kernels(texts)
+    with _TABLE_LOCK:
+        _KERNELS_OF_TEXTS[texts] = [register_kernel(kernel_hash, kernel) for kernel_hash, kernel in parsed.items()]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -343,9 +417,11 @@ _OPERATORS = (
         _cpp_kernel, _cpp_kernel_fake, _cpp_kernel_functionalised, has_side_effect=True,
     ),
     _Operator(
-        f"cpp_kernel_functional(str kernel, Tensor[] ins, Tensor[] outs, {_NUMBERS}) -> Tensor[]",
+        "cpp_kernel_functional(str kernel, Tensor[] ins, *, Tensor?[] outs, SymInt[] layouts, str[] dtypes, "
+        f"Device device, {_NUMBERS}) -> Tensor[]",
         _cpp_kernel_functional, _cpp_kernel_functional_fake,
     ),
+    _Operator("register_kernels(Tensor texts) -> ()", _register_kernels, has_side_effect=True),
     _Operator(f"reuse(Tensor(a) memory, {_TYPE}) -> Tensor(a)", _reuse, _reuse, _reuse_functionalised),
     _Operator("pool(SymInt size, Device device) -> Tensor", _pool, _pool),
     _Operator(
@@ -408,6 +484,7 @@ for _operator in _OPERATORS:
     _register(_operator)
 
 cpp_kernel_operator: Any = torch.ops.fxwrap.cpp_kernel.default
+cpp_kernel_functional_operator: Any = torch.ops.fxwrap.cpp_kernel_functional.default
 
 # torch's operator for Triton kernels mutates operands, which its schema does not show.
 torch_compat.declare_side_effect(torch_compat.triton_launch)

@@ -13,7 +13,7 @@ import torch
 
 from fxwrap.torch_compat import FakeTensor, is_functional_tensor, negated_view, storage_identity, tree_map, version_of
 
-BoxedCallable = Callable[[list[Any]], Any]
+BoxedCallable = Callable[[list[object]], Any]
 
 PLAIN_CLASSES: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -53,7 +53,7 @@ def with_plain_inputs(
     `positions` are those of the inputs that may be unusual; None means all. `has_complex` is whether any is complex.
     """
 
-    def call(inputs: list[Any]) -> Any:
+    def call(inputs: list[object]) -> Any:
         checked = inputs if positions is None else [inputs[position] for position in positions]
         if needs_plain_inputs(checked, has_complex=has_complex):
             return run_on_plain_inputs(run, inputs)
@@ -89,7 +89,7 @@ def run_on_plain_inputs(run: BoxedCallable, inputs: list[Any]) -> Any:
         return tree_map(restore, results)
 
 
-def plain_tensor(item: Any) -> Any:
+def plain_tensor(item: object) -> Any:
     """Returns a plain tensor with the elements and strides of a tensor; other objects, and plain ones, unchanged.
 
     It is a copy of a tensor with a negative or conjugate bit, and an alias of any other.

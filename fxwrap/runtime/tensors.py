@@ -12,8 +12,8 @@ from fxwrap.runtime.devices import allocator
 from fxwrap.torch_compat import increment_versions, strided_view
 
 __all__ = [
-    "allocator", "copy", "exchange_random_state", "follow_key_step", "increment_versions", "random_state",
-    "reinterpret", "scatter", "set_random_state", "strided_view",
+    "allocator", "copy", "copy_with_strides", "exchange_random_state", "follow_key_step", "increment_versions",
+    "random_state", "reinterpret", "scatter", "set_random_state", "strided_view",
 ]  # fmt: skip
 
 
@@ -33,6 +33,14 @@ def reinterpret(
 def copy(item: object) -> object:
     """Returns a copy of a tensor with the same strides; other items unchanged."""
     return item.clone() if isinstance(item, torch.Tensor) else item
+
+
+def copy_with_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor with the same strides, also if they leave gaps."""
+    copied = tensor.clone()
+    if copied.stride() == tensor.stride():
+        return copied
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def scatter(

@@ -106,7 +106,7 @@ def _run_slice(run: Run, module: torch.nn.Module, slices: Sequence[Any]) -> obje
     return results
 
 
-def _dense(item: Any) -> Any:
+def _dense(item: object) -> Any:
     if not isinstance(item, torch.Tensor):
         return item
     dense = torch.empty_like(item)

@@ -194,8 +194,9 @@ def bounds(expression: Expression, infos: Mapping[str, SymbolInfo]) -> tuple[Bou
     symbols = expression.free_symbols
     ranges = {symbol: _symbol_range(symbol.name, infos.get(symbol.name)) for symbol in symbols}
     try:
-        # The analysis gives Mod the sign of C's remainder, but its value has the sign of Python's, like PythonMod.
+        # The analysis of Mod and ModularIndexing has the sign of C's remainder, but values have that of Python's.
         with_pythons_sign = expression.replace(sympy_functions.Mod, sympy_functions.PythonMod)
+        with_pythons_sign = with_pythons_sign.replace(sympy_functions.ModularIndexing, _as_python_mod)
     except ZeroDivisionError:  # a constant modulus is zero
         return None, None
     limits = torch_compat.bound_sympy(with_pythons_sign, ranges)
@@ -203,15 +204,16 @@ def bounds(expression: Expression, infos: Mapping[str, SymbolInfo]) -> tuple[Bou
 
 
 def _is_unbounded_node(node: sympy.Basic) -> bool:
-    """Whether the range analysis has no rule for a node (asinh, negative powers) or a wrong one.
-
-    Its rule for ModularIndexing is wrong for divisors that may be negative.
-    """
+    """Whether the range analysis has no rule for a node: asinh, negative powers."""
     if isinstance(node, sympy_functions.OpaqueUnaryFn_asinh):
         return True
-    if isinstance(node, sympy_functions.ModularIndexing):
-        return not (node.args[1].is_positive and node.args[2].is_positive)
     return isinstance(node, sympy.Pow) and bool(node.exp.is_negative)
+
+
+def _as_python_mod(base: sympy.Basic, divisor: sympy.Basic, modulus: sympy.Basic) -> sympy.Basic:
+    quotient = sympy_functions.FloorDiv(base, divisor)
+    remainder: sympy.Basic = sympy_functions.PythonMod(quotient, modulus)
+    return remainder
 
 
 def _symbol_range(name: str, info: SymbolInfo | None) -> torch_compat.ValueRanges[Any]:

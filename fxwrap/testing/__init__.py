@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from fxwrap.compare import COMPARED_EMITTERS, Report, compare
+from fxwrap.comparison import COMPARED_EMITTERS, Report, compare
 from fxwrap.options import Options
 from fxwrap.wrapper_ir import Program
 
@@ -14,7 +13,7 @@ def assert_emitters_agree(
     fn: object,
     inputs: object,
     *,
-    options: Options | Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, object] | None = None,
     training: bool = False,
     emitters: Sequence[str] = COMPARED_EMITTERS,
     tolerance: float | None = None,

@@ -46,7 +46,7 @@ def min_cut_partitioner() -> Callable[..., object]:
 
 @dataclass(frozen=True)
 class AotGraphInfo:
-    """Facts of AOTAutograd about a graph's inputs and outputs, by position.
+    """AOTAutograd's metadata of a graph's inputs and outputs, by position.
 
     `static_inputs` of the forward or inference graph have the same address in each call; `donated_inputs` of the
     backward may be reused. `saved_outputs` of the forward are read by the backward alone.
@@ -58,7 +58,7 @@ class AotGraphInfo:
 
 
 def aot_graph_info(kind: str, outputs: int = 0) -> AotGraphInfo:
-    """Returns the facts about the "forward", "backward" or "inference" graph that AOTAutograd is compiling.
+    """Returns the metadata of the "forward", "backward" or "inference" graph that AOTAutograd is compiling.
 
     `outputs` is the number of outputs of the graph.
     """

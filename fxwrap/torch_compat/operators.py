@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch._C import FunctionSchema as FunctionSchema
 from torch._decomp import get_decompositions as get_decompositions
-from torch._higher_order_ops.auto_functionalize import NotView, get_mutable_args, read_view_information_from_args
+from torch._higher_order_ops.auto_functionalize import (
+    NotView,
+    can_auto_functionalize,
+    get_mutable_args,
+    read_view_information_from_args,
+)
+from torch._higher_order_ops.auto_functionalize import auto_functionalized as auto_functionalized
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._higher_order_ops.map import map_impl as map_impl
 from torch._higher_order_ops.while_loop import while_loop_stack_output_op
@@ -126,6 +132,62 @@ def overload_names_of(namespace: str) -> list[str]:
 def out_argument_names(target: str) -> tuple[str, ...]:
     """Returns the names of an operator's out arguments, in the order of its schema."""
     return tuple(argument.name for argument in torch_schema(operator_overload(target)).arguments if argument.is_out)
+
+
+@lru_cache(maxsize=4096)
+def functional_of_out_variant(target: str) -> OpOverload | None:
+    """Returns the overload that returns new tensors in place of an operator's out arguments, None if there is none."""
+    operator = operator_overload(target)
+    arguments = [(item.name, str(item.type)) for item in torch_schema(operator).arguments if not item.is_out]
+    return _functional_overload(operator.overloadpacket, arguments)
+
+
+@lru_cache(maxsize=4096)
+def functional_of_in_place(target: str) -> OpOverload | None:
+    """Returns the overload that returns the new content of its first argument, which an operator overwrites.
+
+    For "aten.add_.Tensor", `aten.add.Tensor`; None if there is none, or if the operator writes anything else.
+    """
+    operator = operator_overload(target)
+    schema = torch_schema(operator)
+    written = [item.alias_info is not None and item.alias_info.is_write for item in schema.arguments]
+    name = operator_name(operator)
+    if not name.endswith("_") or written != [True] + [False] * (len(written) - 1):
+        return None
+    packet = getattr(getattr(torch.ops, operator.namespace), name.removesuffix("_"), None)
+    arguments = [(item.name, str(item.type)) for item in schema.arguments]
+    return None if packet is None else _functional_overload(packet, arguments)
+
+
+@lru_cache(maxsize=4096)
+def functional_of_mutating(target: str) -> OpOverload | None:
+    """Returns the overload that returns an operator's results, then the new content of the arguments it overwrites.
+
+    For "aten._native_batch_norm_legit.default", `aten._native_batch_norm_legit_functional.default`; None if there is
+    none.
+    """
+    operator = operator_overload(target)
+    packet = getattr(getattr(torch.ops, operator.namespace), f"{operator_name(operator)}_functional", None)
+    arguments = [(item.name, str(item.type)) for item in torch_schema(operator).arguments]
+    return None if packet is None else _functional_overload(packet, arguments)
+
+
+def is_auto_functionalizable(operator: OpOverload) -> bool:
+    """Whether `auto_functionalized` can call an operator on copies of the operands that it writes: custom ones only.
+
+    Why: the predicate has no public name.
+    """
+    return can_auto_functionalize(operator)
+
+
+def _functional_overload(packet: OpOverloadPacket, arguments: list[tuple[str, str]]) -> OpOverload | None:
+    for name in packet.overloads():  # type: ignore[no-untyped-call]
+        schema = getattr(packet, name)._schema
+        has_aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
+        if not has_aliases and [(item.name, str(item.type)) for item in schema.arguments] == arguments:
+            overload: OpOverload = getattr(packet, name)
+            return overload
+    return None
 
 
 @lru_cache(maxsize=4096)

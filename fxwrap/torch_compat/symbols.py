@@ -99,7 +99,7 @@ def find_shape_env(tree: object) -> ShapeEnv | None:
 def serialize_shape_env(
     shape_env: ShapeEnv, symbols: frozenset[sympy.Symbol], text: Callable[[sympy.Basic], str]
 ) -> Iterator[str]:
-    """Yields texts, in a fixed order, of all that a ShapeEnv knows of symbols and of the symbols related to them.
+    """Yields texts, in a fixed order, of the state of symbols in a ShapeEnv, and of the symbols related to them.
 
     That is ranges, hints, replacements, renamings, guards, deferred assertions, divisibility and which symbols are
     sizes. `text` prints an expression.

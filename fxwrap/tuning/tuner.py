@@ -194,7 +194,7 @@ class SizeRecordingInterpreter(Interpreter):
         super().__init__(program, handlers)
         self.observed_sizes: dict[str, int] = {}
 
-    def _block_interpreter(self, block: Block, arguments: list[Any]) -> Self:
+    def _block_interpreter(self, block: Block, arguments: list[object]) -> Self:
         inner = super()._block_interpreter(block, arguments)
         inner.observed_sizes = self.observed_sizes
         return inner
@@ -225,11 +225,11 @@ class FirstCallAutotuner:
         self._boxed: BoxedCallable = self._first
         self._flat: FlatCallable = disable_autograd_and_autocast(self._first)
 
-    def boxed(self, inputs: list[Any]) -> Any:
+    def boxed(self, inputs: list[object]) -> Any:
         """The boxed entry, for every call."""
         return self._boxed(inputs)
 
-    def flat(self, *inputs: Any) -> Any:
+    def flat(self, *inputs: object) -> Any:
         """The flat entry, for every call."""
         return self._flat(*inputs)
 
@@ -244,7 +244,7 @@ class FirstCallAutotuner:
             self._recompile = None
             self._boxed, self._flat = boxed, flat
 
-    def _first(self, inputs: list[Any]) -> Any:
+    def _first(self, inputs: list[object]) -> Any:
         if not _can_time() or not self._lock.acquire(blocking=False):
             return self._before.boxed(inputs)
         try:

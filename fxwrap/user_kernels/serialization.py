@@ -34,7 +34,7 @@ _TUNING_FUNCTIONS = ("perf_model", "early_config_prune", "user_defined_pre_hook"
 
 
 class KernelNotSerializable(Exception):
-    """A kernel that no source can represent; the message gives the reason."""
+    """A kernel that no source can represent; the message is the reason."""
 
 
 def serialize_kernel(
@@ -312,7 +312,7 @@ def classify_arguments(
     kernel: TritonKernel,
     arguments: Mapping[str, object],
     read: Callable[[object], object],
-    descriptors: Mapping[str, tuple[str, Sequence[Any]]] | None,
+    descriptors: Mapping[str, tuple[str, Sequence[object]]] | None,
 ) -> ClassifiedArguments:
     """Classifies the arguments of a call, in the order of the kernel's parameters.
 

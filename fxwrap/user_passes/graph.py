@@ -55,7 +55,7 @@ def run_source_passes(
     if not passes:
         return source
     graph_module = GraphModule(source.graph_module, copy.deepcopy(source.graph_module.graph))
-    fakes: Mapping[Node, Any] = fake_values(graph_module, example_inputs)
+    fakes: Mapping[Node, object] = fake_values(graph_module, example_inputs)
     for item in passes:
         run = _GraphPassRun(item, graph_module, fakes)
         graph_module = run.run_pass(graph_module)
@@ -79,7 +79,7 @@ def run_emitted_pass(item: Pass, graph_module: GraphModule, *, check: bool = Tru
 
 
 class _PassRun:
-    """One run of a pass. `before` is what it was called on, or its text; `after` is what it returned."""
+    """One run of a pass. `before` is its argument, or the text of that; `after` is its result."""
 
     def __init__(self, item: Pass, before: object) -> None:
         self.item = item
@@ -93,7 +93,7 @@ class _PassRun:
         return PassError(self.item.name, self.item.at, reason, where, *texts)
 
     def run(self, argument: GraphModule | Program) -> object:
-        """Returns what the pass returns."""
+        """Returns the result of the pass."""
         try:
             return self.item.run(argument)
         except Exception as error:  # a user's pass may raise anything
@@ -103,7 +103,7 @@ class _PassRun:
 class _GraphPassRun(_PassRun):
     """One run of a pass: the graph before it, and the checks of its result."""
 
-    def __init__(self, item: Pass, graph_module: GraphModule, fakes: Mapping[Node, Any]) -> None:
+    def __init__(self, item: Pass, graph_module: GraphModule, fakes: Mapping[Node, object]) -> None:
         super().__init__(item, str(graph_module.graph))
         self.fakes = fakes
         self.calls = {node: (node.target, node.args, node.kwargs) for node in graph_module.graph.nodes}
@@ -161,7 +161,7 @@ class _GraphPassRun(_PassRun):
         except Exception as error:  # lint raises RuntimeError and others
             raise self.error(f"the graph is not well formed: {error}") from error
 
-    def _evaluate(self, node: Node, after: GraphModule, values: dict[Node, Any], changed: set[Node]) -> None:
+    def _evaluate(self, node: Node, after: GraphModule, values: dict[Node, object], changed: set[Node]) -> None:
         """Records a node's fake value: the previous one, or a new one if the node or an operand changed."""
         if node.op in ("placeholder", "output"):
             return
@@ -185,14 +185,14 @@ class _GraphPassRun(_PassRun):
         return self.fake_mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
 
     def _call(self, node: Node, values: Mapping[Node, Any]) -> object:
-        arguments: Any
+        arguments: object
         arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
         try:
             return call_on_fakes(self.fake_mode, node.target, arguments, keywords)  # type: ignore[arg-type]
         except FakeCallError as error:
             self._fail(node, f"node '{node.name}': {error.reason}. {error.remedy}")
 
-    def _check_outputs(self, after: GraphModule, values: Mapping[Node, Any]) -> None:
+    def _check_outputs(self, after: GraphModule, values: Mapping[Node, object]) -> None:
         outputs = _outputs(after)
         if len(self.outputs) != len(outputs):
             raise self.error(f"it returns {len(outputs)} results, and the graph returned {len(self.outputs)}")
@@ -357,7 +357,7 @@ def _pairs(values: Any, results: Any) -> Iterator[tuple[object, Any]]:
 
 
 def _returned(line: LineBase) -> tuple[Any, ...]:
-    values: tuple[Any, ...] = getattr(line, "values", tuple(reads(line)))
+    values: tuple[object, ...] = getattr(line, "values", tuple(reads(line)))
     return values
 
 

@@ -234,3 +234,8 @@ def is_release(line: LineBase) -> bool:
     return bool(consumed(line)) and not (
         line.effects() or defined(line) or reads(line) or defined_symbol(line) or blocks(line)
     )
+
+
+def is_view(line: LineBase) -> bool:
+    """Returns whether a line only names initialized memory of another value: it has one result, which aliases it."""
+    return line.on_host and line.results_initialized and bool(line.alias_fields) and not line.effects()

@@ -12,10 +12,11 @@ import sympy
 
 from fxwrap.symbolic import Size, SymbolInfo, make_symbol
 from fxwrap.symbolic import canonicalize as canonical_expression
-from fxwrap.wrapper_ir.analyses import called_functions, is_release, last_uses, program_arguments, symbol_infos
-from fxwrap.wrapper_ir.line import Block, LineBase, blocks, consumed, map_leaves
+from fxwrap.wrapper_ir.analyses import called_functions, is_release, is_view, last_uses, program_arguments, symbol_infos
+from fxwrap.wrapper_ir.line import Block, LineBase, blocks, consumed, defined, map_leaves, used
 from fxwrap.wrapper_ir.program import ConstantStore, Input, Program, ProgramConstant, print_program
 from fxwrap.wrapper_ir.roles import Role
+from fxwrap.wrapper_ir.streams import multi_stream_roots
 from fxwrap.wrapper_ir.types import ListType, OptionalType, TensorType, Type, Value
 
 
@@ -27,7 +28,8 @@ def canonicalize_program(program: Program) -> Program:
     - Functions are in the order of their first call, callees before callers. Unused functions are removed.
     - Origins are removed.
     - Each release (`memory.free`) follows the last use of its root, or starts the block for an unused argument.
-      Releases at one position are in the order of definition.
+      Releases at one position are in the order of definition. Memory that several streams use is released where it was.
+    - Each view of memory precedes its first use, and unused views are removed.
 
     Inputs, constants and all other lines keep their order, and the header is unchanged.
     """
@@ -75,7 +77,7 @@ class _Canonicalizer:
         return Block(arguments, self._lines(block.lines, block.arguments))
 
     def _lines(self, lines: Sequence[LineBase], arguments: Iterable[Value]) -> tuple[LineBase, ...]:
-        return tuple([self._line(line) for line in _hoist_releases(lines, arguments)])
+        return tuple([self._line(line) for line in _hoist_releases(_sink_views(lines), arguments)])
 
     def _line(self, line: LineBase) -> LineBase:
         fields: dict[str, object] = {}
@@ -161,12 +163,36 @@ def _symbol_names(program: Program) -> dict[str, str]:
     return names
 
 
+def _sink_views(lines: Sequence[LineBase]) -> list[LineBase]:
+    """Returns the lines with each view of memory moved right before its first use."""
+    waiting: dict[str, LineBase] = {}
+    result: list[LineBase] = []
+
+    def place(value: Value) -> None:
+        line = waiting.pop(value.name, None)
+        if line is not None:
+            for base in used(line):
+                place(base)
+            result.append(line)
+
+    for line in lines:
+        if is_view(line):
+            waiting[defined(line)[0].name] = line
+            continue
+        for value in used(line):
+            place(value)
+        result.append(line)
+    return result
+
+
 def _hoist_releases(lines: Sequence[LineBase], arguments: Iterable[Value]) -> list[LineBase]:
-    """Returns the lines with each release moved right after the last use of its root."""
+    """Returns the lines with each release moved right after the last use of its root, which is on one stream."""
+    arguments = list(arguments)
+    fixed = multi_stream_roots(lines, arguments)
     releases: dict[str, LineBase] = {}
     others = []
     for line in lines:
-        if is_release(line) and len(consumed(line)) == 1:
+        if is_release(line) and len(consumed(line)) == 1 and consumed(line)[0].name not in fixed:
             releases[consumed(line)[0].name] = line
         else:
             others.append(line)

@@ -11,6 +11,7 @@ from dataclasses import MISSING
 from typing import Any, NamedTuple, TypeAlias
 
 from fxwrap.errors import ExpressionError
+from fxwrap.garbage_collection import gc_paused
 from fxwrap.symbolic import SymbolInfo, Token, TokenStream, is_symbol_name, symbol_kind
 from fxwrap.wrapper_ir.line import Block, LineBase, field_type_error
 from fxwrap.wrapper_ir.literal_parser import LiteralParser
@@ -25,6 +26,7 @@ _TypeTree: TypeAlias = "Type | tuple[_TypeTree, ...] | None"
 _SYMBOL_ATTRIBUTES = frozenset(["range", "hint", "divisible"])
 
 
+@gc_paused()
 def parse_program(text: str, line_classes: Iterable[type[LineBase]]) -> Program:
     """Parses a program with lines of these classes, without verifying it. Raises ParseError with line and column."""
     grammars = {cls.opcode: _Grammar(cls) for cls in line_classes}
@@ -279,7 +281,7 @@ class _Parser(LiteralParser):
     def _attributes(self, known: frozenset[str], sequences: frozenset[str], owner: str) -> dict[str, Any]:
         """Reads `key=literal` pairs, with `key=(literal, ...)` for sequences."""
         stream = self.stream
-        attributes: dict[str, Any] = {}
+        attributes: dict[str, object] = {}
         while stream.at("name"):
             key = stream.next()
             stream.expect("=")
@@ -320,7 +322,7 @@ class _Parser(LiteralParser):
         grammar: _Grammar,
         heads: Sequence[_Head],
         types: Sequence[_TypeTree],
-        attributes: dict[str, Any],
+        attributes: dict[str, object],
         fields: dict[str, object],
         opcode: Token,
     ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxwrap.devices.kernel_names import kernel_content_hash
 from fxwrap.symbolic import SymbolInfo, quote, symbol_kind
 from fxwrap.wrapper_ir.line import Block, LineBase, blocks
 from fxwrap.wrapper_ir.printer import print_lines, print_literal, print_symbol_info, print_type
@@ -74,8 +74,7 @@ class KernelDefinition:
     @property
     def hash(self) -> str:
         """The content hash, 64 hex digits: equal kernels under different names have equal hashes."""
-        content = repr((self.language, self.signature, self.options, self.source))
-        return hashlib.sha256(content.encode()).hexdigest()
+        return kernel_content_hash(self.language, self.source, self.signature, self.options)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def line_class(opcode: str) -> Callable[[ClassT], ClassT]:
     return decorate
 
 
-def _spec(item: dataclasses.Field[Any]) -> FieldSpec:
+def _spec(item: dataclasses.Field[object]) -> FieldSpec:
     role, form, properties = item.metadata["spec"]
     annotation = item.type.__name__ if isinstance(item.type, type) else str(item.type)
     checked_types, per_item = _CHECKED_ANNOTATIONS.get(annotation, ((), False))

@@ -8,14 +8,14 @@ stream 0, and all work must be ordered before the program's return on stream 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from fxwrap.wrapper_ir.analyses import is_release
-from fxwrap.wrapper_ir.line import LineBase, consumed, defined, reads, writes
+from fxwrap.wrapper_ir.analyses import alias_roots, is_release
+from fxwrap.wrapper_ir.line import LineBase, consumed, defined, reads, used, writes
 from fxwrap.wrapper_ir.program import Program
 from fxwrap.wrapper_ir.types import OpaqueType, ScalarType, TensorType, TokenType, Value
 
@@ -66,6 +66,27 @@ def stream_of(line: LineBase) -> Stream:
 def stream_name(stream: Stream) -> str:
     """Returns the name of a stream for error messages."""
     return "the current stream" if stream == CURRENT_STREAM else f"stream {stream[1]} of {stream[0]}"
+
+
+def multi_stream_roots(lines: Sequence[LineBase], arguments: Iterable[Value]) -> frozenset[str]:
+    """Returns the names of the roots of a block that lines on more than one stream define, use or release.
+
+    Arguments are of stream 0. The position of the release of such a root matters: work on another stream than that of
+    the last use may be in progress.
+    """
+    if not any(line.stream for line in lines):
+        return frozenset()
+    arguments = list(arguments)
+    root_of = alias_roots(lines, arguments)
+    streams: dict[str, set[Stream]] = {value.name: {CURRENT_STREAM} for value in arguments}
+    for line in lines:
+        if not (line.event_step or line.bracket[1] or line.on_host or line.terminator):
+            for value in (*defined(line), *used(line)):
+                streams.setdefault(root_of[value.name], set()).add(stream_of(line))
+            for memory in consumed(line):  # whose streams are those of the root that reuses it
+                for value in defined(line):
+                    streams[root_of[value.name]] |= streams[memory.name]
+    return frozenset([name for name, users in streams.items() if len(users) > 1])
 
 
 class StreamOrder:

@@ -33,7 +33,7 @@ print(json.dumps({"tracing": tracing, "by_triton": stages, "own": os.listdir(os.
 
 @dataclass(frozen=True)
 class FreshProcessResult:
-    """What another process gave by the names of programs, and what it had to do for it: the modules of torch's tracing
+    """Another process's results by the names of programs, and its work for them: the modules of torch's tracing
     that it loaded, Triton's files of kernels that it compiled, and what is in its cache folder."""
 
     results: Mapping[str, Any]

@@ -28,7 +28,7 @@ class Small(nn.Module):
 
 @cache
 def exported(dynamic: bool) -> torch.export.ExportedProgram:
-    """The model as torch.export gives it, for batches of 4 or of any size."""
+    """The model exported by torch.export, for batches of 4 or of any size."""
     shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}} if dynamic else None
     return torch.export.export(Small(), (torch.randn(4, 16),), dynamic_shapes=shapes)
 

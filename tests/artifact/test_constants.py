@@ -58,7 +58,7 @@ def test_every_dtype_round_trips_bitwise(tmp_path: Path) -> None:
 def test_storage_sharing_is_preserved(mmap: bool, tmp_path: Path) -> None:
     base = torch.randn(8, 6)
     constants = {
-        "row": base[1], "whole": base, "turned": base.t(), "part": base[2:5, 1:4], "alone": torch.randn(3),
+        "row": base[1], "whole": base, "transposed": base.t(), "part": base[2:5, 1:4], "alone": torch.randn(3),
         "spread": torch.randn(4, 1).expand(4, 5), "channels": torch.randn(1, 2, 3, 4).contiguous(
             memory_format=torch.channels_last), "bits": base.view(torch.int32)[0],
     }  # fmt: skip
@@ -70,7 +70,7 @@ def test_storage_sharing_is_preserved(mmap: bool, tmp_path: Path) -> None:
     for name, tensor in constants.items():
         assert tensors[name].equal(wanted[name]) and tensors[name].stride() == tensor.stride()
         same = tensors[name].untyped_storage().data_ptr() == tensors["whole"].untyped_storage().data_ptr()
-        assert same == (name in ("row", "whole", "turned", "part", "bits"))
+        assert same == (name in ("row", "whole", "transposed", "part", "bits"))
     results = loaded()
     base[2:5, 1:4] *= base[2:5, 1:4].clone()
     for result, tensor in zip(results, constants.values(), strict=True):
@@ -150,10 +150,10 @@ def test_mismatched_weights_are_rejected_without_side_effects(tmp_path: Path) ->
 
 def test_constants_that_share_storage_are_passed_together(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    program = program_of({"whole": base, "turned": base.t(), "row": base[1]}, written="row")
+    program = program_of({"whole": base, "transposed": base.t(), "row": base[1]}, written="row")
     fxwrap.save(program, tmp_path / "f.fxw", constants=False)
     loaded = fxwrap.load(tmp_path / "f.fxw")
-    with pytest.raises(ArtifactError, match=r"missing: 'whole', 'turned'\."):
+    with pytest.raises(ArtifactError, match=r"missing: 'whole', 'transposed'\."):
         loaded.load_constants({"row": base[1]})
     with pytest.raises(ArtifactError, match="share memory in the program, and their tensors differ"):
         loaded.load_constants({"whole": base, "row": torch.ones(4)})
@@ -162,14 +162,14 @@ def test_constants_that_share_storage_are_passed_together(tmp_path: Path) -> Non
     shared, apart = base.clone(), base.clone()
     for replacements, adopted in (
         ({"whole": base.clone()}, True),
-        ({"whole": shared, "turned": shared.t(), "row": shared[1]}, True),
-        ({"whole": apart, "turned": apart.t().clone(), "row": apart[1].clone()}, False),
+        ({"whole": shared, "transposed": shared.t(), "row": shared[1]}, True),
+        ({"whole": apart, "transposed": apart.t().clone(), "row": apart[1].clone()}, False),
         ({"whole": base.t().contiguous().t()}, False),
     ):
         loaded.load_constants(replacements)
         assert (loaded.program.store.tensors["row"].data_ptr() == replacements["whole"][1].data_ptr()) == adopted
-        whole, turned, row = loaded()
-        assert whole.equal(wanted) and turned.equal(wanted.t()) and row.equal(wanted[1])
+        whole, transposed, row = loaded()
+        assert whole.equal(wanted) and transposed.equal(wanted.t()) and row.equal(wanted[1])
         assert replacements["whole"].equal(wanted if adopted else base)
 
 
@@ -227,22 +227,22 @@ class Tied(torch.nn.Module):
         super().__init__()
         self.embed, self.lm_head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
         self.lm_head.weight = self.embed.weight
-        self.turned = torch.nn.Buffer(self.embed.weight.detach().t())
+        self.transposed = torch.nn.Buffer(self.embed.weight.detach().t())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.lm_head(self.embed(tokens)) + self.turned[:, tokens].sum()
+        result: torch.Tensor = self.lm_head(self.embed(tokens)) + self.transposed[:, tokens].sum()
         return result
 
 
 @pytest.mark.parametrize(
-    "names", [["embed.weight"], ["lm_head.weight"], ["turned"], ["lm_head.weight", "embed.weight"]]
+    "names", [["embed.weight"], ["lm_head.weight"], ["transposed"], ["lm_head.weight", "embed.weight"]]
 )
 def test_tied_weights_by_any_of_their_names(names: list[str], tmp_path: Path) -> None:
     tokens, weight = torch.tensor([1, 2]), torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
     compiled = fxwrap.compile_graph(torch.export.export(Tied(), (tokens,)))
     compiled.save(tmp_path / "tied.fxw", constants=False)
     program = fxwrap.load(tmp_path / "tied.fxw")
-    program.load_constants({name: weight.t() if name == "turned" else weight for name in names})
+    program.load_constants({name: weight.t() if name == "transposed" else weight for name in names})
     expected = Tied()
     expected.embed.weight.data.copy_(weight)
     torch.testing.assert_close(program(tokens)[0], expected(tokens))

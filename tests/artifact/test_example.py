@@ -1,4 +1,4 @@
-"""The example of saving and loading runs, and prints what it promises."""
+"""The example of saving and loading runs, and prints the documented output."""
 
 from __future__ import annotations
 

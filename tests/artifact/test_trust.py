@@ -19,7 +19,7 @@ CHECKED = 'program @p(%x: mutable f32[4]@cpu) {\n  check.layout(%x) name="x" : f
 
 
 def hostile(text: str, tmp_path: Path) -> Path:
-    """A file with this program, re-signed, whatever the verifier says of it."""
+    """A file with this program, re-signed, valid or not."""
     path = tmp_path / "hostile.fxw"
     fxwrap.save(fxwrap.parse(f"{CHECKED}  control.return()\n}}\n"), path)
     entries = with_manifest_entry(entries_of(path.read_bytes()), "program.ir", text.encode())
@@ -38,7 +38,7 @@ def body(*lines: str, head: str = CHECKED) -> str:
 
 @pytest.mark.parametrize("trust", ["full", "none"])
 def test_static_windows_are_inside_of_their_memory(trust: str, tmp_path: Path) -> None:
-    """It crashed, or returned what is behind the input."""
+    """It crashed, or returned memory behind the input."""
     for type_ in ("f32[1000000]", "f32[4 | 1 | 1]", "f32[2 | 1000000]", "f32[4 | 1 | 1000000]"):
         path = hostile(body(f"%v = memory.view(%x) : {type_}@cpu", "control.return(%v)"), tmp_path)
         with pytest.raises(ArtifactError, match=r"it is not a program: \[bounds\] %v is bytes \d+ to \d+"):

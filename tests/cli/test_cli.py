@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, and what it says when it is asked for nonsense."""
+"""The command line: its output, its files, and its errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from fxwrap.cli.tables import coverage_table
 from fxwrap.cli.target import random_inputs
 from fxwrap.compile import DYNAMO_PASSES, EMISSION_STEPS, PROGRAM_STEPS
 from fxwrap.errors import CommandError
-from fxwrap.fx_passes import FX_PASSES, JOINT_GRAPH_PASSES, SOURCE_PASSES
+from fxwrap.fx_passes import (
+    EXPORTED_GRAPH_PASSES,
+    EXPORTED_PROGRAM_PASSES,
+    FX_PASSES,
+    JOINT_GRAPH_PASSES,
+    SOURCE_PASSES,
+)
 from fxwrap.lowering import NodeCoverage
 
 MODEL = """
@@ -63,7 +69,7 @@ def model(tmp_path: Path) -> str:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Runs a command line in this process; returns its exit code and what it wrote to stdout and stderr."""
+    """Runs a command line in this process; returns its exit code, stdout and stderr."""
     code = main(arguments)
     out, err = capsys.readouterr()
     return code, out, err
@@ -239,13 +245,13 @@ def test_a_broken_exported_program_is_reported(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_random_inputs_have_the_types_asked_for() -> None:
-    real, index, flag, number, half, turned = random_inputs(
+    real, index, flag, number, half, transposed = random_inputs(
         "f32[4, 8], i64[2]@cpu, bool[3], c64[2], bf16[5], f32[2, 3 | 1, 2]", seed=0
     )
     assert real.shape == (4, 8) and real.dtype == torch.float32 and real.std() > 0.5
     assert index.dtype == torch.int64 and int(index.min()) >= 0 and int(index.max()) < 8
     assert flag.dtype == torch.bool and number.dtype == torch.complex64 and half.dtype == torch.bfloat16
-    assert turned.stride() == (1, 2)
+    assert transposed.stride() == (1, 2)
     assert random_inputs("int, float, bool", seed=0) == (2, 0.5, True)
     assert torch.equal(random_inputs("f32[3]", seed=7)[0], random_inputs("f32[3]", seed=7)[0])
 
@@ -268,5 +274,10 @@ def test_passes_lists_every_step_with_its_option(capsys: pytest.CaptureFixture[s
     code, out, _ = run(capsys, "passes")
     steps = [*DYNAMO_PASSES, *JOINT_GRAPH_PASSES, *SOURCE_PASSES, *FX_PASSES, *PROGRAM_STEPS, *EMISSION_STEPS]
     assert code == 0 and {line.split()[0] for line in out.splitlines()} >= {step.name for step in steps}
+    exported = out.partition("exported program, instead of the next group:\n")[2].partition("graph of ATen operators:")[
+        0
+    ]
+    names = [step.name for step in (*EXPORTED_PROGRAM_PASSES, *EXPORTED_GRAPH_PASSES)]
+    assert [line.split()[0] for line in exported.splitlines()] == names
     (combo,) = [line for line in out.splitlines() if line.split()[0] == "combo_kernels"]
     assert combo.endswith("(horizontal fusion) [combo_kernels]")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxwrap
 from fxwrap import Program
-from fxwrap.compare import CapturedGraph, CompiledFunction, capture, copy_inputs, peak_bytes
+from fxwrap.comparison import CapturedGraph, CompiledFunction, capture, copy_inputs, peak_bytes
 from fxwrap.compile import emit
 from fxwrap.errors import OptionError
 from fxwrap.fx_passes.decompositions import foreach_decompositions

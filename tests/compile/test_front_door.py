@@ -1,4 +1,4 @@
-"""Wrong arguments of the entry points: each is one sentence that says what to do."""
+"""Wrong arguments of the entry points: each error is one sentence that names the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.cli.command import main
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.errors import GraphError, InputError, OptionError
 from fxwrap.lowering.graph_definitions import library_call_reason
 

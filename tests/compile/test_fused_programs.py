@@ -1,4 +1,4 @@
-"""Fused programs as users meet them: what is fused and why not, kernels that equal layers share, both languages."""
+"""Fused programs as users see them: fused operators and decline reasons, kernels of equal layers, both languages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.fx.passes.split_module import split_module
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import capture
+from fxwrap.comparison import capture
 from fxwrap.errors import OptionError
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.options import EMITTERS

@@ -165,7 +165,7 @@ def test_training_caches_forward_and_backward(
     x = torch.randn(4, 8)
     with caplog.at_level("INFO", "fxwrap.cache"):
         compiled_, cached = _step(model, x), _step(model, x)
-    messages = [record.getMessage() for record in caplog.records if "was found in the cache" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "was loaded from the cache" in record.getMessage()]
     assert sorted(text.split("'")[1] for text in messages) == ["backward", "forward"]
     model(x).square().sum().backward()
     for parameter, first, second in zip(model.parameters(), compiled_, cached, strict=True):
@@ -242,8 +242,8 @@ def test_compiles_that_warned_are_not_cached(
 def test_objects_of_a_graph_are_bound_to_its_cached_program(cache_folder: Path, emitter: str) -> None:
     graphs = [object_graph(Counter(count), Shift(3)) for count in (1, 2)]
     options = CALLS.replace(emitter=emitter)
-    made = iter(graphs)
-    program = cached_compile(lambda: fxwrap.compile_graph(next(made), options=options))
+    remaining = iter(graphs)
+    program = cached_compile(lambda: fxwrap.compile_graph(next(remaining), options=options))
     counter, x = Counter(5), torch.rand(3)
     total, own = program(x, counter)
     torch.testing.assert_close(total, x + 2 + 5 + 3)

@@ -107,7 +107,7 @@ def test_an_entry_of_another_compile_is_replaced(entries: Path) -> None:
 def test_another_version_has_entries_of_its_own(entries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled()
     with monkeypatch.context() as changed:
-        changed.setattr(key, "process_facts", lambda: ("fxwrap=9.9.9",))
+        changed.setattr(key, "process_environment", lambda: ("fxwrap=9.9.9",))
         assert not compiled().cached
         assert compiled().cached
     assert compiled().cached

@@ -1,4 +1,4 @@
-"""The compile cache and the workers on a GPU: what a process that never lowered anything takes, and who compiles."""
+"""The compile cache and the workers on a GPU: the work of a process that never lowers a graph, and who compiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def softmax_chain(x: Tensor) -> Tensor:
 
 
 def on_gpu(emitter: str) -> tuple[Compiled, Tensor, Tensor]:
-    """The chain compiled for a GPU, an input, and what eager gives."""
+    """The chain compiled for a GPU, an input, and eager's result."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).cuda()
     compiled = fxwrap.compile_graph(graph(softmax_chain, (x,)), options=Options(emitter=emitter))
     return compiled, x, softmax_chain(x)

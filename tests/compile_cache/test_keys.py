@@ -213,10 +213,10 @@ def test_settings_of_torch_are_part_of_the_key() -> None:
 
 @contextmanager
 def _clear_memoised() -> Iterator[None]:
-    """Clears the memoised process facts, before and after the scope."""
-    key_module.process_facts.cache_clear()
+    """Clears the memoised environment of the process, before and after the scope."""
+    key_module.process_environment.cache_clear()
     yield
-    key_module.process_facts.cache_clear()
+    key_module.process_environment.cache_clear()
 
 
 @pytest.mark.parametrize("package", ["fxwrap", "torch", "triton"])

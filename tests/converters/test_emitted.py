@@ -1,4 +1,4 @@
-"""What converters give, apart from what is in it."""
+"""The emitted programs of converters, without their content."""
 
 from __future__ import annotations
 

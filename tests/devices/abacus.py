@@ -109,7 +109,7 @@ class _Writer:
                 return f"unit.number({self.index(operation.index)}, {operation.dtype})"
             case Compute():
                 operands = [f"v{operand}" for operand in operation.operands]
-                dtypes = [str(operation.dtype)] if OPERATIONS[operation.name].result == "given" else []
+                dtypes = [str(operation.dtype)] if OPERATIONS[operation.name].result == "declared" else []
                 return f"unit.{operation.name}({', '.join([*operands, *dtypes])})"
             case Reduce():
                 return f"space.reduce({operation.kind!r}, v{operation.operands[0]})"

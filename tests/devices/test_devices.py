@@ -358,7 +358,7 @@ def test_cuda_runtime() -> None:
 # --- no code compares names -----------------------------------------------------------------------------------------
 
 ABOUT_TORCH = {
-    "compare.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
+    "comparison.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
     "compile.backend": "tensors of the host may come with those of any device",
     "converters.fx.kernels": "on the CPU nothing but Triton's interpreter runs Triton's kernels",
     "fx_passes.layouts": "one of the convolutions of torch's library on the CPU corrupts memory",

@@ -251,7 +251,7 @@ def _dropped(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [_attend, _reached, _viewed, _doubled, _dropped], ids=lambda item: item.__name__)
 def test_attention_with_other_observable_results_is_unchanged(function: Callable[[Tensor], Tensor]) -> None:
-    """Kernels give other strides than the formula does, and draw other random numbers."""
+    """Kernels return other strides than the formula, and draw other random numbers."""
     assert _mask_rewrites(_graph_of(function, torch.randn(2, HEADS, LENGTH, WIDTH))) == []
 
 
@@ -288,8 +288,8 @@ def test_options_disable_mask_rewrites() -> None:
 def test_symbolic_sizes_are_not_analysed() -> None:
     model, x = _model(_causal_mask)
     assert _mask_rewrites(_graph_of(model, x, dynamic=True)) == []
-    turned, x = _model(_transposed_bias)
-    assert _mask_rewrites(_graph_of(turned, x, dynamic=True)) == ["contiguous"]
+    transposed, x = _model(_transposed_bias)
+    assert _mask_rewrites(_graph_of(transposed, x, dynamic=True)) == ["contiguous"]
 
 
 def test_masks_of_one_row_or_unequal_lengths_are_not_causal() -> None:
@@ -350,13 +350,13 @@ COMPARISONS = [operator.le, operator.lt, operator.ge, operator.gt, operator.eq, 
 
 @settings(max_examples=30)
 @given(st.sampled_from(COMPARISONS), st.integers(-3, 3), st.integers(1, 5), st.booleans(), st.booleans())
-def test_random_index_masks(compare: Any, offset: int, length: int, turned: bool, inverted: bool) -> None:
-    """Whatever a mask becomes, attention gives what it gives with the mask."""
+def test_random_index_masks(compare: Any, offset: int, length: int, transposed: bool, inverted: bool) -> None:
+    """Attention with a rewritten mask has the results of attention with the mask."""
 
     def mask(x: Tensor) -> Tensor:
         rows, columns = _row_and_column_indices(x)
         actual = compare(rows + offset, columns)
-        actual = actual.t() if turned else actual
+        actual = actual.t() if transposed else actual
         return ~actual if inverted else actual
 
     model, x = _model(mask)

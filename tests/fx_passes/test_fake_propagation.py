@@ -1,4 +1,4 @@
-"""Fake values of graphs whose metadata is of real tensors: make_fx gives each node a storage of its own."""
+"""Fake values of graphs whose metadata is of real tensors: in make_fx, each node has its own storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The joint graph of training: what is cheap to compute again is not saved for the backward."""
+"""The joint graph of training: tensors that are cheap to recompute are not saved for the backward."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def in_double(tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=[item.__name__ for item in FUNCTIONS])
 def test_gradients(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
-    """Against float64; without kernels, so that each operator rounds what it gives."""
+    """Against float64; without kernels, so that each operator rounds its result."""
     wide, _ = run(function, torch.float64, None)
     actual, programs = run(function, torch.float32, {"fuse": False})
     torch.testing.assert_close(in_double(actual), in_double(wide), rtol=1e-5, atol=1e-5)

@@ -356,7 +356,7 @@ def test_convolution_strides_match_fake_tensors(dtype: torch.dtype) -> None:
 
 
 def test_golden_program_of_a_small_network(update_golden: bool) -> None:
-    """Images and weights are converted, all between is channels-last, and what is given back is as it was."""
+    """Images and weights are converted, tensors between are channels-last, and results have their original layout."""
 
     def net(x: Tensor, weight: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         y = nn.functional.conv2d(x, weight, padding=1).relu()

@@ -93,7 +93,7 @@ def test_qkv_matmuls_are_packed(emitter: str, fresh_dynamo: None) -> None:
 
 @pytest.mark.parametrize("words", [32000, 50257])
 def test_a_loss_saves_only_the_logits(words: int, fresh_dynamo: None) -> None:
-    """No log softmax in float32: what is left after the forward is the logits, which the user holds too."""
+    """No log softmax in float32: only the logits, which the user holds too, outlive the forward."""
 
     def loss(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = x @ w.t()

@@ -1,6 +1,6 @@
 """Products of matrices: outer ones fuse, activations go into the call, biases out of it, several become one.
 
-A CPU with a GPU's facts shows what a GPU's programs are; what its library computes, tests on one show.
+A CPU with a GPU's capabilities shows the programs for a GPU; tests on a GPU show the results of its library.
 """
 
 from __future__ import annotations

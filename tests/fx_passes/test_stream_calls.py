@@ -32,7 +32,7 @@ current_stream = torch.cuda.current_stream  # which Dynamo knows, and nobody cal
 
 @pytest.fixture
 def stream_log(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Iterator[StreamLog]:
-    """A CPU of which Dynamo and AOTAutograd believe that it has streams; it writes down what is done with them."""
+    """A CPU that pretends to have streams to Dynamo and AOTAutograd, and records their use."""
     TorchInGraphFunctionVariable._get_handlers()  # of torch's own functions, before they are replaced
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device=None: CURRENT)
@@ -105,7 +105,7 @@ def two_side_streams_plain(x: Tensor, w: Tensor) -> Tensor:
 
 
 def joined(x: Tensor, w: Tensor) -> Tensor:
-    """What ran on the side stream before may have made `x`; nothing in the graph says so but the call."""
+    """Earlier work on the side stream may have computed `x`; only the call in the graph shows that."""
     current_stream().wait_stream(SIDE)
     return x @ w
 
@@ -127,7 +127,7 @@ CASES = (
 
 
 def steps(done: list[str]) -> str:
-    """Returns what was done with events; streams are named in the order they come in, but for the current one."""
+    """Returns the uses of events; streams other than the current one are named in order of appearance."""
     names = {"0": "0"}
     actual = []
     for item in done:
@@ -176,7 +176,7 @@ def test_gradients_match_the_stream_free_version(case: Case, emitter: str, strea
 
 
 class Methods:
-    """Builds a graph as Dynamo gives it there: streams and events by their places, and calls of their methods."""
+    """Builds a graph in Dynamo's form there: streams and events by index, and calls of their methods."""
 
     def __init__(self) -> None:
         self.graph = Graph()

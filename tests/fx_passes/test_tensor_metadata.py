@@ -1,4 +1,4 @@
-"""Assertions of tensor metadata: checked at compile time and removed, so that what they name fuses."""
+"""Assertions of tensor metadata: checked at compile time and removed, so that their operands fuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.errors import GraphError
 
 aten = torch.ops.aten

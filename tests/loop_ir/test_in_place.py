@@ -1,4 +1,4 @@
-"""Which outputs may be written over which inputs, and what the kernel is then."""
+"""Which outputs may overwrite which inputs, and the kernel that does so."""
 
 from __future__ import annotations
 

@@ -256,15 +256,15 @@ def test_divisors_are_positive() -> None:
 
 
 def test_predicates() -> None:
-    gathered = as_index(IndirectIndex(3, 7))
+    indirect = as_index(IndirectIndex(3, 7))
     assert as_index(5).constant == 5 and ZERO.constant == 0 and ONE.constant == 1 and as_index(FOUR).constant is None
     assert (
         as_index(FOUR).single_axis == FOUR
         and (as_index(FOUR) * 2).single_axis is None
         and as_index(S0).single_axis is None
     )
-    assert [str(limit) for limit in gathered.bounds() or ()] == ["0", "6"]
-    assert gathered.axes() == set() and ((as_index(FOUR) + SIX) // 4).axes() == {FOUR, SIX}
+    assert [str(limit) for limit in indirect.bounds() or ()] == ["0", "6"]
+    assert indirect.axes() == set() and ((as_index(FOUR) + SIX) // 4).axes() == {FOUR, SIX}
     assert ((as_index(FOUR) + SIX) // 4).stride(FOUR) is None and (as_index(FOUR) * SIX).stride(FOUR) == as_index(SIX)
     assert {type(atom) for atom in (as_index(SIX) // 4 + as_index(SIX) % 4 * 8).atoms()} == {Axis, FloorDivide, Modulo}
     assert (as_index(SIX) // 4 * 8).stride(FOUR) == ZERO and (as_index(FOUR) * FOUR).stride(FOUR) is None

@@ -110,7 +110,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def launch(kernel: Kernel, arguments: Sequence[Any], evaluate_with: EvaluateKernel = evaluate_kernel) -> None:
-    """Evaluates a kernel on what a launch passes: tensors of any strides, then numbers."""
+    """Evaluates a kernel on the arguments of a launch: tensors of any strides, then numbers."""
     buffers = (*kernel.inputs, *kernel.outputs)
     symbols = {symbol.name: value for symbol, value in zip(kernel.symbols, arguments[len(buffers) :], strict=True)}
     flat: dict[str, torch.Tensor] = {}

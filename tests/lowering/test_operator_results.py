@@ -27,7 +27,7 @@ ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", 
 OPTIONS = Options(fallback="error")
 
 NOTED: list[float] = []
-"""What the operators that give nothing were called with."""
+"""The arguments of calls of operators without results."""
 
 
 def _nested(x: Tensor, last: bool) -> Any:

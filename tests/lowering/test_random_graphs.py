@@ -1,4 +1,4 @@
-"""Random graphs: planned kernels give what eager gives, and each printer what the loop IR's evaluator gives."""
+"""Random graphs: planned kernels have eager's results, and each printer those of the loop IR's evaluator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_indirect_writes_match_eager(graph: RandomGraph) -> None:
 @given(FLOAT_NORMS)
 @settings(max_examples=60, suppress_health_check=QUIET)
 def test_kernels_are_equivalent_in_loop_order(graph: RandomGraph) -> None:
-    """Each iteration by itself, what varies loaded again in each stage: what is written over must not be needed."""
+    """Each iteration by itself, varying values loaded again in each stage: overwritten elements must not be read."""
     planned = plan(graph.module, list(graph.inputs))
     planned.run([item.clone() for item in graph.inputs], _compared(lambda kernel: evaluate_in_loop_order))
 
@@ -56,7 +56,7 @@ def test_printed_kernels_match_the_evaluator(language: str, count: int) -> None:
 
 
 def _drawn(count: int) -> list[tuple[RandomGraph, Planned]]:
-    """Draws graphs and plans them, outside of a property: what is expensive happens for all of them at once."""
+    """Draws graphs and plans them, outside of a property: expensive steps run once for all of them."""
     planned: list[tuple[RandomGraph, Planned]] = []
 
     @given(MIXED)

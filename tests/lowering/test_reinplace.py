@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS, capture
+from fxwrap.comparison import COMPARED_EMITTERS, capture
 from fxwrap.lines import ExternCall, IndexPut, Launch, Mutate, Scatter
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.wrapper_ir import Ownership, live_bytes
@@ -195,7 +195,7 @@ def test_an_input_with_gaps_is_copied(function: Any, fresh_dynamo: None) -> None
 
 
 def test_an_input_with_a_storage_offset_is_written_in_place(fresh_dynamo: None) -> None:
-    """The graph has views of the result, which begins where its own memory does, and of what is copied back."""
+    """The graph has views of the result, which begins at the start of its memory, and of the tensor copied back."""
 
     def function(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
         updated = aten.index_put(cache, [i], v)

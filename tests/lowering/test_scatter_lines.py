@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare.measure import peak_bytes
+from fxwrap.comparison.measure import peak_bytes
 from fxwrap.compile import emit
 from fxwrap.errors import GraphError
 from fxwrap.lines import Alloc, ExternCall, IndexPut, Launch, Mutate, Scatter
@@ -46,7 +46,7 @@ def lines_of(program: fxwrap.Program, *classes: type) -> list[Any]:
 
 
 def shape_of(program: fxwrap.Program) -> list[str]:
-    """The lines that compute, in order: opcodes, with what a call calls."""
+    """The lines that compute, in order: opcodes, with the operators of calls."""
     kinds = (ExternCall, Mutate, Scatter, IndexPut, Launch)
     return [
         f"{line.opcode} {getattr(line, 'target', '')}".strip() if isinstance(line, ExternCall | Mutate) else line.opcode
@@ -145,7 +145,7 @@ IN_PLACE: dict[str, Any] = {
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_an_in_place_scatter_is_ordered_with_its_readers(name: str, device: str) -> None:
-    """The input is read before and after, and a view of it shows what was written."""
+    """The input is read before and after, and a view of it shows the writes."""
 
     def function(x: Tensor, i: Tensor, s: Tensor) -> tuple[Tensor, ...]:
         before, rows = x.exp(), x[1:]
@@ -284,7 +284,7 @@ def test_extern_calls_are_reinplaced_where_possible(device: str) -> None:
     ]  # fmt: skip
 
 
-KEPT_BASES: dict[str, Any] = {
+UNCHANGED_BASES: dict[str, Any] = {
     "an_input": lambda x, i, v: aten.index_put(x, [i], v[:3]),
     "a_result": lambda x, i, v: (y := x * 2, aten.index_put(y, [i], v[:3])),
     "a_view_is_returned": lambda x, i, v: ((y := x * 2)[1:], aten.index_put(y, [i], v[:3])),
@@ -295,9 +295,9 @@ KEPT_BASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("name", "fuse"), [(name, number % 2 == 0) for number, name in enumerate(KEPT_BASES)])
+@pytest.mark.parametrize(("name", "fuse"), [(name, number % 2 == 0) for number, name in enumerate(UNCHANGED_BASES)])
 def test_a_live_base_is_copied(name: str, fuse: bool) -> None:
-    program = check_emitters_agree(KEPT_BASES[name], index_inputs("cpu"), OPTIONS.replace(fuse=fuse))
+    program = check_emitters_agree(UNCHANGED_BASES[name], index_inputs("cpu"), OPTIONS.replace(fuse=fuse))
     puts = lines_of(program, IndexPut)
     copies = [line for line in lines_of(program, Mutate) if line.target == "aten.copy_.default"]
     assert copies and len(puts) - len(copies) == (name == "two_writers")  # the last writer may have the memory
@@ -457,7 +457,7 @@ WRONG: dict[str, tuple[Any, Any, Any, str]] = {
     "index_put_dtype": (aten.index_put.default, lambda x, i, s: (x, [i, i], s), F64, "destination dtypes match"),
     "index_put_sizes": (aten.index_put.default, lambda x, i, s: (x, [i, None, i], s), None, "too many indices"),
 }  # fmt: skip
-"""Calls that eager refuses: operator, arguments (keywords last), the source's dtype, what eager says."""
+"""Calls that eager rejects: operator, arguments (keywords last), the source's dtype, eager's message."""
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.compile import emit
 from fxwrap.lines import Assert, ExternCall, Mutate
 from fxwrap.testing import assert_emitters_agree
@@ -39,7 +39,7 @@ class Slice(_Cache):
 
 
 class Checked(_Cache):
-    """The same, where the model says what positions there are."""
+    """The same, where the model states the range of positions."""
 
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
         start = at.item()
@@ -56,7 +56,7 @@ class Row(_Cache):
 
 
 class Block(_Cache):
-    """A slice within a row; what is computed from it is put back there."""
+    """A slice within a row, which a value computed from it overwrites."""
 
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
         row = at.item()
@@ -79,7 +79,7 @@ POSITIONS = {Slice: (0, 14, -5), Checked: (3, 14), Row: (0, 15, -16, -1), Block:
 
 
 VALID_POSITIONS = "the source does not fit into dimension 0 at that position, got|out of bounds for storage"
-"""What the check says, or torch of a view of the same slice before it."""
+"""The message of the check, or torch's for an earlier view of the same slice."""
 
 
 def exported(module: type[_Cache]) -> torch.export.ExportedProgram:
@@ -87,7 +87,7 @@ def exported(module: type[_Cache]) -> torch.export.ExportedProgram:
 
 
 def run(program: fxwrap.Program, emitter: str, rows: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """What a program gives by an emitter when its cache has these rows before, and the rows after it."""
+    """A program's results by an emitter when its cache has these rows before, and the rows after it."""
     held = program.store.tensors["b_rows"].copy_(rows)
     (result,) = emit(program, emitter)(*inputs)
     return result, held.clone()

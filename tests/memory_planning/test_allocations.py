@@ -1,4 +1,4 @@
-"""What emitted code really allocates for models on a CPU, by the allocator's own reports, is what the plan says."""
+"""The allocations of emitted code for models on a CPU, as the allocator reports them, are those of the plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import fxwrap
-from fxwrap.compare import capture
-from fxwrap.compare.copies import copy_inputs
+from fxwrap.comparison import capture
+from fxwrap.comparison.copies import copy_inputs
 from fxwrap.compile import emit, plan_program_memory
 from fxwrap.lines import Reuse
 from fxwrap.memory_planning import apply_plan

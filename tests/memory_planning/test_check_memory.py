@@ -86,7 +86,7 @@ program @p(%x: borrowed f32[16]@cpu) {
 
 
 def test_unwritten_memory_is_detected() -> None:
-    """What a program reads of memory that a kernel has not filled is NaN, not what was there before."""
+    """Memory that no kernel has written reads as NaN, not as its earlier content."""
     text = """
 program @p(%x: borrowed f32[8]@cpu) {
   %a = memory.alloc() : f32[16]@cpu

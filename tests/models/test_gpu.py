@@ -11,7 +11,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.compare import GRADIENT_NORM_FLOOR
+from fxwrap.comparison import GRADIENT_NORM_FLOOR
 from fxwrap.compile import emit
 from fxwrap.errors import InputError
 from fxwrap.options import EMITTERS
@@ -40,7 +40,7 @@ def gradient_floor(gradients: Mapping[str, torch.Tensor]) -> float:
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; infinite for NaN."""
+    """Norm of the difference over the norm of the expected value; infinite for NaN."""
     difference = (result.double() - expected.double()).norm()
     error = (difference / expected.double().norm().clamp_min(1e-12)).item()
     return error if error == error else float("inf")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap import from_fx
-from fxwrap.compare import COMPARED_EMITTERS, GRADIENT_NORM_FLOOR, CompiledFunction, tensor_error
+from fxwrap.comparison import COMPARED_EMITTERS, GRADIENT_NORM_FLOOR, CompiledFunction, tensor_error
 from fxwrap.options import Options
 from fxwrap.testing import assert_emitters_agree
 from tests.support.models import MODELS, ModelCase, TrainingStep, train_step
@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 
 CASES = [pytest.param(case, id=case.name) for case in MODELS.values()]
 DROPOUT = ("gpt2", "bert", "t5")
-"""The others drop what these drop: what torch's attention weighs, what is embedded, weights in plain operators."""
+"""The others drop the same: attention weights, embeddings, weights in plain operators."""
 
 STEPS = [
     pytest.param(case, dropout, id=f"{case.name}-{'dropout' if dropout else 'no_dropout'}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
 from fxwrap import Options, compile_graph
-from fxwrap.compare import copy_inputs
+from fxwrap.comparison import copy_inputs
 from fxwrap.compile import Compiled
 from fxwrap.torch_compat import FakeTensorMode, OpOverload
 from fxwrap.wrapper_ir.operators import operator_schema

@@ -137,7 +137,7 @@ class Call:
         return [item for item in results if item is None or isinstance(item, _RESULTS)]
 
     def gradient_call(self) -> Call:
-        """Returns the call that gives the gradients of the results, each multiplied with a random cotangent."""
+        """Returns the call that computes the gradients of the results, each multiplied with a random cotangent."""
         position = [index for index, item in enumerate(self.tensors) if item.dtype.is_floating_point]
         results = [item for item in self.run(self.tensors) if _is_floating(item)]
         cotangents = [torch.randn(item.shape, dtype=item.dtype, device=item.device) for item in results]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.compare import tensor_error
+from fxwrap.comparison import tensor_error
 
 _ALLOWED = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """The relative error by norm that another summation order or another rounding may cause."""

@@ -23,6 +23,7 @@ from tests.opinfo.calls import Call, cases
 from tests.opinfo.comparison import difference
 from tests.opinfo.records import Record
 from tests.opinfo.table import page, replace_summary
+from tests.opinfo.workers import Setting, run_sweep
 
 CALLS = {torch.float32: 2, torch.int64: 1}
 
@@ -113,6 +114,14 @@ def test_in_place_methods() -> None:
     ]  # operands too small for the result
     assert len(verdicts.calls) > len(calls) // 2
     assert_agrees(verdicts, "")
+
+
+def test_the_sweep_runs_each_row_in_a_process() -> None:
+    rows = [case for case in cases((torch.float32,)) if case.name in ("trunc", "neg")]
+    setting = Setting(Options(fallback="error"), most=1)
+    records = {record.name: record for record in run_sweep(rows, setting, jobs=1, timeout=120.0, limit=240.0)}
+    assert records.keys() == {"trunc", "neg"}
+    assert all(record.verdicts == {PASSED: 1} and record.kinds == {"fused": 1} for record in records.values())
 
 
 def test_every_rules_module_is_covered() -> None:

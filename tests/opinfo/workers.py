@@ -54,7 +54,7 @@ def run_sweep(cases: Sequence[Case], setting: Setting, *, jobs: int, timeout: fl
                     worker.start(waiting.popleft())
             while waiting and len(workers) < jobs:
                 workers.append(_Worker(setting))
-                workers[-1].give(waiting.popleft())
+                workers[-1].start(waiting.popleft())
             wait([worker.connection for worker in workers if worker.case is not None], timeout=0.2)
             for worker in list(workers):
                 record = worker.poll(timeout)

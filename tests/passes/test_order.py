@@ -97,7 +97,7 @@ program @p(%x: mutable f32[64]@cpu) {
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
-def test_the_original_order_is_kept_without_improvement() -> None:
+def test_the_original_order_remains_without_improvement() -> None:
     program = reorder_for_peak_memory(parsed(_MASSIVELY_PARALLEL)).program
     again = reorder_for_peak_memory(program)
     assert again.program is program and again.peak_before == again.peak_after

@@ -54,7 +54,7 @@ def _calls(program: Program) -> list[str]:
 
 
 def _compare(case: RandomProgram, result: Any, ours: list[Any], expected: Any, theirs: list[Any]) -> None:
-    """Compares outputs, and inputs afterwards; what is left in memory that the program owns is nobody's business."""
+    """Compares outputs, and inputs afterwards; the content of memory that the program owns may differ."""
     borrowed = [item.ownership is not Ownership.OWNED for item in case.program.inputs]
     ours, theirs = list(itertools.compress(ours, borrowed)), list(itertools.compress(theirs, borrowed))
     for one, other in zip([*result, *ours], [*expected, *theirs], strict=True):

@@ -244,8 +244,8 @@ def transposed(sizes: tuple[int, int], dtype: torch.dtype) -> Kernel:
     """A sum of two matrices, of which one is transposed."""
 
     def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
-        turned = body.load("x", linearize_index((column, row), (column.size, row.size)), dtype).to(F32)
-        body.store("out", matrix(row, column), turned + body.load("y", matrix(row, column), F32))
+        transposed = body.load("x", linearize_index((column, row), (column.size, row.size)), dtype).to(F32)
+        body.store("out", matrix(row, column), transposed + body.load("y", matrix(row, column), F32))
 
     count = sizes[0] * sizes[1]
     return pointwise(formula, *sizes, Buffer("x", dtype, count), Buffer("y", F32, count))

@@ -1,4 +1,4 @@
-"""What profilers and debuggers show of kernels: functions that are called by what they do."""
+"""Names of kernels in profilers and debuggers: they describe the computation."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_atomic_stores_count_every_element(mode: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("mode", ["max", "min"])
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_atomic_extrema_of_floats(mode: str, dtype: torch.dtype) -> None:
-    """Every pair of numbers of all kinds, in memory and beside it; NaN in memory has the sign that the mode says."""
+    """Every pair of numbers of all kinds, in memory and as operand; NaN in memory has the sign of the mode."""
     odd = torch.tensor(
         [0.0, -0.0, 1.5, -1.5, 3e38, -3e38, 1e-40, -1e-40, torch.inf, -torch.inf, torch.nan], dtype=dtype
     )

@@ -1,4 +1,4 @@
-"""Sums of rows times one-hots as Triton kernels: one element is picked, and what is not finite counts as ever."""
+"""Sums of rows times one-hot vectors as Triton kernels: one element is selected; non-finite rows are summed."""
 
 from __future__ import annotations
 

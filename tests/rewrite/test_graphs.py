@@ -114,7 +114,7 @@ def test_kernel_writes_to_inputs_are_copied_back() -> None:
 
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_memory_with_views_is_an_operand(language: str) -> None:
-    """A kernel writes it, so what a product reads is the memory, not what the launch gives, which is nothing."""
+    """A kernel writes it, so a matmul reads the memory, not the result of the launch, which has none."""
 
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         hidden = torch.tanh(x) * 2

@@ -16,7 +16,7 @@ from tests.support.strategies.programs import RandomProgram, random_programs
 
 
 def rebuild_line(line: Any, builder: rw.LineBuilder, operands: dict[str, Any] | None = None) -> tuple[Any, ...]:
-    """Makes a call again, and returns what stands for its results and for what it fills or writes."""
+    """Repeats a call, and returns the values of its results and of the tensors that it writes."""
     results = builder.clone_call(line, operands)
     results = results if isinstance(results, tuple) else () if results is None else (results,)
     written = line.writes if isinstance(line, Mutate) else line.outs
@@ -28,7 +28,7 @@ def results_of(line: Any) -> tuple[Any, ...]:
 
 
 def assert_same_meaning(random: RandomProgram, changed: Program) -> None:
-    """Compares results and what is written into inputs, by the interpreter."""
+    """Compares results and the writes into inputs, by the interpreter."""
     ours, theirs = random.inputs(0), random.inputs(0)
     for result, wanted in zip(fxwrap.run(changed, ours), fxwrap.run(random.program, theirs), strict=True):
         torch.testing.assert_close(result, wanted, equal_nan=True)

@@ -284,7 +284,7 @@ def test_non_mergeable_matches_are_skipped(body: str, inputs: str, pattern: rw.O
     assert reason in failure.reason and reason in done.report()
 
 
-def test_results_with_other_uses_are_kept_where_allowed() -> None:
+def test_results_with_other_uses_remain_where_allowed() -> None:
     before = program(f"{SINE}\n{HYPERBOLIC}\ncontrol.return(%b, %a)")
     done = rw.rewrite(before, rw.call(TANH, rw.call(SIN, X).allow_other_uses()), AS_COS)
     cosine = "%b = extern.call @aten.cos.default(%x) : f32[4]@cpu"

@@ -39,7 +39,7 @@ OUTCOMES = ("right", "refused", "wrong", "other")
 
 @dataclass(frozen=True)
 class Case:
-    """A damage: the file, what was done to it, and how two processes ended after it."""
+    """A damage: the file, the change, and how two processes ended after it."""
 
     file: str
     damage: str
@@ -79,7 +79,7 @@ CONTENT_DAMAGES = (flip, truncate, zero, randomise, lambda *_: b"", lambda conte
 
 
 def damage_path(path: Path, others: list[Path], source: random.Random) -> str:
-    """Damages a file or folder of the cache; returns what was done."""
+    """Damages a file or folder of the cache; returns a description of the damage."""
     kind = source.choice(("content",) * 8 + ("delete", "folder", "pipe", "link", "dangling", "device", "mode", "swap"))
     if kind == "content" and path.is_file():
         content, change = path.read_bytes(), source.choice(CONTENT_DAMAGES)

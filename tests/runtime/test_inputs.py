@@ -1,4 +1,4 @@
-"""Inputs of programs, in every emitter: what is rejected, with which error, and what is accepted although unusual."""
+"""Inputs of programs, in every emitter: rejected ones with their errors, and unusual ones that are accepted."""
 
 from __future__ import annotations
 
@@ -123,13 +123,13 @@ BITS: dict[str, tuple[Callable[..., Any], Callable[[], Tensor]]] = {  # the func
 
 def assert_same_call(run: Callable[..., Any], function: Callable[..., Any], make_input: Callable[[], Tensor]) -> None:
     """Asserts equal results, mutation, and aliasing of the input."""
-    given, wanted_input = make_input(), make_input()
-    results, wanted = run(given), function(wanted_input)
+    own_input, wanted_input = make_input(), make_input()
+    results, wanted = run(own_input), function(wanted_input)
     results, wanted = [item if isinstance(item, tuple) else (item,) for item in (results, wanted)]
-    torch.testing.assert_close([*results, given], [*wanted, wanted_input])
+    torch.testing.assert_close([*results, own_input], [*wanted, wanted_input])
     for result, expected in zip(results, wanted, strict=True):
         aliases = expected.untyped_storage().data_ptr() == wanted_input.untyped_storage().data_ptr()
-        assert (result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()) is aliases
+        assert (result.untyped_storage().data_ptr() == own_input.untyped_storage().data_ptr()) is aliases
 
 
 @emitters
@@ -198,11 +198,11 @@ def test_gradients_with_a_bit(emitter: str, fresh_dynamo: None) -> None:
     def function(z: Tensor) -> Tensor:
         return (z.conj().imag.sin() * z.real).exp()
 
-    expected, given = [Z.clone().requires_grad_() for _ in range(2)]
+    expected, actual = [Z.clone().requires_grad_() for _ in range(2)]
     gradient = negated_view(random(3, 4))
     function(expected).backward(gradient)
-    torch.compile(function, backend="fxwrap", options={"emitter": emitter})(given).backward(gradient)
-    torch.testing.assert_close(given.grad, expected.grad)
+    torch.compile(function, backend="fxwrap", options={"emitter": emitter})(actual).backward(gradient)
+    torch.testing.assert_close(actual.grad, expected.grad)
 
 
 # --- plain subclasses -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The ATen graphs that AOTAutograd hands to a backend, captured from the models of the suite, and what they become."""
+"""The ATen graphs that AOTAutograd passes to a backend, captured from the models of the suite, and their programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from fxwrap.compare import copy_inputs
+from fxwrap.comparison import copy_inputs
 from fxwrap.compile import Compiled, compile_graph, make_backend
 from fxwrap.options import Options
 from fxwrap.torch_compat import tree_map
@@ -72,7 +72,7 @@ def _captured(case: ModelCase, training: bool, dropout: bool, device: str, dynam
 
 
 def recording_backend(compiled: list[Compiled], options: Options = Options()) -> Any:  # noqa: B008 - it is immutable
-    """Returns fxwrap's backend, which adds what it compiles to a list."""
+    """Returns fxwrap's backend, which also adds compiled programs to a list."""
 
     def watched(*args: Any, **kwargs: Any) -> Compiled:
         compiled.append(compile_graph(*args, **kwargs))

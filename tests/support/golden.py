@@ -1,4 +1,4 @@
-"""Golden files: what a pipeline prints, stage by stage, kept beside the test and compared as a whole.
+"""Golden files: the printed stages of a pipeline, stored beside the test and compared as a whole.
 
 A file shows `--- input`, then `--- after <pass>` and `--- python` sections in the order of the pipeline. A missing file
 fails the test and prints the text; `pytest --update-golden` writes it.

@@ -9,7 +9,7 @@ from fxwrap.wrapper_ir import Block, Program, canonicalize_program
 
 
 def expand_extension_lines(program: Program) -> Program:
-    """The program with vendors' lines as what they expand to, which is what an FX graph holds of them."""
+    """The program with vendors' lines expanded, as in its FX graph."""
     lines = [
         inner for line in program.body.lines for inner in (line.expand() if isinstance(line, ExtensionLine) else [line])
     ]

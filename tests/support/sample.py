@@ -104,7 +104,7 @@ class Sample:
 
 
 def contents(inputs: Sequence[Any]) -> list[Any]:
-    """Returns what is compared of inputs: tensors and numbers as they are, the states of generators and counters."""
+    """Returns the compared state of inputs: tensors, numbers, the states of generators and counters."""
     return [_content(item) for item in inputs]
 
 

@@ -189,6 +189,15 @@ def test_values_lie_within_bounds(size: Expression, data: st.DataObject) -> None
     assert upper_bound is None or value <= upper_bound
 
 
+@pytest.mark.parametrize("text", ["modular_indexing(s0 - s1, 1, 2)", "modular_indexing(s0 - 9, s1, 3)"])
+def test_bounds_of_remainders_of_negative_numbers(text: str) -> None:
+    size = parse_expr(text)
+    lower, upper = bounds(size, {"s0": SymbolInfo("s0", 1, 1), "s1": SymbolInfo("s1", 1, 2)})
+    values = [evaluate(size, {"s0": 1, "s1": s1}) for s1 in (1, 2)]
+    assert lower is not None and lower <= min(values)
+    assert upper is not None and upper >= max(values)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -14,7 +14,7 @@ SLOW, FAST = [1.0, 1.01, 0.99], [0.5, 0.51, 0.49]
 
 
 class FakeTimer:
-    """Says that one way is fast and all others slow, and keeps what it was asked to time."""
+    """Reports one configuration as fast and all others as slow, and records the timed ones."""
 
     def __init__(self, fast: int) -> None:
         self.fast = fast

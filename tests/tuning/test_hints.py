@@ -1,4 +1,4 @@
-"""What sizes kernels are timed for: hints of the options, of torch's, and guesses; and what is worth timing."""
+"""The sizes that kernels are timed for: hints of the options, of torch, and guesses; and which kernels are timed."""
 
 from __future__ import annotations
 

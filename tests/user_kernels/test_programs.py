@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
 
 import fxwrap
-from fxwrap.compare import capture
+from fxwrap.comparison import capture
 from fxwrap.errors import FxwrapError, GraphError
 from fxwrap.lines import Alloc, Launch, Mutate
 from fxwrap.testing import assert_emitters_agree, assert_programs_agree

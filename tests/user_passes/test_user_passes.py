@@ -1,4 +1,4 @@
-"""The user's passes: where they run and in which order, their keys, the registry, and what is wrong with wrong ones."""
+"""The user's passes: where they run and in which order, their keys, the registry, and errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_invalid_passes_are_rejected(make: Callable[[], Any], message: str) -> N
 
 
 def replacing_pass(change: Callable[[Any], Any], at: str = "ir_before_planning") -> Pass:
-    """A pass that replaces each line of the body: by what `change` gives, none for None."""
+    """A pass that replaces each line of the body by the result of `change`, and drops it for None."""
 
     def wrong(program: Program) -> Program:
         lines = [new for line in program.body.lines if (new := change(line)) is not None]
@@ -379,7 +379,7 @@ def test_an_invalid_graph_pass_is_named_with_node_and_reason(
 
 def test_an_emitted_graph_that_cannot_be_imported_is_detected() -> None:
     def twice(graph_module: GraphModule) -> None:
-        """Frees memory early: what is reused is read after."""
+        """Frees memory early: reused memory is read afterwards."""
         graph = graph_module.graph
         (node,) = graph.find_nodes(op="call_function", target=aten.tanh.default)
         (product,) = graph.find_nodes(op="call_function", target=aten.mm.default)

@@ -1,4 +1,4 @@
-"""Text that is no program: what the error says, and at which line and column."""
+"""Text that is no program: the error's message, line and column."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def graphed_functions(
     return GraphedFunctions(graphed)
 
 
-def _run(boxed: BoxedCallable, arguments: list[Any], *symbols: Number) -> Any:
+def _run(boxed: BoxedCallable, arguments: list[object], *symbols: Number) -> Any:
     inputs = [*arguments, *symbols]
     arguments.clear()
     return boxed(inputs)

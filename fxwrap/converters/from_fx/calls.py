@@ -204,7 +204,7 @@ def _results(
     importer: GraphImporter, node: Node, operator: OpOverload, operands: CallOperands
 ) -> tuple[tuple[Any, ...], tuple[ir.Value | None, ...]]:
     """Returns the values that an operator defines, one tree for each return of its schema, and their aliases."""
-    trees = _infer_results(importer, node, operator, operands)
+    trees = infer_results(importer, node, operator, operands)
     is_single = operands.schema.return_count == 1
     values = operands.values()
     tree = trees[0] if is_single else trees
@@ -227,12 +227,12 @@ def _results(
 def infer_view_type(importer: GraphImporter, node: Node) -> ir.TensorType:
     """Returns the type of the result of a view operator."""
     operator: Any = node.target
-    (result,) = _infer_results(importer, node, operator, _operands(importer, node, operator))
+    (result,) = infer_results(importer, node, operator, _operands(importer, node, operator))
     assert isinstance(result, inference.InferredResult) and isinstance(result.type, ir.TensorType)
     return result.type
 
 
-def _infer_results(
+def infer_results(
     importer: GraphImporter, node: Node, operator: OpOverload, operands: CallOperands
 ) -> tuple[inference.InferredTree, ...]:
     """Returns the results of a call: by the operator's fake implementation, else by the node's metadata."""

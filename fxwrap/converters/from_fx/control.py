@@ -123,7 +123,7 @@ def _block(
     inner.emit_comments(output)
     yielded = _owned_yields(inner, output, results)
     inner.emit(Yield(yielded), output)
-    block = ir.Block(tuple(arguments), insert_frees(inner.lines, arguments, ()))
+    block = ir.Block(tuple(arguments), insert_frees(inner.coalesced_lines(arguments), arguments, ()))
     return ImportedBlock(block, yielded, tuple(argument_mask), captured)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +10,10 @@ from torch.fx import Node
 
 from fxwrap import lines
 from fxwrap.converters.from_fx.calls import import_operator_call
+from fxwrap.converters.from_fx.functional import copy_operand
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
 from fxwrap.inference import InferredResult
-from fxwrap.torch_compat import operator_overload
+from fxwrap.torch_compat import functional_of_in_place, operator_overload
 from fxwrap.wrapper_ir import GENERATOR, OpaqueType, TensorType, Value
 
 _ATEN, _FXWRAP = torch.ops.aten, torch.ops.fxwrap
@@ -131,7 +133,9 @@ def import_wait(importer: GraphImporter, node: Node) -> None:
 
 def absorb_scatter_fills(importer: GraphImporter) -> None:
     """Finds the `full_like` nodes that only turn the number that a scatter writes into a tensor."""
-    for node in importer.module.graph.find_nodes(op="call_function", target=operator_overload(_SCATTER_REDUCE)):
+    targets = (operator_overload(_SCATTER_REDUCE), functional_of_in_place(_SCATTER_REDUCE))
+    nodes = [importer.module.graph.find_nodes(op="call_function", target=target) for target in targets]
+    for node in itertools.chain(*nodes):
         source = node.args[3] if len(node.args) > 3 else None
         if isinstance(source, Node) and source.target is _ATEN.full_like.default and len(source.users) == 1:
             if source.args[0] is node.args[2] and set(source.kwargs) <= {"dtype"}:
@@ -142,7 +146,10 @@ def _scatter(importer: GraphImporter, node: Node) -> None:
     if importer.original_line(node, lines.Mutate) is not None or len(node.args) < 4:
         import_operator_call(importer, node)
         return
-    target, index = importer.tensor(node, node.args[0]), importer.tensor(node, node.args[2])
+    if node.target in _FUNCTIONAL and importer.original_line(node, lines.ExternCall) is not None:
+        import_operator_call(importer, node)
+        return
+    target, index = _written_operand(importer, node), importer.tensor(node, node.args[2])
     dim, item = importer.argument(node, node.args[1]), node.args[3]
     reduce, include_self = str(node.kwargs.get("reduce", "")), True
     if len(node.args) > 4:
@@ -160,7 +167,10 @@ def _index_put(importer: GraphImporter, node: Node) -> None:
     if importer.original_line(node, lines.Mutate) is not None or node.kwargs:
         import_operator_call(importer, node)
         return
-    target, values = importer.tensor(node, node.args[0]), importer.tensor(node, node.args[2])
+    if node.target in _FUNCTIONAL and importer.original_line(node, lines.ExternCall) is not None:
+        import_operator_call(importer, node)
+        return
+    target, values = _written_operand(importer, node), importer.tensor(node, node.args[2])
     indices = importer.argument(node, node.args[1])
     accumulate = bool(node.args[3]) if len(node.args) > 3 else False
     if not all(item is None or isinstance(item, Value) for item in indices):
@@ -169,7 +179,18 @@ def _index_put(importer: GraphImporter, node: Node) -> None:
     importer.env[node] = target
 
 
+def _written_operand(importer: GraphImporter, node: Node) -> Value:
+    """Returns the tensor that a scatter writes: its first operand, of a functional one a copy of that."""
+    operand = importer.tensor(node, node.args[0])
+    return copy_operand(importer, node, operand) if node.target in _FUNCTIONAL else operand
+
+
 _SCATTERS = {name for pair in lines.SCATTER_OPERATORS.values() for name in pair if name}
+
+_FUNCTIONAL_SCATTERS = [functional_of_in_place(name) for name in sorted(_SCATTERS)]
+
+_FUNCTIONAL = frozenset([_ATEN.index_put.default, *_FUNCTIONAL_SCATTERS])
+"""The operators that write a copy of their first operand."""
 
 # Without wait_tensor: torch registers `_c10d_functional` only where it has distributed computing.
 EFFECTS: NodeImporters = {
@@ -185,5 +206,7 @@ EFFECTS: NodeImporters = {
     torch.ops.profiler._record_function_enter_new.default: _enter_range,
     torch.ops.profiler._record_function_exit._RecordFunction: _exit_range,
     _ATEN.index_put_.default: _index_put,
+    _ATEN.index_put.default: _index_put,
     **dict.fromkeys([operator_overload(name) for name in sorted(_SCATTERS)], _scatter),
+    **dict.fromkeys(_FUNCTIONAL_SCATTERS, _scatter),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from fxwrap.errors import FxImportError
 from fxwrap.fx_passes.source import source_of
 from fxwrap.inference import CallInference
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
+from fxwrap.passes.coalesce_copies import coalesce_copies
 from fxwrap.runtime import library
 from fxwrap.symbolic import NumberOrExpression, SymbolInfo, make_symbol
 from fxwrap.torch_compat import OpOverload, is_opaque
@@ -35,6 +36,11 @@ class KernelTable:
         self._known = {kernel.hash: kernel for kernel in known}
         self.used: dict[str, KernelDefinition] = {}
         self._names: set[str] = set()
+
+    def learn(self, definitions: Iterable[KernelDefinition]) -> None:
+        """Adds definitions that later launches may name."""
+        for definition in definitions:
+            self._known.setdefault(definition.hash, definition)
 
     def get(self, kernel_hash: str) -> KernelDefinition | None:
         """Returns the definition with a content hash, None if it is unknown."""
@@ -58,8 +64,11 @@ class KernelTable:
 def registered_definition(kernel_hash: str) -> KernelDefinition | None:
     """Returns the definition of a kernel that this process has emitted or loaded, None if there is none."""
     kernel = library.find_registered_kernel(kernel_hash)
-    if kernel is None:
-        return None
+    return None if kernel is None else definition_of(kernel)
+
+
+def definition_of(kernel: library.RegisteredKernel) -> KernelDefinition:
+    """Returns the definition of a registered kernel."""
     return KernelDefinition(kernel.name, kernel.language, kernel.source, kernel.signature, kernel.options)
 
 
@@ -157,6 +166,8 @@ class GraphImporter:
         self.folded_views: dict[str, ir.Value] = {}  # the bases of views that only other views use, and have no lines
         self.consumed_by: dict[str, Node] = {}  # the nodes that consumed roots
         self.uninitialized: dict[str, int] = {}  # memory without content, by the position of its line
+        self.copies: set[str] = set()  # copies of operands, which functional nodes change
+        self.functional_results: set[str] = set()  # other results of functional launches
         self.absorbed: set[Node] = set()  # nodes that are part of another node's line
         self.guard_stack: list[tuple[str, int]] = []  # the open guards: device and stream
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
@@ -406,6 +417,10 @@ class GraphImporter:
                 return
         reason = f"no node before it defines {name}, a number in the type of '{value.name}'"
         raise failure(node, reason, f"Keep the node that computes {name}, or add an aten.sym_size.int of a tensor")
+
+    def coalesced_lines(self, arguments: Iterable[ir.Value], owned: Collection[str] = ()) -> list[ir.LineBase]:
+        """Returns the lines so far, without the copies that sharing memory makes superfluous."""
+        return coalesce_copies(self.lines, arguments, self.copies, self.functional_results, owned)
 
     def size_line(self, info: SymbolInfo, tensor: ir.Value, dim: int, of: str, rank: int = 0) -> SizeOf:
         """Returns the line that reads a size of a tensor, with the tensor's pending rank check."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from fxwrap import torch_compat
@@ -17,6 +18,7 @@ from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.from_fx.calls import COLLECTIVES, import_getitem, import_operator_call
 from fxwrap.converters.from_fx.control import CONTROL, find_absorbed_nodes, import_replayed_call
 from fxwrap.converters.from_fx.effects import EFFECTS, import_wait
+from fxwrap.converters.from_fx.functional import FUNCTIONAL, import_as_write
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState, KernelTable, failure, target_text
 from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
 from fxwrap.converters.from_fx.kernels import KERNELS
@@ -24,16 +26,19 @@ from fxwrap.converters.from_fx.memory import MEMORY
 from fxwrap.converters.from_fx.numbers import NUMBERS, import_arithmetic, import_conditional
 from fxwrap.converters.from_fx.symbols import ImportedSymbols
 from fxwrap.errors import FxImportError, VerifyError
+from fxwrap.garbage_collection import gc_paused
 from fxwrap.inference import CallInference
 from fxwrap.lines import Return
 from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import SymbolInfo, make_symbol
+from fxwrap.torch_compat.exported import unlifted_module
 
-_IMPORTERS = {**NUMBERS, **MEMORY, **KERNELS, **CONTROL, **EFFECTS}
+_IMPORTERS = {**NUMBERS, **MEMORY, **KERNELS, **CONTROL, **EFFECTS, **FUNCTIONAL}
 
 
+@gc_paused()
 def from_fx(
-    graph: GraphModule | EmittedProgram,
+    graph: GraphModule | EmittedProgram | ExportedProgram,
     *,
     kernels: Iterable[ir.KernelDefinition] = (),
     ownership: Mapping[str, ir.Ownership] | None = None,
@@ -42,7 +47,7 @@ def from_fx(
     """Imports an FX graph that `to_fx` emitted, also after it was copied, rewritten or traced again.
 
     Args:
-        graph: the GraphModule, or the result of `to_fx`. It is not changed.
+        graph: the GraphModule, the result of `to_fx`, or that of `fxwrap.fx.export`, also loaded. It is not changed.
         kernels: definitions of kernels that the graph launches, besides those of its metadata and those that this
             process has emitted.
         ownership: the ownership of inputs, by the names of their placeholders; by default that of the metadata, or
@@ -53,7 +58,14 @@ def from_fx(
     Returns a verified program, with frees after the last use of each root. Raises FxImportError, which names the node
     and a remedy, for a node without a line and for a graph whose program would break a rule of the IR.
     """
-    module: GraphModule = graph.graph_module if isinstance(graph, EmittedProgram) else graph  # type: ignore[attr-defined]
+    module: GraphModule
+    match graph:
+        case EmittedProgram():
+            module = graph.graph_module  # type: ignore[attr-defined]
+        case ExportedProgram():
+            module = unlifted_module(graph)
+        case _:
+            module = graph
     with torch_compat.without_fake_mode():
         return _ProgramImport(inline_subgraphs(module), kernels, ownership or {}, name).program()
 
@@ -69,7 +81,8 @@ class _ProgramImport:
         name: str,
     ) -> None:
         self.module = module
-        self.metadata: Mapping[str, Any] = getattr(module, "meta", {}).get("fxwrap", {})
+        metadata = getattr(module, "meta", {})
+        self.metadata: Mapping[str, Any] = metadata.get("fxwrap") or metadata.get("custom", {}).get("fxwrap", {})
         self.ownership = ownership
         self.name = name or self.metadata.get("name", "program")
         counts = Counter(_defined_symbol_names(module))
@@ -85,7 +98,8 @@ class _ProgramImport:
         for node in nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
-        for path, node, payload in constant_attributes(self.module):
+        order = {path: index for index, path in enumerate(self.metadata.get("constants", ()))}
+        for path, node, payload in sorted(constant_attributes(self.module), key=lambda item: order.get(item[0], 0)):
             self._constant(path, node, payload)
         find_absorbed_nodes(importer)
         for node in nodes:
@@ -103,6 +117,8 @@ class _ProgramImport:
         importer, info, val = self.importer, node.meta.get("fxwrap_symbol"), node.meta.get("val")
         is_number = isinstance(val, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
         known = node.meta.get("fxwrap_type")
+        if node.name in self.metadata.get("constant_inputs", ()):  # of a loaded program, which has no such metadata
+            known = ir.ScalarType(type(val).__name__)
         if info is not None or (is_number and known is None):
             self._number(node, info, val)
             return
@@ -170,29 +186,36 @@ class _ProgramImport:
 
     def _build_program(self) -> ir.Program:
         importer, state = self.importer, self.state
-        written = {importer.root_of[value.name] for line in importer.lines for value in ir.writes(line)}
+        visible = [value for _, value in self.inputs if isinstance(value, ir.Value)] + [*state.constants.values()]
+        owned = [value.name for node, value in self.inputs if self._declared_ownership(node) in _CONSUMABLE]
+        lines = importer.coalesced_lines(visible, owned)
+        root_of = ir.alias_roots(lines, visible)
+        written = {root_of[value.name] for line in lines for value in ir.writes(line)}
         inputs = tuple([ir.Input(value, self._ownership(node, value, written)) for node, value in self.inputs])
-        arguments = [item.value for item in inputs if isinstance(item.value, ir.Value)] + [*state.constants.values()]
         mutable = state.declared_mutable | written
         return ir.Program(
             self.name,
             inputs,
-            ir.Block((), insert_frees(importer.lines, arguments, ir.released_inputs(inputs))),
+            ir.Block((), insert_frees(lines, visible, ir.released_inputs(inputs))),
             tuple([ir.ProgramConstant(item, item.name in mutable) for item in state.constants.values()]),
             tuple(state.kernels.used.values()),
             tuple(state.functions.items()),
-            tuple(self.metadata.get("header", ())),
+            tuple([(key, text) for key, text in self.metadata.get("header", ())]),
             ir.ConstantStore(dict(state.payloads)),
         )
 
     def _ownership(self, node: Node, value: ir.Value | SymbolInfo, written: set[str]) -> ir.Ownership:
         if not isinstance(value, ir.Value):
             return ir.Ownership.BORROWED
-        ownership = self.ownership.get(node.name)
-        if ownership is None and "fxwrap_ownership" not in node.meta and value.name in self.importer.consumed_by:
+        ownership = self._declared_ownership(node)
+        if ownership is None and value.name in self.importer.consumed_by:
             return ir.Ownership.OWNED
-        ownership = ownership or ir.Ownership(node.meta.get("fxwrap_ownership", "borrowed"))
+        ownership = ownership or ir.Ownership.BORROWED
         return ir.Ownership.MUTABLE if ownership is ir.Ownership.BORROWED and value.name in written else ownership
+
+    def _declared_ownership(self, node: Node) -> ir.Ownership | None:
+        declared = self.ownership.get(node.name, node.meta.get("fxwrap_ownership"))
+        return None if declared is None else ir.Ownership(declared)
 
     def _verify(self, program: ir.Program) -> ir.Program:
         try:
@@ -212,6 +235,9 @@ class _ProgramImport:
                 return self.state.node_of.get(id(line))
         return None
 
+
+_CONSUMABLE = (ir.Ownership.OWNED,)
+"""The ownership of inputs whose content the program need not preserve."""
 
 _ANY = make_symbol("s0")
 """Any symbolic size."""
@@ -260,6 +286,8 @@ def import_call(importer: GraphImporter, node: Node) -> None:
     import_node = _IMPORTERS.get(target)
     if node.op == "call_module":
         import_replayed_call(importer, node)
+    elif import_as_write(importer, node):
+        return
     elif import_node is not None:
         import_node(importer, node)
     elif target is operator.getitem:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fxwrap import user_kernels
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
+from fxwrap.converters.from_fx.functional import copy_operand, new_result
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, definition_of, failure, result_name
 from fxwrap.devices import language_traits
-from fxwrap.errors import FxwrapError
-from fxwrap.lines import Alloc, ExternCall, Launch
+from fxwrap.errors import FxwrapError, KernelTextError
+from fxwrap.lines import Launch
 from fxwrap.runtime import library
+from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.runtime.triton.side_table import triton_parameters
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
 from fxwrap.torch_compat import torch_schema, triton_kernel_at, triton_launch, triton_launch_functional
-from fxwrap.wrapper_ir import DTYPES, KernelDefinition, Tag, Value
+from fxwrap.wrapper_ir import DTYPES, KernelDefinition, Tag, TensorType, Value
 
 _FXWRAP = torch.ops.fxwrap
 
@@ -31,44 +32,74 @@ def _definition(importer: GraphImporter, node: Node, kernel_hash: str) -> Kernel
     return definition
 
 
+def _register_kernels(importer: GraphImporter, node: Node) -> None:
+    """Reads the kernels of an exported program, whose texts are no constant of the imported one."""
+    state, texts = importer.state, importer.tensor(node, node.args[0])
+    path = next((path for path, value in state.constants.items() if value.name == texts.name), None)
+    if path is None:
+        raise failure(node, "the kernels' texts are not a constant of the graph", "Import the exported program itself")
+    del state.constants[path]
+    try:
+        kernels = parse_kernels(state.payloads.pop(texts.name))
+    except KernelTextError as error:
+        raise failure(node, str(error), "Import an undamaged program") from error
+    state.kernels.learn([definition_of(kernel) for kernel in kernels.values()])
+    importer.env[node] = None
+
+
 # --- kernels of fxwrap::cpp_kernel ------------------------------------------------------------------------------------
 
 
 def _cpp_kernel(importer: GraphImporter, node: Node) -> None:
-    _import_cpp_launch(importer, node, functional=False)
+    arguments = _arguments(importer, node)
+    _import_cpp_launch(importer, node, arguments, arguments["outs"])
     importer.env[node] = None
 
 
 def _cpp_kernel_functional(importer: GraphImporter, node: Node) -> None:
-    """Imports the functionalised form of a launch, which writes and returns copies of its outputs."""
-    importer.env[node] = _import_cpp_launch(importer, node, functional=True)
+    """Imports a functional launch: copies of its outs, and allocations, which a launch then writes."""
+    arguments = _arguments(importer, node)
+    device = torch.device(arguments["device"])
+    try:
+        layouts = iter(library.result_layouts(arguments["layouts"], arguments["dtypes"]))
+        outs = [
+            _new_result(importer, node, index, layouts, device) if out is None else copy_operand(importer, node, out)
+            for index, out in enumerate(arguments["outs"])
+        ]
+    except (ValueError, TypeError, AttributeError, StopIteration) as error:
+        reason = "layouts and dtypes do not describe the results of the kernel"
+        raise failure(node, f"{reason}: {error}", "Pass rank, sizes and strides, and a dtype, for each None") from error
+    importer.env[node] = tuple(outs)
+    copy_of = {out.name: copy for out, copy in zip(arguments["outs"], outs, strict=True) if out is not None}
+    arguments["ins"] = tuple([copy_of.get(item.name, item) for item in arguments["ins"]])
+    _import_cpp_launch(importer, node, arguments, tuple(outs))
 
 
-def _import_cpp_launch(importer: GraphImporter, node: Node, *, functional: bool) -> tuple[Value, ...]:
+def _arguments(importer: GraphImporter, node: Node) -> dict[str, Any]:
     names = [argument.name for argument in torch_schema(node.target).arguments]  # type: ignore[arg-type]
     items = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    arguments = {name: importer.argument(node, item) for name, item in items.items()}
+    return {name: importer.argument(node, item) for name, item in items.items()}
+
+
+def _new_result(
+    importer: GraphImporter, node: Node, index: int, layouts: Iterator[library.NewLayout], device: torch.device
+) -> Value:
+    sizes, strides, dtype = next(layouts)
+    assert dtype is not None
+    type_ = TensorType(dtype, tuple(sizes), tuple(strides), device)
+    return new_result(importer, node, result_name(node, (index,)), type_, index)
+
+
+def _import_cpp_launch(
+    importer: GraphImporter, node: Node, arguments: Mapping[str, Any], outs: tuple[Value, ...]
+) -> None:
     kernel = _definition(importer, node, arguments["kernel"])
-    outs: tuple[Value, ...] = arguments["outs"]
-    if functional:
-        outs = tuple([_clone_operand(importer, node, out) for out in outs])
     sizes, floats = arguments["sizes"], arguments["numbers"]
     try:
         scalars = library.order_scalar_arguments(kernel.signature, sizes, floats, lambda size: size)
     except ValueError:
         scalars = [*sizes, *floats]
     _launch(importer, node, kernel, arguments["ins"], outs, scalars, arguments["grid"])
-    return outs
-
-
-def _clone_operand(importer: GraphImporter, node: Node, value: Value) -> Value:
-    """Returns new memory with a tensor's content, if that is initialised."""
-    clone = importer.value(f"{node.name}_{value.name}", replace(value.tensor_type, storage_offset=0))
-    if importer.root_of[value.name] in importer.uninitialized:
-        importer.emit_definition(Alloc(clone), node)
-    else:
-        importer.emit_definition(ExternCall((clone,), "aten.clone.default", (value,)), node)
-    return clone
 
 
 # --- Triton kernels ---------------------------------------------------------------------------------------------------
@@ -83,7 +114,7 @@ def _triton_kernel_functional(importer: GraphImporter, node: Node) -> None:
     """Imports the functionalised form of a launch, which writes copies and returns them by name."""
     items: Any = node.kwargs["kwargs"]
     names: Any = node.kwargs["tensors_to_clone"]
-    copies = {name: _clone_operand(importer, node, importer.tensor(node, items[name])) for name in names}
+    copies = {name: copy_operand(importer, node, importer.tensor(node, items[name])) for name in names}
     _import_triton_launch(importer, node, copies)
     importer.env[node] = copies
 
@@ -230,6 +261,7 @@ def _check_dtypes(node: Node, kernel: KernelDefinition, tensors: Sequence[Value]
 
 
 KERNELS: NodeImporters = {
+    _FXWRAP.register_kernels.default: _register_kernels,
     _FXWRAP.cpp_kernel.default: _cpp_kernel,
     _FXWRAP.cpp_kernel_functional.default: _cpp_kernel_functional,
     triton_launch: _triton_kernel,

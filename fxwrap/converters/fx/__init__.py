@@ -1,4 +1,5 @@
 """Programs as FX graphs."""
 
-from fxwrap.converters.fx.converter import EmittedGraph as EmittedGraph
-from fxwrap.converters.fx.converter import to_fx as to_fx
+from fxwrap.converters.fx.forms import FxForm as FxForm
+from fxwrap.converters.fx.forms import to_fx as to_fx
+from fxwrap.converters.fx.module import EmittedGraph as EmittedGraph

@@ -39,13 +39,13 @@ def _module_name(
     emitter: GraphEmitter, line: LineBase, label: str, block: Block, symbols: tuple[str, ...], single: bool = False
 ) -> str:
     """Emits a block as a submodule unless it is one already; returns its name."""
-    name = emitter.modules.name_of(block)
+    name = emitter.modules.name_of(id(block))
     if name is None:
         for symbol in symbols:
             if symbol_kind(symbol) == "float":
                 raise emitter.unsupported(line, f"torch's operator takes no float such as {symbol} into a block")
-        module = emitter.modules.by_block.get(id(block)) or emitter.module(block, symbols, single)
-        name = emitter.modules.add_block(block, label, module)
+        module = emitter.modules.by_key.get(id(block)) or emitter.module(block, symbols, single)
+        name = emitter.modules.add_module(id(block), label, module)
     return name
 
 

@@ -13,17 +13,14 @@ from torch.fx import Node
 from fxwrap import lines, torch_compat
 from fxwrap.converters.base import Handler
 from fxwrap.converters.fx import control, kernels
-from fxwrap.converters.fx.codegen import DirectCode
 from fxwrap.converters.fx.emitter import GraphEmitter
-from fxwrap.converters.fx.module import EmittedGraph as EmittedGraph
-from fxwrap.converters.fx.module import ProgramModule
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.view_chains import view_chain
 from fxwrap.converters.view_operators import VIEW_OVERLOADS, ViewOperator
-from fxwrap.inference import ExampleValues, FakeValues
-from fxwrap.runtime import library
-from fxwrap.symbolic import SymbolInfo, difference, floor_divide, make_symbol
-from fxwrap.wrapper_ir import LineBase, ListType, Program, Size, TensorType, Value, element_type, symbol_infos
+from fxwrap.inference import FakeValues
+from fxwrap.symbolic import difference, floor_divide, make_symbol
+from fxwrap.torch_compat import OpOverload
+from fxwrap.wrapper_ir import LineBase, ListType, Program, Size, TensorType, Value, element_type
 
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
@@ -59,7 +56,7 @@ class FxConverter(GraphEmitter):
         self.writer.define(line.result, _ATEN.empty_strided.default, layout, keywords, val=val)
 
     def free(self, line: lines.Free) -> None:
-        if self.needs_record_stream(line):
+        if self.needs_record_stream(line) or line.root.name in self.multi_stream_roots:
             arguments = [self.writer.argument(line.root), line.root.tensor_type.device, line.stream]
             self.fxwrap_operator(line, _FXWRAP.record_stream.default, arguments)
 
@@ -74,11 +71,7 @@ class FxConverter(GraphEmitter):
         base, type_ = line.base, line.result.tensor_type
         *steps, last = view_chain(base.tensor_type, type_, self.symbol_infos)
         for number, step in enumerate(steps):
-            layout = step.layout
-            step_type = dataclasses.replace(
-                type_, sizes=layout.sizes, strides=layout.strides, storage_offset=layout.offset
-            )
-            result = Value(f"{line.result.name}.{number}", step_type)
+            result = Value(f"{line.result.name}.{number}", step.result_type(type_))
             view = lines.View(result, base, origin=line.origin)
             node = self._view(view, step.operator, f"{line.result.name}_{step.operator.kind}")
             node.meta["fxwrap_chain_step"] = True
@@ -159,13 +152,21 @@ class FxConverter(GraphEmitter):
             arguments, keywords = [*arguments, line.reduce], {"include_self": line.include_self}
         elif line.reduce:
             keywords = {"reduce": line.reduce}
-        self.writer.call(
-            torch_compat.operator_overload(form or with_tensor), arguments, keywords, val=target.meta["val"]
-        )
+        self._write(line.target, torch_compat.operator_overload(form or with_tensor), arguments, keywords)
 
     def index_put(self, line: lines.IndexPut) -> None:
         arguments = [self.writer.argument(item) for item in (line.target, line.indices, line.values)]
-        self.writer.call(_ATEN.index_put_.default, [*arguments, line.accumulate], val=arguments[0].meta["val"])
+        self._write(line.target, _ATEN.index_put_.default, [*arguments, line.accumulate])
+
+    def _write(
+        self,
+        value: Value,
+        target: OpOverload,
+        arguments: Sequence[object],
+        keywords: Mapping[str, object] | None = None,
+    ) -> None:
+        """Adds the call of an in-place operator that writes a value and returns it."""
+        self.writer.call(target, arguments, keywords, val=self.writer.argument(value).meta["val"])
 
     # --- symbols ----------------------------------------------------------------------------------------------------
 
@@ -297,67 +298,3 @@ _READ_SIZE: dict[str, Callable[..., Any]] = {
     "stride": lambda tensor, dim: tensor.stride()[dim],
     "storage_offset": lambda tensor: tensor.storage_offset(),
 }
-
-
-def to_fx(
-    program: Program,
-    *,
-    aten_only: bool = False,
-    handlers: Mapping[type[lines.ExtensionLine], Handler] | None = None,
-    fake_inputs: Mapping[str, torch_compat.FakeTensor] | None = None,
-    fake_metadata: bool = True,
-) -> EmittedGraph:
-    """Returns the program as an FX graph of ordinary operators.
-
-    Args:
-        program: a verified program.
-        aten_only: whether only ATen's and torch's higher-order operators may be called.
-        handlers: converters of vendors' lines, by default those of registered devices; a line without one is emitted
-            as the lines that it expands to.
-        fake_inputs: fake tensors for the inputs' `meta["val"]`, by the program's names; the others have their mode.
-        fake_metadata: whether `meta["val"]` holds fake tensors, for which torch imports its tracing. Otherwise it
-            holds meta tensors and example numbers; the graph is the same.
-
-    Raises UnsupportedError for a line without an FX form, or without one of ATen's operators if `aten_only`.
-    """
-    fake_inputs = fake_inputs or {}
-    mode = next((fake.fake_mode for fake in fake_inputs.values()), None)
-    fakes = FakeValues(mode) if fake_metadata else ExampleValues()
-    with torch_compat.without_fake_mode(), torch_compat.without_guards(fakes.mode):
-        converter = FxConverter(program, fakes, handlers, aten_only=aten_only)
-        _inputs(converter, fake_inputs)
-        _constants(converter)
-        converter.convert_block(program.body)
-        graph = converter.writer.graph
-        graph.set_codegen(DirectCode())
-        module = ProgramModule(converter.modules.attributes, graph, "ProgramModule")
-    module.meta["fxwrap"] = {
-        "name": program.name,
-        "header": program.header,
-        "kernels": {kernel.hash: kernel for kernel in program.kernels},
-        "symbols": symbol_infos(program),
-        "registered_kernels": [library.find_registered_kernel(kernel.hash) for kernel in program.kernels],  # owned
-    }
-    return EmittedGraph(program, module)
-
-
-def _inputs(converter: FxConverter, fake_inputs: Mapping[str, torch_compat.FakeTensor]) -> None:
-    writer, fakes = converter.writer, converter.fakes
-    for item in converter.program.inputs:
-        if isinstance(item.value, SymbolInfo):
-            node = writer.placeholder(item.value, fakes.symbol(item.value))
-        elif item.name in fake_inputs and fake_inputs[item.name].fake_mode is fakes.mode:
-            node = writer.placeholder(item.value, fakes.add_input(item.value, fake_inputs[item.name]))
-        else:
-            node = writer.placeholder(item.value, fakes.root(item.value))
-        node.meta["fxwrap_ownership"] = item.ownership.value
-
-
-def _constants(converter: FxConverter) -> None:
-    for constant in converter.program.constants:
-        name = converter.modules.add(constant.value.name, converter.program.store.tensors[constant.value.name])
-        val = converter.fakes.root(constant.value)
-        node = converter.writer.node("get_attr", name, (), {}, name, val)
-        node.meta["fxwrap_mutable"] = constant.mutable
-        node.meta["fxwrap_type"] = constant.value.type
-        converter.writer.nodes[constant.value.name] = node

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,21 +15,40 @@ from fxwrap.devices import language_traits
 from fxwrap.runtime import checks, direct, library, tensors
 from fxwrap.runtime.triton.side_table import triton_constants, triton_parameters
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
-from fxwrap.torch_compat import triton_constants_at, triton_kernel_at, triton_launch, while_loop_stack_output
+from fxwrap.torch_compat import (
+    OpOverload,
+    triton_constants_at,
+    triton_kernel_at,
+    triton_launch,
+    triton_launch_functional,
+    while_loop_stack_output,
+)
+from fxwrap.wrapper_ir.operators import operator_schema
 
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
 _HIGHER = torch.ops.higher_order
+
+_FUNCTIONAL_LAUNCHES = frozenset({_FXWRAP.cpp_kernel_functional.default, triton_launch_functional})
 
 # --- launches -------------------------------------------------------------------------------------------------------
 
 
 def _cpp_kernel(writer: DirectWriter, node: Node) -> str:
     kernel_hash, *lists = named_arguments(node, "kernel", "ins", "outs", "sizes", "numbers", "grid")
-    kernel = library.find_registered_kernel(kernel_hash)
-    if kernel is None or not all(isinstance(item, list | tuple) for item in lists):
+    if not all(isinstance(item, list | tuple) for item in lists):
         raise NoDirectForm
     ins, outs, sizes, floats, grid = lists
+    tensors = [writer.text(item) for item in (*ins, *outs)]
+    return _launch_cpp(writer, node, kernel_hash, tensors, sizes, floats, grid)
+
+
+def _launch_cpp(
+    writer: DirectWriter, node: Node, kernel_hash: Any, tensors: list[str], sizes: Any, floats: Any, grid: Any
+) -> str:
+    kernel = library.find_registered_kernel(kernel_hash)
+    if kernel is None:
+        raise NoDirectForm
     texts = [writer.text(item) for item in sizes], [writer.text(item) for item in floats]
 
     def to_bool(text: str) -> str:
@@ -38,13 +58,86 @@ def _cpp_kernel(writer: DirectWriter, node: Node) -> str:
         scalars = library.order_scalar_arguments(kernel.signature, *texts, to_bool)
     except ValueError:
         raise NoDirectForm from None
-    return writer.launch(node, kernel_hash, kernel, grid, [*[writer.text(item) for item in (*ins, *outs)], *scalars])
+    return writer.launch(node, kernel_hash, kernel, grid, [*tensors, *scalars])
+
+
+def _cpp_kernel_functional(writer: DirectWriter, node: Node) -> str:
+    """The results, then the launch that writes them."""
+    kernel_hash, ins, outs, layouts, dtypes, device, sizes, floats, grid = named_arguments(
+        node, "kernel", "ins", "outs", "layouts", "dtypes", "device", "sizes", "numbers", "grid"
+    )
+    if not node.users or not all(isinstance(item, list | tuple) for item in (ins, outs, layouts, dtypes, grid)):
+        raise NoDirectForm
+    try:
+        new = iter(library.result_layouts(layouts, dtypes))
+        results = [_new_result(writer, device, *next(new)) if out is None else _copy(writer, out) for out in outs]
+    except (ValueError, TypeError, AttributeError, StopIteration):
+        raise NoDirectForm from None
+    if len({out for out in outs if out is not None}) < len(outs) - outs.count(None):
+        raise NoDirectForm  # copies of one tensor
+    names = [f"{node!r}[{index}]" for index in range(len(outs))]
+    result_of = {out: name for out, name in zip(outs, names, strict=True) if out is not None}
+    inputs = [result_of.get(item) or writer.text(item) for item in ins]
+    launch = _launch_cpp(writer, node, kernel_hash, [*inputs, *names], sizes, floats, grid)
+    return f"({', '.join(results)},)\n{launch}"
+
+
+def _new_result(writer: DirectWriter, device: object, sizes: Any, strides: Any, dtype: object) -> str:
+    return f"{writer.allocator(device)}({writer.tuple(sizes)}, {writer.tuple(strides)}, {writer.text(dtype)})"
+
+
+def _copy(writer: DirectWriter, tensor: object) -> str:
+    """Returns a copy of a tensor, or the tensor itself if nothing else uses its memory."""
+    if isinstance(tensor, Node) and len(tensor.users) == 1 and _is_new(tensor):
+        return writer.text(tensor)
+    return writer.runtime(tensors, "copy_with_strides", [writer.text(tensor)])
+
+
+def _is_new(node: Node) -> bool:
+    """Whether a node is a tensor in new memory: no view."""
+    target: Any = node.target
+    if target is operator.getitem:
+        source, index = node.args
+        is_result = isinstance(source, Node) and source.target in _FUNCTIONAL_LAUNCHES
+        return is_result and not any(
+            user is not node and user.args[1:] in ((), (index,))
+            for user in source.users  # type: ignore[union-attr]
+        )
+    if not isinstance(target, OpOverload):
+        return False
+    schema = operator_schema(target)
+    return (
+        schema.return_count == 1
+        and schema.aliased_argument is None
+        and not (schema.may_alias or schema.mutated_arguments)
+    )
 
 
 def _triton_kernel(writer: DirectWriter, node: Node) -> str:
-    index, constants_index, grids, descriptors, arguments = named_arguments(
+    *call, arguments = named_arguments(
         node, "kernel_idx", "constant_args_idx", "grid", "tma_descriptor_metadata", "kwargs"
     )
+    if not isinstance(arguments, Mapping):
+        raise NoDirectForm
+    return _launch_triton(writer, node, call, {name: writer.text(item) for name, item in arguments.items()})
+
+
+def _triton_kernel_functional(writer: DirectWriter, node: Node) -> str:
+    """The results, then the launch that writes them."""
+    *call, arguments, names = named_arguments(
+        node, "kernel_idx", "constant_args_idx", "grid", "tma_descriptor_metadata", "kwargs", "tensors_to_clone"
+    )
+    if not node.users or not isinstance(arguments, Mapping) or not set(names) <= set(arguments):
+        raise NoDirectForm
+    if len({arguments[name] for name in names}) < len(names):
+        raise NoDirectForm  # copies of one tensor
+    results = [f"{name!r}: {_copy(writer, arguments[name])}" for name in names]
+    texts = {name: f"{node!r}[{name!r}]" if name in names else writer.text(item) for name, item in arguments.items()}
+    return f"{{{', '.join(results)}}}\n{_launch_triton(writer, node, call, texts)}"
+
+
+def _launch_triton(writer: DirectWriter, node: Node, call: Sequence[Any], texts: Mapping[str, str]) -> str:
+    index, constants_index, grids, descriptors = call
     try:
         kernel_hash = getattr(triton_kernel_at(index), "fxwrap_hash", None)
         constants = triton_constants_at(constants_index)
@@ -54,14 +147,14 @@ def _triton_kernel(writer: DirectWriter, node: Node) -> str:
     if kernel is None or kernel_hash is None or kernel_hash != node.meta.get("fxwrap_kernel", kernel_hash):
         raise NoDirectForm
     names, expected = _triton_interface(kernel)
-    if not isinstance(arguments, Mapping) or set(arguments) != set(names) or not _same_constants(constants, expected):
+    if set(texts) != set(names) or not _same_constants(constants, expected):
         raise NoDirectForm
     user_defined = language_traits(kernel.language).user_defined
     shapes = load_user_kernel(*kernel.text).descriptors if user_defined else {}
     if set(descriptors) != set(shapes) or (len(grids) > 1 and not user_defined):
         raise NoDirectForm
-    operands = [*[arguments[name] for name in names], *[size for grid in grids[1:] for size in grid]]
-    return writer.launch(node, kernel_hash, kernel, grids[0], [writer.text(item) for item in operands])
+    operands = [*[texts[name] for name in names], *[writer.text(size) for grid in grids[1:] for size in grid]]
+    return writer.launch(node, kernel_hash, kernel, grids[0], operands)
 
 
 def _same_constants(constants: Mapping[str, object], expected: Mapping[str, object]) -> bool:
@@ -263,7 +356,9 @@ def _block(item: object) -> str:
 
 DIRECT_FORMS: Mapping[Any, DirectForm] = {
     _FXWRAP.cpp_kernel.default: _cpp_kernel,
+    _FXWRAP.cpp_kernel_functional.default: _cpp_kernel_functional,
     triton_launch: _triton_kernel,
+    triton_launch_functional: _triton_kernel_functional,
     _ATEN.empty_strided.default: _empty_strided,
     _FXWRAP.pool.default: _pool,
     _FXWRAP.workspace.default: _workspace,

@@ -60,12 +60,18 @@ class DirectWriter:
         self._untracked = untracked_views(nodes)
         self._written = written_arguments(nodes)
         self._types = known_types(nodes)
+        self._positions = {node: position for position, node in enumerate(nodes)}
+        self._last_uses = {operand: node for node in nodes for operand in node.all_input_nodes}
         self.folded_views = frozenset(filter(self._is_folded, nodes))
 
     def _is_folded(self, node: Node) -> bool:
         """Whether a view is only the base of one other view, which is written as a plain tensor on its storage."""
         users = list(node.users)
-        return len(users) == 1 and self._is_strided_view(node) and self._is_strided_view(users[0])
+        if len(users) != 1 or not self._is_strided_view(node) or not self._is_strided_view(users[0]):
+            return False
+        base: Any = node.args[0]
+        last = self._last_uses[base]  # the generated code drops the base there
+        return last is node or self._positions[last] >= self._positions[users[0]]
 
     def _is_strided_view(self, node: Node) -> bool:
         """Whether a node is written as a plain tensor on the same storage as its base."""

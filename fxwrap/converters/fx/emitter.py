@@ -16,19 +16,30 @@ from fxwrap.converters.fx.nodes import CallTarget, GraphWriter, fake_returned_op
 from fxwrap.inference import FakeValues
 from fxwrap.lines import ExtensionLine
 from fxwrap.symbolic import SymbolInfo
-from fxwrap.wrapper_ir import Block, LineBase, Program, Size, TensorType, Value, symbol_infos
+from fxwrap.wrapper_ir import (
+    Block,
+    LineBase,
+    Program,
+    Size,
+    TensorType,
+    Value,
+    multi_stream_roots,
+    program_arguments,
+    symbol_infos,
+)
 
 
 class SubmoduleTable:
-    """The attributes of an emitted module by name: constants, and the submodules of nested blocks.
+    """The attributes of an emitted module by name: constants, and the submodules of nested blocks and of regions.
 
-    `by_block` has the submodules of the whole program by their block's id: all calls of a function share one module.
+    `by_key` has the submodules of the whole program by their block's id or their kernel's hash: all calls of a function
+    or of a region share one module.
     """
 
-    def __init__(self, by_block: dict[int, GraphModule] | None = None) -> None:
+    def __init__(self, by_key: dict[int | str, GraphModule] | None = None) -> None:
         self.attributes: dict[str, Any] = {}
-        self.by_block = {} if by_block is None else by_block
-        self._names: dict[int, str] = {}
+        self.by_key = {} if by_key is None else by_key
+        self._names: dict[int | str, str] = {}
 
     def add(self, name_hint: str, attribute: object) -> str:
         """Adds an attribute and returns its name, derived from the hint."""
@@ -40,14 +51,14 @@ class SubmoduleTable:
         self.attributes[name] = attribute
         return name
 
-    def name_of(self, block: Block) -> str | None:
-        """Returns the name of a block's submodule, None if the block is not emitted yet."""
-        return self._names.get(id(block))
+    def name_of(self, key: int | str) -> str | None:
+        """Returns the name of a submodule, None if it is not emitted yet."""
+        return self._names.get(key)
 
-    def add_block(self, block: Block, label: str, module: GraphModule) -> str:
-        """Adds the submodule of a block and returns its name."""
-        self.by_block[id(block)] = module
-        name = self._names[id(block)] = self.add(label, module)
+    def add_module(self, key: int | str, label: str, module: GraphModule) -> str:
+        """Adds the submodule of a block or region and returns its name."""
+        self.by_key[key] = module
+        name = self._names[key] = self.add(label, module)
         return name
 
 
@@ -55,6 +66,8 @@ class GraphEmitter(Converter):
     """Emits the nodes of one block; nested blocks become submodules."""
 
     name: ClassVar[str] = "fx"
+    launches_by_hash: ClassVar[bool] = False
+    """Whether Triton kernels are launched by fxwrap's operator, too."""
 
     def __init__(
         self,
@@ -71,6 +84,7 @@ class GraphEmitter(Converter):
         self.writer = GraphWriter(fakes)
         self.modules = SubmoduleTable()
         self.single_output = False
+        self.multi_stream_roots: frozenset[str] = frozenset()
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     @cached_property
@@ -80,6 +94,7 @@ class GraphEmitter(Converter):
 
     def convert_block(self, block: Block) -> None:
         """Converts a block's lines."""
+        self.multi_stream_roots = multi_stream_roots(block.lines, [*program_arguments(self.program), *block.arguments])
         for line in block.lines:
             self.writer.line = line
             self.convert(line)
@@ -90,7 +105,7 @@ class GraphEmitter(Converter):
         With `single` it returns its only result, not a tuple.
         """
         inner = type(self)(self.program, self.fakes, self.handlers, aten_only=self.aten_only)
-        inner.modules = SubmoduleTable(self.modules.by_block)
+        inner.modules = SubmoduleTable(self.modules.by_key)
         inner.symbol_infos = self.symbol_infos
         for value in block.arguments:
             inner.writer.placeholder(value, self.fakes.root(value))

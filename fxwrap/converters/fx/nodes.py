@@ -12,9 +12,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fxwrap import symbolic
-from fxwrap.converters.fx.metadata import node_metadata
+from fxwrap.converters.fx.metadata import kernel_metadata, node_metadata
 from fxwrap.errors import ExpressionError
 from fxwrap.inference import FakeValues
+from fxwrap.lines import Launch
 from fxwrap.torch_compat import OpOverload, return_aliases, symbolic_function
 from fxwrap.wrapper_ir import LineBase, TensorType, Value
 
@@ -74,6 +75,8 @@ class GraphWriter:
         node = self._call(target, arguments, val, keywords, name)
         if self.line is not None:
             node.meta["fxwrap_line"] = self.line
+        if isinstance(self.line, Launch):
+            node.meta |= kernel_metadata(self.line)
         return node
 
     def _call(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch.fx import Node
 
 from fxwrap import torch_compat
 from fxwrap.converters.view_operators import VIEW_OVERLOADS, returns_view, view_operator
-from fxwrap.lines import Alloc, ExternCall, View
-from fxwrap.runtime.library import cpp_kernel_operator
+from fxwrap.lines import Alloc, ExternCall, Launch, View
+from fxwrap.runtime.library import cpp_kernel_functional_operator, cpp_kernel_operator, result_layouts
 from fxwrap.wrapper_ir import TensorType, Value
 
 _ATEN = torch.ops.aten
@@ -46,6 +47,8 @@ def _type_of(node: Node, known: dict[Node, TensorType]) -> TensorType | None:
             return line.result.tensor_type if _is_view(node, line, known) else None
         case ExternCall():
             return _result_type(node, line, known)
+        case Launch():
+            return _launch_result_type(node, line, known)
         case _:
             return None
 
@@ -84,6 +87,27 @@ def _result_type(node: Node, line: ExternCall, known: dict[Node, TensorType]) ->
         results = items[index : index + 1] if isinstance(index, int) else ()
     result = results[0] if len(results) == 1 else None
     return result.type if isinstance(result, Value) and isinstance(result.type, TensorType) else None
+
+
+def _launch_result_type(node: Node, line: Launch, known: dict[Node, TensorType]) -> TensorType | None:
+    """Returns the type of a result of a functional launch: that of its layout, or of the operand that it copies."""
+    launch, index = node.args if node.target is operator.getitem else (None, None)
+    if not isinstance(launch, Node) or launch.target is not cpp_kernel_functional_operator:
+        return None
+    outs: Any = launch.kwargs.get("outs", ())
+    if launch.meta.get("fxwrap_line") is not line or type(index) is not int or len(outs) != len(line.outs):
+        return None
+    type_ = replace(line.outs[index].tensor_type, storage_offset=0)
+    if outs[index] is not None:
+        operand = known.get(outs[index])
+        return type_ if operand is not None and replace(operand, storage_offset=0) == type_ else None
+    layouts, dtypes = launch.kwargs.get("layouts"), launch.kwargs.get("dtypes")
+    try:
+        sizes, strides, dtype = result_layouts(layouts, dtypes)[outs[:index].count(None)]  # type: ignore[arg-type]
+    except (ValueError, TypeError, AttributeError, IndexError):
+        return None
+    same = (tuple(sizes), tuple(strides), dtype, launch.kwargs.get("device"))
+    return type_ if same == (type_.sizes, type_.strides, type_.dtype, type_.device) else None
 
 
 def _is_call(node: Node, line: ExternCall, known: dict[Node, TensorType]) -> bool:

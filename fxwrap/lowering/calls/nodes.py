@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -13,7 +14,7 @@ from torch.fx import Node
 from fxwrap.fx_passes.effects import IN_PLACE_VARIANTS
 from fxwrap.fx_passes.stream_calls import stream_call
 from fxwrap.lines import SCATTER_OPERATORS, ExternCall, IndexPut, Mutate, Scatter, StartCollective, View, WaitCollective
-from fxwrap.lowering.builder import Builder, FakeValue, Keywords, Operand, node_error
+from fxwrap.lowering.builder import Builder, FakeValue, Keywords, node_error
 from fxwrap.lowering.calls.copies import emit_result_copy, reuse_operand_memory
 from fxwrap.lowering.calls.slice_writes import lower_slice_write
 from fxwrap.lowering.control.streams import (
@@ -31,7 +32,7 @@ from fxwrap.lowering.symbols.unbacked import (
     lower_item,
 )
 from fxwrap.torch_compat import OpOverload, is_opaque, is_plain_view, real_object, storage_identity
-from fxwrap.wrapper_ir import LineBase, Origin, TensorType, Value, leaves
+from fxwrap.wrapper_ir import Leaf, LineBase, Operand, Origin, Result, TensorType, Value, leaves, map_leaves
 from fxwrap.wrapper_ir.operators import OperatorSchema, operator_schema, used_result_indices
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -45,7 +46,8 @@ def lower_call(builder: Builder, node: Node, dead_roots: Collection[str] = froze
     """
     fake, env, target = builder.fakes[node], builder.env, node.target
     if target is operator.getitem and isinstance(env.get(node.args[0]), tuple | dict):  # type: ignore[arg-type]
-        env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
+        items: Any = env[node.args[0]]  # type: ignore[index]
+        env[node] = items[node.args[1]]
     elif not isinstance(target, OpOverload) and isinstance(fake, torch.Tensor):
         name = getattr(target, "__name__", target)
         reason = f"the Python builtin '{name}' is applied to the tensor '{node.all_input_nodes[0].name}'"
@@ -79,7 +81,7 @@ def _lower_start(builder: Builder, node: Node, target: OpOverload, fake: FakeVal
 
 def _lower_wait(builder: Builder, node: Node, started: Node, fake: torch.Tensor) -> None:
     """Lowers the wait for a collective's result, which is in the memory of the start's result."""
-    pending = builder.env[node.args[0]]  # type: ignore[index]
+    pending = builder.value(node.args[0])
     value = builder.add_view(node.name, fake, pending)
     builder.storages.share(fake, builder.storages.root(pending))
     builder.emit(WaitCollective(value, pending, group_of(started), origin=builder.origin(node)))
@@ -137,10 +139,9 @@ def _lower_operator(
     builder: Builder, node: Node, target: OpOverload, fake: FakeValue, dead_roots: Collection[str]
 ) -> None:
     schema = operator_schema(target)
-    arguments = _with_device_index(literals(builder, node.args, node), fake)
-    keywords = tuple([
-        (name, _with_device_index(literal(builder, argument, node), fake)) for name, argument in node.kwargs.items()
-    ])  # fmt: skip
+    named = tuple([(name, literal(builder, argument, node)) for name, argument in node.kwargs.items()])
+    operands = (literals(builder, node.args, node), named)
+    arguments, keywords = map_leaves(operands, lambda leaf: with_device_index(leaf, fake))
     if schema.replacement is not None:
         target, arguments, keywords = schema.replacement(target, arguments, keywords)
         schema = operator_schema(target)
@@ -163,13 +164,11 @@ def _lower_operator(
         _bind_results(builder, node, schema, results)
 
 
-def _with_device_index(argument: Operand, fake: FakeValue) -> Operand:
-    """Returns an argument with the index of each device; without it, the device current at run time would be used."""
-    if isinstance(argument, tuple):
-        return tuple([_with_device_index(item, fake) for item in argument])
-    if isinstance(argument, torch.device) and isinstance(fake, torch.Tensor) and argument.type == fake.device.type:
+def with_device_index(leaf: Leaf, fake: FakeValue) -> Leaf:
+    """Returns an operand, a device with its index; without it, the device current at run time would be used."""
+    if isinstance(leaf, torch.device) and isinstance(fake, torch.Tensor) and leaf.type == fake.device.type:
         return fake.device
-    return argument
+    return leaf
 
 
 def _view_base(
@@ -202,7 +201,7 @@ def _on_storage_of(base: torch.Tensor, item: object) -> bool:
     return isinstance(item, torch.Tensor) and storage_identity(item) == storage_identity(base)
 
 
-def _views(builder: Builder, node: Node, base: Value, fake: FakeValue) -> Operand:
+def _views(builder: Builder, node: Node, base: Value, fake: FakeValue) -> Result:
     if isinstance(fake, tuple | list):
         used = used_result_indices(node)
         return tuple([
@@ -241,14 +240,14 @@ def _results(
     fake: FakeValue,
     arguments: Sequence[Operand],
     keywords: Keywords,
-) -> tuple[tuple[Operand, ...], tuple[Value | None, ...]]:
+) -> tuple[tuple[Result, ...], tuple[Value | None, ...]]:
     """Adds the values of an operator's results, one tree per return, and returns the operand that each aliases."""
     count = schema.return_count
     fakes = () if count == 0 else (fake,) if count == 1 else tuple(fake)
     used = used_result_indices(node) if isinstance(fake, tuple | list) else None
     aliases: list[Value | None] = []
 
-    def make(item: FakeValue, name: str, is_used: bool) -> Operand:
+    def make(item: FakeValue, name: str, is_used: bool) -> Result:
         if is_used and isinstance(item, tuple | list):
             indices = used if count == 1 else None
             return tuple([
@@ -272,7 +271,7 @@ def _results(
     return results, tuple(aliases) if any(alias is not None for alias in aliases) else ()
 
 
-def _bind_results(builder: Builder, node: Node, schema: OperatorSchema, results: tuple[Operand, ...]) -> None:
+def _bind_results(builder: Builder, node: Node, schema: OperatorSchema, results: tuple[Result, ...]) -> None:
     """Records the operand of a node, and binds the symbols of its results."""
     fake = builder.fakes[node]
     operands = bind_results(
@@ -341,8 +340,8 @@ class IndirectWrite:
     base: Value
     is_functional: bool
 
-    def argument(self, name: str, default: Operand = None) -> Operand:
-        """Returns an argument by its name in the schema; the default if it is None, or not in the schema."""
+    def argument(self, name: str, default: Operand = None) -> Any:
+        """Returns an argument by its name in the schema, which has its type; the default if it is None or missing."""
         if name not in self.schema.argument_names:
             return default
         argument = self.schema.operand(name, self.arguments, self.keywords)

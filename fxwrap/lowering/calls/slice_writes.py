@@ -130,7 +130,7 @@ def _position(node: Node, view: OpOverload, first: int, base: torch.Tensor) -> t
 
 
 def _strided_position(
-    sizes: tuple[Any, ...], strides: tuple[Any, ...], offset: Any, base: torch.Tensor
+    sizes: tuple[Any, ...], strides: tuple[Any, ...], offset: object, base: torch.Tensor
 ) -> tuple[Any, ...] | None:
     """Returns the position of an `as_strided` if it is static, within the base and without overlaps."""
     first: Any = base.storage_offset()
@@ -154,7 +154,7 @@ def _last_offset(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
-def _argument(node: Node, position: int, default: Any) -> Any:
+def _argument(node: Node, position: int, default: object) -> Any:
     return node.args[position] if position < len(node.args) else default
 
 
@@ -166,7 +166,7 @@ def _fake(item: object, fakes: Fakes) -> FakeValue:
     return fakes.get(item) if isinstance(item, Node) else item
 
 
-def _matches_step(view: object, step: ViewStep, base: Any, fakes: Fakes) -> bool:
+def _matches_step(view: object, step: ViewStep, base: object, fakes: Fakes) -> bool:
     """Whether a node is the view of `base` at a step."""
     if not isinstance(view, Node) or view.target is not step.operator or view.args[0] is not base or view.kwargs:
         return False
@@ -266,7 +266,7 @@ def lower_slice_write(builder: Builder, node: Node, fake: FakeValue, dead_roots:
         return False
     base_node = node.args[0]
     assert isinstance(base_node, Node)
-    base, source = builder.env[base_node], builder.env[step.shape_source]
+    base, source = builder.value(base_node), builder.value(step.shape_source)
     target = reuse_operand_memory(builder, base, fake, dead_roots, {builder.storages.root(source).name})
     if target is None:
         return False

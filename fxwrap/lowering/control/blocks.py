@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -18,7 +19,6 @@ from fxwrap.lowering.builder import (
     ConstantScope,
     FakeValue,
     LoweringRequest,
-    Operand,
     Payload,
     node_coverage,
     node_error,
@@ -30,7 +30,10 @@ from fxwrap.lowering.fusion.kernels import dense_strides
 from fxwrap.lowering.graph_lowering import GraphLowering
 from fxwrap.lowering.symbols.inputs import InputBinder
 from fxwrap.torch_compat import is_opaque, real_object
-from fxwrap.wrapper_ir import Block, TensorType, Type, Value, defined, print_type, types_agree
+from fxwrap.wrapper_ir import Block, Operand, Result, TensorType, Type, Value, defined, print_type, types_agree
+
+TypeOrOperand: TypeAlias = "Type | Operand"
+"""The type of a value, or an operand that is none."""
 
 CapturedConstant = tuple[Payload, str]
 """The payload and the name of a constant."""
@@ -123,7 +126,7 @@ class BlockLowering:
         examples: Sequence[FakeValue],
         *,
         carried: int = 0,
-        result_types: Sequence[Type | Operand] | None = None,
+        result_types: Sequence[TypeOrOperand] | None = None,
         allow_aliases: bool = False,
         duplicate_results: bool = False,
     ) -> LoweredBlock:
@@ -172,7 +175,7 @@ class BlockLowering:
             raise node_error(node, f"'{graph.target}' writes its operands", "Write a copy, and return it")
         yielded, results = _results(builder, body.output, result_types, allow_aliases)
         if duplicate_results:
-            yielded = (*yielded, *[emit_copy(builder, value) for value in yielded])
+            yielded = (*yielded, *[emit_copy(builder, value) for value in yielded if isinstance(value, Value)])
         return LoweredBlock(builder, constants, arguments, yielded, results)
 
     def shared_function(
@@ -238,7 +241,7 @@ def _argument(
 
 
 def _results(
-    builder: Builder, output: Node, result_types: Sequence[Type | Operand] | None, allow_aliases: bool
+    builder: Builder, output: Node, result_types: Sequence[TypeOrOperand] | None, allow_aliases: bool
 ) -> tuple[tuple[Operand, ...], tuple[int | Value, ...]]:
     """Returns the yielded values and the results of a block.
 
@@ -269,7 +272,7 @@ def _results(
     return tuple(yielded), tuple(results)
 
 
-def _tensor_type_at(types: Sequence[Type | Operand] | None, position: int, rank: int) -> TensorType | None:
+def _tensor_type_at(types: Sequence[TypeOrOperand] | None, position: int, rank: int) -> TensorType | None:
     """Returns the tensor type of a rank at a position of result types, if there is one."""
     type_ = types[position] if types is not None and position < len(types) else None
     return type_ if isinstance(type_, TensorType) and len(type_.sizes) == rank else None
@@ -285,7 +288,7 @@ def emit_copy(builder: Builder, value: Value, layout: TensorType | None = None) 
     return copy
 
 
-def check_branches(node: Node, then: Sequence[Operand], else_: Sequence[Operand], results: Sequence[Operand]) -> None:
+def check_branches(node: Node, then: Sequence[Operand], else_: Sequence[Operand], results: Sequence[Result]) -> None:
     """Raises GraphError, which shows both, if two branches do not return the results of the call."""
     fits = len(then) == len(else_) == len(results) and all(
         _fits(first, third) and _fits(second, third) and _fits(_with_zero_sizes(first), _with_zero_sizes(second))
@@ -298,14 +301,14 @@ def check_branches(node: Node, then: Sequence[Operand], else_: Sequence[Operand]
         raise node_error(node, reason, remedy)
 
 
-def _with_zero_sizes(item: Operand) -> Operand:
+def _with_zero_sizes(item: TypeOrOperand) -> TypeOrOperand:
     if not isinstance(item, Value) or not isinstance(item.type, TensorType):
         return item
     return TensorType.contiguous(item.type.dtype, (0,) * len(item.type.sizes), item.type.device)
 
 
 def check_fits(
-    node: Node, function: str, actual: Sequence[Operand], expected_name: str, expected: Sequence[Operand]
+    node: Node, function: str, actual: Sequence[Operand], expected_name: str, expected: Sequence[TypeOrOperand]
 ) -> None:
     """Raises GraphError, which shows both, if two lists of values differ in number, dtype, device or sizes."""
     shown = tuple(", ".join(_describe(item) for item in items) for items in (actual, expected))
@@ -319,7 +322,7 @@ def check_fits(
             raise node_error(node, reason, remedy)
 
 
-def _fits(have: Operand, want: Operand) -> bool:
+def _fits(have: TypeOrOperand, want: TypeOrOperand) -> bool:
     first, second = (item.type if isinstance(item, Value) else item for item in (have, want))
     if isinstance(first, TensorType) and isinstance(second, TensorType):
         return types_agree(first, second, compare_strides=False)
@@ -328,6 +331,7 @@ def _fits(have: Operand, want: Operand) -> bool:
     return (first is None) == (second is None)
 
 
-def _describe(item: Operand) -> str:
-    type_ = item.type if isinstance(item, Value) else item
-    return str(print_type(type_)) if isinstance(item, Value | TensorType) else str(item)
+def _describe(item: TypeOrOperand) -> str:
+    if isinstance(item, Value | TensorType):
+        return print_type(item.type if isinstance(item, Value) else item)
+    return str(item)

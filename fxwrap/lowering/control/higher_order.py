@@ -12,13 +12,14 @@ from torch.fx import Node
 
 from fxwrap.fx_passes.effects import EMPTY_OPERATORS, FUNCTIONALIZED, USER_KERNELS, mutated_operands, operator_label
 from fxwrap.lines import CallFunction, Cond, ExternCall, Launch, Map, ScanLoop, View, While
-from fxwrap.lowering.builder import Builder, FakeValue, Operand, node_error
+from fxwrap.lowering.builder import Builder, FakeValue, node_error
 from fxwrap.lowering.calls.copies import writable_operand
 from fxwrap.lowering.calls.nodes import literal, literals
 from fxwrap.lowering.control.blocks import (
     BlockLowering,
     CapturedConstant,
     LoweredBlock,
+    TypeOrOperand,
     check_branches,
     check_fits,
     emit_copy,
@@ -37,7 +38,7 @@ from fxwrap.lowering.symbols.unbacked import bind_values, new_values
 from fxwrap.symbolic import expression_kind, total
 from fxwrap.torch_compat import find_shape_env, new_unbacked_number, triton_kernel_at
 from fxwrap.user_kernels import KernelCallError, all_call_arguments, classify_arguments, define_user_kernel
-from fxwrap.wrapper_ir import TensorType, Type, Value, types_agree
+from fxwrap.wrapper_ir import Operand, Result, TensorType, Value, types_agree
 
 
 def lower_higher_order(blocks: BlockLowering, node: Node, dead_roots: Collection[str]) -> None:
@@ -62,7 +63,7 @@ def lower_higher_order(blocks: BlockLowering, node: Node, dead_roots: Collection
 # --- operands and results ---------------------------------------------------------------------------------------------
 
 
-def _arguments(node: Node, count: int) -> tuple[Operand, ...]:
+def _arguments(node: Node, count: int) -> tuple[Any, ...]:
     """Returns the first `count` arguments of a call; omitted operands are ()."""
     return (*node.args, ())[:count]
 
@@ -94,12 +95,19 @@ def _captured_constants(*blocks: LoweredBlock) -> tuple[list[CapturedConstant], 
     return list(captured.values()), tuple([scope.constant(payload, name) for payload, name in captured.values()])
 
 
-def _bind_results(builder: Builder, node: Node, fakes: Sequence[FakeValue], results: Operand) -> None:
+def _bind_results(builder: Builder, node: Node, fakes: Sequence[FakeValue], results: tuple[Result, ...]) -> None:
     """Binds the symbols of results, and records the operand of the node."""
     builder.env[node] = bind_values(builder, node, fakes, results)
 
 
-def _types(values: Sequence[Operand]) -> list[Type | Operand]:
+def _values(operands: Sequence[Operand]) -> tuple[Value, ...]:
+    """Returns operands that are all tensors."""
+    values = tuple([operand for operand in operands if isinstance(operand, Value)])
+    assert len(values) == len(operands)
+    return values
+
+
+def _types(values: Sequence[Operand]) -> list[TypeOrOperand]:
     return [item.type if isinstance(item, Value) else item for item in values]
 
 
@@ -192,7 +200,8 @@ def _while_loop(blocks: BlockLowering, node: Node, stacked: bool = False) -> Non
 def _scan(blocks: BlockLowering, node: Node) -> None:
     builder, fakes = blocks.builder, blocks.builder.fakes[node]
     graph, init, over_items, extra_items = _arguments(node, 4)
-    carried, over, extra = [literals(builder, items, node) for items in (init, over_items, extra_items)]
+    carried, extra = literals(builder, init, node), literals(builder, extra_items, node)
+    over = _values(literals(builder, over_items, node))
     count, end = len(carried), len(carried) + len(over)
     slices = [_slice_example(builder, value) for value in over]
     examples = [*_examples(builder, carried), *slices, *_examples(builder, extra)]
@@ -215,13 +224,13 @@ def _emit_scan(
     node: Node,
     body: LoweredBlock,
     operands: Sequence[Operand],
-    results: Operand,
+    results: tuple[Result, ...],
     count: int,
     end: int,
 ) -> None:
     """Emits a scan; `count` operands are carried, those up to `end` are iterated over."""
     block_operands, (constants, outer) = body.block_operands(operands), _captured_constants(body)
-    initial, over, extra = block_operands[:count], block_operands[count:end], (*block_operands[end:], *outer)
+    initial, over, extra = block_operands[:count], _values(block_operands[count:end]), (*block_operands[end:], *outer)
     builder.emit(ScanLoop(results, initial, over, body.block(constants), extra, origin=builder.origin(node)))
 
 
@@ -229,7 +238,7 @@ def _associative_scan(blocks: BlockLowering, node: Node) -> None:
     """Lowers a scan of symbolic length to a loop from the second element on, which carries the last result."""
     builder, fakes = blocks.builder, blocks.builder.fakes[node]
     graph, over_items, extra_items = _arguments(node, 3)
-    over, extra = literals(builder, over_items, node), literals(builder, extra_items, node)
+    over, extra = _values(literals(builder, over_items, node)), literals(builder, extra_items, node)
     first = [_slice_view(builder, value, 0) for value in over]
     rest = [_slice_view(builder, value, slice(1, None)) for value in over]
     slices = [_slice_example(builder, value) for value in rest]
@@ -242,7 +251,7 @@ def _associative_scan(blocks: BlockLowering, node: Node) -> None:
     results = new_values(builder, node, [builder.storages.fake(value) for value in (*first, *rest)])
     _emit_scan(builder, node, body, operands, results, count, 2 * count)
     whole = new_values(builder, node, fakes)
-    for value, start, end in zip(whole, over, results[count:], strict=True):
+    for value, start, end in zip(whole, over, _values(results[count:]), strict=True):
         parts = (_slice_view(builder, start, slice(0, 1)), end)
         builder.emit(ExternCall((value,), "aten.cat.default", (parts, 0), origin=builder.origin(node)))
     _bind_results(builder, node, fakes, whole)
@@ -258,7 +267,7 @@ def _slice_view(builder: Builder, value: Value, index: int | slice) -> Value:
 def _map(blocks: BlockLowering, node: Node) -> None:
     builder, fakes = blocks.builder, blocks.builder.fakes[node]
     graph, over_items, extra_items = _arguments(node, 3)
-    over, extra = literals(builder, over_items, node), literals(builder, extra_items, node)
+    over, extra = _values(literals(builder, over_items, node)), literals(builder, extra_items, node)
     examples = [*[_slice_example(builder, value) for value in over], *_examples(builder, extra)]
     results = new_values(builder, node, fakes)
     body = blocks.lower(node, graph, (*over, *extra), examples)
@@ -268,13 +277,13 @@ def _map(blocks: BlockLowering, node: Node) -> None:
     operands = (*slices, *_match_strides(builder, extra, body.arguments[count:]))
     block_operands, (constants, outer) = body.block_operands(operands), _captured_constants(body)
     extra = (*block_operands[count:], *outer)
-    builder.emit(Map(results, block_operands[:count], body.block(constants), extra, origin=builder.origin(node)))
+    builder.emit(Map(results, slices, body.block(constants), extra, origin=builder.origin(node)))
     _bind_results(builder, node, fakes, results)
 
 
-def _slice_types(stacked: Sequence[Value | None]) -> list[TensorType | None]:
+def _slice_types(stacked: Sequence[Result]) -> list[TensorType | None]:
     """Returns the types of one dense slice of each tensor."""
-    types = [None if value is None else value.tensor_type for value in stacked]
+    types = [value.tensor_type if isinstance(value, Value) else None for value in stacked]
     return [type_ and TensorType.contiguous(type_.dtype, type_.sizes[1:], type_.device) for type_ in types]
 
 
@@ -308,11 +317,12 @@ def _invoke_subgraph(blocks: BlockLowering, node: Node) -> None:
 
 
 def _view_of_operand(
-    builder: Builder, node: Node, position: int, lowered: LoweredBlock, alias: Value, arguments: Mapping[str, Value]
+    builder: Builder, node: Node, position: int, lowered: LoweredBlock, alias: Value, arguments: Mapping[str, Operand]
 ) -> Value:
     """Returns a function's result that aliases an argument, as a view of the operand."""
     root = lowered.builder.storages.root(alias)
     base, type_ = arguments[root.name], alias.tensor_type
+    assert isinstance(base, Value)
     if type_ == root.type:
         return base
     offset = total((base.tensor_type.storage_offset, type_.storage_offset))

@@ -14,12 +14,12 @@ from torch.fx.node import map_arg
 from fxwrap.devices import registered_spec
 from fxwrap.fx_passes.effects import operator_label
 from fxwrap.lines import Alloc, ExchangeRngState, ExternCall, Mutate, RestoreRngState, SaveRngState
-from fxwrap.lowering.builder import Builder, FakeValue, Keywords, Operand, node_error
+from fxwrap.lowering.builder import Builder, FakeValue, Keywords, node_error
 from fxwrap.lowering.calls.copies import writable_operand
 from fxwrap.lowering.calls.nodes import literal, literals, tensor_operands, view_of
 from fxwrap.lowering.symbols.unbacked import bind_values, new_values
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, functionalized_views, torch_schema
-from fxwrap.wrapper_ir import GENERATOR, OUTPUT, UNKNOWN, Effect, TensorType, Value, leaves
+from fxwrap.wrapper_ir import GENERATOR, OUTPUT, UNKNOWN, Effect, Operand, Result, TensorType, Value, leaves
 from fxwrap.wrapper_ir.operators import operator_schema
 
 
@@ -59,7 +59,7 @@ class _FunctionalizedOperands:
     fakes: Sequence[FakeValue]
     overload: OpOverload
 
-    def operands(self) -> tuple[dict[str, Operand], tuple[Value, ...], tuple[Operand, ...]]:
+    def operands(self) -> tuple[dict[str, Operand], tuple[Value, ...], tuple[Result, ...]]:
         """Returns the operator's arguments by name, the values that it writes, and those that are results."""
         builder, node, schema = self.builder, self.node, operator_schema(self.overload)
         mutated = schema.mutated_arguments
@@ -78,22 +78,25 @@ class _FunctionalizedOperands:
         plain = {name: item for name, item in unchanged.items() if name in schema.argument_names}
         return plain | written, _values(written.values()), bases
 
-    def _copy(self, value: Operand, fake: FakeValue, others: set[str]) -> Operand:
+    def _copy(self, value: Operand, fake: FakeValue, others: set[str]) -> Result:
         """Returns a copy of a tensor, or the tensor itself if nothing else uses it."""
         if isinstance(value, tuple):
             return tuple([self._copy(item, inner, others) for item, inner in zip(value, fake, strict=True)])
-        return (
-            None if value is None else writable_operand(self.builder, self.node, value, fake, self.dead_roots, others)
-        )
+        if value is None:
+            return None
+        assert isinstance(value, Value)
+        return writable_operand(self.builder, self.node, value, fake, self.dead_roots, others)
 
-    def _view(self, name: str, view: FakeValue, bases: Sequence[Value]) -> Operand:
+    def _view(self, name: str, view: FakeValue, bases: Sequence[Result]) -> Operand:
         """Returns the operand of an argument: a base, a view of one, a tuple of them, or None."""
         if view is None:
             return None
         if isinstance(view, list):
             return tuple([self._view(f"{name}_{number}", item, bases) for number, item in enumerate(view)])
         index, fake = view
-        return bases[index] if fake is None else view_of(self.builder, self.node, name, fake, bases[index])
+        base = bases[index]
+        assert isinstance(base, Value)
+        return base if fake is None else view_of(self.builder, self.node, name, fake, base)
 
 
 def lower_with_effects(builder: Builder, node: Node) -> None:
@@ -128,7 +131,10 @@ def _call_method(builder: Builder, node: Node, first: int, fakes: Sequence[FakeV
     fakes = [fake for fake in fakes if fake is not None]
     returned = fakes if len(fakes) < 2 else [tuple(fakes)]
     results = _call(builder, node, torch.ops.fxwrap_runtime.call_method.default, operands, returned)
-    return results if len(fakes) == 1 else results[0] if results else (None,)
+    if len(fakes) < 2:
+        return results or (None,)
+    assert isinstance(results[0], tuple)
+    return results[0]
 
 
 def lower_print(builder: Builder, node: Node, first: int = 0) -> None:
@@ -173,7 +179,7 @@ def lower_run_and_save(builder: Builder, node: Node) -> None:
 
 def lower_run_with(builder: Builder, node: Node) -> None:
     """Lowers an operator that draws random numbers from a saved state; the generator's own state is unchanged."""
-    fake, state = builder.fakes[node], literal(builder, node.args[0], node)
+    fake, state = builder.fakes[node], builder.value(node.args[0])
     operands = _literals(builder, node, 2)
     device, origin = _device(operands), builder.origin(node)
     current = _saved_state(builder, node, "current", device)
@@ -219,7 +225,7 @@ def _call(
     operands: tuple[tuple[Operand, ...], Keywords],
     fakes: Sequence[FakeValue],
     effects: tuple[Effect, ...] = (),
-) -> Operand:
+) -> tuple[Operand, ...]:
     """Emits the call of an operator; returns the operands of its results."""
     schema = operator_schema(overload)
     if schema.mutated_arguments:
@@ -270,7 +276,7 @@ def _flat(fakes: FakeValue) -> Sequence[FakeValue]:
     return fakes if isinstance(fakes, tuple | list) else (fakes,)
 
 
-def _like(fake: FakeValue, results: Operand) -> Operand:
+def _like(fake: FakeValue, results: tuple[Operand, ...]) -> Operand:
     """Returns the operand of a node: all results, or the only one."""
     return results if isinstance(fake, tuple | list) else results[0]
 

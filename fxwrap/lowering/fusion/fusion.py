@@ -17,7 +17,7 @@ from itertools import islice
 
 from torch.fx import Node
 
-from fxwrap.devices import DeviceSpec
+from fxwrap.devices import DeviceSpec, language_traits
 from fxwrap.loop_ir import Atom, Axis, IndexLike, as_index
 from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Pointwise, Scattered
 from fxwrap.lowering.fusion.iteration_mappings import (
@@ -98,7 +98,7 @@ class Fusion:
         """Adds a materialised definition to the kernel where it saves most memory traffic, or to a new kernel."""
         trace = self.plan.tracer.trace_inlining(plan.definition, self.plan.access_of)
         dependences = self._producers(
-            [*(definition for definition, _ in trace.reads), *trace.symbols, *self._predecessors(plan.definition)]
+            [*(item for item, _ in trace.reads), *plan.operands, *trace.symbols, *self._predecessors(plan.definition)]
         )
         best = self._best_kernel(plan, trace, dependences)
         if best is None:
@@ -122,7 +122,7 @@ class Fusion:
             if self._key_after(item, dependences) is None or not self._fits_limits(item.kernel, plan, trace):
                 continue
             for mapping in iteration_mappings(item.kernel, plan.definition, trace):
-                saved = self._saved_bytes(item.kernel, mapping, plan.definition, trace)
+                saved = self._saved_bytes(item.kernel, mapping, plan, trace)
                 if saved is not None and (best is None or saved > best[0]):
                     best = (saved, item, mapping)
                     break
@@ -205,10 +205,13 @@ class Fusion:
         return buffers <= _MAX_BUFFERS and kernel.cost + plan.cost <= _MAX_COST
 
     def _saved_bytes(
-        self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition, trace: Trace
+        self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace
     ) -> float | None:
         """Returns the memory traffic that a mapping saves, or None where it is illegal or saves nothing."""
+        definition = plan.definition
         if not self._is_safe_in_place_store(kernel, mapping, definition):
+            return None
+        if not kernel.overwritten.isdisjoint(plan.operands):
             return None
         saved = 0.0
         axes: dict[Atom, IndexLike] = dict(zip(trace.axes, mapping.at, strict=True))
@@ -248,7 +251,8 @@ class Fusion:
         On a massively parallel device, a kernel whose reduction runs down columns, or over rows that do not fit in one
         program, has few programs: these should not write a whole tensor too.
         """
-        if not mapping.reduced or not self.specs[kernel.device_type].massively_parallel:
+        spec = self.specs[kernel.device_type]
+        if not mapping.reduced or not spec.massively_parallel or language_traits(spec.kernel_language).takes_regions:
             return True
         reduced = set(mapping.reduced)
         written = [member.at for member in kernel.members if isinstance(member.definition, Pointwise)]
@@ -282,9 +286,11 @@ class Fusion:
             points = kernel.reads.setdefault(other, [])
             if mine not in points:
                 points.append(mine)
-            readers = self._readers.setdefault(other, [])
-            if item not in readers[-_MAX_CANDIDATES:]:
-                readers.append(item)
+            self._add_reader(other, item)
+        for other in plan.operands:
+            if other not in kernel.computed:
+                kernel.operands.add(other)
+                self._add_reader(other, item)
         for producer in dependences:
             if producer is not item:
                 producer.first_user = min(producer.first_user, item.key)
@@ -294,3 +300,8 @@ class Fusion:
             self._producer_of |= dict.fromkeys(overwritten, item)
         self._producer_of[definition] = item
         self._producer_of.setdefault(shared_source(definition), item)
+
+    def _add_reader(self, definition: Definition, item: ScheduledItem) -> None:
+        readers = self._readers.setdefault(definition, [])
+        if item not in readers[-_MAX_CANDIDATES:]:
+            readers.append(item)

@@ -46,7 +46,8 @@ class Member:
 class KernelPlan:
     """A planned kernel: its axes, its members in order, and the indices at which it computes and reads definitions.
 
-    `overwritten` are definitions whose memory it overwrites with other values.
+    `overwritten` are definitions whose memory it overwrites with other values, `operands` those that it does not read,
+    but its region does.
     """
 
     axes: tuple[Axis, ...]
@@ -55,6 +56,7 @@ class KernelPlan:
     computed: dict[Definition, IndexTuple] = field(default_factory=dict)
     reads: dict[Definition, list[IndexTuple]] = field(default_factory=dict)
     overwritten: set[Definition] = field(default_factory=set)
+    operands: set[Definition] = field(default_factory=set)
     cost: int = 0
 
     @property
@@ -228,7 +230,9 @@ def _unify(at: IndexTuple, target: IndexTuple, axes: Sequence[Axis], spare: Sequ
     """
     solution: dict[Axis, Index] = {axis: as_index(0) for axis in axes if axis.size == 1}
     for mine, theirs in zip(at, target, strict=True):
-        axis = mine.single_axis
+        axis, other = mine.single_axis, theirs.single_axis
+        if other is not None and other.size == 1:
+            theirs = as_index(0)
         if axis is None:
             if mine != theirs:
                 return None

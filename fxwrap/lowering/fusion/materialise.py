@@ -15,6 +15,7 @@ from fxwrap.lowering.fusion.definitions import (
     Reduced,
     Scanned,
     Scattered,
+    Stored,
     Viewed,
 )
 from fxwrap.lowering.fusion.tracing import Access, Tracer, iteration_space, shared_source
@@ -40,22 +41,30 @@ class DefUse:
     """A definition, the position of its node, and the definitions that read it.
 
     `max_reads_per_iteration` is the largest number of its elements that one iteration of a consumer reads.
+    `operand_consumers` are definitions whose operators take it as an operand; not all of them read its elements.
     """
 
     definition: Definition
     position: int
     consumers: list[DefUse] = field(default_factory=list)
+    operand_consumers: list[DefUse] = field(default_factory=list)
     max_reads_per_iteration: int = 0
 
 
 class DefUseChains:
     """The definitions of a graph in an order in which they can be computed, each with its consumers.
 
-    A definition without a label, or without an operator, is labelled after its first reader.
+    A definition without a label, or without an operator, is labelled after its first reader. `operands` has, for each
+    result of an operator, the operands of the operator, which its region needs; it is None for kernels without regions.
     """
 
-    def __init__(self, labels: Mapping[Definition, DefinitionLabel]) -> None:
+    def __init__(
+        self,
+        labels: Mapping[Definition, DefinitionLabel],
+        operands: Mapping[Definition, Sequence[Definition]] | None = None,
+    ) -> None:
         self.tracer = Tracer()
+        self.operands = operands
         self.labels = dict(labels)
         self.uses: dict[Definition, DefUse] = {}
 
@@ -72,15 +81,26 @@ class DefUseChains:
             producer = self.add(other, position)
             producer.consumers.append(use)
             producer.max_reads_per_iteration = max(producer.max_reads_per_iteration, count)
+        for operand in self.operands_of(definition):
+            self.add(operand, position).operand_consumers.append(use)
         self.uses[definition] = use
         return use
+
+    def operands_of(self, definition: Definition) -> Sequence[Definition]:
+        """Returns the operands of the operator of a result, which its region needs; none for other definitions."""
+        return () if self.operands is None else self.operands.get(definition, ())
+
+    def is_intermediate(self, definition: Definition) -> bool:
+        """Whether a definition is no result of an operator, and so no tensor of a region."""
+        return self.operands is not None and definition not in self.operands and not isinstance(definition, Stored)
 
 
 @dataclass(frozen=True, eq=False)
 class DefinitionPlan:
     """A definition, the position of its node, and how it is computed.
 
-    `cost` and `depth` include the definitions inlined into it; `reads` are the materialised definitions that it reads.
+    `cost` and `depth` include the definitions inlined into it; `reads` are the materialised definitions that it reads,
+    `operands` other ones that its region needs.
     """
 
     definition: Definition
@@ -89,6 +109,7 @@ class DefinitionPlan:
     cost: int = 0
     depth: int = 0
     reads: frozenset[Definition] = frozenset()
+    operands: frozenset[Definition] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,14 +177,15 @@ class _MaterialisationPlanner:
         """Returns the uses that are external or have a live consumer, in order."""
         for use in reversed(self.chains.uses.values()):
             consumers = [consumer for consumer in use.consumers if consumer.definition in self.consumers]
-            if consumers or use.definition in self.external:
+            is_operand = any(consumer.definition in self.consumers for consumer in use.operand_consumers)
+            if consumers or is_operand or use.definition in self.external:
                 self.consumers[use.definition] = consumers
         return [use for use in self.chains.uses.values() if use.definition in self.consumers]
 
     def plan(self, use: DefUse) -> DefinitionPlan:
         definition = use.definition
         trace = self.chains.tracer.trace(definition)
-        cost, depth, reads = trace.cost, 0, set[Definition]()
+        cost, depth, reads, operands = trace.cost, 0, set[Definition](), set[Definition]()
         for other, _ in trace.reads:
             producer = self.plans[other]
             if producer.materialised:
@@ -172,20 +194,39 @@ class _MaterialisationPlanner:
                 cost += producer.cost
                 depth = max(depth, producer.depth + 1)
                 reads |= producer.reads
+                operands |= producer.operands
+        for other in self.chains.operands_of(definition):
+            producer = self.plans[other]
+            operands |= {other} if producer.materialised else producer.reads | producer.operands
         plan = DefinitionPlan(
-            definition, use.position, not isinstance(definition, Pointwise | Viewed), cost, depth, frozenset(reads)
-        )
+            definition, use.position, not isinstance(definition, Pointwise | Viewed), cost, depth, frozenset(reads),
+            frozenset(operands - reads),
+        )  # fmt: skip
         if not isinstance(definition, Pointwise):
             return plan
-        if definition in self.external or self._reads_overwritten_memory(plan) or not self._should_inline(use, plan):
+        if self._needs_memory(plan) or not self._should_inline(use, plan):
             return replace(plan, materialised=True)
         return plan
 
+    def _needs_memory(self, plan: DefinitionPlan) -> bool:
+        """Whether a definition must be materialised.
+
+        With regions, a result that reads an intermediate result of its operator is: kernels that compute it would share
+        the operator.
+        """
+        is_external = plan.definition in self.external
+        is_intermediate = self.chains.is_intermediate
+        shares_operator = not is_intermediate(plan.definition) and any(map(is_intermediate, plan.reads))
+        return is_external or shares_operator or self._reads_overwritten_memory(plan)
+
     def _reads_overwritten_memory(self, plan: DefinitionPlan) -> bool:
         """Whether a read tensor is overwritten between the definition and its last consumer."""
-        last = max([consumer.position for consumer in self.consumers[plan.definition]], default=plan.position)
+        use = self.chains.uses[plan.definition]
+        consumers = [*self.consumers[plan.definition], *use.operand_consumers]
+        last = max([consumer.position for consumer in consumers], default=plan.position)
+        read = plan.reads | plan.operands
         return any(
-            plan.position <= position < last for other in plan.reads for position in self.overwritten_at.get(other, ())
+            plan.position <= position < last for other in read for position in self.overwritten_at.get(other, ())
         )
 
     def _should_inline(self, use: DefUse, plan: DefinitionPlan) -> bool:

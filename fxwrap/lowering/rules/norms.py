@@ -22,8 +22,8 @@ from fxwrap.lowering.rules.normalization import (
     reciprocal_std,
     statistic_result,
 )
-from fxwrap.lowering.rules.reductions import build_reduction, outer_result, reduction_shape
-from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, lowering_rule
+from fxwrap.lowering.rules.reductions import outer_result, reduction_shape, sum_rows
+from fxwrap.lowering.rules.registry import Declined, ElementBody, LoweringResult, OperatorCall, lowering_rule
 from fxwrap.symbolic import Size
 
 
@@ -69,11 +69,7 @@ def _rms_norm(
     space, computes = _space(call, x), x.compute_dtype
     rows = reduction_shape(x, range(len(x.sizes) - len(normalized), len(x.sizes)))
 
-    def square(reader: ElementReader, row: Indices, within: Indices) -> Scalar:
-        value = reader.load(x, space.indices_in_row(row, within))
-        return value * value
-
-    (total,) = build_reduction(call, "sum", rows, computes, square)
+    total = sum_rows(call, rows, computes, _square_of(x))
     root = reciprocal_std(call, space, total, torch.finfo(computes).eps if epsilon is None else epsilon)
     rstd = load_row_statistic(root, computes, space)
     result, rstd_fake = call.results
@@ -81,6 +77,14 @@ def _rms_norm(
         normalize(call, result, space, x, None, rstd, weight),
         statistic_result(call, rstd_fake, rstd, len(space.rows)),
     )
+
+
+def _square_of(operand: Definition) -> ElementBody:
+    def square(reader: ElementReader, indices: Indices) -> Scalar:
+        value = reader.load(operand, indices)
+        return value * value
+
+    return square
 
 
 # --- weight norm -----------------------------------------------------------------------------------------------------
@@ -92,11 +96,7 @@ def _weight_norm(call: OperatorCall, v: Definition, g: Definition, dim: int) -> 
     rank, computes = len(v.sizes), v.compute_dtype
     rows = reduction_shape(v, [other for other in range(rank) if other != dim % rank])
 
-    def square(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
-        value = reader.load(v, rows.operand_indices(row, reduced))
-        return value * value
-
-    (total,) = build_reduction(call, "sum", rows, computes, square)
+    total = sum_rows(call, rows, computes, _square_of(v))
     result, norm_fake = call.results
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
@@ -115,11 +115,7 @@ def _weight_norm_backward(
     rank, computes = len(v.sizes), v.compute_dtype
     rows = reduction_shape(v, [other for other in range(rank) if other != dim % rank])
 
-    def product(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
-        indices = rows.operand_indices(row, reduced)
-        return reader.load(grad, indices).to(computes) * reader.load(v, indices)
-
-    (total,) = build_reduction(call, "sum", rows, computes, product)
+    total = sum_rows(call, rows, computes, lambda reader, at: reader.load(grad, at).to(computes) * reader.load(v, at))
     v_fake, g_fake = call.results
 
     def of_v(reader: ElementReader, indices: Indices) -> Scalar:

@@ -31,7 +31,6 @@ from fxwrap.lowering.rules.registry import (
     LoweringResult,
     NumberOrSymbol,
     OperatorCall,
-    ReductionBody,
     lowering_rule,
 )
 from fxwrap.symbolic import Size, minimum, product
@@ -78,10 +77,7 @@ def _reduce_elements(call: OperatorCall, kind: str, element: ElementFunction, x:
     dtype = torch.bool if kind in ("any", "all") else call.dtype
     kind = _BOOL_KINDS.get(kind, kind) if dtype is torch.bool else kind
 
-    def body(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
-        return element(reader.load(x, rows.operand_indices(row, reduced)))
-
-    (part,) = build_reduction(call, kind, rows, dtype, body)
+    (part,) = build_reduction(call, kind, rows, dtype, lambda reader, at: element(reader.load(x, at)))
     return reduced_result(call, call.result, rows, part)
 
 
@@ -118,7 +114,7 @@ def _any_or_all(call: OperatorCall, x: Definition, dims: Sequence[int] | None) -
 def _mean(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResult:
     """Returns a sum, divided in the compute dtype; the mean of no element is NaN."""
     rows, dtype = reduction_shape(x, dims), call.dtype
-    (total,) = build_reduction(call, "sum", rows, dtype, rows.load_element(x))
+    total = sum_rows(call, rows, dtype, x)
     return outer_result(
         call, call.result, rows, lambda reader, row: reader.load(total, row) / reader.number(rows.count, dtype)
     )
@@ -127,7 +123,7 @@ def _mean(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResul
 @lowering_rule("aten.trace.default")
 def _trace(call: OperatorCall, x: Definition) -> LoweringResult:
     rows = ReductionShape((minimum(*x.sizes),), (0,))
-    (total,) = build_reduction(call, "sum", rows, call.dtype, lambda reader, _, at: reader.load(x, (at[0], at[0])))
+    total = sum_rows(call, rows, call.dtype, lambda reader, at: reader.load(x, (at[0], at[0])))
     return reduced_result(call, call.result, rows, total)
 
 
@@ -138,14 +134,14 @@ def _arg_extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake
     """Returns the first position of the largest or smallest element along dimensions; the first NaN wins."""
     rows = reduction_shape(x, dims)
     dtype = torch.uint8 if x.dtype is torch.bool else x.dtype
-    (part,) = build_reduction(call, kind, rows, dtype, rows.load_element(x))
+    (part,) = build_reduction(call, kind, rows, dtype, x)
     return reduced_result(call, fake, rows, part)
 
 
 def _extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: torch.Tensor) -> Definition:
     rows = reduction_shape(x, dims)
     kind = _BOOL_KINDS[kind] if x.dtype is torch.bool else kind
-    (part,) = build_reduction(call, kind, rows, x.dtype, rows.load_element(x))
+    (part,) = build_reduction(call, kind, rows, x.dtype, x)
     return reduced_result(call, fake, rows, part)
 
 
@@ -176,7 +172,7 @@ def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResu
 def _variance(call: OperatorCall, x: Definition, dims: Dims, correction: NumberOrSymbol | None) -> LoweringResult:
     """Returns the variance or its square root, and the mean where the operator has two results."""
     rows = reduction_shape(x, dims)
-    mean, squares = build_reduction(call, "welford", rows, x.dtype, rows.load_element(x))
+    mean, squares = build_reduction(call, "welford", rows, x.dtype, x)
 
     def body(reader: ElementReader, row: Indices) -> Scalar:
         variance = reader.load(squares, row) / _degrees_of_freedom(
@@ -206,7 +202,7 @@ def _degrees_of_freedom(reader: ElementReader, count: Size, correction: NumberOr
 )  # fmt: skip
 def _vector_norm(call: OperatorCall, x: Definition, order: NumberOrSymbol | None, dims: Dims = None) -> LoweringResult:
     rows = reduction_shape(x, dims)
-    return _norm(call, rows, 2 if order is None else order, rows.load_element(x))
+    return _norm(call, rows, 2 if order is None else order, lambda reader, at: reader.load(x, at))
 
 
 @lowering_rule("aten.dist.default")
@@ -215,25 +211,21 @@ def _dist(call: OperatorCall, x: Definition, y: Definition, order: NumberOrSymbo
     rows = ReductionShape(sizes, tuple(range(len(sizes))))
     computes = compute_dtype(call.dtype)
 
-    def difference(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
-        indices = rows.operand_indices(row, reduced)
+    def difference(reader: ElementReader, indices: Indices) -> Scalar:
         left, right = [reader.load(item, broadcast_indices(item.sizes, indices)).to(computes) for item in (x, y)]
         return left - right
 
     return _norm(call, rows, order, difference)
 
 
-def _norm(call: OperatorCall, rows: ReductionShape, order: NumberOrSymbol, body: ReductionBody) -> Definition:
+def _norm(call: OperatorCall, rows: ReductionShape, order: NumberOrSymbol, body: ElementBody) -> Definition:
     """Returns the norm of an order over rows, in the compute dtype of the result."""
     if not isinstance(order, int | float):
         raise Declined("the order of the norm is symbolic")
     computes = compute_dtype(call.dtype)
     kind, element, finish = _NORMS.get(order) or _general_norm(float(order))
 
-    def combined(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
-        return element(body(reader, row, reduced).to(computes))
-
-    (part,) = build_reduction(call, kind, rows, computes, combined)
+    (part,) = build_reduction(call, kind, rows, computes, lambda reader, at: element(body(reader, at).to(computes)))
     return outer_result(call, call.result, rows, lambda reader, row: finish(reader.load(part, row)))
 
 
@@ -281,10 +273,6 @@ class ReductionShape:
         """Returns the parallel indices among an operand's."""
         return [index for dim, index in enumerate(indices) if dim not in self.dims]
 
-    def load_element(self, operand: Definition) -> ReductionBody:
-        """Returns a reduction body that loads the operand's element."""
-        return lambda reader, parallel, reduced: reader.load(operand, self.operand_indices(parallel, reduced))
-
 
 def reduction_shape(operand: Definition, dims: Sequence[int] | int | None) -> ReductionShape:
     """Returns the shape of a reduction over dimensions; None or an empty list means all."""
@@ -292,13 +280,29 @@ def reduction_shape(operand: Definition, dims: Sequence[int] | int | None) -> Re
 
 
 def build_reduction(
-    call: OperatorCall, kind: str, rows: ReductionShape, dtype: torch.dtype, body: ReductionBody
+    call: OperatorCall, kind: str, rows: ReductionShape, dtype: torch.dtype, element: Definition | ElementBody
 ) -> tuple[Reduced, ...]:
-    """Returns the results of a reduction over rows: in the compute dtype of `dtype`, positions in int64."""
+    """Returns the results of a reduction over rows: in the compute dtype of `dtype`, positions in int64.
+
+    `element` is the operand, or computes an element at the operand's indices.
+    """
+
+    def body(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
+        indices = rows.operand_indices(row, reduced)
+        return reader.load(element, indices) if isinstance(element, Definition) else element(reader, indices)
+
     computes = compute_dtype(dtype)
     parts = range(REDUCTIONS[kind].results)
     types = [torch.int64 if (kind, part) in POSITION_RESULTS else computes for part in parts]
     return reduction(kind, rows.parallel, rows.reduced, call.device, dtype, body, types)
+
+
+def sum_rows(
+    call: OperatorCall, rows: ReductionShape, dtype: torch.dtype, element: Definition | ElementBody
+) -> Reduced:
+    """Returns the sum of each row, see `build_reduction`."""
+    (total,) = build_reduction(call, "sum", rows, dtype, element)
+    return total
 
 
 def reduced_result(call: OperatorCall, fake: torch.Tensor, rows: ReductionShape, part: Reduced) -> Definition:
@@ -309,7 +313,7 @@ def reduced_result(call: OperatorCall, fake: torch.Tensor, rows: ReductionShape,
 
 
 def outer_result(call: OperatorCall, fake: torch.Tensor, rows: ReductionShape, body: ElementBody) -> Pointwise:
-    """Returns a result of the call that `body(reader, row)` computes for each row; reduced dimensions may be kept."""
+    """Returns a result of the call that `body(reader, row)` computes for each row; reduced dimensions may be 1."""
     keeps_dims = fake.dim() == len(rows.sizes)
 
     def element(reader: ElementReader, indices: Indices) -> Scalar:

@@ -25,9 +25,6 @@ TensorOrNumber: TypeAlias = Definition | NumberOrSymbol
 ElementBody: TypeAlias = Callable[[ElementReader, Indices], Scalar]
 """Computes the element at the given indices."""
 
-ReductionBody: TypeAlias = Callable[[ElementReader, Indices, Indices], Scalar]
-"""Computes the operand of a reduction, given the parallel and the reduced indices."""
-
 DtypeDomain: TypeAlias = Literal["any", "equal", "float", "equal float", "number", "integer", "bits"]
 """The dtypes that a rule accepts: any, floating point, all but bool, integers, integers and bool.
 
@@ -45,7 +42,7 @@ class OperatorCall:
 
     `arguments` and `keywords` are those of the FX node, with definitions for tensors; other arguments are literals,
     sympy expressions, dtypes or sequences. `fake` is the fake tensor of the result, or a sequence of them; an unused
-    gradient is None. `spec` describes the type of `device`; `may_be_zero` says whether the ranges of symbols allow a
+    gradient is None. `spec` describes the type of `device`; `may_be_zero` returns whether the ranges of symbols allow a
     size to be 0.
     """
 
@@ -162,14 +159,14 @@ def _check_tensors(call: OperatorCall, arguments: Iterable[object], dtypes: Dtyp
                 raise Declined(f"its result has the layout {fake.layout}")
             if fake.dtype not in KERNEL_DTYPES:
                 raise Declined(f"kernels have no {fake.dtype}")
-    found: set[torch.dtype] = set()
+    operand_dtypes: set[torch.dtype] = set()
     for argument in arguments:
         for item in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(item, Definition | torch.Tensor):
-                found.add(item.dtype)
+                operand_dtypes.add(item.dtype)
                 check_dtype(item.dtype, dtypes)
-    if dtypes.startswith("equal") and len(found) > 1:
-        raise Declined(f"its operands are of {' and '.join(sorted(map(str, found)))}")
+    if dtypes.startswith("equal") and len(operand_dtypes) > 1:
+        raise Declined(f"its operands are of {' and '.join(sorted(map(str, operand_dtypes)))}")
 
 
 def check_dtype(dtype: torch.dtype, domain: DtypeDomain) -> None:

@@ -16,6 +16,7 @@ from fxwrap.lowering.rules.reductions import (
     outer_result,
     reduced_result,
     reduction_shape,
+    sum_rows,
 )
 from fxwrap.lowering.rules.registry import LoweringResult, OperatorCall, lowering_rule
 from fxwrap.symbolic import Size
@@ -23,7 +24,7 @@ from fxwrap.symbolic import Size
 
 def _statistics(call: OperatorCall, rows: ReductionShape, x: Definition, dtype: torch.dtype) -> tuple[Reduced, ...]:
     """Returns each row's maximum m, and its sum of exp(x - m)."""
-    return build_reduction(call, "softmax", rows, dtype, rows.load_element(x))
+    return build_reduction(call, "softmax", rows, dtype, x)
 
 
 @lowering_rule("aten._softmax.default", "aten._log_softmax.default")
@@ -72,10 +73,7 @@ def _masked_softmax(
         dropped = reader.load(mask, [indices[dim] for dim in mask_dims])
         return dropped.where(-math.inf, reader.load(x, indices))
 
-    largest, total = build_reduction(
-        call, "softmax", rows, x.compute_dtype,
-        lambda reader, row, reduced: masked(reader, rows.operand_indices(row, reduced)),
-    )  # fmt: skip
+    largest, total = build_reduction(call, "softmax", rows, x.compute_dtype, masked)
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         row = rows.outer_indices(indices)
@@ -89,11 +87,9 @@ def _softmax_backward(call: OperatorCall, grad: Definition, output: Definition, 
     rows = reduction_shape(output, dim)
     computes = grad.compute_dtype
 
-    def product(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
-        indices = rows.operand_indices(row, reduced)
-        return reader.load(grad, indices) * reader.load(output, indices).to(computes)
-
-    (total,) = build_reduction(call, "sum", rows, computes, product)
+    total = sum_rows(
+        call, rows, computes, lambda reader, at: reader.load(grad, at) * reader.load(output, at).to(computes)
+    )
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         difference = reader.load(grad, indices) - reader.load(total, rows.outer_indices(indices))
@@ -108,11 +104,10 @@ def _masked_softmax_backward(
 ) -> LoweringResult:
     rows = reduction_shape(output, -1 if dim is None else dim)
 
-    def product(reader: ElementReader, row: Indices, reduced: Indices) -> Scalar:
-        indices = rows.operand_indices(row, reduced)
+    def product(reader: ElementReader, indices: Indices) -> Scalar:
         return reader.load(mask, indices).where(0.0, reader.load(grad, indices) * reader.load(output, indices))
 
-    (total,) = build_reduction(call, "sum", rows, grad.dtype, product)
+    total = sum_rows(call, rows, grad.dtype, product)
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         difference = reader.load(grad, indices) - reader.load(total, rows.outer_indices(indices))
@@ -125,7 +120,7 @@ def _masked_softmax_backward(
 def _log_softmax_backward(call: OperatorCall, grad: Definition, output: Definition, dim: int) -> LoweringResult:
     rows = reduction_shape(output, dim)
     computes = grad.compute_dtype
-    (total,) = build_reduction(call, "sum", rows, computes, rows.load_element(grad))
+    total = sum_rows(call, rows, computes, grad)
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         share = reader.load(output, indices).to(computes).exp()
@@ -223,13 +218,8 @@ def _forward(
         zero = pointwise((), weight_fake.dtype, call.device, lambda reader, _: reader.number(0.0, computes))
         return call.define(loss, loss_fake), zero
     losses = pointwise(rows.sizes, computes, call.device, loss)
-    (total,) = build_reduction(
-        call, "sum", rows, computes, lambda reader, _, row: reader.load(losses, rows.operand_indices((), row))
-    )
-    (counted,) = build_reduction(
-        call, "sum", rows, computes,
-        lambda reader, _, row: operands.load_at_target(reader, rows.operand_indices((), row), weight, computes),
-    )  # fmt: skip
+    total = sum_rows(call, rows, computes, losses)
+    counted = sum_rows(call, rows, computes, lambda reader, row: operands.load_at_target(reader, row, weight, computes))
     weights = reduced_result(call, weight_fake, rows, counted)
     if reduction != _MEAN:
         return reduced_result(call, loss_fake, rows, total), weights

@@ -7,18 +7,19 @@ Otherwise it looks for the symbol in the sizes and strides of the result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
 
 from fxwrap.lines import Assert, Bind, Let, ReadItem
-from fxwrap.lowering.builder import Builder, FakeValue, Operand, node_error
+from fxwrap.lowering.builder import Builder, FakeValue, node_error
 from fxwrap.lowering.symbols.inputs import boolean_symbol, linear_parts, solve_linear
 from fxwrap.lowering.symbols.table import normalize_index, slice_length, slice_start
 from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, make_symbol, product, total
 from fxwrap.torch_compat import symbol_expression, unbacked_bindings
-from fxwrap.wrapper_ir import OpaqueType, ScalarType, Tag, TensorType, Value, map_leaves
+from fxwrap.wrapper_ir import OpaqueType, Operand, Result, ScalarType, Tag, TensorType, Value, map_leaves
 
 _SELECT, _SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 
@@ -37,7 +38,7 @@ def lower_item(builder: Builder, node: Node, fake: FakeValue) -> None:
     else:  # the graph knows or asserts the number, but the read is an effect, which stays
         info = SymbolInfo(symbols.program.fresh("f" if isinstance(fake, torch.SymFloat | float) else "u"))
     symbols.define(info.name)
-    builder.emit(ReadItem(info, builder.env[node.args[0]], origin=builder.origin(node)))  # type: ignore[index]
+    builder.emit(ReadItem(info, builder.value(node.args[0]), origin=builder.origin(node)))
     if info.name.startswith("u") and info.name != str(symbol):
         _assert_equal(builder, node, make_symbol(info.name), symbol)
     builder.env[node] = expression
@@ -65,7 +66,9 @@ def lower_assert(builder: Builder, node: Node, condition: Expression | bool, mes
 # --- symbols of results -----------------------------------------------------------------------------------------------
 
 
-def bind_results(builder: Builder, node: Node, fakes: Sequence[FakeValue], results: Sequence[Operand]) -> Operand:
+def bind_results(
+    builder: Builder, node: Node, fakes: Sequence[FakeValue], results: Sequence[Result]
+) -> tuple[Operand, ...]:
     """Binds each new unbacked symbol of a node's results, by key path where the graph stores one.
 
     `results` is one tree of values for each return of the operator. Returns the operands of the results, like
@@ -88,7 +91,9 @@ def bind_results(builder: Builder, node: Node, fakes: Sequence[FakeValue], resul
     return bind_values(builder, node, fakes, results)
 
 
-def bind_values(builder: Builder, node: Node, fakes: Sequence[FakeValue], results: Sequence[Operand]) -> Operand:
+def bind_values(
+    builder: Builder, node: Node, fakes: Sequence[FakeValue], results: Sequence[Result]
+) -> tuple[Operand, ...]:
     """Binds the unbacked symbols that the results of a node determine by themselves.
 
     Returns the operands of the results: scalars become expressions, other results are unchanged. Raises GraphError for
@@ -104,18 +109,21 @@ def bind_values(builder: Builder, node: Node, fakes: Sequence[FakeValue], result
     return tuple(map_leaves(results, lambda leaf: scalars.get(leaf.name, leaf) if leaf else leaf))
 
 
-def new_values(builder: Builder, node: Node, fakes: Sequence[FakeValue]) -> Operand:
+def new_values(builder: Builder, node: Node, fakes: Sequence[FakeValue]) -> tuple[Result, ...]:
     """Adds a root for each tensor, and a value for each scalar and opaque object, among the results of a node.
 
     Returns them in the same tuples as the fake values.
     """
 
-    def make(fake: FakeValue, name: str) -> Operand:
+    def make(fakes: Sequence[FakeValue], name: str) -> tuple[Result, ...]:
+        return tuple([make_one(fake, f"{name}_{number}") for number, fake in enumerate(fakes)])
+
+    def make_one(fake: FakeValue, name: str) -> Result:
         if isinstance(fake, tuple | list):
-            return tuple([make(item, f"{name}_{number}") for number, item in enumerate(fake)])
+            return make(fake, name)
         return None if fake is None else builder.add_value(name, fake)
 
-    return make(tuple(fakes), node.name)
+    return make(fakes, node.name)
 
 
 def _unbound(builder: Builder, value: Value, fake: FakeValue) -> set[sympy.Symbol]:
@@ -130,7 +138,7 @@ def _unbound(builder: Builder, value: Value, fake: FakeValue) -> set[sympy.Symbo
     return {symbol for number in numbers for symbol in symbols.unknown(number)}
 
 
-def _pairs(results: Operand, fakes: FakeValue) -> Iterator[tuple[Value, FakeValue]]:
+def _pairs(results: Result | Sequence[Result], fakes: FakeValue) -> Iterator[tuple[Value, FakeValue]]:
     """Yields the values in nested results, each with its fake value."""
     if isinstance(results, Value):
         yield results, fakes
@@ -139,7 +147,7 @@ def _pairs(results: Operand, fakes: FakeValue) -> Iterator[tuple[Value, FakeValu
             yield from _pairs(result, fake)
 
 
-def _follow_path(tree: Operand, path: Sequence[tuple[str, int]]) -> tuple[Value, tuple[Tag, ...]] | None:
+def _follow_path(tree: Result, path: Sequence[tuple[str, int]]) -> tuple[Value, tuple[Tag, ...]] | None:
     """Returns the value at a key path, and the tags of the remaining steps; None for an unused result."""
     steps = list(path)
     while isinstance(tree, tuple) and steps and steps[0][0] == "at":
@@ -242,7 +250,7 @@ def is_bounds_checked_at_run_time(builder: Builder, node: Node) -> bool:
     return isinstance(position, sympy.Basic) and any(symbol.name.startswith("u") for symbol in position.free_symbols)
 
 
-def _argument(builder: Builder, node: Node, position: int, default: Operand) -> Operand:
+def _argument(builder: Builder, node: Node, position: int, default: object) -> Any:
     if position >= len(node.args):
         return default
     argument = node.args[position]

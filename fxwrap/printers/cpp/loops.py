@@ -80,22 +80,6 @@ class LoopPrinter(ABC):
 
     # --- loops ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def nest(self, heads: Sequence[str], pragma: str = "") -> Iterator[None]:
-        """Opens perfectly nested loops, below a pragma that collapses them."""
-        if not heads:
-            yield
-            return
-        if pragma:
-            clause = f" collapse({len(heads)})" if len(heads) > 1 else ""
-            self.writer.line(pragma.replace(" COLLAPSE", clause))
-        for head in heads[:-1]:
-            self.writer.line(head)
-            self.writer.depth += 1
-        with self.writer.block(heads[-1]):
-            yield
-        self.writer.depth -= len(heads) - 1
-
     def parallel(self, simd: str = "") -> str:
         """Returns the pragma of a parallel loop, or nothing if the work is too small or must run in order."""
         work = self.plan.work
@@ -141,17 +125,17 @@ class PointwisePrinter(LoopPrinter):
         elif self.plan.transposed_loads[1]:
             self.print_tiles()
         elif not heads:
-            with self.nest([loop_head(vector_axis)], self.parallel(" simd")):
+            with self.writer.nest([loop_head(vector_axis)], self.parallel(" simd")):
                 self.write_device_asserts(self.device_asserts, known)
                 self.write_stores(stores, known)
         else:
-            with self.nest(heads, self.parallel()):
+            with self.writer.nest(heads, self.parallel()):
                 self.hoist(known)
                 self.write_device_asserts([item for item in self.device_asserts if item not in inner], known)
                 if not inner and split_loop(self.kernel, vector_axis):
                     self.print_segments(known)
                     return
-                with self.nest([loop_head(vector_axis)], self.simd()):
+                with self.writer.nest([loop_head(vector_axis)], self.simd()):
                     self.write_device_asserts(inner, known)
                     self.write_stores(stores, known)
 
@@ -171,14 +155,14 @@ class PointwisePrinter(LoopPrinter):
         first, work = f"{lane.name}_0", self.plan.work
         is_large = not isinstance(work, int) or work >= MIN_PARALLEL_WORK
         pragma = f"#pragma omp parallel for schedule(static){self.clause}" if is_large else ""
-        with self.nest([f"for (int64_t {first} = 0; {first} < {lane.size}; {first} += {block})"], pragma):
+        with self.writer.nest([f"for (int64_t {first} = 0; {first} < {lane.size}; {first} += {block})"], pragma):
             end = str(block) if lane.size % block == 0 else f"fxwrap::min<int64_t>({block}, {lane.size} - {first})"
             self.writer.line(f"const int64_t end = {first} + {end};")
-            with self.nest([loop_head(axis) for axis in self.outer_axes()]):
+            with self.writer.nest([loop_head(axis) for axis in self.outer_axes()]):
                 known: EmittedValues = {}
                 self.hoist(known)
                 self.write_device_asserts([item for item in self.device_asserts if item not in inner], known)
-                with self.nest([loop_head(lane, first, "end")], f"#pragma omp simd{self.clause}"):
+                with self.writer.nest([loop_head(lane, first, "end")], f"#pragma omp simd{self.clause}"):
                     self.write_device_asserts(inner, known)
                     self.write_stores(self.kernel.stores, known)
 
@@ -196,7 +180,7 @@ class PointwisePrinter(LoopPrinter):
                 for segment in split_loop(kernel, lane) or [Segment(0, lane.size, kernel)]:
                     self.statements.kernel = segment.kernel
                     if segment.kernel.stores:
-                        with self.nest([loop_head(lane, str(segment.start), str(segment.end))], self.simd()):
+                        with self.writer.nest([loop_head(lane, str(segment.start), str(segment.end))], self.simd()):
                             self.write_stores(segment.kernel.stores, dict(known))
         self.statements.kernel = self.kernel
 
@@ -211,7 +195,7 @@ class PointwisePrinter(LoopPrinter):
         width = max(self.statements.dtype(position).itemsize for position in loads)
         self.writer.line(f"constexpr int tile = tile_size({self.plan.max_tile_size}, {width});")
         known: EmittedValues = {}
-        with self.nest(heads, self.parallel()):
+        with self.writer.nest(heads, self.parallel()):
             ends = []
             for item, name in ((axis, "height"), (vector_axis, "width")):
                 is_whole = isinstance(item.size, int) and item.size % self.plan.max_tile_size == 0
@@ -223,7 +207,7 @@ class PointwisePrinter(LoopPrinter):
                 known[position] = self.load_tile(position, axis, *ends)
             rows = loop_head(axis, f"{axis.name}_0", f"{axis.name}_0 + {ends[0]}")
             columns = loop_head(vector_axis, f"{vector_axis.name}_0", f"{vector_axis.name}_0 + {ends[1]}")
-            with self.nest([rows]), self.nest([columns], self.simd()):
+            with self.writer.nest([rows]), self.writer.nest([columns], self.simd()):
                 self.write_device_asserts(self.device_asserts, known)
                 self.write_stores(self.kernel.stores, known)
 
@@ -288,7 +272,7 @@ class ReductionPrinter(LoopPrinter):
         """Writes the checks of assertions, in a separate pass if they vary. Adds invariant values to `known`."""
         varying = [item for item in self.device_asserts if self.plan.varying[item]]
         if varying:
-            with self.nest([loop_head(axis) for axis in self.kernel.reduced]):
+            with self.writer.nest([loop_head(axis) for axis in self.kernel.reduced]):
                 self.write_device_asserts(varying, dict(known))
         self.write_device_asserts([item for item in self.device_asserts if item not in varying], known)
 
@@ -373,7 +357,7 @@ class ReductionPrinter(LoopPrinter):
         types = [self.lanes_type(position, lanes) for position in reductions]
         for name, kind in zip(names, types, strict=True):
             self.writer.line(f"PartialResults<{kind}> {name}_parts({parts});")
-        with self.nest([f"for (int64_t part = 0; part < {parts}; ++part)"], pragma):
+        with self.writer.nest([f"for (int64_t part = 0; part < {parts}; ++part)"], pragma):
             self.writer.line(f"const int64_t start = part * {length};")
             self.writer.line(f"const int64_t count = fxwrap::min<int64_t>({length}, {print_size(axis.size)} - start);")
             self.declare_lanes(reductions, lanes)
@@ -394,7 +378,7 @@ class RowPrinter(ReductionPrinter):
         pragma = "" if self.plan.splits_reduction else self.parallel()
         with ExitStack() as stack:
             if self.kernel.axes:
-                stack.enter_context(self.nest([loop_head(axis) for axis in self.kernel.axes], pragma))
+                stack.enter_context(self.writer.nest([loop_head(axis) for axis in self.kernel.axes], pragma))
             known: EmittedValues = {}
             self.filled_row_buffers: set[int] = set()
             self.row_buffers = self.select_row_buffers()
@@ -438,7 +422,7 @@ class RowPrinter(ReductionPrinter):
             self.print_parts(reductions, stores, known)
         else:
             self.declare_lanes(reductions, self.lanes())
-            with self.nest([loop_head(axis) for axis in self.kernel.reduced if axis is not self.vector_axis]):
+            with self.writer.nest([loop_head(axis) for axis in self.kernel.reduced if axis is not self.vector_axis]):
                 self.lane_loop(reductions, stores, dict(known), "0", print_size(self.vector_axis.size))
         self.filled_row_buffers |= self.row_buffers & set(self.statements.backward_slice(targets, known))
         for position in reductions:
@@ -463,7 +447,7 @@ class RowPrinter(ReductionPrinter):
         vector_axis = self.vector_axis
         if not reductions:
             limit = count if start == "0" else f"{start} + {count}"
-            with self.nest([loop_head(vector_axis, start, limit)], self.simd()):
+            with self.writer.nest([loop_head(vector_axis, start, limit)], self.simd()):
                 self.lane_body(reductions, stores, known)
             return
         element, loop = vector_axis.name if start == "0" else "offset", "for_lanes" + "_in_order" * self.in_order
@@ -501,6 +485,6 @@ class RowPrinter(ReductionPrinter):
                 for item in self.kernel.reduced
                 if item is not vector_axis
             ]
-            with self.nest(heads):
+            with self.writer.nest(heads):
                 bounds = ("start", "count") if is_vectorised else ("0", print_size(vector_axis.size))
                 self.lane_loop(reductions, stores, dict(known), *bounds)

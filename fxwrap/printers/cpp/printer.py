@@ -30,7 +30,7 @@ _RESERVED = frozenset(_RESERVED_WORDS.split())
 
 
 def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = True) -> PrintedKernel:
-    """Returns a kernel as C++ source. `name` is what it computes; `origin_comments` adds origins to statements."""
+    """Returns a kernel as C++ source. `name` describes its computation; `origin_comments` prints origins."""
     kernel = decompose_reductions(_sanitize_names(kernel))
     writer = CppSourceWriter()
     _make_loop_printer(make_loop_plan(kernel), writer, origin_comments).print_kernel()

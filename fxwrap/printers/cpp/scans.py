@@ -139,20 +139,20 @@ class RowScanPrinter(ScanPrinterBase, RowPrinter):
         dtype, name = self.statements.dtype(value), self.statements.name(position)
         kind, _ = _initial_value(operation, dtype)
         size, first = print_size(lane.size), f"{lane.name}_0"
-        with self.nest([f"for (int64_t {first} = 0; {first} < {size}; {first} += {SCAN_BLOCK})"]):
+        with self.writer.nest([f"for (int64_t {first} = 0; {first} < {size}; {first} += {SCAN_BLOCK})"]):
             self.writer.line(f"const int64_t count = fxwrap::min<int64_t>({SCAN_BLOCK}, {size} - {first});")
             block_type = CPP_TYPES[dtype] if operation.kind == "cumsum" else kind
             self.writer.line(f"{block_type} {name}_block[{SCAN_BLOCK}];")
             head = loop_head(lane, first, f"{first} + count")
             element = f"{name}_block[{lane.name} - {first}]"
-            with self.nest([head], self.simd()):
+            with self.writer.nest([head], self.simd()):
                 inner = dict(known)
                 self.statements.write([value], inner)
                 self.writer.line(f"{element} = {inner[value]};")
             neutral = f"{block_type}({int(operation.kind == 'cumprod')})"
             arguments = f"{name}_block, count, {name}_running, {neutral}, combine::{_COMBINE[operation.kind]}"
             self.writer.line(f"scan_block({arguments});{self.statements.comment(operation)}")
-            with self.nest([head], self.simd()):
+            with self.writer.nest([head], self.simd()):
                 element = element if block_type == CPP_TYPES[dtype] else f"{CPP_TYPES[dtype]}({element})"
                 self.write_stores(stores, {**known, position: element})
 
@@ -176,7 +176,7 @@ class ColumnPrinter(ScanPrinterBase):
         self.block = max(min(COLUMN_BLOCK, vector_axis.size) if isinstance(vector_axis.size, int) else COLUMN_BLOCK, 1)
         heads = [loop_head(axis) for axis in self.kernel.axes if axis is not vector_axis]
         heads.append(f"for (int64_t {start} = 0; {start} < {size}; {start} += {self.block})")
-        with self.nest(heads, "" if self.plan.splits_reduction else self.parallel()):
+        with self.writer.nest(heads, "" if self.plan.splits_reduction else self.parallel()):
             self.lane_count = str(self.block) if is_fixed and vector_axis.size % self.block == 0 else "lanes"
             if self.lane_count == "lanes":
                 self.writer.line(f"const int lanes = int(fxwrap::min<int64_t>({self.block}, {size} - {start}));")
@@ -195,7 +195,7 @@ class ColumnPrinter(ScanPrinterBase):
     def columns(self) -> Iterator[None]:
         """Opens the vectorised loop over the block's columns."""
         name = self.vector_axis.name
-        with self.nest([f"for (int lane = 0; lane < {self.lane_count}; ++lane)"], self.simd()):
+        with self.writer.nest([f"for (int lane = 0; lane < {self.lane_count}; ++lane)"], self.simd()):
             self.writer.line(f"const int64_t {name} = {name}_0 + lane;")
             yield
 
@@ -211,7 +211,7 @@ class ColumnPrinter(ScanPrinterBase):
             self.print_parts(reductions, stores, known, self.parallel() if is_parallel else "")
         else:
             self.declare_lanes(reductions, self.block)
-            with self.nest([loop_head(axis) for axis in self.kernel.reduced]):
+            with self.writer.nest([loop_head(axis) for axis in self.kernel.reduced]):
                 self.column_body(reductions, stores, known)
         for position in reductions:
             known[position] = self.result(position)
@@ -281,5 +281,5 @@ class ColumnPrinter(ScanPrinterBase):
                 loop_head(item, "start", "start + count") if item is axis else loop_head(item)
                 for item in self.kernel.reduced
             ]
-            with self.nest(heads):
+            with self.writer.nest(heads):
                 self.column_body(reductions, stores, known)

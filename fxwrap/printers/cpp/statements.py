@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -61,6 +61,22 @@ class CppSourceWriter:
         yield
         self.depth -= 1
         self.line(end)
+
+    @contextmanager
+    def nest(self, heads: Sequence[str], pragma: str = "") -> Iterator[None]:
+        """Opens perfectly nested loops, below a pragma that collapses them."""
+        if not heads:
+            yield
+            return
+        if pragma:
+            clause = f" collapse({len(heads)})" if len(heads) > 1 else ""
+            self.line(pragma.replace(" COLLAPSE", clause))
+        for head in heads[:-1]:
+            self.line(head)
+            self.depth += 1
+        with self.block(heads[-1]):
+            yield
+        self.depth -= len(heads) - 1
 
 
 EmittedValues = dict[int, str]

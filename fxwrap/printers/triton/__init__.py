@@ -2,4 +2,4 @@
 
 from fxwrap.printers.triton.combo_kernel import *
 from fxwrap.printers.triton.configuration import *
-from fxwrap.printers.triton.printer import *
+from fxwrap.printers.triton.scheduled_kernel import *

@@ -14,7 +14,7 @@ from itertools import accumulate
 from fxwrap.loop_ir import DeviceAssert
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, BodyParameters, NameAllocator, comment_lines
-from fxwrap.printers.triton.printer import ScheduledKernel
+from fxwrap.printers.triton.scheduled_kernel import ScheduledKernel
 
 
 @dataclass
@@ -50,7 +50,7 @@ def combine_triton_kernels(kernels: Sequence[PrintedKernel], shared: Sequence[bo
         kernels: at least two kernels, each with the grid of its launch. None reads or writes the results of another.
         shared: for each parameter, whether all launches pass the same argument. A shared argument becomes one
             parameter; any other one becomes a parameter for each launch, in their order. Scalars are shared.
-        name: what the kernel computes. The function's name appends digits of a hash of its text.
+        name: a description of the computation. The function's name appends digits of a hash of its text.
     """
     scheduled = [_scheduled(kernel) for kernel in kernels]
     template, _ = scheduled[0].template

@@ -116,7 +116,7 @@ _OF_LITERAL_DTYPE = re.compile(r"^tl\.(maximum|minimum|div_rn)\(")
 
 @dataclass(frozen=True)
 class Template:
-    """An operation's text for one dtype; `literals` says whether one operand may be a plain literal."""
+    """An operation's text for one dtype; `literals` states whether one operand may be a plain literal."""
 
     text: str
     literals: bool

@@ -8,8 +8,6 @@ and compute again the operands they share with earlier ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from typing_extensions import assert_never
@@ -35,20 +33,19 @@ from fxwrap.loop_ir import (
     indices,
     operands,
 )
-from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
-from fxwrap.printers.triton.configuration import Configuration, allows_fast_softmax, configurations
+from fxwrap.printers.printed_kernel import SIGNATURE_TYPES
+from fxwrap.printers.triton.configuration import Configuration, allows_fast_softmax
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import (
     BodyParameters,
-    IntegerSlots,
     NameAllocator,
     TritonIndexPrinter,
     TritonKernelText,
     comment_lines,
     parenthesize,
 )
-from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
-from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, collapse_bool_casts, literal_text
+from fxwrap.printers.triton.one_hot import SelectedElement
+from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, literal_text
 from fxwrap.printers.triton.reductions import (
     RESULT_NAMES,
     RowContext,
@@ -73,48 +70,9 @@ _INT32 = 2**31 - 1
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 
 
-@dataclass(frozen=True, eq=False)
-class ScheduledKernel:
-    """A loop IR kernel with the configuration and the limits of symbols that `source` was printed with."""
+class TritonPrinter:
+    """Prints one kernel. `selected` are the reductions that select an element of their row, by position."""
 
-    kernel: Kernel
-    configuration: Configuration
-    limits: Mapping[str, int]
-    source: str = ""
-
-    def text(self, parameters: BodyParameters) -> TritonKernelText:
-        """Prints the kernel."""
-        kernel, selected = collapse_bool_casts(self.kernel), dict[int, SelectedElement]()
-        if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:
-            kernel, selected = select_one_hot_elements(kernel)  # each program has one row
-        return _TritonPrinter(kernel, self.configuration, self.limits, selected, parameters).print()
-
-    @cached_property
-    def template(self) -> tuple[TritonKernelText, list[int]]:
-        """The text with a slot for each integer of index arithmetic and without comments, and the slots' values."""
-        slots = IntegerSlots()
-        return self.text(BodyParameters(slots, comments=frozenset())), slots.values
-
-
-def print_triton(
-    kernel: Kernel, configuration: Configuration | None = None, limits: Mapping[str, int] | None = None, name: str = ""
-) -> PrintedKernel:
-    """Returns a kernel as Triton source with its one-dimensional launch grid.
-
-    Args:
-        kernel: the kernel.
-        configuration: the tile, warps and stages; by default the first one of `configurations`.
-        limits: upper bounds of symbols by name. They decide whether 32-bit indices suffice.
-        name: what the kernel computes. The function's name appends digits of a hash of its text.
-
-    Raises KernelError for atomic stores of dtypes and modes that GPUs have no instruction for.
-    """
-    scheduled = ScheduledKernel(kernel, configuration or configurations(kernel)[0], limits or {})
-    printed = scheduled.text(BodyParameters()).printed(name)
-    return replace(printed, scheduled=replace(scheduled, source=printed.source))
-
-
-class _TritonPrinter:
     def __init__(
         self,
         kernel: Kernel,
@@ -155,6 +113,7 @@ class _TritonPrinter:
     # --- the whole --------------------------------------------------------------------------------------------------
 
     def print(self) -> TritonKernelText:
+        """Returns the kernel's text. Raises KernelError for atomic stores that GPUs have no instruction for."""
         self._check_stores()
         self._analyze_dimensions()
         self._emit_program_offsets()

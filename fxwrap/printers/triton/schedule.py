@@ -29,7 +29,7 @@ class Schedule:
 
     Fields: `straight_line` are all operations of a kernel without loops; `stages` those of a looped one; `after_loops`
     the stores after all loops; `reloaded` the loads that several loops have; `inlined` the operations printed inside
-    their only user; `barrier` says whether threads must synchronise before the first store.
+    their only user; `barrier` states whether threads must synchronise before the first store.
     """
 
     straight_line: tuple[int, ...]
@@ -251,7 +251,7 @@ ATOMIC_DTYPES = {
 def eviction_policy(kernel: Kernel, load: Load, again: bool, last_use: bool) -> str:
     """Returns the eviction policy of a load, or "" for none.
 
-    Elements that later loops or distant programs read again stay in the cache. `again` says that several loops over a
+    Elements that later loops or distant programs read again stay in the cache. `again` states that several loops over a
     row have the load, `last_use` that this is the last one.
     """
     if any(isinstance(atom, IndirectIndex) for atom in load.index.atoms()):

@@ -34,7 +34,7 @@ class CudaGraphCapturer:
         return torch.cuda.graph_pool_handle()
 
     def capture(
-        self, run: Callable[[], Sequence[torch.Tensor]], pool: Any
+        self, run: Callable[[], Sequence[torch.Tensor]], pool: object
     ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
         """Captures the work that `run` launches, on a side stream.
 

@@ -128,7 +128,7 @@ class GraphManager:
 
 
 class GraphCapture:
-    """Recorded work: where it reads, what it gives, and whether anybody holds that still."""
+    """Captured work: the addresses of its operands, its results, and whether results are still referenced."""
 
     def __init__(
         self,

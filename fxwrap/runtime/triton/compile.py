@@ -149,7 +149,7 @@ def start_workers(device_type: str) -> None:
             WORKER_POOL.start()
 
 
-def _job_if_any(use: KernelUse, target: Any) -> dict[str, object] | None:
+def _job_if_any(use: KernelUse, target: object) -> dict[str, object] | None:
     """Returns the job for a worker; None for a kernel that this process compiles or rejects itself."""
     if not use.kernel.signature or import_triton().knobs.runtime.interpret:
         return None

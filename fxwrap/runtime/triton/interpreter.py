@@ -47,7 +47,7 @@ def _interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., object]
     language = importlib.import_module("triton.language")
     handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: object) -> Any:
         first = next(item for item in arguments if isinstance(item, language.tensor))
         example = torch.from_numpy(first.handle.data)
         values = [
@@ -71,7 +71,7 @@ def _numpy() -> Any:
 def _add_index_method(patch: Callable[..., None]) -> Callable[..., None]:
     """Adds `__index__` to the interpreter's patches of tensors."""
 
-    def prepare(tensor: Any, scope: Any) -> None:
+    def prepare(tensor: object, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

@@ -2,7 +2,7 @@
 
 Triton's Python code holds the GIL, so threads alone do not scale. Workers start when a compile for a GPU begins, and
 import Triton while the graph is lowered; threads of this process compile too. Workers end with this process. Jobs and
-answers are lines of JSON. The job of a worker that dies is compiled by another.
+answers are lines of JSON. The job of a worker that ends is compiled by another.
 """
 
 from __future__ import annotations

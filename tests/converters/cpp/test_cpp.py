@@ -1,4 +1,4 @@
-"""Emitted C++ means what the interpreter means, fails as eager fails, and lets go of memory where the program says."""
+"""Emitted C++ has the interpreter's results, fails as eager fails, and frees memory where the program does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxwrap
 from benchmarks.recorded_calls import Recorder, replay
 from fxwrap import parse, run, to_cpp, to_python
-from fxwrap.compare import GRADIENT_NORM_FLOOR
+from fxwrap.comparison import GRADIENT_NORM_FLOOR
 from fxwrap.converters.cpp.text import RESERVED, comment_text, sanitize_identifier, string_text
 from fxwrap.errors import InputError, NativeBuildError, UnsupportedError
 from fxwrap.runtime import native
@@ -43,7 +43,7 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 
 def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-30) -> float:
-    """The norm of the difference over that of what is wanted, which counts as `floor` at least."""
+    """The norm of the difference over that of the expected value, which counts as at least `floor`."""
     difference = (got.double() - wanted.double()).norm()
     return float(difference / wanted.double().norm().clamp_min(floor))
 

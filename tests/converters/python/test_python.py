@@ -1,4 +1,4 @@
-"""The Python converter: the text, what it keeps alive, and how it fails."""
+"""The Python converter: its text, the lifetimes of tensors, and its errors."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_a_donated_input_is_released_at_its_last_use() -> None:
 def test_observable_view_properties_match_eager() -> None:
     text = read_section(GOLDENS / "python_unobservable_views_are_storage_views.txt", "input")
     x, m = torch.randn(4, 6), torch.randn(4)
-    turned, shown, both, row = fxwrap.to_python(fxwrap.parse(text))(x, m)
+    transposed, shown, both, row = fxwrap.to_python(fxwrap.parse(text))(x, m)
     assert m._version == 1
     assert shown._base is x
     both.zero_()
     assert row._version == 1
-    assert turned._version == 0
+    assert transposed._version == 0
 
 
 def test_a_storage_view_equals_as_strided(monkeypatch: pytest.MonkeyPatch) -> None:

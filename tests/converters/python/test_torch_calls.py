@@ -145,7 +145,7 @@ UNDEFINED |= {"new_empty.default", "new_empty_strided.default", "geqrf.default"}
 
 
 def same_effect(name: str, call: TorchCall, arguments: Arguments) -> bool:
-    """Whether overload and spelling give results of equal values and metadata and leave equal arguments."""
+    """Whether overload and spelling return equal values and metadata and leave equal arguments."""
     first, second = copy.deepcopy(arguments), copy.deepcopy(arguments)
     with torch.no_grad():
         torch.default_generator.manual_seed(0)

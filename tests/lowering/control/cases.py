@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def random(*sizes: int, seed: int = 0, gradient: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns random elements; the same seed gives equal ones."""
+    """Returns random elements, equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*sizes, generator=generator).to(dtype).requires_grad_(gradient)
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 higher = torch.ops.higher_order
 
 Write = Callable[..., Any]
-"""Writes a graph: takes the graph and its placeholders, adds calls, returns what the graph returns."""
+"""Builds a graph: takes the graph and its placeholders, adds calls, returns the graph's results."""
 
 
 def build_graph(count: int, write: Write, modules: dict[str, GraphModule] | None = None) -> GraphModule:
@@ -26,13 +26,13 @@ def build_graph(count: int, write: Write, modules: dict[str, GraphModule] | None
 
 
 def block(function: Callable[..., Any], *examples: Tensor) -> GraphModule:
-    """Returns a function as a graph of ATen operators that gives a tuple, as blocks do."""
+    """Returns a function as a graph of ATen operators that returns a tuple, as blocks do."""
     own = [example.clone() for example in examples]  # one tensor twice would be one placeholder twice
     return _plain(make_fx(lambda *arguments: _tuple(function(*arguments)))(*own))
 
 
 def condition(function: Callable[..., Tensor], *examples: Tensor) -> GraphModule:
-    """Returns a function as a graph that gives one value by itself, as a loop's condition does."""
+    """Returns a function as a graph that returns one value by itself, as a loop's condition does."""
     return _plain(make_fx(function)(*[example.clone() for example in examples]))
 
 

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxwrap
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.compile import emit
 from fxwrap.errors import GraphError, InputError
 from fxwrap.lines import ExchangeRngState
@@ -100,7 +100,7 @@ def test_cuda_graph_replays_match_eager_random_numbers(device: str, emitter: str
 
 
 def test_the_partitioner_preserves_the_default_generator(fresh_dynamo: None) -> None:
-    """On GPUs it would take generators of its own, which do not give eager's numbers; what is set comes back after."""
+    """On GPUs it would use generators of its own, which do not draw eager's numbers; the setting is restored."""
     from functorch.compile import config, default_partition
 
     seen: list[bool] = []

@@ -45,7 +45,7 @@ class ClosureOverParametersAndBuffers(nn.Module):
 
 
 @CASES.add(*BOTH)
-def constants_made_inside(x: Tensor) -> Tensor:
+def constants_created_inside(x: Tensor) -> Tensor:
     return torch.cond(
         x.sum() > 0,
         lambda a: a + torch.tensor([2.0], device=a.device),

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.compare.driver import capture
+from fxwrap.comparison.driver import capture
 from tests.lowering.control import test_cond, test_loops, test_operators, test_slices, test_subgraphs
 from tests.lowering.control.cases import random
 from tests.lowering.control.operators import LOG
@@ -95,7 +95,7 @@ def test_fx_tools_preserve_results(subject: str, tool: str, emitted: Callable[[s
 
 @pytest.fixture(scope="module")
 def emitted() -> Callable[[str], fxwrap.Program]:
-    """What gives the program of a subject, which is captured once."""
+    """Returns the program of a subject, which is captured once."""
     programs: dict[str, fxwrap.Program] = {}
 
     def program(subject: str) -> fxwrap.Program:

@@ -15,7 +15,7 @@ from torch.export import Dim, export
 from torch.fx import Graph
 
 import fxwrap
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.compile import emit
 from fxwrap.lines import ScanLoop
 from fxwrap.testing import assert_emitters_agree
@@ -41,7 +41,7 @@ ZERO = torch.tensor(0)
 
 
 def agree(graph: torch.fx.GraphModule, *inputs: Any, wanted: Any) -> fxwrap.Program:
-    """Asserts that every emitter gives what is wanted; returns the program."""
+    """Asserts that every emitter has the expected results; returns the program."""
     program = fxwrap.lower(graph, inputs)
     for emitter in COMPARED_EMITTERS:
         actual = emit(program, emitter)(*inputs)

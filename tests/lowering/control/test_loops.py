@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
-from fxwrap.compare import COMPARED_EMITTERS
-from fxwrap.compare.driver import capture
+from fxwrap.comparison import COMPARED_EMITTERS
+from fxwrap.comparison.driver import capture
 from fxwrap.compile import emit
 from tests.lowering.control.cases import DEVICES, Case, Cases, random
 
@@ -90,7 +90,7 @@ def a_number_read_in_each_round(x: Tensor) -> Any:
 
 
 @CASES.add((START,))
-def sizes_found_in_each_round(x: Tensor) -> Any:
+def sizes_bound_in_each_iteration(x: Tensor) -> Any:
     return while_loop(
         lambda i, a: i < 3, lambda i, a: (i + 1, a + a[a > 0].sin().sum() + a.nonzero().shape[0]), (counter(x), x)
     )
@@ -108,7 +108,7 @@ def training(w: Tensor) -> Tensor:
 
 @CASES.add((START, random(8, 8, gradient=True)), training=True, dynamic=True)
 def training_with_symbols(x: Tensor, w: Tensor) -> Tensor:
-    """The backward reads `sym_size` of what was stacked, in its condition and its body."""
+    """The backward reads `sym_size` of the stacked tensors, in its condition and its body."""
     return while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, (a @ w * 0.1).sin() * a.size(0)), (counter(x), x))[1]
 
 

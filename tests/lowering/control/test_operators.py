@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxwrap.compare import COMPARED_EMITTERS
-from fxwrap.compare.driver import capture
+from fxwrap.comparison import COMPARED_EMITTERS
+from fxwrap.comparison.driver import capture
 from fxwrap.compile import emit
 from tests.lowering.control.cases import DEVICES, Case, Cases, TorchRejection, random
 from tests.lowering.control.operators import LOG, add_and_triple, add_into, add_into_optional, fill_all, note

@@ -1,4 +1,4 @@
-"""Random operators inside of blocks are fused there as anywhere, and give what eager gives."""
+"""Random operators inside of blocks are fused as elsewhere, and have eager's results."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_random_blocks_match_eager() -> None:
         with torch.no_grad():
             wanted = copy.deepcopy(graph.module)(*[item.clone() for item in graph.inputs])
         for emitter in ("interpreter", "python"):
-            given_back = emit(program, emitter)(*[item.clone() for item in graph.inputs])
-            for one, other in zip(given_back, wanted, strict=True):
+            returned_inputs = emit(program, emitter)(*[item.clone() for item in graph.inputs])
+            for one, other in zip(returned_inputs, wanted, strict=True):
                 assert close(one, other), f"{emitter}: {one}, not {other}\n{graph}\n{program}"

@@ -20,7 +20,7 @@ CASES = Cases()
 ROWS, WEIGHTS = random(5, 8), random(8, 8, seed=1, gradient=True)
 
 SOME_WITHOUT_GRADIENT = TorchRejection("2.13", "scan might be aliasing the input or the output")
-"""In 2.11, the backward's body gives the zeros that are such operands' gradients as it got them: its own operands."""
+"""In 2.11, the backward's body returns its own operands as the zero gradients of such operands."""
 
 
 def _tanh(carried: Tensor, row: Tensor) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
 import fxwrap
-from fxwrap.compare.driver import capture
+from fxwrap.comparison.driver import capture
 from fxwrap.lines import CallFunction
 from fxwrap.testing import assert_programs_agree
 from tests.lowering.control.cases import DEVICES, Case, Cases, random
@@ -50,9 +50,9 @@ def in_training(x: Tensor, w: Tensor) -> Tensor:
 
 @CASES.add((X, random(4, 8, seed=2)))
 def with_views_and_several_results(x: Tensor, y: Tensor) -> Any:
-    added, turned, scaled = pair(x, y)
+    added, rotated, scaled = pair(x, y)
     again = pair(added, scaled)
-    return turned, *again
+    return rotated, *again
 
 
 @CASES.add((X, W), (-X.abs(), W))

@@ -1,4 +1,4 @@
-"""Fusion, rule by rule: what one kernel computes, what it must not, and that the numbers are eager's."""
+"""Fusion, rule by rule: the members of one kernel, those that must not be in it, and eager's results."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_an_extern_call_separates_dependent_kernels() -> None:
 
 
 def test_a_kernel_moves_after_an_independent_extern_call() -> None:
-    """The sum of `x` and what is added after the product are one kernel, which waits for the product."""
+    """The sum of `x` and the additions after the matmul are one kernel, which runs after the matmul."""
     planned = check(lambda x: (x.sum(1), x + x @ x), torch.randn(4, 4))
     assert len(planned.launches) == 1
 

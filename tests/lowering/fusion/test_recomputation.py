@@ -53,7 +53,7 @@ def test_values_computed_from_few_inputs_are_recomputed_by_each_reader() -> None
 
 
 def test_rows_at_indirect_indices_are_traversed_as_rows() -> None:
-    """Not as columns, in parts: positions lie beside each other, but what is read there does not."""
+    """Not as columns, in parts: positions are adjacent, but the elements that are read there are not."""
 
     def function(words: Tensor, table: Tensor, weight: Tensor) -> Tensor:
         rows = F.embedding(words, table) + F.embedding(words[0], table)

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.compare.driver import capture
+from fxwrap.comparison.driver import capture
 from fxwrap.converters.emission import emit
 from fxwrap.lines import EnterDevice, ExternCall, Launch, RecordEvent
 from fxwrap.options import EMITTERS, Options

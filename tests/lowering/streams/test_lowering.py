@@ -31,7 +31,7 @@ EVENT = 5
 
 
 class Model:
-    """Builds a graph as AOTAutograd gives it: calls of overloads with fake values, and the streams that they are on."""
+    """Builds a graph in AOTAutograd's form: calls of overloads with fake values, and their streams."""
 
     def __init__(self, *devices: str) -> None:
         self.mode, self.graph = FakeTensorMode(), torch.fx.Graph()
@@ -211,7 +211,7 @@ def test_every_emitter_runs_a_model_with_streams(emitter: str) -> None:
 
 
 def test_graphs_with_streams_are_not_cached() -> None:
-    with pytest.raises(NotCacheable, match="is a stream call, whose device only this process knows"):
+    with pytest.raises(NotCacheable, match="is a stream call, whose device depends on this process"):
         GraphSerializer().add(side_stream("cpu"), None)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS, CapturedGraph, CompiledFunction, copy_inputs
+from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, CompiledFunction, copy_inputs
 from fxwrap.torch_compat import tree_flatten
 
 

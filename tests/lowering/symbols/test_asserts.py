@@ -14,8 +14,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS, CompiledFunction
-from fxwrap.compare.driver import capture
+from fxwrap.comparison import COMPARED_EMITTERS, CompiledFunction
+from fxwrap.comparison.driver import capture
 from fxwrap.errors import FxwrapError, InputError
 from fxwrap.lines import Assert, ExternCall
 from fxwrap.torch_compat import FakeTensorMode
@@ -238,10 +238,10 @@ def test_positions_that_begin_at_a_number_are_checked() -> None:
 @pytest.mark.parametrize("number", ["size", "item"])
 def test_a_number_that_is_asserted_to_be_a_constant_is_checked(emitter: str, number: str) -> None:
     def function(x: Tensor) -> Any:
-        found = x.nonzero()
-        count = found.size(0) if number == "size" else x.sum().item()
+        indices = x.nonzero()
+        count = indices.size(0) if number == "size" else x.sum().item()
         torch._check(count == 4)
-        return found * 2, x.new_ones(count)
+        return indices * 2, x.new_ones(count)
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
         compiled = torch.compile(function, backend="fxwrap", fullgraph=True, options={"emitter": emitter})
@@ -255,9 +255,9 @@ def test_a_graph_without_all_metadata_is_asserted_too() -> None:
     """Propagation makes a new symbol for the size; the graph binds and asserts the old one."""
 
     def function(x: Tensor) -> Tensor:
-        found = x.nonzero()
-        torch._check(found.size(0) == 4)
-        return found * 2
+        indices = x.nonzero()
+        torch._check(indices.size(0) == 4)
+        return indices * 2
 
     with FakeTensorMode(shape_env=ShapeEnv()):
         graph = make_fx(function)(torch.empty(4, dtype=torch.int64))

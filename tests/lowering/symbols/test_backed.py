@@ -11,8 +11,8 @@ from torch.export import Dim
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS, CompiledFunction
-from fxwrap.compare.driver import capture
+from fxwrap.comparison import COMPARED_EMITTERS, CompiledFunction
+from fxwrap.comparison.driver import capture
 from fxwrap.compile import compile_graph
 from fxwrap.lines import Alloc, SizeOf
 from fxwrap.symbolic import SymbolInfo

@@ -114,8 +114,8 @@ program @returned(%x: borrowed f32[s0, 5]@cpu) {
   control.return(%rows, s0)
 }
 """
-TAKEN = """
-program @taken(%rows: borrowed list<f32[5]@cpu>, %sizes: borrowed list<int>) {
+LIST_INPUTS = """
+program @list_inputs(%rows: borrowed list<f32[5]@cpu>, %sizes: borrowed list<int>) {
   %y = extern.call @aten.stack.default(%rows, 1) : f32[5, 3]@cpu
   %z = extern.call @aten.view_copy.default(%y, %sizes) : f32[3, 5]@cpu
   memory.free(%y)
@@ -131,8 +131,8 @@ def test_programs_return_and_take_lists(emitter: str) -> None:
     rows = list(returned)
     assert count == 3
     torch.testing.assert_close(rows, list(x.unbind()))
-    taken = emit(fxwrap.verify(fxwrap.parse(TAKEN)), emitter)
-    for run in (taken, lambda *inputs: taken.boxed([*inputs])):
+    program = emit(fxwrap.verify(fxwrap.parse(LIST_INPUTS)), emitter)
+    for run in (program, lambda *inputs: program.boxed([*inputs])):
         result, same = run(rows, [3, 5])
         torch.testing.assert_close(result, torch.stack(rows, 1).reshape(3, 5))
         assert all(one is other for one, other in zip(same, rows, strict=True))

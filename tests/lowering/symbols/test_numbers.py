@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.compile import emit
 from fxwrap.errors import InputError
 from fxwrap.lines import Launch
@@ -48,19 +48,19 @@ class Symbolic:
 
     def tensor(self, name: str, *sizes: int) -> Node:
         with self.mode:
-            return self._given(name, torch.empty(*sizes))
+            return self._placeholder(name, torch.empty(*sizes))
 
     def real(self, name: str, hint: float) -> Node:
         """A float that the graph was traced with."""
         source = ConstantSource(name)
         symbol = self.shape_env.create_unspecified_symbol(hint, source=source)
-        return self._given(name, self.shape_env.create_symfloatnode(symbol, hint=hint, source=source))
+        return self._placeholder(name, self.shape_env.create_symfloatnode(symbol, hint=hint, source=source))
 
     def unknown_real(self, name: str) -> Node:
-        return self._given(name, self.shape_env.create_unbacked_symfloat())
+        return self._placeholder(name, self.shape_env.create_unbacked_symfloat())
 
     def truth(self, name: str) -> Node:
-        return self._given(name, self.shape_env.create_unbacked_symbool())
+        return self._placeholder(name, self.shape_env.create_unbacked_symbool())
 
     def call(self, target: Callable[..., Any], *arguments: Any) -> Node:
         node = self.graph.call_function(target, arguments)
@@ -72,7 +72,7 @@ class Symbolic:
         self.graph.output(results)
         return GraphModule(torch.nn.Module(), self.graph)
 
-    def _given(self, name: str, fake: Any) -> Node:
+    def _placeholder(self, name: str, fake: Any) -> Node:
         node = self.graph.placeholder(name)
         node.meta["val"] = fake
         return node

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.errors import GraphError
 from tests.lowering.control.cases import random
 
@@ -33,7 +33,7 @@ class Printing(torch.nn.Module):
         return printing(x, f, n)
 
 
-GIVEN = (torch.arange(6.0).reshape(3, 2), torch.tensor(2.5), torch.tensor(3))
+INPUTS = (torch.arange(6.0).reshape(3, 2), torch.tensor(2.5), torch.tensor(3))
 VERSIONS = [pytest.param(exported, id=name) for exported, name in ((False, "compiled"), (True, "exported")) if PRINTS]
 
 
@@ -44,14 +44,14 @@ def test_a_graph_prints_the_same_as_eager(exported: bool, emitter: str, capsys: 
     with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
         run: Callable[..., Any]
         if exported:
-            run = fxwrap.compile_graph(torch.export.export(Printing(), GIVEN), options=options)
+            run = fxwrap.compile_graph(torch.export.export(Printing(), INPUTS), options=options)
         else:
             run = torch.compile(printing, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
-            run(*GIVEN)
+            run(*INPUTS)
         capsys.readouterr()
-        wanted = printing(*GIVEN)
+        wanted = printing(*INPUTS)
         text = capsys.readouterr().out
-        results = run(*GIVEN)
+        results = run(*INPUTS)
     assert text == capsys.readouterr().out and text.count("\n") == 3
     torch.testing.assert_close(results[0] if exported else results, wanted)
 

@@ -1,4 +1,4 @@
-"""Random graphs with symbolic sizes give what eager gives, compiled once for all sizes that they allow."""
+"""Random graphs with symbolic sizes, compiled once for all sizes that they allow, have eager's results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 import fxwrap
-from fxwrap.compare import COMPARED_EMITTERS
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.compile import emit
 from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.runtime.kernels import prepare_kernels

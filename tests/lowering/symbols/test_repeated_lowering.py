@@ -35,7 +35,7 @@ def exported() -> ExportedProgram:
 
 
 def waiting(exported: ExportedProgram) -> list[Any]:
-    """The unbacked symbols that still wait for the node that gives them."""
+    """The unbacked symbols that no node has defined yet."""
     env = find_shape_env([node.meta.get("val") for node in exported.graph.nodes])
     assert env is not None
     return env.pending_fresh_unbacked_symbols

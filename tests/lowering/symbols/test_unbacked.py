@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compare.driver import capture
+from fxwrap.comparison.driver import capture
 from fxwrap.errors import GraphError
 from fxwrap.lines import Bind, ExternCall, Launch, ReadItem
 from tests.lowering.control.cases import DEVICES, Case, Cases, random
@@ -297,7 +297,7 @@ def without_fake(x: Tensor) -> Tensor:
 
 
 def test_a_data_dependent_operator_without_a_fake_rule() -> None:
-    """torch itself refuses it, and says what to register; a hand-written graph is refused by fxwrap, by node."""
+    """torch itself rejects it, and names the missing registration; fxwrap rejects a hand-written graph, by node."""
     with pytest.raises(Exception, match="without_fake"):
         torch.compile(lambda x: without_fake(x) * 2, backend="fxwrap", fullgraph=True)(X)
     graph = torch.fx.Graph()

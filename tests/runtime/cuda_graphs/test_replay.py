@@ -31,8 +31,8 @@ def _scaled(arguments: list[Any], *numbers: int) -> tuple[torch.Tensor, ...]:
     return (x * w + sum(numbers),)
 
 
-def _function(body: Any = _scaled, memory: GraphManager | None = None, **facts: Any) -> GraphedFunction:
-    return GraphedFunction(body, memory or GraphManager("cpu"), "partition_0", **{"max_captures": 8, **facts})
+def _function(body: Any = _scaled, memory: GraphManager | None = None, **settings: Any) -> GraphedFunction:
+    return GraphedFunction(body, memory or GraphManager("cpu"), "partition_0", **{"max_captures": 8, **settings})
 
 
 def _x(seed: int, *sizes: int) -> torch.Tensor:

@@ -32,7 +32,7 @@ def kernel(x_ptr, out_ptr, n, factor: "fp64", flag, BLOCK: tl.constexpr):
 
 
 def compiled(kernel: KernelText, *arguments: Any) -> Any:
-    """What Triton compiles a kernel to for arguments, told apart as at a launch."""
+    """The binary that Triton compiles for arguments, specialised as at a launch."""
     constants, compile_options = split_launch_options(kernel.options)
     function = triton_jit_function(kernel.source, kernel.signature, kernel.options)
     return function.warmup(*arguments, grid=(1,), **constants, **compile_options)

@@ -145,7 +145,7 @@ def test_the_current_stream_is_used(driver: FakeDriver) -> None:
     assert [line for line in driver.log() if "stream" in line] == ["stream 9 for 100"]
 
 
-def test_the_device_is_made_current(driver: FakeDriver) -> None:
+def test_the_device_becomes_current(driver: FakeDriver) -> None:
     how = Convolution()
     run = how.program()
     driver.enter(0)

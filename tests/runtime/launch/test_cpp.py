@@ -160,8 +160,8 @@ def test_device_requirements_of_a_kernel(driver: FakeDriver, chip: object, drive
     compiled(fill(3), x, out, 64, 0.5, True)
     run = built(fill(3), shared=100_000)
     driver.set("shared", 90_000)
-    said = "kernel 'kernel' needs 100000 bytes of shared memory, and the GPU has 90000"
-    with pytest.raises(RuntimeError, match=said):
+    message = "kernel 'kernel' needs 100000 bytes of shared memory, and the GPU has 90000"
+    with pytest.raises(RuntimeError, match=message):
         run(x, out, 0.5, True)
     driver.set("shared", 232_448)
     driver = FakeDriver(driver_library)

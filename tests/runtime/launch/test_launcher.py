@@ -163,8 +163,10 @@ def test_driver_errors_are_raised_with_their_message(driver: FakeDriver) -> None
     launch, _ = launcher("*f32", (bytes([F32_ALIGNED]), bytes([WHOLE]), 5))
     x = driver.tensor(4)
     driver.set("cuLaunchKernel", 700)
-    said = r"the launch of kernel 'kernel' over the grid \(1, 2, 3\) failed: an illegal memory access was encountered"
-    with pytest.raises(RuntimeError, match=said + r" \(700\)"):
+    message = (
+        r"the launch of kernel 'kernel' over the grid \(1, 2, 3\) failed: an illegal memory access was encountered"
+    )
+    with pytest.raises(RuntimeError, match=message + r" \(700\)"):
         launch((1, 2, 3), x)
     driver.set("cuLaunchKernel", 1)
     with pytest.raises(RuntimeError, match=r"unknown error \(1\)"):

@@ -17,7 +17,7 @@ from tests.runtime.launch.fake_driver import FakeDriver
 
 ROWS, TERMS, COLUMNS = 5, 8, 6
 
-_LAYOUTS = {"by rows": "{0}, {1} | {1}, 1", "by columns": "{0}, {1} | 1, {0}", "apart": "{0}, {1} | {2}, 1"}
+_LAYOUTS = {"by rows": "{0}, {1} | {1}, 1", "by columns": "{0}, {1} | 1, {0}", "padded": "{0}, {1} | {2}, 1"}
 """How a matrix lies in memory, by its sizes and twice its number of columns."""
 
 _CALLS: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
@@ -70,12 +70,12 @@ class Memory:
 
     def matrix(self, place: int, rows: int, columns: int, layout: str = "by rows") -> Tensor:
         """A matrix in one of the tensors, on the host."""
-        steps = {"by rows": (columns, 1), "by columns": (1, rows), "apart": (2 * columns, 1)}[layout]
+        steps = {"by rows": (columns, 1), "by columns": (1, rows), "padded": (2 * columns, 1)}[layout]
         return self.seen[place].as_strided((rows, columns), steps).float()
 
 
 @pytest.mark.parametrize("layouts", [("by rows", "by rows"), ("by rows", "by columns"), ("by columns", "by rows"),
-                                     ("by columns", "by columns"), ("apart", "apart")], ids="-".join)  # fmt: skip
+                                     ("by columns", "by columns"), ("padded", "padded")], ids="-".join)  # fmt: skip
 @pytest.mark.parametrize("name", _CALLS)
 def test_matches_eager(name: str, layouts: tuple[str, str], driver: FakeDriver) -> None:
     memory, (call, eager) = Memory(driver), _CALLS[name]
@@ -88,8 +88,8 @@ def test_matches_eager(name: str, layouts: tuple[str, str], driver: FakeDriver) 
 def test_half_precision_into_strided_rows(driver: FakeDriver) -> None:
     memory = Memory(driver, torch.float16)
     left, right = memory.matrix(0, ROWS, TERMS), memory.matrix(1, TERMS, COLUMNS)
-    program("@aten.mm.out(%left, %right)", dtype="f16", result="apart")(*memory.tensors)
-    torch.testing.assert_close(memory.matrix(2, ROWS, COLUMNS, "apart").half(), (left @ right).half())
+    program("@aten.mm.out(%left, %right)", dtype="f16", result="padded")(*memory.tensors)
+    torch.testing.assert_close(memory.matrix(2, ROWS, COLUMNS, "padded").half(), (left @ right).half())
 
 
 def test_one_plan_per_alignment(driver: FakeDriver) -> None:
@@ -105,7 +105,7 @@ def test_one_plan_per_alignment(driver: FakeDriver) -> None:
     assert log[1:] == [*asked, asked[1], "plan with 32 MiB for 2 2 2 2", asked[1], asked[1]]
 
 
-def test_the_device_is_made_current(driver: FakeDriver) -> None:
+def test_the_device_becomes_current(driver: FakeDriver) -> None:
     run = program("@aten.mm.out(%left, %right)")
     driver.enter(0)
     run(*Memory(driver, device=1).tensors)

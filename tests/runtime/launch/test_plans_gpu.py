@@ -67,8 +67,8 @@ def _products(x: Tensor, w: Tensor, v: Tensor, bias: Tensor) -> list[Tensor]:
     """Matmuls of all layouts, with and without a bias, with and without a fused activation."""
     hidden = torch.addmm(bias, x, w.t())
     active = nn.functional.gelu(torch.addmm(bias, x, w.t()), approximate="tanh")
-    turned = [x.t() @ hidden, v.t() @ active.t()]
-    return [hidden @ v, active @ v, *turned, torch.relu(x @ w.t()), x[:, ::2] @ w[:, ::2].t()]
+    transposed = [x.t() @ hidden, v.t() @ active.t()]
+    return [hidden @ v, active @ v, *transposed, torch.relu(x @ w.t()), x[:, ::2] @ w[:, ::2].t()]
 
 
 def _convolutions(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> list[Tensor]:

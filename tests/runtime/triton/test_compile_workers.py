@@ -114,7 +114,7 @@ def is_in_triton_cache(wanted: KernelUse, monkeypatch: pytest.MonkeyPatch) -> bo
     constants, compile_options = split_launch_options(wanted.kernel.options)
     driver.set_active(_Chip())
     with monkeypatch.context() as changed:
-        changed.setattr(knobs.compilation, "listener", lambda **facts: seen.append(facts["cache_hit"]))
+        changed.setattr(knobs.compilation, "listener", lambda **event: seen.append(event["cache_hit"]))
         function = triton_jit_function(wanted.kernel.source, wanted.kernel.signature, wanted.kernel.options)
         function.warmup(*warmup_arguments(wanted), grid=(1,), **constants, **compile_options)
     driver.set_active(None)  # Triton selects its own at the next use

@@ -26,7 +26,7 @@ def _other(value: Tensor) -> Any:
 
 
 def _extended(inner: RandomGraph, extra: int, end: Callable[[Graph, list[Node], list[Node]], Any]) -> GraphModule:
-    """Returns a copy of a graph with placeholders in front; `end` gets them and the results, and gives new results."""
+    """Returns a copy of a graph with placeholders in front; `end` maps them and the results to new results."""
     graph = copy.deepcopy(inner.module.graph)
     (output,) = graph.find_nodes(op="output")
     first = next(iter(graph.nodes))

@@ -23,7 +23,7 @@ from tests.support.strategies import graphs
 from tests.support.strategies.graphs import Entry, GraphDraw, NoCandidate, Step, aten
 
 LETTERS = {"a": 5, "b": 7}
-"""The sizes of inputs that are symbols, and what they are while a graph is traced."""
+"""The symbolic sizes of inputs, and their values while a graph is traced."""
 OTHER_SIZES: tuple[dict[str, int], ...] = ({"a": 6, "b": 9}, {"a": 12, "b": 3}, {"a": 3, "b": 2}, {"a": 9, "b": 64})
 CONSTANTS = (4, 3, 1)
 

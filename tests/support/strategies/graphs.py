@@ -37,7 +37,7 @@ class RandomGraph:
 
 @dataclass(frozen=True)
 class Entry:
-    """A node and its value. `exact` says that no other order of computation gives another value."""
+    """A node and its value. `exact` states that every order of computation has the same value."""
 
     node: Node
     value: Tensor
@@ -136,7 +136,7 @@ class GraphDraw:
 
 
 class NoCandidate(Exception):
-    """No entry is what a step needs; another step is drawn."""
+    """No entry fits a step; another step is drawn."""
 
 
 def _part(arguments: Any, name: str) -> Any:
@@ -416,7 +416,7 @@ def _index_put(b: GraphDraw) -> None:
 
 
 def _may_be_written(entry: Entry, source: Entry) -> bool:
-    """Whether a tensor may be overwritten with what is computed of another: both are in memory of their own."""
+    """Whether a tensor may be overwritten with a value computed from another: they share no memory."""
     own = entry.value.is_contiguous() and entry.value._base is None
     return own and entry.exact and source.exact and not _overlap(entry.value, source.value)
 
@@ -445,7 +445,7 @@ def _matmul(b: GraphDraw) -> None:
 
 
 def _write(b: GraphDraw) -> None:
-    """Overwrites an input, or what is computed, with a value; views of it change too."""
+    """Overwrites an input, or a computed tensor, with a value; views of it change too."""
     target = b.pick(lambda entry: entry.value.is_contiguous() and entry.value._base is None)
     value = b.pick(
         lambda entry: (

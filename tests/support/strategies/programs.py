@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +19,30 @@ from fxwrap.lines import (
     Cond,
     ExternCall,
     Free,
+    Launch,
     Let,
     Map,
     Mutate,
     ReadItem,
+    RecordEvent,
     Return,
     Reuse,
     ScanLoop,
     SizeOf,
     View,
+    WaitEvent,
     While,
     Yield,
 )
-from fxwrap.symbolic import Number, SymbolInfo, make_symbol
+from fxwrap.passes.device_guards import insert_device_guards
+from fxwrap.symbolic import Number, SymbolInfo, ceiling_divide, make_symbol
 from fxwrap.wrapper_ir import (
     Block,
     ConstantStore,
     Input,
+    KernelDefinition,
     LineBase,
+    OpaqueType,
     Ownership,
     Program,
     ProgramConstant,
@@ -55,13 +61,13 @@ _BINARY = ("add.Tensor", "sub.Tensor", "mul.Tensor", "maximum.default")
 
 @dataclass(frozen=True)
 class RandomProgram:
-    """A program with the values of its symbols; `inputs(seed)` gives random flat inputs for it."""
+    """A program with the values of its symbols; `inputs(seed)` returns random flat inputs for it."""
 
     program: Program
     symbols: Mapping[str, Number]
 
     def inputs(self, seed: int) -> list[Any]:
-        """Returns fresh inputs; the same seed gives equal ones."""
+        """Returns fresh inputs, equal for equal seeds."""
         generator = torch.Generator().manual_seed(seed)
         return [
             self.symbols[item.name]
@@ -75,6 +81,28 @@ def _tensor(*sizes: Size, dtype: torch.dtype = torch.float32) -> TensorType:
     return TensorType.contiguous(dtype, sizes, _CPU)
 
 
+@dataclass(frozen=True)
+class ProgramKernel:
+    """A kernel that drawn programs launch over all elements of contiguous float32 tensors of one type.
+
+    Its parameters are `reads` tensors, one that it writes, and the number of elements. With `in_place` it reads the
+    tensor that it writes.
+    """
+
+    definition: KernelDefinition
+    reads: int
+    block: int = 0  # elements of one program of the grid; 0 for a grid of one
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the kernel changes a tensor."""
+        return not self.reads
+
+    def grid(self, count: Size) -> tuple[Size, ...]:
+        """Returns the grid for a number of elements."""
+        return (ceiling_divide(count, self.block), 1, 1) if self.block else (1, 1, 1)
+
+
 class _Builder:
     """The lines of one block while it grows: what can be read, what may be written, and what must be released.
 
@@ -82,8 +110,9 @@ class _Builder:
     out= calls, matrix products and mutations.
     """
 
-    def __init__(self, draw: st.DrawFn, names: list[int]) -> None:
+    def __init__(self, draw: st.DrawFn, names: list[int], kernels: Sequence[ProgramKernel] = ()) -> None:
         self.draw = draw
+        self.kernels = kernels
         self.names = names  # the next free number, shared by all blocks of a program
         self.lines: list[LineBase] = []
         self.readable: list[Value] = []
@@ -128,7 +157,7 @@ class _Builder:
         )
 
     def release(self, root: Value) -> None:
-        """Forgets a root that a line has taken, and all windows on it."""
+        """Forgets a root that a line consumes, and all windows on it."""
         self.owned.remove(root)
         self.readable = [value for value in self.readable if self.root_of[value.name] != root]
         self.others = [value for value in self.others if self.root_of[value.name] != root]
@@ -203,6 +232,47 @@ class _Builder:
             value = self.draw(st.sampled_from(targets))
             factor = self.draw(st.sampled_from([0.5, -1.0, 2]))
             self.lines.append(Mutate((), "aten.mul_.Scalar", (value, factor), (value,)))
+
+    def launch(self) -> None:
+        """Launches a kernel into new memory, or on memory that may be written."""
+        if not self.kernels:
+            return
+        kernel = self.draw(st.sampled_from(self.kernels))
+        if kernel.in_place:
+            targets = [value for value in self.readable if value.tensor_type.is_contiguous
+                       and not value.tensor_type.storage_offset and self.root_of[value.name].name in self.writable]  # fmt: skip
+            if not targets:
+                return
+            operands, result = [], self.draw(st.sampled_from(targets))
+        else:
+            first = self.pick(dense=True)
+            alike = [value for value in self.readable if value.type == first.type]
+            operands = [first, *[self.draw(st.sampled_from(alike)) for _ in range(kernel.reads - 1)]]
+            result = self.unwritten(_tensor(*first.tensor_type.sizes))
+            self.lines.append(Alloc(result))
+            self.readable.append(result)
+        count = result.tensor_type.element_count
+        arguments = (*operands, count)
+        self.lines.append(Launch(kernel.definition.name, arguments, (result,), kernel.grid(count)))
+
+    def side_stream(self) -> None:
+        """Computes on another stream, between events that order its work with that of the current one."""
+        operand = self.pick(dense=True)
+        stream = self.draw(st.integers(1, 2))
+        begun, done = self._event(), self._event()
+        result = self.value(_tensor(*operand.tensor_type.sizes))
+        target = f"aten.{self.draw(st.sampled_from(_UNARY))}.default"
+        self.lines += [
+            RecordEvent(begun, "cpu"),
+            WaitEvent(begun, "cpu", stream),
+            ExternCall((result,), target, (operand,), stream=stream),
+            RecordEvent(done, "cpu", stream),
+            WaitEvent(done, "cpu"),
+        ]
+
+    def _event(self) -> Value:
+        self.names[0] += 1
+        return Value(f"v{self.names[0]}", OpaqueType("Event"))
 
     def two_results(self) -> None:
         operand = self.pick(dense=True)
@@ -297,14 +367,14 @@ class _Builder:
         self.others.append(stacked)
 
     def call_shared(self) -> None:
-        """Calls the program's function, which takes and gives a matrix of four rows and three columns."""
+        """Calls the program's function, which takes and returns a matrix of four rows and three columns."""
         fitting = [value for value in self.readable if value.type == _SHARED]
         if fitting and self.may_call:
             operand = self.draw(st.sampled_from(fitting))
             self.lines.append(CallFunction((self.value(_SHARED),), "shared", (operand, *self.constants)))
 
     def _inner(self) -> _Builder:
-        inner = _Builder(self.draw, self.names)
+        inner = _Builder(self.draw, self.names, self.kernels)
         inner.may_call = self.may_call
         return inner
 
@@ -357,8 +427,9 @@ class _Builder:
 
 _BLOCK_STEPS = (
     "unary", "binary", "matmul", "transpose", "slice_rows", "fill_allocation", "fill_reused_memory", "mutate",
-    "two_results", "free", "note", "read_number",
+    "two_results", "free", "note", "read_number", "launch",
 )  # fmt: skip
+_STREAM_STEPS = ("side_stream", "side_stream")
 _WITH_BLOCKS = ("condition", "loop", "slices", "call_shared")
 _SHARED = TensorType.contiguous(torch.float32, (4, 3), _CPU)
 
@@ -372,9 +443,14 @@ def _transposed(type_: TensorType) -> TensorType:
 
 
 @st.composite
-def random_programs(draw: st.DrawFn, most_steps: int = 12) -> RandomProgram:
-    """Draws a valid program over matrices: calls, views, mutation, reuse, frees, symbols, branches and loops."""
-    builder = _Builder(draw, [0])
+def random_programs(
+    draw: st.DrawFn, most_steps: int = 12, kernels: Sequence[ProgramKernel] = (), streams: bool = False
+) -> RandomProgram:
+    """Draws a valid program over matrices: calls, views, mutation, reuse, frees, symbols, branches and loops.
+
+    It launches some of `kernels`. With `streams`, it may have work on other streams, for a device that has them.
+    """
+    builder = _Builder(draw, [0], kernels)
     inputs = [Input(builder.borrow(_tensor(_SYMBOL, 4)), Ownership.BORROWED)]
     inputs.append(Input(builder.borrow(_SHARED, mutable=True), Ownership.MUTABLE))
     if draw(st.booleans()):
@@ -392,7 +468,7 @@ def random_programs(draw: st.DrawFn, most_steps: int = 12) -> RandomProgram:
         builder.lines.extend(CheckLayout(item.value, item.value.tensor_type, item.name) for item in inputs)
         builder.lines.append(Assert(_SYMBOL >= 2, "at least two rows"))
     builder.lines.append(Let(SymbolInfo("n0"), 3 * _SYMBOL + draw(st.integers(-4, 4))))
-    builder.grow((*_BLOCK_STEPS, *_WITH_BLOCKS), most_steps)
+    builder.grow((*_BLOCK_STEPS, *_WITH_BLOCKS, *(_STREAM_STEPS if streams else ())), most_steps)
     outputs = draw(st.lists(st.sampled_from([*builder.readable, *builder.others]), max_size=4))
     returned = {builder.root_of[value.name] for value in outputs}
     builder.lines.extend(Free(root) for root in builder.owned if root not in returned)
@@ -403,7 +479,9 @@ def random_programs(draw: st.DrawFn, most_steps: int = 12) -> RandomProgram:
         tuple(inputs),
         Block((), tuple(builder.lines)),
         tuple([ProgramConstant(value) for value in constants]),
+        kernels=tuple([kernel.definition for kernel in kernels]),
         functions=(("shared", shared),),
         store=ConstantStore(payloads),
     )
+    program = insert_device_guards(program)
     return RandomProgram(program, {"s0": hint})

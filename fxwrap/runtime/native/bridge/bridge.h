@@ -260,8 +260,8 @@ FXWRAP_API void restore_random_state(Frame& f, Slot state, Device& device);
 // Exchanges the states of a device's default generator and another one, so that operators draw from that.
 FXWRAP_API void exchange_random_state(Frame& f, ListSlot generator, Device& device);
 
-// Makes a device current, and a stream of it by torch's number for that, until `exit_device`. What is still entered when
-// the program ends or throws is left then.
+// Makes a device current, and a stream of it by torch's number for that, until `exit_device`. Guards that are still open
+// when the program ends or throws are closed then.
 FXWRAP_API void enter_device(Frame& f, Device& device);
 FXWRAP_API void enter_stream(Frame& f, Device& device, int64_t stream);
 FXWRAP_API void exit_device(Frame& f);

@@ -11,8 +11,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from fxwrap.compare.copies import TensorState, module_state
-from fxwrap.compare.observe import Arguments, Function
+from fxwrap.comparison.copies import TensorState, module_state
+from fxwrap.comparison.observe import Arguments, Function
 from fxwrap.compile import Compiled, Stage, compile_graph, emit, make_backend
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram
 from fxwrap.errors import CompareError

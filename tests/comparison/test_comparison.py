@@ -1,4 +1,4 @@
-"""`fxwrap.compare` finds what differs, says what it costs, and leaves everything as it was."""
+"""`fxwrap.compare` reports differences and costs, and restores all state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Program
-from fxwrap.compare import COMPARED_EMITTERS, CompiledFunction, Report, compare, copy_inputs, peak_bytes, tensor_error
+from fxwrap.comparison import (
+    COMPARED_EMITTERS,
+    CompiledFunction,
+    Report,
+    compare,
+    copy_inputs,
+    peak_bytes,
+    tensor_error,
+)
 from fxwrap.converters import emission
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.errors import CompareError, OptionError
@@ -27,7 +35,7 @@ ONE = ("interpreter",)
 
 
 def product(x: Tensor, y: Tensor) -> tuple[Any, ...]:
-    """Mutates an input; gives a view of a result, an input, None and a number."""
+    """Mutates an input; returns a view of a result, an input, None and a number."""
     x.add_(1)
     z = x @ y
     return z.t(), x, None, 3, {"soft": torch.softmax(z, -1)}
@@ -170,7 +178,7 @@ def test_functions_without_float64_support_have_no_reference() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Replace:
-    """A pass that replaces lines: each by what `change` gives, all of a program's."""
+    """A pass that replaces each line of a program by the result of `change`."""
 
     change: Callable[[Any], tuple[Any, ...]]
 

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fxwrap.compare.copies import TensorState
-from fxwrap.compare.report import Deviation, Disagreement
+from fxwrap.comparison.copies import TensorState
+from fxwrap.comparison.report import Deviation, Disagreement
 from fxwrap.torch_compat import keystr, storage_identity, tree_flatten, tree_flatten_with_path
 
 TOLERANCES: Mapping[torch.dtype, float] = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.compare.copies import WIDENED_DTYPES
+from fxwrap.comparison.copies import WIDENED_DTYPES
 from fxwrap.torch_compat import TorchDispatchMode, torch_schema, tree_map
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
@@ -33,7 +33,7 @@ class Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         args, kwargs = tree_map(_wide, (args, kwargs))
         return tree_map(_wide_tensor, func(*args, **kwargs))
 
-    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _draw(self, func: Any, args: object, kwargs: object) -> Any:
         """Runs a random operator on copies in the original dtype, and copies mutated operands back."""
         narrowed: list[tuple[Tensor, Tensor]] = []
 
@@ -96,7 +96,7 @@ class CorrectedEager(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         function: Callable[..., Any],
         types: object,
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         results = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.native_batch_norm_backward.default:

@@ -21,7 +21,7 @@ WIDENED_DTYPES: Mapping[torch.dtype, torch.dtype] = {
 """The dtype of the float64 reference, for each narrower dtype."""
 
 
-def copy_inputs(tree: Any, *, to_float64: bool = False) -> Any:
+def copy_inputs(tree: object, *, to_float64: bool = False) -> Any:
     """Returns nested inputs with every tensor copied.
 
     Tensors that share a storage have copies that share one, and a repeated input has one copy. Copies have the sizes,
@@ -76,7 +76,7 @@ def _converted(storage: torch.UntypedStorage, tensor: Tensor, dtype: torch.dtype
     return whole.to(dtype).untyped_storage()
 
 
-def widen_module(function: Callable[..., Any]) -> Callable[..., Any]:
+def widen_module(function: Callable[..., object]) -> Callable[..., Any]:
     """Returns a deep copy of a module with float64 parameters and buffers; other functions are returned as they are."""
     if not isinstance(function, torch.nn.Module):
         return function

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxwrap.compare.copies import TensorState, copy_inputs, widen_module
-from fxwrap.compare.dispatch_modes import CorrectedEager, Float64Mode, infer_random_dtype
-from fxwrap.compare.measure import median_seconds, peak_bytes
-from fxwrap.compare.observe import Arguments, Comparator, Function, Observation, RunConfig, largest_error
-from fxwrap.compare.report import Report, RunOutcome
-from fxwrap.compare.subjects import CapturedGraph, Subject, is_graph, make_subject
+from fxwrap.comparison.copies import TensorState, copy_inputs, widen_module
+from fxwrap.comparison.dispatch_modes import CorrectedEager, Float64Mode, infer_random_dtype
+from fxwrap.comparison.measure import median_seconds, peak_bytes
+from fxwrap.comparison.observe import Arguments, Comparator, Function, Observation, RunConfig, largest_error
+from fxwrap.comparison.report import Report, RunOutcome
+from fxwrap.comparison.subjects import CapturedGraph, Subject, is_graph, make_subject
 from fxwrap.errors import CompareError, OptionError
 from fxwrap.options import EMITTERS, Options
 
@@ -27,7 +26,7 @@ def compare(
     fn: object,
     inputs: object,
     *,
-    options: Options | Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, object] | None = None,
     training: bool = False,
     emitters: Sequence[str] = COMPARED_EMITTERS,
     tolerance: float | None = None,
@@ -61,7 +60,7 @@ def compare(
         if emitter not in EMITTERS:
             raise OptionError(f"unknown emitter {emitter!r}; known emitters: {', '.join(EMITTERS)}")
     if training and is_graph(fn):
-        raise CompareError("a graph or program has no gradients; compare the function or module it was made from")
+        raise CompareError("a graph or program has no gradients; compare the function or module itself")
     arguments = normalize_arguments(inputs)
     with _preserve_rng_state(), _reset_compiler_caches(fn):
         subject = make_subject(fn, arguments, _as_options(options), dynamic)
@@ -76,7 +75,7 @@ def capture(
     fn: object,
     inputs: object,
     *,
-    options: Options | Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, object] | None = None,
     training: bool = False,
     dynamic: bool | None = False,
 ) -> tuple[CapturedGraph, ...]:
@@ -95,7 +94,7 @@ def capture(
         return tuple(subject.graphs)
 
 
-def _as_options(options: Options | Mapping[str, Any] | None) -> Options:
+def _as_options(options: Options | Mapping[str, object] | None) -> Options:
     return options if isinstance(options, Options) else Options.from_mapping(options)
 
 

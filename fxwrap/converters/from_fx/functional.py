@@ -1,0 +1,200 @@
+"""Import of functional nodes: calls that return a changed copy of an operand become a copy and a write of it.
+
+Whether the copy is necessary is decided for all of them together, by `coalesce_copies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap import torch_compat
+from fxwrap import wrapper_ir as ir
+from fxwrap.converters.from_fx.calls import CallOperands, import_operator_call, infer_results
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
+from fxwrap.inference import InferredResult
+from fxwrap.lines import Alloc, ExternCall, IndexPut, Launch, Mutate, Scatter, View
+from fxwrap.torch_compat import OpOverload, auto_functionalized
+from fxwrap.wrapper_ir import TensorType, Value
+
+_ATEN = torch.ops.aten
+
+
+def copy_operand(importer: GraphImporter, node: Node, value: Value) -> Value:
+    """Returns new memory with a tensor's content, if that is initialized, and its strides."""
+    root, type_ = importer.root_of[value.name], replace(value.tensor_type, storage_offset=0)
+    is_empty = root in importer.uninitialized
+    if is_empty and root == value.name and _is_used_once(importer, value):
+        importer.functional_results.add(value.name)
+        return value  # a template of the result
+    copy = importer.value(f"{node.name}_{value.name}", type_)
+    if is_empty:
+        importer.functional_results.add(copy.name)
+        importer.emit_definition(Alloc(copy), node)
+        return copy
+    importer.copies.add(copy.name)
+    if type_.storage_bytes == type_.element_count * type_.dtype.itemsize:
+        importer.emit_definition(ExternCall((copy,), "aten.clone.default", (value,)), node)
+    else:  # a clone has no gaps
+        importer.emit_definition(Alloc(copy), node)
+        importer.emit(Mutate((), "aten.copy_.default", (copy, value), (copy,)), node)
+    return copy
+
+
+def _is_used_once(importer: GraphImporter, value: Value) -> bool:
+    """Whether only one node uses memory that a node allocates."""
+    node = importer.state.node_of[id(importer.lines[importer.uninitialized[value.name]])]
+    return len(node.users) == 1
+
+
+def new_result(importer: GraphImporter, node: Node, name: str, type_: TensorType, index: int) -> Value:
+    """Allocates a result of a launch, in the memory space and layout of the original line if its type agrees."""
+    line = importer.original_line(node, Launch)
+    known = line.outs[index].type if line is not None and index < len(line.outs) else None
+    if isinstance(known, TensorType):
+        agreeing = replace(type_, memory_space=known.memory_space, layout=known.layout)
+        type_ = agreeing if agreeing == replace(known, storage_offset=0) else type_
+    value = importer.value(name, type_)
+    importer.emit_definition(Alloc(value), node)
+    importer.functional_results.add(value.name)
+    return value
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def import_as_write(importer: GraphImporter, node: Node) -> bool:
+    """Imports the functional overload of an in-place operator as the line it was emitted for; returns whether it is."""
+    line = importer.original_line(node, Mutate, Scatter, IndexPut)
+    target: Any = node.target
+    if line is None or not isinstance(target, OpOverload) or not node.args:
+        return False
+    if isinstance(line, Mutate):
+        if torch_compat.functional_of_in_place(line.target) is target:
+            _write(importer, node, torch_compat.operator_overload(line.target))
+            return True
+        if torch_compat.functional_of_mutating(line.target) is target:
+            operator = torch_compat.operator_overload(line.target)
+            names = ir.operator_schema(operator).argument_names
+            _write_several(importer, node, operator, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
+            return True
+    return False
+
+
+def _write(importer: GraphImporter, node: Node, operator: OpOverload) -> None:
+    """Adds the call of an in-place operator on a copy of its first operand, which is the node's value."""
+    copy = copy_operand(importer, node, importer.tensor(node, node.args[0]))
+    schema = ir.operator_schema(operator)
+    arguments = (copy, *[importer.argument(node, item) for item in node.args[1:]])
+    keywords = tuple([(name, importer.argument(node, item)) for name, item in node.kwargs.items()])
+    effects = schema.effects([copy.tensor_type.device])
+    importer.emit(Mutate((), schema.name, arguments, (copy,), keywords, (), effects), node)
+    importer.env[node] = copy
+
+
+def _write_several(
+    importer: GraphImporter, node: Node, operator: OpOverload, items: dict[str, object], at_least: int = 0
+) -> None:
+    """Adds the call of an operator on copies of the operands that it writes; the node's value ends with them.
+
+    The node has at least `at_least` results before the copies.
+    """
+    schema = ir.operator_schema(operator)
+    inputs = {name: importer.argument(node, item) for name, item in items.items()}
+    for name in schema.mutated_arguments:
+        inputs[name] = _copies(importer, node, inputs.get(name))
+    arguments, keywords = _by_schema(operator, inputs)
+    operands = CallOperands(schema, arguments, keywords, ())
+    writes = schema.mutated_operands(arguments, keywords)
+    trees = infer_results(importer, node, operator, operands)
+    results = tuple([_define(importer, f"{node.name}_{index}", tree) for index, tree in enumerate(trees)])
+    effects = schema.effects(operands.devices(results))
+    importer.emit_definition(Mutate(results, schema.name, arguments, writes, keywords, (), effects), node)
+    first = results + (None,) * (at_least - len(results))
+    importer.env[node] = (*first, *[inputs[name] for name in schema.mutated_arguments])
+
+
+def _copies(importer: GraphImporter, node: Node, item: Any) -> Any:
+    if isinstance(item, tuple):
+        return tuple([_copies(importer, node, part) for part in item])
+    return copy_operand(importer, node, item) if isinstance(item, Value) else item
+
+
+def _define(importer: GraphImporter, name: str, tree: Any) -> Any:
+    if isinstance(tree, tuple):
+        return tuple([_define(importer, f"{name}_{index}", part) for index, part in enumerate(tree)])
+    return None if tree is None else importer.value(name, tree.type)
+
+
+def _by_schema(operator: OpOverload, inputs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """Returns arguments by name as positional ones and keywords."""
+    arguments: list[Any] = []
+    keywords: list[tuple[str, Any]] = []
+    is_positional = True
+    for argument in torch_compat.torch_schema(operator).arguments:
+        is_positional = is_positional and not argument.kwarg_only and argument.name in inputs
+        if is_positional:
+            arguments.append(inputs[argument.name])
+        elif argument.name in inputs:
+            keywords.append((argument.name, inputs[argument.name]))
+    return tuple(arguments), tuple(keywords)
+
+
+def _auto_functionalized(importer: GraphImporter, node: Node) -> None:
+    operator = node.args[0] if node.args else None
+    if not isinstance(operator, OpOverload):
+        raise failure(node, "its first argument is no operator", "Pass the overload that it calls on copies")
+    _write_several(importer, node, operator, dict(node.kwargs), at_least=1)
+
+
+def _functional_overload(importer: GraphImporter, node: Node) -> None:
+    """Imports an operator that writes a copy of its first operand."""
+    if importer.original_line(node, ExternCall) is not None or not node.args:
+        import_operator_call(importer, node)
+    else:
+        _write(importer, node, _IN_PLACE[node.target])
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+def _view_scatter(importer: GraphImporter, node: Node) -> None:
+    """Imports an operator that overwrites a view of a copy of its first operand."""
+    view_operator = _SCATTERED_VIEWS[node.target]
+    numbers = [importer.argument(node, item) for item in node.args[2:]]
+    is_plain = len(node.args) > 1 and not node.kwargs and _checks_nothing(node.target, numbers)
+    if importer.original_line(node, ExternCall) is not None or not is_plain:
+        import_operator_call(importer, node)
+        return
+    base, source = importer.tensor(node, node.args[0]), importer.tensor(node, node.args[1])
+    copy = copy_operand(importer, node, base)
+    (inferred,) = importer.state.inference.results(view_operator, (copy, *numbers), ())
+    assert isinstance(inferred, InferredResult)
+    view = importer.value(f"{node.name}_part", inferred.type)
+    importer.emit_definition(View(view, copy), node)
+    importer.emit(Mutate((), "aten.copy_.default", (view, source), (view,)), node)
+    importer.env[node] = copy
+
+
+def _checks_nothing(target: object, numbers: Sequence[object]) -> bool:
+    """Whether the position of a view is not checked at run time."""
+    return target is not _ATEN.select_scatter.default or isinstance(numbers[-1], int)
+
+
+_SCATTERED_VIEWS: dict[Any, OpOverload] = {
+    _ATEN.slice_scatter.default: _ATEN.slice.Tensor,
+    _ATEN.select_scatter.default: _ATEN.select.int,
+    _ATEN.diagonal_scatter.default: _ATEN.diagonal.default,
+}
+
+_IN_PLACE: dict[Any, OpOverload] = {_ATEN.copy.default: _ATEN.copy_.default}
+
+FUNCTIONAL: NodeImporters = {
+    auto_functionalized: _auto_functionalized,
+    **dict.fromkeys(_SCATTERED_VIEWS, _view_scatter),
+    **dict.fromkeys(_IN_PLACE, _functional_overload),
+}

@@ -1,0 +1,395 @@
+"""Programs as functional FX graphs: kernels and operators return new tensors, and inputs are written at the end.
+
+Each memory of the program (a root, or a slice of a pool) has a *holder*: the value whose node has its current content.
+A write makes a new node, which becomes the holder if it covers the memory, and is scattered into it otherwise. Values
+of older versions are regenerated from the holder at their next use, as torch's functionalisation does it. Memory that
+nothing has written has no holder and no node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap import lines, torch_compat
+from fxwrap import wrapper_ir as ir
+from fxwrap.converters.fx import kernels
+from fxwrap.converters.fx.converter import FxConverter
+from fxwrap.converters.fx.nodes import CallTarget
+from fxwrap.converters.view_chains import ViewStep, view_chain
+from fxwrap.converters.view_operators import VIEW_OVERLOADS
+from fxwrap.devices import language_traits
+from fxwrap.wrapper_ir import Block, LineBase, TensorType, Value
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(eq=False)
+class _Memory:
+    """The content of one memory: how often it was written, and the value that holds it, None before any write."""
+
+    root: Value
+    holder: Value | None = None
+    version: int = 0
+
+
+class FunctionalConverter(FxConverter):
+    """Emits the nodes of each line in functional form. Allocations and frees are not nodes."""
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
+        self._memory: dict[str, _Memory] = {}  # by the name of each value in it
+        self._versions: dict[str, int] = {}  # of the nodes of values
+        self._definitions: dict[str, LineBase] = {}  # of values that alias another
+        self._external: dict[str, Node] = {}  # inputs and constants
+        self._symbols: frozenset[str] | None = None  # those that lines use which have nodes
+
+    def convert_block(self, block: Block) -> None:
+        """Converts a block's lines."""
+        arguments = ir.program_arguments(self.program) if block is self.program.body else block.arguments
+        for value in arguments:
+            if isinstance(value.type, TensorType):
+                self._add_memory(value, holder=value)
+                self._external[value.name] = self.writer.nodes[value.name]
+        super().convert_block(block)
+
+    def _dispatch(self, line: LineBase) -> None:
+        if not isinstance(line, lines.View | lines.PoolSlice | lines.ExtensionLine):
+            for value in ir.reads(line):
+                self.refresh(value)
+        if isinstance(line, lines.Scatter | lines.IndexPut):
+            self.refresh(line.target)
+        super()._dispatch(line)
+        for value in ir.defined(line):
+            base = line.alias_of(value)
+            if not isinstance(value.type, TensorType) or value.name in self._memory:
+                continue
+            if base is None:
+                self._add_memory(value, holder=value)
+            else:
+                self._add_alias(value, base, line)
+
+    # --- contents ---------------------------------------------------------------------------------------------------
+
+    def _add_memory(self, root: Value, holder: Value | None) -> None:
+        self._memory[root.name] = _Memory(root, holder)
+        self._versions[root.name] = 0 if holder is not None else _STALE
+
+    def _add_alias(self, value: Value, base: Value, line: LineBase) -> None:
+        memory = self._memory[value.name] = self._memory[base.name]
+        self._definitions[value.name] = line
+        self._versions[value.name] = memory.version if value.name in self.writer.nodes else _STALE
+
+    def refresh(self, value: Value) -> None:
+        """Makes the node of a value one with the current content of its memory."""
+        memory = self._memory.get(value.name)
+        if memory is None or self._versions[value.name] == memory.version:
+            return
+        if memory.holder is None:
+            self._allocate(memory)
+        if self._versions[value.name] != memory.version:
+            self._regenerate(value, memory)
+            self._versions[value.name] = memory.version
+
+    def _allocate(self, memory: _Memory) -> None:
+        """Adds a node for memory that is read, or written in part, before it has content."""
+        super().alloc(lines.Alloc(memory.root))
+        memory.holder = memory.root
+        self._versions[memory.root.name] = memory.version
+
+    def _regenerate(self, value: Value, memory: _Memory) -> None:
+        holder, definition = memory.holder, self._definitions.get(value.name)
+        assert holder is not None
+        if holder.type == value.type:
+            self.writer.nodes[value.name] = self.writer.nodes[holder.name]
+            self.fakes.view(value, holder, 0)
+        elif holder.tensor_type.dtype == value.tensor_type.dtype:
+            super().view(lines.View(value, holder, origin=self._origin()))
+        elif isinstance(definition, lines.ExternCall) and all(definition.aliases):
+            for base in ir.reads(definition):
+                self.refresh(base)
+            super().call(definition)
+            for other in ir.defined(definition):
+                self._versions[other.name] = memory.version
+        else:
+            raise self.unsupported(
+                definition or lines.View(value, holder), "its base is written in another dtype; use the in-place form"
+            )
+
+    def _origin(self) -> ir.Origin | None:
+        return None if self.writer.line is None else self.writer.line.origin
+
+    def prepare_write(self, value: Value) -> bool:
+        """Prepares for a new content of a value; returns whether the old content matters: it has any."""
+        memory = self._memory[value.name]
+        has_content = memory.holder is not None
+        if not _covers(value.tensor_type, memory.root.tensor_type):
+            self.refresh(memory.root)
+        if has_content:
+            self.refresh(value)
+        return has_content
+
+    def store(self, value: Value, node: Node) -> None:
+        """Records a node as the new content of a value, and of its memory."""
+        memory = self._memory[value.name]
+        root = memory.root
+        memory.version += 1
+        self.writer.nodes[value.name] = node
+        self._versions[value.name] = memory.version
+        if _covers(value.tensor_type, root.tensor_type):
+            memory.holder = value
+            return
+        self._versions[value.name] = _STALE  # it is a view of the memory
+        node = self._scatter_into(root, value, node)
+        self.writer.nodes[root.name] = node
+        self._versions[root.name] = memory.version
+        memory.holder = root
+
+    def _scatter_into(self, root: Value, value: Value, node: Node) -> Node:
+        """Returns a copy of a memory with a view of it overwritten."""
+        steps = view_chain(root.tensor_type, value.tensor_type, self.symbol_infos)
+        bases, base = [], root
+        for number, step in enumerate(steps):
+            bases.append(base)
+            if number + 1 < len(steps):
+                inner = Value(f"{value.name}.base{number}", step.result_type(root.tensor_type))
+                super().view(lines.View(inner, base, origin=self._origin()))
+                base = inner
+        for step, base in zip(reversed(steps), reversed(bases), strict=True):
+            node = self._inverse(step, base, node)
+        return node
+
+    def _inverse(self, step: ViewStep, base: Value, node: Node) -> Node:
+        """Returns the base of a view with the view overwritten."""
+        old, kind, arguments = self.writer.nodes[base.name], step.operator.kind, step.operator.arguments
+        val = self.fakes.root(Value(base.name, replace(base.tensor_type, storage_offset=0)))
+        if kind == "as_strided":
+            numbers = [*map(self.writer.argument, arguments[:2]), *self._offset_arguments(old, arguments[2])]
+        else:
+            numbers = [self.writer.argument(item) for item in arguments]
+        match kind:
+            case "view" | "unsqueeze":
+                return self.writer.call(
+                    _ATEN.view.default, [node, self.writer.argument(base.tensor_type.sizes)], val=val
+                )
+            case "permute":
+                order = [arguments[0].index(dim) for dim in range(len(arguments[0]))]
+                return self.writer.call(_ATEN.permute.default, [node, order], val=val)
+            case "slice" | "select" | "diagonal" | "as_strided":
+                return self.writer.call(_SCATTERS[kind], [old, node, *numbers], name=base.name, val=val)
+            case _:
+                assert self.writer.line is not None
+                raise self.unsupported(self.writer.line, f"it writes through {VIEW_OVERLOADS[kind]}")
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def alloc(self, line: lines.Alloc | lines.Reuse | lines.PoolSlice) -> None:
+        self._add_memory(line.result, None)
+
+    reuse = pool_slice = alloc
+
+    def pool(self, line: lines.Pool) -> None:
+        """Adds no node: each slice is a memory of its own."""
+
+    def view(self, line: lines.View) -> None:
+        self._add_alias(line.result, line.base, line)
+        if self._memory[line.base.name].holder is not None:
+            self.refresh(line.result)
+
+    # --- kernels and operators --------------------------------------------------------------------------------------
+
+    def launch(self, line: lines.Launch) -> None:
+        kept = [self.prepare_write(value) for value in line.outs]
+        self._check_operands(line)
+        results = kernels.launch_functional(self, line, kept)
+        for value, node in zip(line.outs, results, strict=True):
+            self.store(value, node)
+
+    def _check_operands(self, line: lines.Launch) -> None:
+        """Raises UnsupportedError if a kernel reads memory that it writes by another operand."""
+        written = {self._memory[value.name].root.name: value for value in line.outs}
+        is_triton = language_traits(self.kernels[line.kernel].language).is_triton
+        for value in ir.reads(line):
+            memory = self._memory.get(value.name)
+            out = None if memory is None else written.get(memory.root.name)
+            if out is not None and (is_triton or value != out):
+                raise self.unsupported(line, f"%{value.name} and %{out.name} share memory; use the in-place form")
+
+    def call(self, line: lines.ExternCall | lines.Mutate) -> None:
+        if isinstance(line, lines.Mutate):
+            self.mutate(line)
+        elif line.outs:
+            self._out_call(line)
+        else:
+            super().call(line)
+
+    def _out_call(self, line: lines.ExternCall) -> None:
+        """Adds the call of the overload that returns new tensors, in place of the out variant."""
+        target = torch_compat.functional_of_out_variant(line.target)
+        if target is None:
+            raise self.unsupported(line, "the operator has no overload without out arguments")
+        for value in line.outs:
+            self.prepare_write(value)
+        results = tuple([Value(value.name, _dense(value.tensor_type)) for value in line.outs])
+        self.results(line.replace(results=results, outs=()), target, *self._operands(line))
+        for value in line.outs:
+            if value.tensor_type.strides != _dense(value.tensor_type).strides:
+                raise self.unsupported(line, "its out argument is not contiguous")
+            self.store(value, self.writer.nodes[value.name])
+
+    def _operands(self, line: lines.ExternCall | lines.Mutate) -> tuple[list[object], dict[str, object]]:
+        arguments = [self.writer.argument(item) for item in line.arguments]
+        return arguments, {name: self.writer.argument(item) for name, item in line.keywords}
+
+    def mutate(self, line: lines.ExternCall | lines.Mutate) -> None:
+        assert isinstance(line, lines.Mutate)
+        for value in line.writes:
+            self.prepare_write(value)
+        target = torch_compat.functional_of_in_place(line.target)
+        if target is None or len(line.writes) != 1:
+            self._call_on_copies(line)
+            return
+        (written,) = line.writes
+        self._write(written, target, *self._operands(line))
+        for result in ir.defined(line):
+            self.writer.nodes[result.name] = self.writer.nodes[written.name]
+            self.fakes.view(result, written, 0)
+
+    def _call_on_copies(self, line: lines.Mutate) -> None:
+        """Adds a call that returns the operator's results, then the new contents of the operands it writes."""
+        overload = torch_compat.operator_overload(line.target)
+        schema = ir.operator_schema(overload)
+        arguments, keywords = self._operands(line)
+        target: CallTarget | None = torch_compat.functional_of_mutating(line.target)
+        results: tuple[Any, ...] = line.results
+        if target is None and torch_compat.is_auto_functionalizable(overload):
+            target, results = torch_compat.auto_functionalized, line.results or (None,)
+            keywords = {**dict(zip(schema.argument_names, arguments, strict=False)), **keywords}
+            keywords = {**dict.fromkeys(schema.mutated_arguments), **keywords}
+            arguments = [overload]
+        if target is None or any(line.aliases):
+            raise self.unsupported(line, "the operator has no functional overload; use the in-place form")
+        written = tuple([schema.operand(name, line.arguments, line.keywords) for name in schema.mutated_arguments])
+        items = (*results, *written)
+        vals = self._vals(line, items)
+        node = self.writer.call(target, arguments, keywords, val=vals)
+        self._unpack(items, node, vals)
+        for value in ir.values_in(written):
+            self.store(value, self.writer.nodes[value.name])
+
+    def _write(
+        self,
+        value: Value,
+        target: torch_compat.OpOverload,
+        arguments: Sequence[object],
+        keywords: Mapping[str, object] | None = None,
+    ) -> None:
+        """Adds the functional overload of a call that overwrites a value."""
+        target = torch_compat.functional_of_in_place(str(target)) or target
+        self.prepare_write(value)
+        is_restrided = target is not _ATEN.copy.default  # other operators return memory without gaps
+        val = self.fakes.root(Value(value.name, _without_gaps(value.tensor_type)) if is_restrided else value)
+        self.store(value, self.writer.call(target, arguments, keywords, name=value.name, val=val))
+
+    # --- symbols ----------------------------------------------------------------------------------------------------
+
+    def let(self, line: lines.Let) -> None:
+        """Defines a symbol, unless only the memory plan uses it."""
+        if self._symbols is None:
+            self._symbols = _needed_symbols(self.program)
+        if line.symbol.name in self._symbols:
+            super().let(line)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def return_(self, line: lines.Yield | lines.Return) -> None:
+        """Copies new contents of inputs and constants into them, then returns."""
+        mutable = [item.value for item in self.program.inputs if item.ownership is ir.Ownership.MUTABLE]
+        mutable += [item.value for item in self.program.constants if item.mutable]
+        for value in mutable:
+            memory = self._memory.get(value.name) if isinstance(value, Value) else None
+            if memory is None or memory.version == 0:
+                continue
+            root = memory.root
+            self.refresh(root)
+            target = self._external[root.name]
+            node = self.writer.nodes[root.name]
+            self.writer.call(_ATEN.copy_.default, [target, node], val=target.meta["val"])
+            self.writer.nodes[root.name] = target
+            memory.holder = root
+            memory.version += 1
+            self._versions[root.name] = memory.version
+        for value in ir.reads(line):
+            self.refresh(value)
+        super().return_(line)
+
+
+class ExportedConverter(FunctionalConverter):
+    """Emits functional graphs for `torch.export`, which cannot load torch's operator for Triton kernels."""
+
+    launches_by_hash = True
+
+
+_STALE = -1
+"""The version of a node with an older content of its memory."""
+
+_SCATTERS = {
+    "slice": _ATEN.slice_scatter.default,
+    "select": _ATEN.select_scatter.default,
+    "diagonal": _ATEN.diagonal_scatter.default,
+    "as_strided": _ATEN.as_strided_scatter.default,
+}
+"""The operators that overwrite a view of a copy, by the kind of the view."""
+
+
+def _covers(type_: TensorType, memory: TensorType) -> bool:
+    """Whether a value has every element of its memory, in any order."""
+    if type_.sizes == memory.sizes and type_.strides == memory.strides:
+        return type_.storage_offset == memory.storage_offset
+    return (
+        type_.storage_offset == memory.storage_offset
+        and type_.storage_bytes == memory.storage_bytes
+        and type_.element_count == memory.element_count
+    )
+
+
+def _without_gaps(type_: TensorType) -> TensorType:
+    """Returns the type of a copy of a tensor: its dimensions keep their order in memory."""
+    if type_.storage_bytes == type_.element_count * type_.dtype.itemsize or not type_.is_static:
+        return type_
+    strides, step = [0] * len(type_.sizes), 1
+    for dim in sorted(range(len(strides)), key=lambda dim: (int(type_.strides[dim]), -dim)):
+        strides[dim], step = step, step * int(type_.sizes[dim])
+    return replace(type_, strides=tuple(strides), storage_offset=0)
+
+
+def _dense(type_: TensorType) -> TensorType:
+    return TensorType.contiguous(type_.dtype, type_.sizes, type_.device)
+
+
+def _needed_symbols(program: ir.Program) -> frozenset[str]:
+    """Returns the names of the symbols that lines other than those of a memory plan use."""
+    lets: dict[str, lines.Let] = {}
+    pending: list[str] = []
+    for line in program.lines():
+        match line:
+            case lines.Let():
+                lets[line.symbol.name] = line
+            case lines.Pool():
+                pass
+            case lines.PoolSlice():
+                pending += [symbol.name for symbol in ir.type_symbols(line.result.type)]
+            case _:
+                pending += [symbol.name for symbol in ir.symbols_used(line, *ir.Role)]
+    needed: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in needed:
+            needed.add(name)
+            let = lets.get(name)
+            pending += [] if let is None else [symbol.name for symbol in ir.symbols_used(let, *ir.Role)]
+    return frozenset(needed)

@@ -1,0 +1,25 @@
+"""Garbage collection while large structures are built."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pauses garbage collection; usable as a decorator.
+
+    Construction of a program or graph allocates objects that all stay alive. The collector visits them again and again,
+    in time that grows faster than their number. Objects that are freed by reference counts are freed as usual; garbage
+    in cycles waits until the end. Collection is resumed only if it was enabled, so pauses nest, and a pause that
+    overlaps with one of another thread may end early.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

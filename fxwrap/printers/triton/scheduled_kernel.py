@@ -1,0 +1,57 @@
+"""Kernels with the configuration that they are printed with, and the entry of the Triton printer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxwrap.loop_ir import Kernel
+from fxwrap.printers.printed_kernel import PrintedKernel
+from fxwrap.printers.triton.configuration import Configuration, configurations
+from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText
+from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
+from fxwrap.printers.triton.operations import collapse_bool_casts
+from fxwrap.printers.triton.printer import TritonPrinter
+from fxwrap.printers.triton.schedule import make_tile
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledKernel:
+    """A loop IR kernel with the configuration and the limits of symbols that `source` was printed with."""
+
+    kernel: Kernel
+    configuration: Configuration
+    limits: Mapping[str, int]
+    source: str = ""
+
+    def text(self, parameters: BodyParameters) -> TritonKernelText:
+        """Prints the kernel."""
+        kernel, selected = collapse_bool_casts(self.kernel), dict[int, SelectedElement]()
+        if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:
+            kernel, selected = select_one_hot_elements(kernel)  # each program has one row
+        return TritonPrinter(kernel, self.configuration, self.limits, selected, parameters).print()
+
+    @cached_property
+    def template(self) -> tuple[TritonKernelText, list[int]]:
+        """The text with a slot for each integer of index arithmetic and without comments, and the slots' values."""
+        slots = IntegerSlots()
+        return self.text(BodyParameters(slots, comments=frozenset())), slots.values
+
+
+def print_triton(
+    kernel: Kernel, configuration: Configuration | None = None, limits: Mapping[str, int] | None = None, name: str = ""
+) -> PrintedKernel:
+    """Returns a kernel as Triton source with its one-dimensional launch grid.
+
+    Args:
+        kernel: the kernel.
+        configuration: the tile, warps and stages; by default the first one of `configurations`.
+        limits: upper bounds of symbols by name. They decide whether 32-bit indices suffice.
+        name: a description of the computation. The function's name appends digits of a hash of its text.
+
+    Raises KernelError for atomic stores of dtypes and modes that GPUs have no instruction for.
+    """
+    scheduled = ScheduledKernel(kernel, configuration or configurations(kernel)[0], limits or {})
+    printed = scheduled.text(BodyParameters()).printed(name)
+    return replace(printed, scheduled=replace(scheduled, source=printed.source))

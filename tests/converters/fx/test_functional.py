@@ -1,0 +1,72 @@
+"""The functional form: graphs without writes, equal results, and the way back to the compiled program."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+import fxwrap
+from fxwrap.compile.steps import plan_program
+from fxwrap.wrapper_ir import Ownership, Program
+from tests.support.capture import CapturedGraph, capture_graphs
+from tests.support.models import SHALLOW
+from tests.support.program_equality import assert_equal
+
+OPTIONS = fxwrap.Options(memory_planning="none", compile_cache=False)
+
+
+def _program(captured: CapturedGraph, options: fxwrap.Options = OPTIONS) -> Program:
+    placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
+    owned = [
+        position for position, node in enumerate(placeholders)
+        if captured.kind == "backward" and not node.name.startswith("primals_")
+    ]  # fmt: skip
+    ownership = dict.fromkeys(owned, Ownership.OWNED)
+    return fxwrap.compile_graph(
+        captured.graph_module, captured.example_inputs, ownership=ownership, options=options
+    ).program
+
+
+def _writes(module: GraphModule) -> list[str]:
+    """Returns the nodes of a graph, its submodules' included, that write or manage memory, without final copies."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+    names = []
+    for node in (node for graph in graphs for node in graph.nodes if node.op == "call_function"):
+        schema = getattr(node.target, "_schema", None)
+        written = schema is not None and schema.is_mutable
+        is_final = node.target is torch.ops.aten.copy_.default and node.args[0].op in ("placeholder", "get_attr")
+        memory = str(node.target) in ("fxwrap.reuse.default", "fxwrap.pool.default", "fxwrap.pool_slice.default")
+        if (written and not is_final) or memory or "mutation" in str(node.target):
+            names.append(node.name)
+    return names
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.down(nn.functional.gelu(self.up(x))), -1)
+
+
+@torch.no_grad()
+def test_an_mlp_is_functional_and_comes_back() -> None:
+    model, x = _Mlp().eval(), torch.randn(4, 16)
+    compiled = fxwrap.compile_graph(torch.export.export(model, (x,)), options=OPTIONS)
+    module = fxwrap.to_fx(compiled.program, form="functional").graph_module
+    assert not _writes(module)
+    torch.testing.assert_close(module(x), (model(x),))
+    assert_equal(compiled.program, fxwrap.from_fx(module))
+
+
+@pytest.mark.parametrize("name", SHALLOW)
+@pytest.mark.parametrize("training", [False, True])
+def test_models_come_back_as_the_compiled_program(name: str, training: bool) -> None:
+    for captured in capture_graphs(SHALLOW[name], training):
+        program = _program(captured)
+        module = fxwrap.to_fx(program, form="functional").graph_module
+        assert not _writes(module)
+        assert_equal(program, plan_program(fxwrap.from_fx(module), OPTIONS.resolve_devices()))

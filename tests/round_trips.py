@@ -1,0 +1,351 @@
+"""Round trips of random programs: to an FX graph in each form, through torch's transforms, and back as a program.
+
+    python -m tests.round_trips --programs 2000 --jobs 2          # `make round-trips`
+    python -m tests.round_trips --seconds 600 --jobs 1 --only ir --form in_place
+    python -m tests.round_trips --seed 1234 --programs 1
+
+A seed determines a program (drawn as IR, or compiled from a random graph of `tests.fuzz`), a random chain of transforms
+for each form, the emitter of the program that is imported at the end, and the inputs. Checked are, bit by bit, the
+results of the transformed graph and of the imported program, and the imported program and its memory plan as far as the
+transforms preserve them (`tests/support/transforms.py`). Graphs that torch itself rejects are counted. A failure prints
+the case, the program and the error, and does not end the run; the exit status is 1 after any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
+
+import fxwrap
+from benchmarks.results import Report, add_record_option
+from fxwrap.converters.emission import emit
+from fxwrap.errors import GraphError
+from fxwrap.memory_planning import BlockPlan, apply_plan, plan_memory
+from fxwrap.passes.reuse import reuse_memory
+from fxwrap.symbolic import Number
+from fxwrap.wrapper_ir import Ownership, Program, canonicalize_program
+from tests.devices.test_devices import on_abacus
+from tests.fuzz import FAILURES_OF_TORCH
+from tests.fuzz import Case as GraphCase
+from tests.fuzz import Subject as GraphSubject
+from tests.support import program_kernels
+from tests.support.fuzzing import Failure, Outcome, Task, drawn_example, run_seeds
+from tests.support.program_equality import assert_equal
+from tests.support.strategies.dynamic_graphs import DynamicGraph
+from tests.support.strategies.programs import random_programs
+from tests.support.stream_log import StreamLog
+from tests.support.transforms import TRANSFORMS, Loss
+from tests.user_kernels.triton_on_cpu import triton_on_cpu
+
+SOURCES = {"ir": 12, "static": 4, "dynamic": 2, "control": 2}
+"""Where programs come from, with their shares: drawn as IR, or compiled from a graph of a kind of `tests.fuzz`."""
+
+CPP_SHARE = 1 / 80
+"""How many programs are emitted as C++, which takes a C++ compiler."""
+
+MOST_TRANSFORMS = 4
+INPUTS = 2
+"""Transforms in a chain, and inputs that each graph and program runs on."""
+
+
+Symbols: TypeAlias = Mapping[str, Number]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of FX graphs: how a program gets it, and how it gets back to a program with a memory plan."""
+
+    emit: Callable[[Program], GraphModule]
+    read: Callable[..., Program] = fxwrap.from_fx
+
+
+FORMS: dict[str, Form] = {"in_place": Form(lambda program: fxwrap.to_fx(program).graph_module)}
+
+
+@dataclass(frozen=True)
+class Trip:
+    """One round trip of a seed's program: its variant is the number of its form."""
+
+    seed: int
+    variant: int
+    source: str
+    form: str
+    transforms: tuple[str, ...]
+    emitter: str
+
+    @classmethod
+    def draw(cls, seed: int, variant: int, form: str, source: str) -> Trip:
+        """Returns the trip that a seed determines."""
+        choose = random.Random(f"{seed}.{form}")
+        usable = [name for name, transform in TRANSFORMS.items() if not transform.forms or form in transform.forms]
+        weights = [TRANSFORMS[name].weight for name in usable]
+        chain = tuple(choose.choices(usable, weights, k=choose.randint(0, MOST_TRANSFORMS)))
+        is_cpp = _is_cpp(seed)
+        emitter = "cpp" if is_cpp else choose.choice(["interpreter", "python", "fx"])
+        return cls(seed, variant, source, form, chain, emitter)
+
+
+def _is_cpp(seed: int) -> bool:
+    return random.Random(f"{seed}.cpp").random() < CPP_SHARE
+
+
+@dataclass
+class Journey:
+    """A graph on its way: the transforms that it took, those that torch rejected, and what they lost."""
+
+    module: GraphModule
+    applied: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    losses: set[Loss] = field(default_factory=set)
+
+
+class Subject:
+    """The program of a seed and its results by the interpreter, which its trips share; computed when first used."""
+
+    def __init__(self, seed: int, sources: Sequence[str], forms: Sequence[str]) -> None:
+        self.seed = seed
+        self.source = random.Random(seed).choices(sources, [SOURCES[name] for name in sources])[0]
+        self.cases = tuple([Trip.draw(seed, number, form, self.source) for number, form in enumerate(forms)])
+
+    @cached_property
+    def drawn(self) -> tuple[Program, list[Callable[[], list[Any]]], Symbols]:
+        """The program, functions that return its inputs, and the values of its symbols."""
+        return self._from_ir() if self.source == "ir" else self._from_graph()
+
+    @property
+    def program(self) -> Program:
+        """The program."""
+        return self.drawn[0]
+
+    def _from_ir(self) -> tuple[Program, list[Callable[[], list[Any]]], Symbols]:
+        kernels = program_kernels.CPP if _is_cpp(self.seed) else (*program_kernels.CPP, *program_kernels.TRITON)
+        case = drawn_example(random_programs(kernels=kernels, streams=True), self.seed)
+        program = case.program
+        choose = random.Random(f"{self.seed}.passes")
+        if choose.random() < 0.3:
+            program = reuse_memory(program)
+        if choose.random() < 0.3:
+            program = apply_plan(program, _plan(program, case.symbols))
+        return fxwrap.verify(program), [partial(case.inputs, number) for number in range(INPUTS)], case.symbols
+
+    def _from_graph(self) -> tuple[Program, list[Callable[[], list[Any]]], Symbols]:
+        subject = GraphSubject(self.seed, [self.source])
+        options = GraphCase.draw(self.source, self.seed, 0).options
+        dynamic = isinstance(subject.graph, DynamicGraph)
+        sample = None if dynamic else tuple([item.clone() for item in subject.graph.inputs])
+        options = fxwrap.Options(emitter="interpreter", compile_cache=False, fallback="error", **options)
+        program = fxwrap.compile_graph(subject.graph.module, sample, options=options).program
+        return program, [partial(_copies, item) for item in subject.inputs[:INPUTS]], {}
+
+    @cached_property
+    def wanted(self) -> list[list[Any]]:
+        """For each of the inputs, the results and the inputs after the run."""
+        return [_run(partial(fxwrap.run, self.program), self.program, make) for make in self.drawn[1]]
+
+
+def _copies(inputs: Sequence[torch.Tensor]) -> list[Any]:
+    return [torch.empty_strided(item.shape, item.stride(), dtype=item.dtype).copy_(item) for item in inputs]
+
+
+def _run(function: Callable[[list[Any]], Any], declared: Program, make_inputs: Callable[[], list[Any]]) -> list[Any]:
+    """Returns the results of a function and the inputs after it, except those that it owns."""
+    inputs = make_inputs()
+    with torch.no_grad():
+        results = function(list(inputs))
+    items = list(results) if isinstance(results, tuple | list) else [results]
+    after = [item for item, one in zip(inputs, declared.inputs, strict=True) if one.ownership is not Ownership.OWNED]
+    return [*items, *after]
+
+
+@contextmanager
+def device_of(trip: Trip) -> Iterator[None]:
+    """The device on which a trip's program runs: for graphs one without a compiler, for IR one with streams."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        if trip.source != "ir" and not _is_cpp(trip.seed):
+            stack.enter_context(on_abacus())
+        else:
+            stack.enter_context(StreamLog().registered())
+            stack.enter_context(triton_on_cpu())
+        yield
+
+
+def run_trip(trip: Trip, subject: Subject) -> Counter[str]:
+    """Returns the numbers of transforms by outcome, e.g. "make_fx applied". Raises AssertionError for a difference."""
+    try:
+        with device_of(trip):
+            return _run_trip(trip, subject)
+    except Exception as error:
+        text = str(subject.program) if "drawn" in vars(subject) else "(not drawn)"
+        raise AssertionError(f"{trip}\n{text}") from error
+
+
+def _run_trip(trip: Trip, subject: Subject) -> Counter[str]:
+    try:
+        program, make_inputs, symbols = subject.drawn
+    except (GraphError, PendingUnbackedSymbolNotFound) as error:
+        if isinstance(error, GraphError) and not any(text in str(error) for text in FAILURES_OF_TORCH):
+            raise
+        return Counter({"no program": 1})
+    form = FORMS[trip.form]
+    journey = _transformed(trip, form, program, make_inputs[0])
+    # What was traced with the first inputs is for their sizes and numbers.
+    runs = list(zip(make_inputs, subject.wanted, strict=True))[: 1 if journey.losses - {Loss.UNUSED} else None]
+    for make, wanted in runs:
+        assert_same("the graph", _run(lambda inputs: journey.module(*inputs), program, make), wanted)
+    imported = _imported(form, journey.module, program)
+    _check_program(journey, form, program, imported, symbols)
+    entry = emit(imported, trip.emitter)
+    for make, wanted in runs:
+        assert_same("the imported program", _run(lambda inputs: entry(*inputs), program, make), wanted)
+    return Counter([f"{name} applied" for name in journey.applied] + [f"{name} refused" for name in journey.refused])
+
+
+def _transformed(trip: Trip, form: Form, program: Program, make_inputs: Callable[[], list[Any]]) -> Journey:
+    journey = Journey(form.emit(program))
+    languages = {kernel.language for kernel in program.kernels}
+    for name in trip.transforms:
+        transform = TRANSFORMS[name]
+        if not transform.accepts(journey.module, languages):
+            continue
+        try:
+            with torch.no_grad():
+                journey.module = transform.apply(journey.module, make_inputs())
+        except Exception as error:
+            if not transform.refuses(error):
+                raise
+            journey.refused.append(name)
+        else:
+            journey.applied.append(name)
+            journey.losses |= transform.losses
+    return journey
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def assert_same(what: str, results: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Raises AssertionError if results differ in a bit, a stride or a type."""
+    assert len(results) == len(wanted), f"{what} returns {len(results)} values, not {len(wanted)}"
+    for position, (result, want) in enumerate(zip(results, wanted)):
+        assert type(result) is type(want), f"{what}, value {position}: {result!r} is not {want!r}"
+        if isinstance(want, torch.Tensor):
+            message = partial("{}, value {}: {}".format, what, position)
+            torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True, check_stride=True, msg=message)
+        else:
+            assert result == want or result != result != want != want, (
+                f"{what}, value {position}: {result} is not {want}"
+            )
+
+
+def _plan(program: Program, symbols: Symbols) -> Any:
+    known = {name: number for name, number in symbols.items() if name in fxwrap.wrapper_ir.symbol_infos(program)}
+    return plan_memory(program, alignment=lambda _device: 64, algorithm="greedy_by_size", hints=known)
+
+
+def _memory(block: BlockPlan) -> tuple[Any, ...]:
+    """Returns a plan without names and positions."""
+    pools = [(str(pool.device), pool.memory_space, len(pool.allocations)) for pool in block.pools]
+    return block.peak, block.lower_bound, sorted(pools)
+
+
+def _imported(form: Form, module: GraphModule, program: Program) -> Program:
+    """Returns the program of a graph. Graphs that were traced have no ownership of inputs."""
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    ownership = {name: item.ownership for name, item in zip(names, program.inputs, strict=True)}
+    return form.read(module, ownership=ownership)
+
+
+def _check_program(journey: Journey, form: Form, program: Program, imported: Program, symbols: Symbols) -> None:
+    """Checks an imported program and its memory plan, up to the losses of the transforms.
+
+    Symbols that became numbers change neither peaks nor lower bounds, which are those of the example's sizes, but the
+    pools that buffers of symbolic sizes cannot share. Tracing leaves out results that nothing uses.
+    """
+    losses = journey.losses
+    if Loss.CALLS in losses:
+        return
+    original = program
+    if not losses:
+        assert_equal(program, imported)
+    else:
+        original = _without_unused(form, form.emit(program), program)
+    if Loss.SYMBOLS not in losses:
+        planned, wanted = _plan(imported, symbols).blocks, _plan(canonicalize_program(original), symbols).blocks
+        assert list(map(_memory, planned)) == list(map(_memory, wanted)), "the memory plan differs"
+        return
+    imported = _without_unused(form, copy.deepcopy(journey.module), program)
+    peaks, expected = ([(block.peak, block.lower_bound) for block in _plan(item, symbols).blocks]
+                       for item in (imported, original))  # fmt: skip
+    assert peaks == expected, f"the plan has the peaks and lower bounds {peaks}, not {expected}"
+
+
+def _without_unused(form: Form, module: GraphModule, program: Program) -> Program:
+    for part in module.modules():
+        if isinstance(part, GraphModule):
+            part.graph.eliminate_dead_code()
+    return _imported(form, module, program)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def round_trips(
+    first: int, count: int, jobs: int, seconds: float, sources: Sequence[str], forms: Sequence[str]
+) -> Iterator[Outcome]:
+    """Yields each trip with its counts, or with its failure."""
+    return run_seeds(Task(partial(Subject, sources=sources, forms=forms), run_trip), first, count, jobs, seconds)
+
+
+def main() -> int:
+    """Prints failures while they happen, and counts at the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=1_000_000, help="at most so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="at most so long")
+    parser.add_argument("--seed", type=int, default=int(time.time()) * 1000, help="the first program's")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default=",".join(SOURCES), help="sources of programs")
+    parser.add_argument("--form", default=",".join(FORMS), help="forms of graphs")
+    add_record_option(parser)
+    chosen = parser.parse_args()
+    trips, failures, counts, seeds = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[str](), set[int]()
+    start = time.monotonic()
+    sources, forms = chosen.only.split(","), chosen.form.split(",")
+    for trip, result in round_trips(chosen.seed, chosen.programs, chosen.jobs, chosen.seconds, sources, forms):
+        key = (trip.form, trip.source)
+        trips[key] += 1
+        seeds.add(trip.seed)
+        if isinstance(result, Failure):
+            failures[key] += 1
+            print(f"seed {trip.seed} ({trip.form}, {trip.source})\n{result.text}\n", flush=True)
+        else:
+            counts.update(result)
+    note = f"seeds from {chosen.seed} on, {time.monotonic() - start:.0f} s with {chosen.jobs} processes"
+    report = Report("round_trips", chosen, note=note)
+    for key in sorted(trips):
+        row: dict[str, Any] = dict(zip(("form", "programs from"), key))
+        report.add({**row, "programs": trips[key], "failures": failures[key]})
+    steps = Report("round_trips-transforms", chosen, note=note)
+    for name in TRANSFORMS:
+        applied, refused = counts[f"{name} applied"], counts[f"{name} refused"]
+        steps.add({"transform": name, "graphs": applied + refused, "rejected by torch": refused})
+    print(f"{len(seeds)} programs, {failures.total()} failures, {counts['no program']} that torch cannot trace; {note}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

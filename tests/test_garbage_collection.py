@@ -1,0 +1,73 @@
+"""The garbage collector pauses while programs and graphs are built, and is as it was afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import fxwrap
+from fxwrap.errors import ParseError
+from fxwrap.garbage_collection import gc_paused
+from tests.support.samples import SAMPLES
+
+SAMPLE = SAMPLES["views_share_one_root"]
+
+
+@contextmanager
+def _frequent_collections() -> Iterator[list[str]]:
+    """Collects after every few allocations, and lists the phases of each collection."""
+    phases: list[str] = []
+    callback: Callable[[str, dict[str, Any]], None] = lambda phase, _info: phases.append(phase)  # noqa: E731
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(10)
+    try:
+        yield phases
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
+
+
+@pytest.mark.parametrize("stage", ["parse", "to_fx", "from_fx"])
+def test_construction_runs_without_collections(stage: str) -> None:
+    program = SAMPLE.program()
+    emitted = fxwrap.to_fx(program)
+    emitted.graph_module.recompile()
+    run: dict[str, Callable[[], object]] = {
+        "parse": lambda: fxwrap.parse(SAMPLE.text),
+        "to_fx": lambda: fxwrap.to_fx(program),
+        "from_fx": lambda: fxwrap.from_fx(emitted),
+    }
+    assert gc.isenabled()
+    with _frequent_collections() as phases:
+        gc.collect()
+        phases.clear()
+        run[stage]()
+        count = phases.count("start")
+    assert count <= 3, "only the code around the construction may collect"
+    assert gc.isenabled()
+
+
+def test_a_pause_ends_with_an_error_and_nests() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ParseError):
+        fxwrap.parse("program @broken(")
+    assert gc.isenabled()
+    with gc_paused():
+        with gc_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_disabled_collector_stays_disabled() -> None:
+    gc.disable()
+    try:
+        fxwrap.parse(SAMPLE.text)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
