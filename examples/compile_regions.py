@@ -1,4 +1,4 @@
-"""A vendor's backend without a printer of kernels: fxwrap fuses, orders and plans, another compiler compiles each region.
+"""A vendor's backend without a printer: fxwrap fuses, orders and plans, another compiler compiles each region.
 
 python examples/compile_regions.py [backend of torch.compile, by default inductor]
 """

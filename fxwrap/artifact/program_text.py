@@ -149,13 +149,17 @@ def restore_origins(program: ir.Program, data: Mapping[str, Any]) -> ir.Program:
     """Returns a program with the origins of `_origins_text`'s data."""
     known = {field.name for field in dataclasses.fields(ir.Source)}
     sources = [
-        ir.Source(**{name: item for name, item in zip(data["fields"], row, strict=True) if name in known})
+        ir.Source(**{name: _as_tuple(item) for name, item in zip(data["fields"], row, strict=True) if name in known})
         for row in data["sources"]
     ]
     remaining = iter(data["lines"])
     body = _block_with_origins(program.body, sources, remaining)
     functions = tuple([(name, _block_with_origins(block, sources, remaining)) for name, block in program.functions])
     return program.replace(body=body, functions=functions)
+
+
+def _as_tuple(item: Any) -> Any:
+    return tuple([_as_tuple(part) for part in item]) if isinstance(item, list) else item
 
 
 def _iterate_lines(program: ir.Program) -> Iterator[ir.LineBase]:

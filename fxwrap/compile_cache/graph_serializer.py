@@ -102,8 +102,7 @@ class GraphSerializer:
             if bindings:
                 value += f" {[(self._expression(symbol), str(steps)) for symbol, steps in bindings.items()]}"
             source = source_of(node)
-            location = (source.file, source.line, source.module, source.original)
-            parts.append(f"{node.op} {node.name} {target} {write(node.args)}{keywords}{value} {location!r}")
+            parts.append(f"{node.op} {node.name} {target} {write(node.args)}{keywords}{value} {source!r}")
         parts.append("end")
 
     def _target(self, node: Node) -> str:

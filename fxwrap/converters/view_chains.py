@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from fxwrap.caching import bounded_cache
@@ -41,6 +41,11 @@ class ViewStep:
 
     operator: ViewOperator
     layout: StridedLayout
+
+    def result_type(self, base: TensorType) -> TensorType:
+        """Returns the type of the result, of a chain on a tensor of type `base`."""
+        sizes, strides, offset = self.layout.sizes, self.layout.strides, self.layout.offset
+        return replace(base, sizes=sizes, strides=strides, storage_offset=offset)
 
 
 def view_chain(base: TensorType, view: TensorType, infos: Infos = {}) -> tuple[ViewStep, ...]:  # noqa: B006 - read only

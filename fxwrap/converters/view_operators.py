@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -64,10 +64,6 @@ class StridedLayout:
     def dimensions(self) -> tuple[tuple[Size, Size], ...]:
         """The size and stride of each dimension."""
         return tuple(zip(self.sizes, self.strides, strict=True))
-
-    def applied_to(self, type_: TensorType) -> TensorType:
-        """Returns a tensor type with this layout."""
-        return replace(type_, sizes=self.sizes, strides=self.strides, storage_offset=self.offset)
 
     def simplified(self, infos: Mapping[str, SymbolInfo]) -> StridedLayout:
         """Returns the layout with constants for expressions of one value in the ranges of their symbols."""

@@ -144,17 +144,42 @@ def location_of(node: Node) -> str:
 def source_of(node: Node) -> Source:
     """Returns a node's origin in the model's source, from its metadata; for a backward node, that of its forward."""
     file, line = _innermost_frame(node.meta.get("stack_trace") or "")
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    module = str(next(reversed(stack.values()))[0]) if stack else ""
+    module_stack = _module_stack(node)
     origins = node.meta.get("from_node") or ()
+    operator, original = str(node.target).removesuffix(".default"), node.meta.get("original_aten")
+    original_operator = "" if original is None else str(original).removesuffix(".default")
     return Source(
         node.name,
-        str(node.target).removesuffix(".default"),
+        operator,
         file,
         line,
-        _DYNAMO_ROOT.sub("", module),
+        module_stack[-1][0] if module_stack else "",
         str(origins[0].name) if origins else "",
+        module_stack,
+        _function_stack(node),
+        "" if original_operator == operator else original_operator,
+        str(node.meta.get("partitioner_tag") or ""),
     )
+
+
+def _module_stack(node: Node) -> tuple[tuple[str, str], ...]:
+    """Returns the path and class of each module that encloses a node, without the model itself."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    entries = [(_DYNAMO_ROOT.sub("", str(path)), qualified_name(class_)) for path, class_ in stack.values()]
+    return tuple([entry for entry in entries if entry[0]])
+
+
+def _function_stack(node: Node) -> tuple[tuple[str, str], ...]:
+    stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or ()
+    return tuple([(str(name), qualified_name(function)) for name, function in stack])
+
+
+def qualified_name(item: object) -> str:
+    """Returns the qualified name of a class or function, a text unchanged."""
+    if isinstance(item, str):
+        return item
+    module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
+    return f"{module}.{name}" if module and name else str(item)
 
 
 _DYNAMO_ROOT = re.compile(r"^L\['\w+'\]\.?")

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node, Proxy, symbolic_trace
 from torch.fx.passes.utils.matcher_utils import InternalMatch, SubgraphMatcher
 
 from fxwrap.converters.from_fx.graph_importer import registered_definition
+from fxwrap.converters.fx.metadata import node_metadata
 from fxwrap.errors import RewriteError
 from fxwrap.inference import call_on_fakes, lists_to_tuples
 from fxwrap.rewrite.replacement import merge_origins
@@ -219,11 +220,12 @@ class _GraphDataFlow:
             output: Any = graph.graph_copy(replacement.graph, values)
         results: list[Node] = list(output) if isinstance(output, tuple | list) else [output]
         origin = merge_origins([node.meta.get("fxwrap_origin") for node in nodes])
+        stream = nodes[-1].meta.get("stream", 0)
         for node in graph.nodes:
             if node not in before:
                 self.positions[node] = self.positions[nodes[-1]]
-                node.meta["fxwrap_origin"] = origin
                 _propagate_fake(node)
+                node.meta |= node_metadata(node.meta.get("val"), origin, stream)
         for old, new in zip(match.returning_nodes, results, strict=True):
             self._replace_uses(old, new, nodes)
         for node in reversed(nodes):
@@ -249,6 +251,9 @@ class _GraphDataFlow:
                 copied = self.module.graph.call_function(torch.ops.aten.copy_.default, (holder, new))
             self.positions[copied] = self.positions[nodes[-1]]
             _propagate_fake(copied)
+            copied.meta |= node_metadata(
+                copied.meta.get("val"), new.meta.get("fxwrap_origin"), new.meta.get("stream", 0)
+            )
             return
         holder.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and self._is_later(user, index))
         for item, node in list(self.memory_nodes.items()):

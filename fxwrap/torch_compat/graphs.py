@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.fx.traceback import NodeSource, NodeSourceAction
 
 ChangeBody: TypeAlias = Callable[[list[str]], list[str]]
 
@@ -102,3 +103,14 @@ class GraphCodeGen(torch.fx.graph.CodeGen):
         False for code with colours, which is only shown.
         """
         raise NotImplementedError
+
+
+def node_source(name: str, target: str, pass_name: str, before: Sequence[NodeSource]) -> NodeSource:
+    """Returns the provenance of a node for `meta["from_node"]`: a node of another graph, by name and target.
+
+    Why: the constructor reads the node itself, which does not exist in this process after a program is loaded.
+    """
+    source = NodeSource(None, pass_name, NodeSourceAction.CREATE)
+    source.node_info = NodeSource.NodeInfo(name, target, -1)
+    source.from_node = list(before)
+    return source

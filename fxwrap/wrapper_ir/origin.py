@@ -11,7 +11,10 @@ class Source:
 
     `node` is its name, and `original` the name of its node in the graph of Dynamo or torch.export, if torch records it.
     `operator` is the ATen operator ("aten.mm"), `file` and `line` the location in the model's source, and `module` the
-    path of the module in the model ("layers.0.attention"). Unknown fields are empty, or 0.
+    path of the module in the model ("layers.0.attention"). `module_stack` has the path and class of each module that
+    encloses the node, the outermost first, `function_stack` the name and qualified name of each function that the model
+    called, and `original_operator` the ATen operator before its decomposition, if it is another. `partitioner_tag`
+    tells forward from backward in joint graphs. Unknown fields are empty, or 0.
     """
 
     node: str
@@ -20,6 +23,10 @@ class Source:
     line: int = 0
     module: str = ""
     original: str = ""
+    module_stack: tuple[tuple[str, str], ...] = ()
+    function_stack: tuple[tuple[str, str], ...] = ()
+    original_operator: str = ""
+    partitioner_tag: str = ""
 
     @property
     def location(self) -> str:

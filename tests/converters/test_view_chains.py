@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fxwrap
 from fxwrap.converters.view_chains import view_chain
-from fxwrap.converters.view_operators import (
-    VIEW_OVERLOADS,
-    StridedLayout,
-    ViewOperator,
-    is_same_view,
-    layout_of,
-    result_layout,
-    view_operator,
-)
+from fxwrap.converters.view_operators import VIEW_OVERLOADS, StridedLayout, ViewOperator, layout_of, result_layout
 from fxwrap.symbolic import SymbolInfo, evaluate, parse_expr, product
 from fxwrap.wrapper_ir import TensorType
 
@@ -49,7 +39,7 @@ def operators(draw: st.DrawFn, layout: StridedLayout) -> ViewOperator:
             sizes = [
                 draw(st.sampled_from([2, 3])) if item == 1 and draw(st.booleans()) else item for item in layout.sizes
             ]
-            return ViewOperator("expand", (tuple([*draw(st.sampled_from([[], [2]])), *sizes]),))
+            return ViewOperator("expand", ((*draw(st.sampled_from([[], [2]])), *sizes),))
         case "permute":
             return ViewOperator("permute", (tuple(draw(st.permutations(range(rank)))),))
         case "select":

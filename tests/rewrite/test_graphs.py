@@ -75,6 +75,9 @@ def test_a_launch_with_in_place_updates_is_replaced(language: str) -> None:
     assert not graph_module.graph.find_nodes(op="call_function", target=aten.empty_strided.default)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.gelu.default):
         assert isinstance(node.meta["val"], FakeTensor) and node.meta["fxwrap_origin"].operators[-1] == "aten.gelu"
+        assert node.meta["original_aten"] is aten.gelu.default and node.meta["device"] == torch.device("cpu")
+        assert [source.name for source in node.meta["from_node"]] == list(node.meta["fxwrap_origin"].nodes)
+        assert node.meta.keys() >= {"stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "stream"}
     torch.testing.assert_close(graph_module(*arguments), layers(*arguments))
     torch.testing.assert_close(fxwrap.run(fxwrap.from_fx(graph_module), list(arguments)), layers(*arguments))
 

@@ -18,6 +18,7 @@ from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES, ImportedSymbols
 from fxwrap.converters.fx.regions import called_region
 from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.errors import FxImportError
+from fxwrap.fx_passes.source import source_of
 from fxwrap.inference import CallInference
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
 from fxwrap.passes.coalesce_copies import coalesce_copies
@@ -134,9 +135,11 @@ def failure(node: Node, reason: str, remedy: str) -> FxImportError:
 
 
 def origin_of(node: Node) -> ir.Origin:
-    """Returns the origin of a node's line: that of its metadata, else the node itself."""
+    """Returns the origin of a node's line: that of its metadata, else the node itself with its stacks."""
     origin = node.meta.get("fxwrap_origin")
-    return origin if isinstance(origin, ir.Origin) else ir.Origin((ir.Source(node.name, target_text(node)),))
+    if isinstance(origin, ir.Origin):
+        return origin
+    return ir.Origin((replace(source_of(node), operator=target_text(node)),))
 
 
 NodeImporter = Callable[["GraphImporter", Node], None]

@@ -152,7 +152,7 @@ class _GraphReader:
         self.output = module.graph.output_node()
         self.calls: list[ExternCall] = []
         names = frozenset([info.name for node in self.symbols if (info := _symbol_of(node)) is not None])
-        symbols = ImportedSymbols({}, names, frozenset())
+        symbols = ImportedSymbols({}, names, frozenset(), {})
         inference = inference or CallInference(symbols.info, symbols.fresh)
         state = ImportState(symbols, inference, KernelTable(()))
         self.importer = GraphImporter(state, module, import_arithmetic, names)

@@ -71,7 +71,7 @@ class FxConverter(GraphEmitter):
         base, type_ = line.base, line.result.tensor_type
         *steps, last = view_chain(base.tensor_type, type_, self.symbol_infos)
         for number, step in enumerate(steps):
-            result = Value(f"{line.result.name}.{number}", step.layout.applied_to(type_))
+            result = Value(f"{line.result.name}.{number}", step.result_type(type_))
             view = lines.View(result, base, origin=line.origin)
             node = self._view(view, step.operator, f"{line.result.name}_{step.operator.kind}")
             node.meta["fxwrap_chain_step"] = True

@@ -164,7 +164,7 @@ class FunctionalConverter(FxConverter):
         for number, step in enumerate(steps):
             bases.append(base)
             if number + 1 < len(steps):
-                inner = Value(f"{value.name}.base{number}", step.layout.applied_to(value.tensor_type))
+                inner = Value(f"{value.name}.base{number}", step.result_type(root.tensor_type))
                 super().view(lines.View(inner, base, origin=self._origin()))
                 base = inner
         for step, base in zip(reversed(steps), reversed(bases), strict=True):

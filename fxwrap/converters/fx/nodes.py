@@ -13,10 +13,12 @@ from torch.fx import Graph, Node
 
 from fxwrap import symbolic
 from fxwrap.converters.access_order import META_KEY, Accesses
+from fxwrap.converters.fx.metadata import kernel_metadata, node_metadata
 from fxwrap.errors import ExpressionError
 from fxwrap.inference import FakeValues
+from fxwrap.lines import Launch
 from fxwrap.torch_compat import OpOverload, return_aliases, symbolic_function
-from fxwrap.wrapper_ir import LineBase, Origin, TensorType, Value
+from fxwrap.wrapper_ir import LineBase, TensorType, Value
 
 _CHAINED = frozenset({"max", "min", "and", "or"})
 
@@ -30,7 +32,7 @@ Number: TypeAlias = Node | int | float | bool
 class GraphWriter:
     """One graph, with the node of every value and symbol defined so far.
 
-    Nodes carry `line`, the line that they are emitted for, and its origin.
+    Nodes carry `line`, the line that they are emitted for, and its provenance.
     """
 
     def __init__(self, fakes: FakeValues) -> None:
@@ -55,9 +57,8 @@ class GraphWriter:
     ) -> Node:
         """Adds a node with its metadata."""
         node = self.graph.create_node(op, target, tuple(arguments), dict(keywords), name)  # type: ignore[arg-type]
-        node.meta["val"] = val
-        if self.line is not None and self.line.origin is not None:
-            _mark_origin(node.meta, self.line.origin)
+        origin, stream = (None, 0) if self.line is None else (self.line.origin, self.line.stream)
+        node.meta = node_metadata(val, origin, stream)
         if self.comments and op != "get_attr":  # whose position has no meaning: torch's tools move them
             node.meta["fxwrap_comments"] = tuple(self.comments)
             self.comments.clear()
@@ -78,6 +79,8 @@ class GraphWriter:
             node.meta["fxwrap_line"] = self.line
         if self.accesses is not None:
             node.meta[META_KEY] = self.accesses
+        if isinstance(self.line, Launch):
+            node.meta |= kernel_metadata(self.line)
         return node
 
     def _call(
@@ -261,17 +264,6 @@ _MIXED_KIND_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"max": max, "min": mi
 
 _PLAIN_FLOAT_FUNCTIONS = frozenset({math.exp, math.log, math.asinh})
 """Functions without a symbolic form in torch."""
-
-
-def _mark_origin(meta: dict[str, Any], origin: Origin) -> None:
-    """Records a node's origin: whole for `from_fx`, and in the form that torch's own tools print."""
-    meta["fxwrap_origin"] = origin
-    last = next((source for source in reversed(origin.sources) if source.file), None)
-    if last is not None:
-        location = f'File "{last.file}", line {last.line}, in {last.module or "forward"}'
-        meta["stack_trace"] = f"  {location}\n    {origin}"
-    for module in origin.modules[-1:]:
-        meta["nn_module_stack"] = {module: (module, "")}
 
 
 def fake_returned_operands(target: CallTarget, arguments: Sequence[object], keywords: Mapping[str, object]) -> object:
