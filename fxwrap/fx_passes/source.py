@@ -270,7 +270,7 @@ def _mutated_placeholders(signature: ExportGraphSignature) -> dict[int, str]:
     mutations: dict[int, str] = {}
     outputs = [spec for spec in signature.output_specs if spec.kind is not OutputKind.TOKEN]
     for position, spec in enumerate(outputs):
-        if spec.kind is OutputKind.BUFFER_MUTATION:
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             mutations[position] = placeholder_of[str(spec.target)]
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
             mutations[position] = str(spec.target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -186,6 +187,61 @@ def test_buffers_that_exchange_their_contents() -> None:
     module = reloaded(export(torch.export.export(Swap(), (torch.randn(3),)))).module()
     module(torch.randn(3))
     assert module.one.tolist() == [2.0] * 3 and module.two.tolist() == [1.0] * 3
+
+
+def test_a_written_parameter_is_a_mutation() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.count.add_(1)
+            return x * self.count
+
+    exported = reloaded(export(torch.export.export(Counter(), (torch.randn(3),))))
+    assert _mutations(exported) == {(OutputKind.PARAMETER_MUTATION, "count")}
+    module = exported.module()
+    with torch.no_grad():
+        assert module(torch.ones(3)).tolist() == module.count.tolist() == [2.0] * 3
+
+
+def _aliases(x: Tensor) -> tuple[Tensor, ...]:
+    return x, x.view(-1), x[0], x.t()
+
+
+def _random(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+def _length(x: Tensor) -> Tensor:
+    return x[: int(x.argmax().item())].sin() * 2
+
+
+def _loop(x: Tensor) -> Tensor:
+    def body(step: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return step + 1, y * 2 + 1
+
+    result: Tensor = torch.while_loop(lambda step, _: step < 3, body, (torch.tensor(0), x))[1]
+    return result
+
+
+@pytest.mark.parametrize("function", [_aliases, _random, _length, _loop], ids=lambda function: function.__name__)
+def test_kinds_of_calls(function: Callable[[Tensor], Any]) -> None:
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return function(x)
+
+    x = torch.arange(6.0) if function is _length else torch.randn(2, 3)
+    exported = reloaded(export(torch.export.export(Module(), (x,))))
+    torch.manual_seed(0)
+    wanted = function(x)
+    torch.manual_seed(0)
+    got = exported.module()(x)
+    torch.testing.assert_close(got, wanted)
+    if function is _aliases:
+        assert all(result.data_ptr() == x.data_ptr() for result in got)
 
 
 def test_a_backward_through_a_launch_raises() -> None:
