@@ -153,6 +153,14 @@ def test_results_of_one_operator_in_two_kernels_are_computed_by_both() -> None:
     assert "aten.native_layer_norm_backward.default" not in calls_of(program)
 
 
+def test_a_sum_that_keeps_dimensions_of_size_one_is_one_region() -> None:
+    """The sum and its result of another shape are one kernel, or the sum would be an intermediate result in memory."""
+    program = lowered(lambda x: x[:, 0:1].sum([0], True), torch.randn(2, 5, 64))
+    assert [region.operators for region in regions_of(program)] == [("aten.slice.Tensor", "aten.sum.dim_IntList")]
+    text = lowered_as_text(lambda x: x[:, 0:1].sum([0], True), torch.randn(2, 5, 64))
+    assert sum(isinstance(line, Launch) for line in text.lines()) == 1
+
+
 # --- the form of each kernel ------------------------------------------------------------------------------------------
 
 

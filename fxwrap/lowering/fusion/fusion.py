@@ -215,9 +215,11 @@ class Fusion:
             return None
         saved = 0.0
         axes: dict[Atom, IndexLike] = dict(zip(trace.axes, mapping.at, strict=True))
+        unit: dict[Atom, IndexLike] = {axis: 0 for axis in (*mapping.axes, *mapping.reduced) if axis.size == 1}
         for other, at in trace.reads:
-            mine = substituted(at, axes)
-            theirs = [substituted(access, mapping.kernel_axes) for access in kernel.access_indices(other)]
+            mine = substituted(substituted(at, axes), unit)
+            accesses = [substituted(access, mapping.kernel_axes) for access in kernel.access_indices(other)]
+            theirs = [substituted(access, unit) for access in accesses]
             if (other in kernel.computed and mine != theirs[0]) or other in kernel.overwritten:
                 return None
             if mine in theirs:

@@ -100,6 +100,8 @@ def axes_of(indices: Iterable[Index]) -> set[Axis]:
 
 def substituted(at: IndexTuple, axes: Mapping[Atom, IndexLike]) -> IndexTuple:
     """Returns indices with axes replaced."""
+    if not axes:
+        return at
     return tuple([index.substitute(axes) for index in at])
 
 
