@@ -67,9 +67,8 @@ class EmittedGraph(EmittedProgram):
     @cached_property
     def graph_module(self) -> GraphModule:
         """The module; its code is generated on first use."""
-        for module in self._graph_module.modules():
-            if isinstance(module, LazyGraphModule):  # the module itself, and those of regions
-                module.write()
+        if isinstance(self._graph_module, LazyGraphModule):
+            self._graph_module.write()
         return self._graph_module
 
 

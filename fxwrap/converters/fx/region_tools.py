@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.converters.fx.regions import called_region, get_called_region, region_of
 from fxwrap.regions import Region
-from fxwrap.torch_compat import OpOverload, operator_name
+from fxwrap.torch_compat import LazyGraphModule, OpOverload, operator_name
 
 _ORIGIN = ("fxwrap_origin", "stack_trace", "nn_module_stack")
 
@@ -54,6 +54,8 @@ def _region_calls(graph_module: GraphModule) -> Iterator[RegionCall]:
         for node in owner.graph.nodes:
             module = called_region(owner, node)
             if module is not None:
+                if isinstance(module, LazyGraphModule):
+                    module.write()
                 region = region_of(module)
                 assert region is not None
                 yield RegionCall(owner, node, module, region)
