@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -70,3 +72,13 @@ def test_models_come_back_as_the_compiled_program(name: str, training: bool) -> 
         module = fxwrap.to_fx(program, form="functional").graph_module
         assert not _writes(module)
         assert_equal(program, plan_program(fxwrap.from_fx(module), OPTIONS.resolve_devices()))
+
+
+@pytest.mark.parametrize("planning", ["none", "reuse", "auto"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_memory_plans_come_back(planning: Literal["none", "reuse", "auto"], dynamic: bool) -> None:
+    options = OPTIONS.replace(memory_planning=planning)
+    for captured in capture_graphs(SHALLOW["gpt2"], training=True, dropout=True, dynamic=dynamic):
+        program = _program(captured, options)
+        module = fxwrap.to_fx(program, form="functional").graph_module
+        assert_equal(program, plan_program(fxwrap.from_fx(module), options.resolve_devices()))
