@@ -80,7 +80,8 @@ Key: TypeAlias = tuple[str, str]
 class Form:
     """A form of FX graphs: how a program gets it, and how it gets back to a program with a memory plan.
 
-    `kernels` is the option of compiles, `sources` are those of programs that have the form. `losses` are its own.
+    `kernels` is the option of compiles, `sources` are those of programs that have the form. `losses` are its own,
+    `losses_when_traced` those of retracing, which inlines calls of graphs.
     """
 
     emit: Callable[[Program], GraphModule]
@@ -88,6 +89,7 @@ class Form:
     kernels: str = "text"
     sources: frozenset[str] = frozenset(SOURCES)
     losses: frozenset[Loss] = frozenset()
+    losses_when_traced: frozenset[Loss] = frozenset()
 
 
 def _emit(program: Program) -> GraphModule:
@@ -101,7 +103,13 @@ def _functional(program: Program) -> GraphModule:
 FORMS: dict[str, Form] = {
     "in_place": Form(_emit),
     "functional": Form(_functional, losses=CALLS),
-    "subgraph": Form(_emit, kernels="subgraph", sources=frozenset({"static", "dynamic", "control"}), losses=CALLS),
+    "subgraph": Form(
+        _emit,
+        kernels="subgraph",
+        sources=frozenset({"static", "dynamic", "control"}),
+        losses=CALLS,
+        losses_when_traced=CALLS,
+    ),
 }
 
 
@@ -300,6 +308,8 @@ def _transformed(trip: Trip, journey: Journey, drawn: Drawn) -> Journey:
             journey.applied.append(name)
             journey.losses |= transform.losses
             journey.is_specialised |= transform.specialises
+            if transform.specialises:
+                journey.losses |= FORMS[trip.form].losses_when_traced
     return journey
 
 
