@@ -19,8 +19,8 @@ from fxwrap.wrapper_ir import LineBase, Value
 META_KEY = "fxwrap_access"
 
 Accesses: TypeAlias = Mapping[str, tuple[int, bool]]
-"""For each memory that a node accesses, by name: the number of writes before a read, or up to and including a write; and
-whether it writes."""
+"""For each memory that a node accesses, by name: the number of writes before a read, or up to and including a write,
+and whether it writes."""
 
 
 def access_order(lines: Sequence[LineBase], arguments: Iterable[Value]) -> dict[int, Accesses]:
