@@ -18,19 +18,20 @@ from fxwrap.wrapper_ir import LineBase, Value
 
 META_KEY = "fxwrap_access"
 
-Accesses: TypeAlias = Mapping[str, int]
-"""For each memory that a node accesses, by name: the number of writes before a read, or up to and including a write."""
+Accesses: TypeAlias = Mapping[str, tuple[int, bool]]
+"""For each memory that a node accesses, by name: the number of writes before a read, or up to and including a write,
+and whether it writes."""
 
 
 def access_order(lines: Sequence[LineBase], arguments: Iterable[Value]) -> dict[int, Accesses]:
     """Returns the accesses of each line, by its id, of memory that is written after another access."""
     memory_of = {value.name: value.name for value in arguments}
     writes: dict[str, int] = {}
-    accesses: dict[int, dict[str, int]] = {}
+    accesses: dict[int, dict[str, tuple[int, bool]]] = {}
     ordered: set[str] = set()
     seen: set[str] = set()
     for line in lines:
-        own: dict[str, int] = {}
+        own: dict[str, tuple[int, bool]] = {}
         for value in ir.defined(line):
             base = None if isinstance(line, PoolSlice) else line.alias_of(value)
             memory_of[value.name] = value.name if base is None else memory_of[base.name]
@@ -38,16 +39,17 @@ def access_order(lines: Sequence[LineBase], arguments: Iterable[Value]) -> dict[
             continue
         for value in ir.reads(line):
             memory = memory_of[value.name]
-            own[memory] = writes.get(memory, 0)
+            own[memory] = writes.get(memory, 0), False
         for value in ir.writes(line):
             memory = memory_of[value.name]
             if memory in seen:
                 ordered.add(memory)
-            own[memory] = writes[memory] = writes.get(memory, 0) + 1
+            writes[memory] = writes.get(memory, 0) + 1
+            own[memory] = writes[memory], True
         seen.update(own)
         if own:
             accesses[id(line)] = own
-    kept = {key: {name: count for name, count in own.items() if name in ordered} for key, own in accesses.items()}
+    kept = {key: {name: access for name, access in own.items() if name in ordered} for key, own in accesses.items()}
     return {key: own for key, own in kept.items() if own}
 
 
@@ -88,9 +90,11 @@ class AccessChecker:
         for value in (*written, *ir.reads(line)):
             if value.name in root_of:
                 roots.setdefault(root_of[value.name], []).append(value)
-        for memory, count in recorded.items():
+        for memory, (count, writes) in recorded.items():
             for root, values in roots.items():
-                access = _Access(node, count, any(value.name in names for value in values), tuple(values))
+                if writes != any(value.name in names for value in values):
+                    continue  # another memory of the same node
+                access = _Access(node, count, writes, tuple(values))
                 found = self._add((root, memory), access, id(recorded))
                 if found is not None:
                     return Conflict(memory, found.node, found.writes, access.writes)

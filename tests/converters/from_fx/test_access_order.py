@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 import fxwrap
 from fxwrap.errors import FxImportError
+from tests.support.program_equality import assert_equal
 
 TWO_WRITES = """
 program @two_writes(%x: mutable f32[8]@cpu, %y: borrowed f32[8]@cpu) {
@@ -32,12 +33,33 @@ program @two_slices(%x: mutable f32[8]@cpu, %y: borrowed f32[4]@cpu) {
 """
 
 
+TWO_MEMORIES = """
+program @two_memories(%x: mutable f32[8]@cpu, %y: mutable f32[8]@cpu) {
+  extern.mutate @aten.copy_.default(%y, %x) writes=(%y)
+  extern.mutate @aten.add_.Tensor(%x, %y) writes=(%x)
+  extern.mutate @aten.mul_.Scalar(%y, 2.0) writes=(%y)
+  extern.mutate @aten.add_.Tensor(%x, %y) writes=(%x)
+  control.return()
+}
+"""
+
+
 def _graph(text: str) -> GraphModule:
     return fxwrap.to_fx(fxwrap.verify(fxwrap.parse(text))).graph_module
 
 
 def _node(module: GraphModule, target: object, index: int = 0) -> Node:
     return list(module.graph.find_nodes(op="call_function", target=target))[index]
+
+
+def test_memories_that_nodes_read_and_write_in_turns_do_not_conflict() -> None:
+    program = fxwrap.verify(fxwrap.parse(TWO_MEMORIES))
+    module = _graph(TWO_MEMORIES)
+    assert_equal(program, fxwrap.from_fx(module))
+    first, second = (_node(module, torch.ops.aten.add_.Tensor, index) for index in range(2))
+    first.prepend(second)
+    with pytest.raises(FxImportError, match=rf"node '{first.name}' .*: it writes the memory 'x' after '{second.name}'"):
+        fxwrap.from_fx(module)
 
 
 def test_two_writes_of_one_memory_are_exchanged() -> None:
