@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.errors import FxwrapError, InputError
+from fxwrap.errors import ExportError, FxwrapError, InputError
 from tests.converters.exported.models import (
     CASES,
     Elementwise,
@@ -302,3 +302,9 @@ def test_compiled_again_it_is_the_same_program(name: str) -> None:
 def test_torchs_own_decompositions_leave_launches_alone() -> None:
     case = CASES["everything"]
     assert_calls_equal(case.export(), exported_case("everything").run_decompositions({}), case)
+
+
+def test_regions_are_refused() -> None:
+    compiled = fxwrap.compile_graph(CASES["elementwise"].export(), options=fxwrap.Options(kernels="subgraph"))
+    with pytest.raises(ExportError, match=r"calls a submodule, as fusion regions do, .* Compile without kernels="):
+        fxwrap.fx.export(compiled)
