@@ -213,6 +213,9 @@ class _Exporter:
             return value
         if node.target is operator.pos:
             return self._mapped(node.args[0])
+        if node.op == "call_module":
+            reason = f"'{node.name}' calls a submodule, as fusion regions do, which no exported program may"
+            raise ExportError(reason, "Compile without kernels='subgraph' and choose_kernel_form")
         if node.op == "get_attr":
             self.modules[str(node.target)] = _plain_module(getattr(self.source, str(node.target)))
         return self.graph.node_copy(node, self.nodes.__getitem__)

@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.errors import FxwrapError, InputError
+from fxwrap.errors import ExportError, FxwrapError, InputError
 from tests.converters.exported.models import (
     CASES,
     Elementwise,
@@ -215,8 +215,8 @@ def _random(x: Tensor) -> Tensor:
     return x + torch.rand_like(x)
 
 
-def _length(x: Tensor) -> Tensor:
-    return x[: int(x.argmax().item())].sin() * 2
+def _number(x: Tensor) -> Tensor:
+    return torch.sin(x) * x.max().item()
 
 
 def _loop(x: Tensor) -> Tensor:
@@ -227,13 +227,13 @@ def _loop(x: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("function", [_aliases, _random, _length, _loop], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", [_aliases, _random, _number, _loop], ids=lambda function: function.__name__)
 def test_kinds_of_calls(function: Callable[[Tensor], Any]) -> None:
     class Module(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return function(x)
 
-    x = torch.arange(6.0) if function is _length else torch.randn(2, 3)
+    x = torch.randn(2, 3)
     exported = reloaded(export(torch.export.export(Module(), (x,))))
     torch.manual_seed(0)
     wanted = function(x)
@@ -302,3 +302,9 @@ def test_compiled_again_it_is_the_same_program(name: str) -> None:
 def test_torchs_own_decompositions_leave_launches_alone() -> None:
     case = CASES["everything"]
     assert_calls_equal(case.export(), exported_case("everything").run_decompositions({}), case)
+
+
+def test_regions_are_refused() -> None:
+    compiled = fxwrap.compile_graph(CASES["elementwise"].export(), options=fxwrap.Options(kernels="subgraph"))
+    with pytest.raises(ExportError, match=r"calls a submodule, as fusion regions do, .* Compile without kernels="):
+        fxwrap.fx.export(compiled)
