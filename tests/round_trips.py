@@ -81,8 +81,7 @@ class Form:
     """A form of FX graphs: how a program gets it, and how it gets back to a program with a memory plan.
 
     `kernels` is the option of compiles, `sources` are those of programs that have the form. `losses` are its own,
-    `losses_when_traced` those of retracing, which inlines calls of graphs. `has_strides` is whether results have the
-    strides of the program's: the overload without out arguments of an operator may choose others.
+    `losses_when_traced` those of retracing, which inlines calls of graphs.
     """
 
     emit: Callable[[Program], GraphModule]
@@ -91,7 +90,6 @@ class Form:
     sources: frozenset[str] = frozenset(SOURCES)
     losses: frozenset[Loss] = frozenset()
     losses_when_traced: frozenset[Loss] = frozenset()
-    has_strides: bool = True
 
 
 def _emit(program: Program) -> GraphModule:
@@ -104,7 +102,7 @@ def _functional(program: Program) -> GraphModule:
 
 FORMS: dict[str, Form] = {
     "in_place": Form(_emit),
-    "functional": Form(_functional, losses=CALLS, has_strides=False),
+    "functional": Form(_functional, losses=CALLS),
     "subgraph": Form(
         _emit, kernels="subgraph", sources=frozenset({"static", "dynamic", "control"}), losses_when_traced=CALLS
     ),
@@ -279,14 +277,12 @@ def _run_trip(trip: Trip, subject: Subject) -> Counter[str]:
     # What was traced with the first inputs is for their sizes and numbers.
     runs = list(zip(drawn.make_inputs, drawn.wanted, strict=True))[: 1 if journey.is_specialised else None]
     for make, wanted in runs:
-        assert_same("the graph", _run(lambda inputs: journey.module(*inputs), program, make), wanted, form.has_strides)
+        assert_same("the graph", _run(lambda inputs: journey.module(*inputs), program, make), wanted)
     imported = _imported(form, journey.module, program)
     _check_program(journey, form, program, imported, drawn.symbols)
     entry = emit(imported, trip.emitter)
     for make, wanted in runs:
-        assert_same(
-            "the imported program", _run(lambda inputs: entry(*inputs), program, make), wanted, form.has_strides
-        )
+        assert_same("the imported program", _run(lambda inputs: entry(*inputs), program, make), wanted)
     return Counter([f"{name} applied" for name in journey.applied] + [f"{name} refused" for name in journey.refused])
 
 
@@ -316,17 +312,15 @@ def _transformed(trip: Trip, journey: Journey, drawn: Drawn) -> Journey:
 # --- comparisons ------------------------------------------------------------------------------------------------------
 
 
-def assert_same(what: str, results: Sequence[Any], wanted: Sequence[Any], strides: bool = True) -> None:
-    """Raises AssertionError if results differ in a bit or a type, or in strides."""
+def assert_same(what: str, results: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Raises AssertionError if results differ in a bit, a type or strides."""
     assert len(results) == len(wanted), f"{what} returns {len(results)} values, not {len(wanted)}"
     for position, (result, want) in enumerate(zip(results, wanted)):
         assert type(result) is type(want), f"{what}, value {position}: {result!r} is not {want!r}"
         if isinstance(want, torch.Tensor):
             message = partial("{}, value {}: {}".format, what, position)
             torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True, msg=message)
-            assert not strides or _strides(result) == _strides(want), (
-                f"{what}, value {position}: strides {result.stride()}"
-            )
+            assert _strides(result) == _strides(want), f"{what}, value {position}: strides {result.stride()}"
         else:
             assert result == want or result != result != want != want, (
                 f"{what}, value {position}: {result} is not {want}"

@@ -214,7 +214,7 @@ KERNELS = KernelRuntime(abacus_runtime.load)
     [
         (CPU, {}, "device 'cpu': it is registered already. To replace it temporarily, use `with fxwrap.devices"),
         (DeviceSpec("npu", "npu_c"), {},
-         r"'npu': there is no kernel language 'npu_c'. Use a registered one \('cpp', 'triton'\), or "),
+         r"'npu': there is no kernel language 'npu_c'. Use a registered one \('cpp', 'triton', 'fx'\), or "),
         (DeviceSpec("npu", "user_triton"), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},
          "device 'npu': the kernel language 'user_triton' is registered already. Omit `printer` to share it"),
         (DeviceSpec("npu", "cpp"), {"printer": abacus.print_abacus, "runtime": DeviceRuntime(KERNELS)},

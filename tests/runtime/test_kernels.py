@@ -53,7 +53,7 @@ def test_flags_of_a_cpp_kernel_are_used() -> None:
 @pytest.mark.parametrize(
     ("language", "signature", "options", "message"),
     [
-        ("fortran", (), (), "no launcher for kernels in 'fortran', only for 'cpp', 'triton' and 'user_triton'"),
+        ("fortran", (), (), "no launcher for kernels in 'fortran', only for 'cpp', 'triton', 'user_triton' and 'fx'"),
         ("cpp", ("*f32", "q5"), (), "no type for a kernel's parameter 'q5'"),
         ("cpp", ("*f32",), (("num_warps", 4),), "has no.* option 'num_warps'|no option 'num_warps'"),
         ("triton", ("*f32",), (("warps", 4),), "a Triton kernel has no option 'warps', only num_warps"),

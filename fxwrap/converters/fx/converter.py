@@ -55,8 +55,12 @@ class FxConverter(GraphEmitter):
         layout, val = self.writer.layout(type_), self.fakes.root(line.result)
         self.writer.define(line.result, _ATEN.empty_strided.default, layout, keywords, val=val)
 
+    def needs_release_node(self, line: lines.Free) -> bool:
+        """Whether several streams use the memory, so that its release has a place of its own."""
+        return self.needs_record_stream(line) or line.root.name in self.multi_stream_roots
+
     def free(self, line: lines.Free) -> None:
-        if self.needs_record_stream(line) or line.root.name in self.multi_stream_roots:
+        if self.needs_release_node(line):
             arguments = [self.writer.argument(line.root), line.root.tensor_type.device, line.stream]
             self.fxwrap_operator(line, _FXWRAP.record_stream.default, arguments)
 

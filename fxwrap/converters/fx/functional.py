@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.view_chains import ViewStep, view_chain
 from fxwrap.converters.view_operators import VIEW_OVERLOADS
 from fxwrap.devices import language_traits
+from fxwrap.inference import CallInference, InferredResult
 from fxwrap.wrapper_ir import Block, LineBase, TensorType, Value
 from fxwrap.wrapper_ir.operators import operator_name
 
 _ATEN = torch.ops.aten
+_FXWRAP = torch.ops.fxwrap
 
 
 @dataclass(eq=False)
@@ -50,6 +53,11 @@ class FunctionalConverter(FxConverter):
         self._external: dict[str, Node] = {}  # inputs and constants
         self._written: list[Value] = []  # arguments that the block writes: it returns their new contents
         self._symbols: frozenset[str] | None = None  # those that lines use which have nodes
+
+    @cached_property
+    def inference(self) -> CallInference:
+        """Infers the results of the operators that replace out variants."""
+        return CallInference.for_program(self.program)
 
     def convert_block(self, block: Block) -> None:
         """Converts a block's lines."""
@@ -208,6 +216,13 @@ class FunctionalConverter(FxConverter):
         if self._memory[line.base.name].holder is not None:
             self.refresh(line.result)
 
+    def free(self, line: lines.Free) -> None:
+        """Adds a node only where other streams use the memory; it names the tensor with the last content."""
+        holder = self._memory[line.root.name].holder
+        if holder is not None and self.needs_release_node(line):
+            arguments = [self.writer.nodes[holder.name], line.root.tensor_type.device, line.stream]
+            self.fxwrap_operator(line, _FXWRAP.record_stream.default, arguments)
+
     # --- kernels and operators --------------------------------------------------------------------------------------
 
     def launch(self, line: lines.Launch) -> None:
@@ -242,14 +257,32 @@ class FunctionalConverter(FxConverter):
             raise self.unsupported(line, "the operator has no overload without out arguments")
         for value in line.outs:
             self.prepare_write(value)
-        results = tuple([Value(value.name, _dense(value.tensor_type)) for value in line.outs])
+        arguments, keywords = self._operands(line)
+        results = self._results_of(target, line)
         plain = line.replace(results=results, outs=(), target=operator_name(target))
         self.writer.line = plain  # its metadata has the types of the results
-        self.results(plain, target, *self._operands(line))
-        for value in line.outs:
-            if value.tensor_type.strides != _dense(value.tensor_type).strides:
-                raise self.unsupported(line, "its out argument is not contiguous")
-            self.store(value, self.writer.nodes[value.name])
+        self.results(plain, target, arguments, keywords)
+        nodes = [self.writer.nodes[result.name] for result in results]
+        for value, result, node in zip(line.outs, results, nodes, strict=True):
+            if value.tensor_type.strides == result.tensor_type.strides:
+                self.store(value, node)
+            else:
+                self._copy_into(value, node)
+
+    def _results_of(self, target: torch_compat.OpOverload, line: lines.ExternCall) -> tuple[Value, ...]:
+        """Returns the new results of a call, with the strides that the operator gives them."""
+        inferred = self.inference.results(target, line.arguments, line.keywords)
+        types = [item.type for item in ir.leaves(inferred) if isinstance(item, InferredResult)]
+        return tuple([Value(value.name, type_) for value, type_ in zip(line.outs, types, strict=True)])
+
+    def _copy_into(self, value: Value, node: Node) -> None:
+        """Writes a new result into a value of another layout."""
+        memory = self._memory[value.name]
+        self._versions[value.name] = _STALE
+        if memory.holder is None:
+            self._allocate(memory)
+        self.refresh(value)
+        self._write(value, _ATEN.copy.default, [self.writer.nodes[value.name], node])
 
     def _operands(self, line: lines.ExternCall | lines.Mutate) -> tuple[list[object], dict[str, object]]:
         arguments = [self.writer.argument(item) for item in line.arguments]
@@ -425,10 +458,6 @@ def _without_gaps(type_: TensorType) -> TensorType:
     for dim in sorted(range(len(strides)), key=lambda dim: (int(type_.strides[dim]), -dim)):
         strides[dim], step = step, step * int(type_.sizes[dim])
     return replace(type_, strides=tuple(strides), storage_offset=0)
-
-
-def _dense(type_: TensorType) -> TensorType:
-    return TensorType.contiguous(type_.dtype, type_.sizes, type_.device)
 
 
 def _missing_arguments(line: lines.Mutate, target: torch_compat.OpOverload) -> dict[str, object]:

@@ -153,8 +153,8 @@ class PythonConverter(Converter):
         view = single_view_operator(line.base.tensor_type, type_)
         match view.kind:
             case "slice" if {int}.issuperset(map(type, view.arguments)) and view.arguments[3] == 1:
-                dim, start, end, _ = view.arguments
-                return f"{base}.narrow({dim}, {start}, {end - start})"
+                dim, start = view.arguments[:2]
+                return f"{base}.narrow({dim}, {start}, {self.text(type_.sizes[dim])})"
             case "slice" | "as_strided":
                 offset = type_.storage_offset - line.base.tensor_type.storage_offset
                 shift = "" if offset == 0 else f", {base}.storage_offset() + {self._operand(offset)}"
