@@ -22,7 +22,7 @@ from fxwrap.fx_passes.graph_copy import (
     written_storages,
 )
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
-from fxwrap.torch_compat import OpOverload
+from fxwrap.torch_compat import OpOverload, symbol_expression
 from fxwrap.wrapper_ir.operators import operator_schema
 
 _DATA_DEPENDENT_TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
@@ -104,5 +104,7 @@ def _expression_key(item: object, duplicates: Mapping[Node, Node]) -> Hashable:
             return tuple([(name, _expression_key(part, duplicates)) for name, part in sorted(item.items())])
         case slice():
             return (slice, *[_expression_key(part, duplicates) for part in (item.start, item.stop, item.step)])
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():  # AOTAutograd leaves some among the arguments
+            return (type(item), symbol_expression(item))
         case _:
             return (type(item), repr(item) if isinstance(item, float | complex) else item)

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.fx_passes.cse import common_subexpressions
 from fxwrap.lines import ExternCall
 
 aten = torch.ops.aten
@@ -124,3 +125,16 @@ def test_symbolic_sizes(fresh_dynamo: None) -> None:
         x, w = torch.randn(rows, 5), torch.randn(5, 5)
         torch.testing.assert_close(compiled(x, w), chains(x, w))
     assert [count_matmuls(program) for program in programs] == [2]
+
+
+def test_symbolic_numbers_among_arguments() -> None:
+    """AOTAutograd leaves a SymInt itself as the argument of a call that it adds."""
+    graph = make_fx(lambda x: (x.narrow(0, 0, x.shape[0] - 1) * 2, x), tracing_mode="symbolic")(torch.randn(4, 5))
+    (narrowed,) = [node for node in graph.graph.nodes if node.target is aten.slice.Tensor]
+    end = narrowed.args[3]
+    narrowed.args = (*narrowed.args[:3], end.meta["val"])
+    values = {node: node.meta["val"] for node in graph.graph.nodes if node.op != "output"}
+    with graph.graph.inserting_after(narrowed):
+        again = graph.graph.node_copy(narrowed)
+    values[again] = narrowed.meta["val"]
+    assert common_subexpressions(list(graph.graph.nodes), values) == {again: narrowed}

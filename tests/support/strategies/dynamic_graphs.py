@@ -256,4 +256,5 @@ def dynamic_graphs(draw: Any, steps: int = 14) -> DynamicGraph:
     if shape_env is not None:  # as Dynamo does: sizes depend on assertions whose operators are dead or were left out
         assume(not any(str(symbol).startswith("u") for symbol in shape_env.replacements))  # torch 2.11: solved to be 1
         insert_deferred_runtime_asserts(module, shape_env, "graph")
+        module.recompile()
     return DynamicGraph(module, spec, shape_env)
