@@ -218,9 +218,9 @@ class FunctionalConverter(FxConverter):
 
     def free(self, line: lines.Free) -> None:
         """Adds a node only where other streams use the memory; it names the tensor with the last content."""
-        holder = self._memory[line.root.name].holder
-        if holder is not None and self.needs_release_node(line):
-            arguments = [self.writer.nodes[holder.name], line.root.tensor_type.device, line.stream]
+        memory = self._memory.get(line.root.name)
+        if memory is not None and memory.holder is not None and self.needs_release_node(line):
+            arguments = [self.writer.nodes[memory.holder.name], line.root.tensor_type.device, line.stream]
             self.fxwrap_operator(line, _FXWRAP.record_stream.default, arguments)
 
     # --- kernels and operators --------------------------------------------------------------------------------------
