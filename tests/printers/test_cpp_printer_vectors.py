@@ -1,10 +1,14 @@
-"""What keeps loops in C++ vectorised, and exact: gathered halves, bools that choose, sums in parts."""
+"""Vectorised loops in C++: gathered halves, indices from bools, bools that select, accuracy of sums, interior loops."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxwrap import Options, compile_graph
 from fxwrap.loop_ir import Axis, Buffer, Index, KernelBuilder, Scalar, as_index
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.kernels import load_kernel
@@ -29,6 +33,74 @@ def test_scalar_gathers_in_vector_loops(dtype: torch.dtype, first: int) -> None:
         arguments={"table": table, "index": index},
     )
     assert ("gather(" in source) == (dtype is not F32)
+
+
+_FROM_BOOLS: dict[str, Callable[[Scalar, Scalar], Scalar]] = {
+    "cast": lambda flag, number: flag.to(torch.int64),
+    "comparison": lambda flag, number: (number > 4).to(torch.int64),
+    "not": lambda flag, number: (~flag).to(torch.int64),
+    "difference": lambda flag, number: 1 - flag.to(torch.int64),
+    "where": lambda flag, number: flag.where(flag.body.constant(3, torch.int64), 2),
+    "nested_where": lambda flag, number: flag.where((number > 4).where(flag.body.constant(1, torch.int64), 0), 0),
+    "scaled": lambda flag, number: flag.to(torch.int64) * 3 + 1,
+    "int8": lambda flag, number: flag.to(torch.int8),
+    "int32": lambda flag, number: flag.to(torch.int32).to(torch.int64),
+    "wrapped": lambda flag, number: _wrapped(flag.to(torch.int64)),
+}
+
+
+def _wrapped(index: Scalar) -> Scalar:
+    return (index < 0).where(index + 5, index)
+
+
+_TABLES = [torch.uint8, torch.int16, torch.int32, torch.int64, F32, torch.float64, BF16, torch.float16, torch.bool]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *[("cast", dtype) for dtype in _TABLES],
+        *[(name, dtype) for name in list(_FROM_BOOLS)[1:] for dtype in (F32, torch.bool)],
+    ],
+    ids=str,
+)
+def test_indices_from_bools_in_vector_loops(name: str, dtype: torch.dtype) -> None:
+    """GCC 12 takes the mask of a vectorised condition, -1, for the index 1, unless it is hidden (`opaque_zero`)."""
+    body, axis = KernelBuilder(), Axis("place", 150)
+    flag, number = body.load("flag", as_index(axis), torch.bool), body.load("number", as_index(axis), torch.int8)
+    place = body.indirect_index(_FROM_BOOLS[name](flag, number), 5)
+    body.store("out", as_index(axis), body.load("table", place, dtype))
+    inputs = [Buffer("flag", torch.bool, 150), Buffer("number", torch.int8, 150), Buffer("table", dtype, 5)]
+    kernel = body.finish([axis], [], inputs, [Buffer("out", dtype, 150)])
+    for first in (1, 0):
+        elements = torch.arange(15) + 1 if dtype is not torch.bool else torch.arange(15) % 2 == first
+        source = check(kernel, arguments={"table": elements.to(dtype)[5:10]})  # wrong indices read its neighbours
+        assert "^ zero" in source
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
+def test_fused_indices_from_bools(emitter: str) -> None:
+    def function(flags: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return flags[flags.to(torch.int64).remainder(5)], table[(~flags).to(torch.int64)]
+
+    flags, table = torch.tensor([True, True, True, True, False]).repeat(30), torch.tensor([1.0, 2.0])
+    graph = make_fx(function, tracing_mode="fake")(flags, table)
+    options = Options(emitter=emitter, cpu_kernels="cpp", fallback="error")
+    for result, eager in zip(
+        compile_graph(graph, [flags, table], options=options)(flags, table), function(flags, table), strict=True
+    ):
+        assert torch.equal(result, eager)
+
+
+def test_other_indices_are_not_hidden_from_the_compiler() -> None:
+    """Hidden from it, 32-bit indices would be gathered in 64 bits."""
+
+    def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
+        place = body.load("index", matrix(row, column), torch.int32).to(torch.int64)
+        body.store("out", matrix(row, column), body.load("table", body.indirect_index(_wrapped(place), 9), F32))
+
+    source = check(pointwise(formula, 5, 75, Buffer("index", torch.int32, 375), Buffer("table", F32, 9)))
+    assert "zero" not in source
 
 
 def test_bool_selects() -> None:

@@ -55,6 +55,8 @@ class LoopPrinter(ABC):
         """Writes the body: the loops, and the failure of the launch where an assertion is violated."""
         if self.device_asserts:
             self.writer.line("int64_t failed = 0;")
+        if self.statements.has_indices_from_bools():
+            self.writer.line("const int64_t zero = opaque_zero();")
         self.print()
         for bit, item in enumerate(self.device_asserts.values()):
             self.writer.line(f"if (failed & {1 << bit}) fxwrap_{item.error}_error({json.dumps(item.message)});")

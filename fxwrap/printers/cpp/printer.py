@@ -20,7 +20,7 @@ INCLUDE = '#include "kernel.h"\n'
 
 _RESERVED_WORDS = """
 kernel lane lanes tile part start end count offset op combine fxwrap to update bitcast literal infinity nan for_lanes
-alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
+zero alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
 explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not operator or
 private protected public register return short signed sizeof static struct switch template this throw true try typedef
 typename union unsigned using virtual void volatile while xor int8_t int16_t int32_t int64_t uint8_t uint16_t bfloat16

@@ -17,6 +17,7 @@ from fxwrap.loop_ir import (
     Constant,
     DeviceAssert,
     IndexValue,
+    IndirectIndex,
     Kernel,
     Load,
     Operation,
@@ -25,6 +26,7 @@ from fxwrap.loop_ir import (
     Scan,
     Store,
     SymbolicScalar,
+    indices,
     operands,
 )
 from fxwrap.printers.cpp.operations import (
@@ -186,9 +188,38 @@ class StatementPrinter:
         """Returns the printer of indices over known values."""
 
         def value(position: int) -> str:
-            return known[position] if self.dtype(position) is torch.int64 else f"int64_t({known[position]})"
+            text = known[position] if self.dtype(position) is torch.int64 else f"int64_t({known[position]})"
+            return f"{parenthesize(text)} ^ zero" if self._derives_from_bool(position) else text
 
         return CppIndexPrinter(value)
+
+    def has_indices_from_bools(self) -> bool:
+        """Returns whether indices refer to `zero`, which the kernel then has to declare."""
+        atoms = [atom for item in self.kernel.operations for index in indices(item) for atom in index.atoms()]
+        return any(isinstance(atom, IndirectIndex) and self._derives_from_bool(atom.operation) for atom in atoms)
+
+    def _derives_from_bool(self, position: int) -> bool:
+        """Returns whether the compiler may simplify a value to an integer conversion of a condition.
+
+        Conditions that limit one of the selected values (`where(i < 0, i + n, i)`) leave its origin as it is.
+        """
+        stack, visited = [position], set[int]()
+        while stack:
+            at = stack.pop()
+            if at in visited:
+                continue
+            visited.add(at)
+            operation = self.kernel.operations[at]
+            if self.dtype(at) is torch.bool:
+                return True
+            match operation:
+                case Load():
+                    continue
+                case Compute("where", (condition, *values)) if {*values} & {*self.backward_slice([condition], {})}:
+                    stack.extend(values)
+                case _:
+                    stack.extend(operands(operation))
+        return False
 
     def name(self, position: int) -> str:
         """Returns the name of an operation's value."""

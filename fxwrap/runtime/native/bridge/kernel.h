@@ -399,6 +399,14 @@ template <class T, class Combine> INLINE void update(T& element, T value, Combin
   element = to<T>(combine(to<Type>(element), to<Type>(value)));
 }
 
+// A zero that the compiler cannot know. Kernels combine it with indirect indices that derive from a bool: GCC 12 and 13
+// vectorise loads at the index int64_t(condition) and take the lane's mask, -1 where the condition holds, for the index.
+INLINE int64_t opaque_zero() {
+  int64_t zero = 0;
+  asm("" : "+r"(zero));
+  return zero;
+}
+
 // An element of a table, at a different index in each lane. Processors gather words of 32 bits and none of 16, so a half is
 // extracted from the aligned word that contains the element.
 template <class T> INLINE T gather(const T* table, int64_t place) {
