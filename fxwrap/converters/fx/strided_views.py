@@ -52,7 +52,7 @@ class StridedViews:
 
     def _is_folded(self, node: Node) -> bool:
         users = list(node.users)
-        if len(users) != 1 or self._types(node) is None or users[0] not in self._untracked:
+        if len(users) != 1 or self._arguments[node] is None or users[0] not in self._untracked:
             return False
         base: Any = node.args[0]
         last = self._last_uses[base]  # the generated code drops the base there
