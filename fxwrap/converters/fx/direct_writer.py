@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node
 
 from fxwrap.converters.fx.replay import graphed_call
-from fxwrap.converters.fx.types import known_types, untracked_views, written_arguments
+from fxwrap.converters.fx.strided_views import StridedViews
+from fxwrap.converters.fx.types import written_arguments
 from fxwrap.converters.torch_calls import ArgumentKind, kind_of, torch_call
 from fxwrap.devices import language_traits
 from fxwrap.inference import scalar_kind
@@ -57,29 +58,9 @@ class DirectWriter:
         self._names: dict[object, str] = {}
         self._graph_managers: dict[str, GraphManager] = {}
         self._kernel_names: dict[tuple[str, bool], str] = {}
-        self._untracked = untracked_views(nodes)
         self._written = written_arguments(nodes)
-        self._types = known_types(nodes)
-        self._positions = {node: position for position, node in enumerate(nodes)}
-        self._last_uses = {operand: node for node in nodes for operand in node.all_input_nodes}
-        self.folded_views = frozenset(filter(self._is_folded, nodes))
-
-    def _is_folded(self, node: Node) -> bool:
-        """Whether a view is only the base of one other view, which is written as a plain tensor on its storage."""
-        users = list(node.users)
-        if len(users) != 1 or not self._is_strided_view(node) or not self._is_strided_view(users[0]):
-            return False
-        base: Any = node.args[0]
-        last = self._last_uses[base]  # the generated code drops the base there
-        return last is node or self._positions[last] >= self._positions[users[0]]
-
-    def _is_strided_view(self, node: Node) -> bool:
-        """Whether a node is written as a plain tensor on the same storage as its base."""
-        if node not in self._untracked:
-            return False
-        base: Any = node.args[0] if node.args else None
-        types = self._types.get(base), self._types.get(node)
-        return all(type_ is not None and not type_.dtype.is_complex for type_ in types)
+        self._views = StridedViews(nodes)
+        self.folded_views = self._views.folded
 
     def call(self, node: Node) -> str | None:
         """Returns a call of a function or submodule as an expression; None if it has no direct form."""
@@ -92,8 +73,9 @@ class DirectWriter:
         target: Any = node.target
         if node.op == "call_module":
             return self._graphed_call(node)
-        if self._is_strided_view(node):
-            return self._strided_view(node)
+        view = self._views.arguments(node)
+        if view is not None:
+            return self.runtime(tensors, "strided_view", view)
         form = self._forms.get(target)
         if form is not None:
             return form(self, node)
@@ -194,16 +176,6 @@ class DirectWriter:
             raise NoDirectForm
         name = "allocate_" + str(device).replace(":", "_")
         return self.global_name(name, tensors.allocator(str(device)), name)
-
-    def _strided_view(self, node: Node) -> str:
-        """Returns a view as a plain tensor on the same storage; one of complex numbers has no conjugate bit."""
-        base: Any = node.args[0]
-        while base in self.folded_views:
-            base = base.args[0]
-        old, new = self._types[base], self._types[node]
-        distance = new.storage_offset - old.storage_offset
-        arguments = [self.text(base), self.tuple(new.sizes), self.tuple(new.strides)]
-        return self.runtime(tensors, "strided_view", [*arguments, *([self.text(distance)] if distance else [])])
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
-"""Static types of the tensors of an emitted graph, and the views that plain tensors may replace.
+"""Types of the tensors of an emitted graph, expressions of its numbers, and the views that plain tensors may replace.
 
 A node's type is known while its target is that of its line and its operands have the types that they had in the line,
-whatever else was rewritten. Symbolic sizes are excluded, as are lines whose result types do not follow from operands.
+whatever else was rewritten. Lines whose result types do not follow from operands are excluded.
 """
 
 from __future__ import annotations
@@ -9,31 +9,96 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch.fx import Node
 
 from fxwrap import torch_compat
 from fxwrap.converters.view_operators import VIEW_OVERLOADS, returns_view, view_operator
+from fxwrap.errors import ExpressionError
 from fxwrap.lines import Alloc, ExternCall, Launch, View
 from fxwrap.runtime.library import cpp_kernel_functional_operator, cpp_kernel_operator, result_layouts
+from fxwrap.symbolic import Size, SymbolInfo, apply_callable, is_equal, make_symbol, normalize_arithmetic, size_symbols
 from fxwrap.wrapper_ir import TensorType, Value
 
 _ATEN = torch.ops.aten
 
+_ARITHMETIC = frozenset({
+    operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.floordiv, operator.mod,
+    operator.pow, pow, torch.sym_max, torch.sym_min,
+})  # fmt: skip
 
-def known_types(nodes: Iterable[Node]) -> dict[Node, TensorType]:
-    """Returns the types that are known, of nodes in the order of a graph. Linear in the number of nodes."""
-    known: dict[Node, TensorType] = {}
+Known: TypeAlias = dict[Node, TensorType | Size]
+"""The types of tensors and the expressions of numbers, by node."""
+
+
+def known_types(nodes: Iterable[Node]) -> Known:
+    """Returns the types and expressions that are known, of nodes in the order of a graph. Linear in their number."""
+    known: Known = {}
+    infos: dict[str, SymbolInfo] = {}
     for node in nodes:
-        type_ = _type_of(node, known)
-        if type_ is not None and all(type(number) is int for number in (*type_.sizes, *type_.strides)):
-            known[node] = type_
+        info = node.meta.get("fxwrap_symbol")
+        number = _number_of(node, known)
+        if isinstance(info, SymbolInfo):
+            if number is None and info.name not in infos and _defines_symbol(node):
+                number = make_symbol(info.name)
+            infos.setdefault(info.name, info)
+        item = _type_of(node, known, infos) if number is None else number
+        if item is not None:
+            known[node] = item
     return known
 
 
-def _type_of(node: Node, known: dict[Node, TensorType]) -> TensorType | None:
+def _defines_symbol(node: Node) -> bool:
+    """Whether a number is known by its symbol alone."""
+    return node.op == "placeholder" or node.target is _ATEN._local_scalar_dense.default
+
+
+def _number_of(node: Node, known: Known) -> Size | None:
+    """Returns the expression that a node computes from numbers and types that are known."""
+    if node.op != "call_function" or node.kwargs:
+        return None
+    if node.target is _ATEN.sym_size.int:
+        base, dim = node.args
+        type_ = known.get(base)  # type: ignore[arg-type]
+        if not isinstance(type_, TensorType) or not isinstance(dim, int):
+            return None
+        return type_.sizes[dim] if -len(type_.sizes) <= dim < len(type_.sizes) else None
+    if node.target not in _ARITHMETIC:
+        return None
+    operands = _as_expressions(node.args, known)
+    if operands is None:
+        return None
+    try:
+        number: Any = apply_callable(node.target, operands)
+        original = node.meta.get("fxwrap_expression")
+        is_original = original is not None and normalize_arithmetic(original) == number
+    except (ExpressionError, ArithmeticError, ValueError, TypeError):
+        return None
+    info = node.meta.get("fxwrap_symbol")
+    if isinstance(info, SymbolInfo):  # a `symbol.let`
+        return make_symbol(info.name) if is_original else None
+    return original if is_original else number
+
+
+def _as_expressions(arguments: Sequence[Any], known: Known) -> tuple[Any, ...] | None:
+    """Returns a node's arguments with expressions for nodes; None if one of them is not known or is a tensor."""
+    expressions: list[Any] = []
+    for argument in arguments:
+        item = argument
+        if isinstance(argument, Node):
+            item = known.get(argument)
+        elif isinstance(argument, list | tuple):
+            item = _as_expressions(argument, known)
+        if isinstance(item, TensorType) or (item is None and argument is not None):
+            return None
+        expressions.append(item)
+    return tuple(expressions)
+
+
+def _type_of(node: Node, known: Known, infos: dict[str, SymbolInfo]) -> TensorType | None:
     if node.op == "placeholder":
         type_ = node.meta.get("fxwrap_type")
         return type_ if isinstance(type_, TensorType) else None
@@ -42,9 +107,9 @@ def _type_of(node: Node, known: dict[Node, TensorType]) -> TensorType | None:
         return None
     match line:
         case Alloc():
-            return line.result.tensor_type if _is_allocation(node, line.result.tensor_type) else None
+            return line.result.tensor_type if _is_allocation(node, line.result.tensor_type, known) else None
         case View():
-            return line.result.tensor_type if _is_view(node, line, known) else None
+            return line.result.tensor_type if _is_view(node, line, known, infos) else None
         case ExternCall():
             return _result_type(node, line, known)
         case Launch():
@@ -53,26 +118,28 @@ def _type_of(node: Node, known: dict[Node, TensorType]) -> TensorType | None:
             return None
 
 
-def _is_allocation(node: Node, type_: TensorType) -> bool:
+def _is_allocation(node: Node, type_: TensorType, known: Known) -> bool:
     return (
         node.target is _ATEN.empty_strided.default
-        and node.args == (list(type_.sizes), list(type_.strides))
+        and _arguments_match((type_.sizes, type_.strides), node.args, known)
         and node.kwargs == {"dtype": type_.dtype, "device": type_.device}
     )
 
 
-def _is_view(node: Node, line: View, known: dict[Node, TensorType]) -> bool:
+def _is_view(node: Node, line: View, known: Known, infos: dict[str, SymbolInfo]) -> bool:
     old, new = line.base.tensor_type, line.result.tensor_type
     base = node.args[0] if node.args else None
     if not isinstance(base, Node) or known.get(base) != old or node.kwargs:
         return False
     if node.target is _ATEN.as_strided.default:
-        arguments = (new.sizes, new.strides)  # a node computes another offset
-        return new.storage_offset == old.storage_offset and _arguments_match(arguments, node.args[1:], known)
-    return node.all_input_nodes == [base] and returns_view(view_operator(node.target, node.args[1:]), old, new, {})
+        layout = (new.sizes, new.strides)  # a node computes another offset
+        return new.storage_offset == old.storage_offset and _arguments_match(layout, node.args[1:], known)
+    arguments = _as_expressions(node.args[1:], known)
+    operation = None if arguments is None else view_operator(node.target, arguments)
+    return returns_view(operation, old, new, {}) or (bool(infos) and returns_view(operation, old, new, infos))
 
 
-def _result_type(node: Node, line: ExternCall, known: dict[Node, TensorType]) -> TensorType | None:
+def _result_type(node: Node, line: ExternCall, known: Known) -> TensorType | None:
     """Returns the type of an operator's only result, or of an item of several."""
     call, index = node, None
     if node.target is operator.getitem:
@@ -86,10 +153,25 @@ def _result_type(node: Node, line: ExternCall, known: dict[Node, TensorType]) ->
         items = results[0] if len(results) == 1 and isinstance(results[0], tuple) else results
         results = items[index : index + 1] if isinstance(index, int) else ()
     result = results[0] if len(results) == 1 else None
-    return result.type if isinstance(result, Value) and isinstance(result.type, TensorType) else None
+    if not isinstance(result, Value) or not isinstance(result.type, TensorType):
+        return None
+    return result.type if _symbols_of(result) <= _symbols_of((line.arguments, line.keywords, line.outs)) else None
 
 
-def _launch_result_type(node: Node, line: Launch, known: dict[Node, TensorType]) -> TensorType | None:
+def _symbols_of(item: object) -> set[str]:
+    """Returns the symbols of arguments and of the types of values among them."""
+    match item:
+        case Value(type=TensorType() as type_):
+            return _symbols_of((type_.sizes, type_.strides, type_.storage_offset))
+        case tuple():
+            return set().union(*map(_symbols_of, item))
+        case sympy.Basic():
+            return size_symbols(item)
+        case _:
+            return set()
+
+
+def _launch_result_type(node: Node, line: Launch, known: Known) -> TensorType | None:
     """Returns the type of a result of a functional launch: that of its layout, or of the operand that it copies."""
     launch, index = node.args if node.target is operator.getitem else (None, None)
     if not isinstance(launch, Node) or launch.target is not cpp_kernel_functional_operator:
@@ -100,7 +182,7 @@ def _launch_result_type(node: Node, line: Launch, known: dict[Node, TensorType])
     type_ = replace(line.outs[index].tensor_type, storage_offset=0)
     if outs[index] is not None:
         operand = known.get(outs[index])
-        return type_ if operand is not None and replace(operand, storage_offset=0) == type_ else None
+        return type_ if isinstance(operand, TensorType) and replace(operand, storage_offset=0) == type_ else None
     layouts, dtypes = launch.kwargs.get("layouts"), launch.kwargs.get("dtypes")
     try:
         sizes, strides, dtype = result_layouts(layouts, dtypes)[outs[:index].count(None)]  # type: ignore[arg-type]
@@ -110,7 +192,7 @@ def _launch_result_type(node: Node, line: Launch, known: dict[Node, TensorType])
     return type_ if same == (type_.sizes, type_.strides, type_.dtype, type_.device) else None
 
 
-def _is_call(node: Node, line: ExternCall, known: dict[Node, TensorType]) -> bool:
+def _is_call(node: Node, line: ExternCall, known: Known) -> bool:
     if node.target is not torch_compat.operator_overload(line.target):
         return False
     keywords = dict(line.keywords)
@@ -123,10 +205,13 @@ def _is_call(node: Node, line: ExternCall, known: dict[Node, TensorType]) -> boo
     )
 
 
-def _arguments_match(then: object, now: object, known: dict[Node, TensorType]) -> bool:
+def _arguments_match(then: object, now: object, known: Known) -> bool:
     """Whether a node's argument is that of its line; a tensor may be another one of the same type."""
     if isinstance(then, Value):
         return isinstance(now, Node) and known.get(now) == then.type
+    if isinstance(then, sympy.Expr) and isinstance(now, Node):
+        number = known.get(now)
+        return number is not None and not isinstance(number, TensorType) and is_equal(then, number)
     if isinstance(then, tuple):
         if not isinstance(now, list | tuple) or len(then) != len(now):
             return False
