@@ -71,7 +71,9 @@ class LineBuilder:
         if view is not None:
             return view
         results, aliases = self._results(target, call, operands)
-        self.add(ExternCall(results, target, args, kwargs, aliases=aliases, effect_set=call.effects))
+        line = ExternCall(results, target, args, kwargs, aliases=aliases, effect_set=call.effects)
+        for item in inference.with_declared_layout(line):
+            self.add(item)
         return _unpack_results(results)
 
     def call_out_variant(self, target: str, *arguments: object, outs: Sequence[ir.Value], **keywords: object) -> None:

@@ -94,6 +94,8 @@ def _reuse_original_line(importer: GraphImporter, node: Node, operands: CallOper
     line = importer.original_line(node, ExternCall, Mutate, StartCollective)
     if not isinstance(line, ExternCall | Mutate | StartCollective):
         return False
+    if isinstance(line, ExternCall) and inference.with_declared_layout(line) != (line,):
+        return False
     match = OperandMatcher()
     is_collective = isinstance(line, StartCollective)
     target = line.operator if isinstance(line, StartCollective) else line.target
@@ -181,7 +183,8 @@ def _import_by_schema(importer: GraphImporter, node: Node, operator: OpOverload,
         line: ExternCall | Mutate = Mutate(results, schema.name, arguments, writes, keywords, aliases, effects)
     else:
         line = ExternCall(results, schema.name, arguments, keywords, (), aliases, effects)
-    importer.emit_definition(line, node)
+    for item in inference.with_declared_layout(line) if isinstance(line, ExternCall) else (line,):
+        importer.emit_definition(item, node)
     if returned is not None:
         importer.env[node] = _unwrap_single(returned)
         return
