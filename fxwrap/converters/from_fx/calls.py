@@ -94,8 +94,6 @@ def _reuse_original_line(importer: GraphImporter, node: Node, operands: CallOper
     line = importer.original_line(node, ExternCall, Mutate, StartCollective)
     if not isinstance(line, ExternCall | Mutate | StartCollective):
         return False
-    if isinstance(line, ExternCall) and inference.with_declared_layout(line) != (line,):
-        return False
     match = OperandMatcher()
     is_collective = isinstance(line, StartCollective)
     target = line.operator if isinstance(line, StartCollective) else line.target
