@@ -2,3 +2,4 @@
 
 from fxwrap.inference.calls import *
 from fxwrap.inference.fake_values import *
+from fxwrap.inference.result_layouts import *

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -62,6 +62,16 @@ class LineBuilder:
         Returns its result, a tuple of several, or None. A result that is a plain strided view becomes a `memory.view`.
         Raises RewriteError for an operator that is unknown, that mutates operands, or that fails on these arguments.
         """
+        return self._call(target, arguments, keywords, inference.with_declared_layout)
+
+    def _call(
+        self,
+        target: str,
+        arguments: Sequence[object],
+        keywords: Mapping[str, object],
+        lines_of: Callable[[ExternCall], Sequence[ir.LineBase]],
+    ) -> Any:
+        """Adds the lines of a call as `call` does; `lines_of` returns those of an extern call."""
         args, kwargs = inference.lists_to_tuples(arguments), inference.keyword_pairs(keywords)
         call = self._names.inference.call(target, args, kwargs)
         if call.operator.mutated_arguments:
@@ -71,7 +81,9 @@ class LineBuilder:
         if view is not None:
             return view
         results, aliases = self._results(target, call, operands)
-        self.add(ExternCall(results, target, args, kwargs, aliases=aliases, effect_set=call.effects))
+        line = ExternCall(results, target, args, kwargs, aliases=aliases, effect_set=call.effects)
+        for item in lines_of(line):
+            self.add(item)
         return _unpack_results(results)
 
     def call_out_variant(self, target: str, *arguments: object, outs: Sequence[ir.Value], **keywords: object) -> None:
@@ -230,7 +242,7 @@ class LineBuilder:
             outs = ir.map_leaves(line.outs, substitute)
             self.call_out_variant(line.target, *args, outs=outs, **dict(kwargs))
             return None
-        return self.call(line.target, *args, **dict(kwargs))
+        return self._call(line.target, args, dict(kwargs), lambda call: (call,))
 
 
 def _values(tree: object) -> list[ir.Value]:

@@ -143,6 +143,21 @@ def functional_of_out_variant(target: str) -> OpOverload | None:
 
 
 @lru_cache(maxsize=4096)
+def out_variant_of(target: str) -> OpOverload | None:
+    """Returns the overload that writes an operator's results to out arguments, None if there is none."""
+    operator = operator_overload(target)
+    arguments = [(item.name, str(item.type)) for item in torch_schema(operator).arguments]
+    packet = operator.overloadpacket
+    for name in packet.overloads():
+        overload: OpOverload = getattr(packet, name)
+        items = torch_schema(overload).arguments
+        has_outs = any(item.is_out for item in items)
+        if has_outs and [(item.name, str(item.type)) for item in items if not item.is_out] == arguments:
+            return overload
+    return None
+
+
+@lru_cache(maxsize=4096)
 def functional_of_in_place(target: str) -> OpOverload | None:
     """Returns the overload that returns the new content of its first argument, which an operator overwrites.
 

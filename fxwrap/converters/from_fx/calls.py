@@ -181,7 +181,8 @@ def _import_by_schema(importer: GraphImporter, node: Node, operator: OpOverload,
         line: ExternCall | Mutate = Mutate(results, schema.name, arguments, writes, keywords, aliases, effects)
     else:
         line = ExternCall(results, schema.name, arguments, keywords, (), aliases, effects)
-    importer.emit_definition(line, node)
+    for item in inference.with_declared_layout(line) if isinstance(line, ExternCall) else (line,):
+        importer.emit_definition(item, node)
     if returned is not None:
         importer.env[node] = _unwrap_single(returned)
         return

@@ -25,7 +25,7 @@ from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.view_chains import ViewStep, view_chain
 from fxwrap.converters.view_operators import VIEW_OVERLOADS
 from fxwrap.devices import language_traits
-from fxwrap.inference import CallInference, InferredResult
+from fxwrap.inference import CallInference, InferredResult, has_uncertain_layout
 from fxwrap.wrapper_ir import Block, LineBase, TensorType, Value
 from fxwrap.wrapper_ir.operators import operator_name
 
@@ -264,7 +264,8 @@ class FunctionalConverter(FxConverter):
         self.results(plain, target, arguments, keywords)
         nodes = [self.writer.nodes[result.name] for result in results]
         for value, result, node in zip(line.outs, results, nodes, strict=True):
-            if value.tensor_type.strides == result.tensor_type.strides:
+            is_certain = not has_uncertain_layout(target, plain, value.tensor_type)
+            if is_certain and value.tensor_type.strides == result.tensor_type.strides:
                 self.store(value, node)
             else:
                 self._copy_into(value, node)

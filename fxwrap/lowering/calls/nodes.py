@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from fxwrap.fx_passes.effects import IN_PLACE_VARIANTS
 from fxwrap.fx_passes.stream_calls import stream_call
+from fxwrap.inference import with_declared_layout
 from fxwrap.lines import SCATTER_OPERATORS, ExternCall, IndexPut, Mutate, Scatter, StartCollective, View, WaitCollective
 from fxwrap.lowering.builder import Builder, FakeValue, Keywords, node_error
 from fxwrap.lowering.calls.copies import emit_result_copy, reuse_operand_memory
@@ -160,7 +161,8 @@ def _lower_operator(
         line = ExternCall(
             results, schema.name, arguments, keywords, aliases=aliases, effect_set=effects, origin=builder.origin(node)
         )
-        builder.emit(line)
+        for item in with_declared_layout(line):
+            builder.emit(item)
         _bind_results(builder, node, schema, results)
 
 
