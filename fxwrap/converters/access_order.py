@@ -49,8 +49,8 @@ def access_order(lines: Sequence[LineBase], arguments: Iterable[Value]) -> dict[
         seen.update(own)
         if own:
             accesses[id(line)] = own
-    kept = {key: {name: access for name, access in own.items() if name in ordered} for key, own in accesses.items()}
-    return {key: own for key, own in kept.items() if own}
+    written = {key: {name: access for name, access in own.items() if name in ordered} for key, own in accesses.items()}
+    return {key: own for key, own in written.items() if own}
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class AccessChecker:
                 if writes != any(value.name in names for value in values):
                     continue  # another memory of the same node
                 access = _Access(node, count, writes, tuple(values))
-                found = self._add((root, memory), access, id(recorded))
-                if found is not None:
-                    return Conflict(memory, found.node, found.writes, access.writes)
+                earlier = self._add((root, memory), access, id(recorded))
+                if earlier is not None:
+                    return Conflict(memory, earlier.node, earlier.writes, access.writes)
         return None
 
     def _add(self, key: tuple[str, str], access: _Access, recorded: int) -> _Access | None:

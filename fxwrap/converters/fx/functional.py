@@ -226,9 +226,9 @@ class FunctionalConverter(FxConverter):
     # --- kernels and operators --------------------------------------------------------------------------------------
 
     def launch(self, line: lines.Launch) -> None:
-        kept = [self.prepare_write(value) for value in line.outs]
+        has_content = [self.prepare_write(value) for value in line.outs]
         self._check_operands(line)
-        results = kernels.launch_functional(self, line, kept)
+        results = kernels.launch_functional(self, line, has_content)
         for value, node in zip(line.outs, results, strict=True):
             self.store(value, node)
 
@@ -278,10 +278,7 @@ class FunctionalConverter(FxConverter):
 
     def _copy_into(self, value: Value, node: Node) -> None:
         """Writes a new result into a value of another layout."""
-        memory = self._memory[value.name]
         self._versions[value.name] = _STALE
-        if memory.holder is None:
-            self._allocate(memory)
         self.refresh(value)
         self._write(value, _ATEN.copy.default, [self.writer.nodes[value.name], node])
 
