@@ -1,7 +1,8 @@
 """Waste, time and scaling of the algorithms of `assign_offsets`.
 
-    python benchmarks/planning.py                  # MiniMalloc's six problems, then 1k, 10k and 50k buffers and lines
+    python benchmarks/planning.py                  # the six problems of MiniMalloc that are here, then 1k, 10k and 50k buffers and lines
     python benchmarks/planning.py --problems AF --skip-scale
+    python benchmarks/planning.py --problems GHIJK --data FOLDER --skip-scale  # MiniMalloc's other five, from FOLDER
     python benchmarks/planning.py --packings 5     # only problems with a known optimum, five of each kind and size
 
 Times are CPU seconds of one thread. The first table shows peak over lower bound without a capacity; its last columns
@@ -45,10 +46,11 @@ SIZES = (1_000, 10_000, 50_000)
 Buffer = tuple[int, int, int]
 
 
-def read_problem(name: str) -> list[Buffer]:
+def read_problem(name: str, folder: Path = DATA) -> list[Buffer]:
     """Returns one of MiniMalloc's problems: (first, last_exclusive, size)."""
-    with (DATA / f"{name}.{CAPACITY}.csv").open(newline="") as file:
-        return [(int(row["lower"]), int(row["upper"]), int(row["size"])) for row in csv.DictReader(file)]
+    with (folder / f"{name}.{CAPACITY}.csv").open(newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    return [(int(first), int(last), int(size)) for _, first, last, size in rows]
 
 
 def model_buffers(count: int, kind: str) -> list[Buffer]:
@@ -79,17 +81,20 @@ def timed(
 
 def report_problems(chosen: argparse.Namespace) -> None:
     """Prints peak over lower bound, and seconds, of MiniMalloc's problems."""
-    report = Report("planning-problems", chosen, note="peak / lower bound; CPU seconds")
+    report = Report("planning-problems", chosen, note="peak / lower bound; CPU seconds; limits of 10 s of wall time")
     for name in chosen.problems:
-        buffers = read_problem(name)
+        folder = chosen.data if chosen.data and not (DATA / f"{name}.{CAPACITY}.csv").exists() else DATA
+        buffers = read_problem(name, folder)
         cells: dict[str, Cell] = {"problem": name, "buffers": len(buffers)}
         for algorithm in (*GREEDY, "auto"):
             result, seconds = timed(buffers, algorithm)
             assert result is not None
             cells |= {algorithm.replace("_", " "): result.peak / result.lower_bound, f"{algorithm}, s": seconds}
-        result, seconds = timed(buffers, "search", CAPACITY)
+        start = time.perf_counter()
+        result, seconds = timed(buffers, "search", CAPACITY, limit=10)
+        wall = time.perf_counter() - start
         peak = None if result is None else result.peak
-        report.add({**cells, "peak within capacity": peak, "search, s": seconds})
+        report.add({**cells, "peak within capacity": peak, "search, s": seconds, "search, s of wall time": wall})
 
 
 def report_packings(chosen: argparse.Namespace) -> None:
@@ -173,6 +178,7 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", default="ABCDEF", help="some of MiniMalloc's problems, by letter")
+    parser.add_argument("--data", type=Path, help="the folder of problems that the repository lacks")
     parser.add_argument("--skip-scale", action="store_true", help="only the first table")
     parser.add_argument("--packings", type=int, default=0, help="the number of problems of each kind and size")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first of them")

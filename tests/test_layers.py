@@ -46,7 +46,7 @@ RANKS: Mapping[str, int] = {name: rank for rank, row in enumerate(ROWS) for name
 # What emitted code needs while it runs stands aside: it knows level 0 only, and few may import it.
 RUNTIME = "runtime"
 RUNTIME_IMPORTS = frozenset({"errors", "torch_compat", "caching", "devices"})
-RUNTIME_USERS_BELOW_COMPILER = ("fxwrap.converters",)
+RUNTIME_USERS_BELOW_COMPILER = ("fxwrap.converters", "fxwrap.memory_planning.native_search")
 
 # The one package that may name torch's private parts.
 GATE = "fxwrap.torch_compat."
@@ -149,7 +149,7 @@ def _forbidden(module: str, target: str) -> str | None:
         return None if expected in RUNTIME_IMPORTS else "the runtime knows nothing of the compiler"
     if expected == RUNTIME:
         allowed = RANKS[source] > RANKS["lowering"] or module.startswith(RUNTIME_USERS_BELOW_COMPILER)
-        return None if allowed else "only converters and level 5 up use the runtime"
+        return None if allowed else "only converters, the native search and level 5 up use the runtime"
     if RANKS[expected] == RANKS[source]:
         return "siblings never import one another"
     return None if RANKS[expected] < RANKS[source] else "an import must go down"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from fxwrap.errors import OptionError, PlanningError
 from fxwrap.memory_planning import greedy
-from fxwrap.memory_planning.search import SearchLimits, SearchStatus, search
+from fxwrap.memory_planning.explore import SearchLimits, SearchStatus
+from fxwrap.memory_planning.search import search
 
 HEURISTICS: Mapping[str, Callable[[Sequence[greedy.Buffer]], list[int]]] = {
     "greedy_by_size": greedy.greedy_by_size,

@@ -13,17 +13,18 @@ Before that, buffers are merged into blocks (`blocks.py`), which often leaves li
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 
 from fxwrap.memory_planning.blocks import APPROXIMATE, EXACT, Blocks
+from fxwrap.memory_planning.explore import Explore, Order, SearchLimits, SearchResult, SearchStatus, explore
 from fxwrap.memory_planning.greedy import Buffer, max_live_bytes
-from fxwrap.memory_planning.placement import Placement, Subproblem, in_sections
+from fxwrap.memory_planning.native_search import native_explore
+from fxwrap.memory_planning.placement import Subproblem, in_sections
 
 _FIRST_STEPS = 200
 """Steps of a search in the first round, beside two for each buffer or block to place."""
@@ -43,74 +44,37 @@ _BLOCK_STEPS = 500
 _PERTURBATION = 0.15
 """Largest relative change of the keys of an order, after the first turn of each."""
 
-
-class SearchStatus(enum.Enum):
-    """The outcome of a search: offsets, a proof that there are none, or a limit."""
-
-    SOLVED = "solved"
-    INFEASIBLE = "impossible"
-    LIMIT_REACHED = "gave up"
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of a search. `offsets` are in the order of the buffers, empty unless solved."""
-
-    outcome: SearchStatus
-    offsets: tuple[int, ...]
-    steps: int
-
-
-@dataclass(frozen=True)
-class SearchLimits:
-    """Limits of a search: the number of steps, and a value of `time.monotonic()`."""
-
-    steps: int
-    deadline: float
-
-
-@dataclass(frozen=True)
-class _Order:
-    """The section to fill next, the lowest or the most constrained one, and the order of its candidates."""
-
-    lowest_section: bool
-    lowest_first: bool
-    """Whether candidates with a low floor come first, before the key decides."""
-    key: Callable[[int, int], int]
-    """From the number of sections and the size to a key; large ones come first."""
-
+_NATIVE_STEPS, _NATIVE_BUFFERS = 500, 32
+"""Limits of steps and numbers of buffers from which the native search is worth its build."""
 
 _ORDERS = (
-    _Order(True, True, lambda length, size: length * size),
-    _Order(False, True, lambda length, size: (length << 64) + size),
-    _Order(False, False, lambda length, size: length * size),
-    _Order(False, True, lambda length, size: length * length * size),
-    _Order(False, False, lambda length, size: (length << 64) + size),
+    Order(True, True, lambda length, size: length * size),
+    Order(False, True, lambda length, size: (length << 64) + size),
+    Order(False, False, lambda length, size: length * size),
+    Order(False, True, lambda length, size: length * length * size),
+    Order(False, False, lambda length, size: (length << 64) + size),
 )
 
 
-@dataclass(frozen=True)
-class _Decision:
-    """A backtracking point: a buffer that was placed, or that waits, and the sections of the part it belongs to."""
-
-    index: int
-    sections: range
-    trail: int
-    waits: bool
-
-
-def search(buffers: Sequence[Buffer], capacity: int, limits: SearchLimits) -> SearchResult:
+def search(
+    buffers: Sequence[Buffer], capacity: int, limits: SearchLimits, single: Explore | None = None
+) -> SearchResult:
     """Searches for offsets with which live buffers never overlap and all end at or below `capacity`.
 
-    `buffers` are (first, last_exclusive, size) with sizes above zero. The result is deterministic unless the deadline
-    stops the search.
+    `buffers` are (first, last_exclusive, size) with sizes above zero. `single` runs one depth-first search; by default,
+    native code does if many steps are permitted and a compiler exists. The result does not depend on it, and is
+    deterministic, unless the deadline stops the search.
     """
+    is_large = limits.steps >= _NATIVE_STEPS and len(buffers) >= _NATIVE_BUFFERS
+    single = single or (native_explore() if is_large else None) or explore
     unit = math.gcd(*(size for _, _, size in buffers)) if buffers else 1
     offsets = [0] * len(buffers)
     steps = 0
     for indices in _independent(buffers):
         chosen = [(first, last, size // unit) for first, last, size in (buffers[index] for index in indices)]
-        result = _search_dependent(chosen, capacity // unit, SearchLimits(limits.steps - steps, limits.deadline))
+        result = _search_dependent(
+            chosen, capacity // unit, SearchLimits(limits.steps - steps, limits.deadline), single
+        )
         steps += result.steps
         if result.outcome is not SearchStatus.SOLVED:
             return SearchResult(result.outcome, (), steps)
@@ -133,15 +97,15 @@ def _independent(buffers: Sequence[Buffer]) -> list[list[int]]:
     return groups
 
 
-def _search_dependent(buffers: list[Buffer], capacity: int, limits: SearchLimits) -> SearchResult:
+def _search_dependent(buffers: list[Buffer], capacity: int, limits: SearchLimits, single: Explore) -> SearchResult:
     """Searches in rounds: with blocks of equal sizes and of similar ones, if that leaves few of them, and without,
     until a limit."""
     if max_live_bytes(buffers) > capacity:
         return SearchResult(SearchStatus.INFEASIBLE, (), 0)
     if len(buffers) == 1:
         return SearchResult(SearchStatus.SOLVED, (0,), 0)
-    unmerged = _RestartedSearch(buffers, capacity, None)
-    merged = [_RestartedSearch(buffers, capacity, tolerances) for tolerances in (EXACT, APPROXIMATE)]
+    unmerged = _RestartedSearch(buffers, capacity, None, single)
+    merged = [_RestartedSearch(buffers, capacity, tolerances, single) for tolerances in (EXACT, APPROXIMATE)]
     promising = [item for item in merged if item.count <= _MERGED_SHARE * len(buffers)] or [unmerged]
     others = [item for item in (unmerged, *merged) if item not in promising]
     steps = 0
@@ -168,11 +132,15 @@ class _RestartedSearch:
     Failures weigh sections in all searches with the same blocks.
     """
 
-    def __init__(self, buffers: list[Buffer], capacity: int, tolerances: Sequence[float] | None) -> None:
+    def __init__(
+        self, buffers: list[Buffer], capacity: int, tolerances: Sequence[float] | None, single: Explore
+    ) -> None:
         self.turn = 0 if tolerances is None else 1
         self._buffers = buffers
         self._capacity = capacity
-        self._blocks = None if tolerances is None else Blocks(in_sections(buffers), capacity, tolerances, _pack_block)
+        self._single = single
+        pack = partial(_pack_block, single)
+        self._blocks = None if tolerances is None else Blocks(in_sections(buffers), capacity, tolerances, pack)
         self._part = Subproblem.of(buffers if self._blocks is None else self._blocks.buffers, capacity)
         self._weights = [1] * len(self._part.members)
 
@@ -194,22 +162,22 @@ class _RestartedSearch:
         order = _ORDERS[self.turn % len(_ORDERS)]
         ranks = _ranks(part, order, self.turn // len(_ORDERS))
         self.turn += 1
-        result = _explore(part, order, ranks, self._weights, SearchLimits(limits.steps - steps, limits.deadline))
+        result = self._single(part, order, ranks, self._weights, SearchLimits(limits.steps - steps, limits.deadline))
         offsets: Sequence[int] = result.offsets
         if offsets and self._blocks is not None:
             offsets = self._blocks.expand(offsets)
         return SearchResult(result.outcome, tuple(offsets), steps + result.steps)
 
 
-def _pack_block(buffers: Sequence[Buffer], capacity: int) -> Sequence[int]:
+def _pack_block(single: Explore, buffers: Sequence[Buffer], capacity: int) -> Sequence[int]:
     """Returns offsets of the buffers of a block; () for none."""
     part = Subproblem.of(buffers, capacity)
     ranks = _ranks(part, _ORDERS[1], 0)
     limits = SearchLimits(_BLOCK_STEPS, math.inf)
-    return _explore(part, _ORDERS[1], ranks, [1] * len(part.members), limits).offsets
+    return single(part, _ORDERS[1], ranks, [1] * len(part.members), limits).offsets
 
 
-def _ranks(part: Subproblem, order: _Order, perturbed: int) -> list[int]:
+def _ranks(part: Subproblem, order: Order, perturbed: int) -> list[int]:
     """Returns the rank of each buffer in an order, perturbed by a seed unless it is 0."""
     generator = random.Random(perturbed)
     keys: list[float] = []
@@ -220,78 +188,3 @@ def _ranks(part: Subproblem, order: _Order, perturbed: int) -> list[int]:
     for position, index in enumerate(sorted(range(len(keys)), key=lambda index: (keys[index], part.twin_rank[index]))):
         ranks[index] = position
     return ranks
-
-
-def _explore(
-    part: Subproblem, order: _Order, ranks: list[int], weights: list[int], limits: SearchLimits
-) -> SearchResult:
-    """Runs one depth-first search. `weights` counts the failures of each section."""
-    state = Placement(part)
-    if not state.start():
-        return SearchResult(SearchStatus.INFEASIBLE, (), 0)
-    decisions: list[_Decision] = []
-    steps = 0
-    while sections := _pending_sections(state, decisions):
-        if steps >= limits.steps or (steps % 64 == 0 and time.monotonic() > limits.deadline):
-            return SearchResult(SearchStatus.LIMIT_REACHED, (), steps)
-        steps += 1
-        index = _choose(state, sections, order, ranks, weights)
-        if index is None:
-            fits = state.raise_lowest_end(sections)
-        else:
-            decisions.append(_Decision(index, state.part_around(part.first[index]), len(state.trail), False))
-            fits = state.place(index)
-        while not fits:
-            weights[state.failed] += 1
-            if not _backtrack(state, decisions):
-                return SearchResult(SearchStatus.INFEASIBLE, (), steps)
-            steps += 1
-            fits = state.postpone(decisions[-1].index)
-    return SearchResult(SearchStatus.SOLVED, tuple(state.lowest), steps)
-
-
-def _pending_sections(state: Placement, decisions: list[_Decision]) -> range:
-    """Returns the sections of the latest decision's part that has buffers to place; empty if all are placed."""
-    members = state.members
-    for decision in reversed(decisions):
-        if any(members[section] for section in decision.sections):
-            return decision.sections
-    return range(len(members)) if not decisions else range(0) if not any(members) else range(len(members))
-
-
-def _choose(state: Placement, sections: range, order: _Order, ranks: list[int], weights: list[int]) -> int | None:
-    """Returns the buffer to place next: the first candidate of the section with the fewest; None for no candidate."""
-    count, height, members = state.candidate_count, state.height, state.members
-    pending = [section for section in sections if members[section]]
-    if order.lowest_section:
-        keys = sorted([(float(height[section]), count[section], section) for section in pending])
-    else:
-        keys = sorted([(count[section] / weights[section], height[section], section) for section in pending])
-    for _, _, section in keys:
-        if order.lowest_first:
-            candidates = sorted(members[section], key=lambda index: (state.lowest[index], ranks[index]))
-        else:
-            candidates = sorted(members[section], key=ranks.__getitem__)
-        index = next(filter(state.is_ready, candidates), None)
-        if index is not None:
-            return index
-    return None
-
-
-def _backtrack(state: Placement, decisions: list[_Decision]) -> bool:
-    """Undoes decisions up to the last placement that the failure depends on, whose buffer waits now.
-
-    A failure depends on the part around its section only. Returns False if no placement is left.
-    """
-    part = state.part
-    blamed = state.part_around(state.failed)
-    while decisions:
-        decision = decisions.pop()
-        state.undo(decision.trail)
-        if part.last[decision.index] <= blamed.start or part.first[decision.index] >= blamed.stop:
-            continue
-        if not decision.waits:
-            decisions.append(_Decision(decision.index, decision.sections, decision.trail, True))
-            return True
-        blamed = range(min(blamed.start, decision.sections.start), max(blamed.stop, decision.sections.stop))
-    return False

@@ -17,9 +17,10 @@ from fxwrap.errors import OptionError, PlanningError
 from fxwrap.memory_planning import Assignment, assign_offsets
 from fxwrap.memory_planning.assignment import ALGORITHMS, HEURISTICS
 from fxwrap.memory_planning.blocks import APPROXIMATE, EXACT, Blocks
+from fxwrap.memory_planning.explore import SearchLimits, SearchStatus
 from fxwrap.memory_planning.greedy import greedy_by_duration, greedy_by_size, max_live_bytes, peak_of, squeaky_wheel
 from fxwrap.memory_planning.placement import in_sections
-from fxwrap.memory_planning.search import SearchLimits, SearchStatus, search
+from fxwrap.memory_planning.search import search
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "minimalloc"
 CAPACITY = 1048576

@@ -50,6 +50,11 @@ BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 
 _BRIDGE, _BINDING = BRIDGE_LIBRARIES
 
+# The search of memory planning, without torch.
+_PLANNER_UNITS = ("planning/placement.cpp", "planning/explore.cpp")
+_PLANNER_HEADERS = ("planning/placement.h",)
+_PLANNER = "libfxwrap_planner.so"
+
 _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
 _BRIDGE_FLAGS = ("-O2", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
 # Programs are straight-line calls, which optimisation does not speed up (benchmarks/bridge_calls.py).
@@ -261,6 +266,23 @@ def _build_bridge(compiler: Compiler, folder: Path) -> None:
     run_compiler([*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING], folder)
     for item in objects:
         (folder / item).unlink()
+
+
+def build_planner() -> Path:
+    """Returns the library of memory planning's search, built now unless it is in the cache. Raises NativeBuildError."""
+    compiler = find_compiler()
+    flags = (*_COMMON_FLAGS, "-O2", "-DNDEBUG")
+    texts = {name: (_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_PLANNER_HEADERS, *_PLANNER_UNITS)}
+
+    def build(folder: Path) -> None:
+        unit = folder / "planner.cpp"
+        unit.write_text("".join([f'#include "{_SOURCE_FOLDER / name}"\n' for name in _PLANNER_UNITS]), encoding="utf-8")
+        command = [*compiler.command, *flags, "-I", str(_SOURCE_FOLDER), "-shared", unit.name]
+        run_compiler([*command, *compiler.runtime, "-o", _PLANNER], folder)
+        unit.unlink()
+
+    name = f"planner-{_digest(_toolchain_key(compiler), *flags, *texts.values())}"
+    return cache_folder.find_or_build_entry(name, build) / _PLANNER
 
 
 def _toolchain_key(compiler: Compiler) -> str:

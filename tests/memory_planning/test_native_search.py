@@ -1,0 +1,79 @@
+"""The native search takes the steps of the Python search, which remains where there is no compiler."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.packings import KINDS, packed_problem
+from fxwrap.errors import NativeBuildError
+from fxwrap.memory_planning import assign_offsets
+from fxwrap.memory_planning.explore import Explore, SearchLimits, SearchStatus, explore
+from fxwrap.memory_planning.greedy import Buffer, max_live_bytes
+from fxwrap.memory_planning.native_search import native_explore
+from fxwrap.memory_planning.search import search
+from fxwrap.runtime.native import planning
+from tests.memory_planning.test_assign_offsets import BUFFER, CAPACITY, read_problem
+
+
+@pytest.fixture(scope="module")
+def native() -> Explore:
+    found = native_explore()
+    assert found is not None, "these tests need a C++ compiler"
+    return found
+
+
+def limits(steps: int) -> SearchLimits:
+    return SearchLimits(steps, time.monotonic() + 300)
+
+
+@given(buffers=st.lists(BUFFER.filter(lambda buffer: buffer[2] > 0), min_size=1, max_size=25), spare=st.integers(0, 20))
+def test_small_problems_have_equal_results(native: Explore, buffers: list[Buffer], spare: int) -> None:
+    capacity = max_live_bytes(buffers) + spare
+    results = [search(buffers, capacity, limits(300), single) for single in (explore, native)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_problems_have_equal_results(native: Explore, kind: str) -> None:
+    problem = packed_problem(KINDS[kind], 150, seed=11)
+    results = [search(problem.buffers, problem.capacity, limits(600), single) for single in (explore, native)]
+    assert results[0] == results[1]
+
+
+def test_sparse_problems_have_equal_results(native: Explore) -> None:
+    buffers = read_problem("F")
+    results = [search(buffers, CAPACITY, limits(700), single) for single in (explore, native)]
+    assert results[0] == results[1]
+    assert results[0].outcome is SearchStatus.LIMIT_REACHED and results[0].steps == 700
+
+
+def test_numbers_near_64_bits_have_equal_results(native: Explore) -> None:
+    buffers = [(0, 2, 2**61), (1, 3, 2**60 - 1), (2, 4, 2**61 + 1)]
+    results = [search(buffers, 2**62, limits(300), single) for single in (explore, native)]
+    assert results[0] == results[1]
+    assert results[0].outcome is SearchStatus.SOLVED
+
+
+def test_deadline_stops_the_native_search(native: Explore) -> None:
+    result = search(read_problem("F"), CAPACITY, SearchLimits(10**9, time.monotonic() - 1), native)
+    assert result.outcome is SearchStatus.LIMIT_REACHED
+
+
+def test_plans_are_the_same_without_a_compiler(native: Explore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise NativeBuildError("no C++ compiler found")
+
+    buffers = packed_problem(KINDS["shrunk"], 120, seed=1).buffers
+    expected = assign_offsets(buffers)
+    assert expected.algorithm == "search"
+    monkeypatch.setattr(planning, "build_planner", fail)
+    planning.load_planner.cache_clear()
+    try:
+        assert native_explore() is None
+        assert assign_offsets(buffers) == expected
+    finally:
+        planning.load_planner.cache_clear()
