@@ -1,6 +1,6 @@
 """Waste, time and scaling of the algorithms of `assign_offsets`.
 
-    python benchmarks/planning.py                  # MiniMalloc's problems in tests/data, then 1k, 10k and 50k buffers and lines
+    python benchmarks/planning.py                  # MiniMalloc's problems in tests/data, then 1k, 10k and 50k buffers
     python benchmarks/planning.py --problems AF --skip-scale
     python benchmarks/planning.py --problems GHIJK --data FOLDER --skip-scale  # MiniMalloc's other five, from FOLDER
     python benchmarks/planning.py --packings 5     # only problems with a known optimum, five of each kind and size
