@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
 import fxwrap
@@ -37,6 +38,7 @@ from fxwrap.errors import GraphError
 from fxwrap.options import PLANNERS, Options
 from tests.devices.test_devices import on_abacus
 from tests.lowering.planned_programs import close
+from tests.support.agreement import Agreement, in_float64, promote
 from tests.support.fuzzing import Failure, Outcome, Task, drawn_example, run_seeds
 from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.dynamic_graphs import DynamicGraph, dynamic_graphs
@@ -50,9 +52,6 @@ VARIANTS = {"static": 3, "dynamic": 3, "control": 3, "training": 1}
 
 COMPILED_SHARE, CPP_SHARE = 1 / 50, 1 / 60
 """How many graphs have kernels compiled as C++, and how many are emitted as C++; each takes a C++ compiler."""
-
-NOISE = 3.0
-"""How much larger than eager's an error against float64 may be where both are the noise of terms that cancel."""
 
 FAILURES_OF_TORCH = (
     "a_stride_expr",  # `cond` does not merge branches whose dimensions of size 1 make strides ambiguous
@@ -122,25 +121,32 @@ class Subject:
         return [self.graph.inputs, *[[_fresh(item) for item in self.graph.inputs] for _ in range(RUNS - 1)]]
 
     @cached_property
-    def wanted(self) -> list[Sequence[Tensor] | RuntimeError | IndexError]:
+    def wanted(self) -> list[Agreement | RuntimeError | IndexError]:
         """For each of the inputs, the results in eager mode and the inputs after the run, or results and gradients.
 
         Where eager mode raises for a size that a run brings (an extremum of nothing, a division by a size of 0), the
         error.
         """
-        if self.kind == "training":
-            return [_gradients(self.graph.module, inputs) for inputs in self.inputs]
-        wanted: list[Sequence[Tensor] | RuntimeError | IndexError] = []
+        wanted: list[Agreement | RuntimeError | IndexError] = []
         for inputs in self.inputs:
-            arguments = [item.clone() for item in inputs]
             try:
-                with torch.no_grad():
-                    results = self.graph.module(*arguments)
+                results = self._run(self.graph.module, [item.clone() for item in inputs])
             except (RuntimeError, IndexError) as error:
+                if self.kind == "training":
+                    raise
                 wanted.append(error)
             else:
-                wanted.append([*results, *arguments])
+                wanted.append(Agreement(results, partial(self._run_in_float64, inputs)))
         return wanted
+
+    def _run_in_float64(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._run(in_float64(self.graph.module), [promote(item) for item in inputs])
+
+    def _run(self, module: GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.kind == "training":
+            return _gradients(module, inputs)
+        with torch.no_grad():
+            return [*module(*inputs), *inputs]
 
 
 def run_case(case: Case, subject: Subject) -> int:
@@ -174,8 +180,7 @@ def _infer(case: Case, subject: Subject) -> int:
             continue
         with torch.no_grad():
             results = compiled(*actual)
-        is_accurate = partial(_is_as_accurate, subject, inputs, wanted, (*results, *actual))
-        _check(wanted, (*results, *actual), case.options["output_strides"] == "eager", is_accurate)
+        _check(wanted, (*results, *actual), strides=case.options["output_strides"] == "eager")
     return len(subject.inputs)
 
 
@@ -186,23 +191,6 @@ def _check_raises(compiled: Callable[..., Any], inputs: Sequence[Tensor], wanted
     except (RuntimeError, IndexError):
         return
     assert "ZeroDivisionError" in str(wanted), f"no error, where eager mode raises {wanted!r}"
-
-
-def _is_as_accurate(
-    subject: Subject, inputs: Sequence[Tensor], wanted: Sequence[Tensor], results: Sequence[Tensor]
-) -> bool:
-    """Whether results that differ from eager's have errors as large: a sum whose large terms cancel is inexact."""
-    arguments = [item.double() if item.dtype is torch.float32 else item.clone() for item in inputs]
-    with torch.no_grad():
-        exact = [*subject.graph.module(*arguments), *arguments]
-    for one, want, result in zip(exact, wanted, results, strict=True):
-        is_comparable = (want.dtype, want.shape, one.shape) == (result.dtype, result.shape, result.shape)
-        if is_comparable and close(result, want):
-            continue
-        is_inexact = is_comparable and want.dtype.is_floating_point
-        if not is_inexact or not (result - one).norm() <= NOISE * (want - one).norm():
-            return False
-    return True
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -267,7 +255,7 @@ def _gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[T
     generator = torch.Generator().manual_seed(1)
     total: Any = sum(
         [
-            (item * torch.randn(item.shape, generator=generator, dtype=torch.float64).to(item.dtype)).sum()
+            (item * torch.randn(item.shape, generator=generator).to(item.dtype)).sum()
             for item in results if item.requires_grad
         ]
     )  # fmt: skip
@@ -276,9 +264,8 @@ def _gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[T
     return [*[item.detach() for item in results], *[item.grad for item in leaves if item.grad is not None]]
 
 
-def _check(
-    wanted: Sequence[Any], results: Sequence[Any], strides: bool, may_differ: Callable[[], bool] = lambda: False
-) -> None:
+def _check(agreement: Agreement, results: Sequence[Tensor], strides: bool) -> None:
+    wanted = agreement.wanted
     assert len(wanted) == len(results), f"{len(results)} results, not {len(wanted)}"
     for position, (want, result) in enumerate(zip(wanted, results)):
         where = f"result {position}"
@@ -286,7 +273,7 @@ def _check(
         if strides and want.numel():
             pairs = zip(want.shape, want.stride(), result.stride())
             assert all(one == other or size == 1 for size, one, other in pairs), f"{where}: strides {result.stride()}"
-        assert close(result, want) or may_differ(), f"{where}:\n{result}\nis not\n{want}"
+        assert agreement.holds(position, result), f"{where}:\n{result}\nis not\n{want}"
 
 
 def fuzz(first: int, count: int, jobs: int, seconds: float, kinds: Sequence[str]) -> Iterator[Outcome]:

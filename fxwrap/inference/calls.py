@@ -15,6 +15,7 @@ from fxwrap.inference.fake_values import FakeCallError, FakeNumber, FakeValues, 
 from fxwrap.symbolic import SymbolInfo, canonicalize, floor_divide, make_symbol, product, symbol_kind, total
 from fxwrap.torch_compat import (
     OpOverload,
+    bound_symbol,
     fresh_fake_mode,
     is_plain_view,
     new_symbol,
@@ -173,7 +174,11 @@ class CallInference:
         if definition is not None:
             self._fakes.define(symbol, self._number(definition))
             return
-        number = new_symbol(self._fakes.shape_env, symbol.name, symbol_kind(symbol.name), self._hint(symbol.name))
+        shape_env, kind, hint = self._fakes.shape_env, symbol_kind(symbol.name), self._hint(symbol.name)
+        number = new_symbol(shape_env, symbol.name, kind, hint)
+        if kind == "int" and hint is None:  # operators reject a size that may be negative
+            info = self._info(symbol.name)
+            bound_symbol(shape_env, number, info.lower, info.upper)
         self._fakes.define(symbol, number)
         for torch_symbol in symbol_expression(number).free_symbols:
             self._program_symbols[torch_symbol] = symbol

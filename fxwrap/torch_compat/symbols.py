@@ -207,6 +207,18 @@ def bounded_item(tensor: torch.Tensor, lower: int, upper: int) -> Any:
     return number
 
 
+def bound_symbol(shape_env: ShapeEnv, number: Any, lower: float | None, upper: float | None) -> None:
+    """Bounds an unbacked int, inclusively; None is unbounded. Nothing checks the bounds.
+
+    Why: `torch._check` bounds nothing where guards are suppressed, as in fake-tensor propagation.
+    """
+    symbol = symbol_expression(number)
+    known = shape_env.var_to_range[symbol]
+    shape_env.constrain_symbol_range(
+        symbol, known.lower if lower is None else int(lower), known.upper if upper is None else int(upper)
+    )
+
+
 def new_symbol(shape_env: ShapeEnv, name: str, kind: str, hint: int | None) -> Any:
     """Returns a new SymInt backed by `hint`; an unbacked number without a hint and for other kinds."""
     if kind != "int" or hint is None:

@@ -21,6 +21,7 @@ class InterpretedTritonKernel:
 
     def __init__(self, source: str, signature: tuple[str, ...], options: KernelOptions) -> None:
         constants = dict(options)
+        self.__name__ = find_function_name(source)  # torch's errors name kernels
         self.arg_names = [name for name in triton_parameters(source) if name not in constants]
         self._launch = load_kernel("triton", source, signature, options)
 

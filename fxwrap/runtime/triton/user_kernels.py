@@ -171,6 +171,7 @@ class InterpretedUserKernel:
         self._kernel = kernel
         loaded = kernel.on_gpu.kernel
         self.fn = loaded.fn
+        self.__name__: str = loaded.fn.__name__  # torch's errors name kernels
         self.arg_names: list[str] = list(loaded.arg_names)
         self.configs = getattr(loaded, "configs", [])
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.compile.steps import plan_program
@@ -82,3 +83,14 @@ def test_memory_plans_come_back(planning: Literal["none", "reuse", "auto"], dyna
         program = _program(captured, options)
         module = fxwrap.to_fx(program, form="functional").graph_module
         assert_equal(program, plan_program(fxwrap.from_fx(module), options.resolve_devices()))
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_out_variants_of_unbacked_sizes(length: int) -> None:
+    """The operator that replaces an out variant runs on fake tensors, whose sizes are as bounded as the program's."""
+    graph = make_fx(lambda x: (x.nonzero() > 0,), tracing_mode="symbolic")(torch.randn(3))
+    program = fxwrap.compile_graph(graph, options=OPTIONS.replace(fuse=False)).program
+    assert [line.opcode for line in program.lines() if line.opcode.startswith("extern")] == ["extern.call"] * 2
+    module = fxwrap.fx.functional(fxwrap.to_fx(program).graph_module)
+    x = torch.ones(8).index_fill(0, torch.arange(length, 8), 0)
+    torch.testing.assert_close(module(x), (x.nonzero() > 0,))

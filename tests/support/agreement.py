@@ -1,0 +1,81 @@
+"""Whether results agree with eager's: floats by their errors against float64, all else exactly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+
+NOISE = 3.0
+"""How much larger than eager's largest error against float64 an error may be: where terms cancel, both are noise."""
+
+SLACK = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Error of an element that every order of computation may have, relative to 1 + its magnitude. That of float32 also
+holds for float64 results that eager computes from rounded float32 values, as its own error shows."""
+
+
+def in_float64(module: GraphModule) -> GraphModule:
+    """Returns a copy of a graph whose casts and new tensors are float64 where they are float32."""
+    promoted = copy.deepcopy(module)
+    for part in _graphs(promoted):
+        for node in part.graph.nodes:
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _promoted_dtype)
+        part.recompile()
+    return promoted
+
+
+def promote(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor, in float64 where it is float32."""
+    return tensor.double() if tensor.dtype is torch.float32 else tensor.clone()
+
+
+def _promoted_dtype(item: object) -> object:
+    return torch.float64 if item is torch.float32 else item
+
+
+def _graphs(module: GraphModule) -> list[GraphModule]:
+    return [part for part in module.modules() if isinstance(part, GraphModule)]
+
+
+class Agreement:
+    """Compares results with eager's. `exact` computes the results in float64, and is called when they are needed."""
+
+    def __init__(self, wanted: Sequence[Tensor], exact: Callable[[], Sequence[Tensor]]) -> None:
+        self.wanted = wanted
+        self._compute_exact = exact
+
+    @cached_property
+    def _exact(self) -> Sequence[Tensor]:
+        return self._compute_exact()
+
+    def holds(self, position: int, result: Tensor) -> bool:
+        """Whether a result of eager's dtype and shape has each integer and truth value, and errors like eager's."""
+        want = self.wanted[position]
+        if not want.dtype.is_floating_point:
+            return torch.equal(result, want)
+        finite = want.isfinite()
+        if not torch.equal(finite, result.isfinite()):
+            return False
+        if not torch.equal(result[~finite].nan_to_num(), want[~finite].nan_to_num()):
+            return False
+        slack = SLACK[want.dtype]
+        return _is_within(result[finite], want[finite], slack) or self._is_as_accurate(position, result, finite)
+
+    def _is_as_accurate(self, position: int, result: Tensor, finite: Tensor) -> bool:
+        want, exact = self.wanted[position], self._exact[position]
+        if exact.shape != want.shape:  # a comparison that rounding decides selects elements
+            return False
+        error = float((want[finite].double() - exact[finite]).abs().max())
+        is_rounded = not _is_within(want[finite], exact[finite], SLACK[torch.float64] / 100)
+        slack = SLACK[torch.float32 if is_rounded else want.dtype]
+        return _is_within(result[finite], exact[finite], slack, NOISE * error)
+
+
+def _is_within(result: Tensor, want: Tensor, slack: float, noise: float = 0.0) -> bool:
+    result, want = result.double(), want.double()
+    return bool(((result - want).abs() <= noise + slack * (1 + want.abs())).all())
