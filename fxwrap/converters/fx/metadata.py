@@ -43,19 +43,20 @@ def node_metadata(val: object, origin: Origin | None, stream: int) -> dict[str, 
 
 
 def _stack_trace(origin: Origin, text: str = "") -> str | None:
-    """Returns the innermost frame of the last node with a location, in the form of Python's stack traces.
+    """Returns the stack trace of the last node with a location, and after it a frame that tools print above the node.
 
-    Its line of code is `text`, by default that of the origin, which tools print above the node.
+    That frame is the innermost one of the model; its line of code is `text`, by default that of the origin.
     """
     last = next((source for source in reversed(origin.sources) if source.file), None)
     if last is None:
         return None
-    return f'  File "{last.file}", line {last.line}, in {last.module or "forward"}\n    {text or origin}'
+    frames = f"{last.stack_trace.rstrip()}\n" if last.stack_trace else ""
+    return f'{frames}  File "{last.file}", line {last.line}, in {last.module or "forward"}\n    {text or origin}'
 
 
 def _from_node(source: Source) -> Any:
-    before = [node_source(source.original, "", "", [])] if source.original else []
-    return node_source(source.node, source.operator, PASS_NAME, before)
+    before = [node_source(source.original, "", -1, "", [])] if source.original else []
+    return node_source(source.node, source.operator, source.graph_id, PASS_NAME, before)
 
 
 @bounded_cache(4096)
