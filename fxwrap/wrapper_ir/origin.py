@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,14 @@ class Origin:
     """The provenance of a line, which is ignored by equality.
 
     `sources` are the nodes whose results the line computes, in order; a fused kernel has several. `handle` identifies
-    the line in its program: the name of the kernel or operator, and a number ("gelu_0:3").
+    the line in its program: the name of the kernel or operator, and a number ("gelu_0:3"). `metadata` is that of tools
+    other than fxwrap, for lines that were imported from an FX graph: the node's name and its entries, for each node of
+    the line.
     """
 
     sources: tuple[Source, ...] = ()
     handle: str = ""
+    metadata: tuple[tuple[str, Mapping[str, Any]], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def nodes(self) -> tuple[str, ...]:
