@@ -140,8 +140,8 @@ def _origins_text(program: ir.Program) -> str:
             continue
         numbers = [sources.setdefault(source, len(sources)) for source in line.origin.sources]
         lines.append([line.origin.handle, *numbers])
-    table = [list(dataclasses.astuple(source)) for source in sources]
-    fields = [field.name for field in dataclasses.fields(ir.Source)]
+    fields = [field.name for field in dataclasses.fields(ir.Source) if field.compare]
+    table = [[getattr(source, name) for name in fields] for source in sources]
     return json.dumps({"fields": fields, "sources": table, "lines": lines}) + "\n"
 
 

@@ -115,5 +115,6 @@ def _with_fakes(
 ) -> PreparedGraph:
     return PreparedGraph(
         source.graph_module, source.name, source.constants, source.returns_mutated_inputs,
-        fake_values(source.graph_module, example_inputs), flexible_stride_outputs=flexible_stride_outputs,
+        source.graph_id, fake_values(source.graph_module, example_inputs),
+        flexible_stride_outputs=flexible_stride_outputs,
     )  # fmt: skip

@@ -29,12 +29,14 @@ class GraphSource:
         constants: parameters and buffers, by the name of their placeholder. Other placeholders are inputs, in order.
         returns_mutated_inputs: whether an output that was copied into an input or constant may be returned as that
             input or constant.
+        graph_id: the `id` of the graph that was imported.
     """
 
     graph_module: GraphModule
     name: str
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     returns_mutated_inputs: bool = False
+    graph_id: int = -1
 
     @property
     def nodes(self) -> list[Node]:

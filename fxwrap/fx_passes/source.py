@@ -31,7 +31,7 @@ from fxwrap.torch_compat import (
     isolate_pending_symbols,
     storage_identity,
 )
-from fxwrap.wrapper_ir import Source
+from fxwrap.wrapper_ir import Origin, Source
 from fxwrap.wrapper_ir.operators import operator_schema
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -95,18 +95,20 @@ def graph_source(
     Raises GraphError for a graph with unsupported nodes.
     """
     if isinstance(graph, ExportedProgram):
+        graph_id = id(graph.graph)
         placeholders = graph.graph.find_nodes(op="placeholder")
         shape_env = find_shape_env([node.meta.get("val") for node in placeholders])
         with warnings.catch_warnings(), isolate_pending_symbols(shape_env):
             warnings.simplefilter("ignore", FutureWarning)  # torch's own copy of its tree specification warns
             for exported_step in enabled_steps(EXPORTED_PROGRAM_PASSES, options):
                 graph = exported_step.run(graph, options)
-            return _exported_source(graph, options, name)
+            return replace(_exported_source(graph, options, name), graph_id=graph_id)
     check_graph(graph)
+    graph_id = id(graph.graph)
     context = FxPassContext(options, example_inputs=example_inputs)
     for step in enabled_steps(SOURCE_PASSES, options):
         graph = step.run(graph, context)
-    return GraphSource(graph, name)
+    return GraphSource(graph, name, graph_id=graph_id)
 
 
 def _simplify_exported_masks(exported: ExportedProgram, options: Options) -> ExportedProgram:
@@ -143,7 +145,8 @@ def location_of(node: Node) -> str:
 
 def source_of(node: Node) -> Source:
     """Returns a node's origin in the model's source, from its metadata; for a backward node, that of its forward."""
-    file, line = _innermost_frame(node.meta.get("stack_trace") or "")
+    trace = _stack_trace(node)
+    file, line = _innermost_frame(trace)
     module_stack = _module_stack(node)
     origins = node.meta.get("from_node") or ()
     operator, original = str(node.target).removesuffix(".default"), node.meta.get("original_aten")
@@ -159,7 +162,15 @@ def source_of(node: Node) -> Source:
         _function_stack(node),
         "" if original_operator == operator else original_operator,
         str(node.meta.get("partitioner_tag") or ""),
+        trace,
     )
+
+
+def _stack_trace(node: Node) -> str:
+    """Returns the frames that torch recorded, without the one that an emitter appended."""
+    origin = node.meta.get("fxwrap_origin")
+    traces = [source.stack_trace for source in origin.sources] if isinstance(origin, Origin) else []
+    return next(filter(None, reversed(traces)), "") or node.meta.get("stack_trace") or ""
 
 
 def _module_stack(node: Node) -> tuple[tuple[str, str], ...]:

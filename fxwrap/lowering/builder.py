@@ -112,10 +112,11 @@ class ProgramState:
     """The state shared by the lowerings of all graphs of a program, those of blocks included.
 
     `constants` are payloads by name, `functions` the blocks that several lines call, by name, and `coverage` the
-    outcome of each node.
+    outcome of each node. `graph_id` is the `id` of the compiled graph.
     """
 
     symbols: ProgramSymbols
+    graph_id: int = -1
     names: ValueNames = field(default_factory=ValueNames)
     kernels: ProgramKernels = field(default_factory=ProgramKernels)
     constants: dict[str, Payload] = field(default_factory=dict)
@@ -191,8 +192,7 @@ class Builder:
 
     def source(self, node: Node) -> Source:
         """Returns the position of a node in the program's graph and in the model's source."""
-        source = source_of(node)
-        return replace(source, node=self.qualified(node)) if self.scope else source
+        return replace(source_of(node), node=self.qualified(node), graph_id=self.state.graph_id)
 
     def origin(self, node: Node) -> Origin:
         """Returns the origin of the lines of a node."""

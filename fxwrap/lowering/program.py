@@ -147,7 +147,7 @@ class _ProgramLowering:
         self.request = request
         self.ownership = ownership
         options = request.options
-        self.state = ProgramState(ProgramSymbols(options.symbol_ranges, options.symbol_hints))
+        self.state = ProgramState(ProgramSymbols(options.symbol_ranges, options.symbol_hints), source.graph_id)
         self.nodes: list[Node] = list(source.graph_module.graph.nodes)
         self.builder = Builder(source.fakes, self.state, stream_plan(self.nodes, options.device_specs(), source.fakes))
         self.builder.constants = self

@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.fx import FxForm, to_fx
+from fxwrap.converters.fx.metadata import other_metadata
 from fxwrap.rewrite.graphs import kernel_of
 from fxwrap.torch_compat import FakeTensor, OpOverload, torch_schema
 
@@ -21,7 +22,22 @@ def graph_in_form_of(graph_module: GraphModule, program: ir.Program) -> GraphMod
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     fakes = {node.name: node.meta.get("val") for node in placeholders}
     fake_inputs = {name: fake for name, fake in fakes.items() if isinstance(fake, FakeTensor)}
-    return to_fx(program, fake_inputs=fake_inputs, form=_form_of(graph_module)).graph_module
+    rewritten = to_fx(program, fake_inputs=fake_inputs, form=_form_of(graph_module)).graph_module
+    _copy_metadata(graph_module, rewritten)
+    return rewritten
+
+
+def _copy_metadata(old: GraphModule, new: GraphModule) -> None:
+    """Copies other tools' metadata at nodes that no line has: inputs, constants and the output, and of the module."""
+    nodes = {(node.op, node.target): node for node in old.graph.nodes if node.op in _WITHOUT_LINES}
+    for node in new.graph.nodes:
+        source = nodes.get((node.op, node.target))
+        if source is not None:
+            node.meta |= other_metadata(source)
+    new.meta = {**old.meta, **new.meta}
+
+
+_WITHOUT_LINES = ("placeholder", "get_attr", "output")
 
 
 def _form_of(graph_module: GraphModule) -> FxForm:

@@ -7,6 +7,7 @@ matches are replaced in the graph itself.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node, Proxy, symbolic_trace
 from torch.fx.passes.utils.matcher_utils import InternalMatch, SubgraphMatcher
 
 from fxwrap.converters.from_fx.graph_importer import registered_definition
-from fxwrap.converters.fx.metadata import node_metadata
+from fxwrap.converters.fx.metadata import node_metadata, other_metadata
 from fxwrap.errors import RewriteError
 from fxwrap.inference import call_on_fakes, lists_to_tuples
 from fxwrap.rewrite.replacement import merge_origins
@@ -31,7 +32,7 @@ from fxwrap.torch_compat import (
     triton_launch,
     triton_launch_functional,
 )
-from fxwrap.wrapper_ir import KernelDefinition, leaves, operator_schema
+from fxwrap.wrapper_ir import KernelDefinition, Origin, leaves, operator_schema
 
 _ALLOCATIONS = frozenset(
     {
@@ -219,7 +220,7 @@ class _GraphDataFlow:
             values = dict(zip(placeholders, operands, strict=True))
             output: Any = graph.graph_copy(replacement.graph, values)
         results: list[Node] = list(output) if isinstance(output, tuple | list) else [output]
-        origin = merge_origins([node.meta.get("fxwrap_origin") for node in nodes])
+        origin = merge_origins([_imported_origin(node) for node in nodes])
         stream = nodes[-1].meta.get("stream", 0)
         for node in graph.nodes:
             if node not in before:
@@ -262,6 +263,11 @@ class _GraphDataFlow:
 
     def _is_later(self, user: Node, index: int) -> bool:
         return self.positions.get(user, -1) > index
+
+
+def _imported_origin(node: Node) -> Origin:
+    """Returns the origin of a node with its present metadata of other tools."""
+    return dataclasses.replace(node.meta.get("fxwrap_origin") or Origin(), metadata=(("", other_metadata(node)),))
 
 
 def _describe(value: object) -> str:

@@ -261,5 +261,8 @@ class Match:
 
 
 def merge_origins(origins: Iterable[Origin | None]) -> Origin:
-    """Returns the sources of several origins, each once, in order."""
-    return Origin(tuple(dict.fromkeys([source for origin in origins if origin for source in origin.sources])))
+    """Returns the sources of several origins, each once, in order, and their metadata as that of one node."""
+    items = [origin for origin in origins if origin]
+    sources = dict.fromkeys([source for origin in items for source in origin.sources])
+    merged = {key: value for origin in items for _, entries in origin.metadata for key, value in entries.items()}
+    return Origin(tuple(sources), metadata=(("", merged),) if merged else ())

@@ -15,6 +15,8 @@ ChangeBody: TypeAlias = Callable[[list[str]], list[str]]
 class LazyGraphModule(torch.fx.GraphModule):
     """A GraphModule that generates its code on `write()` instead of in its constructor.
 
+    Whoever returns one to a caller writes it before, so that torch's tools get an ordinary GraphModule.
+
     Why: GraphModule generates code at once, which costs as much as its nodes, also for graphs that are only read or
     that run in another form. Dynamo cannot trace torch's own lazy class.
     """
@@ -28,9 +30,10 @@ class LazyGraphModule(torch.fx.GraphModule):
         return None if self.__dict__.get("_needs_codegen") else super().recompile()
 
     def write(self) -> None:
-        """Generates the code if that has not been done."""
-        if self.__dict__.pop("_needs_codegen", False):
-            self.recompile()
+        """Generates the code, that of its submodules included, if that has not been done."""
+        for module in self.modules():
+            if isinstance(module, LazyGraphModule) and module.__dict__.pop("_needs_codegen", False):
+                module.recompile()
 
 
 def direct_state(module: torch.nn.Module) -> tuple[torch.Tensor | None, ...]:
@@ -105,12 +108,12 @@ class GraphCodeGen(torch.fx.graph.CodeGen):
         raise NotImplementedError
 
 
-def node_source(name: str, target: str, pass_name: str, before: Sequence[NodeSource]) -> NodeSource:
-    """Returns the provenance of a node for `meta["from_node"]`: a node of another graph, by name and target.
+def node_source(name: str, target: str, graph_id: int, pass_name: str, before: Sequence[NodeSource]) -> NodeSource:
+    """Returns the provenance of a node for `meta["from_node"]`: a node of another graph, by name, target and graph.
 
     Why: the constructor reads the node itself, which does not exist in this process after a program is loaded.
     """
     source = NodeSource(None, pass_name, NodeSourceAction.CREATE)
-    source.node_info = NodeSource.NodeInfo(name, target, -1)
+    source.node_info = NodeSource.NodeInfo(name, target, graph_id)
     source.from_node = list(before)
     return source

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +16,8 @@ class Source:
     path of the module in the model ("layers.0.attention"). `module_stack` has the path and class of each module that
     encloses the node, the outermost first, `function_stack` the name and qualified name of each function that the model
     called, and `original_operator` the ATen operator before its decomposition, if it is another. `partitioner_tag`
-    tells forward from backward in joint graphs. Unknown fields are empty, or 0.
+    tells forward from backward in joint graphs. `stack_trace` has all frames, as torch recorded them. Unknown fields
+    are empty, or 0. `graph_id` is torch's `id` of the compiled graph, -1 where that graph is not in this process.
     """
 
     node: str
@@ -27,6 +30,8 @@ class Source:
     function_stack: tuple[tuple[str, str], ...] = ()
     original_operator: str = ""
     partitioner_tag: str = ""
+    stack_trace: str = ""
+    graph_id: int = field(default=-1, repr=False, compare=False)
 
     @property
     def location(self) -> str:
@@ -39,11 +44,14 @@ class Origin:
     """The provenance of a line, which is ignored by equality.
 
     `sources` are the nodes whose results the line computes, in order; a fused kernel has several. `handle` identifies
-    the line in its program: the name of the kernel or operator, and a number ("gelu_0:3").
+    the line in its program: the name of the kernel or operator, and a number ("gelu_0:3"). `metadata` is that of tools
+    other than fxwrap, for lines that were imported from an FX graph: the node's name and its entries, for each node of
+    the line.
     """
 
     sources: tuple[Source, ...] = ()
     handle: str = ""
+    metadata: tuple[tuple[str, Mapping[str, Any]], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def nodes(self) -> tuple[str, ...]:

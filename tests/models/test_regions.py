@@ -44,20 +44,21 @@ def assert_equal(captured: CapturedGraph, results: Any, expected: Any) -> None:
     for node, one, other in zip(outputs, results, expected, strict=True):
         if is_private(node):
             continue
-        if isinstance(other, torch.Tensor) and torch.equal(one, other):  # masks are infinite
+        if not isinstance(other, torch.Tensor) or not other.dtype.is_floating_point:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
             continue
-        if isinstance(other, torch.Tensor) and other.numel():
-            error = (one.double() - other.double()).norm() / (other.double().norm() + 1e-30)
-            assert error < TOLERANCE
-        elif not isinstance(other, torch.Tensor):
-            assert one == other
+        finite = other.isfinite()  # BERT and Llama save masks of -inf for the backward
+        torch.testing.assert_close(one[~finite], other[~finite], equal_nan=True)
+        actual, expected_values = one[finite].double(), other[finite].double()
+        assert (actual - expected_values).norm() <= TOLERANCE * expected_values.norm(), str(node)
 
 
 @pytest.mark.parametrize(
-    ("name", "training", "dynamic"), [("gpt2", False, False), ("gpt2", True, True), ("resnet", True, False)]
+    ("name", "dynamic"),
+    [("gpt2", True), ("bert", False), ("llama", False), ("t5", False), ("vit", False), ("resnet", False)],
 )
-def test_inlined_regions_compute_what_the_graph_does(name: str, training: bool, dynamic: bool) -> None:
-    for captured in capture_graphs(SHALLOW[name], training, dynamic=dynamic):
+def test_inlined_regions_compute_what_the_graph_does(name: str, dynamic: bool) -> None:
+    for captured in capture_graphs(SHALLOW[name], training=True, dynamic=dynamic):
         program = lowered(captured)
         text = lowered(captured, SUBGRAPH.replace(kernels="text"))
         assert launches(program) == launches(text)

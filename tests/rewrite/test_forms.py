@@ -77,6 +77,56 @@ def test_an_operator_is_matched_as_a_call_and_as_a_kernel(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_metadata_of_other_tools_stays_and_is_merged(form: str) -> None:
+    arguments = inputs()
+    graph_module = in_form(form, arguments)
+    for number, node in enumerate(graph_module.graph.nodes):
+        node.meta |= {"vendor": node.name, "number": number, f"of_{node.name}": True}
+    graph_module.meta["vendor"] = "module"
+    before = {node.name: node for node in graph_module.graph.nodes}
+    result = rw.rewrite(graph_module, LINEAR, rw.call("aten.linear.default", ROWS, WEIGHT, BIAS))
+    module = result.graph_module
+    assert module is not None and module.meta["vendor"] == "module"
+    linears = module.graph.find_nodes(op="call_function", target=aten.linear.default)
+    matmuls = [node for node in before.values() if node.target is aten.addmm.default]
+    for linear, addmm in zip(linears, matmuls, strict=True):
+        assert linear.meta["vendor"] == addmm.name and linear.meta[f"of_{addmm.name}"]
+    survivors = [node for node in module.graph.nodes if node not in linears and "vendor" in node.meta]
+    assert {node.meta["vendor"] for node in survivors} >= {"x_1", "w_1", "output"} | {
+        node.name for node in before.values() if str(node.target).rpartition(".")[0] in ("aten.gelu", "aten.mm")
+    }
+    for node in survivors:
+        assert node.meta["number"] == before[node.meta["vendor"]].meta["number"]
+        assert node.op == before[node.meta["vendor"]].op
+
+
+def test_results_of_one_call_have_metadata_of_their_own() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        largest, position = torch.relu(x).max(1)
+        return torch.sort(largest).values, position
+
+    graph_module = make_fx(function, tracing_mode="fake")(torch.randn(3, 4))
+    for node in graph_module.graph.nodes:
+        node.meta["vendor"] = node.name
+    result = rw.rewrite(graph_module, rw.call("aten.relu.default", ROWS), rw.call("aten.neg.default", ROWS))
+    assert result.graph_module is not None
+    targets = {node.meta.get("vendor"): node.target for node in result.graph_module.graph.nodes}
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.users:
+            assert targets[node.name] is (aten.neg.default if node.target is aten.relu.default else node.target)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_replacements_in_graphs_have_the_metadata_of_their_match(form: str) -> None:
+    graph_module = in_form(form, inputs(), preserve_ops=frozenset({"aten.gelu.default"}))
+    (gelu,) = graph_module.graph.find_nodes(op="call_function", target=aten.gelu.default)
+    gelu.meta |= {"vendor": "gelu", "tensor_meta": "of gelu"}
+    rw.replace_in_graph(graph_module, lambda x: aten.gelu.default(x), lambda x: aten.relu.default(x))
+    (relu,) = graph_module.graph.find_nodes(op="call_function", target=aten.relu.default)
+    assert relu.meta["vendor"] == "gelu" and "tensor_meta" not in relu.meta
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_graph_without_matches_is_returned(form: str) -> None:
     graph_module = in_form(form, inputs())
     result = rw.rewrite(graph_module, rw.call("aten.cos.default", ROWS), rw.call("aten.sin.default", ROWS))

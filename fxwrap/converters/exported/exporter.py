@@ -33,6 +33,7 @@ from fxwrap import torch_compat
 from fxwrap.converters.exported.signature import ExportedSignature
 from fxwrap.devices import language_traits
 from fxwrap.errors import ExportError
+from fxwrap.lines import Mutate
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
 from fxwrap.torch_compat import is_opaque
 from fxwrap.torch_compat.exported import InvalidExport, make_exported_program, narrowed_ranges
@@ -40,6 +41,9 @@ from fxwrap.wrapper_ir import Program, ProgramConstant, ScalarType, Value, symbo
 
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
+
+NEEDS_IMPORT = "import_fxwrap_before_torch_export_load"
+"""The name of the node that registers the kernels: torch's error shows it where nobody has imported fxwrap."""
 
 KERNEL_TEXTS = "fxwrap_kernels"
 """The name of the constant that has the kernels' texts."""
@@ -83,7 +87,7 @@ class _Exporter:
         self._add_user_inputs(user_inputs)
         if texts is not None:
             register = self.graph.create_node(
-                "call_function", _FXWRAP.register_kernels.default, (texts,), {}, "register_kernels"
+                "call_function", _FXWRAP.register_kernels.default, (texts,), {}, NEEDS_IMPORT
             )
             register.meta["val"] = None
         for node in self.source.graph.nodes:
@@ -118,7 +122,9 @@ class _Exporter:
             "constant_inputs": scalars,
             "constants": [targets[self.added[node]] for node in constants],
             "declared_symbols": {name: asdict(info) for name, info in symbol_infos(self.program).items()},
-        }
+            "in_place": {node.name: line.target for node in self.graph.nodes
+                         if isinstance(line := node.meta.get("fxwrap_line"), Mutate)},
+        }  # fmt: skip
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 

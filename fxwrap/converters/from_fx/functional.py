@@ -17,7 +17,7 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.calls import CallOperands, import_operator_call, infer_results
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
 from fxwrap.inference import InferredResult
-from fxwrap.lines import Alloc, ExternCall, IndexPut, Launch, Mutate, Scatter, View
+from fxwrap.lines import Alloc, ExternCall, Launch, Mutate, View
 from fxwrap.torch_compat import OpOverload, auto_functionalized
 from fxwrap.wrapper_ir import TensorType, Value
 
@@ -69,20 +69,32 @@ def new_result(importer: GraphImporter, node: Node, name: str, type_: TensorType
 
 def import_as_write(importer: GraphImporter, node: Node) -> bool:
     """Imports the functional overload of an in-place operator as the line it was emitted for; returns whether it is."""
-    line = importer.original_line(node, Mutate, Scatter, IndexPut)
     target: Any = node.target
-    if line is None or not isinstance(target, OpOverload) or not node.args:
+    name = _in_place_operator(importer, node)
+    if name is None or not isinstance(target, OpOverload) or not node.args:
         return False
-    if isinstance(line, Mutate):
-        if torch_compat.functional_of_in_place(line.target) is target:
-            _write(importer, node, torch_compat.operator_overload(line.target))
-            return True
-        if torch_compat.functional_of_mutating(line.target) is target:
-            operator = torch_compat.operator_overload(line.target)
-            names = ir.operator_schema(operator).argument_names
-            _write_several(importer, node, operator, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
-            return True
+    if torch_compat.functional_of_in_place(name) is target:
+        _write(importer, node, torch_compat.operator_overload(name))
+        return True
+    if torch_compat.functional_of_mutating(name) is target:
+        operator = torch_compat.operator_overload(name)
+        names = ir.operator_schema(operator).argument_names
+        _write_several(importer, node, operator, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
+        return True
     return False
+
+
+def _in_place_operator(importer: GraphImporter, node: Node) -> str | None:
+    """Returns the operator that wrote an operand before the graph was functional, None if there is none."""
+    line = importer.original_line(node, Mutate)
+    name = importer.state.in_place.get(node.name) if line is None else line.target
+    if name is None:
+        return None
+    try:
+        torch_compat.operator_overload(name)
+    except LookupError:  # of a file that names an operator that torch does not have
+        return None
+    return name
 
 
 def _write(importer: GraphImporter, node: Node, operator: OpOverload) -> None:

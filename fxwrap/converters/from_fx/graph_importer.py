@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.access_order import META_KEY, AccessChecker, Conflict
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES, ImportedSymbols
+from fxwrap.converters.fx.metadata import other_metadata
 from fxwrap.converters.fx.regions import called_region
 from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.errors import FxImportError
@@ -87,6 +88,7 @@ class ImportState:
     are submodules by id, with and without calls of graphs. `constants` are values by their path in the module,
     `payloads` their tensors by name, `declared_mutable` those that the metadata declares mutable. `functions` are
     blocks by name, `imported_functions` the imports of their modules. `node_of` has the node of each line, by id.
+    `in_place` are the in-place operators of functional calls by node, of a program that was loaded from a file.
     """
 
     symbols: ImportedSymbols
@@ -100,6 +102,7 @@ class ImportState:
     functions: dict[str, ir.Block] = field(default_factory=dict)
     imported_functions: dict[object, Any] = field(default_factory=dict)
     node_of: dict[int, Node] = field(default_factory=dict)
+    in_place: Mapping[str, str] = field(default_factory=dict)
 
     def unique(self, name_hint: str) -> str:
         """Returns a new name for a value, derived from the hint."""
@@ -140,6 +143,12 @@ def origin_of(node: Node) -> ir.Origin:
     if isinstance(origin, ir.Origin):
         return origin
     return ir.Origin((replace(source_of(node), operator=target_text(node)),))
+
+
+def _other_metadata(node: Node) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Returns the metadata of other tools at a node and at the nodes that select its results."""
+    nodes = [node, *[user for user in node.users if user.target is operator.getitem]]
+    return tuple([(item.name, entries) for item in nodes if (entries := other_metadata(item))])
 
 
 NodeImporter = Callable[["GraphImporter", Node], None]
@@ -351,8 +360,11 @@ class GraphImporter:
     def emit(self, line: ir.LineBase, node: Node) -> None:
         """Adds a line, after the lines that define its pending symbols."""
         line = self._with_stream(line)
-        if line.origin is None:
-            line = line.replace(origin=origin_of(node))
+        origin, metadata = line.origin or origin_of(node), _other_metadata(node)
+        if metadata or origin.metadata:
+            origin = replace(origin, metadata=metadata)
+        if line.origin is not origin:
+            line = line.replace(origin=origin)
         symbol = ir.defined_symbol(line)
         if symbol is None:
             if self.pending_symbols or self.pending_rank_checks:

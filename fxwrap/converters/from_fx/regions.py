@@ -16,7 +16,16 @@ from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState,
 from fxwrap.converters.from_fx.kernels import emit_launch
 from fxwrap.converters.from_fx.numbers import import_arithmetic
 from fxwrap.converters.from_fx.symbols import ImportedSymbols
-from fxwrap.converters.fx.regions import FORM, REGION, called_region, get_called_region, region_of
+from fxwrap.converters.fx.regions import (
+    ACCEPT,
+    EDIT_ONE,
+    FORM,
+    REGION,
+    accept_graph,
+    called_region,
+    get_called_region,
+    region_of,
+)
 from fxwrap.devices import FX
 from fxwrap.errors import RegionError, RewriteError
 from fxwrap.inference import CallInference, InferredResult
@@ -94,9 +103,8 @@ def check_region(module: GraphModule, name: str, calls: Sequence[str] = ()) -> N
     difference = _difference(_GraphReader(module, name).read(), region)
     if difference is None:
         return
-    shared = f"To change one of its calls ({', '.join(calls)}) only, edit the result of fxwrap.fx.copy_region(node). "
-    remedy = "If the edit is intended, call fxwrap.fx.update_region(node) with a node that calls it; else undo it"
-    raise RegionError(name, *difference, (shared if len(calls) > 1 else "") + remedy)
+    shared = f"{EDIT_ONE}; its calls are {', '.join(calls)}. " if len(calls) > 1 else ""
+    raise RegionError(name, *difference, shared + ACCEPT)
 
 
 def update_region(node: Node) -> Region:
@@ -108,6 +116,8 @@ def update_region(node: Node) -> Region:
     module = get_called_region(node)
     region = _GraphReader(module, str(node.target), CallInference(SymbolInfo)).read()
     module.meta[REGION] = region
+    accept_graph(module)
+    module.recompile()
     return region
 
 

@@ -24,7 +24,7 @@ from fxwrap.converters.fx.converter import FxConverter
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.view_chains import ViewStep, view_chain
 from fxwrap.converters.view_operators import VIEW_OVERLOADS
-from fxwrap.devices import language_traits
+from fxwrap.devices import FX, language_traits
 from fxwrap.inference import CallInference, InferredResult, has_uncertain_layout
 from fxwrap.wrapper_ir import Block, LineBase, TensorType, Value
 from fxwrap.wrapper_ir.operators import operator_name
@@ -234,8 +234,11 @@ class FunctionalConverter(FxConverter):
 
     def _check_operands(self, line: lines.Launch) -> None:
         """Raises UnsupportedError if a kernel reads memory that it writes by another operand."""
+        language = self.kernels[line.kernel].language
+        if language == FX.name:
+            return  # a region reads its operands before it writes
         written = {self._memory[value.name].root.name: value for value in line.outs}
-        is_triton = language_traits(self.kernels[line.kernel].language).is_triton
+        is_triton = language_traits(language).is_triton
         for value in ir.reads(line):
             memory = self._memory.get(value.name)
             out = None if memory is None else written.get(memory.root.name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from fxwrap.caching import bounded_cache
 from fxwrap.lines import Launch
@@ -16,10 +18,23 @@ PASS_NAME = "fxwrap"
 """The name of the pass in `meta["from_node"]`."""
 
 
-def node_metadata(val: object, origin: Origin | None, stream: int) -> dict[str, Any]:
-    """Returns the metadata of a node by its fake result, the origin of its line, and the stream on which it runs.
+_WRITTEN = frozenset({
+    "val", "stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "original_aten", "partitioner_tag",
+    "device", "stream", "docstring",
+})  # fmt: skip
+"""The keys that an emitted node may have, besides `fxwrap_...`."""
 
-    Every key that torch's tools read is present; without an origin they are empty.
+_OF_RESULTS = frozenset({"tensor_meta", "example_value", "unbacked_bindings", "eager_input_vals"})
+"""Keys of torch that describe results or operands, which a rewrite may change."""
+
+_IGNORED = _WRITTEN | _OF_RESULTS
+
+
+def node_metadata(val: object, origin: Origin | None, stream: int, name: str = "") -> dict[str, Any]:
+    """Returns the metadata of a node by its fake result, the origin of its line, the stream on which it runs, its name.
+
+    Every key that torch's tools read is present; without an origin they are empty. Metadata of other tools is that of
+    the imported node with this name, else of all nodes of the line.
 
     A kernel computes several nodes of the model: `from_node` has all of them, and the other keys are those of the last
     one that has them, which is the node whose result the kernel writes.
@@ -29,6 +44,7 @@ def node_metadata(val: object, origin: Origin | None, stream: int) -> dict[str, 
     module_stack = next((source.module_stack for source in reversed(sources) if source.module_stack), ())
     function_stack = next((source.function_stack for source in reversed(sources) if source.function_stack), ())
     return {
+        **({} if origin is None or not origin.metadata else _other_metadata(origin, name)),
         "val": val,
         **({} if origin is None else {"fxwrap_origin": origin}),
         "stack_trace": None if origin is None else _stack_trace(origin),
@@ -42,20 +58,33 @@ def node_metadata(val: object, origin: Origin | None, stream: int) -> dict[str, 
     }
 
 
-def _stack_trace(origin: Origin, text: str = "") -> str | None:
-    """Returns the innermost frame of the last node with a location, in the form of Python's stack traces.
+def other_metadata(node: Node) -> dict[str, Any]:
+    """Returns the entries of a node's metadata that fxwrap does not write."""
+    return {key: item for key, item in node.meta.items() if key not in _IGNORED and not key.startswith("fxwrap")}
 
-    Its line of code is `text`, by default that of the origin, which tools print above the node.
+
+def _other_metadata(origin: Origin, name: str) -> Mapping[str, Any]:
+    by_name = dict(origin.metadata)
+    if name in by_name:
+        return by_name[name]
+    return {key: item for _, entries in origin.metadata for key, item in entries.items()}
+
+
+def _stack_trace(origin: Origin, text: str = "") -> str | None:
+    """Returns the stack trace of the last node with a location, and after it a frame that tools print above the node.
+
+    That frame is the innermost one of the model; its line of code is `text`, by default that of the origin.
     """
     last = next((source for source in reversed(origin.sources) if source.file), None)
     if last is None:
         return None
-    return f'  File "{last.file}", line {last.line}, in {last.module or "forward"}\n    {text or origin}'
+    frames = f"{last.stack_trace.rstrip()}\n" if last.stack_trace else ""
+    return f'{frames}  File "{last.file}", line {last.line}, in {last.module or "forward"}\n    {text or origin}'
 
 
 def _from_node(source: Source) -> Any:
-    before = [node_source(source.original, "", "", [])] if source.original else []
-    return node_source(source.node, source.operator, PASS_NAME, before)
+    before = [node_source(source.original, "", -1, "", [])] if source.original else []
+    return node_source(source.node, source.operator, source.graph_id, PASS_NAME, before)
 
 
 @bounded_cache(4096)

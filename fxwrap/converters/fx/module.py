@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, checks_inputs, has_complex_inputs
 from fxwrap.converters.fx.codegen import BoxedCode
+from fxwrap.converters.fx.regions import prepare_regions
 from fxwrap.converters.interpreter import check_inputs
 from fxwrap.errors import GraphModuleError
 from fxwrap.runtime import checks
@@ -42,8 +43,10 @@ class ProgramModule(LazyGraphModule):
 def boxed_entry(graph_module: GraphModule, check: InputCheck | None = None) -> BoxedCallable:
     """Returns a function that runs a GraphModule on a list of inputs, empties it, and drops each after its last use.
 
-    `check` checks the inputs of calls that do not bypass the dispatcher.
+    `check` checks the inputs of calls that do not bypass the dispatcher. Raises RegionError for a region whose graph
+    was edited without `fxwrap.fx.update_region`.
     """
+    prepare_regions(graph_module)
     unused = frozenset(node.name for node in graph_module.graph.find_nodes(op="placeholder") if not node.users)
     code = graph_python_code(graph_module.graph, BoxedCode(unused, check))
     namespace = dict(code.globals)

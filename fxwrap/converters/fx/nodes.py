@@ -58,7 +58,7 @@ class GraphWriter:
         """Adds a node with its metadata."""
         node = self.graph.create_node(op, target, tuple(arguments), dict(keywords), name)  # type: ignore[arg-type]
         origin, stream = (None, 0) if self.line is None else (self.line.origin, self.line.stream)
-        node.meta = node_metadata(val, origin, stream)
+        node.meta = node_metadata(val, origin, stream, node.name)
         if self.comments and op != "get_attr":  # whose position has no meaning: torch's tools move them
             node.meta["fxwrap_comments"] = tuple(self.comments)
             self.comments.clear()

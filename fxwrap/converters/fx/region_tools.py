@@ -12,11 +12,13 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxwrap.converters.fx.regions import called_region, get_called_region, region_of
+from fxwrap.converters.fx.regions import NAME, called_region, get_called_region, region_of
 from fxwrap.regions import Region
-from fxwrap.torch_compat import LazyGraphModule, OpOverload, operator_name
+from fxwrap.torch_compat import OpOverload, operator_name
 
-_ORIGIN = ("fxwrap_origin", "stack_trace", "nn_module_stack")
+_ORIGIN = (
+    "fxwrap_origin", "stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "partitioner_tag", "stream",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,6 @@ def _region_calls(graph_module: GraphModule) -> Iterator[RegionCall]:
         for node in owner.graph.nodes:
             module = called_region(owner, node)
             if module is not None:
-                if isinstance(module, LazyGraphModule):
-                    module.write()
                 region = region_of(module)
                 assert region is not None
                 yield RegionCall(owner, node, module, region)
@@ -73,6 +73,7 @@ def copy_region(node: Node) -> GraphModule:
         number += 1
     node.target = f"{base}_copy_{number}"
     setattr(owner, node.target, module)
+    module.meta[NAME] = node.target
     return module
 
 
@@ -105,7 +106,9 @@ def _inline(call: RegionCall) -> None:
             arguments, keywords = map_arg((inner.args, inner.kwargs), env.__getitem__)
             name = operator_name(inner.target) if isinstance(inner.target, OpOverload) else None
             env[inner] = graph.create_node(inner.op, inner.target, arguments, keywords, name)
-            env[inner].meta = {"val": inner.meta.get("val"), **origin}
+            env[inner].meta = {**inner.meta, **origin}
+            if isinstance(inner.target, OpOverload):
+                env[inner].meta["original_aten"] = inner.target
     returned: Any = map_arg(call.module.graph.output_node().args[0], env.__getitem__)
     for user in list(node.users):
         if user.target is operator.getitem:

@@ -278,9 +278,6 @@ def test_two_programs_with_equal_kernels_in_threads() -> None:
 # --- compiled again -------------------------------------------------------------------------------------------------
 
 
-NOT_IN_PLACE = frozenset({"cache"})
-"""Cases that write by an operator of torch: its functional form returns a copy, which is not merged with the input."""
-
 NOT_DECLARED = frozenset({"branches"})
 """Cases with unbacked symbols, whose ranges are not in the file."""
 
@@ -292,11 +289,21 @@ def test_compiled_again_it_is_the_same_program(name: str) -> None:
     for program in (exported, reloaded(exported)):
         again = fxwrap.compile_graph(program)
         is_loaded = program is not exported
-        if name not in NOT_IN_PLACE and not (is_loaded and name in NOT_DECLARED):
+        if not (is_loaded and name in NOT_DECLARED):
             assert_equal(compiled.program, again.program, copied=is_loaded)
         once_more = fxwrap.fx.export(again)
         assert _inputs(once_more) == _inputs(exported)
     assert_calls_equal(CASES[name].export(), once_more, CASES[name])
+
+
+def test_a_file_that_names_another_operator_in_place_is_imported_as_copies() -> None:
+    for operator in ("aten.index_add_.default", "aten.nothing.default"):
+        exported = fxwrap.fx.export(compiled_case("cache"))
+        names = exported.graph_module.meta["custom"]["fxwrap"]["in_place"]
+        assert list(names.values()) == ["aten.index_copy_.default"]
+        names.update(dict.fromkeys(names, operator))
+        program = fxwrap.from_fx(reloaded(exported))
+        assert "extern.call @aten.index_copy.default" in str(program)
 
 
 def test_torchs_own_decompositions_leave_launches_alone() -> None:

@@ -70,6 +70,7 @@ def test_files_run_where_only_the_runtime_is_installed(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "refused:" in done.stderr and "fxwrap.register_kernels" in done.stderr
+    assert "name='import_fxwrap_before_torch_export_load'" in done.stderr
     assert "Please import the custom op to register it before deserializing" in done.stderr
     modules = json.loads(done.stdout.splitlines()[-1])
     assert {module.split(".")[1] for module in modules} <= set(RUNTIME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,49 @@ def test_a_kernel_comes_from_all_its_nodes() -> None:
     assert path == "transformer.h.0" and class_.endswith("GPT2Block")
     assert node.meta["device"] is None or node.meta["device"] == torch.device("cpu")
     assert node.meta["stream"] == 0 and node.meta["partitioner_tag"] == "is_forward"
+
+
+def test_stack_traces_have_all_frames_of_the_model() -> None:
+    (captured,) = capture_graphs(MODELS["gpt2"], training=False)
+    traces = {node.name: node.meta.get("stack_trace") for node in captured.graph_module.graph.nodes}
+    compiled = fxwrap.compile_graph(captured.graph_module, options=INTERPRETER)
+    once = fxwrap.to_fx(compiled.program).graph_module
+    for module in (once, fxwrap.to_fx(fxwrap.from_fx(once)).graph_module):
+        for node in launches(module):
+            sources = node.meta["fxwrap_origin"].sources
+            trace = next(traces[source.node] for source in reversed(sources) if traces.get(source.node))
+            text = node.meta["stack_trace"]
+            assert trace.count('  File "') > 2 and text.startswith(trace.rstrip() + "\n")
+            assert text.count('  File "') == trace.count('  File "') + 1
+            assert text.endswith(node.meta["docstring"])
+
+
+def test_a_graph_that_is_compiled_again_has_the_traces_of_its_first_compile() -> None:
+    graph = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.randn(3))
+    trace = '  File "/models/mine.py", line 2, in outer\n    y\n  File "/models/mine.py", line 3, in forward\n    x\n'
+    for node in graph.graph.nodes:
+        node.meta["stack_trace"] = trace
+    options = fxwrap.Options(emitter="fx", fx_form="functional", fuse=False)
+    for _ in range(2):
+        graph = fxwrap.compile_graph(graph, [torch.randn(3)], options=options).graph_module
+    (node,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    assert node.meta["stack_trace"].startswith(trace) and node.meta["stack_trace"].count("File") == 3
+
+
+def test_from_node_has_the_id_of_the_compiled_graph(tmp_path: Path) -> None:
+    graph = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.randn(3))
+    exported = torch.export.export(torch.nn.Sequential(torch.nn.Softmax(-1), torch.nn.GELU()), (torch.randn(3, 4),))
+    for source, wanted in ((graph, id(graph.graph)), (exported, id(exported.graph))):
+        program = fxwrap.compile_graph(source, options=INTERPRETER.replace(compile_cache=False)).program
+        module = fxwrap.to_fx(program).graph_module
+        for emitted in (module, fxwrap.to_fx(fxwrap.from_fx(module)).graph_module):
+            (launch,) = launches(emitted)
+            assert {item.graph_id for item in launch.meta["from_node"]} == {wanted}
+    compiled = fxwrap.compile_graph(graph, [torch.randn(3)])
+    fxwrap.save(compiled, tmp_path / "program.fxw")
+    loaded = fxwrap.load(tmp_path / "program.fxw").program
+    (launch,) = launches(fxwrap.to_fx(loaded).graph_module)
+    assert {item.graph_id for item in launch.meta["from_node"]} == {-1}
 
 
 def test_kernels_have_docstrings() -> None:

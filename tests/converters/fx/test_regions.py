@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -59,6 +60,10 @@ def find(module: GraphModule, target: object) -> Node:
     return node
 
 
+def find_first(module: GraphModule, target: object) -> Node:
+    return module.graph.find_nodes(op="call_function", target=target)[0]
+
+
 def replace_gelu(module: GraphModule) -> None:
     find(module, aten.gelu.default).target = aten.relu.default
     module.recompile()
@@ -107,6 +112,9 @@ def test_nodes_of_an_inlined_region_have_the_origin_of_its_call(form: FxForm) ->
     inlined = fxwrap.fx.inline_regions(emitted(form))
     origins = [node.meta["fxwrap_origin"].nodes for node in inlined.graph.nodes if node.target is aten.gelu.default]
     assert [nodes[0] for nodes in origins] == ["gelu", "gelu_1", "gelu_2"]
+    node = find_first(inlined, aten.gelu.default)
+    assert node.meta["from_node"][0].name == "gelu"
+    assert node.meta["original_aten"] is aten.gelu.default and node.meta["device"] == torch.device("cpu")
 
 
 @both_forms
@@ -147,7 +155,7 @@ def test_an_edited_region_does_not_match_its_metadata(form: FxForm) -> None:
     assert "where its metadata has aten.gelu.default(" in error.value.reason
     names = ", ".join([item.node.name for item in (call, *others)])
     text = str(error.value)
-    assert f"To change one of its calls ({names}) only, edit the result of fxwrap.fx.copy_region(node)" in text
+    assert f"edit the result of fxwrap.fx.copy_region(node); its calls are {names}" in text
     assert "If the edit is intended, call fxwrap.fx.update_region(node)" in text
 
 
@@ -161,6 +169,73 @@ def test_an_updated_region_is_imported_with_its_new_operators(form: FxForm) -> N
     assert (region.bytes_read, region.bytes_written) == (128, 128)
     imported = fxwrap.from_fx(graph)
     assert torch.equal(fxwrap.run(imported, INPUTS)[0], with_relu({0, 1, 2})(*INPUTS))
+
+
+def copied(graph: GraphModule) -> Callable[..., object]:
+    return copy.deepcopy(graph)
+
+
+def compiled_by_dynamo(graph: GraphModule) -> Callable[..., object]:
+    return torch.compile(graph, backend="eager")
+
+
+def unchanged(graph: GraphModule) -> Callable[..., object]:
+    return graph
+
+
+@both_forms
+@pytest.mark.parametrize("call_of", [unchanged, copied, compiled_by_dynamo])
+def test_calls_of_an_edited_region_raise_until_the_edit_is_accepted(
+    form: FxForm, call_of: Callable[[GraphModule], Callable[..., object]], fresh_dynamo: None
+) -> None:
+    graph = emitted(form)
+    (call, *_) = fxwrap.fx.regions(graph)
+    replace_gelu(call.module)
+    with pytest.raises(RegionError) as error:
+        call_of(graph)(*INPUTS)
+    assert str(error.value) == (
+        f"region '{call.name}', operators: its graph was edited: it has aten.relu.default(in0), where its metadata has "
+        "aten.gelu.default(in0). To change one call of a shared region, edit the result of "
+        "fxwrap.fx.copy_region(node). If the edit is intended, call fxwrap.fx.update_region(node) with a node that "
+        "calls it; else undo it"
+    )
+    fxwrap.fx.update_region(call.node)
+    (result,) = call_of(graph)(*INPUTS)  # type: ignore[misc]
+    assert torch.equal(result, with_relu({0, 1, 2})(*INPUTS))
+
+
+def test_an_edit_that_is_undone_is_no_edit() -> None:
+    graph = emitted("functional")
+    module = fxwrap.fx.regions(graph)[0].module
+    replace_gelu(module)
+    find(module, aten.relu.default).target = aten.gelu.default
+    next(iter(module.graph.nodes)).name = "renamed"
+    module.recompile()
+    assert torch.equal(graph(*INPUTS)[0], model(*INPUTS))
+
+
+@both_forms
+def test_a_region_that_on_graph_edits_is_refused_at_the_first_call(form: FxForm, fresh_dynamo: None) -> None:
+    def edit(graph: GraphModule, info: object) -> GraphModule:
+        find(fxwrap.fx.regions(graph)[0].module, aten.gelu.default).target = aten.relu.default
+        return graph
+
+    options = {"kernels": "subgraph", "fx_form": form, "on_graph": edit, "compile_cache": False, "fallback": "error"}
+    reason = "RegionError: region 'gelu_mul_layer_norm_0', operators: its graph was edited: it has aten.relu.default"
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match=reason):
+        torch.compile(model, backend="fxwrap", options=options)(*INPUTS)
+
+
+@both_forms
+def test_graphs_of_regions_are_plain_graph_modules(form: FxForm, fresh_dynamo: None) -> None:
+    graph = emitted(form)
+    region = graph.get_submodule(str(graph.graph.find_nodes(op="call_module")[0].target))
+    assert isinstance(region, GraphModule) and "aten.gelu.default" in region.code
+    (result,) = torch.compile(emitted(form), backend="eager", fullgraph=True)(*INPUTS)
+    assert torch.equal(result, model(*INPUTS))
+    for strict in (False, True):
+        (result,) = torch.export.export(emitted(form), INPUTS, strict=strict).module()(*INPUTS)
+        assert torch.equal(result, model(*INPUTS))
 
 
 @both_forms
