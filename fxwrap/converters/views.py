@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import Launch, View
+from fxwrap.lines import ExternCall, Launch, View
 
 
 def arguments_written_by_kernels(lines: Sequence[ir.LineBase], arguments: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
@@ -19,6 +19,20 @@ def arguments_written_by_kernels(lines: Sequence[ir.LineBase], arguments: Sequen
     root_of = ir.alias_roots(lines, arguments)
     written = {root_of[value.name] for line in lines if isinstance(line, Launch) for value in line.outs}
     return tuple([value for value in arguments if value.name in written])
+
+
+def detached_results(lines: Sequence[ir.LineBase], arguments: Sequence[ir.Value]) -> tuple[str, ...]:
+    """Returns the names of views that a program returns and whose memory is its own: tensors without a `_base`.
+
+    `aten.detach` removes the base and keeps the version counter. Autograd rejects in-place operators on a torch view
+    that a custom function returns, such as a compiled forward, and eager's `linear`, which ends with
+    `aten._unsafe_view`, returns no view.
+    """
+    root_of = ir.alias_roots(lines, arguments)
+    borrowed = {value.name for value in arguments}
+    views = [value for line in lines if isinstance(line, View | ExternCall) for value in ir.defined(line)]
+    own = {value.name for value in views if root_of[value.name] not in (value.name, *borrowed)}
+    return tuple(dict.fromkeys([value.name for value in ir.reads(lines[-1]) if value.name in own]))
 
 
 def untracked_views(lines: Sequence[ir.LineBase], arguments: Sequence[ir.Value]) -> frozenset[str]:

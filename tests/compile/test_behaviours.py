@@ -70,6 +70,39 @@ def test_dropout_matches_eager_random_numbers() -> None:
 # --- outputs, aliasing, mutation ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_results_may_be_written_in_place(emitter: str) -> None:
+    """The result of `linear` is no view in eager; a torch view that a compiled forward returns could not be written.
+
+    The first call runs in a dispatch mode of AOTAutograd's, later ones do not. The second result saves the memory of
+    the first one, so that the backward notices the write.
+    """
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def one(x: Tensor) -> tuple[Tensor, ...]:
+        return (nn.functional.linear(x, weight),)
+
+    def two(x: Tensor) -> tuple[Tensor, ...]:
+        y = nn.functional.linear(x, weight)
+        return y, y.reshape(-1, 8) @ weight
+
+    for function in (one, two):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="fxwrap", options={"emitter": emitter})
+        for _ in range(2):
+            x = torch.randn(2, 3, 8)
+            expected = function(x)
+            results = compiled(x)
+            assert not results[0]._is_view()
+            results[0].mul_(2)
+            torch.testing.assert_close(results[0], expected[0] * 2)
+            if function is two:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    results[1].sum().backward()
+        if function is one:
+            results[0].sum().backward()
+
+
 def _mutated_view(x: Tensor) -> Tensor:
     row = x[1]
     row.mul_(2)

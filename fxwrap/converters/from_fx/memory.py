@@ -88,6 +88,14 @@ def _pool_slice(importer: GraphImporter, node: Node) -> None:
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
+def _detach(importer: GraphImporter, node: Node) -> None:
+    """Imports a detached view as the view: programs record no gradients, and `return` detaches its results."""
+    if importer.original_line(node, ExternCall) is not None or node.kwargs or not _has_no_lazy_bits(node):
+        import_operator_call(importer, node)
+        return
+    importer.env[node] = importer.tensor(node, node.args[0])
+
+
 def _view(importer: GraphImporter, node: Node) -> None:
     """Imports an overload that views are emitted as."""
     if not _is_view_line(importer, node):
@@ -234,6 +242,7 @@ MEMORY: NodeImporters = {
     _FXWRAP.pool.default: _pool,
     _FXWRAP.pool_slice.default: _pool_slice,
     _FXWRAP.workspace.default: _workspace,
+    _ATEN.detach.default: _detach,
     _ATEN.as_strided.default: _as_strided,
     _ATEN.as_strided_scatter.default: _as_strided_scatter,
     _ATEN.sym_storage_offset.default: _storage_offset,

@@ -17,10 +17,11 @@ from fxwrap.converters.fx.emitter import GraphEmitter
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.view_chains import view_chain
 from fxwrap.converters.view_operators import VIEW_OVERLOADS, ViewOperator
+from fxwrap.converters.views import detached_results
 from fxwrap.inference import FakeValues
 from fxwrap.symbolic import difference, floor_divide, make_symbol
 from fxwrap.torch_compat import OpOverload
-from fxwrap.wrapper_ir import LineBase, ListType, Program, Size, TensorType, Value, element_type
+from fxwrap.wrapper_ir import LineBase, ListType, Program, Size, TensorType, Value, element_type, program_arguments
 
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
@@ -219,13 +220,21 @@ class FxConverter(GraphEmitter):
 
     # --- control ----------------------------------------------------------------------------------------------------
 
-    def yield_(self, line: lines.Yield | lines.Return) -> None:
+    def return_(self, line: lines.Return) -> None:
+        """Detaches views of memory of the program, then returns."""
+        for name in detached_results(self.program.body.lines, program_arguments(self.program)):
+            node = self.writer.nodes[name]
+            self.writer.nodes[name] = self.writer.call(_ATEN.detach.default, [node], val=node.meta["val"])
+        self._add_output(line)
+
+    def yield_(self, line: lines.Yield) -> None:
+        self._add_output(line)
+
+    def _add_output(self, line: lines.Yield | lines.Return) -> None:
         outputs = tuple([self.writer.argument(item) for item in line.values])
         vals = tuple([item.meta["val"] if isinstance(item, Node) else item for item in outputs])
         output, val = (outputs[0], vals[0]) if self.single_output else (outputs, vals)
         self.writer.node("output", "output", [output], {}, None, val)
-
-    return_ = yield_
 
     # --- effects ----------------------------------------------------------------------------------------------------
 

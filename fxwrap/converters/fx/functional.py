@@ -386,14 +386,14 @@ class FunctionalConverter(FxConverter):
         for value in targets:
             self.store(value, self.writer.nodes[value.name])
 
-    def yield_(self, line: lines.Yield | lines.Return) -> None:
+    def yield_(self, line: lines.Yield) -> None:
         for value in self._written:
             self.refresh(value)
         super().yield_(line.replace(values=(*line.values, *self._written)))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def return_(self, line: lines.Yield | lines.Return) -> None:
+    def return_(self, line: lines.Return) -> None:
         """Copies new contents of inputs and constants into them, then returns."""
         mutable = [item.value for item in self.program.inputs if item.ownership is ir.Ownership.MUTABLE]
         mutable += [item.value for item in self.program.constants if item.mutable]
@@ -412,7 +412,7 @@ class FunctionalConverter(FxConverter):
             self._versions[root.name] = memory.version
         for value in ir.reads(line):
             self.refresh(value)
-        super().yield_(line)
+        super().return_(line)
 
 
 class ExportedConverter(FunctionalConverter):

@@ -18,6 +18,7 @@ from typing_extensions import Self
 import fxwrap.lines as lines
 from fxwrap.converters.base import Converter, Handlers
 from fxwrap.converters.emitted_program import kernel_texts
+from fxwrap.converters.views import detached_results
 from fxwrap.errors import FxwrapError, InputError
 from fxwrap.lines import ExternCall, Mutate
 from fxwrap.runtime import checks, control, devices, tensors
@@ -33,6 +34,7 @@ from fxwrap.wrapper_ir import (
     TensorType,
     Value,
     defined,
+    program_arguments,
     reads,
     type_symbols,
     values_in,
@@ -285,7 +287,11 @@ class Interpreter(Converter):
     def yield_(self, line: lines.Yield | lines.Return) -> None:
         self.outputs = tuple(self._evaluate(line.values))
 
-    return_ = yield_
+    def return_(self, line: lines.Return) -> None:
+        arguments = program_arguments(self.program)
+        for name in detached_results(self.program.body.lines, arguments):
+            self.values[name] = torch.ops.aten.detach.default(self.values[name])
+        self.yield_(line)
 
     # --- devices, randomness, checks and profiling ------------------------------------------------------------------
 

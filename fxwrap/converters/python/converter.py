@@ -20,7 +20,7 @@ from fxwrap.converters.emitted_program import (
 )
 from fxwrap.converters.python.text import INDENT, PythonModule, call_text, literal_text, tuple_text, unpack_text
 from fxwrap.converters.view_chains import single_view_operator
-from fxwrap.converters.views import arguments_written_by_kernels, untracked_views
+from fxwrap.converters.views import arguments_written_by_kernels, detached_results, untracked_views
 from fxwrap.devices import language_traits
 from fxwrap.runtime.graph_capture.replay import GraphManager, bind_graph_lifetime
 from fxwrap.runtime.kernels import prepare_kernels
@@ -353,10 +353,15 @@ class PythonConverter(Converter):
         operands = self._arguments(line.operands)
         self._bind_results(line.results, f"{function}([{operands}]{self.module.captured_symbols(block)})")
 
-    def yield_(self, line: lines.Yield | lines.Return) -> None:
+    def yield_(self, line: lines.Yield) -> None:
         self.emit(f"return {tuple_text([self.text(item) for item in line.values])}")
 
-    return_ = yield_
+    def return_(self, line: lines.Return) -> None:
+        views = detached_results(self.program.body.lines, ir.program_arguments(self.program))
+        detached = {name for name in views if name not in self.untracked}
+        texts = [self.text(item) + ".detach()" * (isinstance(item, ir.Value) and item.name in detached)
+                 for item in line.values]  # fmt: skip
+        self.emit(f"return {tuple_text(texts)}")
 
     # --- devices, randomness, checks and profiling ------------------------------------------------------------------
 

@@ -90,6 +90,11 @@ at::Scalar scalar_for(const Number& number, Parameter parameter) {
   return number.integer;
 }
 
+void share_version_counter(const at::Tensor& base, at::Tensor& view) {
+  if (base.is_inference() || view.is_inference()) return;
+  view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+}
+
 PreparedCall& resolve_call(CallSite& site) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
@@ -159,7 +164,9 @@ void view(Frame& f, Slot out, Slot base, Ints sizes, Ints strides, int64_t offse
   const int64_t start = from.storage_offset() + offset;
   const bool plain = from.layout() == at::kStrided && !impl->is_python_dispatch() && !from.is_nested();
   if (!plain || !only_plain_tensors()) {
+    c10::impl::ExcludeDispatchKeyGuard no_base(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     tensor_at(f, out) = at::as_strided(from, ref(sizes), ref(strides), start);
+    share_version_counter(from, tensor_at(f, out));
     return;
   }
   auto window = impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true);
@@ -175,9 +182,7 @@ void reuse(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType dtype)
 void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints strides, DType dtype) {
   const at::Tensor& memory = tensor_at(f, pool);
   at::Tensor slice = tensor_on(memory, offset, ref(sizes), ref(strides), dtype);
-  if (!slice.is_inference()) {
-    slice.unsafeGetTensorImpl()->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());
-  }
+  share_version_counter(memory, slice);
   tensor_at(f, out) = std::move(slice);
 }
 
