@@ -175,7 +175,7 @@ class GraphImporter:
         self.uninitialized: dict[str, int] = {}  # memory without content, by the position of its line
         self.copies: set[str] = set()  # copies of operands, which functional nodes change
         self.functional_results: set[str] = set()  # other results of functional launches
-        self._access_checker = AccessChecker()
+        self._access_checker = AccessChecker(state.symbols.infos)
         self.absorbed: set[Node] = set()  # nodes that are part of another node's line
         self.guard_stack: list[tuple[str, int]] = []  # the open guards: device and stream
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
@@ -315,6 +315,7 @@ class GraphImporter:
     def emit_definition(self, line: ir.LineBase, node: Node, node_value: ir.Value | None = None) -> None:
         """Adds a line that defines values; `node_value` becomes the node's value."""
         self.emit(line, node)
+        self._access_checker.define(line)
         for value in ir.defined(line):
             self.define(value, line.alias_of(value))
             if isinstance(line, StartCollective):
@@ -447,6 +448,8 @@ def _order_failure(node: Node, conflict: Conflict) -> FxImportError:
     earlier, own = ("writes" if writes else "reads" for writes in (conflict.earlier_writes, conflict.writes))
     other = conflict.earlier.name
     reason = f"it {own} the memory '{conflict.memory}' after '{other}' {earlier} it, but was emitted before '{other}'"
+    if conflict.bytes is not None:
+        reason += f"; both access bytes {conflict.bytes[0]} to {conflict.bytes[1] - 1}"
     return failure(node, reason, f"Move it before '{other}', or use the functional form, in which operands order nodes")
 
 
