@@ -370,8 +370,6 @@ class FunctionalConverter(FxConverter):
         if not targets:
             control.call_function(self, line)
             return
-        if line.max_captures:
-            raise self.unsupported(line, "a captured function writes its operands; compile without cuda_graphs")
         memories = [self._memory[value.name].root.name for value in ir.values_in(line.operands)
                     if value.name in self._memory]  # fmt: skip
         if any(memories.count(self._memory[value.name].root.name) > 1 for value in targets):
@@ -379,7 +377,7 @@ class FunctionalConverter(FxConverter):
         for value in targets:
             self.prepare_write(value)
         results = (*line.results, *[Value(value.name, value.type) for value in targets])
-        control.call_function(self, line.replace(results=results))
+        control.call_function(self, line.replace(results=results, writes=()))
         for value in targets:
             self.store(value, self.writer.nodes[value.name])
 
