@@ -181,8 +181,8 @@ class AccessChecker:
 
 def _common(one: _Bytes | None, two: _Bytes | None) -> tuple[int, int] | None:
     """Returns the bytes that two ranges share, None if a number is unknown."""
-    numbers = (*(one or ()), *(two or ()))
-    if len(numbers) < 4 or not all(isinstance(number, int) for number in numbers):
+    numbers = [number for number in (*(one or ()), *(two or ())) if isinstance(number, int)]
+    if len(numbers) < 4:
         return None
     start, end, other_start, other_end = numbers
-    return max(start, other_start), min(end, other_end)  # type: ignore[type-var, return-value]
+    return max(start, other_start), min(end, other_end)

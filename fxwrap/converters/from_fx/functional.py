@@ -16,6 +16,7 @@ from fxwrap import torch_compat
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.calls import CallOperands, import_operator_call, infer_results
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
+from fxwrap.converters.fx.copied_operands import COPY
 from fxwrap.inference import InferredResult
 from fxwrap.lines import Alloc, ExternCall, IndexPut, Launch, Mutate, Scatter, View, Yield
 from fxwrap.torch_compat import OpOverload, auto_functionalized
@@ -110,7 +111,17 @@ def _copied_argument(inner: GraphImporter, arguments: Sequence[Value], result: o
 
 
 def import_as_write(importer: GraphImporter, node: Node) -> bool:
-    """Imports the functional overload of an in-place operator as the line it was emitted for; returns whether it is."""
+    """Imports the functional overload of an in-place operator as the line it was emitted for; returns whether it is.
+
+    A copy of an operand that only a line in its submodule writes is one that coalescing may remove.
+    """
+    if COPY in node.meta and node.target is _ATEN.copy_.default:
+        copy, source = (importer.tensor(node, item) for item in node.args)
+        importer.copies.add(copy.name)
+        importer.copied_from[copy.name] = source
+        importer.emit(Mutate((), "aten.copy_.default", (copy, source), (copy,)), node)
+        importer.env[node] = copy
+        return True
     line = importer.original_line(node, Mutate, Scatter, IndexPut)
     target: Any = node.target
     if line is None or not isinstance(target, OpOverload) or not node.args:

@@ -444,8 +444,9 @@ class GraphImporter:
 
     def _with_layout(self, line: ir.LineBase) -> tuple[ir.LineBase, ...]:
         """Returns a line whose result has the declared layout, now that calls are in-place or not."""
-        is_call = isinstance(line, ExternCall) and any(value.name in self.updates for value in ir.defined(line))
-        return with_declared_layout(line) if is_call else (line,)
+        if isinstance(line, ExternCall) and any(value.name in self.updates for value in ir.defined(line)):
+            return with_declared_layout(line)
+        return (line,)
 
     def size_line(self, info: SymbolInfo, tensor: ir.Value, dim: int, of: str, rank: int = 0) -> SizeOf:
         """Returns the line that reads a size of a tensor, with the tensor's pending rank check."""

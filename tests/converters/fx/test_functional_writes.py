@@ -205,12 +205,22 @@ def _compiled(function: Callable[..., Tensors]) -> Program:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_an_operator_without_a_functional_overload_is_named() -> None:
-    program = fxwrap.parse(
-        "program @squeezed(%x: mutable f32[4]@cpu) {\n"
-        "  extern.mutate @aten.squeeze_.default(%x) writes=(%x)\n  control.return()\n}\n"
-    )
-    with pytest.raises(UnsupportedError, match=r"squeeze_.*no functional overload; use the in-place form"):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "extern.mutate @aten.squeeze_.default(%x) writes=(%x)",
+            r"squeeze_.*changes the shape of its operand, .*; call the operator that returns a view",
+        ),
+        (
+            "%p = memory.view(%x) : f32[3, 4 | 0, 1]@cpu\n  extern.mutate @aten.neg_.default(%p) writes=(%p)",
+            r"neg_.*several elements of %p are one element of %x; write the tensor that it expands",
+        ),
+    ],
+)
+def test_writes_without_a_functional_form_are_named(line: str, message: str) -> None:
+    program = fxwrap.parse(f"program @written(%x: mutable f32[4]@cpu) {{\n  {line}\n  control.return()\n}}\n")
+    with pytest.raises(UnsupportedError, match=message):
         fxwrap.to_fx(program, form="functional")
 
 
@@ -349,3 +359,59 @@ def test_in_place_operators_come_back_without_metadata(lines: list[str]) -> None
     module = fxwrap.to_fx(program, form="functional").graph_module
     assert_equal(program, fxwrap.from_fx(module))
     assert_equal(program, fxwrap.from_fx(_without_metadata(module)))
+
+
+# --- lines without a functional operator ------------------------------------------------------------------------------
+
+RATES = "lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=0.1, amsgrad=false, maximize=false"
+LINES_ON_COPIES = {
+    "a strided write": [
+        "%p = memory.view(%x) : f32[2, 2 | 3, 2 | 1]@cpu", "extern.mutate @aten.neg_.default(%p) writes=(%p)"
+    ],
+    "two written operands": [
+        "%n = extern.call @aten.ones_like.default(%x) : f32[8]@cpu",
+        "extern.mutate @aten.rrelu_with_noise_.default(%x, %n) writes=(%x, %n)",
+        "memory.free(%n)",
+    ],
+    "a list of parts": [
+        "%p = memory.view(%x) : f32[4]@cpu", "%q = memory.view(%x) : f32[4 | 1 | 4]@cpu",
+        "extern.mutate @aten._foreach_mul_.Scalar([%p, %q], 3.0) writes=(%p, %q)",
+    ],
+    "an optimizer": [
+        "%s = extern.call @aten.sum.default(%y) : f32[]@cpu",
+        "%a = extern.call @aten.zeros_like.default(%y) : f32[8]@cpu",
+        "%b = extern.call @aten.zeros_like.default(%y) : f32[8]@cpu",
+        "extern.mutate @aten._fused_adam_.default([%x], [%y], [%a], [%b], [], [%s], RATES) writes=(%x, %a, %b, %s)",
+        "memory.free(%s)", "memory.free(%a)", "memory.free(%b)",
+    ],
+    "an out variant": ["extern.call @aten.full.out([8], 3.0) outs=(%x)"],
+    "an out variant into new memory": [
+        "%a = memory.alloc() : f32[8]@cpu", "extern.call @aten.full.out([8], 3.0) outs=(%a)",
+        "extern.mutate @aten.mul_.Tensor(%x, %a) writes=(%x)", "memory.free(%a)",
+    ],
+    "a kernel that reads another part": [
+        "%p = memory.view(%x) : f32[4]@cpu", "%q = memory.view(%x) : f32[4 | 1 | 4]@cpu",
+        "kernel.launch @relu(%q, 4) outs=(%p)",
+    ],
+    "a Triton kernel that overwrites its operand": ["kernel.launch @relu(%x, 8) outs=(%x) grid=(1, 1, 1)"],
+}  # fmt: skip
+
+
+def _program_of(lines: list[str]) -> Program:
+    body = "".join(f"  {line}\n" for line in lines).replace("RATES", RATES)
+    head = "program @program(%x: mutable f32[8]@cpu, %y: borrowed f32[8]@cpu) {\n"
+    kernels = SAMPLES["triton_kernel" if "grid=" in body else "mlp"].kernels if "@relu" in body else ()
+    return fxwrap.verify(fxwrap.parse(f"{head}{body}  control.return()\n}}\n").replace(kernels=kernels))
+
+
+@pytest.mark.parametrize("name", LINES_ON_COPIES)
+def test_lines_run_on_copies_of_their_operands(name: str) -> None:
+    program = _program_of(LINES_ON_COPIES[name])
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    assert not [node for node in module.graph.nodes if _is_mutable(node) and node.target is not _ATEN.copy_.default]
+    inputs = [torch.randn(8), torch.rand(8)]
+    wanted = _run(fxwrap.to_python(program), inputs)
+    traced = make_fx(module, tracing_mode="fake")(*inputs)
+    for function in (module, traced, fxwrap.to_python(fxwrap.from_fx(traced))):
+        _assert_same(wanted, _run(function, inputs))
+    assert_equal(program, fxwrap.from_fx(module))
