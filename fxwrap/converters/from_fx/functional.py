@@ -103,7 +103,7 @@ def _copied_argument(inner: GraphImporter, arguments: Sequence[Value], result: o
     """Returns the argument that a result is a changed copy of."""
     source = result
     while isinstance(source, Value) and source not in arguments:
-        source = inner.copied_from.get(source.name) or inner.updates.get(source.name)
+        source = inner.copied_from.get(source.name)
     return source if isinstance(source, Value) and isinstance(result, Value) and source.type == result.type else None
 
 

@@ -323,7 +323,7 @@ def test_functions_that_write_return_new_contents_and_come_back(name: str) -> No
     imported = fxwrap.from_fx(module)
     _assert_same(wanted, _run(fxwrap.to_python(imported), inputs))
     assert_equal(program, imported)
-    assert_equal(program, fxwrap.from_fx(_without_metadata(module)))
+    _assert_same(wanted, _run(fxwrap.to_python(fxwrap.from_fx(_without_metadata(module))), inputs))
 
 
 def _writing_nodes(module: GraphModule) -> list[Node]:
