@@ -43,4 +43,4 @@ def with_declared_layout(line: ExternCall) -> tuple[ir.LineBase, ...]:
     if not has_uncertain_layout(operator, line, type_) or (target := out_variant_of(line.target)) is None:
         return (line,)
     call = line.replace(results=(), aliases=(), target=ir.operator_name(target), outs=(result,))
-    return Alloc(result, origin=line.origin), call
+    return Alloc(result, stream=line.stream, origin=line.origin), call

@@ -16,6 +16,7 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, ExternCall, Free, Mutate, View
 from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import Size, total
+from fxwrap.torch_compat import in_place_of_functional
 from fxwrap.wrapper_ir import LineBase, TensorType, Value
 
 _Current: TypeAlias = Literal["both", "target", "copy"]
@@ -36,7 +37,8 @@ def coalesce_copies(
         arguments: the values that the block sees.
         copies: the names of values that are defined as copies of a tensor: by `aten.clone`, or by `memory.alloc` and
             `aten.copy_`. Other copies are kept.
-        results: the names of other values that may share memory with a tensor that they are copied into.
+        results: the names of other values that may share memory with a tensor that they are copied into: allocations,
+            and results of operators that have an in-place overload, which then takes the operator's place.
         owned: the names of arguments whose content need not be preserved.
     """
     if not copies and not results:
@@ -140,6 +142,8 @@ class _Coalescing:
                 ):
                     if copy.name in self.copies and self._merge(source, copy, position):
                         self.lines[position] = None
+                case ExternCall(results=(Value() as result,)) if result.name in self.results:
+                    self._merge_update(line, result, position)
                 case Mutate(target="aten.copy_.default", arguments=(Value() as into, Value() as source, *_)):
                     if into.name in self.copies and self.accesses[self.root_of[into.name]][0] == position:
                         self._merge_copy(source, into, position)
@@ -153,6 +157,49 @@ class _Coalescing:
         allocated = self.defined_at[copy.name]
         if self._merge(source, copy, position):
             self.lines[allocated] = self.lines[position] = None
+
+    def _merge_update(self, line: ExternCall, result: Value, position: int) -> None:
+        """Lets the result of an operator be the memory of its first operand, which is overwritten with it later."""
+        operator = in_place_of_functional(line.target)
+        operand, *others = line.arguments
+        if operator is None or line.outs or not isinstance(operand, Value):
+            return
+        root = self.root_of[operand.name]
+        if any(self.root_of[value.name] == root for value in ir.values_in((*others, *line.keywords))):
+            return
+        if self._merge(operand, result, position, is_update=True) or self._is_only_copied_back(
+            operand, result, position
+        ):
+            self.lines[position] = Mutate(
+                (), operator, (operand, *others), (operand,), line.keywords, (), line.effect_set,
+                stream=line.stream, origin=line.origin,
+            )  # fmt: skip
+
+    def _is_only_copied_back(self, operand: Value, result: Value, position: int) -> bool:
+        """Whether the next access of an operand overwrites it with a result, the only use of that; removes the copy.
+
+        Their layouts may differ.
+        """
+        target, own = self.values[operand.name], self.values[result.name]
+        root = self.root_of[target.name]
+        accesses = [at for at in self.accesses.get(own.name, ()) if at > position]
+        following = self.accesses[root][bisect_right(self.accesses[root], position) :]
+        first = next((at for at in following if self.lines[at] is not None), None)
+        if accesses != [first] or first is None or len(self.members.get(own.name, ())) > 1:
+            return False
+        match self.lines[first]:
+            case Mutate(target="aten.copy_.default", arguments=(Value() as into, Value() as source, *_)):
+                is_copied = source.name == own.name and self.values[into.name].type == target.type
+            case _:
+                return False
+        types = replace(target.tensor_type, strides=(), storage_offset=0), replace(own.tensor_type, strides=())
+        if not is_copied or self.root_of[into.name] != root or types[0] != types[1] or root in self.excluded:
+            return False
+        if len(self.streams.get(root, set()) | self.streams.get(own.name, set())) > 1:
+            return False
+        self.lines[first] = None
+        self._merged += 1
+        return True
 
     def _merge_backwards(self, into: Value, source: Value, position: int) -> None:
         """Lets an allocated tensor that a line copies into another be that memory from the start."""
@@ -171,8 +218,11 @@ class _Coalescing:
 
     # --- merging ----------------------------------------------------------------------------------------------------
 
-    def _merge(self, source: Value, copy: Value, position: int) -> bool:
-        """Lets `copy`, a root defined at a position, be the memory of `source`; returns whether that is possible."""
+    def _merge(self, source: Value, copy: Value, position: int, is_update: bool = False) -> bool:
+        """Lets `copy`, a root defined at a position, be the memory of `source`; returns whether that is possible.
+
+        With `is_update` the line there computes new content from that of `source`, which is written back later.
+        """
         target, own = self.values[source.name], self.values[copy.name]
         root = self.root_of[target.name]
         if own.name != self.root_of[own.name] or root == own.name or own.name in self.external:
@@ -181,7 +231,7 @@ class _Coalescing:
             return False
         if len(self.streams.get(root, set()) | self.streams.get(own.name, set())) > 1:
             return False
-        if not self._may_return_both(root, own.name) or self._interferes(target, own.name, position):
+        if not self._may_return_both(root, own.name) or self._interferes(target, own.name, position, is_update):
             return False
         self._share(target, own, position)
         return True
@@ -193,14 +243,14 @@ class _Coalescing:
         returned = {self.root_of[value.name] for value in ir.reads(last)}
         return own not in returned or (root not in returned and (root not in self.external or root in self.owned))
 
-    def _interferes(self, target: Value, own: str, position: int) -> bool:
+    def _interferes(self, target: Value, own: str, position: int, is_update: bool) -> bool:
         """Whether the two contents differ where both are needed."""
         root = self.root_of[target.name]
         target_accesses, own_accesses = self.accesses.get(root, []), self.accesses.get(own, [])
         end = own_accesses[-1] if own_accesses else position
         start, stop = bisect_right(target_accesses, position), bisect_right(target_accesses, end)
         both = sorted({*own_accesses[bisect_right(own_accesses, position) :], *target_accesses[start:stop]})
-        current: _Current = "both"
+        current: _Current = "copy" if is_update else "both"
         for at in both:
             line = self.lines[at]
             if line is None:
@@ -221,7 +271,7 @@ class _Coalescing:
             line = self.lines[following[0]]
             assert line is not None
             return not self._overwrites(line, root)
-        return root in self.external and root not in self.owned
+        return is_update or (root in self.external and root not in self.owned)
 
     def _after(self, line: LineBase, root: str, own: str, current: _Current) -> _Current | None:
         """Returns which tensor is current after a line; None if the line accesses the other one."""

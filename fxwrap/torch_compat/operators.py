@@ -175,6 +175,22 @@ def functional_of_in_place(target: str) -> OpOverload | None:
 
 
 @lru_cache(maxsize=4096)
+def in_place_of_functional(target: str) -> str | None:
+    """Returns the name of the overload that overwrites the first argument with the result of an operator.
+
+    For "aten.add.Tensor", "aten.add_.Tensor"; None if there is none.
+    """
+    operator = operator_overload(target)
+    name = f"{operator_name(operator)}_"
+    packet = getattr(getattr(torch.ops, operator.namespace), name, None)
+    for overload in () if packet is None else packet.overloads():
+        in_place = f"{operator.namespace}.{name}.{overload}"
+        if functional_of_in_place(in_place) is operator:
+            return in_place
+    return None
+
+
+@lru_cache(maxsize=4096)
 def functional_of_mutating(target: str) -> OpOverload | None:
     """Returns the overload that returns an operator's results, then the new content of the arguments it overwrites.
 

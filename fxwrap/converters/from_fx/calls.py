@@ -15,7 +15,14 @@ from fxwrap.converters.from_fx.graph_importer import GraphImporter, ListElement,
 from fxwrap.converters.from_fx.numbers import import_list_element, set_result
 from fxwrap.errors import RewriteError
 from fxwrap.lines import ExternCall, Mutate, StartCollective
-from fxwrap.torch_compat import FakeTensor, OpOverload, is_composite, storage_identity, torch_schema
+from fxwrap.torch_compat import (
+    FakeTensor,
+    OpOverload,
+    in_place_of_functional,
+    is_composite,
+    storage_identity,
+    torch_schema,
+)
 from fxwrap.wrapper_ir.operators import used_result_indices
 
 COLLECTIVES = "_c10d_functional"
@@ -181,7 +188,12 @@ def _import_by_schema(importer: GraphImporter, node: Node, operator: OpOverload,
         line: ExternCall | Mutate = Mutate(results, schema.name, arguments, writes, keywords, aliases, effects)
     else:
         line = ExternCall(results, schema.name, arguments, keywords, (), aliases, effects)
-    for item in inference.with_declared_layout(line) if isinstance(line, ExternCall) else (line,):
+    items: tuple[ir.LineBase, ...] = (line,)
+    if isinstance(line, ExternCall) and _may_be_in_place(line):
+        importer.updates[results[0].name] = arguments[0]
+    elif isinstance(line, ExternCall):
+        items = inference.with_declared_layout(line)
+    for item in items:
         importer.emit_definition(item, node)
     if returned is not None:
         importer.env[node] = _unwrap_single(returned)
@@ -193,6 +205,17 @@ def _import_by_schema(importer: GraphImporter, node: Node, operator: OpOverload,
     importer.env[node] = _unwrap_single(items) if schema.return_count == 1 else items
     if not isinstance(importer.env[node], ir.Value | tuple | type(None)):
         importer.recomputed[node] = importer.env[node]
+
+
+def _may_be_in_place(line: ExternCall) -> bool:
+    """Whether a call may have been an in-place one: its result has the sizes and dtype of its first operand."""
+    match line:
+        case ExternCall(results=(ir.Value(type=ir.TensorType() as type_),), arguments=(ir.Value() as operand, *_)):
+            old = operand.tensor_type
+            is_similar = (old.dtype, old.sizes, old.device) == (type_.dtype, type_.sizes, type_.device)
+            return is_similar and not line.effect_set and in_place_of_functional(line.target) is not None
+        case _:
+            return False
 
 
 def _substitute_bound_symbols(importer: GraphImporter, item: Any) -> Any:

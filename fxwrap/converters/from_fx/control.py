@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.calls import has_resolvable_symbols, new_results
 from fxwrap.converters.from_fx.effects import absorb_scatter_fills
+from fxwrap.converters.from_fx.functional import copy_operand, write_arguments
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
 from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES
@@ -38,14 +39,16 @@ Operand: TypeAlias = ir.Value | NumberOrExpression | None
 class ImportedBlock:
     """A submodule as a block.
 
-    `yielded` are its results, `argument_mask` tells which of the operands are arguments; `captured` are the tensors
-    that are further arguments.
+    `yielded` are the results of the submodule, `argument_mask` tells which of the operands are arguments; `captured`
+    are the tensors that are further arguments. `argument_of` has the positions of the arguments that a function writes,
+    by the positions of the results of the submodule which are their new contents.
     """
 
     block: ir.Block
     yielded: tuple[Operand, ...]
     argument_mask: tuple[bool, ...]
     captured: tuple[Any, ...]
+    argument_of: Mapping[int, int] = field(default_factory=dict)
 
     def operands_for(self, importer: GraphImporter, operands: Sequence[Operand]) -> tuple[Operand, ...]:
         """Returns the operands that are arguments, then those for the captured tensors."""
@@ -83,6 +86,7 @@ def _block(
     carried_count: int = 0,
     results: Sequence[ir.Type] = (),
     captured: tuple[Any, ...] | None = None,
+    is_function: bool = False,
 ) -> ImportedBlock:
     """Imports a submodule as a block.
 
@@ -92,6 +96,7 @@ def _block(
             are the outer ones, unless the placeholder is declared an argument.
         results: the types that the block must yield.
         captured: the constants that are further arguments, by default the attributes of the module.
+        is_function: whether the block may write its arguments, and then does so instead of returning a changed copy.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(operands):
@@ -122,9 +127,11 @@ def _block(
     output = module.graph.output_node()
     inner.emit_comments(output)
     yielded = _owned_yields(inner, output, results)
-    inner.emit(Yield(yielded), output)
+    written = write_arguments(inner, output, arguments, yielded) if is_function else {}
+    inner.emit(Yield(tuple([item for index, item in enumerate(yielded) if index not in written])), output)
     block = ir.Block(tuple(arguments), insert_frees(inner.coalesced_lines(arguments), arguments, ()))
-    return ImportedBlock(block, yielded, tuple(argument_mask), captured)
+    argument_of = {position: arguments.index(value) for position, value in written.items()}
+    return ImportedBlock(block, yielded, tuple(argument_mask), captured, argument_of)
 
 
 def _is_argument(placeholder: Node, operand: Operand) -> bool:
@@ -199,14 +206,22 @@ BlockLine: TypeAlias = Cond | While | ScanLoop | Map | CallFunction
 
 
 def _results(
-    importer: GraphImporter, node: Node, line: BlockLine | None, types: Sequence[ir.Type]
+    importer: GraphImporter,
+    node: Node,
+    line: BlockLine | None,
+    types: Sequence[ir.Type],
+    positions: Sequence[int] | None = None,
 ) -> tuple[ir.Value | None, ...]:
-    """Returns the results of a line with blocks, of their original types if these agree with the inferred ones."""
+    """Returns the results of a line with blocks, of their original types if these agree with the inferred ones.
+
+    `positions` are those in the results of the node, by default all.
+    """
     used = {user.args[1] for user in node.users if user.target is operator.getitem}
+    positions = range(len(types)) if positions is None else positions
     is_original = line is not None and len(line.results) == len(types)
     originals = line.results if line is not None and is_original else (None,) * len(types)
     chosen: list[ir.Value | None] = []
-    for position, (original, type_) in enumerate(zip(originals, types, strict=True)):
+    for position, original, type_ in zip(positions, originals, types, strict=True):
         if isinstance(original, ir.Value) and _is_compatible_type(importer, original.type, type_):
             chosen.append(original)
         elif is_original and original is None and position not in used:
@@ -373,24 +388,33 @@ def _import_function_call(
     key = (id(module), tuple([_call_key(item) for item in operands]))
     known = importer.state.imported_functions.get(key)
     if known is None:
-        block = _block(importer, node, module, operands)
+        block = _block(importer, node, module, operands, is_function=True)
         name = _function_name(importer, label)
         importer.state.functions[name] = block.block
         known = importer.state.imported_functions[key] = (name, block)
     name, block = known
-    types = [_outer_type(importer, item) for item in block.yielded]
-    results = _results(importer, node, importer.original_line(node, CallFunction), types)
-    arguments = block.operands_for(importer, operands)
+    positions = [position for position in range(len(block.yielded)) if position not in block.argument_of]
+    types = [_outer_type(importer, block.yielded[position]) for position in positions]
+    results = _results(importer, node, importer.original_line(node, CallFunction), types, positions)
+    arguments = list(block.operands_for(importer, operands))
+    copies: dict[int, ir.Value] = {}
+    for position, index in block.argument_of.items():
+        operand = arguments[index]
+        assert isinstance(operand, ir.Value), "a written argument is a tensor"
+        arguments[index] = copies[position] = copy_operand(importer, node, operand)
     lines, parameters = block.block.lines, block.block.arguments
     root_of = ir.alias_roots(lines, parameters)
     written = {root_of[value.name] for line in lines for value in ir.writes(line)}
     mutated_operands = tuple([item for value, item in zip(parameters, arguments) if value.name in written])
     spec = replay_spec(replayed_submodule(importer.module, node))
     max_captures = 0 if spec is None else spec.max_captures
-    fixed = [operands[index] for index in spec.fixed] if spec is not None else []
+    fixed = [arguments[sum(block.argument_mask[:index])] for index in spec.fixed] if spec is not None else []
     static_operands = tuple([item for item in fixed if isinstance(item, ir.Value)])
-    call = CallFunction(results, name, arguments, mutated_operands, max_captures, static_operands)
+    call = CallFunction(results, name, tuple(arguments), mutated_operands, max_captures, static_operands)
     _emit_with_results(importer, node, call)
+    if copies:
+        remaining = iter(results)
+        importer.env[node] = tuple([copies.get(index) or next(remaining) for index in range(len(block.yielded))])
 
 
 def _call_key(operand: Operand) -> object:

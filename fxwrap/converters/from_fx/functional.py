@@ -16,8 +16,9 @@ from fxwrap import torch_compat
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.calls import CallOperands, import_operator_call, infer_results
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
+from fxwrap.converters.fx.copied_operands import COPY
 from fxwrap.inference import InferredResult
-from fxwrap.lines import Alloc, ExternCall, Launch, Mutate, View
+from fxwrap.lines import Alloc, ExternCall, Launch, Mutate, View, Yield
 from fxwrap.torch_compat import OpOverload, auto_functionalized
 from fxwrap.wrapper_ir import TensorType, Value
 
@@ -37,6 +38,7 @@ def copy_operand(importer: GraphImporter, node: Node, value: Value) -> Value:
         importer.emit_definition(Alloc(copy), node)
         return copy
     importer.copies.add(copy.name)
+    importer.copied_from[copy.name] = value
     if type_.storage_bytes == type_.element_count * type_.dtype.itemsize:
         importer.emit_definition(ExternCall((copy,), "aten.clone.default", (value,)), node)
     else:  # a clone has no gaps
@@ -64,11 +66,62 @@ def new_result(importer: GraphImporter, node: Node, name: str, type_: TensorType
     return value
 
 
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def write_arguments(
+    inner: GraphImporter, output: Node, arguments: Sequence[Value], results: tuple[Any, ...]
+) -> dict[int, Value]:
+    """Makes a function write arguments where it would return changed copies of them; adds the lines that do.
+
+    Returns the arguments by the positions of the results that they replace. Those are the arguments in whose memory a
+    result, which began as their copy, can be computed.
+    """
+    argument_of: dict[int, Value] = {}
+    for position in reversed(range(len(results))):
+        source = _copied_argument(inner, arguments, results[position])
+        if source is not None and source not in argument_of.values():
+            argument_of[position] = source
+    while argument_of:
+        origins = {position: ir.Origin(()) for position in argument_of}
+        rest = tuple([item for position, item in enumerate(results) if position not in argument_of])
+        writes = [
+            Mutate((), "aten.copy_.default", (value, results[position]), (value,), origin=origins[position])
+            for position, value in argument_of.items()
+        ]
+        remaining = [line.origin for line in inner.coalesced_lines(arguments, added=(*writes, Yield(rest)))]
+        superfluous = [position for position, origin in origins.items() if not any(o is origin for o in remaining)]
+        if len(superfluous) == len(argument_of):
+            for line in writes:
+                inner.emit(line.replace(origin=None), output)
+            return argument_of
+        argument_of = {position: argument_of[position] for position in superfluous}
+    return {}
+
+
+def _copied_argument(inner: GraphImporter, arguments: Sequence[Value], result: object) -> Value | None:
+    """Returns the argument that a result is a changed copy of."""
+    source = result
+    while isinstance(source, Value) and source not in arguments:
+        source = inner.copied_from.get(source.name)
+    return source if isinstance(source, Value) and isinstance(result, Value) and source.type == result.type else None
+
+
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
 def import_as_write(importer: GraphImporter, node: Node) -> bool:
-    """Imports the functional overload of an in-place operator as the line it was emitted for; returns whether it is."""
+    """Imports the functional overload of an in-place operator as the line it was emitted for; returns whether it is.
+
+    A copy of an operand that only a line in its submodule writes is one that coalescing may remove.
+    """
+    if COPY in node.meta and node.target is _ATEN.copy_.default:
+        copy, source = (importer.tensor(node, item) for item in node.args)
+        importer.copies.add(copy.name)
+        importer.copied_from[copy.name] = source
+        importer.emit(Mutate((), "aten.copy_.default", (copy, source), (copy,)), node)
+        importer.env[node] = copy
+        return True
     target: Any = node.target
     name = _in_place_operator(importer, node)
     if name is None or not isinstance(target, OpOverload) or not node.args:

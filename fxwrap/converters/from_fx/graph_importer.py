@@ -20,7 +20,7 @@ from fxwrap.converters.fx.regions import called_region
 from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.errors import FxImportError
 from fxwrap.fx_passes.source import source_of
-from fxwrap.inference import CallInference
+from fxwrap.inference import CallInference, with_declared_layout
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
 from fxwrap.passes.coalesce_copies import coalesce_copies
 from fxwrap.runtime import library
@@ -183,8 +183,10 @@ class GraphImporter:
         self.consumed_by: dict[str, Node] = {}  # the nodes that consumed roots
         self.uninitialized: dict[str, int] = {}  # memory without content, by the position of its line
         self.copies: set[str] = set()  # copies of operands, which functional nodes change
+        self.copied_from: dict[str, ir.Value] = {}  # the operand of each
+        self.updates: dict[str, ir.Value] = {}  # the first operands of calls that may have been in-place, by the result
         self.functional_results: set[str] = set()  # other results of functional launches
-        self._access_checker = AccessChecker()
+        self._access_checker = AccessChecker(state.symbols.infos)
         self.absorbed: set[Node] = set()  # nodes that are part of another node's line
         self.guard_stack: list[tuple[str, int]] = []  # the open guards: device and stream
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
@@ -324,6 +326,7 @@ class GraphImporter:
     def emit_definition(self, line: ir.LineBase, node: Node, node_value: ir.Value | None = None) -> None:
         """Adds a line that defines values; `node_value` becomes the node's value."""
         self.emit(line, node)
+        self._access_checker.define(line)
         for value in ir.defined(line):
             self.define(value, line.alias_of(value))
             if isinstance(line, StartCollective):
@@ -443,9 +446,19 @@ class GraphImporter:
         reason = f"no node before it defines {name}, a number in the type of '{value.name}'"
         raise failure(node, reason, f"Keep the node that computes {name}, or add an aten.sym_size.int of a tensor")
 
-    def coalesced_lines(self, arguments: Iterable[ir.Value], owned: Collection[str] = ()) -> list[ir.LineBase]:
-        """Returns the lines so far, without the copies that sharing memory makes superfluous."""
-        return coalesce_copies(self.lines, arguments, self.copies, self.functional_results, owned)
+    def coalesced_lines(
+        self, arguments: Iterable[ir.Value], owned: Collection[str] = (), added: Sequence[ir.LineBase] = ()
+    ) -> list[ir.LineBase]:
+        """Returns the lines so far, and added ones, without the copies that sharing memory makes superfluous."""
+        results = self.functional_results | self.updates.keys()
+        lines = coalesce_copies([*self.lines, *added], arguments, self.copies, results, owned)
+        return lines if not self.updates else [item for line in lines for item in self._with_layout(line)]
+
+    def _with_layout(self, line: ir.LineBase) -> tuple[ir.LineBase, ...]:
+        """Returns a line whose result has the declared layout, now that calls are in-place or not."""
+        if isinstance(line, ExternCall) and any(value.name in self.updates for value in ir.defined(line)):
+            return with_declared_layout(line)
+        return (line,)
 
     def size_line(self, info: SymbolInfo, tensor: ir.Value, dim: int, of: str, rank: int = 0) -> SizeOf:
         """Returns the line that reads a size of a tensor, with the tensor's pending rank check."""
@@ -459,6 +472,8 @@ def _order_failure(node: Node, conflict: Conflict) -> FxImportError:
     earlier, own = ("writes" if writes else "reads" for writes in (conflict.earlier_writes, conflict.writes))
     other = conflict.earlier.name
     reason = f"it {own} the memory '{conflict.memory}' after '{other}' {earlier} it, but was emitted before '{other}'"
+    if conflict.bytes is not None:
+        reason += f"; both access bytes {conflict.bytes[0]} to {conflict.bytes[1] - 1}"
     return failure(node, reason, f"Move it before '{other}', or use the functional form, in which operands order nodes")
 
 

@@ -19,7 +19,7 @@ _HIGHER = torch.ops.higher_order
 # Operators over blocks return a tuple, also of one result: `unpack_results`.
 
 
-def _symbols_of(emitter: GraphEmitter, *blocks: Block) -> tuple[str, ...]:
+def symbols_of(emitter: GraphEmitter, *blocks: Block) -> tuple[str, ...]:
     """Returns the names of the symbols that submodules for these blocks take, sorted."""
     return captured_symbols(*blocks, functions=dict(emitter.program.functions), argument_types=True)
 
@@ -49,38 +49,39 @@ def _module_name(
     return name
 
 
-def _operands(emitter: GraphEmitter, values: Sequence[object], symbols: Sequence[str] = ()) -> tuple[object, ...]:
+def operands_of(emitter: GraphEmitter, values: Sequence[object], symbols: Sequence[str] = ()) -> tuple[object, ...]:
+    """Returns the operands of a submodule: the nodes of values, then those of symbols."""
     numbers = [emitter.writer.number(make_symbol(name)) for name in symbols]
     return (*[emitter.writer.argument(value) for value in values], *numbers)
 
 
 def cond(emitter: GraphEmitter, line: Cond) -> None:
     """Emits `cond`: both submodules take the operands, then every symbol that either of them uses."""
-    symbols = _symbols_of(emitter, line.then, line.else_)
+    symbols = symbols_of(emitter, line.then, line.else_)
     then = _submodule(emitter, line, "then_block", line.then, symbols)
     else_ = _submodule(emitter, line, "else_block", line.else_, symbols)
-    arguments = [emitter.writer.argument(line.predicate), then, else_, _operands(emitter, line.operands, symbols)]
+    arguments = [emitter.writer.argument(line.predicate), then, else_, operands_of(emitter, line.operands, symbols)]
     emitter.unpack_results(line, line.results, _HIGHER.cond, arguments)
 
 
 def while_loop(emitter: GraphEmitter, line: While) -> None:
     """Emits `while_loop`: symbols are at the end of the additional inputs."""
-    symbols = _symbols_of(emitter, line.cond, line.body)
+    symbols = symbols_of(emitter, line.cond, line.body)
     condition = _submodule(emitter, line, "cond", line.cond, symbols, single=True)
     body = _submodule(emitter, line, "body", line.body, symbols)
-    arguments = [condition, body, _operands(emitter, line.carried), _operands(emitter, line.extra, symbols)]
+    arguments = [condition, body, operands_of(emitter, line.carried), operands_of(emitter, line.extra, symbols)]
     target = while_loop_stack_output if line.stacked else _HIGHER.while_loop
     emitter.unpack_results(line, line.results, target, arguments)
 
 
 def scan(emitter: GraphEmitter, line: ScanLoop) -> None:
     """Emits `scan`; a reversed one over flipped operands, whose stacked results are flipped too."""
-    symbols = _symbols_of(emitter, line.body)
+    symbols = symbols_of(emitter, line.body)
     body = _submodule(emitter, line, "body", line.body, symbols)
-    carried, over = _operands(emitter, line.carried), _operands(emitter, line.over)
+    carried, over = operands_of(emitter, line.carried), operands_of(emitter, line.over)
     if line.reverse:
         over = tuple([_flip(emitter, value) for value in line.over])
-    arguments = [body, list(carried), list(over), _operands(emitter, line.extra, symbols)]
+    arguments = [body, list(carried), list(over), operands_of(emitter, line.extra, symbols)]
     emitter.unpack_results(line, line.results, _HIGHER.scan, arguments)
     if line.reverse:
         for value in values_in(line.results[len(carried) :]):
@@ -95,17 +96,17 @@ def _flip(emitter: GraphEmitter, value: Value) -> Node:
 
 def map_over(emitter: GraphEmitter, line: Map) -> None:
     """Emits `map_impl`."""
-    symbols = _symbols_of(emitter, line.body)
+    symbols = symbols_of(emitter, line.body)
     body = _submodule(emitter, line, "body", line.body, symbols)
-    arguments = [body, list(_operands(emitter, line.over)), list(_operands(emitter, line.extra, symbols))]
+    arguments = [body, list(operands_of(emitter, line.over)), list(operands_of(emitter, line.extra, symbols))]
     emitter.unpack_results(line, line.results, _HIGHER.map_impl, arguments)
 
 
 def call_function(emitter: GraphEmitter, line: CallFunction) -> None:
     """Emits `invoke_subgraph`, identified by the function's name, or a call of a submodule that is replayed."""
     block = dict(emitter.program.functions)[line.function]
-    symbols = _symbols_of(emitter, block)
-    operands = _operands(emitter, line.operands, symbols)
+    symbols = symbols_of(emitter, block)
+    operands = operands_of(emitter, line.operands, symbols)
     if line.max_captures:
         name = _module_name(emitter, line, line.function, block, symbols)
         mark_replayed(emitter.modules.attributes[name], ReplaySpec.of(line, block))

@@ -87,7 +87,7 @@ class FxConverter(GraphEmitter):
         base, type_ = self.writer.argument(line.base), line.result.tensor_type
         offset = difference(type_.storage_offset, line.base.tensor_type.storage_offset)
         if operator_.kind == "as_strided":
-            arguments = [base, *self.writer.layout(type_), *self._offset_arguments(base, offset)]
+            arguments = [base, *self.writer.layout(type_), *self.offset_arguments(base, offset)]
         else:
             arguments = [base, *[self.writer.argument(item) for item in operator_.arguments]]
         val = self.fakes.view(line.result, line.base, offset)
@@ -98,7 +98,7 @@ class FxConverter(GraphEmitter):
         self.writer.nodes[line.result.name] = node
         return node
 
-    def _offset_arguments(self, base: Node, offset: Size) -> list[object]:
+    def offset_arguments(self, base: Node, offset: Size) -> list[object]:
         """Returns the storage offset of a view as an argument, none if it equals that of its base."""
         if offset == 0:
             return []

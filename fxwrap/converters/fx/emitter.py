@@ -106,12 +106,14 @@ class GraphEmitter(Converter):
         """Returns the accesses of memory that nodes record, by the id of their line."""
         return access_order(block.lines, arguments)
 
-    def module(self, block: Block, symbols: Sequence[str], single: bool) -> GraphModule:
+    def module(
+        self, block: Block, symbols: Sequence[str], single: bool, converter: type[GraphEmitter] | None = None
+    ) -> GraphModule:
         """Returns a nested block as a module that takes its arguments, then these symbols.
 
-        With `single` it returns its only result, not a tuple.
+        With `single` it returns its only result, not a tuple. `converter` emits it, by default one of this class.
         """
-        inner = type(self)(self.program, self.fakes, self.handlers, aten_only=self.aten_only)
+        inner = (converter or type(self))(self.program, self.fakes, self.handlers, aten_only=self.aten_only)
         inner.modules = SubmoduleTable(self.modules.by_key)
         inner.symbol_infos = self.symbol_infos
         for value in block.arguments:

@@ -21,9 +21,9 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.converters.access_order import Accesses
 from fxwrap.converters.fx import control, kernels
 from fxwrap.converters.fx.converter import FxConverter
+from fxwrap.converters.fx.copied_operands import WrittenMemory, call_on_copies
 from fxwrap.converters.fx.nodes import CallTarget
-from fxwrap.converters.view_chains import ViewStep, view_chain
-from fxwrap.converters.view_operators import VIEW_OVERLOADS
+from fxwrap.converters.fx.view_scatters import scatter_into
 from fxwrap.devices import FX, language_traits
 from fxwrap.inference import CallInference, InferredResult, has_uncertain_layout
 from fxwrap.wrapper_ir import Block, LineBase, TensorType, Value
@@ -160,46 +160,10 @@ class FunctionalConverter(FxConverter):
             memory.holder = value
             return
         self._versions[value.name] = _STALE  # it is a view of the memory
-        node = self._scatter_into(root, value, node)
+        node = scatter_into(self, root, value, node)
         self.writer.nodes[root.name] = node
         self._versions[root.name] = memory.version
         memory.holder = root
-
-    def _scatter_into(self, root: Value, value: Value, node: Node) -> Node:
-        """Returns a copy of a memory with a view of it overwritten."""
-        steps = view_chain(root.tensor_type, value.tensor_type, self.symbol_infos)
-        bases, base = [], root
-        for number, step in enumerate(steps):
-            bases.append(base)
-            if number + 1 < len(steps):
-                inner = Value(f"{value.name}.base{number}", step.result_type(root.tensor_type))
-                super().view(lines.View(inner, base, origin=self._origin()))
-                base = inner
-        for step, base in zip(reversed(steps), reversed(bases), strict=True):
-            node = self._inverse(step, base, node)
-        return node
-
-    def _inverse(self, step: ViewStep, base: Value, node: Node) -> Node:
-        """Returns the base of a view with the view overwritten."""
-        old, kind, arguments = self.writer.nodes[base.name], step.operator.kind, step.operator.arguments
-        val = self.fakes.root(Value(base.name, replace(base.tensor_type, storage_offset=0)))
-        if kind == "as_strided":
-            numbers = [*map(self.writer.argument, arguments[:2]), *self._offset_arguments(old, arguments[2])]
-        else:
-            numbers = [self.writer.argument(item) for item in arguments]
-        match kind:
-            case "view" | "unsqueeze":
-                return self.writer.call(
-                    _ATEN.view.default, [node, self.writer.argument(base.tensor_type.sizes)], val=val
-                )
-            case "permute":
-                order = [arguments[0].index(dim) for dim in range(len(arguments[0]))]
-                return self.writer.call(_ATEN.permute.default, [node, order], val=val)
-            case "slice" | "select" | "diagonal" | "as_strided":
-                return self.writer.call(_SCATTERS[kind], [old, node, *numbers], name=base.name, val=val)
-            case _:
-                assert self.writer.line is not None
-                raise self.unsupported(self.writer.line, f"it writes through {VIEW_OVERLOADS[kind]}")
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -226,24 +190,43 @@ class FunctionalConverter(FxConverter):
     # --- kernels and operators --------------------------------------------------------------------------------------
 
     def launch(self, line: lines.Launch) -> None:
+        if self._reads_other_operands(line):
+            self._call_on_copies(line)
+            return
         has_content = [self.prepare_write(value) for value in line.outs]
-        self._check_operands(line)
         results = kernels.launch_functional(self, line, has_content)
         for value, node in zip(line.outs, results, strict=True):
             self.store(value, node)
 
-    def _check_operands(self, line: lines.Launch) -> None:
-        """Raises UnsupportedError if a kernel reads memory that it writes by another operand."""
+    def _reads_other_operands(self, line: lines.Launch) -> bool:
+        """Whether a kernel reads memory that it writes by another operand; a region reads its operands before it writes."""
         language = self.kernels[line.kernel].language
         if language == FX.name:
-            return  # a region reads its operands before it writes
+            return False
         written = {self._memory[value.name].root.name: value for value in line.outs}
         is_triton = language_traits(language).is_triton
         for value in ir.reads(line):
             memory = self._memory.get(value.name)
             out = None if memory is None else written.get(memory.root.name)
             if out is not None and (is_triton or value != out):
-                raise self.unsupported(line, f"%{value.name} and %{out.name} share memory; use the in-place form")
+                return True
+        return False
+
+    def _call_on_copies(self, line: LineBase) -> None:
+        """Emits a call of a submodule that runs a line on copies of the memory that it writes."""
+        memories: dict[str, WrittenMemory] = {}
+        values = tuple(dict.fromkeys([value for value in ir.used(line) if value.name in self._memory]))
+        for value in ir.writes(line):
+            memory = self._memory[value.name]
+            operands = tuple([item for item in values if self._memory[item.name] is memory])
+            if any(item.tensor_type.dtype != memory.root.tensor_type.dtype for item in operands):
+                raise self.unsupported(line, f"%{value.name} is written in another dtype; use the in-place form")
+            memories[memory.root.name] = WrittenMemory(memory.root, memory.holder is not None, operands)
+            if memory.holder is not None:
+                self.refresh(memory.root)
+        call_on_copies(self, line, tuple(memories.values()))
+        for name, item in memories.items():
+            self.store(item.root, self.writer.nodes[name])
 
     def call(self, line: lines.ExternCall | lines.Mutate) -> None:
         if isinstance(line, lines.Mutate):
@@ -257,7 +240,8 @@ class FunctionalConverter(FxConverter):
         """Adds the call of the overload that returns new tensors, in place of the out variant."""
         target = torch_compat.functional_of_out_variant(line.target)
         if target is None:
-            raise self.unsupported(line, "the operator has no overload without out arguments")
+            self._call_on_copies(line)
+            return
         for value in line.outs:
             self.prepare_write(value)
         arguments, keywords = self._operands(line)
@@ -297,8 +281,8 @@ class FunctionalConverter(FxConverter):
             self.store(line.writes[0], self.writer.argument(line.arguments[1]))
             return
         target = torch_compat.functional_of_in_place(line.target)
-        if target is None or len(line.writes) != 1:
-            self._call_on_copies(line)
+        if target is None or len(line.writes) != 1 or any(line.aliases):
+            self._mutate_several(line)
             return
         (written,) = line.writes
         arguments, keywords = self._operands(line)
@@ -317,7 +301,7 @@ class FunctionalConverter(FxConverter):
             case _:
                 return False
 
-    def _call_on_copies(self, line: lines.Mutate) -> None:
+    def _mutate_several(self, line: lines.Mutate) -> None:
         """Adds a call that returns the operator's results, then the new contents of the operands it writes."""
         overload = torch_compat.operator_overload(line.target)
         schema = ir.operator_schema(overload)
@@ -330,7 +314,11 @@ class FunctionalConverter(FxConverter):
             keywords = {**dict.fromkeys(schema.mutated_arguments), **keywords}
             arguments = [overload]
         if target is None or any(line.aliases):
-            raise self.unsupported(line, "the operator has no functional overload; use the in-place form")
+            if torch.Tag.inplace_view in overload.tags:
+                reason = "it changes the shape of its operand, which the functional form cannot say"
+                raise self.unsupported(line, f"{reason}; call the operator that returns a view")
+            self._call_on_copies(line)
+            return
         written = tuple([schema.operand(name, line.arguments, line.keywords) for name in schema.mutated_arguments])
         items = (*results, *written)
         vals = self._vals(line, items)
@@ -373,16 +361,10 @@ class FunctionalConverter(FxConverter):
         if not targets:
             control.call_function(self, line)
             return
-        if line.max_captures:
-            raise self.unsupported(line, "a captured function writes its operands; compile without cuda_graphs")
-        memories = [self._memory[value.name].root.name for value in ir.values_in(line.operands)
-                    if value.name in self._memory]  # fmt: skip
-        if any(memories.count(self._memory[value.name].root.name) > 1 for value in targets):
-            raise self.unsupported(line, "an operand that the function writes shares memory with another one")
         for value in targets:
             self.prepare_write(value)
         results = (*line.results, *[Value(value.name, value.type) for value in targets])
-        control.call_function(self, line.replace(results=results))
+        control.call_function(self, line.replace(results=results, writes=()))
         for value in targets:
             self.store(value, self.writer.nodes[value.name])
 
@@ -423,14 +405,6 @@ class ExportedConverter(FunctionalConverter):
 
 _STALE = -1
 """The version of a node with an older content of its memory."""
-
-_SCATTERS = {
-    "slice": _ATEN.slice_scatter.default,
-    "select": _ATEN.select_scatter.default,
-    "diagonal": _ATEN.diagonal_scatter.default,
-    "as_strided": _ATEN.as_strided_scatter.default,
-}
-"""The operators that overwrite a view of a copy, by the kind of the view."""
 
 
 def _written_arguments(block: Block) -> list[Value]:

@@ -132,3 +132,71 @@ def test_a_graph_may_run_twice_on_one_memory() -> None:
 def test_the_functional_form_records_no_order() -> None:
     module = fxwrap.to_fx(fxwrap.parse(TWO_WRITES), form="functional").graph_module
     assert not any("fxwrap_access" in node.meta for node in module.graph.nodes)
+
+
+SLICES_OF_A_POOL = """
+program @slices(%x: borrowed f32[8]@cpu) {
+  %pool = memory.pool() : u8[BYTES]@cpu
+  %a = memory.pool_slice(%pool) : f32[8]@cpu
+  extern.call @aten.sin.out(%x) outs=(%a)
+  %before = extern.call @aten.sum.default(%a) : f32[]@cpu
+  %b = memory.pool_slice(%pool) offset=OFFSET : f32[8]@cpu
+  %end = memory.view(%b) : f32[4 | 1 | 4]@cpu
+  extern.call @aten.cos.out(%x) outs=(%b)
+  %after = extern.call @aten.sum.default(%end) : f32[]@cpu
+  memory.free(%pool)
+  control.return(%before, %after)
+}
+"""
+
+
+@pytest.mark.parametrize(("offset", "conflicts"), [(32, False), (16, True)])
+def test_slices_of_one_pool_conflict_where_they_overlap(offset: int, conflicts: bool) -> None:
+    text = SLICES_OF_A_POOL.replace("BYTES", "64").replace("OFFSET", str(offset))
+    module = _graph(text)
+    read, write = _node(module, torch.ops.aten.sum.default), _node(module, torch.ops.aten.cos.out)
+    write.append(read)
+    if conflicts:
+        message = rf"node '{read.name}' .*: it reads the memory 'pool' after '{write.name}' writes it.* bytes 16 to 31"
+        with pytest.raises(FxImportError, match=message):
+            fxwrap.from_fx(module)
+    else:
+        fxwrap.from_fx(module)
+
+
+@pytest.mark.parametrize("offset", ["16", "0"])
+def test_a_write_of_an_overlapping_slice_is_moved_up(offset: str) -> None:
+    module = _graph(SLICES_OF_A_POOL.replace("BYTES", "64").replace("OFFSET", offset))
+    first, second = _node(module, torch.ops.aten.sin.out), _node(module, torch.ops.aten.cos.out)
+    first.prepend(second.kwargs["out"])  # type: ignore[arg-type]
+    first.prepend(second)
+    message = rf"node '{first.name}' .*: it writes the memory 'pool' after '{second.name}' writes it"
+    with pytest.raises(FxImportError, match=message):
+        fxwrap.from_fx(module)
+
+
+SYMBOLIC_SLICES = """
+program @slices(%x: borrowed f32[s0]@cpu) {
+  s0 = symbol.size(%x) dim=0 range=(2, 100)
+  %pool = memory.pool() : u8[8*s0]@cpu
+  %a = memory.pool_slice(%pool) : f32[s0]@cpu
+  extern.call @aten.sin.out(%x) outs=(%a)
+  %b = memory.pool_slice(%pool) offset=OFFSET : f32[s0]@cpu
+  extern.call @aten.cos.out(%x) outs=(%b)
+  %sum = extern.call @aten.add.Tensor(%a, %b) : f32[s0]@cpu
+  memory.free(%pool)
+  control.return(%sum)
+}
+"""
+
+
+@pytest.mark.parametrize(("offset", "conflicts"), [("4*s0", False), ("2*s0", True)])
+def test_slices_at_symbolic_offsets_conflict_unless_they_are_disjoint(offset: str, conflicts: bool) -> None:
+    module = _graph(SYMBOLIC_SLICES.replace("OFFSET", offset))
+    first, second = _node(module, torch.ops.aten.sin.out), _node(module, torch.ops.aten.cos.out)
+    second.append(first)
+    if conflicts:
+        with pytest.raises(FxImportError, match="it writes the memory 'pool' after 'cos' writes it"):
+            fxwrap.from_fx(module)
+    else:
+        fxwrap.from_fx(module)

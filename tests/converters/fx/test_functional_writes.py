@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
@@ -203,12 +205,22 @@ def _compiled(function: Callable[..., Tensors]) -> Program:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_an_operator_without_a_functional_overload_is_named() -> None:
-    program = fxwrap.parse(
-        "program @squeezed(%x: mutable f32[4]@cpu) {\n"
-        "  extern.mutate @aten.squeeze_.default(%x) writes=(%x)\n  control.return()\n}\n"
-    )
-    with pytest.raises(UnsupportedError, match=r"squeeze_.*no functional overload; use the in-place form"):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "extern.mutate @aten.squeeze_.default(%x) writes=(%x)",
+            r"squeeze_.*changes the shape of its operand, .*; call the operator that returns a view",
+        ),
+        (
+            "%p = memory.view(%x) : f32[3, 4 | 0, 1]@cpu\n  extern.mutate @aten.neg_.default(%p) writes=(%p)",
+            r"neg_.*several elements of %p are one element of %x; write the tensor that it expands",
+        ),
+    ],
+)
+def test_writes_without_a_functional_form_are_named(line: str, message: str) -> None:
+    program = fxwrap.parse(f"program @written(%x: mutable f32[4]@cpu) {{\n  {line}\n  control.return()\n}}\n")
+    with pytest.raises(UnsupportedError, match=message):
         fxwrap.to_fx(program, form="functional")
 
 
@@ -246,17 +258,160 @@ function @step(%y: f32[4]@cpu, %n: f32[4]@cpu) {
 """
 
 
-def test_functions_return_the_operands_that_they_write() -> None:
-    program = fxwrap.verify(fxwrap.parse(WRITING_FUNCTION))
+ADD = "extern.mutate @aten.add_.Tensor(%n, %y) writes=(%n)"
+INNER = """function @inner(%k: f32[4]@cpu, %l: f32[4]@cpu) {
+  extern.mutate @aten.add_.Tensor(%l, %k) writes=(%l)
+  %s = extern.call @aten.sum.default(%l) : f32[]@cpu
+  control.yield(%s)
+}
+"""
+
+
+def _with_options(options: str) -> str:
+    text = WRITING_FUNCTION.replace("writes=(%low)", f"writes=(%low) {options}")
+    return text.replace("writes=(%high)", f"writes=(%high) {options}".replace("%low", "%high"))
+
+
+def _with_body(*lines: str) -> str:
+    return WRITING_FUNCTION.replace(ADD, "\n  ".join(lines))
+
+
+WRITING_FUNCTIONS = {
+    "plain": WRITING_FUNCTION,
+    "captured": _with_options("max_captures=4"),
+    "captured_at_fixed_addresses": _with_options("max_captures=4 static_operands=(%low)"),
+    "twice": _with_body(ADD, "extern.mutate @aten.mul_.Tensor(%n, %y) writes=(%n)"),
+    "whole": _with_body("extern.mutate @aten.copy_.default(%n, %y) writes=(%n)"),
+    "part": _with_body(
+        "%p = memory.view(%n) : f32[2 | 1 | 1]@cpu", "extern.mutate @aten.mul_.Scalar(%p, 2.0) writes=(%p)"
+    ),
+    "old_content": _with_body(
+        "%old = extern.call @aten.clone.default(%n) : f32[4]@cpu",
+        ADD,
+        "extern.mutate @aten.mul_.Tensor(%n, %old) writes=(%n)",
+        "memory.free(%old)",
+    ),
+    "both_operands": _with_body(ADD, "extern.mutate @aten.mul_.Tensor(%y, %n) writes=(%y)")
+    .replace("%x: borrowed", "%x: mutable")
+    .replace("writes=(%low)", "writes=(%x, %low)")
+    .replace("writes=(%high)", "writes=(%x, %high)"),
+    "nested": _with_body("%q = control.call @inner(%y, %n) writes=(%n) : f32[]@cpu", "memory.free(%q)").replace(
+        "function @step", f"{INNER}function @step"
+    ),
+    "memory_of_the_program": WRITING_FUNCTION.replace("%m: mutable f32[8]@cpu", "%z: borrowed f32[8]@cpu")
+    .replace("%low = memory.view", "%m = extern.call @aten.clone.default(%z) : f32[8]@cpu\n  %low = memory.view")
+    .replace("return(%a, %b)", "return(%a, %b, %m)"),
+}
+
+
+def _without_metadata(module: GraphModule) -> GraphModule:
+    """Leaves the types of values, as torch's tracing does."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+    return module
+
+
+@pytest.mark.parametrize("name", WRITING_FUNCTIONS)
+def test_functions_that_write_return_new_contents_and_come_back(name: str) -> None:
+    program = fxwrap.verify(fxwrap.parse(WRITING_FUNCTIONS[name]))
     module = fxwrap.to_fx(program, form="functional").graph_module
-    assert len(module.step.graph.output_node().args[0]) == 2
+    assert not _writing_nodes(module)
     inputs = [torch.randn(4), torch.randn(8)]
     wanted = _run(fxwrap.to_python(program), inputs)
     _assert_same(wanted, _run(module, inputs))
-    _assert_same(wanted, _run(fxwrap.to_python(fxwrap.from_fx(module)), inputs))
+    imported = fxwrap.from_fx(module)
+    _assert_same(wanted, _run(fxwrap.to_python(imported), inputs))
+    assert_equal(program, imported)
+    _assert_same(wanted, _run(fxwrap.to_python(fxwrap.from_fx(_without_metadata(module))), inputs))
 
 
-def test_operands_that_share_memory_with_a_written_one_are_rejected() -> None:
-    program = fxwrap.parse(WRITING_FUNCTION.replace("@step(%x, %high)", "@step(%low, %high)"))
-    with pytest.raises(UnsupportedError, match="an operand that the function writes shares memory with another one"):
-        fxwrap.to_fx(program, form="functional")
+def _writing_nodes(module: GraphModule) -> list[Node]:
+    """Returns the nodes that write, without the final copies into inputs."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+    writing = [node for graph in graphs for node in graph.nodes if _is_mutable(node)]
+    return [node for node in writing if node.target is not _ATEN.copy_.default or node.args[0].op != "placeholder"]  # type: ignore[union-attr]
+
+
+def _is_mutable(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+# --- in-place operators without metadata ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["extern.mutate @aten.add_.Tensor(%x, %y, alpha=2) writes=(%x)"],
+        ["extern.mutate @aten.relu_.default(%x) writes=(%x)", "extern.mutate @aten.mul_.Tensor(%x, %y) writes=(%x)"],
+        ["%p = memory.view(%x) : f32[4 | 2 | 1]@cpu", "extern.mutate @aten.mul_.Scalar(%p, 2.0) writes=(%p)"],
+        ["%a = extern.call @aten.add.Tensor(%x, %x) : f32[8]@cpu",
+         "extern.mutate @aten.copy_.default(%x, %a) writes=(%x)", "memory.free(%a)"],
+        ["%a = extern.call @aten.add.Tensor(%x, %y) : f32[8]@cpu",
+         "extern.mutate @aten.mul_.Tensor(%x, %a) writes=(%x)", "memory.free(%a)"],
+    ],
+)  # fmt: skip
+def test_in_place_operators_come_back_without_metadata(lines: list[str]) -> None:
+    body = "".join(f"  {line}\n" for line in lines)
+    text = f"program @program(%x: mutable f32[8]@cpu, %y: borrowed f32[8]@cpu) {{\n{body}  control.return()\n}}\n"
+    program = fxwrap.verify(fxwrap.parse(text))
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    assert_equal(program, fxwrap.from_fx(module))
+    assert_equal(program, fxwrap.from_fx(_without_metadata(module)))
+
+
+# --- lines without a functional operator ------------------------------------------------------------------------------
+
+RATES = "lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=0.1, amsgrad=false, maximize=false"
+LINES_ON_COPIES = {
+    "a strided write": [
+        "%p = memory.view(%x) : f32[2, 2 | 3, 2 | 1]@cpu", "extern.mutate @aten.neg_.default(%p) writes=(%p)"
+    ],
+    "two written operands": [
+        "%n = extern.call @aten.ones_like.default(%x) : f32[8]@cpu",
+        "extern.mutate @aten.rrelu_with_noise_.default(%x, %n) writes=(%x, %n)",
+        "memory.free(%n)",
+    ],
+    "a list of parts": [
+        "%p = memory.view(%x) : f32[4]@cpu", "%q = memory.view(%x) : f32[4 | 1 | 4]@cpu",
+        "extern.mutate @aten._foreach_mul_.Scalar([%p, %q], 3.0) writes=(%p, %q)",
+    ],
+    "an optimizer": [
+        "%s = extern.call @aten.sum.default(%y) : f32[]@cpu",
+        "%a = extern.call @aten.zeros_like.default(%y) : f32[8]@cpu",
+        "%b = extern.call @aten.zeros_like.default(%y) : f32[8]@cpu",
+        "extern.mutate @aten._fused_adam_.default([%x], [%y], [%a], [%b], [], [%s], RATES) writes=(%x, %a, %b, %s)",
+        "memory.free(%s)", "memory.free(%a)", "memory.free(%b)",
+    ],
+    "an out variant": ["extern.call @aten.full.out([8], 3.0) outs=(%x)"],
+    "an out variant into new memory": [
+        "%a = memory.alloc() : f32[8]@cpu", "extern.call @aten.full.out([8], 3.0) outs=(%a)",
+        "extern.mutate @aten.mul_.Tensor(%x, %a) writes=(%x)", "memory.free(%a)",
+    ],
+    "a kernel that reads another part": [
+        "%p = memory.view(%x) : f32[4]@cpu", "%q = memory.view(%x) : f32[4 | 1 | 4]@cpu",
+        "kernel.launch @relu(%q, 4) outs=(%p)",
+    ],
+    "a Triton kernel that overwrites its operand": ["kernel.launch @relu(%x, 8) outs=(%x) grid=(1, 1, 1)"],
+}  # fmt: skip
+
+
+def _program_of(lines: list[str]) -> Program:
+    body = "".join(f"  {line}\n" for line in lines).replace("RATES", RATES)
+    head = "program @program(%x: mutable f32[8]@cpu, %y: borrowed f32[8]@cpu) {\n"
+    kernels = SAMPLES["triton_kernel" if "grid=" in body else "mlp"].kernels if "@relu" in body else ()
+    return fxwrap.verify(fxwrap.parse(f"{head}{body}  control.return()\n}}\n").replace(kernels=kernels))
+
+
+@pytest.mark.parametrize("name", LINES_ON_COPIES)
+def test_lines_run_on_copies_of_their_operands(name: str) -> None:
+    program = _program_of(LINES_ON_COPIES[name])
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    assert not [node for node in module.graph.nodes if _is_mutable(node) and node.target is not _ATEN.copy_.default]
+    inputs = [torch.randn(8), torch.rand(8)]
+    wanted = _run(fxwrap.to_python(program), inputs)
+    traced = make_fx(module, tracing_mode="fake")(*inputs)
+    for function in (module, traced, fxwrap.to_python(fxwrap.from_fx(traced))):
+        _assert_same(wanted, _run(function, inputs))
+    assert_equal(program, fxwrap.from_fx(module))
