@@ -13,6 +13,7 @@ from torch.fx import Proxy
 from fxwrap.errors import GraphModuleError
 from fxwrap.runtime import control
 from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.native import find_plain_inputs_check
 from fxwrap.runtime.kernels import load_gridless_kernel, load_kernel, prepare_kernels
 from fxwrap.torch_compat import direct_state, has_real_storage, is_dispatch_intercepted, is_opaque
 
@@ -29,16 +30,35 @@ _is_negated = torch.Tensor.is_neg
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-def can_bypass_dispatcher(module: torch.nn.Module, *inputs: object) -> bool:
-    """Whether a call may run kernels directly, with the same observable behaviour as calls of operators.
+def _make_bypass_check() -> Callable[..., bool]:
+    """Returns `can_bypass_dispatcher`, which uses the native check as soon as a bridge is loaded."""
+    are_plain_inputs: Callable[[tuple[object, ...]], bool] | None = None
 
-    No mode, functorch level or tracer may be active, and no input, parameter or buffer may be a fake, meta,
-    functionalised, negated, subclassed or symbolic tensor or require gradients. Raises GraphModuleError under symbolic
-    tracing.
-    """
-    if _is_compiling() or is_dispatch_intercepted():
-        return False
-    inputs += direct_state(module)
+    def can_bypass_dispatcher(module: torch.nn.Module, *inputs: object) -> bool:
+        """Whether a call may run kernels directly, with the same observable behaviour as calls of operators.
+
+        No mode, functorch level or tracer may be active, and no input, parameter or buffer may be a fake, meta,
+        functionalised, negated, subclassed or symbolic tensor or require gradients. Raises GraphModuleError under
+        symbolic tracing.
+        """
+        nonlocal are_plain_inputs
+        if _is_compiling():
+            return False
+        inputs += direct_state(module)
+        if are_plain_inputs is None:
+            are_plain_inputs = find_plain_inputs_check()
+        if are_plain_inputs is not None and are_plain_inputs(inputs):
+            return True
+        return not is_dispatch_intercepted() and _are_plain(inputs)
+
+    return can_bypass_dispatcher
+
+
+can_bypass_dispatcher = _make_bypass_check()
+
+
+def _are_plain(inputs: tuple[object, ...]) -> bool:
+    """Whether operators run the kernels of ordinary tensors on these inputs, without gradients."""
     kinds = set(map(type, inputs))
     if not kinds <= _PLAIN_CLASSES and not all(type(item) in _PLAIN_CLASSES or is_opaque(item) for item in inputs):
         check_not_traced(inputs)

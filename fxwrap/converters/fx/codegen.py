@@ -7,6 +7,7 @@ The generator is the graph's CodeGen, so rewrites, copies and `recompile()` use 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 from torch.fx import Node
@@ -163,11 +164,15 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
         assignments = [
             i for i in range(start + 1, end) if body[i].startswith((f"{name} = ", f"{name}: ", f"{name} : "))
         ]
+        base = node.args[0] if node.args else None
+        if assignments and node.target is operator.getitem and base in writer.unpacked:
+            remaining = _remove_name(pieces[assignments[-1] + 1], repr(base)).removeprefix(";  ")
+            pieces[start + 1 : end] = [remaining.lstrip("\n"), *[""] * (end - start - 2)]
+            continue
         text = writer.call(node) if assignments else None
         if text is None:
             continue
         index, origin = assignments[-1], str(node.meta.get("fxwrap_origin") or "")
-        base = node.args[0] if node.args else None
         if isinstance(base, Node) and base in dropped_later:
             pieces[index + 1] = _remove_name(pieces[index + 1], repr(base), dropped_later[base])
         if node in writer.folded_views:
@@ -176,11 +181,11 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
             continue
         comment = f"# {origin}\n" if origin and origin != last_origin else ""
         last_origin = origin
-        if node.users:
+        if node.users and node not in writer.unpacked:
             pieces[index] = f"{comment}{body[index].partition(' = ')[0]} = {text}"
             continue
         pieces[index] = comment + text
-        if index + 1 < end:
+        if index + 1 < end and not node.users:
             pieces[index + 1] = _remove_name(body[index + 1], name)
     return pieces
 

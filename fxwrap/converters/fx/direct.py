@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.converters.fx.direct_writer import DirectForm, DirectWriter, NoDirectForm, kind_of_node, named_arguments
+from fxwrap.converters.fx.direct_writer import (
+    FUNCTIONAL_LAUNCHES,
+    DirectForm,
+    DirectWriter,
+    NoDirectForm,
+    kind_of_node,
+    named_arguments,
+)
 from fxwrap.converters.torch_calls import ArgumentKind
 from fxwrap.devices import language_traits
 from fxwrap.runtime import checks, direct, library, tensors
@@ -28,8 +35,6 @@ from fxwrap.wrapper_ir.operators import operator_schema
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
 _HIGHER = torch.ops.higher_order
-
-_FUNCTIONAL_LAUNCHES = frozenset({_FXWRAP.cpp_kernel_functional.default, triton_launch_functional})
 
 # --- launches -------------------------------------------------------------------------------------------------------
 
@@ -75,11 +80,17 @@ def _cpp_kernel_functional(writer: DirectWriter, node: Node) -> str:
         raise NoDirectForm from None
     if len({out for out in outs if out is not None}) < len(outs) - outs.count(None):
         raise NoDirectForm  # copies of one tensor
-    names = [f"{node!r}[{index}]" for index in range(len(outs))]
+    names = writer.result_names(node, range(len(outs)))
     result_of = {out: name for out, name in zip(outs, names, strict=True) if out is not None}
     inputs = [result_of.get(item) or writer.text(item) for item in ins]
     launch = _launch_cpp(writer, node, kernel_hash, [*inputs, *names], sizes, floats, grid)
+    if node in writer.unpacked:
+        return _assignments(names, results) + launch
     return f"({', '.join(results)},)\n{launch}"
+
+
+def _assignments(names: Sequence[str], texts: Sequence[str]) -> str:
+    return "".join([f"{name} = {text}\n" for name, text in zip(names, texts, strict=True)])
 
 
 def _new_result(writer: DirectWriter, device: object, sizes: Any, strides: Any, dtype: object) -> str:
@@ -98,7 +109,7 @@ def _is_new(node: Node) -> bool:
     target: Any = node.target
     if target is operator.getitem:
         source, index = node.args
-        is_result = isinstance(source, Node) and source.target in _FUNCTIONAL_LAUNCHES
+        is_result = isinstance(source, Node) and source.target in FUNCTIONAL_LAUNCHES
         return is_result and not any(
             user is not node and user.args[1:] in ((), (index,))
             for user in source.users  # type: ignore[union-attr]
@@ -131,9 +142,14 @@ def _triton_kernel_functional(writer: DirectWriter, node: Node) -> str:
         raise NoDirectForm
     if len({arguments[name] for name in names}) < len(names):
         raise NoDirectForm  # copies of one tensor
-    results = [f"{name!r}: {_copy(writer, arguments[name])}" for name in names]
-    texts = {name: f"{node!r}[{name!r}]" if name in names else writer.text(item) for name, item in arguments.items()}
-    return f"{{{', '.join(results)}}}\n{_launch_triton(writer, node, call, texts)}"
+    results = [_copy(writer, arguments[name]) for name in names]
+    result_of = dict(zip(names, writer.result_names(node, names), strict=True))
+    texts = {name: result_of.get(name) or writer.text(item) for name, item in arguments.items()}
+    launch = _launch_triton(writer, node, call, texts)
+    if node in writer.unpacked:
+        return _assignments([*result_of.values()], results) + launch
+    pairs = [f"{name!r}: {text}" for name, text in zip(names, results, strict=True)]
+    return f"{{{', '.join(pairs)}}}\n{launch}"
 
 
 def _launch_triton(writer: DirectWriter, node: Node, call: Sequence[Any], texts: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ Of the metadata, only `val` is read, for the kind of an argument: tensor or numb
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -22,7 +23,10 @@ from fxwrap.inference import scalar_kind
 from fxwrap.runtime import direct, library, tensors
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.graph_capture.replay import GraphManager
-from fxwrap.torch_compat import OpOverload, overload_name, torch_schema
+from fxwrap.torch_compat import OpOverload, overload_name, torch_schema, triton_launch_functional
+
+FUNCTIONAL_LAUNCHES = frozenset({torch.ops.fxwrap.cpp_kernel_functional.default, triton_launch_functional})
+"""Operators that launch a kernel and return its results."""
 
 _UNIT_GRID = (1, 1, 1)
 _VARARG_METHODS = ("view", "expand")
@@ -40,7 +44,8 @@ class DirectWriter:
     """Returns the direct text of a graph's nodes.
 
     `globals` are the objects that the text names, by names from `new_name`; `kernels` is one of them. `parameters` are
-    the names of the function's parameters, which shadow builtins; `forms` are the forms of calls, by target.
+    the names of the function's parameters, which shadow builtins; `forms` are the forms of calls, by target. `unpacked`
+    are launches whose results the text assigns to the names of their `operator.getitem` nodes.
     """
 
     def __init__(
@@ -61,12 +66,14 @@ class DirectWriter:
         self._written = written_arguments(nodes)
         self._views = StridedViews(nodes)
         self.folded_views = self._views.folded
+        self.unpacked: set[Node] = set()
 
     def call(self, node: Node) -> str | None:
         """Returns a call of a function or submodule as an expression; None if it has no direct form."""
         try:
             return self._call(node)
         except NoDirectForm:
+            self.unpacked.discard(node)
             return None
 
     def _call(self, node: Node) -> str:
@@ -106,6 +113,16 @@ class DirectWriter:
         if name in self.parameters:
             raise NoDirectForm
         return name
+
+    def result_names(self, node: Node, keys: Sequence[object]) -> list[str]:
+        """Returns the texts of the results of a functional launch, which is unpacked if each has one node."""
+        items = [user.args[1] for user in node.users if user.target is operator.getitem and user.args[0] is node]
+        if len(items) == len(node.users) == len(keys) and all(type(item) in (int, str) for item in items):
+            names = {item: repr(user) for item, user in zip(items, node.users, strict=True)}
+            if names.keys() == set(keys):
+                self.unpacked.add(node)
+                return [names[key] for key in keys]
+        return [f"{node!r}[{key!r}]" for key in keys]
 
     # --- arguments --------------------------------------------------------------------------------------------------
 
