@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.fx import Proxy
 
+from fxwrap.devices import Launcher
 from fxwrap.errors import GraphModuleError
 from fxwrap.runtime import control
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.native import find_plain_inputs_check
 from fxwrap.runtime.kernels import load_gridless_kernel, load_kernel, prepare_kernels
+from fxwrap.runtime.native import find_plain_inputs_check
 from fxwrap.torch_compat import direct_state, has_real_storage, is_dispatch_intercepted, is_opaque
 
 SUPPORTED_ALTERNATIVES = (
@@ -83,41 +84,43 @@ def check_not_traced(inputs: Sequence[object]) -> None:
         raise GraphModuleError(f"an emitted graph cannot be traced symbolically: {reason}. {SUPPORTED_ALTERNATIVES}")
 
 
-class KernelModule:
-    """The launchers of a graph's kernels, as functions of a module.
+class LazyKernels:
+    """The launchers of a graph's kernels, as globals of its code.
 
-    The first launch loads all of them, and compiles C++ kernels together.
+    The first launch loads all kernels, C++ kernels compiled together, and replaces the launchers among the globals of
+    the function that it is called from: nothing in Python remains between the code and the kernel.
     """
 
     def __init__(self) -> None:
-        self.module = ModuleType("kernels")  # attribute access on modules is the fastest
-        self._texts: dict[str, KernelText] = {}
-        self._gridless: set[str] = set()
+        self._texts: dict[str, tuple[KernelText, bool]] = {}
+        self._unloaded: dict[str, Launcher] = {}
+        self._loaded: dict[str, Launcher] = {}
         self._lock = threading.Lock()
 
-    def add(self, name: str, text: KernelText, gridless: bool) -> None:
-        """Adds a kernel. The launcher of a `gridless` one has no grid argument."""
-        self._texts[name] = text
-        if gridless:
-            self._gridless.add(name)
+    def add(self, name: str, text: KernelText, gridless: bool) -> Launcher:
+        """Returns the launcher of a kernel, to be the global of this name. That of a `gridless` one takes no grid."""
 
         def load_and_launch(*arguments: object) -> None:
-            self._load()
-            getattr(self.module, name)(*arguments)
+            self._load(sys._getframe(1).f_globals)
+            self._loaded[name](*arguments)
 
-        setattr(self.module, name, load_and_launch)
+        self._texts[name] = (text, gridless)
+        self._unloaded[name] = load_and_launch
+        return load_and_launch
 
-    def _load(self) -> None:
+    def _load(self, code_globals: dict[str, object]) -> None:
         with self._lock:
-            prepare_kernels(tuple(self._texts.values()))
-            for name, launcher in {name: self._launcher(name) for name in self._texts}.items():
-                setattr(self.module, name, launcher)
+            if not self._loaded:
+                prepare_kernels(tuple([text for text, _ in self._texts.values()]))
+                self._loaded = {name: _launcher(*kernel) for name, kernel in self._texts.items()}
+        for name, launcher in self._unloaded.items():
+            if code_globals.get(name) is launcher:
+                code_globals[name] = self._loaded[name]
 
-    def _launcher(self, name: str) -> Callable[..., object]:
-        text = self._texts[name]
-        if name in self._gridless:
-            return load_gridless_kernel(text.language, text.source, text.signature, text.options)
-        return load_kernel(text.language, text.source, text.signature, text.options)
+
+def _launcher(text: KernelText, gridless: bool) -> Launcher:
+    load = load_gridless_kernel if gridless else load_kernel
+    return load(text.language, text.source, text.signature, text.options)
 
 
 def while_loop(

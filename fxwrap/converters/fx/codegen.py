@@ -8,6 +8,7 @@ The generator is the graph's CodeGen, so rewrites, copies and `recompile()` use 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 
 from torch.fx import Node
@@ -171,6 +172,7 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
             continue
         text = writer.call(node) if assignments else None
         if text is None:
+            pieces[start + 1 : end] = _with_own_names(pieces[start + 1 : end], node, writer)
             continue
         index, origin = assignments[-1], str(node.meta.get("fxwrap_origin") or "")
         if isinstance(base, Node) and base in dropped_later:
@@ -182,12 +184,35 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
         comment = f"# {origin}\n" if origin and origin != last_origin else ""
         last_origin = origin
         if node.users and node not in writer.unpacked:
-            pieces[index] = f"{comment}{body[index].partition(' = ')[0]} = {text}"
-            continue
+            text = f"{body[index].partition(' = ')[0]} = {text}"
         pieces[index] = comment + text
-        if index + 1 < end and not node.users:
-            pieces[index + 1] = _remove_name(body[index + 1], name)
+        if index + 1 < end:
+            pieces[index + 1] = _drops(pieces[index + 1], node, writer)
     return pieces
+
+
+def _with_own_names(pieces: list[str], node: Node, writer: DirectWriter) -> list[str]:
+    """Returns the pieces of a node without a direct form, which use the names of nodes."""
+    for operand in node.all_input_nodes:
+        if operand in writer.renamed:
+            definition = f"{operand!r} = {writer.text(operand)}"
+            pieces = [
+                f"{definition}\n{pieces[0]}",
+                *[_remove_name(piece, repr(operand), f"{definition} = ") for piece in pieces[1:]],
+            ]
+    return pieces
+
+
+def _drops(piece: str, node: Node, writer: DirectWriter) -> str:
+    """Returns the piece that drops values after the direct text of a node."""
+    if not node.users:
+        piece = _remove_name(piece, repr(node))
+    for operand in node.all_input_nodes:
+        if operand in writer.retained:
+            piece = _remove_name(piece, repr(operand))
+        elif operand in writer.renamed:
+            piece = _remove_name(piece, repr(operand), f"{writer.text(operand)} = ")
+    return piece
 
 
 def _dropped_names(piece: str) -> str:
@@ -198,5 +223,6 @@ def _dropped_names(piece: str) -> str:
 
 def _remove_name(piece: str, name: str, instead: str = "") -> str:
     """Returns the piece that drops values after a node, `;  x = y = None`, without a name, or with others instead."""
-    remaining = piece.replace(f"{name} = ", instead)
+    start = r"(?:(?<!\w)|(?<=\x1b\[2m))"  # torch.fx's colour of such pieces ends in a letter
+    remaining = re.sub(rf"{start}{re.escape(name)} = ", lambda _: instead, piece)
     return remaining if " = None" in remaining else "\n"

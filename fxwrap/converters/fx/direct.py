@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,22 +75,43 @@ def _cpp_kernel_functional(writer: DirectWriter, node: Node) -> str:
         raise NoDirectForm
     try:
         new = iter(library.result_layouts(layouts, dtypes))
-        results = [_new_result(writer, device, *next(new)) if out is None else _copy(writer, out) for out in outs]
+        texts = [_new_result(writer, device, *next(new)) if out is None else _copy(writer, out) for out in outs]
     except (ValueError, TypeError, AttributeError, StopIteration):
         raise NoDirectForm from None
     if len({out for out in outs if out is not None}) < len(outs) - outs.count(None):
         raise NoDirectForm  # copies of one tensor
-    names = writer.result_names(node, range(len(outs)))
-    result_of = {out: name for out, name in zip(outs, names, strict=True) if out is not None}
-    inputs = [result_of.get(item) or writer.text(item) for item in ins]
-    launch = _launch_cpp(writer, node, kernel_hash, [*inputs, *names], sizes, floats, grid)
-    if node in writer.unpacked:
-        return _assignments(names, results) + launch
-    return f"({', '.join(results)},)\n{launch}"
+
+    def launch(names: Sequence[str]) -> str:
+        result_of = {out: name for out, name in zip(outs, names, strict=True) if out is not None}
+        inputs = [result_of.get(item) or writer.text(item) for item in ins]
+        return _launch_cpp(writer, node, kernel_hash, [*inputs, *names], sizes, floats, grid)
+
+    return _functional_launch(writer, node, range(len(outs)), outs, texts, launch)
 
 
-def _assignments(names: Sequence[str], texts: Sequence[str]) -> str:
-    return "".join([f"{name} = {text}\n" for name, text in zip(names, texts, strict=True)])
+def _functional_launch(
+    writer: DirectWriter,
+    node: Node,
+    keys: Sequence[object],
+    outs: Sequence[object],
+    texts: Sequence[str],
+    launch: Callable[[Sequence[str]], str],
+) -> str:
+    """Returns the definitions of a launch's results, then the launch on their names.
+
+    `outs` are the tensors that they overwrite, None for new ones; `texts` are their definitions.
+    """
+    launch(texts)  # raises NoDirectForm
+    results = writer.results(node, keys)
+    if results is None:
+        names = [f"{node!r}[{key!r}]" for key in keys]
+        pairs = [f"{key!r}: {text}" for key, text in zip(keys, texts, strict=True)]
+        packed = f"({', '.join(texts)},)" if isinstance(keys, range) else f"{{{', '.join(pairs)}}}"
+        return f"{packed}\n{launch(names)}"
+    writer.unpacked.add(node)
+    owned = [out if isinstance(out, Node) and _is_last_use(out) else None for out in outs]
+    definitions = [writer.define_result(*item) for item in zip(results, texts, owned, strict=True)]
+    return "".join(definitions) + launch([writer.text(result) for result in results])
 
 
 def _new_result(writer: DirectWriter, device: object, sizes: Any, strides: Any, dtype: object) -> str:
@@ -99,9 +120,14 @@ def _new_result(writer: DirectWriter, device: object, sizes: Any, strides: Any, 
 
 def _copy(writer: DirectWriter, tensor: object) -> str:
     """Returns a copy of a tensor, or the tensor itself if nothing else uses its memory."""
-    if isinstance(tensor, Node) and len(tensor.users) == 1 and _is_new(tensor):
+    if isinstance(tensor, Node) and _is_last_use(tensor):
         return writer.text(tensor)
     return writer.runtime(tensors, "copy_with_strides", [writer.text(tensor)])
+
+
+def _is_last_use(node: Node) -> bool:
+    """Whether nothing but the one user of a tensor uses its memory."""
+    return len(node.users) == 1 and _is_new(node)
 
 
 def _is_new(node: Node) -> bool:
@@ -142,14 +168,14 @@ def _triton_kernel_functional(writer: DirectWriter, node: Node) -> str:
         raise NoDirectForm
     if len({arguments[name] for name in names}) < len(names):
         raise NoDirectForm  # copies of one tensor
-    results = [_copy(writer, arguments[name]) for name in names]
-    result_of = dict(zip(names, writer.result_names(node, names), strict=True))
-    texts = {name: result_of.get(name) or writer.text(item) for name, item in arguments.items()}
-    launch = _launch_triton(writer, node, call, texts)
-    if node in writer.unpacked:
-        return _assignments([*result_of.values()], results) + launch
-    pairs = [f"{name!r}: {text}" for name, text in zip(names, results, strict=True)]
-    return f"{{{', '.join(pairs)}}}\n{launch}"
+    outs = [arguments[name] for name in names]
+
+    def launch(results: Sequence[str]) -> str:
+        result_of = dict(zip(names, results, strict=True))
+        texts = {name: result_of.get(name) or writer.text(item) for name, item in arguments.items()}
+        return _launch_triton(writer, node, call, texts)
+
+    return _functional_launch(writer, node, list(names), outs, [_copy(writer, out) for out in outs], launch)
 
 
 def _launch_triton(writer: DirectWriter, node: Node, call: Sequence[Any], texts: Mapping[str, str]) -> str:

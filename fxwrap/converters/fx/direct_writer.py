@@ -43,9 +43,10 @@ DirectForm: TypeAlias = "Callable[[DirectWriter, Node], str]"
 class DirectWriter:
     """Returns the direct text of a graph's nodes.
 
-    `globals` are the objects that the text names, by names from `new_name`; `kernels` is one of them. `parameters` are
-    the names of the function's parameters, which shadow builtins; `forms` are the forms of calls, by target. `unpacked`
-    are launches whose results the text assigns to the names of their `operator.getitem` nodes.
+    `globals` are the objects that the text names, by names from `new_name`. `parameters` are the names of the
+    function's parameters, which shadow builtins; `forms` are the forms of calls, by target. `unpacked` are launches
+    whose results have names of their own, those of their `operator.getitem` nodes. `renamed` are the results that have
+    the name of the tensor in whose memory they are, one of the `retained` ones.
     """
 
     def __init__(
@@ -58,22 +59,22 @@ class DirectWriter:
         self.new_name = new_name
         self.parameters = parameters
         self._forms = forms
-        self.kernels = direct.KernelModule()
+        self._kernels = direct.LazyKernels()
         self.globals: dict[str, object] = {}
         self._names: dict[object, str] = {}
         self._graph_managers: dict[str, GraphManager] = {}
-        self._kernel_names: dict[tuple[str, bool], str] = {}
         self._written = written_arguments(nodes)
         self._views = StridedViews(nodes)
         self.folded_views = self._views.folded
         self.unpacked: set[Node] = set()
+        self.renamed: dict[Node, Node] = {}
+        self.retained: set[Node] = set()
 
     def call(self, node: Node) -> str | None:
         """Returns a call of a function or submodule as an expression; None if it has no direct form."""
         try:
             return self._call(node)
         except NoDirectForm:
-            self.unpacked.discard(node)
             return None
 
     def _call(self, node: Node) -> str:
@@ -114,15 +115,25 @@ class DirectWriter:
             raise NoDirectForm
         return name
 
-    def result_names(self, node: Node, keys: Sequence[object]) -> list[str]:
-        """Returns the texts of the results of a functional launch, which is unpacked if each has one node."""
+    def results(self, node: Node, keys: Sequence[object]) -> list[Node] | None:
+        """Returns the nodes of the results of a functional launch, by key; None unless each result has one node."""
         items = [user.args[1] for user in node.users if user.target is operator.getitem and user.args[0] is node]
         if len(items) == len(node.users) == len(keys) and all(type(item) in (int, str) for item in items):
-            names = {item: repr(user) for item, user in zip(items, node.users, strict=True)}
-            if names.keys() == set(keys):
-                self.unpacked.add(node)
-                return [names[key] for key in keys]
-        return [f"{node!r}[{key!r}]" for key in keys]
+            nodes: dict[object, Node] = dict(zip(items, node.users, strict=True))
+            if nodes.keys() == set(keys):
+                return [nodes[key] for key in keys]
+        return None
+
+    def define_result(self, result: Node, text: str, memory: Node | None) -> str:
+        """Returns the statement that defines a result of an unpacked launch; `memory` is the tensor it overwrites.
+
+        There is none if launches alone use the result: they use the name of the memory.
+        """
+        if memory is not None and result.users and all(user.target in FUNCTIONAL_LAUNCHES for user in result.users):
+            self.renamed[result] = self.renamed.get(memory, memory)
+            self.retained.add(memory)
+            return ""
+        return f"{result!r} = {text}\n"
 
     # --- arguments --------------------------------------------------------------------------------------------------
 
@@ -135,7 +146,9 @@ class DirectWriter:
                 return f"({self.texts(item)}{',' if len(item) == 1 else ''})"
             case list():
                 return f"[{self.texts(item)}]"
-            case Node() | bool() | int() | float() | str() | None:
+            case Node():
+                return repr(self.renamed.get(item, item))
+            case bool() | int() | float() | str() | None:
                 return repr(item)  # torch.fx defines inf and nan
             case torch.dtype() | torch.layout() | torch.memory_format():
                 return str(item)
@@ -217,15 +230,12 @@ class DirectWriter:
         )
 
     def _launcher(self, name_hint: str, kernel_hash: str, text: KernelText, gridless: bool) -> str:
-        name = self._kernel_names.get((kernel_hash, gridless))
+        name = self._names.get((kernel_hash, gridless))
         if name is None:
-            base = "".join([letter if letter.isalnum() else "_" for letter in name_hint or "kernel"])
-            name, count = base, 0
-            while name in self._kernel_names.values() or name.startswith("__") or not name.isidentifier():
-                name, count = f"{base if base[:1].isalpha() else 'kernel'}_{count}", count + 1
-            self._kernel_names[kernel_hash, gridless] = name
-            self.kernels.add(name, text, gridless)
-        return f"{self.global_name('kernels', self.kernels.module, 'kernels')}.{name}"
+            letters = [letter if letter.isalnum() else "_" for letter in name_hint]
+            name = self._names[kernel_hash, gridless] = self.new_name("kernel_" + "".join(letters))
+            self.globals[name] = self._kernels.add(name, text, gridless)
+        return name
 
 
 _SCALAR_KINDS = {"bool": ArgumentKind.BOOL, "int": ArgumentKind.INT, "float": ArgumentKind.FLOAT}

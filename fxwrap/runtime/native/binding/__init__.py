@@ -60,7 +60,7 @@ def launcher_class() -> Any:
 
 def find_plain_inputs_check() -> Callable[[tuple[object, ...]], bool] | None:
     """Returns the binding's `are_plain_inputs`, see `runtime.direct`; None while this process has loaded no bridge."""
-    return _binding().are_plain_inputs if binding_is_loaded() else None  # type: ignore[no-any-return]
+    return _binding().are_plain_inputs if binding_is_loaded() else None
 
 
 def override_driver_library(path: Path) -> None:
