@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,7 +101,8 @@ class LazyKernels:
         """Returns the launcher of a kernel, to be the global of this name. That of a `gridless` one takes no grid."""
 
         def load_and_launch(*arguments: object) -> None:
-            self._load(sys._getframe(1).f_globals)
+            frame = inspect.currentframe()
+            self._load(frame.f_back.f_globals if frame is not None and frame.f_back is not None else {})
             self._loaded[name](*arguments)
 
         self._texts[name] = (text, gridless)

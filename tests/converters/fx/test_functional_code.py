@@ -167,8 +167,15 @@ def test_the_native_check_is_certain_of_ordinary_inputs_only() -> None:
     assert not are_plain((gradients,))
     with torch.no_grad():
         assert are_plain((gradients,))
-    uncertain = [x.to_sparse(), torch.empty(2, device="meta"), torch.randn(2, dtype=torch.complex64).conj(), "text",
-                 torch.randn(2, dtype=torch.complex64).conj().imag, torch._to_functional_tensor(x), torch.float32]  # fmt: skip
+    conjugate = torch.randn(2, dtype=torch.complex64).conj()
+    uncertain = [
+        x.to_sparse(),
+        torch.empty(2, device="meta"),
+        conjugate,
+        conjugate.imag,
+        torch._to_functional_tensor(x),
+    ]
+    uncertain += ["text", torch.float32]
     assert not any(are_plain((x, item)) for item in uncertain)
     seen = []
     torch.func.vmap(lambda item: (seen.append(are_plain((item, x))), item)[1])(torch.rand(2, 3))
