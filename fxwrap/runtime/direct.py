@@ -101,8 +101,7 @@ class LazyKernels:
         """Returns the launcher of a kernel, to be the global of this name. That of a `gridless` one takes no grid."""
 
         def load_and_launch(*arguments: object) -> None:
-            frame = inspect.currentframe()
-            self._load(frame.f_back.f_globals if frame is not None and frame.f_back is not None else {})
+            self._load(inspect.currentframe().f_back.f_globals)  # type: ignore[union-attr]
             self._loaded[name](*arguments)
 
         self._texts[name] = (text, gridless)
