@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.fx import Proxy
 
+from fxwrap.devices import Launcher
 from fxwrap.errors import GraphModuleError
 from fxwrap.runtime import control
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_gridless_kernel, load_kernel, prepare_kernels
+from fxwrap.runtime.native import find_plain_inputs_check
 from fxwrap.torch_compat import direct_state, has_real_storage, is_dispatch_intercepted, is_opaque
 
 SUPPORTED_ALTERNATIVES = (
@@ -29,16 +31,35 @@ _is_negated = torch.Tensor.is_neg
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-def can_bypass_dispatcher(module: torch.nn.Module, *inputs: object) -> bool:
-    """Whether a call may run kernels directly, with the same observable behaviour as calls of operators.
+def _make_bypass_check() -> Callable[..., bool]:
+    """Returns `can_bypass_dispatcher`, which uses the native check as soon as a bridge is loaded."""
+    are_plain_inputs: Callable[[tuple[object, ...]], bool] | None = None
 
-    No mode, functorch level or tracer may be active, and no input, parameter or buffer may be a fake, meta,
-    functionalised, negated, subclassed or symbolic tensor or require gradients. Raises GraphModuleError under symbolic
-    tracing.
-    """
-    if _is_compiling() or is_dispatch_intercepted():
-        return False
-    inputs += direct_state(module)
+    def can_bypass_dispatcher(module: torch.nn.Module, *inputs: object) -> bool:
+        """Whether a call may run kernels directly, with the same observable behaviour as calls of operators.
+
+        No mode, functorch level or tracer may be active, and no input, parameter or buffer may be a fake, meta,
+        functionalised, negated, subclassed or symbolic tensor or require gradients. Raises GraphModuleError under
+        symbolic tracing.
+        """
+        nonlocal are_plain_inputs
+        if _is_compiling():
+            return False
+        inputs += direct_state(module)
+        if are_plain_inputs is None:
+            are_plain_inputs = find_plain_inputs_check()
+        if are_plain_inputs is not None and are_plain_inputs(inputs):
+            return True
+        return not is_dispatch_intercepted() and _are_plain(inputs)
+
+    return can_bypass_dispatcher
+
+
+can_bypass_dispatcher = _make_bypass_check()
+
+
+def _are_plain(inputs: tuple[object, ...]) -> bool:
+    """Whether operators run the kernels of ordinary tensors on these inputs, without gradients."""
     kinds = set(map(type, inputs))
     if not kinds <= _PLAIN_CLASSES and not all(type(item) in _PLAIN_CLASSES or is_opaque(item) for item in inputs):
         check_not_traced(inputs)
@@ -63,41 +84,43 @@ def check_not_traced(inputs: Sequence[object]) -> None:
         raise GraphModuleError(f"an emitted graph cannot be traced symbolically: {reason}. {SUPPORTED_ALTERNATIVES}")
 
 
-class KernelModule:
-    """The launchers of a graph's kernels, as functions of a module.
+class LazyKernels:
+    """The launchers of a graph's kernels, as globals of its code.
 
-    The first launch loads all of them, and compiles C++ kernels together.
+    The first launch loads all kernels, C++ kernels compiled together, and replaces the launchers among the globals of
+    the function that it is called from: nothing in Python remains between the code and the kernel.
     """
 
     def __init__(self) -> None:
-        self.module = ModuleType("kernels")  # attribute access on modules is the fastest
-        self._texts: dict[str, KernelText] = {}
-        self._gridless: set[str] = set()
+        self._texts: dict[str, tuple[KernelText, bool]] = {}
+        self._unloaded: dict[str, Launcher] = {}
+        self._loaded: dict[str, Launcher] = {}
         self._lock = threading.Lock()
 
-    def add(self, name: str, text: KernelText, gridless: bool) -> None:
-        """Adds a kernel. The launcher of a `gridless` one has no grid argument."""
-        self._texts[name] = text
-        if gridless:
-            self._gridless.add(name)
+    def add(self, name: str, text: KernelText, gridless: bool) -> Launcher:
+        """Returns the launcher of a kernel, to be the global of this name. That of a `gridless` one takes no grid."""
 
         def load_and_launch(*arguments: object) -> None:
-            self._load()
-            getattr(self.module, name)(*arguments)
+            self._load(inspect.currentframe().f_back.f_globals)  # type: ignore[union-attr]
+            self._loaded[name](*arguments)
 
-        setattr(self.module, name, load_and_launch)
+        self._texts[name] = (text, gridless)
+        self._unloaded[name] = load_and_launch
+        return load_and_launch
 
-    def _load(self) -> None:
+    def _load(self, code_globals: dict[str, object]) -> None:
         with self._lock:
-            prepare_kernels(tuple(self._texts.values()))
-            for name, launcher in {name: self._launcher(name) for name in self._texts}.items():
-                setattr(self.module, name, launcher)
+            if not self._loaded:
+                prepare_kernels(tuple([text for text, _ in self._texts.values()]))
+                self._loaded = {name: _launcher(*kernel) for name, kernel in self._texts.items()}
+        for name, launcher in self._unloaded.items():
+            if code_globals.get(name) is launcher:
+                code_globals[name] = self._loaded[name]
 
-    def _launcher(self, name: str) -> Callable[..., object]:
-        text = self._texts[name]
-        if name in self._gridless:
-            return load_gridless_kernel(text.language, text.source, text.signature, text.options)
-        return load_kernel(text.language, text.source, text.signature, text.options)
+
+def _launcher(text: KernelText, gridless: bool) -> Launcher:
+    load = load_gridless_kernel if gridless else load_kernel
+    return load(text.language, text.source, text.signature, text.options)
 
 
 def while_loop(

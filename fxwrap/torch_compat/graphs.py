@@ -13,12 +13,13 @@ ChangeBody: TypeAlias = Callable[[list[str]], list[str]]
 
 
 class LazyGraphModule(torch.fx.GraphModule):
-    """A GraphModule that generates its code on `write()` instead of in its constructor.
+    """A GraphModule that generates its code on `write()` instead of in its constructor, and is called as any module.
 
     Whoever returns one to a caller writes it before, so that torch's tools get an ordinary GraphModule.
 
     Why: GraphModule generates code at once, which costs as much as its nodes, also for graphs that are only read or
-    that run in another form. Dynamo cannot trace torch's own lazy class.
+    that run in another form. Dynamo cannot trace torch's own lazy class. GraphModule's wrapper of calls removes the
+    traceback of errors in generated code, and takes as long as several launches of kernels.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -27,7 +28,12 @@ class LazyGraphModule(torch.fx.GraphModule):
 
     def recompile(self) -> Any:
         """Generates the code again if it was generated before."""
-        return None if self.__dict__.get("_needs_codegen") else super().recompile()
+        if self.__dict__.get("_needs_codegen"):
+            return None
+        code = super().recompile()
+        if "__call__" in vars(type(self)):  # each GraphModule has a class of its own
+            del type(self).__call__
+        return code
 
     def write(self) -> None:
         """Generates the code, that of its submodules included, if that has not been done."""

@@ -7,6 +7,8 @@ The generator is the graph's CodeGen, so rewrites, copies and `recompile()` use 
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable, Sequence
 
 from torch.fx import Node
@@ -163,11 +165,16 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
         assignments = [
             i for i in range(start + 1, end) if body[i].startswith((f"{name} = ", f"{name}: ", f"{name} : "))
         ]
+        base = node.args[0] if node.args else None
+        if assignments and node.target is operator.getitem and base in writer.unpacked:
+            remaining = _remove_name(pieces[assignments[-1] + 1], repr(base)).removeprefix(";  ")
+            pieces[start + 1 : end] = [remaining.lstrip("\n"), *[""] * (end - start - 2)]
+            continue
         text = writer.call(node) if assignments else None
         if text is None:
+            pieces[start + 1 : end] = _with_own_names(pieces[start + 1 : end], node, writer)
             continue
         index, origin = assignments[-1], str(node.meta.get("fxwrap_origin") or "")
-        base = node.args[0] if node.args else None
         if isinstance(base, Node) and base in dropped_later:
             pieces[index + 1] = _remove_name(pieces[index + 1], repr(base), dropped_later[base])
         if node in writer.folded_views:
@@ -176,13 +183,36 @@ def _direct_body(body: list[str], nodes: Sequence[Node], writer: DirectWriter) -
             continue
         comment = f"# {origin}\n" if origin and origin != last_origin else ""
         last_origin = origin
-        if node.users:
-            pieces[index] = f"{comment}{body[index].partition(' = ')[0]} = {text}"
-            continue
+        if node.users and node not in writer.unpacked:
+            text = f"{body[index].partition(' = ')[0]} = {text}"
         pieces[index] = comment + text
         if index + 1 < end:
-            pieces[index + 1] = _remove_name(body[index + 1], name)
+            pieces[index + 1] = _drops(pieces[index + 1], node, writer)
     return pieces
+
+
+def _with_own_names(pieces: list[str], node: Node, writer: DirectWriter) -> list[str]:
+    """Returns the pieces of a node without a direct form, which use the names of nodes."""
+    for operand in node.all_input_nodes:
+        if operand in writer.renamed:
+            definition = f"{operand!r} = {writer.text(operand)}"
+            pieces = [
+                f"{definition}\n{pieces[0]}",
+                *[_remove_name(piece, repr(operand), f"{definition} = ") for piece in pieces[1:]],
+            ]
+    return pieces
+
+
+def _drops(piece: str, node: Node, writer: DirectWriter) -> str:
+    """Returns the piece that drops values after the direct text of a node."""
+    if not node.users:
+        piece = _remove_name(piece, repr(node))
+    for operand in node.all_input_nodes:
+        if operand in writer.retained:
+            piece = _remove_name(piece, repr(operand))
+        elif operand in writer.renamed:
+            piece = _remove_name(piece, repr(operand), f"{writer.text(operand)} = ")
+    return piece
 
 
 def _dropped_names(piece: str) -> str:
@@ -193,5 +223,6 @@ def _dropped_names(piece: str) -> str:
 
 def _remove_name(piece: str, name: str, instead: str = "") -> str:
     """Returns the piece that drops values after a node, `;  x = y = None`, without a name, or with others instead."""
-    remaining = piece.replace(f"{name} = ", instead)
+    start = r"(?:(?<!\w)|(?<=\x1b\[2m))"  # torch.fx's colour of such pieces ends in a letter
+    remaining = re.sub(rf"{start}{re.escape(name)} = ", lambda _: instead, piece)
     return remaining if " = None" in remaining else "\n"

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxwrap.converters.fx.direct_writer import DirectForm, DirectWriter, NoDirectForm, kind_of_node, named_arguments
+from fxwrap.converters.fx.direct_writer import (
+    FUNCTIONAL_LAUNCHES,
+    DirectForm,
+    DirectWriter,
+    NoDirectForm,
+    kind_of_node,
+    named_arguments,
+)
 from fxwrap.converters.torch_calls import ArgumentKind
 from fxwrap.devices import language_traits
 from fxwrap.runtime import checks, direct, library, tensors
@@ -28,8 +35,6 @@ from fxwrap.wrapper_ir.operators import operator_schema
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
 _HIGHER = torch.ops.higher_order
-
-_FUNCTIONAL_LAUNCHES = frozenset({_FXWRAP.cpp_kernel_functional.default, triton_launch_functional})
 
 # --- launches -------------------------------------------------------------------------------------------------------
 
@@ -70,16 +75,43 @@ def _cpp_kernel_functional(writer: DirectWriter, node: Node) -> str:
         raise NoDirectForm
     try:
         new = iter(library.result_layouts(layouts, dtypes))
-        results = [_new_result(writer, device, *next(new)) if out is None else _copy(writer, out) for out in outs]
+        texts = [_new_result(writer, device, *next(new)) if out is None else _copy(writer, out) for out in outs]
     except (ValueError, TypeError, AttributeError, StopIteration):
         raise NoDirectForm from None
     if len({out for out in outs if out is not None}) < len(outs) - outs.count(None):
         raise NoDirectForm  # copies of one tensor
-    names = [f"{node!r}[{index}]" for index in range(len(outs))]
-    result_of = {out: name for out, name in zip(outs, names, strict=True) if out is not None}
-    inputs = [result_of.get(item) or writer.text(item) for item in ins]
-    launch = _launch_cpp(writer, node, kernel_hash, [*inputs, *names], sizes, floats, grid)
-    return f"({', '.join(results)},)\n{launch}"
+
+    def launch(names: Sequence[str]) -> str:
+        result_of = {out: name for out, name in zip(outs, names, strict=True) if out is not None}
+        inputs = [result_of.get(item) or writer.text(item) for item in ins]
+        return _launch_cpp(writer, node, kernel_hash, [*inputs, *names], sizes, floats, grid)
+
+    return _functional_launch(writer, node, range(len(outs)), outs, texts, launch)
+
+
+def _functional_launch(
+    writer: DirectWriter,
+    node: Node,
+    keys: Sequence[object],
+    outs: Sequence[object],
+    texts: Sequence[str],
+    launch: Callable[[Sequence[str]], str],
+) -> str:
+    """Returns the definitions of a launch's results, then the launch on their names.
+
+    `outs` are the tensors that they overwrite, None for new ones; `texts` are their definitions.
+    """
+    launch(texts)  # raises NoDirectForm
+    results = writer.results(node, keys)
+    if results is None:
+        names = [f"{node!r}[{key!r}]" for key in keys]
+        pairs = [f"{key!r}: {text}" for key, text in zip(keys, texts, strict=True)]
+        packed = f"({', '.join(texts)},)" if isinstance(keys, range) else f"{{{', '.join(pairs)}}}"
+        return f"{packed}\n{launch(names)}"
+    writer.unpacked.add(node)
+    owned = [out if isinstance(out, Node) and _is_last_use(out) else None for out in outs]
+    definitions = [writer.define_result(*item) for item in zip(results, texts, owned, strict=True)]
+    return "".join(definitions) + launch([writer.text(result) for result in results])
 
 
 def _new_result(writer: DirectWriter, device: object, sizes: Any, strides: Any, dtype: object) -> str:
@@ -88,9 +120,14 @@ def _new_result(writer: DirectWriter, device: object, sizes: Any, strides: Any, 
 
 def _copy(writer: DirectWriter, tensor: object) -> str:
     """Returns a copy of a tensor, or the tensor itself if nothing else uses its memory."""
-    if isinstance(tensor, Node) and len(tensor.users) == 1 and _is_new(tensor):
+    if isinstance(tensor, Node) and _is_last_use(tensor):
         return writer.text(tensor)
     return writer.runtime(tensors, "copy_with_strides", [writer.text(tensor)])
+
+
+def _is_last_use(node: Node) -> bool:
+    """Whether nothing but the one user of a tensor uses its memory."""
+    return len(node.users) == 1 and _is_new(node)
 
 
 def _is_new(node: Node) -> bool:
@@ -98,7 +135,7 @@ def _is_new(node: Node) -> bool:
     target: Any = node.target
     if target is operator.getitem:
         source, index = node.args
-        is_result = isinstance(source, Node) and source.target in _FUNCTIONAL_LAUNCHES
+        is_result = isinstance(source, Node) and source.target in FUNCTIONAL_LAUNCHES
         return is_result and not any(
             user is not node and user.args[1:] in ((), (index,))
             for user in source.users  # type: ignore[union-attr]
@@ -131,9 +168,14 @@ def _triton_kernel_functional(writer: DirectWriter, node: Node) -> str:
         raise NoDirectForm
     if len({arguments[name] for name in names}) < len(names):
         raise NoDirectForm  # copies of one tensor
-    results = [f"{name!r}: {_copy(writer, arguments[name])}" for name in names]
-    texts = {name: f"{node!r}[{name!r}]" if name in names else writer.text(item) for name, item in arguments.items()}
-    return f"{{{', '.join(results)}}}\n{_launch_triton(writer, node, call, texts)}"
+    outs = [arguments[name] for name in names]
+
+    def launch(results: Sequence[str]) -> str:
+        result_of = dict(zip(names, results, strict=True))
+        texts = {name: result_of.get(name) or writer.text(item) for name, item in arguments.items()}
+        return _launch_triton(writer, node, call, texts)
+
+    return _functional_launch(writer, node, list(names), outs, [_copy(writer, out) for out in outs], launch)
 
 
 def _launch_triton(writer: DirectWriter, node: Node, call: Sequence[Any], texts: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ Of the metadata, only `val` is read, for the kind of an argument: tensor or numb
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -22,7 +23,10 @@ from fxwrap.inference import scalar_kind
 from fxwrap.runtime import direct, library, tensors
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.graph_capture.replay import GraphManager
-from fxwrap.torch_compat import OpOverload, overload_name, torch_schema
+from fxwrap.torch_compat import OpOverload, overload_name, torch_schema, triton_launch_functional
+
+FUNCTIONAL_LAUNCHES = frozenset({torch.ops.fxwrap.cpp_kernel_functional.default, triton_launch_functional})
+"""Operators that launch a kernel and return its results."""
 
 _UNIT_GRID = (1, 1, 1)
 _VARARG_METHODS = ("view", "expand")
@@ -39,8 +43,10 @@ DirectForm: TypeAlias = "Callable[[DirectWriter, Node], str]"
 class DirectWriter:
     """Returns the direct text of a graph's nodes.
 
-    `globals` are the objects that the text names, by names from `new_name`; `kernels` is one of them. `parameters` are
-    the names of the function's parameters, which shadow builtins; `forms` are the forms of calls, by target.
+    `globals` are the objects that the text names, by names from `new_name`. `parameters` are the names of the
+    function's parameters, which shadow builtins; `forms` are the forms of calls, by target. `unpacked` are launches
+    whose results have names of their own, those of their `operator.getitem` nodes. `renamed` are the results that have
+    the name of the tensor in whose memory they are, one of the `retained` ones.
     """
 
     def __init__(
@@ -53,14 +59,16 @@ class DirectWriter:
         self.new_name = new_name
         self.parameters = parameters
         self._forms = forms
-        self.kernels = direct.KernelModule()
+        self._kernels = direct.LazyKernels()
         self.globals: dict[str, object] = {}
         self._names: dict[object, str] = {}
         self._graph_managers: dict[str, GraphManager] = {}
-        self._kernel_names: dict[tuple[str, bool], str] = {}
         self._written = written_arguments(nodes)
         self._views = StridedViews(nodes)
         self.folded_views = self._views.folded
+        self.unpacked: set[Node] = set()
+        self.renamed: dict[Node, Node] = {}
+        self.retained: set[Node] = set()
 
     def call(self, node: Node) -> str | None:
         """Returns a call of a function or submodule as an expression; None if it has no direct form."""
@@ -107,6 +115,26 @@ class DirectWriter:
             raise NoDirectForm
         return name
 
+    def results(self, node: Node, keys: Sequence[object]) -> list[Node] | None:
+        """Returns the nodes of the results of a functional launch, by key; None unless each result has one node."""
+        items = [user.args[1] for user in node.users if user.target is operator.getitem and user.args[0] is node]
+        if len(items) == len(node.users) == len(keys) and all(type(item) in (int, str) for item in items):
+            nodes: dict[object, Node] = dict(zip(items, node.users, strict=True))
+            if nodes.keys() == set(keys):
+                return [nodes[key] for key in keys]
+        return None
+
+    def define_result(self, result: Node, text: str, memory: Node | None) -> str:
+        """Returns the statement that defines a result of an unpacked launch; `memory` is the tensor it overwrites.
+
+        There is none if launches alone use the result: they use the name of the memory.
+        """
+        if memory is not None and result.users and all(user.target in FUNCTIONAL_LAUNCHES for user in result.users):
+            self.renamed[result] = self.renamed.get(memory, memory)
+            self.retained.add(memory)
+            return ""
+        return f"{result!r} = {text}\n"
+
     # --- arguments --------------------------------------------------------------------------------------------------
 
     def text(self, item: object) -> str:
@@ -118,7 +146,9 @@ class DirectWriter:
                 return f"({self.texts(item)}{',' if len(item) == 1 else ''})"
             case list():
                 return f"[{self.texts(item)}]"
-            case Node() | bool() | int() | float() | str() | None:
+            case Node():
+                return repr(self.renamed.get(item, item))
+            case bool() | int() | float() | str() | None:
                 return repr(item)  # torch.fx defines inf and nan
             case torch.dtype() | torch.layout() | torch.memory_format():
                 return str(item)
@@ -200,15 +230,12 @@ class DirectWriter:
         )
 
     def _launcher(self, name_hint: str, kernel_hash: str, text: KernelText, gridless: bool) -> str:
-        name = self._kernel_names.get((kernel_hash, gridless))
+        name = self._names.get((kernel_hash, gridless))
         if name is None:
-            base = "".join([letter if letter.isalnum() else "_" for letter in name_hint or "kernel"])
-            name, count = base, 0
-            while name in self._kernel_names.values() or name.startswith("__") or not name.isidentifier():
-                name, count = f"{base if base[:1].isalpha() else 'kernel'}_{count}", count + 1
-            self._kernel_names[kernel_hash, gridless] = name
-            self.kernels.add(name, text, gridless)
-        return f"{self.global_name('kernels', self.kernels.module, 'kernels')}.{name}"
+            letters = [letter if letter.isalnum() else "_" for letter in name_hint]
+            name = self._names[kernel_hash, gridless] = self.new_name("kernel_" + "".join(letters))
+            self.globals[name] = self._kernels.add(name, text, gridless)
+        return name
 
 
 _SCALAR_KINDS = {"bool": ArgumentKind.BOOL, "int": ArgumentKind.INT, "float": ArgumentKind.FLOAT}

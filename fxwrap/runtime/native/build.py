@@ -37,7 +37,7 @@ _BRIDGE_UNITS = (
         *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp"),
     ),
 )
-_BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp",))
+_BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp", "binding/plain_inputs.cpp"))
 _HEADERS = (
     *("bridge/bridge.h", "bridge/frame.h", "bridge/values.h", "bridge/calls.h", "bridge/checks.h"),
     *("cuda/driver.h", "cuda/launch.h", "binding/binding.h"),

@@ -108,17 +108,17 @@ def test_the_code_is_readable() -> None:
         "# mul: aten.mul.Tensor",
         "mul = allocate_cpu((5, 6), (6, 1), torch.float32)",
         "# tanh, mul: aten.tanh, aten.mul.Tensor",
-        "kernels.tanh_mul_0(x_1, mul);  x_1 = None",
+        "kernel_tanh_mul_0(x_1, mul);  x_1 = None",
         "# mm: aten.mm",
         "mm = torch.mm(mul, w_1);  mul = w_1 = None",
         "# _softmax: aten._softmax",
         "_softmax = allocate_cpu((5, 7), (7, 1), torch.float32)",
         "# _softmax: aten._softmax",
-        "kernels.softmax_0(mm, _softmax)",
+        "kernel_softmax_0(mm, _softmax)",
         "# sum_1: aten.sum.dim_IntList",
         "sum_1 = allocate_cpu((7,), (1,), torch.float32)",
         "# sum_1: aten.sum.dim_IntList",
-        "kernels.sum_0(mm, sum_1);  mm = None",
+        "kernel_sum_0(mm, sum_1);  mm = None",
         "return (_softmax, sum_1)",
     ]
 
@@ -126,13 +126,13 @@ def test_the_code_is_readable() -> None:
 @pytest.mark.parametrize("wishes", [{}, {"colored": True}, {"include_stride": True, "include_device": True}])
 def test_readable_code_is_direct_too(wishes: dict[str, bool]) -> None:
     text = _emitted().print_readable(print_output=False, **wishes)
-    assert "kernels.tanh_mul_0(x_1, mul);" in text and "torch.ops" not in text
+    assert "kernel_tanh_mul_0(x_1, mul);" in text and "torch.ops" not in text
     assert text.count("= None") == 3  # x, mul with w, and mm; no launch has a result
 
 
 def test_parameter_names_may_shadow_globals() -> None:
     graph = _emitted().graph
-    names = ["can_bypass_dispatcher", "kernels"]
+    names = ["can_bypass_dispatcher", "kernel_tanh_mul_0"]
     for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
         node.target = name
     module = GraphModule({}, graph)

@@ -1,10 +1,10 @@
-"""The Python binding of the bridge: loaded programs and launchers of GPU kernels."""
+"""The Python binding of the bridge: loaded programs, launchers of GPU kernels, and a check of inputs."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -56,6 +56,11 @@ def launcher_class() -> Any:
     Raises NativeBuildError where the bridge cannot be built.
     """
     return _binding().Launcher
+
+
+def find_plain_inputs_check() -> Callable[[tuple[object, ...]], bool] | None:
+    """Returns the binding's `are_plain_inputs`, see `runtime.direct`; None while this process has loaded no bridge."""
+    return _binding().are_plain_inputs if binding_is_loaded() else None
 
 
 def override_driver_library(path: Path) -> None:

@@ -38,4 +38,7 @@ void set_python_error(const std::exception_ptr& error);
 // Adds the type `Launcher` and the function `override_driver_library` to the binding's module; returns false with an error set.
 bool add_launcher(PyObject* module);
 
+// Adds the function `are_plain_inputs` to the binding's module; returns false with an error set.
+bool add_plain_inputs(PyObject* module);
+
 }  // namespace fxwrap::binding
