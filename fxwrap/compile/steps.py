@@ -30,6 +30,7 @@ from fxwrap.options import (
     enabled_steps,
 )
 from fxwrap.passes import fold_views
+from fxwrap.passes.bucket_collectives import bucket_collectives
 from fxwrap.passes.coalesce_copies import coalesce_program_copies
 from fxwrap.passes.combo_kernels import combine_kernels
 from fxwrap.passes.device_guards import insert_device_guards
@@ -140,6 +141,11 @@ def _combine_kernels(state: CompileState, context: CompileContext) -> CompileSta
     return state if program is state.program else replace(state, program=assign_call_handles(program))
 
 
+def _bucket_collectives(state: CompileState, context: CompileContext) -> CompileState:
+    program = bucket_collectives(state.program, context.options.device_specs())
+    return state if program is state.program else replace(state, program=assign_call_handles(program))
+
+
 def _partition(state: CompileState, context: CompileContext) -> CompileState:
     options, program = context.options, state.program
     devices = [spec.device_type for spec in options.device_specs().values() if spec.supports_graph_capture]
@@ -214,6 +220,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     ),
     Step("fold_views", "fold views of views, and remove views that have no effect", _transform(fold_views)),
     _pass_point(IR_BEFORE_PLANNING, "the user's passes over the program, before memory planning"),
+    Step(
+        "bucket_collectives", "let small collectives of one kind that can run together be one", _bucket_collectives,
+        "bucket_collectives", lambda options: options.bucket_collectives,
+    ),
     Step(
         "reorder_for_peak_memory", "reorder lines to lower the peak memory",
         _transform(lambda program: reorder_for_peak_memory(program).program),

@@ -80,6 +80,8 @@ class Options:
             its sizes, unbacked ones included.
         combo_kernels: whether small, similar, independent kernel launches become one launch, on devices with
             `DeviceSpec.combo_kernel_bytes` (GPUs).
+        bucket_collectives: whether small collectives of one kind that can run together become one, on devices with
+            `DeviceSpec.collective_bytes_per_s`.
         reorder_for_peak_memory: whether lines are reordered where that lowers the peak memory.
         memory_planning: how allocations share memory. "none"; "reuse": later allocations reuse freed memory; or pools:
             "auto" (the best of the fast algorithms, and a search for small programs with wasted memory), or one
@@ -123,6 +125,7 @@ class Options:
     cuda_graph_exclude: frozenset[str] = frozenset()
     autotune: bool | Literal["first_call"] = False
     combo_kernels: bool = True
+    bucket_collectives: bool = True
     reorder_for_peak_memory: bool = False
     memory_planning: Literal["default", "none", "reuse"] | Planner = "default"
     memory_slack: float = 0.0
