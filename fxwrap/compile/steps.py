@@ -36,6 +36,7 @@ from fxwrap.passes.combo_kernels import combine_kernels
 from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.passes.graph_capture import CaptureChecker
 from fxwrap.passes.out_variants import use_out_variants
+from fxwrap.passes.overlap_collectives import overlap_collectives
 from fxwrap.passes.partition import partition
 from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.reorder import reorder_for_peak_memory
@@ -146,6 +147,10 @@ def _bucket_collectives(state: CompileState, context: CompileContext) -> Compile
     return state if program is state.program else replace(state, program=assign_call_handles(program))
 
 
+def _overlap_collectives(state: CompileState, context: CompileContext) -> CompileState:
+    return replace(state, program=overlap_collectives(state.program, slack=context.options.overlap_memory_slack))
+
+
 def _partition(state: CompileState, context: CompileContext) -> CompileState:
     options, program = context.options, state.program
     devices = [spec.device_type for spec in options.device_specs().values() if spec.supports_graph_capture]
@@ -232,6 +237,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "combo_kernels", "combine small independent launches into combo kernels (horizontal fusion)", _combine_kernels,
         "combo_kernels", lambda options: options.combo_kernels,
+    ),
+    Step(
+        "overlap_collectives", "start collectives earlier and await them later", _overlap_collectives,
+        "overlap_collectives", lambda options: options.overlap_collectives,
     ),
     Step(
         "partition", "move lines that CUDA graphs can capture into functions", _partition,

@@ -24,7 +24,7 @@ def bucket_collectives(program: Program, specs: Mapping[str, DeviceSpec]) -> Pro
     """Returns the program with independent all_gathers, all_reduces and reduce_scatters of one kind as one.
 
     One kind means one operator, reduction, group, dtype and device. A bucket has at most `collective_bucket_bytes` of
-    its device's spec, and may raise the peak memory by as much. It runs as soon as all its operands are ready. Where the
+    its device's spec, and may raise the peak memory by as much. It runs as soon as all operands are ready. Where the
     process group runs a coalesced form as one collective, the bucket is that form, without copies; otherwise operands
     are concatenated and results are views. All decisions follow from the program; symbols count with one fixed value,
     so ranks with other hints agree. Programs that use streams, and blocks inside lines, are unchanged.

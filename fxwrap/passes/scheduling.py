@@ -213,7 +213,8 @@ class SchedulingRegions:
         self.regions = [
             build_units(region, root_of, functions, has_symbols, commutes) for region in split_regions(lines)
         ]  # fmt: skip
-        self.sizes = _owned_sizes(program, hints)
+        self.values = ir.symbol_values(program, hints)
+        self.sizes = _owned_sizes(program, self.values)
         self.uses = Counter([root for units in self.regions for unit in units for root in unit.accessed])
         """The number of units that use each root."""
 
@@ -224,17 +225,30 @@ class SchedulingRegions:
 
     def peak(self, orders: Orders) -> int:
         """Returns the peak of the memory that the body may free, without blocks inside lines."""
+        return max(self.profile(orders), default=0)
+
+    def profile(self, orders: Orders) -> list[int]:
+        """Returns the live bytes of such memory while each unit runs, for the units of all regions in their order."""
         sizes, remaining = self.sizes, dict(self.uses)
-        live = peak = 0
+        released = [value.name for value in ir.released_inputs(self.program.inputs)]
+        live, profile = sum([sizes.get(name, 0) for name in released if name in remaining]), []
         for units, order in zip(self.regions, orders, strict=True):
             for unit in [units[index] for index in order]:
                 live += sum([sizes.get(root, 0) for root in unit.defined_roots])
-                peak = max(peak, live - sum([sizes.get(root, 0) for root in unit.consumed_roots]))
+                profile.append(live - sum([sizes.get(root, 0) for root in unit.consumed_roots]))
                 for root in unit.accessed:
                     remaining[root] -= 1
                     if not remaining[root]:
                         live -= sizes.get(root, 0)
-        return peak
+        return profile
+
+    @property
+    def unowned_bytes(self) -> int:
+        """The bytes of inputs and constants that the body does not free, which are live throughout."""
+        released = {value.name for value in ir.released_inputs(self.program.inputs)}
+        values = [value for value in self.arguments if value.name not in released]
+        sizes = [value.type.storage_bytes for value in values if isinstance(value.type, ir.TensorType)]
+        return sum([int(evaluate(size, self.values)) for size in sizes])
 
     def apply_order(
         self, orders: Orders, changed: Mapping[SchedulingUnit, Sequence[ir.LineBase]] | None = None
@@ -247,10 +261,9 @@ class SchedulingRegions:
         return self.program.replace(body=ir.Block(self.program.body.arguments, freed))
 
 
-def _owned_sizes(program: ir.Program, hints: Mapping[str, Number]) -> dict[str, int]:
+def _owned_sizes(program: ir.Program, values: Mapping[str, Number]) -> dict[str, int]:
     """Returns the size in bytes of each root of the body that it may free or return."""
     owned = ir.released_inputs(program.inputs)
     owned += [value for line in program.body.lines for value in ir.defined(line) if line.alias_of(value) is None]
     sizes = {value.name: value.type.storage_bytes for value in owned if isinstance(value.type, ir.TensorType)}
-    values = ir.symbol_values(program, hints) if any(not isinstance(size, int) for size in sizes.values()) else {}
     return {name: int(evaluate(size, values)) for name, size in sizes.items()}

@@ -13,11 +13,12 @@ class UnitSchedule:
 
     The predecessors of a unit have lower positions. Allocations, views and waits have none. Allocations and views
     directly precede their first use; waits stay where they are, or directly follow a start that moves behind them.
+    With `fixed_waits`, waits have positions.
     """
 
-    def __init__(self, units: Sequence[SchedulingUnit]) -> None:
+    def __init__(self, units: Sequence[SchedulingUnit], *, fixed_waits: bool = False) -> None:
         self.units = units
-        self._waits = [unit.lines[0].is_async_wait for unit in units]
+        self._waits = [unit.lines[0].is_async_wait and not fixed_waits for unit in units]
         floating = [
             len(unit.lines) == 1 and (isinstance(unit.lines[0], Alloc | View) or self._waits[unit.position])
             for unit in units
@@ -53,6 +54,14 @@ class UnitSchedule:
         low = max([self.at[item] for item in before], default=-1.0)
         high = min([self.at[item] for item in after], default=float(len(self.units)))
         return (low, high) if low < high and before.isdisjoint(positions) else None
+
+    def earliest(self, position: int) -> float:
+        """Returns the position of the last predecessor of a unit, -1 without one."""
+        return max([self.at[item] for item in self._before[position]], default=-1.0)
+
+    def latest(self, position: int) -> float:
+        """Returns the position of the first successor of a unit, the number of units without one."""
+        return min([self.at[item] for item in self._after.get(position, ())], default=float(len(self.units)))
 
     def common_position(self, group: Sequence[SchedulingUnit], late: bool) -> float | None:
         """Returns the position that units can share nearest to the last, or the first, of them; None if there is none.

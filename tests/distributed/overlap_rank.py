@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed
@@ -20,14 +20,14 @@ from fxwrap.options import Options
 from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
 
-PLAIN = Options(bucket_collectives=False, compile_cache=False)
-BUCKETED = Options(compile_cache=False)
+PLAIN = Options(bucket_collectives=False, overlap_collectives=False, compile_cache=False)
+OVERLAPPED = Options(compile_cache=False)
 
 
 class SameBits:
     """A compiled graph that each call runs with and without buckets and overlap, and compares bit for bit."""
 
-    programs: list[tuple[Program, Program]] = []
+    programs: ClassVar[list[tuple[Program, Program]]] = []
     """The programs without and with them, of all graphs."""
 
     def __init__(self, graph: Any, inputs: Any, *, options: Options, **arguments: Any) -> None:
@@ -53,7 +53,7 @@ def check_fsdp(rank: int) -> None:
     """A model of 12 blocks: at least 5 times fewer collectives, and the same bits."""
     model = simple_fsdp(nn.Sequential(*[Mlp() for _ in range(12)]), init_mesh())
     SameBits.programs.clear()
-    compiled = torch.compile(model, backend=make_backend(BUCKETED, SameBits), fullgraph=True)
+    compiled = torch.compile(model, backend=make_backend(OVERLAPPED, SameBits), fullgraph=True)
     compiled(torch.randn(2, 4, 8) + rank).square().mean().backward()
     assert [starts(before) for before, _ in SameBits.programs] == [72, 72]
     for _, after in SameBits.programs:
