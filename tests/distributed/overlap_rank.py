@@ -12,16 +12,21 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.compile.backend import make_backend
+from fxwrap.errors import RankError
 from fxwrap.lines import StartCollective
-from fxwrap.options import Options
+from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
 
-PLAIN = Options(bucket_collectives=False, overlap_collectives=False, compile_cache=False)
-OVERLAPPED = Options(compile_cache=False)
+C10D = torch.ops._c10d_functional
+
+PLAIN = Options(bucket_collectives=False, overlap_collectives=False, compile_cache=False, fuse=False)
+OVERLAPPED = Options(compile_cache=False, fuse=False)
 
 
 class SameBits:
@@ -60,7 +65,59 @@ def check_fsdp(rank: int) -> None:
         assert 1 <= starts(after) <= 72 // 5, starts(after)
 
 
-CHECKS: Mapping[str, Callable[[int], None]] = {"fsdp": check_fsdp}
+def reduced(reduction: str, *sizes: int) -> GraphModule:
+    """Returns a graph that reduces one tensor of each size."""
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        return [C10D.wait_tensor(C10D.all_reduce(item.sin(), reduction, "0")) for item in tensors]
+
+    return make_fx(function, tracing_mode="fake")(*[torch.rand(size) for size in sizes])
+
+
+def check_agreement(rank: int) -> None:
+    """Ranks whose programs differ get an error instead of waiting for each other; also with cached programs."""
+    for number, name in enumerate(("operator", "sizes", "count", "cached")):
+        reduction, sizes = "sum", [8 + number, 4]
+        if rank == 1:
+            match name:
+                case "operator" | "cached":
+                    reduction = "max"
+                case "sizes":
+                    sizes[1] = 5
+                case _:
+                    sizes.append(3)
+        options = Options(emitter=EMITTERS[number], bucket_collectives=False, compile_cache=name == "cached")
+        graph, inputs = reduced(reduction, *sizes), [torch.rand(size) for size in sizes]
+        compiled = fxwrap.compile_graph(graph, inputs, options=options)
+        if name == "cached":
+            compiled = fxwrap.compile_graph(graph, inputs, options=options)
+            assert compiled.cached
+        try:
+            compiled(*inputs)
+        except RankError as error:
+            line = {"operator": 1, "sizes": 2, "count": 3, "cached": 1}[name]
+            assert f"number {line} is " in str(error) and "on rank 0 and " in str(error), str(error)
+        else:
+            raise AssertionError(f"{name}: the ranks agree")
+        torch.distributed.barrier()
+
+
+def check_compiled_alone(rank: int) -> None:
+    """One rank may compile a program again, without the other."""
+    graph, inputs = reduced("min", 6, 4), [torch.rand(6), torch.rand(4)]
+    compiled = fxwrap.compile_graph(graph, inputs, options=PLAIN)
+    expected = compiled(*inputs)
+    if rank == 1:
+        compiled = fxwrap.compile_graph(graph, inputs, options=PLAIN.replace(emitter="cpp", verify=False))
+    for one, other in zip(compiled(*inputs), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+CHECKS: Mapping[str, Callable[[int], None]] = {
+    "fsdp": check_fsdp,
+    "agreement": check_agreement,
+    "compiled_alone": check_compiled_alone,
+}
 
 
 def main(arguments: Sequence[str]) -> None:
