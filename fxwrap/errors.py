@@ -273,6 +273,10 @@ class DeviceError(FxwrapError):
         return f"device '{self.device}': {self.reason}. {self.remedy}"
 
 
+class RankError(FxwrapError):
+    """Ranks of a process group whose programs call different collectives, or none until a timeout."""
+
+
 class CommandError(FxwrapError):
     """An invalid command line."""
 

@@ -87,6 +87,8 @@ class Case:
             "output_strides": choose.choice(["eager", "eager", "any"]),
             "memory_planning": choose.choice(["default", "none", "reuse", *PLANNERS]),
             "memory_slack": choose.choice([0.0, 0.0, 0.1]),
+            "bucket_collectives": choose.random() < 0.5,
+            "overlap_collectives": choose.random() < 0.5,
             "reorder_for_peak_memory": choose.random() < 0.5,
             "combo_kernels": choose.random() < 0.5,
             "check_memory": emitter == "interpreter" and choose.random() < 0.5,

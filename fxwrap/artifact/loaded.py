@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from fxwrap.artifact.constant_binding import bind_constants, check_constants, match_constant_names, overwrite
 from fxwrap.artifact.constants import ConstantLayout, read_tensor_file
 from fxwrap.artifact.saving import save_program
-from fxwrap.converters.emission import emit, emit_interpreter, explain_out_of_memory
+from fxwrap.converters.emission import check_ranks_first, emit, emit_interpreter, explain_out_of_memory
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import UntrustedInterpreter
@@ -99,12 +99,14 @@ class LoadedProgram:
     @cached_property
     def boxed(self) -> BoxedCallable:
         """The boxed entry: it takes a list of inputs, which it empties."""
-        return explain_out_of_memory(self.emitted.boxed, self.plan, self._program)
+        entry = explain_out_of_memory(self.emitted.boxed, self.plan, self._program)
+        return check_ranks_first(entry, self._program, boxed=True)
 
     @cached_property
     def flat(self) -> FlatCallable:
         """The flat entry, without the call through this object."""
-        return explain_out_of_memory(self.emitted.flat, self.plan, self._program)
+        entry = explain_out_of_memory(self.emitted.flat, self.plan, self._program)
+        return check_ranks_first(entry, self._program, boxed=False)
 
     def __call__(self, *inputs: object) -> object:
         return self.flat(*inputs)

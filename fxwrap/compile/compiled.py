@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from fxwrap.artifact import save_program
 from fxwrap.compile.fake_calls import call_on_fakes
-from fxwrap.converters.emission import explain_out_of_memory
+from fxwrap.converters.emission import check_ranks_first, explain_out_of_memory
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
@@ -50,10 +50,12 @@ class _CompileResult:
         return self.stages[-1].program
 
     def boxed(self) -> BoxedCallable:
-        return explain_out_of_memory(self.emitted.boxed, self.plan, self.program)
+        entry = explain_out_of_memory(self.emitted.boxed, self.plan, self.program)
+        return check_ranks_first(entry, self.program, boxed=True)
 
     def flat(self) -> FlatCallable:
-        return explain_out_of_memory(self.emitted.flat, self.plan, self.program)
+        entry = explain_out_of_memory(self.emitted.flat, self.plan, self.program)
+        return check_ranks_first(entry, self.program, boxed=False)
 
     @cached_property
     def provenance(self) -> Provenance:

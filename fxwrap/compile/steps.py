@@ -30,11 +30,13 @@ from fxwrap.options import (
     enabled_steps,
 )
 from fxwrap.passes import fold_views
+from fxwrap.passes.bucket_collectives import bucket_collectives
 from fxwrap.passes.coalesce_copies import coalesce_program_copies
 from fxwrap.passes.combo_kernels import combine_kernels
 from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.passes.graph_capture import CaptureChecker
 from fxwrap.passes.out_variants import use_out_variants
+from fxwrap.passes.overlap_collectives import overlap_collectives
 from fxwrap.passes.partition import partition
 from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.reorder import reorder_for_peak_memory
@@ -140,6 +142,15 @@ def _combine_kernels(state: CompileState, context: CompileContext) -> CompileSta
     return state if program is state.program else replace(state, program=assign_call_handles(program))
 
 
+def _bucket_collectives(state: CompileState, context: CompileContext) -> CompileState:
+    program = bucket_collectives(state.program, context.options.device_specs())
+    return state if program is state.program else replace(state, program=assign_call_handles(program))
+
+
+def _overlap_collectives(state: CompileState, context: CompileContext) -> CompileState:
+    return replace(state, program=overlap_collectives(state.program, slack=context.options.overlap_memory_slack))
+
+
 def _partition(state: CompileState, context: CompileContext) -> CompileState:
     options, program = context.options, state.program
     devices = [spec.device_type for spec in options.device_specs().values() if spec.supports_graph_capture]
@@ -215,6 +226,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step("fold_views", "fold views of views, and remove views that have no effect", _transform(fold_views)),
     _pass_point(IR_BEFORE_PLANNING, "the user's passes over the program, before memory planning"),
     Step(
+        "bucket_collectives", "let small collectives of one kind that can run together be one", _bucket_collectives,
+        "bucket_collectives", lambda options: options.bucket_collectives,
+    ),
+    Step(
         "reorder_for_peak_memory", "reorder lines to lower the peak memory",
         _transform(lambda program: reorder_for_peak_memory(program).program),
         "reorder_for_peak_memory", lambda options: options.reorder_for_peak_memory,
@@ -222,6 +237,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "combo_kernels", "combine small independent launches into combo kernels (horizontal fusion)", _combine_kernels,
         "combo_kernels", lambda options: options.combo_kernels,
+    ),
+    Step(
+        "overlap_collectives", "start collectives earlier and await them later", _overlap_collectives,
+        "overlap_collectives", lambda options: options.overlap_collectives,
     ),
     Step(
         "partition", "move lines that CUDA graphs can capture into functions", _partition,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.emitted_program import EmittedProgram
@@ -12,7 +12,9 @@ from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.devices import line_handlers
 from fxwrap.memory_planning import MemoryPlan, out_of_memory_message
-from fxwrap.torch_compat import FakeTensor
+from fxwrap.passes.communication import communication
+from fxwrap.runtime.rank_agreement import check_ranks_agree
+from fxwrap.torch_compat import FakeTensor, process_group
 from fxwrap.wrapper_ir import Program
 
 EntryT = TypeVar("EntryT", bound=Callable[..., object])
@@ -52,6 +54,30 @@ def explain_out_of_memory(entry: EntryT, plan: MemoryPlan | None, program: Progr
             if not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
             raise type(error)(f"{error}\n{out_of_memory_message(plan, program)}") from error
+
+    return cast(EntryT, run)
+
+
+def check_ranks_first(entry: EntryT, program: Program, *, boxed: bool) -> EntryT:
+    """Returns an entry whose first call compares the program's collectives with those of the other ranks.
+
+    The entry itself for a program without collectives. `boxed` is whether it takes the inputs in a list.
+    """
+    groups = communication(program)
+    if not groups:
+        return entry
+    checked = False
+
+    def run(*inputs: Any) -> object:
+        nonlocal checked
+        if not checked:
+            for item in groups:
+                values = inputs[0] if boxed else inputs
+                group = process_group(item.label) if item.input is None else values[item.input]
+                if group is not None:
+                    check_ranks_agree(group, item.label, program.name, item.lines)
+            checked = True
+        return entry(*inputs)
 
     return cast(EntryT, run)
 

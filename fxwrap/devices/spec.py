@@ -94,6 +94,11 @@ class DeviceSpec:
         supports_graph_capture: work can be captured and replayed (CUDA graphs) by the runtime's `graph_capturer`.
         prefers_memory_pools: an allocation takes longer than a slice of a pool in emitted C++.
         random_state_bytes: the size of the generator's state; None where programs cannot save it.
+        collective_latency_s: the seconds that a collective of a few bytes takes.
+        collective_bytes_per_s: the bytes of a large collective's larger side per second. Collectives are bucketed up to
+            `collective_bucket_bytes`; 0 never buckets them.
+        coalesced_collectives: the functional collectives ("all_reduce") whose coalesced form the device's process
+            groups run as one.
     """
 
     device_type: str
@@ -120,10 +125,18 @@ class DeviceSpec:
     supports_graph_capture: bool = False
     prefers_memory_pools: bool = False
     random_state_bytes: int | None = None
+    collective_latency_s: float = 0.0
+    collective_bytes_per_s: float = 0.0
+    coalesced_collectives: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"the alignment of {self.device_type} must be a power of two, not {self.alignment}")
+
+    @property
+    def collective_bucket_bytes(self) -> int:
+        """The size up to which collectives become one: latency is then a tenth of its time, so more gains little."""
+        return int(10 * self.collective_latency_s * self.collective_bytes_per_s)
 
     def text(self) -> str:
         """Returns the fields that differ from their defaults, in order: equal specs have equal texts."""
@@ -160,6 +173,9 @@ CPU = DeviceSpec(
     supports_all_atomics=True,
     zeroes_fully_masked_rows=True,
     random_state_bytes=5056,
+    collective_latency_s=100e-6,  # Gloo on one host
+    collective_bytes_per_s=1e9,
+    coalesced_collectives=frozenset({"all_gather_into_tensor", "all_reduce"}),
 )
 CUDA = DeviceSpec(
     "cuda",
@@ -177,6 +193,9 @@ CUDA = DeviceSpec(
     supports_graph_capture=True,
     prefers_memory_pools=True,
     random_state_bytes=16,
+    collective_latency_s=20e-6,  # NCCL over NVLink
+    collective_bytes_per_s=250e9,
+    coalesced_collectives=frozenset({"all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"}),
 )
 
 DEVICE_SPECS: tuple[DeviceSpec, ...] = (CPU, CUDA)

@@ -55,7 +55,7 @@ class StartCollective(LineBase):
 
 @line_class("collective.wait")
 class WaitCollective(LineBase):
-    """Waits for a collective's result; the new value aliases it.
+    """Waits for a collective's result; the new value aliases it. A second wait for the same memory has no effect.
 
     Example: `%ready = collective.wait(%sum) group="0" : f32[8]@cpu`
     """
@@ -65,6 +65,3 @@ class WaitCollective(LineBase):
     result: Value = define(alias="pending")
     pending: Value = read()
     group: str = attribute()
-
-    def effects(self) -> tuple[Effect, ...]:
-        return (communication_effect(self.group),)

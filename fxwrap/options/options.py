@@ -80,6 +80,11 @@ class Options:
             its sizes, unbacked ones included.
         combo_kernels: whether small, similar, independent kernel launches become one launch, on devices with
             `DeviceSpec.combo_kernel_bytes` (GPUs).
+        bucket_collectives: whether small collectives of one kind that can run together become one, on devices with
+            `DeviceSpec.collective_bytes_per_s`.
+        overlap_collectives: whether collectives start earlier, and their results are awaited later, so that other lines
+            run meanwhile.
+        overlap_memory_slack: the fraction by which overlap may raise the peak memory (0.02 for 2%).
         reorder_for_peak_memory: whether lines are reordered where that lowers the peak memory.
         memory_planning: how allocations share memory. "none"; "reuse": later allocations reuse freed memory; or pools:
             "auto" (the best of the fast algorithms, and a search for small programs with wasted memory), or one
@@ -123,6 +128,9 @@ class Options:
     cuda_graph_exclude: frozenset[str] = frozenset()
     autotune: bool | Literal["first_call"] = False
     combo_kernels: bool = True
+    bucket_collectives: bool = True
+    overlap_collectives: bool = True
+    overlap_memory_slack: float = 0.0
     reorder_for_peak_memory: bool = False
     memory_planning: Literal["default", "none", "reuse"] | Planner = "default"
     memory_slack: float = 0.0
@@ -151,8 +159,9 @@ class Options:
         for name, hint in self.symbol_hints.items():
             if type(hint) is not int:
                 raise OptionError(f"option 'symbol_hints' takes integers, not {hint!r} for '{name}'")
-        if not 0 <= self.memory_slack <= 1:
-            raise OptionError(f"option 'memory_slack' is a number from 0 to 1, not {self.memory_slack!r}")
+        for name in ("memory_slack", "overlap_memory_slack"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise OptionError(f"option '{name}' is a number from 0 to 1, not {getattr(self, name)!r}")
         if self.cuda_graph_limit < 1:
             raise OptionError(f"option 'cuda_graph_limit' is at least 1, not {self.cuda_graph_limit!r}")
 

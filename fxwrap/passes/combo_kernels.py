@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from fxwrap.devices import KernelCombiner, find_language
-from fxwrap.lines import Alloc, Launch, View
+from fxwrap.lines import Launch
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
+from fxwrap.passes.unit_schedule import UnitSchedule
 from fxwrap.printers import PrintedKernel
 from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Program, Value, executed_blocks, uses_streams
 
@@ -139,7 +140,7 @@ class _KernelCombining:
         return program.replace(kernels=tuple([self.kernels[name] for name in names]))
 
     def _combine_in_region(self, number: int) -> None:
-        schedule = _UnitSchedule(self.regions.regions[number])
+        schedule = UnitSchedule(self.regions.regions[number])
         units_by_key: dict[_LaunchKey, list[SchedulingUnit]] = {}
         for unit in schedule.units:
             candidate = self.candidates.get(id(unit.lines[0]))
@@ -147,7 +148,7 @@ class _KernelCombining:
                 units_by_key.setdefault(candidate.key, []).append(unit)
         for units in units_by_key.values():
             max_launches = self.max_tensors // len(_tensors(self._candidate(units[0]).line))
-            pending = list(schedule.groups(units, max_launches))[::-1]
+            pending = list(schedule.groups(units, _at_most(max_launches)))[::-1]
             while pending:
                 group = pending.pop()
                 if not self._try_combine(number, schedule, group) and len(group) > 2:
@@ -157,7 +158,7 @@ class _KernelCombining:
     def _candidate(self, unit: SchedulingUnit) -> _Candidate:
         return self.candidates[id(unit.lines[0])]
 
-    def _try_combine(self, number: int, schedule: _UnitSchedule, group: Sequence[SchedulingUnit]) -> bool:
+    def _try_combine(self, number: int, schedule: UnitSchedule, group: Sequence[SchedulingUnit]) -> bool:
         """Combines launches unless the peak memory grows too much; returns whether it did."""
         position = schedule.common_position(group, self._runs_late(group))
         if position is None:
@@ -208,6 +209,10 @@ class _KernelCombining:
             name = f"{name_hint}_{number}"
 
 
+def _at_most(count: int) -> Callable[[Sequence[SchedulingUnit]], bool]:
+    return lambda group: len(group) <= count
+
+
 def _launched_kernels(block: Block, functions: Mapping[str, Block]) -> Iterator[str]:
     """Yields the kernels that a block launches, in order, which is the order of definitions in a program."""
     for line in block.lines:
@@ -215,68 +220,3 @@ def _launched_kernels(block: Block, functions: Mapping[str, Block]) -> Iterator[
             yield line.kernel
         for inner in executed_blocks(line, functions):
             yield from _launched_kernels(inner, functions)
-
-
-class _UnitSchedule:
-    """The positions of a region's units: launches that are combined share one.
-
-    The predecessors of a unit have lower positions. Allocations and views have none: they directly precede their first
-    use.
-    """
-
-    def __init__(self, units: Sequence[SchedulingUnit]) -> None:
-        self.units = units
-        floating = [len(unit.lines) == 1 and isinstance(unit.lines[0], Alloc | View) for unit in units]
-        self.at = {unit.position: float(unit.position) for unit in units if not floating[unit.position]}
-        self._before: list[frozenset[int]] = []
-        """For each unit, its predecessors, through allocations and views."""
-        self._after: dict[int, list[int]] = {}
-        for unit in units:
-            before = frozenset([item for item in unit.predecessors if not floating[item]])
-            before = before.union(*[self._before[item] for item in unit.predecessors if floating[item]])
-            self._before.append(before)
-            for item in before if not floating[unit.position] else ():
-                self._after.setdefault(item, []).append(unit.position)
-
-    def groups(self, units: Sequence[SchedulingUnit], max_units: int) -> Iterator[list[SchedulingUnit]]:
-        """Yields groups of two to `max_units` units that can share a position, in their order."""
-        group: list[SchedulingUnit] = []
-        for unit in units:
-            if group and (len(group) == max_units or self._span([*group, unit]) is None):
-                yield from [group] if len(group) > 1 else []
-                group = []
-            group.append(unit)
-        yield from [group] if len(group) > 1 else []
-
-    def _span(self, group: Sequence[SchedulingUnit]) -> tuple[float, float] | None:
-        """Returns the positions between which units can share one; None if there are none."""
-        positions = {unit.position for unit in group}
-        before = frozenset[int]().union(*[self._before[position] for position in positions])
-        after = [item for position in positions for item in self._after.get(position, ())]
-        low = max([self.at[item] for item in before], default=-1.0)
-        high = min([self.at[item] for item in after], default=float(len(self.units)))
-        return (low, high) if low < high and before.isdisjoint(positions) else None
-
-    def common_position(self, group: Sequence[SchedulingUnit], late: bool) -> float | None:
-        """Returns the position that units can share nearest to the last, or the first, of them; None if there is none.
-
-        Units that moved since the group was formed may have left none.
-        """
-        span = self._span(group)
-        if span is None:
-            return None
-        low, high = span
-        between = sorted([low, *[position for position in self.at.values() if low < position < high], high])
-        own = [self.at[unit.position] for unit in group]
-        if late:
-            return max(own) if max(own) < high else (between[-2] + high) / 2
-        return min(own) if min(own) > low else (low + between[1]) / 2
-
-    def order(self) -> list[int]:
-        """Returns the units by position, allocations and views directly before their first use."""
-        keys: dict[int, tuple[float, bool, int]] = {}
-        for unit in reversed(self.units):
-            own = self.at.get(unit.position)
-            first_use = min([keys[item][0] for item in unit.successors], default=float(len(self.units)))
-            keys[unit.position] = (first_use if own is None else own, own is not None, unit.position)
-        return sorted(keys, key=lambda position: keys[position])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -45,8 +45,20 @@ def split_regions(lines: Sequence[ir.LineBase]) -> Iterator[Sequence[ir.LineBase
     yield region
 
 
+Commutes: TypeAlias = Callable[[ir.LineBase], bool]
+"""Whether the effects of a line need no order with those of other lines that commute."""
+
+
+def _commutes_never(_line: ir.LineBase) -> bool:
+    return False
+
+
 def build_units(
-    lines: Sequence[ir.LineBase], root_of: Mapping[str, str], functions: Mapping[str, ir.Block], has_symbols: bool
+    lines: Sequence[ir.LineBase],
+    root_of: Mapping[str, str],
+    functions: Mapping[str, ir.Block],
+    has_symbols: bool,
+    commutes: Commutes = _commutes_never,
 ) -> list[SchedulingUnit]:
     """Returns the units of a region with their dependences."""
     units: list[SchedulingUnit] = []
@@ -55,7 +67,7 @@ def build_units(
             units[-1].lines.append(line)
         else:
             units.append(SchedulingUnit(len(units), [line]))
-    dependences = _DependenceBuilder(root_of, functions, has_symbols)
+    dependences = _DependenceBuilder(root_of, functions, has_symbols, commutes)
     for unit in units:
         dependences.add(unit)
     for unit in units:
@@ -80,15 +92,19 @@ def _follows_directly(unit: SchedulingUnit, lines: Sequence[ir.LineBase], positi
 
 
 class _DependenceBuilder:
-    def __init__(self, root_of: Mapping[str, str], functions: Mapping[str, ir.Block], has_symbols: bool) -> None:
+    def __init__(
+        self, root_of: Mapping[str, str], functions: Mapping[str, ir.Block], has_symbols: bool, commutes: Commutes
+    ) -> None:
         self.root_of = root_of
+        self.commutes = commutes
         self.has_symbols = has_symbols
         self.functions = functions
         self.definer: dict[str, int] = {}  # of values and symbols, by name
         self.writer: dict[str, int] = {}  # of roots
         self.readers: dict[str, list[int]] = {}
         self.borrowed: dict[str, list[str]] = {}  # root in flight -> the roots it borrows
-        self.effects: dict[ir.Effect, int] = {}
+        self.effects: dict[ir.Effect, int] = {}  # the last line that commutes with no other
+        self.commuting: dict[ir.Effect, list[int]] = {}  # the lines since then
         self.unknown: int | None = None
         self.since_unknown: list[int] = []
 
@@ -105,7 +121,7 @@ class _DependenceBuilder:
             accessed |= self._add_memory(unit, line, read, written, names)
             defined_roots.update([name for name in names if self.root_of[name] == name])
             consumed_roots.update([value.name for value in consumes])
-            self._add_effects(unit, ir.all_effects(line, self.functions))
+            self._add_effects(unit, ir.all_effects(line, self.functions), self.commutes(line))
         unit.predecessors.discard(unit.position)
         unit.accessed = frozenset(accessed)
         unit.defined_roots, unit.consumed_roots = frozenset(defined_roots), frozenset(consumed_roots)
@@ -147,7 +163,7 @@ class _DependenceBuilder:
             self.writer[root] = unit.position
         return read | written | results
 
-    def _add_effects(self, unit: SchedulingUnit, effects: tuple[ir.Effect, ...]) -> None:
+    def _add_effects(self, unit: SchedulingUnit, effects: tuple[ir.Effect, ...], commutes: bool) -> None:
         if not effects:
             return
         if self.unknown is not None:
@@ -157,12 +173,27 @@ class _DependenceBuilder:
             self.unknown = unit.position
             self.since_unknown.clear()
             self.effects.clear()
+            self.commuting.clear()
             return
         self.since_unknown.append(unit.position)
         for effect in effects:
-            if effect in self.effects:
-                unit.predecessors.add(self.effects[effect])
-            self.effects[effect] = unit.position
+            for other in self._conflicting(effect):
+                unit.predecessors.update([self.effects[other]] if other in self.effects else [])
+                unit.predecessors.update(() if commutes else self.commuting.get(other, ()))
+            if commutes:
+                self.commuting.setdefault(effect, []).append(unit.position)
+            else:
+                self.commuting.pop(effect, None)
+                self.effects[effect] = unit.position
+
+    def _conflicting(self, effect: ir.Effect) -> list[ir.Effect]:
+        """Returns the effects that need an order with one: itself, and communication in an unknown group."""
+        if effect.name != ir.ANY_COMMUNICATION.name:
+            return [effect]
+        if effect != ir.ANY_COMMUNICATION:
+            return [effect, ir.ANY_COMMUNICATION]
+        known = [*self.effects, *self.commuting, effect]
+        return [item for item in dict.fromkeys(known) if item.name == effect.name]
 
 
 Orders: TypeAlias = Sequence[Sequence[int]]
@@ -172,15 +203,18 @@ Orders: TypeAlias = Sequence[Sequence[int]]
 class SchedulingRegions:
     """The regions of a program's body between brackets, as units with their dependences."""
 
-    def __init__(self, program: ir.Program, hints: Mapping[str, Number]) -> None:
+    def __init__(self, program: ir.Program, hints: Mapping[str, Number], commutes: Commutes = _commutes_never) -> None:
         self.program = program
         self.arguments = ir.program_arguments(program)
         root_of = ir.alias_roots(program.body.lines, self.arguments)
         functions = dict(program.functions)
         lines = [line for line in program.body.lines if not ir.is_release(line)]
         has_symbols = bool(ir.symbol_infos(program))
-        self.regions = [build_units(region, root_of, functions, has_symbols) for region in split_regions(lines)]
-        self.sizes = _owned_sizes(program, hints)
+        self.regions = [
+            build_units(region, root_of, functions, has_symbols, commutes) for region in split_regions(lines)
+        ]  # fmt: skip
+        self.values = ir.symbol_values(program, hints)
+        self.sizes = _owned_sizes(program, self.values)
         self.uses = Counter([root for units in self.regions for unit in units for root in unit.accessed])
         """The number of units that use each root."""
 
@@ -191,17 +225,30 @@ class SchedulingRegions:
 
     def peak(self, orders: Orders) -> int:
         """Returns the peak of the memory that the body may free, without blocks inside lines."""
+        return max(self.profile(orders), default=0)
+
+    def profile(self, orders: Orders) -> list[int]:
+        """Returns the live bytes of such memory while each unit runs, for the units of all regions in their order."""
         sizes, remaining = self.sizes, dict(self.uses)
-        live = peak = 0
+        released = [value.name for value in ir.released_inputs(self.program.inputs)]
+        live, profile = sum([sizes.get(name, 0) for name in released if name in remaining]), []
         for units, order in zip(self.regions, orders, strict=True):
             for unit in [units[index] for index in order]:
                 live += sum([sizes.get(root, 0) for root in unit.defined_roots])
-                peak = max(peak, live - sum([sizes.get(root, 0) for root in unit.consumed_roots]))
+                profile.append(live - sum([sizes.get(root, 0) for root in unit.consumed_roots]))
                 for root in unit.accessed:
                     remaining[root] -= 1
                     if not remaining[root]:
                         live -= sizes.get(root, 0)
-        return peak
+        return profile
+
+    @property
+    def unowned_bytes(self) -> int:
+        """The bytes of inputs and constants that the body does not free, which are live throughout."""
+        released = {value.name for value in ir.released_inputs(self.program.inputs)}
+        values = [value for value in self.arguments if value.name not in released]
+        sizes = [value.type.storage_bytes for value in values if isinstance(value.type, ir.TensorType)]
+        return sum([int(evaluate(size, self.values)) for size in sizes])
 
     def apply_order(
         self, orders: Orders, changed: Mapping[SchedulingUnit, Sequence[ir.LineBase]] | None = None
@@ -214,10 +261,9 @@ class SchedulingRegions:
         return self.program.replace(body=ir.Block(self.program.body.arguments, freed))
 
 
-def _owned_sizes(program: ir.Program, hints: Mapping[str, Number]) -> dict[str, int]:
+def _owned_sizes(program: ir.Program, values: Mapping[str, Number]) -> dict[str, int]:
     """Returns the size in bytes of each root of the body that it may free or return."""
     owned = ir.released_inputs(program.inputs)
     owned += [value for line in program.body.lines for value in ir.defined(line) if line.alias_of(value) is None]
     sizes = {value.name: value.type.storage_bytes for value in owned if isinstance(value.type, ir.TensorType)}
-    values = ir.symbol_values(program, hints) if any(not isinstance(size, int) for size in sizes.values()) else {}
     return {name: int(evaluate(size, values)) for name, size in sizes.items()}

@@ -77,8 +77,7 @@ class _Split:
         if any(isinstance(line, Pool) for line in self.before):
             raise RewriteError("the first part has memory in pools: split programs before memory planning")
         open_brackets = sum(line.bracket[1] for line in self.before)
-        flights = sum(line.is_async_start - line.is_async_wait for line in self.before)
-        if open_brackets or flights:
+        if open_brackets or self._in_flight():
             what = "bracket" if open_brackets else "collective"
             raise RewriteError(f"a {what} is open at this position", ir.line_text(self.after[0]))
         known = {item.name for item in self.program.inputs}
@@ -88,6 +87,16 @@ class _Split:
         if late:
             reason = f"symbol {late[0]} in types of the first part is defined after this position"
             raise RewriteError(reason, ir.line_text(self.after[0]))
+
+    def _in_flight(self) -> set[str]:
+        """Returns the roots whose collectives the first part starts and does not wait for."""
+        roots: set[str] = set()
+        for line in self.before:
+            if line.is_async_start:
+                roots.update([self.root_of[value.name] for value in ir.defined(line)])
+            if line.is_async_wait:
+                roots.difference_update([self.root_of[value.name] for value in ir.reads(line)])
+        return roots
 
     def parts(self) -> ProgramSplit:
         after = [*self._rematerialised_views(), *self.after]

@@ -6,6 +6,7 @@ tested; an item that only some of them need says so.
 
 from fxwrap.torch_compat.allocation import *
 from fxwrap.torch_compat.dispatch import *
+from fxwrap.torch_compat.distributed import *
 from fxwrap.torch_compat.dynamo import *
 from fxwrap.torch_compat.fake_tensors import *
 from fxwrap.torch_compat.graphs import *

@@ -27,5 +27,9 @@ def random_effect(device: str) -> Tag:
 
 
 def communication_effect(group: str) -> Tag:
-    """Returns the effect of communicating in a process group, by the group's name."""
+    """Returns the effect of communicating in a process group, by the group's name; "" is any group."""
     return Tag("communicate", (group,))
+
+
+ANY_COMMUNICATION = communication_effect("")
+"""The effect of communicating in a group that the line does not name."""

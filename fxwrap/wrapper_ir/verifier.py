@@ -127,6 +127,8 @@ class _BlockVerifier:
         self.consumed: set[str] = set()  # roots
         self.written: set[str] = set()  # as in memory_of
         self.memory_bytes: dict[str, int | None] = {}  # of the memory in memory_of; None where symbols decide
+        self.external = {value.name for value, _ in arguments}  # a caller may have started their collectives
+        self.started: set[str] = set()  # roots that are or were in flight
         self.pending: dict[str, list[str]] = {}  # by root in flight: the roots that it borrows
         self.borrows: Counter[str] = Counter()  # by root: the number of collectives in flight that borrow it
         self.brackets: list[LineBase] = []
@@ -284,9 +286,9 @@ class _BlockVerifier:
 
     def _finish_async(self, value: Value) -> None:
         root = self.root_of[value.name]
-        if root not in self.pending:
-            self._fail("async", f"%{value.name} is not in flight")
-        self.borrows.subtract(self.pending.pop(root))
+        if root not in self.started and root not in self.external:
+            self._fail("async", f"no collective was started for %{value.name}")
+        self.borrows.subtract(self.pending.pop(root, ()))
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
@@ -324,6 +326,7 @@ class _BlockVerifier:
                 self.written.add(self.memory_of[value.name])
             if line.is_async_start:
                 root = self.root_of[value.name]
+                self.started.add(root)
                 borrowed = [self.root_of[operand.name] for operand in reads(line)]
                 self.pending[root] = [other for other in borrowed if other != root]
                 self.borrows.update(self.pending[root])

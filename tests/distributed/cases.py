@@ -43,19 +43,20 @@ def _inputs() -> Tensor:
     return torch.randn(2, 4, 8)
 
 
-def _mesh() -> DeviceMesh:
+def init_mesh() -> DeviceMesh:
+    """Returns a mesh of all ranks."""
     return init_device_mesh("cpu", (WORLD_SIZE,))
 
 
 def _dtensor_in(rank: int) -> Case:
-    return Case(lambda x: (x.to_local() * 2 + 1).sin(), (distribute_tensor(_inputs(), _mesh(), [Shard(0)]),))
+    return Case(lambda x: (x.to_local() * 2 + 1).sin(), (distribute_tensor(_inputs(), init_mesh(), [Shard(0)]),))
 
 
 def _dtensor_out(rank: int) -> Case:
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return (x * 2 + 1).redistribute(placements=[Replicate()]).cos(), DTensor.from_local(y.exp(), mesh, [Shard(0)])
 
-    mesh = _mesh()
+    mesh = init_mesh()
     return Case(function, (distribute_tensor(_inputs(), mesh, [Shard(0)]), _inputs()))
 
 
@@ -70,12 +71,12 @@ _SEQUENCE = {
 
 
 def _tensor_parallel(rank: int, training: bool) -> Case:
-    model = parallelize_module(Mlp(), _mesh(), _COLUMNS_AND_ROWS)
+    model = parallelize_module(Mlp(), init_mesh(), _COLUMNS_AND_ROWS)
     return Case(model, (_inputs(),), tuple(model.parameters()) if training else ())
 
 
 def _sequence_parallel(rank: int) -> Case:
-    mesh = _mesh()
+    mesh = init_mesh()
     model = parallelize_module(Mlp(), mesh, _SEQUENCE)
     return Case(model, (distribute_tensor(_inputs(), mesh, [Shard(1)]),), tuple(model.parameters()))
 
@@ -92,7 +93,7 @@ def _gather(mesh: DeviceMesh, parameter: DTensor) -> Tensor:
     return DTensor.from_local(whole, parameter.device_mesh["tp"], parameter.placements[1:], run_check=False)
 
 
-def _simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Splits the parameters of a model over a mesh, and gathers each where a module reads it."""
     for module in list(model.modules()):
         names = list(dict(module.named_parameters(recurse=False)))
@@ -115,14 +116,14 @@ def _gather_named(mesh: DeviceMesh, name: str, module: nn.Module) -> Tensor:
 
 
 def _fsdp(rank: int, training: bool) -> Case:
-    model = _simple_fsdp(Mlp(), _mesh())
+    model = simple_fsdp(Mlp(), init_mesh())
     return Case(model, (_inputs() + rank,), tuple(model.parameters()) if training else ())
 
 
 def _fsdp_and_tensor_parallel(rank: int) -> Case:
     mesh = init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("dp", "tp"))
     plan = {**_COLUMNS_AND_ROWS, "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
-    model = _simple_fsdp(parallelize_module(Mlp(), mesh["tp"], plan), mesh["dp"])
+    model = simple_fsdp(parallelize_module(Mlp(), mesh["tp"], plan), mesh["dp"])
     return Case(model, (_inputs() + rank,), tuple(model.parameters()))
 
 

@@ -1,0 +1,94 @@
+"""The collectives of a program as texts that are equal on all ranks that call the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxwrap.lines import StartCollective
+from fxwrap.wrapper_ir import (
+    Block,
+    Operand,
+    Program,
+    Size,
+    TensorType,
+    Value,
+    executed_blocks,
+    leaves,
+    print_literal,
+    values_in,
+)
+
+_OWN_SIZES = ("all_to_all",)
+"""Collectives whose sizes differ between ranks."""
+_OWN_PEERS = ("isend", "irecv", "batch_p2p_ops")
+"""Communication between two ranks, which call different operators."""
+
+
+@dataclass(frozen=True)
+class GroupCommunication:
+    """The collectives of a program in one process group.
+
+    Fields:
+        label: the name of the group in the program.
+        input: the position of the program's input that is the group; None for a group that the name identifies.
+        lines: one text for each collective in order: operator, dtypes, sizes and other arguments. Symbols are "?".
+    """
+
+    label: str
+    input: int | None
+    lines: tuple[str, ...]
+
+
+def communication(program: Program) -> tuple[GroupCommunication, ...]:
+    """Returns the collectives of each process group of a program; those of groups computed in it are left out.
+
+    The texts have no names of values and no sizes of all_to_alls, and point-to-point operators are left out, since they
+    differ between ranks.
+    """
+    positions = {item.name: position for position, item in enumerate(program.inputs)}
+    lines: dict[tuple[str, int | None], list[str]] = {}
+    for depth, line in _starts(program.body, program, 0):
+        group = next((leaf for leaf in leaves(line.arguments) if _is_group(leaf, line.group)), line.group)
+        if isinstance(group, Value) and group.name not in positions:
+            continue
+        if any(name in line.operator for name in _OWN_PEERS):
+            continue
+        key = (line.group, positions[group.name] if isinstance(group, Value) else None)
+        lines.setdefault(key, []).append("  " * depth + _text(line))
+    return tuple([GroupCommunication(label, position, tuple(texts)) for (label, position), texts in lines.items()])
+
+
+def _is_group(leaf: object, group: str) -> bool:
+    return isinstance(leaf, Value) and leaf.name == group and not isinstance(leaf.type, TensorType)
+
+
+def _starts(block: Block, program: Program, depth: int) -> Iterator[tuple[int, StartCollective]]:
+    functions = dict(program.functions)
+    for line in block.lines:
+        if isinstance(line, StartCollective):
+            yield depth, line
+        for inner in executed_blocks(line, functions):
+            yield from _starts(inner, program, depth + 1)
+
+
+def _text(line: StartCollective) -> str:
+    hides_sizes = any(name in line.operator for name in _OWN_SIZES)
+    arguments = [_literal(leaf) for leaf in leaves(line.arguments) if not _is_named(leaf, line.group, hides_sizes)]
+    types = [value.tensor_type for value in values_in(line.arguments) if isinstance(value.type, TensorType)]
+    shown = [str(type_.dtype) if hides_sizes else f"{type_.dtype}{_sizes(type_.sizes)}" for type_ in types]
+    return f"{line.operator.split('.')[1]}({', '.join([*shown, *arguments])})"
+
+
+def _is_named(leaf: Operand, group: str, hides_sizes: bool) -> bool:
+    if isinstance(leaf, Value) or leaf == group:
+        return True
+    return hides_sizes and not isinstance(leaf, str)
+
+
+def _literal(leaf: Operand) -> str:
+    return "?" if hasattr(leaf, "free_symbols") else print_literal(leaf)
+
+
+def _sizes(sizes: tuple[Size, ...]) -> str:
+    return "[" + ", ".join(str(size) if isinstance(size, int) else "?" for size in sizes) + "]"

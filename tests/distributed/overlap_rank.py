@@ -1,0 +1,140 @@
+"""One rank: programs with bucketed and overlapped collectives beside the same programs without, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.compile.backend import make_backend
+from fxwrap.errors import RankError
+from fxwrap.lines import StartCollective
+from fxwrap.options import EMITTERS, Options
+from fxwrap.wrapper_ir import Program
+from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
+
+C10D = torch.ops._c10d_functional
+
+PLAIN = Options(bucket_collectives=False, overlap_collectives=False, compile_cache=False, fuse=False)
+OVERLAPPED = Options(compile_cache=False, fuse=False)
+
+
+class SameBits:
+    """A compiled graph that each call runs with and without buckets and overlap, and compares bit for bit."""
+
+    programs: ClassVar[list[tuple[Program, Program]]] = []
+    """The programs without and with them, of all graphs."""
+
+    def __init__(self, graph: Any, inputs: Any, *, options: Options, **arguments: Any) -> None:
+        self.compiled = [fxwrap.compile_graph(graph, inputs, options=item, **arguments) for item in (PLAIN, options)]
+        self.program = self.compiled[1].program
+        self.programs.append((self.compiled[0].program, self.program))
+
+    def boxed(self, inputs: list[Any]) -> Any:
+        copies = [item.clone() if isinstance(item, Tensor) else item for item in inputs]
+        expected = self.compiled[0].boxed(copies)
+        outputs = self.compiled[1].boxed(inputs)
+        for one, other in zip(outputs, expected, strict=True):
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        return outputs
+
+
+def starts(program: Program) -> int:
+    """Returns the number of collectives of a program."""
+    return sum(isinstance(line, StartCollective) for line in program.lines())
+
+
+def check_fsdp(rank: int) -> None:
+    """A model of 12 blocks: at least 5 times fewer collectives, and the same bits."""
+    model = simple_fsdp(nn.Sequential(*[Mlp() for _ in range(12)]), init_mesh())
+    SameBits.programs.clear()
+    compiled = torch.compile(model, backend=make_backend(OVERLAPPED, SameBits), fullgraph=True)
+    compiled(torch.randn(2, 4, 8) + rank).square().mean().backward()
+    assert [starts(before) for before, _ in SameBits.programs] == [72, 72]
+    for _, after in SameBits.programs:
+        assert 1 <= starts(after) <= 72 // 5, starts(after)
+
+
+def reduced(reduction: str, *sizes: int) -> GraphModule:
+    """Returns a graph that reduces one tensor of each size."""
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        return [C10D.wait_tensor(C10D.all_reduce(item.sin(), reduction, "0")) for item in tensors]
+
+    return make_fx(function, tracing_mode="fake")(*[torch.rand(size) for size in sizes])
+
+
+def check_agreement(rank: int) -> None:
+    """Ranks whose programs differ get an error instead of waiting for each other; also with cached programs."""
+    for number, name in enumerate(("operator", "sizes", "count", "cached")):
+        reduction, sizes = "sum", [8 + number, 4]
+        if rank == 1:
+            match name:
+                case "operator" | "cached":
+                    reduction = "max"
+                case "sizes":
+                    sizes[1] = 5
+                case _:
+                    sizes.append(3)
+        options = Options(emitter=EMITTERS[number], bucket_collectives=False, compile_cache=name == "cached")
+        graph, inputs = reduced(reduction, *sizes), [torch.rand(size) for size in sizes]
+        compiled = fxwrap.compile_graph(graph, inputs, options=options)
+        if name == "cached":
+            compiled = fxwrap.compile_graph(graph, inputs, options=options)
+            assert compiled.cached
+        try:
+            compiled(*inputs)
+        except RankError as error:
+            line = {"operator": 1, "sizes": 2, "count": 3, "cached": 1}[name]
+            assert f"number {line} is " in str(error) and "on rank 0 and " in str(error), str(error)
+        else:
+            raise AssertionError(f"{name}: the ranks agree")
+        torch.distributed.barrier()
+
+
+def check_compiled_alone(rank: int) -> None:
+    """One rank may compile a program again, without the other."""
+    graph, inputs = reduced("min", 6, 4), [torch.rand(6), torch.rand(4)]
+    compiled = fxwrap.compile_graph(graph, inputs, options=PLAIN)
+    expected = compiled(*inputs)
+    if rank == 1:
+        compiled = fxwrap.compile_graph(graph, inputs, options=PLAIN.replace(emitter="cpp", verify=False))
+    for one, other in zip(compiled(*inputs), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+CHECKS: Mapping[str, Callable[[int], None]] = {
+    "fsdp": check_fsdp,
+    "agreement": check_agreement,
+    "compiled_alone": check_compiled_alone,
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the checks: `overlap_rank.py RANK STORE`."""
+    rank, store = int(arguments[0]), torch.distributed.FileStore(arguments[1], WORLD_SIZE)
+    timeout = timedelta(seconds=60)  # a rank that failed does not take part in collectives
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
+    for name, check in CHECKS.items():
+        error = ""
+        torch.manual_seed(0)
+        try:
+            check(rank)
+        except Exception:  # noqa: BLE001  # the other checks run too
+            error = traceback.format_exc()
+        print(json.dumps({"case": name, "error": error}), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

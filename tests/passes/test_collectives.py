@@ -1,0 +1,86 @@
+"""Bucketing and overlap of collectives: one golden file a rule, limits of size and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fxwrap
+from fxwrap.devices import CPU
+from fxwrap.lines import StartCollective
+from fxwrap.passes.bucket_collectives import bucket_collectives
+from fxwrap.passes.overlap_collectives import overlap_collectives
+from fxwrap.wrapper_ir import Program, live_bytes
+from tests.support.golden import check_golden, read_section, sections
+
+GOLDENS = Path(__file__).parent / "golden"
+PASSES: dict[str, Callable[[Program], Program]] = {
+    "bucket_collectives": lambda program: bucket_collectives(program, {"cpu": CPU}),
+    "overlap_collectives": overlap_collectives,
+}
+RULES = [(name, path.stem) for name in PASSES for path in sorted(GOLDENS.glob(f"{name}_*.txt"))]
+
+
+def input_of(rule: str) -> Program:
+    return fxwrap.verify(fxwrap.parse(read_section(GOLDENS / f"{rule}.txt", "input")))
+
+
+def starts(program: Program) -> int:
+    return sum(isinstance(line, StartCollective) for line in program.lines())
+
+
+@pytest.mark.parametrize(("name", "rule"), RULES)
+def test_golden_text(name: str, rule: str, update_golden: bool) -> None:
+    path = GOLDENS / f"{rule}.txt"
+    program = input_of(rule)
+    result = fxwrap.verify(PASSES[name](program))
+    text = sections([("input", read_section(path, "input")), (f"after {name}", str(result))])
+    check_golden(path, text, update_golden)
+    if name == "overlap_collectives":
+        assert live_bytes(result).peak <= live_bytes(program).peak
+        assert starts(result) == starts(program)
+
+
+def test_golden_files_exist() -> None:
+    assert len(RULES) >= 8
+
+
+def test_a_bucket_has_at_most_the_bytes_of_the_device() -> None:
+    program = input_of("bucket_collectives_gathers_are_coalesced")  # results of 32 bytes each
+    for limit, expected in ((31, 2), (63, 2), (64, 1)):
+        spec = dataclasses.replace(CPU, collective_latency_s=limit / 10, collective_bytes_per_s=1.0)
+        assert spec.collective_bucket_bytes == limit
+        assert starts(bucket_collectives(program, {"cpu": spec})) == expected
+    assert bucket_collectives(program, {}) is program
+
+
+def test_gathers_without_a_coalesced_form_stay() -> None:
+    program = input_of("bucket_collectives_gathers_are_coalesced")
+    spec = dataclasses.replace(CPU, coalesced_collectives=frozenset())
+    assert bucket_collectives(program, {"cpu": spec}) is program
+
+
+MEMORY = """program @p(%x: owned f32[{size}]@cpu, %a: borrowed f32[512]@cpu) {{
+  %y = extern.call @aten.sin.default(%x) : f32[{size}]@cpu
+  memory.free(%x)
+  %s = extern.call @aten.sum.default(%y) : f32[]@cpu
+  memory.free(%y)
+  %g = collective.start @_c10d_functional.all_gather_into_tensor.default(%a, 2, "0") group="0" : f32[1024]@cpu
+  %wg = collective.wait(%g) group="0" : f32[1024]@cpu
+  %t = extern.call @aten.mul.Tensor(%wg, %s) : f32[1024]@cpu
+  memory.free(%g)
+  memory.free(%s)
+  control.return(%t)
+}}
+"""
+
+
+def test_prefetch_stays_within_the_peak_and_the_slack() -> None:
+    for size, slack, moves in ((1024, 0.0, False), (1024, 0.5, True), (8, 0.0, True)):
+        program = fxwrap.verify(fxwrap.parse(MEMORY.format(size=size)))
+        result = fxwrap.verify(overlap_collectives(program, slack=slack))
+        assert isinstance(result.body.lines[0], StartCollective) == moves
+        assert live_bytes(result).peak <= live_bytes(program).peak * (1 + slack)
