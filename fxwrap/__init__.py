@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fxwrap.fx_passes import default_decompositions
     from fxwrap.lowering import lower
     from fxwrap.options import Options, Pass, register_pass
+    from fxwrap.training import CompiledStep, compile_step
     from fxwrap.wrapper_ir import Program, verify
 
 __version__ = "0.1.0"
@@ -40,15 +41,16 @@ __version__ = "0.1.0"
 register_builtin_devices()
 
 __all__ = [
-    "Compiled", "EmittedProgram", "GraphInfo", "LoadedProgram", "Options", "Pass", "Program", "Stage",
-    "compare", "compile_graph", "default_decompositions", "devices", "environment_key", "from_fx", "fx", "load",
-    "lower", "parse", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx", "to_python", "verify",
+    "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram", "Options", "Pass", "Program", "Stage",
+    "compare", "compile_graph", "compile_step", "default_decompositions", "devices", "environment_key", "from_fx", "fx",
+    "load", "lower", "parse", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx", "to_python", "verify",
 ]  # fmt: skip
 
 _PACKAGES = frozenset({"fx", "rewrite"})
 
 _MODULES = {
     "Compiled": "fxwrap.compile",
+    "CompiledStep": "fxwrap.training",
     "EmittedProgram": "fxwrap.converters.emitted_program",
     "GraphInfo": "fxwrap.compile",
     "LoadedProgram": "fxwrap.artifact",
@@ -58,6 +60,7 @@ _MODULES = {
     "Stage": "fxwrap.compile",
     "compare": "fxwrap.comparison",
     "compile_graph": "fxwrap.compile",
+    "compile_step": "fxwrap.training",
     "default_decompositions": "fxwrap.fx_passes",
     "environment_key": "fxwrap.artifact.environment",
     "from_fx": "fxwrap.converters.from_fx",

@@ -38,6 +38,22 @@ class GraphError(FxwrapError):
 
 
 @dataclass
+class StepError(FxwrapError):
+    """A training step that cannot become one program, or whose state does not match the program any more.
+
+    Fields: `location` is "file:line" in the user's code, or "".
+    """
+
+    reason: str
+    remedy: str
+    location: str = ""
+
+    def __str__(self) -> str:
+        location = f" ({self.location})" if self.location else ""
+        return f"training step{location}: {self.reason}. {self.remedy}"
+
+
+@dataclass
 class VerifyError(FxwrapError):
     """A program that violates a rule of the Wrapper IR.
 

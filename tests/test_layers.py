@@ -36,7 +36,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("artifact",),
     ("compile_cache",),
     ("compile",),
-    ("rewrite", "fx"),  # level 6
+    ("rewrite", "fx", "training"),  # level 6
     ("comparison",),
     ("cli", "testing", "builtin_devices"),
     ("__main__", "__init__"),

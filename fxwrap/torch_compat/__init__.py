@@ -15,4 +15,5 @@ from fxwrap.torch_compat.operators import *
 from fxwrap.torch_compat.streams import *
 from fxwrap.torch_compat.symbols import *
 from fxwrap.torch_compat.tensors import *
+from fxwrap.torch_compat.training import *
 from fxwrap.torch_compat.triton import *

@@ -51,6 +51,22 @@ def direct_state(module: torch.nn.Module) -> tuple[torch.Tensor | None, ...]:
     return (*parameters.values(), *buffers.values()) if parameters or buffers else ()
 
 
+def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """Returns the tables of a module's own parameters, buffers and attributes, in which tensors can be replaced.
+
+    Why: assigning to attributes runs the setters of parametrised modules.
+    """
+    return module._parameters, module._buffers, vars(module)
+
+
+def rename_node(node: torch.fx.Node, name: str) -> None:
+    """Renames a node to this name, or one with a number appended if it is in use.
+
+    Why: the setter of a name does not make it unique.
+    """
+    node._rename(name)
+
+
 def mark_impure(module: torch.nn.Module | type[torch.nn.Module]) -> None:
     """Makes torch.fx's dead-code elimination keep the calls of a submodule, or of all submodules of a class.
 

@@ -1,0 +1,60 @@
+"""Tensor subclasses such as DTensor, taken apart into the plain tensors that a program reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from fxwrap.torch_compat import flatten_subclass
+
+
+@dataclass(frozen=True)
+class SubclassLayout:
+    """How a subclass is built from its inner tensors, which `attributes` name in order."""
+
+    kind: Any
+    attributes: tuple[str, ...]
+    parts: tuple[TensorLayout, ...]
+    context: Any
+    size: Any
+    stride: Any
+
+
+TensorLayout: TypeAlias = SubclassLayout | None
+"""The layout of a tensor; None for a plain tensor."""
+
+
+def layout_of(tensor: Tensor) -> TensorLayout:
+    """Returns the layout of a tensor."""
+    flattened = flatten_subclass(tensor)
+    if flattened is None:
+        return None
+    attributes, context = flattened
+    parts = tuple([layout_of(getattr(tensor, name)) for name in attributes])
+    return SubclassLayout(type(tensor), tuple(attributes), parts, context, tensor.size(), tensor.stride())
+
+
+def plain_tensors(tensor: Tensor, layout: TensorLayout) -> Iterator[Tensor]:
+    """Yields the plain tensors of a tensor of this layout."""
+    if layout is None:
+        yield tensor
+        return
+    for name, part in zip(layout.attributes, layout.parts, strict=True):
+        yield from plain_tensors(getattr(tensor, name), part)
+
+
+def build(layout: TensorLayout, plain: Iterator[Tensor]) -> Tensor:
+    """Returns a tensor of a layout, which takes its plain tensors from an iterator."""
+    if layout is None:
+        return next(plain)
+    inner = {name: build(part, plain) for name, part in zip(layout.attributes, layout.parts, strict=True)}
+    tensor: Tensor = layout.kind.__tensor_unflatten__(inner, layout.context, layout.size, layout.stride)
+    return tensor
+
+
+def build_all(layouts: Sequence[TensorLayout], plain: Iterator[Tensor]) -> list[Tensor]:
+    """Returns a tensor of each layout."""
+    return [build(layout, plain) for layout in layouts]

@@ -1,0 +1,259 @@
+"""Tracing of a training step into one functional graph over plain tensors."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functionalize
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fxwrap.errors import StepError
+from fxwrap.fx_passes import decomposition_table
+from fxwrap.options import Options
+from fxwrap.torch_compat import FakeTensorMode, compiling, is_data_dependent_error, tree_flatten, tree_unflatten
+from fxwrap.training.graph import erase_profiler_ranges, rename_inputs, write_early
+from fxwrap.training.state import Slot, StepState, substituted
+from fxwrap.training.subclasses import TensorLayout, build, build_all, layout_of, plain_tensors
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A traced step.
+
+    Fields:
+        graph: the functional graph; its inputs are the plain tensors of `state`, then those of the step's inputs.
+        examples: fake values of the graph's inputs.
+        state: the first place of each tensor of the state, in the order of the inputs; `layouts` are their layouts.
+        inputs, outputs: trees of the step's arguments and results; `input_layouts` and `output_layouts` belong to
+            their leaves; a leaf that is no tensor is a constant.
+    """
+
+    graph: GraphModule
+    examples: tuple[Any, ...]
+    state: tuple[Slot, ...]
+    layouts: tuple[TensorLayout, ...]
+    inputs: Any
+    input_layouts: tuple[TensorLayout, ...]
+    outputs: Any
+    output_layouts: tuple[Any, ...]
+
+
+class _Trace:
+    """One run of a step on fake tensors."""
+
+    def __init__(
+        self, step: Callable[..., object], state: StepState, inputs: Sequence[object], options: Options
+    ) -> None:
+        self.step, self.state, self.options = step, state, options
+        self.slots = list(state.unique().values())
+        tensors = [slot.get() for slot in self.slots]
+        self.layouts = [layout_of(tensor) for tensor in tensors]
+        self.leaves, self.input_tree = tree_flatten(tuple(inputs))
+        for leaf in self.leaves:
+            _check_input(leaf)
+        self.input_layouts = [layout_of(leaf) for leaf in self.leaves]
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        everything = zip([*tensors, *self.leaves], [*self.layouts, *self.input_layouts], strict=True)
+        self.examples = [
+            self.mode.from_tensor(plain.detach(), static_shapes=True)
+            for tensor, layout in everything
+            for plain in plain_tensors(tensor, layout)
+        ]
+        self.tensors = tensors
+        self.outputs: Any = None
+        self.output_layouts: list[Any] = []
+
+    def run(self, *plain: Tensor) -> list[Tensor]:
+        """Runs the step on plain tensors; returns its plain results."""
+        source = iter(plain)
+        values = [
+            _like(tensor, build(layout, source)) for tensor, layout in zip(self.tensors, self.layouts, strict=True)
+        ]
+        leaves = build_all(self.input_layouts, source)
+        fakes = dict(zip(map(id, self.tensors), values, strict=True))
+        with substituted(self.state, fakes), _eager_updates(self.state):
+            with _gradients(values) as gradients:
+                result = self.step(*tree_unflatten(leaves, self.input_tree))
+            gradients.check(self.slots)
+            self._check_optimizers()
+            with torch.no_grad():
+                for slot, value in zip(self.slots, values, strict=True):
+                    if slot.get() is not value:  # the step put another tensor there
+                        value.copy_(slot.get())
+        return self._flat_results(result)
+
+    def input_names(self) -> list[str]:
+        """Returns the names of the graph's inputs: those of the state, and `input_0`, `input_1`..."""
+        names = []
+        for slot, layout in zip(self.slots, self.layouts, strict=True):
+            count = len(list(plain_tensors(slot.get(), layout)))
+            names += [slot.name] if count == 1 else [f"{slot.name}.{number}" for number in range(count)]
+        return [*names, *[f"input_{number}" for number in range(len(self.examples) - len(names))]]
+
+    def _flat_results(self, result: object) -> list[Tensor]:
+        leaves, self.outputs = tree_flatten(result)
+        flat = []
+        for leaf in leaves:
+            is_tensor = isinstance(leaf, Tensor)
+            layout = layout_of(leaf) if is_tensor else None
+            self.output_layouts.append((is_tensor, layout if is_tensor else leaf))
+            if is_tensor:
+                flat += [item.detach() for item in plain_tensors(leaf, layout)]
+        return flat
+
+    def _check_optimizers(self) -> None:
+        """Raises StepError where the step created state of an optimizer."""
+        known = {(id(slot.container), slot.key) for slot in self.state.slots}
+        for name, optimizer in self.state.optimizers.items():
+            new = {key for items in optimizer.state.values() for key, value in items.items()
+                   if isinstance(value, Tensor) and (id(items), key) not in known}  # fmt: skip
+            if new:
+                raise StepError(
+                    f"the optimizer '{name}' ({type(optimizer).__name__}) creates its state {sorted(map(str, new))} "
+                    "during the step",
+                    "Run the step once before it is compiled, so that the state exists",
+                )
+
+
+def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[object], options: Options) -> TracedStep:
+    """Traces a step. Nothing is computed, and the state keeps its values. Raises StepError."""
+    trace = _Trace(step, state, inputs, options)
+    numbers = [(slot, slot.get()) for slot in state.numbers]
+    try:
+        with trace.mode, compiling(True), torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
+            graph = make_fx(trace.run)(*trace.examples)
+    except StepError:
+        raise
+    except Exception as error:  # whatever the user's code raises on fake tensors
+        raise _explain(error, step) from error
+    finally:
+        changed = [slot for slot, number in numbers if slot.get() != number]
+        for slot, number in numbers:
+            slot.set(number)
+    if changed:
+        names = ", ".join([f"'{slot.name}'" for slot in changed[:8]])
+        raise StepError(
+            f"it changes {names}, which are Python numbers and so constants of the program",
+            "Use tensors, or change them outside of the step",
+        )
+    erase_profiler_ranges(graph)
+    with trace.mode:
+        functional = functionalize(graph, remove="mutations")
+        graph = make_fx(functional, decomposition_table=decomposition_table(options))(*trace.examples)
+    write_early(graph)
+    rename_inputs(graph, trace.input_names())
+    return TracedStep(
+        graph, tuple(trace.examples), tuple(trace.slots), tuple(trace.layouts), trace.input_tree,
+        tuple(trace.input_layouts), trace.outputs, tuple(trace.output_layouts),
+    )  # fmt: skip
+
+
+def _check_input(leaf: object) -> None:
+    if not isinstance(leaf, Tensor):
+        raise StepError(
+            f"an input is a {type(leaf).__name__}, which would be a constant of the program",
+            "Pass a tensor, or bind the value with functools.partial",
+        )
+
+
+def _like(original: Tensor, value: Tensor) -> Tensor:
+    """Returns a fake tensor as a parameter, or with gradients, as the original is."""
+    if isinstance(original, nn.Parameter):
+        return nn.Parameter(value, requires_grad=original.requires_grad)
+    return value.requires_grad_() if original.requires_grad else value
+
+
+# --- what the user's code sees ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _eager_updates(state: StepState) -> Iterator[None]:
+    """Lets optimizers read their step counters as numbers, so that bias corrections have eager's precision.
+
+    The numbers are symbols of the graph.
+    """
+    with ExitStack() as stack:
+        updates = ExitStack()
+        for optimizer in state.optimizers.values():
+            for handle in (
+                optimizer.register_step_pre_hook(lambda *_: updates.enter_context(compiling(False))),
+                optimizer.register_step_post_hook(lambda *_: updates.close()),
+            ):
+                stack.callback(handle.remove)
+        stack.push(updates)
+        yield
+
+
+class _Gradients:
+    """Gradients at the begin of a step: a placeholder for those of the call before, which a step may only clear."""
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.leaves = leaves
+        self.before = [torch.empty_like(leaf) for leaf in leaves]
+        self.uncleared: set[int] = set()
+
+    def begin(self, stack: ExitStack) -> None:
+        for number, (leaf, before) in enumerate(zip(self.leaves, self.before, strict=True)):
+            leaf.grad = before
+            handle = leaf.register_hook(self._hook(number))  # type: ignore[no-untyped-call]
+            stack.callback(handle.remove)
+
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        def before_accumulation(_gradient: Tensor) -> None:
+            if self.leaves[number].grad is self.before[number]:
+                self.leaves[number].grad = None
+                self.uncleared.add(number)
+
+        return before_accumulation
+
+    def check(self, slots: Sequence[Slot]) -> None:
+        """Raises StepError where gradients of one call would be added to those of the next."""
+        kept = [number for number in self.uncleared if self.leaves[number].grad is not None]
+        if kept:
+            raise StepError(
+                f"it adds gradients to those of the call before, of {len(kept)} parameters",
+                "Call optimizer.zero_grad() at the begin or the end of the step",
+            )
+
+
+@contextmanager
+def _gradients(values: Sequence[Tensor]) -> Iterator[_Gradients]:
+    with ExitStack() as stack:
+        gradients = _Gradients([value for value in values if value.requires_grad and value.is_leaf])
+        gradients.begin(stack)
+        yield gradients
+
+
+def _explain(error: Exception, step: Callable[..., object]) -> StepError:
+    """Returns the error for an exception of the user's code."""
+    location = _location(error, step)
+    text = str(error).strip().splitlines()
+    first = text[0] if text else type(error).__name__
+    if is_data_dependent_error(error):
+        return StepError(
+            f"its Python code depends on the content of a tensor: {first}",
+            "Use torch.where or torch.cond, or read the number outside of the step", location,
+        )  # fmt: skip
+    if "convert all Tensors to FakeTensors" in str(error):
+        return StepError(
+            "it reads a tensor that is no input, and not part of a module, optimizer or variable that the step names: "
+            f"{text[-1]}",
+            "Pass the tensor as an input, or register it as a buffer", location,
+        )  # fmt: skip
+    return StepError(f"it fails while it is traced: {type(error).__name__}: {first}", "Mend the step", location)
+
+
+def _location(error: Exception, step: Callable[..., object]) -> str:
+    """Returns the place of the innermost frame in the file of the step, else the innermost one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(step, "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
