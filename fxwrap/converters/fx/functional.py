@@ -199,7 +199,10 @@ class FunctionalConverter(FxConverter):
             self.store(value, node)
 
     def _reads_other_operands(self, line: lines.Launch) -> bool:
-        """Whether a kernel reads memory that it writes by another operand; a region reads its operands before it writes."""
+        """Whether a kernel reads memory that it writes by another operand.
+
+        A region reads its operands before it writes.
+        """
         language = self.kernels[line.kernel].language
         if language == FX.name:
             return False
