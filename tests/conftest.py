@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 import torch
 import torch._dynamo.guards
+import torch._functorch._aot_autograd.runtime_wrappers as runtime_wrappers
 from torch._dynamo.utils import counters
 
 NO_CUDA = "needs a CUDA device"
@@ -82,6 +83,9 @@ def fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+    # In torch 2.15, storing streams replaces Dynamo's list, and AOTAutograd goes on with the replaced one.
+    replaced = getattr(runtime_wrappers, "index_to_external_object_weakref", [])
+    replaced.clear()
 
 
 @pytest.fixture
