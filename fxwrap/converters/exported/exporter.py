@@ -33,7 +33,6 @@ from fxwrap import torch_compat
 from fxwrap.converters.exported.signature import ExportedSignature
 from fxwrap.devices import language_traits
 from fxwrap.errors import ExportError
-from fxwrap.lines import Mutate
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
 from fxwrap.torch_compat import is_opaque
 from fxwrap.torch_compat.exported import InvalidExport, make_exported_program, narrowed_ranges
@@ -122,8 +121,6 @@ class _Exporter:
             "constant_inputs": scalars,
             "constants": [targets[self.added[node]] for node in constants],
             "declared_symbols": {name: asdict(info) for name, info in symbol_infos(self.program).items()},
-            "in_place": {node.name: line.target for node in self.graph.nodes
-                         if isinstance(line := node.meta.get("fxwrap_line"), Mutate)},
         }  # fmt: skip
 
     # --- inputs -----------------------------------------------------------------------------------------------------

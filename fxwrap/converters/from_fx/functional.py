@@ -122,32 +122,19 @@ def import_as_write(importer: GraphImporter, node: Node) -> bool:
         importer.emit(Mutate((), "aten.copy_.default", (copy, source), (copy,)), node)
         importer.env[node] = copy
         return True
+    line = importer.original_line(node, Mutate)
     target: Any = node.target
-    name = _in_place_operator(importer, node)
-    if name is None or not isinstance(target, OpOverload) or not node.args:
+    if line is None or not isinstance(target, OpOverload) or not node.args:
         return False
-    if torch_compat.functional_of_in_place(name) is target:
-        _write(importer, node, torch_compat.operator_overload(name))
+    if torch_compat.functional_of_in_place(line.target) is target:
+        _write(importer, node, torch_compat.operator_overload(line.target))
         return True
-    if torch_compat.functional_of_mutating(name) is target:
-        operator = torch_compat.operator_overload(name)
+    if torch_compat.functional_of_mutating(line.target) is target:
+        operator = torch_compat.operator_overload(line.target)
         names = ir.operator_schema(operator).argument_names
         _write_several(importer, node, operator, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
         return True
     return False
-
-
-def _in_place_operator(importer: GraphImporter, node: Node) -> str | None:
-    """Returns the operator that wrote an operand before the graph was functional, None if there is none."""
-    line = importer.original_line(node, Mutate)
-    name = importer.state.in_place.get(node.name) if line is None else line.target
-    if name is None:
-        return None
-    try:
-        torch_compat.operator_overload(name)
-    except LookupError:  # of a file that names an operator that torch does not have
-        return None
-    return name
 
 
 def _write(importer: GraphImporter, node: Node, operator: OpOverload) -> None:

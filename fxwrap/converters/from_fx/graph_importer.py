@@ -88,7 +88,6 @@ class ImportState:
     are submodules by id, with and without calls of graphs. `constants` are values by their path in the module,
     `payloads` their tensors by name, `declared_mutable` those that the metadata declares mutable. `functions` are
     blocks by name, `imported_functions` the imports of their modules. `node_of` has the node of each line, by id.
-    `in_place` are the in-place operators of functional calls by node, of a program that was loaded from a file.
     """
 
     symbols: ImportedSymbols
@@ -102,7 +101,6 @@ class ImportState:
     functions: dict[str, ir.Block] = field(default_factory=dict)
     imported_functions: dict[object, Any] = field(default_factory=dict)
     node_of: dict[int, Node] = field(default_factory=dict)
-    in_place: Mapping[str, str] = field(default_factory=dict)
 
     def unique(self, name_hint: str) -> str:
         """Returns a new name for a value, derived from the hint."""

@@ -92,8 +92,7 @@ class _ProgramImport:
         declared = {name: SymbolInfo(**info) for name, info in self.metadata.get("declared_symbols", {}).items()}
         symbols = ImportedSymbols(self.metadata.get("symbols", {}), frozenset(counts), ambiguous, declared)
         known = KernelTable([*self.metadata.get("kernels", {}).values(), *kernels])
-        in_place = self.metadata.get("in_place", {})
-        self.state = ImportState(symbols, CallInference(symbols.info, symbols.fresh), known, in_place=in_place)
+        self.state = ImportState(symbols, CallInference(symbols.info, symbols.fresh), known)
         self.importer = GraphImporter(self.state, module, import_call, frozenset())
         self.inputs: list[tuple[Node, ir.Value | SymbolInfo]] = []
 

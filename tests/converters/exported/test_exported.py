@@ -296,16 +296,6 @@ def test_compiled_again_it_is_the_same_program(name: str) -> None:
     assert_calls_equal(CASES[name].export(), once_more, CASES[name])
 
 
-def test_a_file_that_names_another_operator_in_place_is_imported_as_copies() -> None:
-    for operator in ("aten.index_add_.default", "aten.nothing.default"):
-        exported = fxwrap.fx.export(compiled_case("cache"))
-        names = exported.graph_module.meta["custom"]["fxwrap"]["in_place"]
-        assert list(names.values()) == ["aten.index_copy_.default"]
-        names.update(dict.fromkeys(names, operator))
-        program = fxwrap.from_fx(reloaded(exported))
-        assert "extern.call @aten.index_copy.default" in str(program)
-
-
 def test_torchs_own_decompositions_leave_launches_alone() -> None:
     case = CASES["everything"]
     assert_calls_equal(case.export(), exported_case("everything").run_decompositions({}), case)
