@@ -142,7 +142,7 @@ class Journey:
 
     module: GraphModule
     applied: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
     losses: set[Loss] = field(default_factory=set)
     is_specialised: bool = False
 
@@ -283,7 +283,7 @@ def _run_trip(trip: Trip, subject: Subject) -> Counter[str]:
     entry = emit(imported, trip.emitter)
     for make, wanted in runs:
         assert_same("the imported program", _run(lambda inputs: entry(*inputs), program, make), wanted)
-    return Counter([f"{name} applied" for name in journey.applied] + [f"{name} refused" for name in journey.refused])
+    return Counter([f"{name} applied" for name in journey.applied] + [f"{name} rejected" for name in journey.rejected])
 
 
 def _transformed(trip: Trip, journey: Journey, drawn: Drawn) -> Journey:
@@ -297,9 +297,9 @@ def _transformed(trip: Trip, journey: Journey, drawn: Drawn) -> Journey:
             with torch.no_grad():
                 journey.module = transform.apply(journey.module, drawn.make_inputs[0]())
         except Exception as error:
-            if not transform.refuses(error):
+            if not transform.rejects(error, journey.module):
                 raise
-            journey.refused.append(name)
+            journey.rejected.append(name)
         else:
             journey.applied.append(name)
             journey.losses |= transform.losses
@@ -435,8 +435,8 @@ def main() -> int:
         report.add({**row, "programs": trips[key], "without the form": forms_missing[key], "failures": failures[key]})
     steps = Report("round_trips-transforms", chosen, note=note)
     for name in TRANSFORMS:
-        applied, refused = counts[f"{name} applied"], counts[f"{name} refused"]
-        steps.add({"transform": name, "graphs": applied + refused, "rejected by torch": refused})
+        applied, rejected = counts[f"{name} applied"], counts[f"{name} rejected"]
+        steps.add({"transform": name, "graphs": applied + rejected, "rejected by torch": rejected})
     print(f"{len(seeds)} programs, {failures.total()} failures, {counts['no program']} that torch cannot trace; {note}")
     return 1 if failures else 0
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fxwrap.wrapper_ir import uses_streams
 from tests import round_trips
 from tests.round_trips import FORMS, SOURCES, Subject, run_trip
-from tests.support.transforms import TRANSFORMS, Transform
+from tests.support.transforms import TRANSFORMS, Rejection, Transform
 
 PROGRAMS, BATCH = 200, 20
 
@@ -117,9 +117,13 @@ def test_errors_that_torch_does_not_raise_are_failures(monkeypatch: pytest.Monke
     def fail(_module: GraphModule, _inputs: object) -> GraphModule:
         raise RuntimeError("broken")
 
+    def rejecting(pattern: str, applies: bool) -> Transform:
+        return Transform("fail", fail, rejections=(Rejection(pattern, lambda _module, _match: applies),))
+
     trip, subject = _first_trip(transforms=("fail",))
-    monkeypatch.setitem(TRANSFORMS, "fail", Transform("fail", fail, refusals=("^RuntimeError: broken",)))
-    assert run_trip(trip, subject)["fail refused"] == 1
-    monkeypatch.setitem(TRANSFORMS, "fail", Transform("fail", fail, refusals=("^RuntimeError: other",)))
-    with pytest.raises(AssertionError, match=r"Trip\(seed=1"):
-        run_trip(trip, subject)
+    monkeypatch.setitem(TRANSFORMS, "fail", rejecting("RuntimeError: broken", True))
+    assert run_trip(trip, subject)["fail rejected"] == 1
+    for pattern, applies in (("RuntimeError: other", True), ("broken", True), ("RuntimeError: broken", False)):
+        monkeypatch.setitem(TRANSFORMS, "fail", rejecting(pattern, applies))
+        with pytest.raises(AssertionError, match=r"Trip\(seed=1"):
+            run_trip(trip, subject)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,19 +36,35 @@ UNUSED, SYMBOLS, CALLS = frozenset({Loss.UNUSED}), frozenset({Loss.SYMBOLS}), fr
 
 
 @dataclass(frozen=True)
+class Rejection:
+    """An error with which torch rejects graphs: a pattern of its class and message, and which graphs torch rejects.
+
+    `graphs` has the module that torch rejects and the match; an error for another graph is a failure.
+    """
+
+    pattern: str
+    graphs: Callable[[GraphModule, re.Match[str]], bool]
+
+    def explains(self, error: Exception, module: GraphModule) -> bool:
+        """Whether the error is torch's for this graph."""
+        match = re.search(f"^{self.pattern}", f"{type(error).__name__}: {error}", re.DOTALL)
+        return match is not None and self.graphs(module, match)
+
+
+@dataclass(frozen=True)
 class Transform:
     """A transform of torch's: `apply(module, inputs)` may change the module and the inputs.
 
-    `refusals` are patterns of the errors with which torch rejects a graph. `forms` are the forms of graphs that the
-    transform is defined for; empty means all. `flat` says that it is not defined for graphs that call graphs,
-    `excluded_languages` for graphs with such kernels. `weight` is its share in random chains. `specialises` says
-    that the result is for sizes like those of the inputs, `single_stream` that it moves or merges nodes across streams.
+    `forms` are the forms of graphs that the transform is defined for; empty means all. `flat` says that it is not
+    defined for graphs that call graphs, `excluded_languages` for graphs with such kernels. `weight` is its share in
+    random chains. `specialises` says that the result is for sizes like those of the inputs, `single_stream` that it
+    moves or merges nodes across streams.
     """
 
     name: str
     apply: Callable[[GraphModule, Sequence[Any]], GraphModule]
     losses: frozenset[Loss] = frozenset()
-    refusals: tuple[str, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
     forms: frozenset[str] = frozenset()
     flat: bool = False
     excluded_languages: frozenset[str] = frozenset()
@@ -60,10 +77,9 @@ class Transform:
         calls_graphs = bool(module.graph.find_nodes(op="call_module"))
         return not (self.flat and calls_graphs) and not self.excluded_languages & languages
 
-    def refuses(self, error: Exception) -> bool:
-        """Whether torch rejects graphs with this error."""
-        text = f"{type(error).__name__}: {error}"
-        return any(re.search(pattern, text, re.DOTALL) for pattern in self.refusals)
+    def rejects(self, error: Exception, module: GraphModule) -> bool:
+        """Whether torch rejects a graph with this error."""
+        return any(rejection.explains(error, module) for rejection in self.rejections)
 
 
 def _eliminated(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
@@ -162,28 +178,110 @@ def _traced(run: Callable[..., Any], inputs: Sequence[Any], mode: str = "fake") 
 _FUNCTIONAL_ONLY = frozenset({"functional"})
 """Transforms that merge or reorder calls by their operands alone; calls of the in-place form are ordered by effects."""
 
-_SCAN_OF_CONSTANTS = "erroneously tracing into a custom kernel"
+# --- the errors with which torch rejects graphs -----------------------------------------------------------------------
+
+
+def _parts_of(module: GraphModule) -> list[GraphModule]:
+    return [part for part in module.modules() if isinstance(part, GraphModule)]
+
+
+def _called(module: GraphModule) -> set[str]:
+    """Returns the names of the functions that a graph and its blocks call."""
+    calls = [node for part in _parts_of(module) for node in part.graph.nodes if node.op == "call_function"]
+    names = [getattr(node.target, "__name__", "") for node in calls]
+    return {name.partition(".")[0] for name in names}
+
+
+def _get_attrs(module: GraphModule) -> list[tuple[GraphModule, Node]]:
+    return [(part, node) for part in _parts_of(module) for node in part.graph.find_nodes(op="get_attr")]
+
+
+def _has_constants(module: GraphModule) -> bool:
+    """Whether a graph or its blocks read tensors that are constants."""
+    return any(isinstance(attrgetter(node.target)(part), torch.Tensor) for part, node in _get_attrs(module))
+
+
+def _calling(*names: str, constants: bool = False) -> Callable[[GraphModule, re.Match[str]], bool]:
+    """Graphs that call one of these operators; with `constants`, those of them that have constants."""
+    return lambda module, _match: bool(_called(module) & {*names}) and (not constants or _has_constants(module))
+
+
+def _returns_constant(module: GraphModule, match: re.Match[str]) -> bool:
+    returned = module.graph.output_node().all_input_nodes
+    return match[1] in [node.name for node in returned if node.op == "get_attr"]
+
+
+def _reads_block(module: GraphModule, match: re.Match[str]) -> bool:
+    return match[1] in [node.target for _, node in _get_attrs(module)]
+
+
+_CONTROL = ("cond", "while_loop", "scan", "map_impl", "invoke_subgraph")
+
+RETURNED_CONSTANT = Rejection(r"KeyError: '(\w+)'$", _returns_constant)
+"""`split_module` with the original order of nodes copies constants that partitions read, not returned ones."""
+
+UNKNOWN_BLOCK = Rejection(r"RuntimeError: Node \w+ target (\w+) references nonexistent attribute \1 of", _reads_block)
+"""`_inline_module` copies a node that reads a block of control flow, and not the block."""
+
+SCAN_OF_CONSTANTS = Rejection(
+    r"RuntimeError: Cannot access data pointer of Tensor .* erroneously tracing into a custom kernel",
+    _calling("scan", constants=True),
+)
 """torch's `scan` reads the addresses of its operands while it is traced, which constants do not have."""
 
-_RETURNED_CONSTANT = r"^KeyError: '\w+'$"
-"""`split_module` with the original order of nodes does not find constants that the graph returns."""
+WHILE_OF_SYMBOLS = Rejection(
+    r"UncapturedHigherOrderOpError: Expected carried_inputs and body_output to have same metadata but found",
+    _calling("while_loop"),
+)
+"""Traced with symbols, a loop whose carried value comes from a constant or a captured tensor changes its sizes."""
 
-_TRACED = (_SCAN_OF_CONSTANTS,)
+COPIED_SHAPE_ENV = Rejection(
+    r"RuntimeError: Expected !size_bytes_is_heap_allocated_ to be true",
+    lambda module, _match: getattr(module, "shape_env", None) is not None,
+)
+"""A module that was traced with symbols holds the ShapeEnv, and a storage of a symbolic size cannot be copied."""
+
+_TRACED = (SCAN_OF_CONSTANTS,)
 _FUNCTIONALISED = (
     *_TRACED,
-    r"'FunctorchFunctionalizeAPI' object has no attribute 'mode'",  # `invoke_subgraph` under functorch
-    r"might be aliasing the input or the output",
-    r"might be modifying the input",
-    r"isFunctionalTensor\(t\) INTERNAL ASSERT FAILED",  # control flow whose operands are constants
+    # `invoke_subgraph` has no rule for functorch's functionalization.
+    Rejection(
+        r"AttributeError: 'FunctorchFunctionalizeAPI' object has no attribute 'mode'", _calling("invoke_subgraph")
+    ),
+    # Blocks of control flow may neither return nor write their operands.
+    Rejection(
+        r"UnsupportedAliasMutationException: .* might be (aliasing the input or the output|modifying the input)",
+        _calling(*_CONTROL),
+    ),
+    # Functionalization of control flow asks whether operands are functional tensors, which constants are not.
+    Rejection(r"RuntimeError: .*isFunctionalTensor\(t\) INTERNAL ASSERT FAILED", _calling(*_CONTROL, constants=True)),
 )
 _EXPORTED = (
     *_TRACED,
-    r"SpecViolationError: Node\.meta .* is missing val field",
-    r"'int' object has no attribute 'name'",  # control flow with constants as operands
-    r"SyntaxError: duplicate argument",  # control flow with one tensor as two operands
-    r"SerializeError: .*Unsupported list/tuple argument type",
-    r"triton required to serialize triton kernels",  # torch asks for a GPU
-    r"Runtime assertion failed for expression u\d+ <= ",  # a slice beyond the end of a static dimension
+    # Arguments of blocks are described by fake tensors, which constants are not.
+    Rejection(r"SpecViolationError: Node\.meta \w+ is missing val field", _calling(*_CONTROL, constants=True)),
+    # Operands of control flow are names of nodes; numbers are not.
+    Rejection(r"AttributeError: 'int' object has no attribute 'name'", _calling(*_CONTROL)),
+    # The parameters of a block are named after its operands, of which two may be one tensor.
+    Rejection(r"SyntaxError: duplicate argument '\w+' in function definition", _calling(*_CONTROL)),
+    # Lists of operands hold only tensors.
+    Rejection(
+        r"SerializeError: Failed serializing node \w+ in graph: %\w+ : .*torch\.ops\.higher_order\.(\w+)\]"
+        r".*Unsupported list/tuple argument type",
+        lambda _module, match: match[1] in _CONTROL,
+    ),
+    # A kernel is saved as its binary, which Triton compiles on a GPU.
+    Rejection(
+        r"SerializeError: Failed serializing node triton_kernel_wrapper_functional.*: "
+        r"(kernel caches not found for kernel \w+|triton required to serialize triton kernels)",
+        _calling("triton_kernel_wrapper_functional"),
+    ),
+    # A graph that blocks and the body call is stored with the first block, where the body does not look.
+    Rejection(
+        r"AttributeError: 'Module' object has no attribute '\w+\.repeated_subgraph\d+'", _calling("invoke_subgraph")
+    ),
+    # A slice beyond the end of a static dimension is asserted not to be one.
+    Rejection(r"\w*Error: Runtime assertion failed for expression u\d+ <= ", _calling("slice")),
 )
 _WITHOUT_USER_KERNELS = frozenset({"user_triton"})
 """On a CPU torch cannot read Triton kernels: it assumes that they write all operands, arguments of blocks too."""
@@ -192,19 +290,17 @@ TRANSFORMS: dict[str, Transform] = {
     transform.name: transform
     for transform in (
         Transform("eliminate_dead_code", _eliminated, UNUSED, flat=True),
-        Transform("deepcopy", lambda module, _inputs: copy.deepcopy(module)),
+        Transform("deepcopy", lambda module, _inputs: copy.deepcopy(module), rejections=(COPIED_SHAPE_ENV,)),
         Transform("recompile", _recompiled),
         Transform("rename", _renamed),
         Transform("node_copy", _copied_nodes),
         Transform("stable_topological_sort", _sorted),
-        Transform("split_module", lambda module, _inputs: _parts(module), refusals=(_RETURNED_CONSTANT,), flat=True),
-        Transform(
-            "inline", _inlined, UNUSED, refusals=("references nonexistent attribute", _RETURNED_CONSTANT), flat=True
-        ),
+        Transform("split_module", lambda module, _inputs: _parts(module), rejections=(RETURNED_CONSTANT,), flat=True),
+        Transform("inline", _inlined, UNUSED, (UNKNOWN_BLOCK, RETURNED_CONSTANT), flat=True),
         Transform("ShapeProp", _shape_propagated),
         Transform("replace_pattern", _replaced, UNUSED, forms=_FUNCTIONAL_ONLY, flat=True, single_stream=True),
         Transform("make_fx", _traced, SYMBOLS, _TRACED, specialises=True),
-        Transform("make_fx_symbolic", _traced_with_symbols, CALLS, _TRACED, specialises=True),
+        Transform("make_fx_symbolic", _traced_with_symbols, CALLS, (*_TRACED, WHILE_OF_SYMBOLS), specialises=True),
         Transform(
             "Interpreter",
             lambda module, inputs: _traced(Interpreter(module).run, inputs),
