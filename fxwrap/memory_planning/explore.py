@@ -145,7 +145,7 @@ def pack_block(buffers: Sequence[Buffer], capacity: int) -> Sequence[int]:
     """Returns offsets of the buffers of a block; () for none."""
     part = Subproblem.of(buffers, capacity)
     limits = SearchLimits(_BLOCK_STEPS, math.inf)
-    return explore(part, BY_LENGTH, ranks_in(part, BY_LENGTH, 0), [1] * len(part.members), limits).offsets
+    return explore(part, BY_LENGTH, ranks_in(part, BY_LENGTH, 0), [1] * part.sections, limits).offsets
 
 
 def ranks_in(part: Subproblem, order: Order, perturbed: int) -> list[int]:

@@ -37,7 +37,7 @@ class NativeSearch:
         """Runs one depth-first search; see `explore`."""
         if part.capacity >= _MAX_CAPACITY:
             return explore(part, order, ranks, weights, limits)
-        count, sections = len(part.size), len(part.members)
+        count, sections = len(part.size), part.sections
         numbers = ctypes.c_int64 * count
         counted = (ctypes.c_int64 * sections)(*weights)
         offsets, steps = numbers(), (ctypes.c_int64 * 1)()

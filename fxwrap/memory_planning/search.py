@@ -155,7 +155,7 @@ class _RestartedSearch:
         self._functions = functions
         self._blocks = None if tolerances is None else functions.merge(in_sections(buffers), capacity, tolerances)
         self._part = Subproblem.of(buffers if self._blocks is None else self._blocks.buffers, capacity)
-        self._weights = [1] * len(self._part.members)
+        self._weights = [1] * self._part.sections
 
     @property
     def count(self) -> int:
@@ -170,7 +170,7 @@ class _RestartedSearch:
             self._blocks.improve(limits.steps // 2, limits.deadline)
             steps = self._blocks.steps - before
             self._part = Subproblem.of(self._blocks.buffers, self._capacity)
-            self._weights = [1] * len(self._part.members)
+            self._weights = [1] * self._part.sections
         part = self._part
         order = _ORDERS[self.turn % len(_ORDERS)]
         ranks = ranks_in(part, order, self.turn // len(_ORDERS))
