@@ -99,16 +99,15 @@ def report_problems(chosen: argparse.Namespace) -> None:
 
 def report_packings(chosen: argparse.Namespace) -> None:
     """Prints how many problems with a known optimum are solved, and seconds."""
-    note = (
-        f"CPU seconds; seeds {chosen.first_seed} to {chosen.first_seed + chosen.packings - 1}, 20 s of wall time each"
-    )
+    last = chosen.first_seed + chosen.packings - 1
+    note = f"CPU seconds; seeds {chosen.first_seed} to {last}, at most {chosen.limit:g} s of wall time each"
     report = Report("planning-packings", chosen, note=note)
     for name, kind in KINDS_OF_PACKINGS.items():
         for count in (500, 1_000, 2_000):
             solved, times = 0, []
             for seed in range(chosen.first_seed, chosen.first_seed + chosen.packings):
                 problem = packed_problem(kind, count, seed)
-                result, seconds = timed(problem.buffers, "search", problem.capacity, problem.alignment, 20)
+                result, seconds = timed(problem.buffers, "search", problem.capacity, problem.alignment, chosen.limit)
                 solved += result is not None
                 times.append(seconds)
             cells: dict[str, Cell] = {"kind": name, "buffers": count, "problems": chosen.packings, "solved": solved}
@@ -181,6 +180,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="the folder of problems that the repository lacks")
     parser.add_argument("--skip-scale", action="store_true", help="only the first table")
     parser.add_argument("--packings", type=int, default=0, help="the number of problems of each kind and size")
+    parser.add_argument("--limit", type=float, default=10, help="seconds of wall time for each of them")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first of them")
     add_record_option(parser)
     chosen = parser.parse_args()

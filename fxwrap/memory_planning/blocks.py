@@ -12,14 +12,14 @@ and merges again.
 from __future__ import annotations
 
 import math
-import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from time import monotonic
-from typing import TypeAlias
+from typing import TypeVar
 
+from fxwrap.memory_planning.explore import pack_block
 from fxwrap.memory_planning.greedy import Buffer
 
 EXACT = (0.0,)
@@ -47,8 +47,39 @@ _SPLIT_FURTHER = 0.7
 _ACCEPT_MORE = 0.05
 """The share of steps that may end with one more block."""
 
-Pack: TypeAlias = Callable[[Sequence[Buffer], int], Sequence[int]]
-"""Returns offsets of buffers within a capacity; () for none."""
+_Value = TypeVar("_Value")
+
+
+class Generator:
+    """A pseudorandom generator that native code has too: SplitMix64 (Steele, Lea and Flood, 2014)."""
+
+    def __init__(self) -> None:
+        self._state = 0
+
+    def bits(self) -> int:
+        """Returns 64 bits."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _64_BITS
+        value = self._state
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _64_BITS
+        return value ^ (value >> 31)
+
+    def random(self) -> float:
+        """Returns a number from 0 to 1, exclusive."""
+        return (self.bits() >> 11) * 2.0**-53
+
+    def choose(self, values: Sequence[_Value]) -> _Value:
+        """Returns one of the values."""
+        return values[self.bits() % len(values)]
+
+    def shuffle(self, values: list[int]) -> None:
+        """Permutes a list in place."""
+        for last in range(len(values) - 1, 0, -1):
+            other = self.bits() % (last + 1)
+            values[last], values[other] = values[other], values[last]
+
+
+_64_BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +119,13 @@ class Blocks:
     step of the depth-first search.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], capacity: int, tolerances: Sequence[float], pack: Pack) -> None:
-        """Merges buffers, whose times are numbers of sections, until no block is left. `pack` places its members."""
+    def __init__(self, buffers: Sequence[Buffer], capacity: int, tolerances: Sequence[float]) -> None:
+        """Merges buffers, whose times are numbers of sections, until no block is left."""
         self._count = len(buffers)
-        self._pack = pack
-        self._random = random.Random(0)
+        self._random = Generator()
         self._items: dict[int, Buffer] = dict(enumerate(buffers))
         self._members: dict[int, list[tuple[int, int]]] = {}  # of blocks, with offsets
-        self._keys = {index: self._random.getrandbits(62) for index in self._items}  # blocks of the same buffers: equal
+        self._keys = {index: self._random.bits() for index in self._items}  # blocks of the same buffers: equal
         self._roots = set(self._items)
         self._next = self._count
         self._end = max([last for _, last, _ in buffers])
@@ -154,7 +184,7 @@ class Blocks:
 
     def _split_some(self) -> set[int]:
         """Splits some blocks near an end of a random root; returns the times that changed."""
-        choose = self._random.choice
+        choose = self._random.choose
         roots = sorted(self._roots)
         first, last, _ = self._items[choose(roots)]
         center, distance = choose((first, last)), choose((*_SPLIT_DISTANCES, self._end // 20))
@@ -183,6 +213,7 @@ class Blocks:
             if is_merged:
                 changed |= self._split(index)
                 del self._items[index], self._members[index], self._keys[index]
+                self._next = index
                 continue
             for member, _ in self._members[index]:
                 changed.update(self._items[member][:2])
@@ -260,7 +291,7 @@ class Blocks:
         chosen = tuple([self._items[index] for index in candidate.items])
         for capacity in sorted({size, size + min(spare, int(size * self._tolerance))}):
             if (capacity, chosen) not in self._packed:
-                self._packed[capacity, chosen] = self._pack(chosen, capacity)
+                self._packed[capacity, chosen] = pack_block(chosen, capacity)
             if offsets := self._packed[capacity, chosen]:
                 return offsets
         return ()

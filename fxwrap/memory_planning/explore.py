@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
+from fxwrap.memory_planning.greedy import Buffer
 from fxwrap.memory_planning.placement import Placement, Subproblem
 
 
@@ -47,8 +49,13 @@ class Order:
     """From the number of sections and the size to a key; large ones come first."""
 
 
-Explore: TypeAlias = Callable[[Subproblem, Order, list[int], list[int], SearchLimits], SearchResult]
-"""From a problem, an order with the ranks of the buffers in it, weights of sections and limits to offsets."""
+BY_LENGTH = Order(False, True, lambda length, size: (length << 64) + size)
+
+_BLOCK_STEPS = 500
+"""Steps of the search for the inside of a block."""
+
+_PERTURBATION = 0.15
+"""Largest relative change of the keys of an order, after the first turn of each."""
 
 
 @dataclass(frozen=True)
@@ -132,3 +139,23 @@ def _backtrack(state: Placement, decisions: list[_Decision]) -> bool:
             return True
         blamed = range(min(blamed.start, decision.sections.start), max(blamed.stop, decision.sections.stop))
     return False
+
+
+def pack_block(buffers: Sequence[Buffer], capacity: int) -> Sequence[int]:
+    """Returns offsets of the buffers of a block; () for none."""
+    part = Subproblem.of(buffers, capacity)
+    limits = SearchLimits(_BLOCK_STEPS, math.inf)
+    return explore(part, BY_LENGTH, ranks_in(part, BY_LENGTH, 0), [1] * part.sections, limits).offsets
+
+
+def ranks_in(part: Subproblem, order: Order, perturbed: int) -> list[int]:
+    """Returns the rank of each buffer in an order, perturbed by a seed unless it is 0."""
+    generator = random.Random(perturbed)
+    keys: list[float] = []
+    for first, last, size in zip(part.first, part.last, part.size):
+        key: float = order.key(last - first, size)
+        keys.append(-key * generator.uniform(1 - _PERTURBATION, 1 + _PERTURBATION) if perturbed else -key)
+    ranks = [0] * len(keys)
+    for position, index in enumerate(sorted(range(len(keys)), key=lambda index: (keys[index], part.twin_rank[index]))):
+        ranks[index] = position
+    return ranks

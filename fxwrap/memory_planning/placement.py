@@ -35,17 +35,15 @@ def in_sections(buffers: Sequence[Buffer]) -> list[Buffer]:
 class Subproblem:
     """Buffers by index, and a capacity.
 
-    `neighbours` are the buffers that
-    share a section with each buffer, `members` those of each section. `twin_rank` orders buffers with equal ranges,
-    which may be exchanged: large ones come first.
+    Times are numbers of sections. `twin_rank` orders buffers with equal ranges, which may be exchanged: large ones come
+    first.
     """
 
     first: list[int]
     last: list[int]
     size: list[int]
-    neighbours: list[list[int]]
-    members: list[list[int]]
     twin_rank: list[int]
+    sections: int
     capacity: int
 
     @staticmethod
@@ -53,18 +51,19 @@ class Subproblem:
         """Returns the problem to place buffers within a capacity."""
         ranges = in_sections(buffers)
         first, last = [begin for begin, _, _ in ranges], [end for _, end, _ in ranges]
-        members: list[list[int]] = [[] for _ in range(max(last, default=1))]
-        for index in range(len(buffers)):
-            for number in range(first[index], last[index]):
-                members[number].append(index)
-        neighbours = [
-            sorted(set().union(*members[first[index] : last[index]]) - {index}) for index in range(len(buffers))
-        ]  # fmt: skip
         sizes = [size for _, _, size in buffers]
         twin_rank = [0] * len(buffers)
         for rank, index in enumerate(sorted(range(len(buffers)), key=lambda index: (-sizes[index], index))):
             twin_rank[index] = rank
-        return Subproblem(first, last, sizes, neighbours, members, twin_rank, capacity)
+        return Subproblem(first, last, sizes, twin_rank, max(last, default=1), capacity)
+
+    def members(self) -> list[list[int]]:
+        """Returns the buffers of each section."""
+        members: list[list[int]] = [[] for _ in range(self.sections)]
+        for index in range(len(self.size)):
+            for number in range(self.first[index], self.last[index]):
+                members[number].append(index)
+        return members
 
 
 class Placement:
@@ -76,14 +75,19 @@ class Placement:
     """
 
     def __init__(self, part: Subproblem) -> None:
-        count, sections = len(part.size), len(part.members)
+        count, sections = len(part.size), part.sections
         self.part = part
         self.lowest = [0] * count
         self.bound = [0] * count
         self.is_placed = [False] * count
         self.height = [0] * sections
-        self.members = part.members[:]
-        self.remaining = [sum([part.size[index] for index in members]) for members in part.members]
+        self.members = part.members()
+        self.neighbours = [
+            sorted(set().union(*self.members[first:last]) - {index})
+            for index, (first, last) in enumerate(zip(part.first, part.last))
+        ]
+        """By buffer: the others that share a section with it."""
+        self.remaining = [sum([part.size[index] for index in members]) for members in self.members]
         self.candidate_count = [0] * sections
         self.ends: list[tuple[int, int, int]] = [(0, -1, 0)] * sections
         """By section: the lowest end of a pending buffer, its index, and the lowest end of the others."""
@@ -126,7 +130,7 @@ class Placement:
             self._changed[section] = None
             if section + 1 < last[pick]:
                 self._set(self.crossing, section, self.crossing[section] - 1)
-        for index in part.neighbours[pick]:
+        for index in self.neighbours[pick]:
             if self.is_placed[index] or lowest[index] >= top:
                 continue
             self._set(lowest, index, top)

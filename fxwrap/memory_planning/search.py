@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import time
 from collections.abc import Sequence
-from functools import partial
+from typing import Protocol
 
 from fxwrap.memory_planning.blocks import APPROXIMATE, EXACT, Blocks
-from fxwrap.memory_planning.explore import Explore, Order, SearchLimits, SearchResult, SearchStatus, explore
+from fxwrap.memory_planning.explore import BY_LENGTH, Order, SearchLimits, SearchResult, SearchStatus, explore, ranks_in
 from fxwrap.memory_planning.greedy import Buffer, max_live_bytes
-from fxwrap.memory_planning.native_search import native_explore
+from fxwrap.memory_planning.native_search import NativeBlocks, native_search
 from fxwrap.memory_planning.placement import Subproblem, in_sections
 
 _FIRST_STEPS = 200
@@ -38,42 +37,55 @@ _OTHER_TURNS = 4
 _GROWTH = 1.3
 """Growth of this number from round to round."""
 
-_BLOCK_STEPS = 500
-"""Steps of the search for the inside of a block."""
-
-_PERTURBATION = 0.15
-"""Largest relative change of the keys of an order, after the first turn of each."""
-
 _NATIVE_STEPS, _NATIVE_BUFFERS = 500, 32
 """Limits of steps and numbers of buffers from which the native search is worth its build."""
 
 _ORDERS = (
     Order(True, True, lambda length, size: length * size),
-    Order(False, True, lambda length, size: (length << 64) + size),
+    BY_LENGTH,
     Order(False, False, lambda length, size: length * size),
     Order(False, True, lambda length, size: length * length * size),
     Order(False, False, lambda length, size: (length << 64) + size),
 )
 
 
+class SearchFunctions(Protocol):
+    """The inner loops of the search. All implementations have equal results."""
+
+    def explore(
+        self, part: Subproblem, order: Order, ranks: list[int], weights: list[int], limits: SearchLimits
+    ) -> SearchResult:
+        """Runs one depth-first search; see `explore`."""
+
+    def merge(self, buffers: Sequence[Buffer], capacity: int, tolerances: Sequence[float]) -> Blocks | NativeBlocks:
+        """Merges buffers, whose times are numbers of sections, into blocks; see `Blocks`."""
+
+
+class PythonSearch:
+    """The reference."""
+
+    explore = staticmethod(explore)
+    merge = staticmethod(Blocks)
+
+
 def search(
-    buffers: Sequence[Buffer], capacity: int, limits: SearchLimits, single: Explore | None = None
+    buffers: Sequence[Buffer], capacity: int, limits: SearchLimits, functions: SearchFunctions | None = None
 ) -> SearchResult:
     """Searches for offsets with which live buffers never overlap and all end at or below `capacity`.
 
-    `buffers` are (first, last_exclusive, size) with sizes above zero. `single` runs one depth-first search; by default,
-    native code does if many steps are permitted and a compiler exists. The result does not depend on it, and is
-    deterministic, unless the deadline stops the search.
+    `buffers` are (first, last_exclusive, size) with sizes above zero. `functions` are native by default, if many steps
+    are permitted and a compiler exists, else Python. The result does not depend on that, and is deterministic, unless
+    the deadline stops the search.
     """
     is_large = limits.steps >= _NATIVE_STEPS and len(buffers) >= _NATIVE_BUFFERS
-    single = single or (native_explore() if is_large else None) or explore
+    functions = functions or (native_search() if is_large else None) or PythonSearch()
     unit = math.gcd(*(size for _, _, size in buffers)) if buffers else 1
     offsets = [0] * len(buffers)
     steps = 0
     for indices in _independent(buffers):
         chosen = [(first, last, size // unit) for first, last, size in (buffers[index] for index in indices)]
         result = _search_dependent(
-            chosen, capacity // unit, SearchLimits(limits.steps - steps, limits.deadline), single
+            chosen, capacity // unit, SearchLimits(limits.steps - steps, limits.deadline), functions
         )
         steps += result.steps
         if result.outcome is not SearchStatus.SOLVED:
@@ -97,15 +109,17 @@ def _independent(buffers: Sequence[Buffer]) -> list[list[int]]:
     return groups
 
 
-def _search_dependent(buffers: list[Buffer], capacity: int, limits: SearchLimits, single: Explore) -> SearchResult:
+def _search_dependent(
+    buffers: list[Buffer], capacity: int, limits: SearchLimits, functions: SearchFunctions
+) -> SearchResult:
     """Searches in rounds: with blocks of equal sizes and of similar ones, if that leaves few of them, and without,
     until a limit."""
     if max_live_bytes(buffers) > capacity:
         return SearchResult(SearchStatus.INFEASIBLE, (), 0)
     if len(buffers) == 1:
         return SearchResult(SearchStatus.SOLVED, (0,), 0)
-    unmerged = _RestartedSearch(buffers, capacity, None, single)
-    merged = [_RestartedSearch(buffers, capacity, tolerances, single) for tolerances in (EXACT, APPROXIMATE)]
+    unmerged = _RestartedSearch(buffers, capacity, None, functions)
+    merged = [_RestartedSearch(buffers, capacity, tolerances, functions) for tolerances in (EXACT, APPROXIMATE)]
     promising = [item for item in merged if item.count <= _MERGED_SHARE * len(buffers)] or [unmerged]
     others = [item for item in (unmerged, *merged) if item not in promising]
     steps = 0
@@ -133,16 +147,15 @@ class _RestartedSearch:
     """
 
     def __init__(
-        self, buffers: list[Buffer], capacity: int, tolerances: Sequence[float] | None, single: Explore
+        self, buffers: list[Buffer], capacity: int, tolerances: Sequence[float] | None, functions: SearchFunctions
     ) -> None:
         self.turn = 0 if tolerances is None else 1
         self._buffers = buffers
         self._capacity = capacity
-        self._single = single
-        pack = partial(_pack_block, single)
-        self._blocks = None if tolerances is None else Blocks(in_sections(buffers), capacity, tolerances, pack)
+        self._functions = functions
+        self._blocks = None if tolerances is None else functions.merge(in_sections(buffers), capacity, tolerances)
         self._part = Subproblem.of(buffers if self._blocks is None else self._blocks.buffers, capacity)
-        self._weights = [1] * len(self._part.members)
+        self._weights = [1] * self._part.sections
 
     @property
     def count(self) -> int:
@@ -157,34 +170,15 @@ class _RestartedSearch:
             self._blocks.improve(limits.steps // 2, limits.deadline)
             steps = self._blocks.steps - before
             self._part = Subproblem.of(self._blocks.buffers, self._capacity)
-            self._weights = [1] * len(self._part.members)
+            self._weights = [1] * self._part.sections
         part = self._part
         order = _ORDERS[self.turn % len(_ORDERS)]
-        ranks = _ranks(part, order, self.turn // len(_ORDERS))
+        ranks = ranks_in(part, order, self.turn // len(_ORDERS))
         self.turn += 1
-        result = self._single(part, order, ranks, self._weights, SearchLimits(limits.steps - steps, limits.deadline))
+        result = self._functions.explore(
+            part, order, ranks, self._weights, SearchLimits(limits.steps - steps, limits.deadline)
+        )
         offsets: Sequence[int] = result.offsets
         if offsets and self._blocks is not None:
             offsets = self._blocks.expand(offsets)
         return SearchResult(result.outcome, tuple(offsets), steps + result.steps)
-
-
-def _pack_block(single: Explore, buffers: Sequence[Buffer], capacity: int) -> Sequence[int]:
-    """Returns offsets of the buffers of a block; () for none."""
-    part = Subproblem.of(buffers, capacity)
-    ranks = _ranks(part, _ORDERS[1], 0)
-    limits = SearchLimits(_BLOCK_STEPS, math.inf)
-    return single(part, _ORDERS[1], ranks, [1] * len(part.members), limits).offsets
-
-
-def _ranks(part: Subproblem, order: Order, perturbed: int) -> list[int]:
-    """Returns the rank of each buffer in an order, perturbed by a seed unless it is 0."""
-    generator = random.Random(perturbed)
-    keys: list[float] = []
-    for first, last, size in zip(part.first, part.last, part.size):
-        key: float = order.key(last - first, size)
-        keys.append(-key * generator.uniform(1 - _PERTURBATION, 1 + _PERTURBATION) if perturbed else -key)
-    ranks = [0] * len(keys)
-    for position, index in enumerate(sorted(range(len(keys)), key=lambda index: (keys[index], part.twin_rank[index]))):
-        ranks[index] = position
-    return ranks

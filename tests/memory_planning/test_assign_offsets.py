@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -180,10 +180,6 @@ def test_packed_problems_are_full(kind: str) -> None:
     assert result.lower_bound == problem.capacity
 
 
-def packed(chosen: Sequence[Buffer], capacity: int) -> Sequence[int]:
-    return search(chosen, capacity, SearchLimits(1_000, time.monotonic() + 60)).offsets
-
-
 def assert_blocks_are_packed(buffers: list[Buffer], blocks: Blocks, capacity: int) -> None:
     """Blocks fit the capacity at each time, and their offsets give valid ones of the buffers."""
     assert max_live_bytes(blocks.buffers) <= capacity
@@ -199,7 +195,7 @@ def test_offsets_of_blocks_are_offsets_of_their_buffers(
     buffers: list[Buffer], spare: int, tolerances: tuple[float, ...]
 ) -> None:
     capacity = max_live_bytes(buffers) + spare
-    blocks = Blocks(in_sections(buffers), capacity, tolerances, packed)
+    blocks = Blocks(in_sections(buffers), capacity, tolerances)
     assert_blocks_are_packed(buffers, blocks, capacity)
     blocks.improve(100)
     assert_blocks_are_packed(buffers, blocks, capacity)
@@ -207,24 +203,24 @@ def test_offsets_of_blocks_are_offsets_of_their_buffers(
 
 def test_buffers_that_take_over_memory_are_one_block() -> None:
     buffers = [(0, 2, 8), (2, 4, 5), (2, 5, 3), (4, 5, 5)]
-    assert Blocks(in_sections(buffers), 8, EXACT, packed).buffers == [(0, 3, 8)]
+    assert Blocks(in_sections(buffers), 8, EXACT).buffers == [(0, 3, 8)]
 
 
 def test_blocks_of_similar_sizes_are_padded_only_where_bytes_are_free() -> None:
     buffers = [(0, 2, 1000), (2, 4, 990), (0, 2, 50), (2, 4, 50)]
-    assert Blocks(in_sections(buffers), 1050, APPROXIMATE, packed).buffers == [(0, 2, 1050)]
-    assert len(Blocks(in_sections(buffers), 1050, EXACT, packed).buffers) == 3
+    assert Blocks(in_sections(buffers), 1050, APPROXIMATE).buffers == [(0, 2, 1050)]
+    assert len(Blocks(in_sections(buffers), 1050, EXACT).buffers) == 3
     full = [*buffers, (2, 4, 10)]
-    assert Blocks(in_sections(full), 1050, APPROXIMATE, packed).buffers == [(0, 2, 1050)]
+    assert Blocks(in_sections(full), 1050, APPROXIMATE).buffers == [(0, 2, 1050)]
     tight = [(0, 2, 1000), (2, 4, 990), (0, 2, 50), (2, 4, 60)]  # equal at each time, in no pairs
-    merged = Blocks(in_sections(tight), 1050, APPROXIMATE, packed).buffers
+    merged = Blocks(in_sections(tight), 1050, APPROXIMATE).buffers
     assert max_live_bytes(merged) == 1050
 
 
 @pytest.mark.parametrize("kind", ("few times and sizes", "shrunk"))
 def test_splitting_and_merging_again_leaves_fewer_blocks(kind: str) -> None:
     problem = packed_problem(KINDS[kind], 250, seed=1)
-    blocks = Blocks(in_sections(problem.buffers), problem.capacity, APPROXIMATE, packed)
+    blocks = Blocks(in_sections(problem.buffers), problem.capacity, APPROXIMATE)
     before = len(blocks.buffers)
     blocks.improve(3_000)
     assert len(blocks.buffers) <= 0.8 * before
@@ -233,7 +229,7 @@ def test_splitting_and_merging_again_leaves_fewer_blocks(kind: str) -> None:
 
 def test_blocks_are_the_same_on_every_run() -> None:
     problem = packed_problem(KINDS["gaps"], 120, seed=2)
-    merged = [Blocks(in_sections(problem.buffers), problem.capacity, APPROXIMATE, packed) for _ in range(2)]
+    merged = [Blocks(in_sections(problem.buffers), problem.capacity, APPROXIMATE) for _ in range(2)]
     for blocks in merged:
         blocks.improve(1_000)
     assert merged[0].buffers == merged[1].buffers and merged[0].steps == merged[1].steps

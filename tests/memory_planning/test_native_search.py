@@ -11,17 +11,19 @@ from hypothesis import strategies as st
 from benchmarks.packings import KINDS, packed_problem
 from fxwrap.errors import NativeBuildError
 from fxwrap.memory_planning import assign_offsets
-from fxwrap.memory_planning.explore import Explore, SearchLimits, SearchStatus, explore
+from fxwrap.memory_planning.blocks import APPROXIMATE, EXACT, Blocks
+from fxwrap.memory_planning.explore import SearchLimits, SearchStatus
 from fxwrap.memory_planning.greedy import Buffer, max_live_bytes
-from fxwrap.memory_planning.native_search import native_explore
-from fxwrap.memory_planning.search import search
+from fxwrap.memory_planning.native_search import NativeBlocks, NativeSearch, native_search
+from fxwrap.memory_planning.placement import in_sections
+from fxwrap.memory_planning.search import PythonSearch, search
 from fxwrap.runtime.native import planning
 from tests.memory_planning.test_assign_offsets import BUFFER, CAPACITY, read_problem
 
 
 @pytest.fixture(scope="module")
-def native() -> Explore:
-    found = native_explore()
+def native() -> NativeSearch:
+    found = native_search()
     assert found is not None, "these tests need a C++ compiler"
     return found
 
@@ -31,39 +33,59 @@ def limits(steps: int) -> SearchLimits:
 
 
 @given(buffers=st.lists(BUFFER.filter(lambda buffer: buffer[2] > 0), min_size=1, max_size=25), spare=st.integers(0, 20))
-def test_small_problems_have_equal_results(native: Explore, buffers: list[Buffer], spare: int) -> None:
+def test_small_problems_have_equal_results(native: NativeSearch, buffers: list[Buffer], spare: int) -> None:
     capacity = max_live_bytes(buffers) + spare
-    results = [search(buffers, capacity, limits(300), single) for single in (explore, native)]
+    results = [search(buffers, capacity, limits(300), functions) for functions in (PythonSearch(), native)]
     assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dense_problems_have_equal_results(native: Explore, kind: str) -> None:
+def test_dense_problems_have_equal_results(native: NativeSearch, kind: str) -> None:
     problem = packed_problem(KINDS[kind], 150, seed=11)
-    results = [search(problem.buffers, problem.capacity, limits(600), single) for single in (explore, native)]
+    results = [
+        search(problem.buffers, problem.capacity, limits(600), functions) for functions in (PythonSearch(), native)
+    ]
     assert results[0] == results[1]
 
 
-def test_sparse_problems_have_equal_results(native: Explore) -> None:
+@pytest.mark.parametrize("tolerances", (EXACT, APPROXIMATE, (0.3,)))
+@pytest.mark.parametrize("kind", ("few times and sizes", "gaps", "shrunk"))
+def test_blocks_are_equal(native: NativeSearch, kind: str, tolerances: tuple[float, ...]) -> None:
+    problem = packed_problem(KINDS[kind], 120, seed=12)
+    buffers = in_sections(problem.buffers)
+    blocks = native.merge(buffers, problem.capacity, tolerances)
+    reference = Blocks(buffers, problem.capacity, tolerances)
+    assert isinstance(blocks, NativeBlocks)
+    for _ in range(4):
+        assert (blocks.buffers, blocks.steps, blocks.has_blocks) == (
+            reference.buffers, reference.steps, reference.has_blocks,
+        )  # fmt: skip
+        offsets = list(range(len(blocks.buffers)))
+        assert blocks.expand(offsets) == reference.expand(offsets)
+        blocks.improve(400)
+        reference.improve(400)
+
+
+def test_sparse_problems_have_equal_results(native: NativeSearch) -> None:
     buffers = read_problem("F")
-    results = [search(buffers, CAPACITY, limits(700), single) for single in (explore, native)]
+    results = [search(buffers, CAPACITY, limits(100), functions) for functions in (PythonSearch(), native)]
     assert results[0] == results[1]
-    assert results[0].outcome is SearchStatus.LIMIT_REACHED and results[0].steps == 700
+    assert results[0].outcome is SearchStatus.LIMIT_REACHED and results[0].steps == 100
 
 
-def test_numbers_near_64_bits_have_equal_results(native: Explore) -> None:
+def test_numbers_near_64_bits_have_equal_results(native: NativeSearch) -> None:
     buffers = [(0, 2, 2**61), (1, 3, 2**60 - 1), (2, 4, 2**61 + 1)]
-    results = [search(buffers, 2**62, limits(300), single) for single in (explore, native)]
+    results = [search(buffers, 2**62, limits(300), functions) for functions in (PythonSearch(), native)]
     assert results[0] == results[1]
     assert results[0].outcome is SearchStatus.SOLVED
 
 
-def test_deadline_stops_the_native_search(native: Explore) -> None:
+def test_deadline_stops_the_native_search(native: NativeSearch) -> None:
     result = search(read_problem("F"), CAPACITY, SearchLimits(10**9, time.monotonic() - 1), native)
     assert result.outcome is SearchStatus.LIMIT_REACHED
 
 
-def test_plans_are_the_same_without_a_compiler(native: Explore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_the_same_without_a_compiler(native: NativeSearch, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise NativeBuildError("no C++ compiler found")
 
@@ -73,7 +95,7 @@ def test_plans_are_the_same_without_a_compiler(native: Explore, monkeypatch: pyt
     monkeypatch.setattr(planning, "build_planner", fail)
     planning.load_planner.cache_clear()
     try:
-        assert native_explore() is None
+        assert native_search() is None
         assert assign_offsets(buffers) == expected
     finally:
         planning.load_planner.cache_clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
 from functools import cache
 
 from fxwrap.errors import CacheError, NativeBuildError
@@ -13,19 +12,32 @@ from fxwrap.runtime.native.build import build_planner
 log = logging.getLogger("fxwrap.native")
 
 _NUMBERS = ctypes.POINTER(ctypes.c_int64)
+_NUMBER, _SECONDS, _HANDLE = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+_FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
+    "fxwrap_explore": (
+        ctypes.c_int,
+        [*[_NUMBER] * 3, *[_NUMBERS] * 5, *[ctypes.c_int] * 2, _NUMBER, _SECONDS, *[_NUMBERS] * 3],
+    ),
+    "fxwrap_blocks_create": (_HANDLE, [_NUMBER, *[_NUMBERS] * 3, _NUMBER, _NUMBER, ctypes.POINTER(ctypes.c_double)]),
+    "fxwrap_blocks_destroy": (None, [_HANDLE]),
+    "fxwrap_blocks_improve": (None, [_HANDLE, _NUMBER, _SECONDS]),
+    "fxwrap_blocks_steps": (_NUMBER, [_HANDLE]),
+    "fxwrap_blocks_roots": (_NUMBER, [_HANDLE, *[_NUMBERS] * 3]),
+    "fxwrap_blocks_expand": (None, [_HANDLE, *[_NUMBERS] * 2]),
+}
+"""The results and arguments of the functions of planner.cpp."""
 
 
 @cache
-def load_planner() -> Callable[..., int] | None:
-    """Returns the function `fxwrap_explore` of explore.cpp; None, with a log entry, where it cannot be built."""
+def load_planner() -> ctypes.CDLL | None:
+    """Returns the library with the functions of planner.cpp; None, with a log entry, where it cannot be built."""
     try:
-        function = ctypes.CDLL(str(build_planner())).fxwrap_explore
+        library = ctypes.CDLL(str(build_planner()))
     except (NativeBuildError, CacheError, OSError) as error:
         log.info("memory planning searches in Python: %s", error)
         return None
-    function.restype = ctypes.c_int
-    function.argtypes = [
-        *[ctypes.c_int64] * 3, *[_NUMBERS] * 5, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_double,
-        *[_NUMBERS] * 3,
-    ]  # fmt: skip
-    return function
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

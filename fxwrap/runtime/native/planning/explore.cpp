@@ -1,18 +1,11 @@
-// One depth-first search for offsets: the native counterpart of `_explore` in fxwrap/memory_planning/search.py, step
-// for step. Plain C++ without torch, called through ctypes.
-#include <algorithm>
-#include <chrono>
-#include <cstring>
-#include <numeric>
+// One depth-first search for offsets: the native counterpart of `explore` in fxwrap/memory_planning/explore.py,
+// step for step.
+#include "planning/explore.h"
 
-#include "planning/placement.h"
+#include <algorithm>
 
 namespace fxwrap::planning {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-enum Outcome : int { SOLVED = 0, INFEASIBLE = 1, LIMIT_REACHED = 2 };
 
 // A backtracking point: a buffer that was placed, or that waits, and the sections of the part it belongs to.
 struct Decision {
@@ -20,12 +13,6 @@ struct Decision {
     Sections sections;
     std::size_t trail;
     bool waits;
-};
-
-struct Order {
-    bool lowest_section;
-    bool lowest_first;
-    const Number* ranks;
 };
 
 struct SectionKey {
@@ -45,7 +32,7 @@ class Explorer {
     Explorer(const Subproblem& part, Order order, Number* weights)
         : part_(part), order_(order), weights_(weights), state_(part) {}
 
-    Outcome run(Number step_limit, Clock::time_point deadline, Number* steps);
+    Outcome run(Limits limits, Number* steps);
     const std::vector<Number>& offsets() const { return state_.lowest; }
 
   private:
@@ -64,11 +51,12 @@ class Explorer {
     std::vector<Number> candidates_;
 };
 
-Outcome Explorer::run(Number step_limit, Clock::time_point deadline, Number* steps) {
+Outcome Explorer::run(Limits limits, Number* steps) {
     *steps = 0;
-    if (!state_.start()) return INFEASIBLE;
+    if (!state_.start()) return Outcome::INFEASIBLE;
     for (Sections sections = pending_sections(); sections.begin < sections.end; sections = pending_sections()) {
-        if (*steps >= step_limit || (*steps % 64 == 0 && Clock::now() > deadline)) return LIMIT_REACHED;
+        if (*steps >= limits.steps || (*steps % 64 == 0 && Clock::now() > limits.deadline))
+            return Outcome::LIMIT_REACHED;
         ++*steps;
         const Number index = choose(sections);
         bool fits;
@@ -80,12 +68,12 @@ Outcome Explorer::run(Number step_limit, Clock::time_point deadline, Number* ste
         }
         while (!fits) {
             ++weights_[state_.failed];
-            if (!backtrack()) return INFEASIBLE;
+            if (!backtrack()) return Outcome::INFEASIBLE;
             ++*steps;
             fits = state_.postpone(decisions_.back().index);
         }
     }
-    return SOLVED;
+    return Outcome::SOLVED;
 }
 
 bool Explorer::has_pending(Sections sections) const {
@@ -159,22 +147,19 @@ bool Explorer::backtrack() {
 }
 
 }  // namespace
-}  // namespace fxwrap::planning
 
-// Runs one search over buffers by section; see `_explore`. Returns its outcome: 0 solved, 1 infeasible, 2 a limit.
-// `weights` by section and `offsets` by buffer are updated; the limit of time is in seconds from now.
-extern "C" __attribute__((visibility("default"))) int fxwrap_explore(
-    std::int64_t count, std::int64_t sections, std::int64_t capacity, const std::int64_t* first,
-    const std::int64_t* last, const std::int64_t* size, const std::int64_t* twin_rank, const std::int64_t* ranks,
-    int lowest_section, int lowest_first, std::int64_t step_limit, double seconds, std::int64_t* weights,
-    std::int64_t* offsets, std::int64_t* steps) {
-    using namespace fxwrap::planning;
+Clock::time_point deadline_in(double seconds) {
     constexpr double longest = 1e9;
     const auto limit = std::chrono::duration<double>(std::min(seconds, longest));
-    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
-    const Subproblem part(count, sections, capacity, first, last, size, twin_rank);
-    Explorer explorer(part, {lowest_section != 0, lowest_first != 0, ranks}, weights);
-    const Outcome outcome = explorer.run(step_limit, deadline, steps);
-    if (outcome == SOLVED) std::copy(explorer.offsets().begin(), explorer.offsets().end(), offsets);
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+}
+
+Outcome explore(const Subproblem& part, Order order, Number* weights, Limits limits, Number* steps,
+                std::vector<Number>& offsets) {
+    Explorer explorer(part, order, weights);
+    const Outcome outcome = explorer.run(limits, steps);
+    if (outcome == Outcome::SOLVED) offsets = explorer.offsets();
     return outcome;
 }
+
+}  // namespace fxwrap::planning
