@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.calls import has_resolvable_symbols, new_results
 from fxwrap.converters.from_fx.effects import absorb_scatter_fills
-from fxwrap.converters.from_fx.functional import copy_operand, write_arguments
+from fxwrap.converters.from_fx.functional import absorb_out_calls, copy_operand, write_arguments
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
 from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES
@@ -446,6 +446,7 @@ def find_absorbed_nodes(importer: GraphImporter) -> None:
     """Finds the nodes of a graph that are part of another node's line."""
     _find_reverse_scans(importer)
     absorb_scatter_fills(importer)
+    absorb_out_calls(importer)
 
 
 def _find_reverse_scans(importer: GraphImporter) -> None:

@@ -203,9 +203,44 @@ def _auto_functionalized(importer: GraphImporter, node: Node) -> None:
     _write_several(importer, node, operator, dict(node.kwargs), at_least=1)
 
 
+def absorb_out_calls(importer: GraphImporter) -> None:
+    """Finds calls whose only use is the copy that gives their result the layout of an out variant's."""
+    for node in importer.module.graph.find_nodes(op="call_function", target=_ATEN.copy.default):
+        if _out_call(importer, node) is not None:
+            importer.absorbed.add(node.args[1])
+
+
+def _out_call(importer: GraphImporter, node: Node) -> ExternCall | None:
+    """Returns the out variant for which a copy and the call of its source were emitted, if they still fit it."""
+    line = importer.original_line(node, ExternCall)
+    if line is None or len(line.outs) != 1 or len(node.args) != 2 or node.kwargs:
+        return None
+    source = node.args[1]
+    if not isinstance(source, Node) or len(source.users) > 1 or source.op != "call_function":
+        return None
+    between = source.next
+    while between is not node and between.target is _ATEN.empty_strided.default:
+        between = between.next
+    is_called = source.target is torch_compat.functional_of_out_variant(line.target)
+    return line if between is node and is_called else None
+
+
+def _import_out_call(importer: GraphImporter, node: Node, line: ExternCall) -> None:
+    """Imports a copy and the call of its source as an out variant."""
+    out, call = copy_operand(importer, node, importer.tensor(node, node.args[0])), node.args[1]
+    assert isinstance(call, Node)
+    arguments = tuple([importer.argument(call, item) for item in call.args])
+    keywords = tuple([(name, importer.argument(call, item)) for name, item in call.kwargs.items()])
+    importer.emit(ExternCall((), line.target, arguments, keywords, (out,), effect_set=line.effect_set), call)
+    importer.env[node] = out
+
+
 def _functional_overload(importer: GraphImporter, node: Node) -> None:
     """Imports an operator that writes a copy of its first operand."""
-    if importer.original_line(node, ExternCall) is not None or not node.args:
+    line = importer.original_line(node, ExternCall)
+    if node.args and len(node.args) > 1 and node.args[1] in importer.absorbed and line is not None:
+        _import_out_call(importer, node, line)
+    elif line is not None or not node.args:
         import_operator_call(importer, node)
     else:
         _write(importer, node, _IN_PLACE[node.target])

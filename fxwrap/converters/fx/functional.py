@@ -258,6 +258,7 @@ class FunctionalConverter(FxConverter):
             if is_certain and value.tensor_type.strides == result.tensor_type.strides:
                 self.store(value, node)
             else:
+                self.writer.line = line
                 self._copy_into(value, node)
 
     def _results_of(self, target: torch_compat.OpOverload, line: lines.ExternCall) -> tuple[Value, ...]:
