@@ -1,7 +1,8 @@
 """The pass pipeline of a serving engine, on the graph of ATen operators, the functional and the in-place graph.
 
-The model calls the engine's operators for normalisation, attention, quantisation and communication. Four passes fuse
-them into the engine's fused kernels, and replace `linear` by a vendor's:
+The model calls the engine's operators for normalisation, attention and quantisation, and torch's functional collectives
+for the sum over tensor-parallel ranks. Four passes fuse them into the engine's fused kernels, and replace `linear` by a
+vendor's:
 
     all_reduce + add + RMSNorm + quantise -> one operator      (tensor parallelism)
     add + RMSNorm + quantise              -> one operator
@@ -11,9 +12,13 @@ them into the engine's fused kernels, and replace `linear` by a vendor's:
 Each pass is one pattern and one replacement for all forms of the graph.
 
     python examples/rewrite_serving_passes.py
+    torchrun --nproc-per-node 2 examples/rewrite_serving_passes.py
 """
 
+import os
+
 import torch
+import torch.distributed as dist
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -41,10 +46,10 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
     return torch.softmax(query @ key.t() / query.shape[-1] ** 0.5, -1) @ value
 
 
-@torch.library.custom_op("serving::all_reduce", mutates_args=())
-def all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """The sum over the ranks, of which this example has one."""
-    return x.clone()
+def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum over the ranks of a process group: torch's functional collective, and the wait for it."""
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_reduce(x, "sum", group))
 
 
 @torch.library.custom_op("serving::int8_matmul", mutates_args=())
@@ -67,10 +72,10 @@ def add_rms_norm_quantise(
 
 @torch.library.custom_op("serving::all_reduce_add_rms_norm_quantise", mutates_args=())
 def all_reduce_add_rms_norm_quantise(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: float, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of a sum over the ranks."""
-    return add_rms_norm_quantise(all_reduce(x), residual, weight, scale)
+    return add_rms_norm_quantise(all_reduce(x, group), residual, weight, scale)
 
 
 @torch.library.custom_op("serving::attention_quantise", mutates_args=())
@@ -86,7 +91,6 @@ def vendor_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> 
 
 
 @rms_norm.register_fake
-@all_reduce.register_fake
 def _(x, *_operands):
     return torch.empty_like(x)
 
@@ -113,7 +117,7 @@ def _(x, weight, scale):
 
 @add_rms_norm_quantise.register_fake
 @all_reduce_add_rms_norm_quantise.register_fake
-def _(x, residual, weight, scale):
+def _(x, residual, weight, scale, group=""):
     return torch.empty_like(x, dtype=torch.int8), torch.empty_like(x)
 
 
@@ -128,25 +132,32 @@ X, RESIDUAL, WEIGHT, BIAS, QUERY, KEY, VALUE = rw.tensors("x residual weight bia
 SCALE = rw.number("scale")
 
 
+GROUP = rw.anything("group")
+STARTED = rw.call("_c10d_functional.all_reduce.default", X, "sum", GROUP)
+SUM_OVER_RANKS = rw.call("_c10d_functional.wait_tensor.default", STARTED)
+
+
 def _norm_of_sum(x):
     """The outputs of add + RMSNorm + quantise: other lines read the sum, which is the next residual, too."""
     total = rw.call("aten.add.Tensor", x, RESIDUAL).as_commutative()
     return rw.call("serving.quantise.default", rw.call("serving.rms_norm.default", total, WEIGHT), SCALE), total
 
 
-def _fused_norm(operator):
+def _call(operator, *names):
+    """Returns the function that calls an operator with two results on parts of a match."""
+
     def build(match, builder):
-        return builder.call(operator, match["x"], match["residual"], match["weight"], match["scale"])
+        return builder.call(operator, *[match[name] for name in ("x", "residual", "weight", "scale", *names)])
 
     return build
 
 
 PASSES = {
     "all_reduce + add + RMSNorm + quantise": (
-        _norm_of_sum(rw.call("serving.all_reduce.default", X)),
-        _fused_norm("serving.all_reduce_add_rms_norm_quantise.default"),
+        _norm_of_sum(SUM_OVER_RANKS),
+        _call("serving.all_reduce_add_rms_norm_quantise.default", "group"),
     ),
-    "add + RMSNorm + quantise": (_norm_of_sum(X), _fused_norm("serving.add_rms_norm_quantise.default")),
+    "add + RMSNorm + quantise": (_norm_of_sum(X), _call("serving.add_rms_norm_quantise.default")),
     "attention + quantise": (
         rw.call("serving.quantise.default", rw.call("serving.attention.default", QUERY, KEY, VALUE), SCALE),
         rw.call("serving.attention_quantise.default", QUERY, KEY, VALUE, SCALE),
@@ -172,19 +183,21 @@ def run_passes(graph_module: GraphModule) -> tuple[GraphModule, dict[str, int]]:
 
 
 class Block(torch.nn.Module):
-    """A transformer block with quantised projections."""
+    """A transformer block with quantised projections; each rank has its part of the output projection."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, rank: int, group: str) -> None:
         super().__init__()
+        self.group = group
         self.query, self.key, self.value = [torch.nn.Linear(width, width) for _ in range(3)]
         self.out, self.up, self.down = [torch.nn.Parameter(torch.randn(width, width) / width**0.5) for _ in range(3)]
+        self.out.data *= 1 + rank
         self.first, self.second = [torch.nn.Parameter(torch.ones(width)) for _ in range(2)]
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         residual = residual + x
         hidden = int8_matmul(quantise(rms_norm(residual, self.first), 0.03), self.up, 0.03)
         attended = attention(self.query(hidden), self.key(hidden), self.value(hidden))
-        projected = all_reduce(int8_matmul(quantise(attended, 0.01), self.out, 0.01))
+        projected = all_reduce(int8_matmul(quantise(attended, 0.01), self.out, 0.01), self.group)
         residual = residual + projected
         hidden = int8_matmul(quantise(rms_norm(residual, self.second), 0.03), self.down, 0.03)
         return torch.nn.functional.silu(hidden) * 2, residual
@@ -200,17 +213,30 @@ def graphs(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str
     return forms
 
 
-def main() -> None:
+def run(rank: int, group: str) -> None:
+    """Runs the passes on every form of the model's graph, and compares with the model."""
     torch.manual_seed(0)
-    model = Block(16).eval()
+    model = Block(16, rank, group).eval()
     inputs = (torch.randn(4, 16), torch.randn(4, 16))
     with torch.no_grad():
         wanted = model(*inputs)
         for form, graph_module in graphs(model, inputs).items():
             rewritten, counts = run_passes(graph_module)
+            assert not any("c10d" in str(node.target) for node in rewritten.graph.nodes)
             for got, expected in zip(rewritten(*inputs), wanted, strict=True):
                 torch.testing.assert_close(got, expected)
             print(f"{form}: {', '.join([f'{name}: {count}' for name, count in counts.items()])}")
+
+
+def main() -> None:
+    if "RANK" in os.environ:  # of torchrun
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run(dist.get_rank(), dist.group.WORLD.group_name)
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

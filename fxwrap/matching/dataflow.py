@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import ExternCall, Free, PoolSlice, View
+from fxwrap.lines import ExternCall, Free, Mutate, PoolSlice, StartCollective, View, WaitCollective
 
 MemoryVersion = tuple[str, int]
 """The content of memory (by name) since the line at a position wrote it; -1 for the initial content."""
@@ -24,6 +25,27 @@ def view_base(line: ir.LineBase) -> ir.Value | None:
             return line.base
         case ExternCall(results=(ir.Value() as result,)):
             return line.alias_of(result)
+        case _:
+            return None
+
+
+class OperatorCall(NamedTuple):
+    """An operator and its operands."""
+
+    target: str
+    arguments: tuple[object, ...]
+    keywords: tuple[tuple[str, object], ...] = ()
+
+
+def operator_call(line: ir.LineBase) -> OperatorCall | None:
+    """Returns the call of an operator that a line is, functional collectives included; None for other lines."""
+    match line:
+        case ExternCall() | Mutate():
+            return OperatorCall(line.target, line.arguments, line.keywords)
+        case StartCollective():
+            return OperatorCall(line.operator, line.arguments)
+        case WaitCollective():
+            return OperatorCall("_c10d_functional.wait_tensor.default", (line.pending,))
         case _:
             return None
 
@@ -96,6 +118,8 @@ class DataFlow:
                 self._define(value, self.root_of[base.name], memory, position)
             if base is None and not isinstance(line, View | PoolSlice):
                 self._record_write(value, position)
+            elif line.is_async_wait:  # the result, not the operand in flight, has the content
+                self._memory_defs[self._memory_of[value.name], position] = MemoryDef(position, value)
         self._add_effects(position, line, functions)
 
     def _add_writes(self, position: int, line: ir.LineBase) -> None:

@@ -92,11 +92,13 @@ def _outside_user(
     return None
 
 
-def _immovable_reason(positions: Collection[int], flow: DataFlow) -> str | None:
+def _immovable_reason(positions: frozenset[int], flow: DataFlow) -> str | None:
     for position in positions:
         line = flow.lines[position]
-        if line.terminator or line.bracket[1] or line.is_async_start or line.is_async_wait or consumed(line):
+        if line.terminator or line.bracket[1] or consumed(line):
             return f"{line.opcode} cannot be moved"
+        if (line.is_async_start or line.is_async_wait) and not _is_complete(line, positions, flow):
+            return f"{line.opcode} cannot be moved without the other line of the collective"
         if line.stream != 0:
             return f"{line_text(line)} runs on another stream"
         following = flow.lines[position + 1] if position + 1 < len(flow.lines) else None
@@ -104,6 +106,14 @@ def _immovable_reason(positions: Collection[int], flow: DataFlow) -> str | None:
         if isinstance(following, Bind) and following.source.name in results:
             return f"the sizes of %{following.source.name} are known only at run time"
     return None
+
+
+def _is_complete(line: LineBase, positions: frozenset[int], flow: DataFlow) -> bool:
+    """Whether a match has both the start of a collective that writes no operand, and the waits for its results."""
+    if line.is_async_wait:
+        return all(flow.def_position[flow.root_of[value.name]] in positions for value in reads(line))
+    waits = [[user for user in flow.users(value.name) if flow.lines[user].is_async_wait] for value in defined(line)]
+    return not writes(line) and all(users and positions.issuperset(users) for users in waits)
 
 
 def _other_reader_reason(

@@ -11,7 +11,7 @@ import sympy
 import torch
 
 from fxwrap.lines import ExternCall, Launch, Mutate, View
-from fxwrap.matching.dataflow import DataFlow, MemoryVersion, outputs_of, view_base
+from fxwrap.matching.dataflow import DataFlow, MemoryVersion, operator_call, outputs_of, view_base
 from fxwrap.matching.patterns import Computes, OneOf, Operation, Output, Pattern, Wildcard, operations_of, wildcards_of
 from fxwrap.torch_compat import operator_arguments
 from fxwrap.wrapper_ir import KernelDefinition, LineBase, TensorType, Value, reads
@@ -143,10 +143,13 @@ class Matcher:
         target = operation.target
         match operation.kind:
             case "call":
-                if not isinstance(line, ExternCall | Mutate):
+                call = operator_call(line)
+                if call is None:
                     return f"{line.opcode} is no operator call"
-                matches = line.target in target if isinstance(target, frozenset) else _holds(target, line)
-                return None if matches else f"it is {line.target}"
+                if isinstance(target, frozenset):
+                    return None if call.target in target else f"it is {call.target}"
+                matches = isinstance(line, ExternCall | Mutate) and _holds(target, line)
+                return None if matches else f"it is {call.target}"
             case "launch":
                 if not isinstance(line, Launch):
                     return f"{line.opcode} is no launch"
@@ -237,11 +240,12 @@ class Matcher:
         """Returns each pattern of an operand with the operand."""
         if operation.kind == "view":
             return [(operation.operands[0], view_base(line))]
-        named = operator_arguments(line.target) if isinstance(line, ExternCall | Mutate) else None
-        if named is None or (operation.allow_more_operands and not operation.keywords and not _has_keywords(line)):
+        call = operator_call(line)
+        named = None if call is None else operator_arguments(call.target)
+        by_position = operation.allow_more_operands and not operation.keywords
+        if call is None or named is None or (by_position and not call.keywords):
             return self._by_position(operation, self._operand_list(line, position))
-        assert isinstance(line, ExternCall | Mutate)
-        arguments = {**dict(zip(named, line.arguments)), **dict(line.keywords)}
+        arguments = {**dict(zip(named, call.arguments)), **dict(call.keywords)}
         patterns = {**dict(zip(named, operation.operands)), **dict(operation.keywords)}
         if len(operation.operands) > len(named):
             _fail(f"{operation} takes {len(named)} arguments, not {len(operation.operands)}")
@@ -265,9 +269,10 @@ class Matcher:
         return list(zip(operation.operands, items))
 
     def _operand_list(self, line: LineBase, position: int) -> list[object]:
+        call = operator_call(line)
+        if call is not None:
+            return [*call.arguments, *[item for _, item in call.keywords]]
         match line:
-            case ExternCall() | Mutate():
-                return [*line.arguments, *[item for _, item in line.keywords]]
             case Launch():
                 return [*line.arguments, *[out for out in line.outs if self.flow.is_initialized_before(out, position)]]
             case View():
@@ -388,10 +393,6 @@ def _describe_operators(target: object, line: LineBase) -> str:
         return ""
     operators = line.origin.operators if line.origin is not None else ()
     return f", which computes {', '.join(operators) or 'operators that its origin does not name'}"
-
-
-def _has_keywords(line: LineBase) -> bool:
-    return isinstance(line, ExternCall | Mutate) and bool(line.keywords)
 
 
 def _is_number(item: object) -> bool:

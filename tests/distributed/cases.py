@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 WORLD_SIZE = 2
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rewrite_serving_passes.py"
+"""An example whose function `run(rank, group)` both ranks run."""
 
 
 class Mlp(nn.Module):

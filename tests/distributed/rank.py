@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ import torch.distributed
 import fxwrap
 from fxwrap.compile.backend import make_backend
 from fxwrap.options import EMITTERS, Options
-from tests.distributed.cases import CASES, WORLD_SIZE, Case
+from tests.distributed.cases import CASES, EXAMPLE, WORLD_SIZE, Case
 
 
 class EveryEmitter:
@@ -73,18 +77,26 @@ def check(name: str, rank: int) -> None:
             torch.testing.assert_close(local, expected_local)
 
 
+def outcome(run: Callable[[], object]) -> str:
+    """Returns the error of a case, "" if there is none."""
+    try:
+        run()
+    except Exception:  # noqa: BLE001  # the other cases run too
+        return traceback.format_exc()
+    return ""
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs the cases: `rank.py RANK STORE`."""
     rank, store = int(arguments[0]), torch.distributed.FileStore(arguments[1], WORLD_SIZE)
     timeout = timedelta(seconds=60)  # a rank that failed does not take part in collectives
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
     for name in CASES:
-        error = ""
-        try:
-            check(name, rank)
-        except Exception:  # noqa: BLE001  # the other cases run too
-            error = traceback.format_exc()
+        error = outcome(partial(check, name, rank))
         print(json.dumps({"case": name, "error": error}), flush=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        error = outcome(lambda: runpy.run_path(str(EXAMPLE))["run"](rank, torch.distributed.group.WORLD.group_name))
+    print(json.dumps({"case": EXAMPLE.stem, "error": error}), flush=True)
     torch.distributed.destroy_process_group()
 
 

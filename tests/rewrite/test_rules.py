@@ -391,3 +391,56 @@ def test_invalid_replacements_are_rejected() -> None:
         rw.rewrite(before, rw.call(SIN, X), "x")
     with pytest.raises(RewriteError, match="a replacement calls operators by name; for view, write a builder function"):
         rw.rewrite(before, rw.call(SIN, X), rw.view(X))
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+STARTED = '%{0} = collective.start @_c10d_functional.all_reduce.default(%{1}, "sum", "{2}") group="{2}" : f32[4]@cpu'
+AWAITED = '%{0} = collective.wait(%{1}) group="{2}" : f32[4]@cpu'
+SUM = rw.call("_c10d_functional.all_reduce.default", X, "sum", rw.anything("group"))
+SIN_OF_SUM = rw.call(SIN, rw.call("_c10d_functional.wait_tensor.default", SUM))
+SINE_OF_SUM = "%c = extern.call @aten.sin.default(%b) : f32[4]@cpu\nmemory.free(%a)\ncontrol.return(%c)"
+
+
+def collective(*between: str) -> Program:
+    return program(
+        "\n".join([STARTED.format("a", "x", "0"), *between, AWAITED.format("b", "a", "0"), SINE_OF_SUM]), BOTH
+    )
+
+
+def test_a_collective_is_matched_as_the_calls_that_it_is_in_a_graph() -> None:
+    done = rw.rewrite(
+        collective("%n = extern.call @aten.neg.default(%y) : f32[4]@cpu\nmemory.free(%n)"), SIN_OF_SUM, AS_COS
+    )
+    assert done.matches[0]["group"] == "0"
+    assert lines(done.program)[-2:] == ["%c = extern.call @aten.cos.default(%x) : f32[4]@cpu", "control.return(%c)"]
+    assert "collective" not in str(done.program)
+
+
+def test_the_order_of_the_collectives_of_a_group_is_fixed() -> None:
+    """The sum's second operand is known after the other collective, so the replacement would have to follow it."""
+
+    def between(group: str) -> Program:
+        other = [STARTED.format("d", "y", group), AWAITED.format("e", "d", group)]
+        total = ["%c = extern.call @aten.add.Tensor(%b, %e) : f32[4]@cpu", "memory.free(%a)", "memory.free(%d)"]
+        first = [STARTED.format("a", "x", "0"), *other, AWAITED.format("b", "a", "0")]
+        return program("\n".join([*first, *total, "control.return(%c)"]), BOTH)
+
+    pattern = rw.call("aten.add.Tensor", rw.call("_c10d_functional.wait_tensor.default", SUM), Y)
+    declined = rw.rewrite(between("0"), pattern, rw.call("aten.sub.Tensor", X, Y))
+    assert not declined.matches
+    assert "has an effect whose order with another line is fixed" in declined.match_failures[0].reason
+    assert len(rw.rewrite(between("1"), pattern, rw.call("aten.sub.Tensor", X, Y)).matches) == 1
+
+
+@pytest.mark.parametrize(
+    "pattern", [rw.call(SIN, rw.call("_c10d_functional.wait_tensor.default", X)), SUM], ids=["wait", "start"]
+)
+def test_one_half_of_a_collective_is_not_replaced(pattern: Any) -> None:
+    declined = rw.rewrite(collective(), pattern, AS_COS)
+    assert not declined.matches
+    assert "cannot be moved without the other line of the collective" in declined.match_failures[0].reason
+
+
+def test_a_predicate_on_calls_sees_no_collectives() -> None:
+    assert len(rw.find(collective(), rw.call(lambda line: line.target == SIN, X)).matches) == 1
