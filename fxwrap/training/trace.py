@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functionalize
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta
 
 from fxwrap.errors import StepError
 from fxwrap.fx_passes import decomposition_table
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensorMode, compiling, is_data_dependent_error, tree_flatten, tree_unflatten
 from fxwrap.training.graph import erase_profiler_ranges, rename_inputs, write_early
+from fxwrap.training.recomputation import marked_backwards, recompute
 from fxwrap.training.state import Slot, StepState, substituted
 from fxwrap.training.subclasses import TensorLayout, build, build_all, layout_of, plain_tensors
 
@@ -128,8 +130,11 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
     trace = _Trace(step, state, inputs, options)
     numbers = [(slot, slot.get()) for slot in state.numbers]
     try:
-        with trace.mode, compiling(True), torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
-            graph = make_fx(trace.run)(*trace.examples)
+        with (
+            trace.mode, compiling(True), preserve_node_meta(), marked_backwards(), torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):  # fmt: skip
+            graph = make_fx(trace.run, record_stack_traces=True)(*trace.examples)
     except StepError:
         raise
     except Exception as error:  # whatever the user's code raises on fake tensors
@@ -145,9 +150,10 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
             "Use tensors, or change them outside of the step",
         )
     erase_profiler_ranges(graph)
-    with trace.mode:
-        functional = functionalize(graph, remove="mutations")
+    with trace.mode, preserve_node_meta():
+        functional = functionalize(Interpreter(graph).run, remove="mutations")
         graph = make_fx(functional, decomposition_table=decomposition_table(options))(*trace.examples)
+    graph = recompute(graph, options)
     write_early(graph)
     rename_inputs(graph, trace.input_names())
     return TracedStep(
