@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap import torch_compat
 from fxwrap.fx_passes.effects import launches_user_kernel
+from fxwrap.fx_passes.joint_graph import RECOMPUTED
 from fxwrap.fx_passes.source import source_of
 from fxwrap.fx_passes.stream_calls import stream_call, stream_number
 
@@ -101,6 +102,8 @@ class GraphSerializer:
             bindings = meta.get("unbacked_bindings")
             if bindings:
                 value += f" {[(self._expression(symbol), str(steps)) for symbol, steps in bindings.items()]}"
+            if RECOMPUTED in meta:
+                value += f" recomputed {meta[RECOMPUTED]}"
             source = source_of(node)
             parts.append(f"{node.op} {node.name} {target} {write(node.args)}{keywords}{value} {source!r}")
         parts.append("end")

@@ -21,6 +21,7 @@ from fxwrap.fx_passes.graph_copy import (
     storages_of,
     written_storages,
 )
+from fxwrap.fx_passes.joint_graph import RECOMPUTED
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.torch_compat import OpOverload, symbol_expression
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -32,7 +33,8 @@ def eliminate_common_subexpressions(graph: PreparedGraph) -> PreparedGraph:
     """Returns a graph that makes each pure call once; linear in the number of nodes.
 
     Two calls are equal if their operator and operands are equal and nothing writes their operands or results; a clone
-    is equal to its operand. Outputs of the graph keep their own storages.
+    is equal to its operand. Outputs of the graph keep their own storages. A recomputed call is equal to other
+    recomputed ones only.
     """
     duplicates = common_subexpressions(graph.nodes, graph.fakes)
     if not duplicates:
@@ -60,7 +62,7 @@ def common_subexpressions(nodes: Sequence[Node], fakes: NodeValues) -> dict[Node
         first = _clone_source(node, fakes, duplicates)
         if first is None:
             key = _expression_key((node.target, node.args, tuple(sorted(node.kwargs.items()))), duplicates)
-            first = first_by_key.setdefault(key, node)
+            first = first_by_key.setdefault((key, RECOMPUTED in node.meta), node)
         if first is node or node in outputs or not own.isdisjoint(returned - read):
             continue
         aliases = [alias for storage in own for alias in on_storage[storage]]

@@ -23,6 +23,11 @@ from fxwrap.fx_passes.source import inline_subgraph_calls
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity
 
+RECOMPUTED = "fxwrap_recomputed"
+"""The metadata key of calls that repeat an earlier one on purpose, to save the memory of its result.
+
+Its value is the number of the backward that recomputes, from 1."""
+
 _aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch.fx import Node
 
 from fxwrap.devices import language_traits
 from fxwrap.fx_passes.effects import has_effect
+from fxwrap.fx_passes.joint_graph import RECOMPUTED
 from fxwrap.fx_passes.stream_calls import stream_number
 from fxwrap.lowering.builder import Builder, LoweringRequest, node_error
 from fxwrap.lowering.calls.reinplace import plan_reinplacing
@@ -108,12 +110,22 @@ class GraphLowering:
                     external.add(use.definition)
         return plan_materialisation(chains, external, definitions.mutations, hint, self._specs)
 
+    def _segments(self) -> Callable[[int], object] | None:
+        """Returns the part of the graph of each position, among whose nodes kernels are fused.
+
+        A forward's kernels compute nothing that its backward recomputes, which would need memory until then.
+        """
+        streams = self.streams
+        if not any(RECOMPUTED in node.meta for node in self.nodes):
+            return None if streams is None else streams.segment
+        backwards = list(accumulate([node.meta.get(RECOMPUTED, 0) for node in self.nodes], max))
+        return lambda position: (backwards[position], streams and streams.segment(position))
+
     def _schedule(
         self, definitions: GraphDefinitions, plan: MaterialisationPlan, hint: Callable[[Size], int]
     ) -> Fusion:
         """Fuses definitions to kernels, and orders kernels and calls."""
-        segment = None if self.streams is None else self.streams.segment
-        fusion = Fusion(plan, hint, definitions.storages.aliases_of, self._specs, segment)
+        fusion = Fusion(plan, hint, definitions.storages.aliases_of, self._specs, self._segments())
         steps: list[CallStep | DefinitionPlan] = [*definitions.steps, *plan.computed()]
         for step in sorted(steps, key=lambda step: step.position):
             if isinstance(step, DefinitionPlan):

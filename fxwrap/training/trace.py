@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functionalize
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta
 
 from fxwrap.errors import StepError
 from fxwrap.fx_passes import decomposition_table
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensorMode, compiling, is_data_dependent_error, tree_flatten, tree_unflatten
 from fxwrap.training.graph import erase_profiler_ranges, rename_inputs, write_early
+from fxwrap.training.recomputation import marked_backwards, recompute
 from fxwrap.training.state import Slot, StepState, substituted
 from fxwrap.training.subclasses import TensorLayout, build, build_all, layout_of, plain_tensors
 
@@ -79,7 +81,7 @@ class _Trace:
         ]
         leaves = build_all(self.input_layouts, source)
         fakes = dict(zip(map(id, self.tensors), values, strict=True))
-        with substituted(self.state, fakes), _eager_updates(self.state):
+        with substituted(self.state, fakes), _traceable_updates(self.state):
             with _gradients(values) as gradients:
                 result = self.step(*tree_unflatten(leaves, self.input_tree))
             gradients.check(self.slots)
@@ -102,6 +104,8 @@ class _Trace:
         leaves, self.outputs = tree_flatten(result)
         flat = []
         for leaf in leaves:
+            if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+                raise StepError("it returns a number that it reads from a tensor", "Return the tensor itself")
             is_tensor = isinstance(leaf, Tensor)
             layout = layout_of(leaf) if is_tensor else None
             self.output_layouts.append((is_tensor, layout if is_tensor else leaf))
@@ -128,8 +132,15 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
     trace = _Trace(step, state, inputs, options)
     numbers = [(slot, slot.get()) for slot in state.numbers]
     try:
-        with trace.mode, compiling(True), torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
-            graph = make_fx(trace.run)(*trace.examples)
+        with (
+            trace.mode, compiling(True), preserve_node_meta(), marked_backwards(), torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):  # fmt: skip
+            graph = make_fx(trace.run, record_stack_traces=True)(*trace.examples)
+        erase_profiler_ranges(graph)
+        with trace.mode, preserve_node_meta():
+            functional = functionalize(Interpreter(graph).run, remove="mutations")
+            graph = make_fx(functional, decomposition_table=decomposition_table(options))(*trace.examples)
     except StepError:
         raise
     except Exception as error:  # whatever the user's code raises on fake tensors
@@ -139,15 +150,8 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
         for slot, number in numbers:
             slot.set(number)
     if changed:
-        names = ", ".join([f"'{slot.name}'" for slot in changed[:8]])
-        raise StepError(
-            f"it changes {names}, which are Python numbers and so constants of the program",
-            "Use tensors, or change them outside of the step",
-        )
-    erase_profiler_ranges(graph)
-    with trace.mode:
-        functional = functionalize(graph, remove="mutations")
-        graph = make_fx(functional, decomposition_table=decomposition_table(options))(*trace.examples)
+        raise _changes_numbers(changed)
+    graph = recompute(graph, options)
     write_early(graph)
     rename_inputs(graph, trace.input_names())
     return TracedStep(
@@ -156,10 +160,18 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
     )  # fmt: skip
 
 
+def _changes_numbers(changed: Sequence[Slot]) -> StepError:
+    names = ", ".join([f"'{slot.name}'" for slot in changed[:8]])
+    return StepError(
+        f"it changes {names}: Python numbers are constants of the program",
+        "Use tensors, or change them outside of the step",
+    )
+
+
 def _check_input(leaf: object) -> None:
     if not isinstance(leaf, Tensor):
         raise StepError(
-            f"an input is a {type(leaf).__name__}, which would be a constant of the program",
+            f"an input is of type {type(leaf).__name__}, which would be a constant of the program",
             "Pass a tensor, or bind the value with functools.partial",
         )
 
@@ -175,14 +187,21 @@ def _like(original: Tensor, value: Tensor) -> Tensor:
 
 
 @contextmanager
-def _eager_updates(state: StepState) -> Iterator[None]:
-    """Lets optimizers read their step counters as numbers, so that bias corrections have eager's precision.
+def _traceable_updates(state: StepState) -> Iterator[None]:
+    """Makes optimizers compute with operators on single tensors.
 
-    The numbers are symbols of the graph.
+    They read step counters on the CPU as numbers, symbols of the graph: bias corrections have eager's precision.
+    Fused updates are one operator for all parameters; their counters on other devices are never read.
     """
     with ExitStack() as stack:
         updates = ExitStack()
         for optimizer in state.optimizers.values():
+            for group in optimizer.param_groups:
+                if group.get("fused"):
+                    on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
+                    changes = {"fused": False, "foreach": False} | ({} if on_cpu else {"capturable": True})
+                    stack.callback(group.update, {key: group[key] for key in changes if key in group})
+                    group.update({key: value for key, value in changes.items() if key in group})
             for handle in (
                 optimizer.register_step_pre_hook(lambda *_: updates.enter_context(compiling(False))),
                 optimizer.register_step_post_hook(lambda *_: updates.close()),
@@ -244,7 +263,7 @@ def _explain(error: Exception, step: Callable[..., object]) -> StepError:
         )  # fmt: skip
     if "convert all Tensors to FakeTensors" in str(error):
         return StepError(
-            "it reads a tensor that is no input, and not part of a module, optimizer or variable that the step names: "
+            "it reads a tensor that is no input, and not part of a module, an optimizer or a variable that it names: "
             f"{text[-1]}",
             "Pass the tensor as an input, or register it as a buffer", location,
         )  # fmt: skip

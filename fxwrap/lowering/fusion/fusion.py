@@ -61,14 +61,14 @@ class Fusion:
     """Schedules calls and definitions, added in graph order; `items()` returns the steps of the program in order.
 
     `aliases_of` returns the definitions that share memory with a definition, itself included; `specs` are those of the
-    device types that have kernels. A kernel computes nodes of one `stream_segment`.
+    device types that have kernels. A kernel computes nodes of one `segment`, by position.
     """
 
     plan: MaterialisationPlan
     hint: Callable[[Size], int]
     aliases_of: Callable[[Definition], Sequence[Definition]]
     specs: Mapping[str, DeviceSpec]
-    stream_segment: Callable[[int], object] | None = None
+    segment: Callable[[int], object] | None = None
     _items: list[ScheduledItem] = field(default_factory=list)
     _producer_of: dict[object, ScheduledItem] = field(default_factory=dict)
     _readers: dict[Definition, list[ScheduledItem]] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class Fusion:
             return False
         if definition.device != first.definition.device:
             return False
-        segment = self.stream_segment
+        segment = self.segment
         if segment is not None and segment(first.plan.position) != segment(plan.position):
             return False
         buffers = len(kernel.reads) + len(kernel.computed) + len(trace.reads)
