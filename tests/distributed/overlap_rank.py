@@ -141,7 +141,7 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the checks: `overlap_rank.py RANK STORE`; or random programs only: `overlap_rank.py RANK STORE COUNT FIRST`."""
+    """Runs the checks: `overlap_rank.py RANK STORE`; with `COUNT FIRST` random programs from a seed on only."""
     rank, store = int(arguments[0]), torch.distributed.FileStore(arguments[1], WORLD_SIZE)
     timeout = timedelta(seconds=120)  # a rank that failed does not take part in collectives
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
