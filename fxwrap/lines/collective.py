@@ -27,7 +27,8 @@ from fxwrap.wrapper_ir import (
 class StartCollective(LineBase):
     """Starts a collective. Until `collective.wait`, its results are in flight and its operands are borrowed.
 
-    An in-place collective lists its operand in `writes` and `aliases`, as `extern.mutate` does.
+    An in-place collective lists its operand in `writes` and `aliases`, as `extern.mutate` does. An out variant writes
+    `outs`, the operator's out arguments in the order of its schema, which `aliases` lists too.
 
     Example: `%sum = collective.start @_c10d_functional.all_reduce.default(%x, "sum", "0") group="0" : f32[8]@cpu`
     """
@@ -40,6 +41,7 @@ class StartCollective(LineBase):
     group: str = attribute()
     stream: int = attribute(default=0)
     writes: tuple[Value, ...] = write(Form.SEQUENCE, default=())
+    outs: tuple[Value, ...] = write(Form.SEQUENCE, default=())
     aliases: tuple[Value | None, ...] = attribute(default=(), form=Form.SEQUENCE)
 
     def effects(self) -> tuple[Effect, ...]:
@@ -49,7 +51,7 @@ class StartCollective(LineBase):
         return aliased_operand(self.results, self.aliases, result)
 
     def verify_self(self) -> str | None:
-        operands = list(leaves(self.arguments))
+        operands = [*leaves(self.arguments), *self.outs]
         return writes_error(operands, self.writes) or alias_error(self.results, operands, self.aliases)
 
 

@@ -24,7 +24,7 @@ from fxwrap.lowering.builder import (
 from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.calls.reinplace import ReinplacePlan
 from fxwrap.lowering.calls.slice_writes import SliceWrite, resolve_slice
-from fxwrap.lowering.control.streams import in_flight_operands
+from fxwrap.lowering.control.collectives import in_flight_operands
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     DefinitionLabel,

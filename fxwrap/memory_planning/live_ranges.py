@@ -17,7 +17,7 @@ class MemoryOwner(Enum):
     """The owner of memory. A plan assigns only memory of the program.
 
     `PROGRAM`: lines of the block allocate and free it, and it is used on the current stream only.
-    `OPERATOR`: an operator allocates or consumes it, or a collective or another stream uses it.
+    `OPERATOR`: an operator allocates or consumes it, or another stream uses it.
     `CALLER`: it is live before or after the block: inputs, constants, arguments and results.
     """
 
@@ -108,7 +108,7 @@ def _reuse_chains(lines: Iterable[ir.LineBase], root_of: Mapping[str, str]) -> t
             following[roots[0].name] = results[0]
         if roots and not isinstance(line, Free | Reuse):
             excluded.update([*[value.name for value in roots], *results])
-        if line.is_async_start or line.is_async_wait or line.stream != 0:
+        if line.stream != 0:
             excluded.update([root_of[value.name] for value in (*ir.used(line), *ir.defined(line))])
     return following, excluded
 

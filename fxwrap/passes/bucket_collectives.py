@@ -78,7 +78,7 @@ def functional_name(line: LineBase) -> str | None:
 
     Its order among such collectives may change if it changes in the same way on all ranks.
     """
-    if not isinstance(line, StartCollective) or line.writes or line.stream:
+    if not isinstance(line, StartCollective) or line.writes or line.outs or line.stream:
         return None
     name = line.operator.removeprefix(_NAMESPACE).removesuffix(_OVERLOAD).removesuffix("_coalesced")
     return name if name in _BUCKETED else None
@@ -223,11 +223,7 @@ class _Bucketing:
         return [*lines, cat, start]
 
     def _value(self, hint: str, member: _Candidate, sizes: tuple[int, ...], base: Value | None = None) -> Value:
-        name, number = hint, 0
-        while name in self.names:
-            number += 1
-            name = f"{hint}_{number}"
-        self.names.add(name)
+        name = unused_name(hint, self.names)
         type_ = TensorType.contiguous(member.kind.dtype, sizes, member.kind.device)
         return Value(name, type_ if base is None else replace(type_, storage_offset=base.tensor_type.storage_offset))
 
@@ -266,3 +262,13 @@ def _fixed_roots(program: Program) -> set[str]:
         elif not ir.is_release(line):
             fixed.update([root_of[value.name] for value in ir.consumed(line)])
     return fixed
+
+
+def unused_name(hint: str, names: set[str]) -> str:
+    """Returns a name that is not among `names`, and adds it to them."""
+    name, number = hint, 0
+    while name in names:
+        number += 1
+        name = f"{hint}_{number}"
+    names.add(name)
+    return name

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxwrap.lines import Alloc, ExternCall, Free
-from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, blocks
+from fxwrap.lines import Alloc, ExternCall, Free, StartCollective
+from fxwrap.passes.bucket_collectives import unused_name
+from fxwrap.wrapper_ir import Block, LineBase, Program, Result, TensorType, Value, blocks, defined
 
 OUT_VARIANTS: Mapping[str, str] = {
     "aten.mm.default": "aten.mm.out",
@@ -22,24 +23,39 @@ Out variants of most others (convolutions, norms, attention) compute a temporary
 """
 
 
+_COLLECTIVES: Mapping[str, str] = {
+    "_c10d_functional.all_gather_into_tensor.default": "_c10d_functional.all_gather_into_tensor_out.default",
+    "_c10d_functional.reduce_scatter_tensor.default": "_c10d_functional.reduce_scatter_tensor_out.default",
+}
+"""Collectives with an out variant; other ones, and coalesced forms, have none."""
+
+
 def use_out_variants(program: Program) -> Program:
-    """Returns the program with out variants of matmuls that write to `memory.alloc` lines.
+    """Returns the program with out variants of matmuls and collectives that write to `memory.alloc` lines.
 
     Only for results that the program frees and whose type is contiguous. Results are bitwise equal. Linear in the
     number of lines.
     """
-    functions = tuple([(name, _use_out_variants_in(block)) for name, block in program.functions])
-    return program.replace(body=_use_out_variants_in(program.body), functions=functions)
+    names = {value.name for line in program.lines() for value in defined(line)}
+    functions = tuple([(name, _use_out_variants_in(block, names)) for name, block in program.functions])
+    return program.replace(body=_use_out_variants_in(program.body, names), functions=functions)
 
 
-def _use_out_variants_in(block: Block) -> Block:
+def _use_out_variants_in(block: Block, names: set[str]) -> Block:
     freed = {line.root.name for line in block.lines if isinstance(line, Free) and line.stream == 0}
+    buffers: dict[str, Value] = {}  # of collectives, by the names of their results
     lines: list[LineBase] = []
     for line in block.lines:
-        inner = {name: _use_out_variants_in(nested) for name, nested in blocks(line)}
+        inner = {name: _use_out_variants_in(nested, names) for name, nested in blocks(line)}
         if isinstance(line, ExternCall) and (result := _replaceable_result(line, freed)) is not None:
             lines.append(Alloc(result, origin=line.origin))
             lines.append(line.replace(results=(), target=OUT_VARIANTS[line.target], outs=(result,)))
+        elif isinstance(line, StartCollective) and (result := _collective_result(line, freed)) is not None:
+            buffer = buffers[result.name] = Value(unused_name(f"{result.name}_buffer", names), result.type)
+            lines.append(Alloc(buffer, origin=line.origin))
+            lines.append(line.replace(operator=_COLLECTIVES[line.operator], outs=(buffer,), aliases=(buffer,)))
+        elif isinstance(line, Free) and line.root.name in buffers:
+            lines.append(line.replace(root=buffers[line.root.name]))
         else:
             lines.append(line.replace(**inner) if inner else line)
     return Block(block.arguments, tuple(lines))
@@ -49,8 +65,19 @@ def _replaceable_result(line: ExternCall, freed: set[str]) -> Value | None:
     """Returns the result of a call that an allocation of the block can replace, or None."""
     if line.target not in OUT_VARIANTS or line.outs or line.stream != 0 or line.effect_set:
         return None
-    match line.results:
-        case (Value(type=TensorType() as type_) as result,) if result.name in freed and not any(line.aliases):
+    return _freed_result(line.results, line.aliases, freed)
+
+
+def _collective_result(line: StartCollective, freed: set[str]) -> Value | None:
+    """Returns the result of a collective that an allocation of the block can replace, or None."""
+    if line.operator not in _COLLECTIVES or line.stream != 0:
+        return None
+    return _freed_result(line.results, line.aliases, freed)
+
+
+def _freed_result(results: tuple[Result, ...], aliases: tuple[Value | None, ...], freed: set[str]) -> Value | None:
+    match results:
+        case (Value(type=TensorType() as type_) as result,) if result.name in freed and not any(aliases):
             return result if type_.is_contiguous and type_.storage_offset == 0 and not type_.layout else None
         case _:
             return None

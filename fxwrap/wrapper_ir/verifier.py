@@ -128,9 +128,9 @@ class _BlockVerifier:
         self.written: set[str] = set()  # as in memory_of
         self.memory_bytes: dict[str, int | None] = {}  # of the memory in memory_of; None where symbols decide
         self.external = {value.name for value, _ in arguments}  # a caller may have started their collectives
-        self.started: set[str] = set()  # roots that are or were in flight
-        self.pending: dict[str, list[str]] = {}  # by root in flight: the roots that it borrows
-        self.borrows: Counter[str] = Counter()  # by root: the number of collectives in flight that borrow it
+        self.started: set[str] = set()  # memory, as in memory_of, that is or was in flight
+        self.pending: dict[str, list[str]] = {}  # by memory in flight: the memory and the roots that it borrows
+        self.borrows: Counter[str] = Counter()  # by memory and root: the collectives in flight that borrow it
         self.brackets: list[LineBase] = []
         self.undefined_symbols: list[str] = []  # in types; the next lines must define them
         self.own_symbols: list[str] = []
@@ -252,7 +252,7 @@ class _BlockVerifier:
             self._fail("type", f"%{value.name} is used with another type than that of its definition")
         if root in self.consumed:
             self._fail("consumed", f"%{value.name} is used after its root, %{root}, was consumed")
-        if root in self.pending and not line.is_async_wait:
+        if self.memory_of[value.name] in self.pending and not line.is_async_wait:
             self._fail("async", f"%{value.name} is used while it is in flight; wait for it first")
         return root
 
@@ -263,7 +263,7 @@ class _BlockVerifier:
             self.written_arguments.add(root)
         elif ownership not in (_OWNED, _MUTABLE):
             self._fail("readonly", f"%{value.name} is written but its memory, %{root}, is {ownership}")
-        if self.borrows[root]:
+        if self.borrows[self.memory_of[value.name]]:
             self._fail("async", f"%{value.name} is written while a collective reads it")
 
     def _consume(self, line: LineBase, value: Value) -> None:
@@ -285,10 +285,10 @@ class _BlockVerifier:
                 self._fail("uninitialized", f"%{value.name} is read before it is written")
 
     def _finish_async(self, value: Value) -> None:
-        root = self.root_of[value.name]
-        if root not in self.started and root not in self.external:
+        memory = self.memory_of[value.name]
+        if memory not in self.started and self.root_of[value.name] not in self.external:
             self._fail("async", f"no collective was started for %{value.name}")
-        self.borrows.subtract(self.pending.pop(root, ()))
+        self.borrows.subtract(self.pending.pop(memory, ()))
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
@@ -325,11 +325,13 @@ class _BlockVerifier:
             if has_content:
                 self.written.add(self.memory_of[value.name])
             if line.is_async_start:
-                root = self.root_of[value.name]
-                self.started.add(root)
-                borrowed = [self.root_of[operand.name] for operand in reads(line)]
-                self.pending[root] = [other for other in borrowed if other != root]
-                self.borrows.update(self.pending[root])
+                memory = self.memory_of[value.name]
+                self.started.add(memory)
+                operands = [operand.name for operand in reads(line) if self.memory_of[operand.name] != memory]
+                self.pending[memory] = [
+                    name for operand in operands for name in {self.memory_of[operand], self.root_of[operand]}
+                ]
+                self.borrows.update(self.pending[memory])
 
     def _check_window(self, result: Value, base: Value, start: Size) -> None:
         type_, have = result.tensor_type, self.memory_bytes.get(self.memory_of[base.name])

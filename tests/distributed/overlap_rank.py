@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from fxwrap.lines import StartCollective
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
+from tests.distributed.random_programs import RandomProgram
 
 C10D = torch.ops._c10d_functional
 
@@ -76,6 +78,7 @@ def reduced(reduction: str, *sizes: int) -> GraphModule:
 
 def check_agreement(rank: int) -> None:
     """Ranks whose programs differ get an error instead of waiting for each other; also with cached programs."""
+    os.environ["FXWRAP_COMPILE_CACHE"] = "1"
     for number, name in enumerate(("operator", "sizes", "count", "cached")):
         reduction, sizes = "sum", [8 + number, 4]
         if rank == 1:
@@ -113,19 +116,40 @@ def check_compiled_alone(rank: int) -> None:
         assert torch.equal(one, other)
 
 
+def check_random(rank: int, count: int = 30, first: int = 0) -> None:
+    """Random programs with buckets and overlap return the bits of the program without."""
+    groups = ("0", torch.distributed.new_group().group_name)
+    changed = 0
+    for seed in range(first, first + count):
+        random_program = RandomProgram(seed, groups)
+        options, inputs, graph = random_program.options(), random_program.inputs(rank), random_program.graph()
+        plain = options.replace(bucket_collectives=False, overlap_collectives=False)
+        programs = [fxwrap.compile_graph(graph, inputs, options=item) for item in (plain, options)]
+        changed += str(programs[0].program) != str(programs[1].program)
+        expected, outputs = [compiled(*inputs) for compiled in programs]
+        for one, other in zip(outputs, expected, strict=True):
+            assert torch.equal(one, other), f"seed {seed}: {one} {other}"
+    assert changed * 2 >= count, changed
+
+
 CHECKS: Mapping[str, Callable[[int], None]] = {
     "fsdp": check_fsdp,
     "agreement": check_agreement,
     "compiled_alone": check_compiled_alone,
+    "random": check_random,
 }
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the checks: `overlap_rank.py RANK STORE`."""
+    """Runs the checks: `overlap_rank.py RANK STORE`; with `COUNT FIRST` random programs from a seed on only."""
     rank, store = int(arguments[0]), torch.distributed.FileStore(arguments[1], WORLD_SIZE)
-    timeout = timedelta(seconds=60)  # a rank that failed does not take part in collectives
+    timeout = timedelta(seconds=120)  # a rank that failed does not take part in collectives
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
-    for name, check in CHECKS.items():
+    checks = CHECKS
+    if len(arguments) > 2:
+        count, first = map(int, arguments[2:])
+        checks = {"random": lambda rank: check_random(rank, count, first)}
+    for name, check in checks.items():
         error = ""
         torch.manual_seed(0)
         try:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.lines import ExternCall, Free, Launch, StartCollective, WaitCollective
+from fxwrap.lines import ExternCall, Free, Launch, PoolSlice, StartCollective, WaitCollective
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 
@@ -83,18 +83,127 @@ def test_an_operand_is_not_overwritten_while_it_is_in_flight() -> None:
     fxwrap.verify(fxwrap.lower(graph_of(function, x), (x,)))
 
 
-def test_collectives_without_one_wait_are_extern_calls() -> None:
-    def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pending = C10D.all_reduce(x, "sum", "0")
-        return C10D.wait_tensor(pending), C10D.wait_tensor(pending)
+def twice(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    pending = C10D.all_reduce(x.sin(), "sum", group)
+    return C10D.wait_tensor(pending) + 1, C10D.wait_tensor(pending)
 
-    def never(x: torch.Tensor) -> torch.Tensor:
-        return C10D.all_reduce(x, "sum", "0")
 
-    x = torch.rand(8)
-    for function in (twice, never):
-        program = fxwrap.verify(fxwrap.lower(graph_of(function, x), (x,)))
-        assert not any(isinstance(line, StartCollective | WaitCollective) for line in program.lines())
+def never(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (C10D.all_reduce(x.sin(), "sum", group),)
+
+
+def used_in_flight(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    pending = C10D.all_reduce(x.sin(), "sum", group)
+    return pending * 2, C10D.wait_tensor(pending)
+
+
+def partly_awaited(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, _ = C10D.all_reduce_coalesced([x.sin(), x.cos()], "sum", group)
+    return (C10D.wait_tensor(first),)
+
+
+def in_a_branch(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    pending = C10D.all_reduce(x.sin(), "sum", group)
+    branches = (lambda y: C10D.wait_tensor(y) + 1, lambda y: C10D.wait_tensor(y) - 1)
+    return (torch.cond(x.sum() > 0, *branches, (pending,)),)
+
+
+def of_an_input(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (C10D.wait_tensor(x) * 2,)
+
+
+def in_place(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x.sin()
+    ready = C10D.wait_tensor(C10D.all_reduce_(y, "sum", group))
+    return ready + y, y
+
+
+def coalesced_in_place(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y, z = x.sin(), x.cos()
+    first, second = C10D.all_reduce_coalesced_([y, z], "sum", group)
+    return C10D.wait_tensor(first) + C10D.wait_tensor(second), y, z
+
+
+def into_a_buffer(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    out = torch.empty_like(x)
+    ready = C10D.wait_tensor(C10D.all_gather_into_tensor_out(x.sin(), 1, group, out=out))
+    return (ready + 1,)
+
+
+def scattered_into_a_buffer(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    out = torch.empty_like(x)
+    return (C10D.wait_tensor(C10D.reduce_scatter_tensor_out(x.sin(), "sum", 1, group, out=out)) + 1,)
+
+
+def scattered(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, second = C10D.reduce_scatter_tensor_coalesced([x.sin(), x.cos()], "sum", 1, group)
+    return C10D.wait_tensor(C10D.reduce_scatter_tensor(x, "sum", 1, group)), C10D.wait_tensor(first) * C10D.wait_tensor(
+        second
+    )
+
+
+def gathered(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, second = C10D.all_gather_into_tensor_coalesced([x.sin(), x.cos()], 1, group)
+    return C10D.wait_tensor(first), C10D.wait_tensor(second)
+
+
+def exchanged(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    rows = x.shape[0]
+    return (C10D.wait_tensor(C10D.all_to_all_single(x.sin(), [rows], [rows], group)),)
+
+
+def broadcast(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (C10D.wait_tensor(C10D.broadcast(x.t().sin(), 0, group)) + 1,)  # its fake tensor is transposed, it is not
+
+
+def coalesced_of_transposed(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, second = C10D.all_reduce_coalesced([x.t().sin(), x.cos()], "sum", group)
+    return C10D.wait_tensor(first) + C10D.wait_tensor(second), C10D.wait_tensor(first)
+
+
+FORMS = (
+    twice, never, used_in_flight, partly_awaited, in_a_branch, of_an_input, in_place, coalesced_in_place,
+    into_a_buffer, scattered_into_a_buffer, scattered, gathered, exchanged, broadcast, coalesced_of_transposed,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
+def test_each_form_of_collectives_is_lines_in_every_emitter(group: str, form: Any, tracing_mode: str) -> None:
+    x = torch.rand(4, 4)
+    expected = form(group, x.clone())
+    graph = make_fx(lambda x: form(group, x), tracing_mode=tracing_mode)(x)
+    for emitter in EMITTERS:
+        options = Options(emitter=emitter, fuse=False, memory_planning="auto", compile_cache=False)
+        compiled = fxwrap.compile_graph(graph, (x,), options=options)
+        program = compiled.program
+        assert not any(isinstance(line, ExternCall) and "_c10d" in line.target for line in program.lines())
+        assert any(isinstance(line, WaitCollective) for line in program.lines())
+        assert fxwrap.parse(str(program)) == program
+        outputs = [compiled(x), fxwrap.run(program, [x])]
+        if emitter == "fx":
+            outputs.append(fxwrap.run(fxwrap.verify(fxwrap.from_fx(compiled.graph_module)), [x]))
+        for output in outputs:
+            torch.testing.assert_close(list(output), list(expected), rtol=0, atol=0)
+
+
+def test_buffers_of_collectives_are_pooled_and_reused_after_the_wait(group: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = C10D.wait_tensor(C10D.all_gather_into_tensor(x @ x, 1, group)).tanh()
+        return x
+
+    x = torch.rand(8, 8)
+    options = Options(memory_planning="auto", fuse=False, compile_cache=False)
+    for variant in (*[{"emitter": emitter} for emitter in EMITTERS], {"check_memory": True}):
+        compiled = fxwrap.compile_graph(graph_of(function, x), (x,), options=options.replace(**variant))
+        starts = [line for line in compiled.program.lines() if isinstance(line, StartCollective)]
+        slices = {line.result.name: line for line in compiled.program.lines() if isinstance(line, PoolSlice)}
+        assert len(starts) == 3 and all(start.operator.endswith("_out.default") for start in starts)
+        pools = [slices[start.outs[0].name].pool.name for start in starts if start.outs[0].name in slices]
+        assert pools
+        assert all([item.pool.name for item in slices.values()].count(pool) > 1 for pool in pools)
+        torch.testing.assert_close(compiled(x)[0], function(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)

@@ -294,7 +294,7 @@ program @p(%x: borrowed f32[16]@cuda:0) {
   control.return(%y)
 }
 """,
-    "memory_of_collectives_is_not_pooled": """
+    "memory_of_collectives_is_reused_after_the_wait": """
 program @p(%x: borrowed f32[16]@cpu) {
   %a = memory.alloc() : f32[16]@cpu
   extern.call @aten.sin.out(%x) outs=(%a)

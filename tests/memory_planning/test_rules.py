@@ -66,7 +66,7 @@ def test_live_ranges_end_at_the_last_view() -> None:
 
 
 def test_buffers_in_flight_are_live_until_the_wait() -> None:
-    program = parsed(RULES["memory_of_collectives_is_not_pooled"])
+    program = parsed(RULES["memory_of_collectives_is_reused_after_the_wait"])
     ranges = {item.name: (item.first, item.end) for item in program_live_ranges(program)}
     assert ranges["a"] == (0, 7) and ranges["sum"] == (2, 10)
 

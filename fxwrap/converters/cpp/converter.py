@@ -357,7 +357,8 @@ class CppConverter(LoopConverter):
         self.free(lines.Free(line.event))
 
     def start_collective(self, line: lines.StartCollective) -> None:
-        self._call(line, line.operator, ())
+        names = out_argument_names(line.operator) if line.outs else ()
+        self._call(line, line.operator, tuple(zip(names, line.outs)))
 
     def wait_collective(self, line: lines.WaitCollective) -> None:
         result = self.writer.define(line.result, line.pending)

@@ -105,7 +105,7 @@ def _reuse_original_line(importer: GraphImporter, node: Node, operands: CallOper
     is_collective = isinstance(line, StartCollective)
     target = line.operator if isinstance(line, StartCollective) else line.target
     keywords = () if isinstance(line, StartCollective) else line.keywords
-    outs = line.outs if isinstance(line, ExternCall) else ()
+    outs = () if isinstance(line, Mutate) else line.outs
     before, now = (line.arguments, keywords, outs), (operands.arguments, operands.keywords, operands.outs)
     if target != operands.schema.name or not match(before, now) or not _defines_used_results(node, line.results):
         return False
@@ -117,9 +117,9 @@ def _reuse_original_line(importer: GraphImporter, node: Node, operands: CallOper
     changes: dict[str, object] = {"aliases": match.values(line.aliases), "arguments": operands.arguments}
     if not is_collective:
         changes["keywords"] = operands.keywords
-    if isinstance(line, ExternCall):
+    if not isinstance(line, Mutate):
         changes["outs"] = operands.outs
-    else:
+    if not isinstance(line, ExternCall):
         changes["writes"] = match.values(line.writes)
     importer.emit_definition(line.replace(results=results, origin=None, **changes), node)
     _set_node_value(importer, node, operands, results)
@@ -319,8 +319,10 @@ def _import_collective(importer: GraphImporter, node: Node, operator: OpOverload
     named = dict(zip(schema.argument_names, operands.arguments, strict=False)) | dict(operands.keywords)
     arguments = (*operands.arguments, *[item for _, item in operands.keywords])
     writes = schema.mutated_operands(operands.arguments, operands.keywords)
-    group = str(named.get("group_name", ""))
-    importer.emit_definition(StartCollective(results, schema.name, arguments, group, 0, writes, aliases), node)
+    argument = named.get("group_name", "")
+    group = argument.name if isinstance(argument, ir.Value) else str(argument)
+    line = StartCollective(results, schema.name, arguments, group, 0, writes, operands.outs, aliases)
+    importer.emit_definition(line, node)
     importer.env[node] = _unwrap_single(results) if schema.return_count == 1 else results
 
 

@@ -282,9 +282,10 @@ class FxConverter(GraphEmitter):
         self.fxwrap_operator(line, _FXWRAP.wait_event.default, arguments)
 
     def start_collective(self, line: lines.StartCollective) -> None:
-        self.results(
-            line, torch_compat.operator_overload(line.operator), [self.writer.argument(item) for item in line.arguments]
-        )
+        names = torch_compat.out_argument_names(line.operator) if line.outs else ()
+        arguments = [self.writer.argument(item) for item in line.arguments]
+        outs = dict(zip(names, map(self.writer.argument, line.outs)))
+        self.results(line, torch_compat.operator_overload(line.operator), arguments, outs)
 
     def wait_collective(self, line: lines.WaitCollective) -> None:
         target = torch_compat.operator_overload("_c10d_functional.wait_tensor.default")

@@ -332,7 +332,8 @@ class Interpreter(Converter):
         devices.wait_event(self.values.pop(line.event.name), torch.device(line.device), line.stream)
 
     def start_collective(self, line: lines.StartCollective) -> None:
-        returned = operator_overload(line.operator)(*self._evaluate(line.arguments))
+        outs = dict(zip(out_argument_names(line.operator), self._evaluate(line.outs))) if line.outs else {}
+        returned = operator_overload(line.operator)(*self._evaluate(line.arguments), **outs)
         self._define_results(line.results, (returned,) if len(line.results) == 1 else returned)
 
     def wait_collective(self, line: lines.WaitCollective) -> None:

@@ -164,10 +164,15 @@ def _allocation_by_value(block: Block, arguments: Sequence[str]) -> dict[str, st
 
 
 def _last_uses(lines: Sequence[LineBase], allocation_of: Mapping[str, str]) -> dict[str, int]:
-    last = {}
+    last: dict[str, int] = {}
+    in_flight: dict[str, list[str]] = {}  # allocation -> the operands of its collective
     for position, line in enumerate(lines):
-        for value in (*used(line), *defined(line)):
-            last[allocation_of[value.name]] = position
+        names = [allocation_of[value.name] for value in (*used(line), *defined(line))]
+        if line.is_async_start:
+            in_flight |= dict.fromkeys([allocation_of[value.name] for value in defined(line)], names)
+        if line.is_async_wait:
+            names += [operand for name in names for operand in in_flight.pop(name, ())]
+        last |= dict.fromkeys(names, position)
         if line.terminator:
             last.update(dict.fromkeys([allocation_of[value.name] for value in reads(line)], len(lines)))
     return last

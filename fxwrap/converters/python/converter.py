@@ -417,7 +417,8 @@ class PythonConverter(Converter):
         self.free(lines.Free(line.event))
 
     def start_collective(self, line: lines.StartCollective) -> None:
-        self._bind_operator_results(line, call_text(self.module, line.operator, line.arguments, {}))
+        outs = dict(zip(out_argument_names(line.operator), line.outs)) if line.outs else {}
+        self._bind_operator_results(line, call_text(self.module, line.operator, line.arguments, outs))
 
     def wait_collective(self, line: lines.WaitCollective) -> None:
         wait = self.module.operator("_c10d_functional.wait_tensor.default")

@@ -14,17 +14,20 @@ from torch.fx import Node
 from fxwrap.fx_passes.effects import IN_PLACE_VARIANTS
 from fxwrap.fx_passes.stream_calls import stream_call
 from fxwrap.inference import with_declared_layout
-from fxwrap.lines import SCATTER_OPERATORS, ExternCall, IndexPut, Mutate, Scatter, StartCollective, View, WaitCollective
+from fxwrap.lines import SCATTER_OPERATORS, ExternCall, IndexPut, Mutate, Scatter, View, WaitCollective
 from fxwrap.lowering.builder import Builder, FakeValue, Keywords, node_error
 from fxwrap.lowering.calls.copies import emit_result_copy, reuse_operand_memory
 from fxwrap.lowering.calls.slice_writes import lower_slice_write
-from fxwrap.lowering.control.streams import (
-    StreamTracker,
-    group_of,
-    is_emitted_guard,
+from fxwrap.lowering.control.collectives import (
+    await_results,
+    emit_start,
+    emit_wait,
+    is_wait,
     pending_collective,
+    result_fakes,
     starts_collective,
 )
+from fxwrap.lowering.control.streams import StreamTracker, is_emitted_guard
 from fxwrap.lowering.symbols.unbacked import (
     bind_results,
     is_asserted_read,
@@ -63,8 +66,8 @@ def lower_call(builder: Builder, node: Node, dead_roots: Collection[str] = froze
         env[node] = None
     elif starts_collective(node):
         _lower_start(builder, node, target, fake)
-    elif (started := pending_collective(node)) is not None:
-        _lower_wait(builder, node, started, fake)
+    elif is_wait(node):
+        _lower_wait(builder, node, fake)
     elif builder.buffer.streams is not None and stream_call(node):
         _lower_stream_call(builder, builder.buffer.streams, node, target)
     else:
@@ -75,18 +78,26 @@ def _lower_start(builder: Builder, node: Node, target: OpOverload, fake: FakeVal
     """Lowers the start of a collective, whose results are ready after its wait."""
     schema = operator_schema(target)
     arguments = literals(builder, node.args, node)
-    results, _ = _results(builder, node, schema, fake, arguments, ())
-    builder.emit(StartCollective(results, schema.name, arguments, group_of(node), origin=builder.origin(node)))
+    keywords = tuple([(name, literal(builder, argument, node)) for name, argument in node.kwargs.items()])
+    results, aliases = _results(builder, node, schema, result_fakes(node, fake), arguments, keywords)
+    emit_start(builder, node, schema, results, aliases, arguments, keywords)
     _bind_results(builder, node, schema, results)
+    await_results(builder, node)
 
 
-def _lower_wait(builder: Builder, node: Node, started: Node, fake: torch.Tensor) -> None:
-    """Lowers the wait for a collective's result, which is in the memory of the start's result."""
-    pending = builder.value(node.args[0])
-    value = builder.add_view(node.name, fake, pending)
-    builder.storages.share(fake, builder.storages.root(pending))
-    builder.emit(WaitCollective(value, pending, group_of(started), origin=builder.origin(node)))
-    builder.env[node] = value
+def _lower_wait(builder: Builder, node: Node, fake: torch.Tensor) -> None:
+    """Lowers the wait for a tensor, which is in its memory."""
+    pending, started = builder.value(node.args[0]), pending_collective(node)
+    if started is not None:
+        builder.env[node] = emit_wait(builder, node, started, pending, fake)
+    elif node.all_input_nodes[0].op == "placeholder":  # the caller may have started a collective
+        value = builder.add_view(node.name, fake, pending)
+        builder.storages.share(fake, builder.storages.root(pending))
+        builder.emit(WaitCollective(value, pending, "", origin=builder.origin(node)))
+        builder.env[node] = value
+    else:
+        builder.storages.share(fake, builder.storages.root(pending))
+        builder.env[node] = pending
 
 
 def _lower_stream_call(builder: Builder, streams: StreamTracker, node: Node, target: OpOverload) -> None:

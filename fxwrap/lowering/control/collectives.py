@@ -1,0 +1,154 @@
+"""Collectives of a graph: their starts, the waits for their results, and their groups."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from fxwrap.lines import Alloc, Mutate, StartCollective, WaitCollective
+from fxwrap.lowering.builder import Builder, FakeValue, Keywords
+from fxwrap.torch_compat import OpOverload, operator_name
+from fxwrap.wrapper_ir import Operand, Result, Value, map_leaves
+from fxwrap.wrapper_ir.operators import OperatorSchema, operator_schema
+
+_NAMESPACE = "_c10d_functional"
+_WAIT = "wait_tensor"
+_BY_OPERATOR = frozenset({"isend", "irecv", "batch_p2p_ops"})
+"""Communication between two ranks, which stays an extern call: a call of one rank has no start on the others."""
+
+_CONTIGUOUS = frozenset({"broadcast", "all_reduce_coalesced"})
+"""Collectives that return contiguous results although their fake tensors have the strides of the operands."""
+
+
+def starts_collective(node: Node) -> bool:
+    """Returns whether a node starts a collective."""
+    if not _is_call(node) or _is_wait(node):
+        return False
+    assert isinstance(node.target, OpOverload)
+    is_group_call = "group_name" in operator_schema(node.target).argument_names
+    return is_group_call and operator_name(node.target) not in _BY_OPERATOR
+
+
+def is_wait(node: Node) -> bool:
+    """Returns whether a node waits for a tensor."""
+    return _is_wait(node) and isinstance(node.args[0], Node)
+
+
+def pending_collective(node: Node) -> Node | None:
+    """Returns the start that a node waits for, None for other nodes and for results that are ready where they start."""
+    if not is_wait(node):
+        return None
+    started = node.args[0]
+    assert isinstance(started, Node)
+    if started.target is operator.getitem and isinstance(started.args[0], Node):
+        started = started.args[0]
+    return started if starts_collective(started) and _is_awaited(started) else None
+
+
+def in_flight_operands(node: Node) -> Sequence[Node]:
+    """Returns the operands of the collective that a node waits for, which it uses until then."""
+    started = pending_collective(node)
+    return () if started is None else started.all_input_nodes
+
+
+def emit_start(
+    builder: Builder,
+    node: Node,
+    schema: OperatorSchema,
+    results: tuple[Result, ...],
+    aliases: tuple[Value | None, ...],
+    arguments: tuple[Operand, ...],
+    keywords: Keywords,
+) -> None:
+    """Emits the start of a collective."""
+    written = schema.mutated_operands(arguments, keywords)
+    for value in written:
+        builder.storages.mark_mutated(value)
+    outs = written if schema.is_out_variant else ()
+    all_arguments = (*arguments, *[item for name, item in keywords if name not in schema.mutated_arguments])
+    group = _group(schema.operand("group_name", all_arguments, keywords))
+    builder.emit(
+        StartCollective(
+            results, schema.name, all_arguments, group, writes=() if outs else written, outs=outs, aliases=aliases,
+            origin=builder.origin(node),
+        )
+    )  # fmt: skip
+
+
+def result_fakes(node: Node, fake: FakeValue) -> FakeValue:
+    """Returns the fake tensors of a collective's results with the strides that they have at run time."""
+    assert isinstance(node.target, OpOverload)
+    if operator_name(node.target) not in _CONTIGUOUS:
+        return fake
+    if isinstance(fake, tuple | list):
+        return tuple([torch.empty_like(item, memory_format=torch.contiguous_format) for item in fake])
+    return torch.empty_like(fake, memory_format=torch.contiguous_format)
+
+
+def await_results(builder: Builder, node: Node) -> None:
+    """Emits waits directly after the start of a collective, unless the graph waits for each result before its use."""
+    if _is_awaited(node):
+        return
+    fake = builder.fakes[node]
+    fakes = iter(fake if isinstance(fake, tuple | list) else (fake,))
+
+    def wait(item: Operand) -> Operand:
+        item_fake = next(fakes)
+        return item if not isinstance(item, Value) else emit_wait(builder, node, node, item, item_fake)
+
+    builder.env[node] = map_leaves(builder.env[node], wait)
+
+
+def emit_wait(builder: Builder, node: Node, started: Node, pending: Value, fake: torch.Tensor) -> Value:
+    """Emits the wait of a node for a collective's result.
+
+    Returns the value that is ready, a copy if the graph has other strides than the collective returns.
+    """
+    origin, group = builder.origin(node), _group(_argument(builder, started, "group_name"))
+    is_same = pending.tensor_type.strides == builder.symbols.tensor_type(fake).strides
+    name = node.name if is_same and node is not started else f"{node.name}_ready"
+    value = builder.add_view(name, fake if is_same else builder.storages.fake(pending), pending)
+    builder.emit(WaitCollective(value, pending, group, origin=origin))
+    if is_same:
+        builder.storages.share(fake, builder.storages.root(pending))
+        return value
+    copy = builder.add_root(node.name, fake)
+    builder.emit(Alloc(copy, origin=origin))
+    builder.emit(Mutate((), "aten.copy_.default", (copy, value), (copy,), origin=origin))
+    return copy
+
+
+def _argument(builder: Builder, node: Node, name: str) -> Operand:
+    assert isinstance(node.target, OpOverload)
+    argument = operator_schema(node.target).operand(name, node.args, tuple(node.kwargs.items()))
+    return builder.value(argument) if isinstance(argument, Node) else str(argument)
+
+
+def _group(operand: Operand) -> str:
+    return operand.name if isinstance(operand, Value) else str(operand)
+
+
+def _is_call(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace == _NAMESPACE
+
+
+def _is_wait(node: Node) -> bool:
+    return _is_call(node) and operator_name(node.target) == _WAIT  # type: ignore[arg-type]
+
+
+def _is_awaited(node: Node) -> bool:
+    """Returns whether all users of a collective's results are waits, at least one for each result."""
+    assert isinstance(node.target, OpOverload)
+    if operator_schema(node.target).mutated_arguments:
+        return False  # other nodes use the operand itself
+    if not isinstance(node.meta.get("val"), list | tuple):
+        return _has_waits_only(node)
+    items = {user.args[1] for user in node.users if user.target is operator.getitem and _has_waits_only(user)}
+    return len(items) == len(node.users) == len(node.meta["val"])
+
+
+def _has_waits_only(node: Node) -> bool:
+    return bool(node.users) and all(_is_wait(user) for user in node.users)
