@@ -367,6 +367,7 @@ ABOUT_TORCH = {
     "lowering.rules.pointwise": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "runtime.unusual_inputs": "meta tensors have no generator",
     "torch_compat.allocation": "torch has two private allocators",
+    "training.trace": "torch's optimizers count steps on the CPU or on the device of the parameters",
 }
 """Where the name of a device type is compared, since it is torch's own CPU, CUDA or meta that is meant."""
 

@@ -75,11 +75,10 @@ program @p(%x: borrowed f32[16]@cpu) {
     assert _reused(parsed(text)) == []
 
 
-def test_returned_or_in_flight_memory_is_not_reused() -> None:
+def test_returned_memory_is_not_reused() -> None:
     for rule in (
         "returned_values_are_not_pooled",
         "function_results_are_not_pooled",
-        "memory_of_collectives_is_not_pooled",
         "memory_reused_by_extension_lines_is_not_pooled",
     ):
         assert _reused(parsed(RULES[rule])) == [], rule
