@@ -22,7 +22,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz round-trips clean
+.PHONY: demo test fuzz round-trips distributed-fuzz clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -38,6 +38,9 @@ fuzz: $(VENV)/.installed-test
 
 round-trips: $(VENV)/.installed-test
 	$(BIN)/python -m tests.round_trips $(ROUND_TRIPS_ARGS)
+
+distributed-fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.distributed.random_runs $(DISTRIBUTED_FUZZ_ARGS)
 
 # An installation is done when its stamp is newer than what it was made from, so that a second run costs nothing.
 $(VENV)/.installed-demo: $(REQUIREMENTS)

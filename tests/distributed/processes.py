@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tests.distributed.cases import WORLD_SIZE
 
-TIMEOUT = 300
+TIMEOUT = 600
 """Seconds after which a rank has failed; a rank waits for the other one."""
 
 
-def run_ranks(module: str, folder: Path, *arguments: str) -> list[dict[str, str]]:
+def run_ranks(module: str, folder: Path, *arguments: str, timeout: int = TIMEOUT) -> list[dict[str, str]]:
     """Runs `module RANK STORE ARGUMENTS...` as all ranks; returns the error of each case of each rank, "" for none.
 
     A rank prints one line of JSON with the keys "case" and "error" for each case.
@@ -24,7 +24,7 @@ def run_ranks(module: str, folder: Path, *arguments: str) -> list[dict[str, str]
         for rank in range(WORLD_SIZE)
     ]
     try:
-        outputs = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

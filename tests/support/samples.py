@@ -621,6 +621,27 @@ group="0" : [f32[16]@cuda:0, f32[16]@cuda:0]
         cpu_runnable=False,
     ),
     Sample(
+        "collectives_into_buffers",
+        """
+program @collectives_into_buffers(%x: borrowed f32[8]@cuda:0, %ext: borrowed f32[8]@cuda:0) {
+  %arrived = collective.wait(%ext) group="" : f32[8]@cuda:0
+  %buf = memory.alloc() : f32[16]@cuda:0
+  %all = collective.start @_c10d_functional.all_gather_into_tensor_out.default(%x, 2, "0") group="0" outs=(%buf) \
+aliases=(%buf) : f32[16]@cuda:0
+  %first = collective.wait(%all) group="0" : f32[16]@cuda:0
+  %again = collective.wait(%all) group="0" : f32[16]@cuda:0
+  %part = collective.start @_c10d_functional.reduce_scatter_tensor.default(%again, "sum", 2, "0") group="0" : \
+f32[8]@cuda:0
+  %part_ready = collective.wait(%part) group="0" : f32[8]@cuda:0
+  %z = extern.call @aten.add.Tensor(%part_ready, %arrived) : f32[8]@cuda:0
+  memory.free(%buf)
+  memory.free(%part)
+  control.return(%z)
+}
+""",
+        cpu_runnable=False,
+    ),
+    Sample(
         "a_list_of_any_length",
         """
 program @a_list_of_any_length(%x: borrowed f32[s0, 4]@cpu) {

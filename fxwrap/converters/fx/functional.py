@@ -277,6 +277,11 @@ class FunctionalConverter(FxConverter):
         arguments = [self.writer.argument(item) for item in line.arguments]
         return arguments, {name: self.writer.argument(item) for name, item in line.keywords}
 
+    def start_collective(self, line: lines.StartCollective) -> None:
+        if line.writes or line.outs:
+            raise self.unsupported(line, "the collective writes its operands; use the in-place form")
+        super().start_collective(line)
+
     def mutate(self, line: lines.ExternCall | lines.Mutate) -> None:
         assert isinstance(line, lines.Mutate)
         for value in line.writes:

@@ -134,7 +134,8 @@ def test_writes_with_symbolic_sizes_come_back(name: str) -> None:
     assert_equal(program, fxwrap.from_fx(module))
 
 
-RUNNING_SAMPLES = sorted(set(SAMPLES) - {"types", "devices_and_streams", "collectives", "owned_inputs"})
+NOT_RUNNING = {"types", "devices_and_streams", "collectives", "collectives_into_buffers", "owned_inputs"}
+RUNNING_SAMPLES = sorted(set(SAMPLES) - NOT_RUNNING)
 
 
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
@@ -153,6 +154,12 @@ def test_every_line_has_a_functional_form(name: str) -> None:
         for one, other in zip([*wanted, *inputs], [*results, *own], strict=True):
             if isinstance(one, torch.Tensor):
                 torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["collectives", "collectives_into_buffers"])
+def test_collectives_that_write_operands_have_no_functional_form(name: str) -> None:
+    with pytest.raises(fxwrap.errors.UnsupportedError, match="the collective writes its operands; use the in-place"):
+        fxwrap.to_fx(SAMPLES[name].program(), form="functional")
 
 
 # --- final writes of inputs -------------------------------------------------------------------------------------------
