@@ -235,26 +235,44 @@ def simulate(program: Program, cluster: Cluster) -> Simulated:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def report(ranks: int, shape: Shape, layers: int, tokens: int, slack: float) -> str:
-    """Returns the row of one size."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+@dataclass(frozen=True)
+class Comparison:
+    """A program before and after the passes: simulated times, and peak memory without inputs in bytes."""
+
+    before: Simulated
+    after: Simulated
+    peak_before: int
+    peak_after: int
+
+    @property
+    def bound(self) -> float:
+        """The lower bound of the step in seconds."""
+        return max(self.before.compute, self.after.communication)
+
+
+def compare(cluster: Cluster, shape: Shape, layers: int, tokens: int, slack: float = 0.0) -> Comparison:
+    """Returns the times of a training step with and without the passes. No process group may exist."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=cluster.ranks)
     try:
-        cluster = Cluster(ranks)
-        graph = training_graph(shape, layers, tokens)
-        spec = cluster.spec()
+        graph, spec = training_graph(shape, layers, tokens), cluster.spec()
         program = fxwrap.lower(graph, options=Options(devices=(spec,), layout="preserve"))
         overlapped = overlap_collectives(bucket_collectives(program, {"cpu": spec}), slack=slack)
         fxwrap.verify(overlapped)
     finally:
         torch.distributed.destroy_process_group()
-    before, after = simulate(program, cluster), simulate(overlapped, cluster)
-    bound = max(before.compute, after.communication)
+    peaks = [live_bytes(item, include_inputs=False).peak for item in (program, overlapped)]
+    return Comparison(simulate(program, cluster), simulate(overlapped, cluster), *peaks)
+
+
+def row(comparison: Comparison, ranks: int, tokens: int) -> str:
+    """Returns the row of one size."""
+    before, after, bound = comparison.before, comparison.after, comparison.bound
     exposed = (after.total - before.compute) / after.total
-    peaks = [live_bytes(item, include_inputs=False).peak / 2**30 for item in (program, overlapped)]
     return (
         f"{ranks:>6} {tokens:>7} {before.collectives:>6} {after.collectives:>6} {before.compute * 1e3:>9.1f} "
         f"{after.communication * 1e3:>9.1f} {before.total * 1e3:>9.1f} {after.total * 1e3:>9.1f} {exposed:>8.1%} "
-        f"{before.total / bound:>7.3f} {after.total / bound:>7.3f} {peaks[0]:>8.2f} {peaks[1]:>8.2f}"
+        f"{before.total / bound:>7.3f} {after.total / bound:>7.3f} {comparison.peak_before / 2**30:>8.2f} "
+        f"{comparison.peak_after / 2**30:>8.2f}"
     )
 
 
@@ -275,7 +293,8 @@ def main() -> None:
     print(HEADER)
     for tokens in arguments.tokens:
         for ranks in arguments.ranks:
-            print(report(ranks, Shape(), arguments.layers, tokens, arguments.slack), flush=True)
+            comparison = compare(Cluster(ranks), Shape(), arguments.layers, tokens, arguments.slack)
+            print(row(comparison, ranks, tokens), flush=True)
 
 
 if __name__ == "__main__":

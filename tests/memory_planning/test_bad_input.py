@@ -64,6 +64,8 @@ def test_an_alignment_is_a_power_of_two(alignment: int) -> None:
 def test_slack_is_a_fraction_of_the_peak(slack: Any) -> None:
     with pytest.raises(OptionError, match=r"option 'memory_slack' (takes|is) a number"):
         fxwrap.Options(memory_slack=slack)
+    with pytest.raises(OptionError, match=r"option 'overlap_memory_slack' (takes|is) a number"):
+        fxwrap.Options(overlap_memory_slack=slack)
     if slack == -0.1:
         with pytest.raises(PlanningError, match=r"slack must be a fraction of the peak, 0 or more, not -0\.1"):
             plan_memory(CHAIN, alignment=cache_line, slack=slack)
