@@ -16,6 +16,7 @@ import fxwrap
 from fxwrap.lines import ExternCall, Free, Launch, PoolSlice, StartCollective, WaitCollective
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
+from tests.support.versions import is_before
 
 C10D = torch.ops._c10d_functional
 
@@ -152,12 +153,17 @@ def exchanged(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (C10D.wait_tensor(C10D.all_to_all_single(x.sin(), [rows], [rows], group)),)
 
 
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    y = x.t().sin()
+    return y.contiguous() if is_before("2.12") else y  # torch's collectives refused other layouts
+
+
 def broadcast(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (C10D.wait_tensor(C10D.broadcast(x.t().sin(), 0, group)) + 1,)  # its fake tensor is transposed, it is not
+    return (C10D.wait_tensor(C10D.broadcast(transposed(x), 0, group)) + 1,)  # its fake tensor is transposed, it is not
 
 
 def coalesced_of_transposed(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    first, second = C10D.all_reduce_coalesced([x.t().sin(), x.cos()], "sum", group)
+    first, second = C10D.all_reduce_coalesced([transposed(x), x.cos()], "sum", group)
     return C10D.wait_tensor(first) + C10D.wait_tensor(second), C10D.wait_tensor(first)
 
 
