@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import sympy
 import torch
@@ -12,7 +12,17 @@ import torch
 from fxwrap import wrapper_ir as ir
 from fxwrap.errors import ExpressionError, RewriteError
 from fxwrap.inference.fake_values import FakeCallError, FakeNumber, FakeValues, call_on_fakes, default_hint
-from fxwrap.symbolic import SymbolInfo, canonicalize, floor_divide, make_symbol, product, symbol_kind, total
+from fxwrap.symbolic import (
+    SymbolInfo,
+    canonicalize,
+    floor_divide,
+    make_symbol,
+    product,
+    slice_length,
+    slice_start,
+    symbol_kind,
+    total,
+)
 from fxwrap.torch_compat import (
     OpOverload,
     bound_symbol,
@@ -29,6 +39,7 @@ Keywords: TypeAlias = tuple[tuple[str, object], ...]
 """Keyword arguments as a line holds them."""
 
 _FIRST_HINT = 11
+_SLICE = torch.ops.aten.slice.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +132,8 @@ class CallInference:
         results = self._cache.get(key)
         if results is None:
             self._created_symbols = False
-            results = self._run(operator, arguments, keywords, operands)
+            part = _unbacked_slice(operator, arguments, keywords)
+            results = self._run(operator, arguments, keywords, operands) if part is None else (part,)
             if not self._created_symbols:  # each call has new symbols
                 self._cache[key] = results
         return results
@@ -229,6 +241,29 @@ class CallInference:
             return canonicalize(expression, self._program_symbols)
         except ExpressionError as error:
             raise RewriteError(f"a size of the results of {operator} is no expression of the IR: {error}") from None
+
+
+def _unbacked_slice(operator: OpOverload, arguments: tuple[object, ...], keywords: Keywords) -> InferredResult | None:
+    """Returns the view that a slice at unbacked positions is; torch would clamp their hints, or have a new symbol."""
+    if operator is not _SLICE:
+        return None
+    schema = ir.operator_schema(operator)
+    bound = {**dict(zip(schema.argument_names, arguments)), **dict(keywords)}
+    base, positions = bound["self"], (bound.get("start"), bound.get("end"))
+    symbols = {symbol.name for item in positions if isinstance(item, sympy.Basic) for symbol in item.free_symbols}
+    step = bound.get("step", 1)
+    if all(name.startswith("s") for name in symbols) or not isinstance(base, ir.Value) or not isinstance(step, int):
+        return None
+    type_, dim = base.tensor_type, bound.get("dim", 0)
+    assert isinstance(dim, int)
+    dim %= len(type_.sizes)
+    sizes, strides = list(type_.sizes), list(type_.strides)
+    start = slice_start(cast(ir.Size | None, positions[0]), sizes[dim])
+    distance = product((start, strides[dim]))
+    sizes[dim] = slice_length(start, cast(ir.Size | None, positions[1]), step, sizes[dim])
+    strides[dim] = product((strides[dim], step))
+    sliced = ir.TensorType(type_.dtype, tuple(sizes), tuple(strides), type_.device)
+    return InferredResult(view_type(sliced, type_, distance), 0, True)
 
 
 def view_type(type_: ir.TensorType, base: ir.TensorType, distance: ir.Size) -> ir.TensorType:

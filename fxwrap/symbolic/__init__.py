@@ -3,6 +3,7 @@
 from fxwrap.symbolic.callables import *
 from fxwrap.symbolic.canonicalize import *
 from fxwrap.symbolic.cpp_printer import *
+from fxwrap.symbolic.positions import *
 from fxwrap.symbolic.printing import *
 from fxwrap.symbolic.relations import *
 from fxwrap.symbolic.symbols import *

@@ -17,8 +17,7 @@ from torch.fx import Node
 from fxwrap.lines import Assert, View
 from fxwrap.lowering.builder import Builder, Fakes, FakeValue
 from fxwrap.lowering.calls.copies import emit_copy_into, reuse_operand_memory
-from fxwrap.lowering.symbols.table import is_in_bounds, normalize_index, slice_length, slice_start
-from fxwrap.symbolic import Size, canonicalize, product, total
+from fxwrap.symbolic import Size, canonicalize, is_in_bounds, normalize_index, product, slice_length, slice_start, total
 from fxwrap.torch_compat import OpOverload, symbol_bounds, symbol_expression
 from fxwrap.wrapper_ir import TensorType, Value
 

@@ -9,19 +9,7 @@ import torch
 
 from fxwrap.errors import GraphError
 from fxwrap.loop_ir import Kernel
-from fxwrap.symbolic import (
-    Expression,
-    SymbolInfo,
-    canonicalize,
-    ceiling_divide,
-    evaluate,
-    expression_kind,
-    make_symbol,
-    maximum,
-    minimum,
-    product,
-    total,
-)
+from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, evaluate, expression_kind, make_symbol
 from fxwrap.torch_compat import (
     find_shape_env,
     guarded_bounds,
@@ -31,7 +19,6 @@ from fxwrap.torch_compat import (
     symbol_expression,
     symbol_hint,
     symbolic_number,
-    sympy_functions,
 )
 from fxwrap.wrapper_ir import OpaqueType, ScalarType, Size, TensorType, Type
 
@@ -268,34 +255,3 @@ def kernel_size_hints(
         if default == _MIN_UNBACKED_HINT or bytes_ <= _MAX_HINTED_BYTES:
             return lambda size: hint(substitute_formulas(size, formulas))
         default //= 2
-
-
-_END = 2**62
-
-
-def normalize_index(position: Size, size: Size) -> Size:
-    """Returns a position counted from the front; a negative one counts from the end."""
-    if isinstance(position, int):
-        return position if position >= 0 else total((size, position))
-    wrapped = sympy.sympify(total((size, position)))
-    is_negative = sympy.Lt(position, 0, evaluate=False)
-    index: Size = canonicalize(sympy_functions.Where(is_negative, wrapped, position, evaluate=False))
-    return index
-
-
-def slice_start(start: Size | None, size: Size) -> Size:
-    """Returns the first index of a slice of a dimension, clamped to the dimension."""
-    return minimum(maximum(normalize_index(start or 0, size), 0), size)
-
-
-def slice_length(start: Size, end: Size | None, step: int, size: Size) -> Size:
-    """Returns the number of elements of a slice from `start`, a result of `slice_start`."""
-    last = size if end is None or (isinstance(end, int) and end >= _END) else normalize_index(end, size)
-    return ceiling_divide(maximum(total((minimum(last, size), product((start, -1)))), 0), step)
-
-
-def is_in_bounds(position: Size, size: Size) -> Expression:
-    """Returns the condition that a position is the index of an element."""
-    at_least = sympy.Ge(position, product((size, -1)), evaluate=False)
-    below = sympy.Lt(position, size, evaluate=False)
-    return canonicalize(sympy.And(at_least, below, evaluate=False))

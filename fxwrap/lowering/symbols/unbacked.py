@@ -16,8 +16,17 @@ from torch.fx import Node
 from fxwrap.lines import Assert, Bind, Let, ReadItem
 from fxwrap.lowering.builder import Builder, FakeValue, node_error
 from fxwrap.lowering.symbols.inputs import boolean_symbol, linear_parts, solve_linear
-from fxwrap.lowering.symbols.table import normalize_index, slice_length, slice_start
-from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, make_symbol, product, total
+from fxwrap.symbolic import (
+    Expression,
+    SymbolInfo,
+    canonicalize,
+    make_symbol,
+    normalize_index,
+    product,
+    slice_length,
+    slice_start,
+    total,
+)
 from fxwrap.torch_compat import symbol_expression, unbacked_bindings
 from fxwrap.wrapper_ir import OpaqueType, Operand, Result, ScalarType, Tag, TensorType, Value, map_leaves
 
