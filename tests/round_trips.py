@@ -414,7 +414,7 @@ def main() -> int:
     add_record_option(parser)
     chosen = parser.parse_args()
     trips, failures, forms_missing = Counter[Key](), Counter[Key](), Counter[Key]()
-    counts, seeds = Counter[str](), set[int]()
+    counts, seeds, failed = Counter[str](), set[int](), list[str]()
     start = time.monotonic()
     sources, forms = chosen.only.split(","), chosen.form.split(",")
     with suppress(KeyboardInterrupt):  # an interrupted run prints its counts
@@ -424,6 +424,7 @@ def main() -> int:
             seeds.add(trip.seed)
             if isinstance(result, Failure):
                 failures[key] += 1
+                failed.append(f"{trip.seed} ({trip.form})")
                 print(f"seed {trip.seed} ({trip.form}, {trip.source})\n{result.text}\n", flush=True)
             else:
                 counts.update(result)
@@ -437,7 +438,10 @@ def main() -> int:
     for name in TRANSFORMS:
         applied, rejected = counts[f"{name} applied"], counts[f"{name} rejected"]
         steps.add({"transform": name, "graphs": applied + rejected, "rejected by torch": rejected})
-    print(f"{len(seeds)} programs, {failures.total()} failures, {counts['no program']} that torch cannot trace; {note}")
+    if failed:
+        print(f"seeds that failed: {', '.join(failed)}")
+    total = f"{len(seeds)} programs, {trips.total()} round trips, {failures.total()} failures"
+    print(f"{total}, {counts['no program']} that torch cannot trace; {note}")
     return 1 if failures else 0
 
 

@@ -24,6 +24,9 @@ from fxwrap.errors import FusionWarning
 BATCH, LIMIT = 1000, 180
 """Seeds for each process, seconds for each case."""
 
+MOST_FAILED_STARTS = 3
+"""Starts of one worker that fail one after another before the run is given up."""
+
 
 def drawn_example(strategy: st.SearchStrategy[Any], seed: int) -> Any:
     """Returns the example of a strategy that a seed determines."""
@@ -97,6 +100,7 @@ class Worker:
     def __init__(self, seeds: Sequence[int], task: Task) -> None:
         self._seeds, self._task = list(seeds), task
         self._case: Case | None = None
+        self._failed_starts = 0
         self._start()
 
     def _start(self) -> None:
@@ -132,7 +136,8 @@ class Worker:
     def give_up(self, reason: str) -> Outcome | None:
         """Ends the process, goes on in another with the seeds left, and returns the failure of the current case."""
         self.stop()
-        if not self._is_started:
+        self._failed_starts = 0 if self._is_started else self._failed_starts + 1
+        if self._failed_starts == MOST_FAILED_STARTS:
             raise RuntimeError(f"a process of the fuzzer does not start: {reason}")
         case, self._case = self._case, None
         self._start()

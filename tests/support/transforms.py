@@ -250,7 +250,7 @@ _FUNCTIONALISED = (
     ),
     # Blocks of control flow may neither return nor write their operands.
     Rejection(
-        r"UnsupportedAliasMutationException: .* might be (aliasing the input or the output|modifying the input)",
+        r"(UnsupportedAliasMutationException|RuntimeError): [\w.]+ might be (aliasing the input or the output|modifying the input)",
         _calling(*_CONTROL),
     ),
     # Functionalization of control flow asks whether operands are functional tensors, which constants are not.
@@ -258,8 +258,8 @@ _FUNCTIONALISED = (
 )
 _EXPORTED = (
     *_TRACED,
-    # Arguments of blocks are described by fake tensors, which constants are not.
-    Rejection(r"SpecViolationError: Node\.meta \w+ is missing val field", _calling(*_CONTROL, constants=True)),
+    # Arguments of blocks are described by fake tensors, which constants and numbers are not.
+    Rejection(r"SpecViolationError: Node\.meta \w+ is missing val field", _calling(*_CONTROL)),
     # Operands of control flow are names of nodes; numbers are not.
     Rejection(r"AttributeError: 'int' object has no attribute 'name'", _calling(*_CONTROL)),
     # The parameters of a block are named after its operands, of which two may be one tensor.
