@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.torch_compat import negated_view, storage_identity, tree_map
+from fxwrap.torch_compat import is_opaque, negated_view, storage_identity, tree_leaves, tree_map
 
 WIDENED_DTYPES: Mapping[torch.dtype, torch.dtype] = {
     torch.float16: torch.float64,
@@ -85,6 +85,28 @@ def widen_module(function: Callable[..., object]) -> Callable[..., Any]:
     for tensor in tensors:
         tensor.data = tensor.data.to(WIDENED_DTYPES.get(tensor.dtype, tensor.dtype))
     return module
+
+
+class OpaqueState:
+    """The attributes of opaque inputs, and the states of random number generators among them.
+
+    Objects such as process groups and meshes cannot be copied: every run has the same ones, in their initial state.
+    What an attribute holds is not copied either.
+    """
+
+    def __init__(self, inputs: object) -> None:
+        objects = [leaf for leaf in tree_leaves(inputs) if is_opaque(leaf)]
+        self._attributes = [(item, dict(vars(item))) for item in objects if hasattr(item, "__dict__")]
+        self._generators = [(item, item.get_state()) for item in objects if isinstance(item, torch.Generator)]
+
+    def restore(self) -> None:
+        """Restores the initial attributes and states."""
+        for item, attributes in self._attributes:
+            if vars(item) != attributes:
+                vars(item).clear()
+                vars(item).update(attributes)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
 class TensorState:

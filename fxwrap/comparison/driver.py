@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fxwrap.comparison.copies import TensorState, copy_inputs, widen_module
+from fxwrap.comparison.copies import OpaqueState, TensorState, copy_inputs, widen_module
 from fxwrap.comparison.dispatch_modes import CorrectedEager, Float64Mode, infer_random_dtype
 from fxwrap.comparison.measure import median_seconds, peak_bytes
 from fxwrap.comparison.observe import Arguments, Comparator, Function, Observation, RunConfig, largest_error
@@ -38,7 +38,8 @@ def compare(
 
     `torch.compile` captures a function or module once; its caches are cleared before and after. A graph of ATen
     operators or an exported program is lowered directly; a `Program` is compared with the interpreter. Every run starts
-    from the same seed, on copies of the inputs with equal strides, offsets and storage sharing. Mutations of inputs,
+    from the same seed, on copies of the inputs with equal strides, offsets and storage sharing, and on the opaque inputs
+    themselves (process groups, meshes, generators), whose attributes and states are restored. Mutations of inputs,
     parameters and buffers are compared and then undone. A function must not mutate other tensors that it captures.
 
     Args:
@@ -62,13 +63,15 @@ def compare(
     if training and is_graph(fn):
         raise CompareError("a graph or program has no gradients; compare the function or module itself")
     arguments = normalize_arguments(inputs)
+    objects = OpaqueState((arguments.positional, arguments.keywords))
     with _preserve_rng_state(), _reset_compiler_caches(fn):
         subject = make_subject(fn, arguments, _as_options(options), dynamic)
         try:
             config = RunConfig(seed, training, subject.nested_outputs, subject.donated_inputs)
-            return _Comparison(subject, arguments, config, tolerance, repeats).report(emitters)
+            return _Comparison(subject, arguments, objects, config, tolerance, repeats).report(emitters)
         finally:
             subject.state.restore_all()
+            objects.restore()
 
 
 def capture(
@@ -109,6 +112,7 @@ def normalize_arguments(inputs: object) -> Arguments:
 class _Comparison:
     subject: Subject
     arguments: Arguments
+    objects: OpaqueState
     config: RunConfig
     tolerance: float | None
     repeats: int
@@ -161,7 +165,7 @@ class _Comparison:
         """Returns the observation of the float64 run, or None and the reason."""
         if self.subject.reference is None:
             return None, "a program has fixed dtypes"
-        self.subject.state.restore()
+        self._restore()
         tensors = [leaf for leaf in self.arguments.named().values() if isinstance(leaf, Tensor)]
         mode = Float64Mode(infer_random_dtype([*tensors, *self.subject.state.tensors.values()]))
         try:
@@ -183,9 +187,13 @@ class _Comparison:
         return [measured.get(outcome.name, outcome) for outcome in outcomes]
 
     def _prepare(self) -> Arguments:
-        self.subject.state.restore()
+        self._restore()
         torch.manual_seed(self.config.seed)
         return _copy(self.arguments)
+
+    def _restore(self) -> None:
+        self.subject.state.restore()
+        self.objects.restore()
 
     def _run(self, name: str) -> Callable[[Arguments], object]:
         call = self.subject.eager if name == "eager" else self.subject.call(name)

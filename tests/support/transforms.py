@@ -250,7 +250,8 @@ _FUNCTIONALISED = (
     ),
     # Blocks of control flow may neither return nor write their operands.
     Rejection(
-        r"(UnsupportedAliasMutationException|RuntimeError): [\w.]+ might be (aliasing the input or the output|modifying the input)",
+        r"(UnsupportedAliasMutationException|RuntimeError): [\w.]+ might be "
+        r"(aliasing the input or the output|modifying the input)",
         _calling(*_CONTROL),
     ),
     # Functionalization of control flow asks whether operands are functional tensors, which constants are not.
