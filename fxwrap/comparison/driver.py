@@ -38,9 +38,10 @@ def compare(
 
     `torch.compile` captures a function or module once; its caches are cleared before and after. A graph of ATen
     operators or an exported program is lowered directly; a `Program` is compared with the interpreter. Every run starts
-    from the same seed, on copies of the inputs with equal strides, offsets and storage sharing, and on the opaque inputs
-    themselves (process groups, meshes, generators), whose attributes and states are restored. Mutations of inputs,
-    parameters and buffers are compared and then undone. A function must not mutate other tensors that it captures.
+    from the same seed, on copies of the inputs with equal strides, offsets and storage sharing, and on the opaque
+    inputs themselves (process groups, meshes, generators), whose attributes and states are restored. Mutations of
+    inputs, parameters and buffers are compared and then undone. A function must not mutate other tensors that it
+    captures.
 
     Args:
         fn: a function, nn.Module, GraphModule, ExportedProgram or Program.
