@@ -5,7 +5,9 @@ through torch.compile. First calls run in their own processes with empty caches,
 imports and workers. Steady state is the time of a call with the device's work, in interleaved rounds of one process.
 Errors are norm(difference) / norm(reference) against float64. The last table is the host time of the forward program
 alone, without torch.compile and the device's work; "fx, in place again" is the functional graph after
-`fxwrap.fx.in_place`. "tiny_kernels" is 200 softmaxes of an 8 x 8 matrix. Run:
+`fxwrap.fx.in_place`. The table before it has the CPU time of the process from the graph of ATen operators to the
+emitted graph, with kernels as text and as regions, in both forms; no kernel is compiled. "tiny_kernels" is 200
+softmaxes of an 8 x 8 matrix. Run:
 
     python benchmarks/fx_output.py [--models gpt2,tiny_kernels] [--gpt2-layers 12] [--device cuda] [--record]
 """
@@ -16,6 +18,7 @@ import argparse
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,14 @@ def program_cells(name: str, result: dict[str, Any]) -> dict[str, Cell]:
     return cells
 
 
+def graph_cells(name: str, result: dict[str, Any]) -> dict[str, Cell]:
+    """Returns the row of the time to make a graph: milliseconds with kernels as text, and the others' ratios to it."""
+    times = result["times"]
+    cells: dict[str, Cell] = {"model": name, "nodes": result["nodes"], "calls": result["calls"]}
+    cells |= {"distinct regions": result["regions"], "kernels, ms": 1e3 * times["kernels"]}
+    return cells | {f"{form} / kernels": times[form] / times["kernels"] for form in times if form != "kernels"}
+
+
 def parsed_arguments() -> argparse.Namespace:
     """The command line."""
     known = (*MODELS, TINY_KERNELS.name)
@@ -88,6 +99,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="of torch on the CPU")
     parser.add_argument("--time-limit", type=float, help="seconds that a process may take")
     parser.add_argument("--only-programs", action="store_true", help="only the last table")
+    parser.add_argument("--only-graphs", action="store_true", help="only the table of the time to make the graph")
     add_record_option(parser)
     chosen = parser.parse_args()
     for option, names in (("models", known), ("backends", BACKENDS)):
@@ -113,19 +125,34 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> None:
         backends = tuple(chosen.backends)
         jobs.append(Job("run", model, False, backends, chosen.device, layers, chosen.threads, chosen.rounds))
     processes = Processes(folder, link_bridge=True, time_limit=chosen.time_limit)
-    if not chosen.only_programs:
+    if not chosen.only_programs and not chosen.only_graphs:
         report = Report(f"fx_output-{chosen.device}", chosen, chosen.device)
         for job in jobs:
             row = Row(job.model, "forward")
             measure(row, job, processes, chosen.repeats)
             report_sides(row, report)
-    report = Report(f"fx_output-programs-{chosen.device}", chosen, chosen.device, "the program alone")
+    if not chosen.only_programs:
+        report = Report(f"fx_output-graphs-{chosen.device}", chosen, chosen.device, "from ATen to the emitted graph")
+        _report_task(jobs, "graphs", graph_cells, processes, report)
+    if not chosen.only_graphs:
+        report = Report(f"fx_output-programs-{chosen.device}", chosen, chosen.device, "the program alone")
+        _report_task(jobs, "emitted", program_cells, processes, report)
+
+
+def _report_task(
+    jobs: Sequence[Job],
+    task: str,
+    cells: Callable[[str, dict[str, Any]], dict[str, Cell]],
+    processes: Processes,
+    report: Report,
+) -> None:
+    """Adds a row for each model to the table of a task."""
     for job in jobs:
-        result = processes.run_job(dataclasses.replace(job, task="emitted", backends=("fxwrap",)), warm=False)
+        result = processes.run_job(dataclasses.replace(job, task=task, backends=("fxwrap",)), warm=False)
         if "failure" in result:
             print(f"    {job.model} failed: {result['failure']}", flush=True)
         else:
-            report.add(program_cells(job.model, result), result)
+            report.add(cells(job.model, result), result)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ python benchmarks/model_jobs.py JOB_AS_JSON
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import gc
 import importlib
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,8 +66,8 @@ class Job:
     """A measurement.
 
     Fields:
-        task: "first_call" (seconds of the first call through one backend), "run" (times and errors of several) or
-            "emitted" (times of the program alone, by emitter).
+        task: "first_call" (seconds of the first call through one backend), "run" (times and errors of several),
+            "emitted" (times of the program alone, by emitter) or "graphs" (times to make the emitted graph, by form).
         model: a name in the test suite's MODELS; `layers` is its number of layers, None for the suite's.
         size: "suite" for the test suite's models; "full" or "small" for those of `full_models.py`.
         dtype: torch's name of the dtype of weights and floating-point inputs.
@@ -214,6 +217,38 @@ def emitted(job: Job) -> dict[str, Any]:
     return {"times": _medians(times), "launches": launches, "lines": len(program.body.lines)}
 
 
+GRAPH_FORMS: Mapping[str, Mapping[str, str]] = {
+    "kernels": {"kernels": "text"},
+    "regions": {"kernels": "subgraph"},
+    "functional kernels": {"kernels": "text", "fx_form": "functional"},
+    "functional regions": {"kernels": "subgraph", "fx_form": "functional"},
+}
+"""The forms of an emitted graph by the options that choose them."""
+
+
+def graphs(job: Job) -> dict[str, Any]:
+    """Returns median CPU seconds from the forward graph of ATen operators to the emitted one, with its code, by form.
+
+    No kernel is compiled. The forms alternate.
+    """
+    package, capture = importlib.import_module("fxwrap"), importlib.import_module("tests.support.capture")
+    case = dataclasses.replace(job.case, layers=job.layers or job.case.layers)
+    (captured,) = capture.capture_graphs(case, training=False, device=job.device)
+    seconds: dict[str, list[float]] = {form: [] for form in GRAPH_FORMS}
+    modules = {}
+    for _ in range(job.rounds + 1):  # the first round fills the caches of expressions and schemas
+        for form, options in GRAPH_FORMS.items():
+            chosen = package.Options(emitter="fx", compile_cache=False, **(job.options or {}), **options)
+            gc.collect()
+            start = time.process_time()
+            modules[form] = package.compile_graph(captured.graph_module, options=chosen).graph_module
+            seconds[form].append(time.process_time() - start)
+    calls = package.fx.regions(modules["regions"])
+    times = {form: statistics.median(items[1:]) for form, items in seconds.items()}
+    nodes, distinct = len(captured.graph_module.graph.nodes), len({call.name for call in calls})
+    return {"times": times, "nodes": nodes, "calls": len(calls), "regions": distinct}
+
+
 def _random_input(type_: Any) -> Tensor:
     """Returns a tensor of a program's input type; integers are valid indices."""
     tensor = torch.empty_strided(type_.sizes, type_.strides, dtype=type_.dtype, device=type_.device)
@@ -295,6 +330,8 @@ def main() -> None:
             result = run(job)
         case "emitted":
             result = emitted(job)
+        case "graphs":
+            result = graphs(job)
         case other:
             raise ValueError(f"unknown task {other!r}")
     print(json.dumps(result))

@@ -7,4 +7,5 @@ from fxwrap.loop_ir.index import *
 from fxwrap.loop_ir.kernel import *
 from fxwrap.loop_ir.offsets import *
 from fxwrap.loop_ir.operations import *
+from fxwrap.loop_ir.parse import parse_kernel as parse_kernel
 from fxwrap.loop_ir.split import *

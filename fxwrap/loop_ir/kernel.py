@@ -13,6 +13,7 @@ from typing_extensions import assert_never
 
 from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex, SizeAtom, as_index
+from fxwrap.loop_ir.index_text import print_index
 from fxwrap.loop_ir.operations import (
     KERNEL_DTYPES,
     OPERATIONS,
@@ -22,7 +23,7 @@ from fxwrap.loop_ir.operations import (
     STORE_MODES,
     CombineSpec,
 )
-from fxwrap.symbolic import Size, product
+from fxwrap.symbolic import Size, print_expr, product
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +438,7 @@ def operation_dtype(operation: Operation) -> torch.dtype:
     return operation.dtype
 
 
-_DTYPE_NAMES = {
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
@@ -448,24 +449,24 @@ def print_operation(operation: Operation) -> str:
     masked = "" if getattr(operation, "mask", None) is None else f" if %{operation.mask}"  # type: ignore[union-attr]
     if isinstance(operation, Store):
         mode = "" if operation.mode == "set" else f" {operation.mode}"
-        return f"store{mode} {operation.buffer}[{operation.index}] %{operation.value}{masked}"
+        return f"store{mode} {operation.buffer}[{print_index(operation.index)}] %{operation.value}{masked}"
     if isinstance(operation, DeviceAssert):
         error = "" if operation.error == "index" else f" {operation.error}"
         return f"require{error} %{operation.condition} {operation.message!r}{masked}"
-    return f"{_DTYPE_NAMES[operation.dtype]} {_value_text(operation, masked)}"
+    return f"{DTYPE_NAMES[operation.dtype]} {_value_text(operation, masked)}"
 
 
 def _value_text(operation: ValueOperation, masked: str) -> str:
     match operation:
         case Load():
             other = f" else {operation.other}" if masked else ""
-            return f"load {operation.buffer}[{operation.index}]{masked}{other}"
+            return f"load {operation.buffer}[{print_index(operation.index)}]{masked}{other}"
         case Constant():
             return f"{operation.value}"
         case SymbolicScalar():
-            return f"number {operation.expression}"
+            return f"number {print_expr(operation.expression)}"
         case IndexValue():
-            return f"index {operation.index}"
+            return f"index {print_index(operation.index)}"
         case Compute():
             return f"{operation.name} {_operand_list(operation.operands)}"
         case Reduce():
@@ -485,10 +486,10 @@ def _operand_list(used: tuple[int, ...]) -> str:
 def print_kernel(kernel: Kernel) -> str:
     """Returns a kernel's text, one operation per line, with its origin as a comment."""
     space, reduced = [
-        ", ".join([f"{axis.name}: {axis.size}" for axis in axes]) for axes in (kernel.axes, kernel.reduced)
+        ", ".join([f"{axis.name}: {print_expr(axis.size)}" for axis in axes]) for axes in (kernel.axes, kernel.reduced)
     ]
     buffers, outs = [
-        ", ".join([f"{item.name}: {_DTYPE_NAMES[item.dtype]}[{item.extent}]" for item in items])
+        ", ".join([f"{item.name}: {DTYPE_NAMES[item.dtype]}[{print_expr(item.extent)}]" for item in items])
         for items in (kernel.inputs, kernel.outputs)
     ]
     head = f"kernel({buffers}) -> ({outs}) for [{space}]" + (f" reduce [{reduced}]" if kernel.reduced else "")

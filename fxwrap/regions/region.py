@@ -15,6 +15,7 @@ import torch
 
 from fxwrap.errors import ParseError
 from fxwrap.lines import ExternCall, Return
+from fxwrap.loop_ir import Kernel, parse_kernel
 from fxwrap.symbolic import Size, SymbolInfo, TokenStream, print_expr, product, read_size, symbol_kind, total
 from fxwrap.wrapper_ir import (
     DTYPE_NAMES,
@@ -77,6 +78,11 @@ class Region:
     def operators(self) -> tuple[str, ...]:
         """The overload names of the operators, in order."""
         return tuple([call.target for call in self.calls])
+
+    @cached_property
+    def kernel(self) -> Kernel | None:
+        """The kernel in the loop IR; None for operators that were edited."""
+        return parse_kernel(self.loop_ir) if self.loop_ir else None
 
     @property
     def inputs(self) -> tuple[Value, ...]:

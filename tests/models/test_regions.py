@@ -62,6 +62,9 @@ def test_inlined_regions_compute_what_the_graph_does(name: str, dynamic: bool) -
         program = lowered(captured)
         text = lowered(captured, SUBGRAPH.replace(kernels="text"))
         assert launches(program) == launches(text)
+        for kernel in program.kernels:
+            region = parse_region(kernel.source)
+            assert str(region.kernel) == region.loop_ir
         expected = captured.graph_module(*copy_inputs(captured.inputs))
         for form in ("in_place", "functional"):
             emitted = fxwrap.to_fx(program, form=form)
