@@ -8,7 +8,8 @@ shops (Giffler and Thompson, 1960): a buffer is placed at its floor, or it waits
 placed yet. The section to fill next is the lowest, which packs sparse problems, or has the fewest candidates by
 weighted failures (Boussemart et al., 2004), which packs dense ones; restarts take turns.
 
-Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search.
+Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search. Both inner loops have
+native counterparts (`native_search.py`).
 """
 
 from __future__ import annotations
