@@ -104,7 +104,7 @@ def report_packings(chosen: argparse.Namespace) -> None:
     note = f"CPU seconds; seeds {chosen.first_seed} to {last}, at most {chosen.limit:g} s of wall time each"
     report = Report("planning-packings", chosen, note=note)
     for name, kind in KINDS_OF_PACKINGS.items():
-        for count in (500, 1_000, 2_000):
+        for count in chosen.counts:
             solved, times = 0, []
             for seed in range(chosen.first_seed, chosen.first_seed + chosen.packings):
                 problem = packed_problem(kind, count, seed)
@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--skip-scale", action="store_true", help="only the first table")
     parser.add_argument("--auto", action="store_true", help="only the times of small problems")
     parser.add_argument("--packings", type=int, default=0, help="the number of problems of each kind and size")
+    parser.add_argument("--counts", type=int, nargs="+", default=[500, 1_000, 2_000], help="their numbers of buffers")
     parser.add_argument("--limit", type=float, default=10, help="seconds of wall time for each of them")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first of them")
     add_record_option(parser)
