@@ -38,6 +38,9 @@ _OTHER_TURNS = 4
 _GROWTH = 1.3
 """Growth of this number from round to round."""
 
+_MERGING_SHARE = 7 / 8
+"""The part of the steps of a later search that splits and merges blocks before it places them."""
+
 _NATIVE_STEPS, _NATIVE_BUFFERS = 500, 32
 """Limits of steps and numbers of buffers from which the native search is worth its build."""
 
@@ -168,7 +171,7 @@ class _RestartedSearch:
         steps = 0
         if self._blocks is not None and self.turn > 1 and self._blocks.has_blocks:
             before = self._blocks.steps
-            self._blocks.improve(limits.steps // 2, limits.deadline)
+            self._blocks.improve(int(limits.steps * _MERGING_SHARE), limits.deadline)
             steps = self._blocks.steps - before
             self._part = Subproblem.of(self._blocks.buffers, self._capacity)
             self._weights = [1] * self._part.sections
