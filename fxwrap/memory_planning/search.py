@@ -41,8 +41,8 @@ _GROWTH = 1.3
 _MERGING_SHARE = 7 / 8
 """The part of the steps of a later search that splits and merges blocks before it places them."""
 
-_NATIVE_STEPS, _NATIVE_BUFFERS = 500, 32
-"""Limits of steps and numbers of buffers from which the native search is worth its build."""
+_NATIVE_BUFFERS = 32
+"""Number of buffers from which the native search is worth its build."""
 
 _ORDERS = (
     Order(True, True, lambda length, size: length * size),
@@ -77,11 +77,11 @@ def search(
 ) -> SearchResult:
     """Searches for offsets with which live buffers never overlap and all end at or below `capacity`.
 
-    `buffers` are (first, last_exclusive, size) with sizes above zero. `functions` are native by default, if many steps
-    are permitted and a compiler exists, else Python. The result does not depend on that, and is deterministic, unless
+    `buffers` are (first, last_exclusive, size) with sizes above zero. `functions` are native by default, for many
+    buffers and where a compiler exists, else Python. The result does not depend on that, and is deterministic, unless
     the deadline stops the search.
     """
-    is_large = limits.steps >= _NATIVE_STEPS and len(buffers) >= _NATIVE_BUFFERS
+    is_large = len(buffers) >= _NATIVE_BUFFERS
     functions = functions or (native_search() if is_large else None) or PythonSearch()
     unit = math.gcd(*(size for _, _, size in buffers)) if buffers else 1
     offsets = [0] * len(buffers)
