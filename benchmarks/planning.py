@@ -3,6 +3,7 @@
     python benchmarks/planning.py                  # MiniMalloc's problems in tests/data, then 1k, 10k and 50k buffers
     python benchmarks/planning.py --problems AF --skip-scale
     python benchmarks/planning.py --problems GHIJK --data FOLDER --skip-scale  # MiniMalloc's other five, from FOLDER
+    python benchmarks/planning.py --auto           # only "auto" for 200 buffers of each kind
     python benchmarks/planning.py --packings 5     # only problems with a known optimum, five of each kind and size
 
 Times are CPU seconds of one thread. The first table shows peak over lower bound without a capacity; its last columns
@@ -27,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.packings import KINDS as KINDS_OF_PACKINGS
-from benchmarks.packings import packed_problem
+from benchmarks.packings import Problem, packed_problem
 from benchmarks.results import Cell, Report, add_record_option
 from fxwrap.errors import PlanningError
 from fxwrap.lines import Alloc, ExternCall, Mutate, Return
@@ -103,7 +104,7 @@ def report_packings(chosen: argparse.Namespace) -> None:
     note = f"CPU seconds; seeds {chosen.first_seed} to {last}, at most {chosen.limit:g} s of wall time each"
     report = Report("planning-packings", chosen, note=note)
     for name, kind in KINDS_OF_PACKINGS.items():
-        for count in (500, 1_000, 2_000):
+        for count in chosen.counts:
             solved, times = 0, []
             for seed in range(chosen.first_seed, chosen.first_seed + chosen.packings):
                 problem = packed_problem(kind, count, seed)
@@ -112,6 +113,34 @@ def report_packings(chosen: argparse.Namespace) -> None:
                 times.append(seconds)
             cells: dict[str, Cell] = {"kind": name, "buffers": count, "problems": chosen.packings, "solved": solved}
             report.add({**cells, "mean, s": sum(times) / len(times), "max, s": max(times)}, raw=times)
+
+
+def uniform_buffers(count: int, seed: int, is_long: bool) -> list[Buffer]:
+    """Returns buffers of random sizes with random ends, or with random starts and at most a fifth of the range."""
+    generator = random.Random(seed)
+    buffers = []
+    for _ in range(count):
+        first, last = sorted((generator.randrange(count), generator.randrange(count)))
+        last = last if is_long else first + generator.randrange(count // 5)
+        buffers.append((first, last + 1, generator.randrange(1, 1 << 20)))
+    return buffers
+
+
+def report_auto(chosen: argparse.Namespace) -> None:
+    """Prints seconds and waste of "auto" for 200 buffers of each kind."""
+    report = Report("planning-auto", chosen, note="CPU seconds; 200 buffers, seeds 0 to 4")
+    problems = {
+        name: [packed_problem(kind, 200, seed) for seed in range(5)] for name, kind in KINDS_OF_PACKINGS.items()
+    }
+    for name, is_long in (("uniform", False), ("uniform, long", True)):
+        problems[name] = [Problem(uniform_buffers(200, seed, is_long), 0, 64) for seed in range(5)]
+    timed(problems["gaps"][0].buffers, "auto")  # builds the native search
+    for name, items in problems.items():
+        results = [timed(item.buffers, "auto", alignment=item.alignment) for item in items]
+        ratios = [result.peak / result.lower_bound for result, _ in results if result is not None]
+        seconds = [seconds for _, seconds in results]
+        cells: dict[str, Cell] = {"kind": name, "mean, s": sum(seconds) / 5, "max, s": max(seconds)}
+        report.add({**cells, "mean peak / lower bound": sum(ratios) / 5, "max": max(ratios)}, raw=seconds)
 
 
 def report_scale(chosen: argparse.Namespace) -> None:
@@ -179,11 +208,16 @@ def main() -> None:
     parser.add_argument("--problems", default="ABCDEF", help="some of MiniMalloc's problems, by letter")
     parser.add_argument("--data", type=Path, help="the folder of problems that the repository lacks")
     parser.add_argument("--skip-scale", action="store_true", help="only the first table")
+    parser.add_argument("--auto", action="store_true", help="only the times of small problems")
     parser.add_argument("--packings", type=int, default=0, help="the number of problems of each kind and size")
+    parser.add_argument("--counts", type=int, nargs="+", default=[500, 1_000, 2_000], help="their numbers of buffers")
     parser.add_argument("--limit", type=float, default=10, help="seconds of wall time for each of them")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first of them")
     add_record_option(parser)
     chosen = parser.parse_args()
+    if chosen.auto:
+        report_auto(chosen)
+        return
     if chosen.packings:
         report_packings(chosen)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +70,7 @@ def assign_offsets(
             n log n), "search" (the heuristics, then depth-first search, see `search.py`), or "auto" (the
             heuristics, except those over pairs if there are many, then a search if the result exceeds the capacity, or
             a short one if it exceeds the lower bound and the limit of steps permits to place all buffers twice).
-        time_limit_s: limit of a search, in seconds of wall time.
+        time_limit_s: limit of a search, in seconds of wall time. "auto" without a capacity only counts steps.
 
     Results are deterministic unless the time limit stops a search. Raises PlanningError for negative sizes, empty live
     ranges, an alignment that is no power of two, sums beyond 64 bits, and if nothing fits `capacity`; OptionError for
@@ -82,7 +83,9 @@ def assign_offsets(
     bound = greedy.max_live_bytes(chosen)
     if bound > _INT64_MAX:
         raise PlanningError(f"{bound} bytes are live at once, which exceeds 64 bits: check the sizes of buffers")
-    planner = _OffsetPlanner(chosen, bound, alignment, capacity, time.monotonic() + time_limit_s)
+    is_timed = algorithm == "search" or capacity is not None
+    deadline = time.monotonic() + time_limit_s if is_timed else math.inf
+    planner = _OffsetPlanner(chosen, bound, alignment, capacity, deadline)
     name, assigned = planner.plan(algorithm)
     offsets = [0] * len(aligned)
     for position, offset in zip(nonempty, assigned):

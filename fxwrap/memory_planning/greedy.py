@@ -18,7 +18,7 @@ MAX_STORED_PAIRS = 8_000_000
 
 
 _MAX_ROUNDS = 20
-_MAX_PAIR_VISITS = 150_000
+_MAX_PAIR_VISITS = 120_000
 """Limits of the rounds of `squeaky_wheel`: their number, and its product with the number of overlapping pairs."""
 
 _PROMOTION = 20

@@ -8,7 +8,8 @@ shops (Giffler and Thompson, 1960): a buffer is placed at its floor, or it waits
 placed yet. The section to fill next is the lowest, which packs sparse problems, or has the fewest candidates by
 weighted failures (Boussemart et al., 2004), which packs dense ones; restarts take turns.
 
-Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search.
+Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search. Both inner loops have
+native counterparts (`native_search.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ _OTHER_TURNS = 4
 _GROWTH = 1.3
 """Growth of this number from round to round."""
 
-_NATIVE_STEPS, _NATIVE_BUFFERS = 500, 32
-"""Limits of steps and numbers of buffers from which the native search is worth its build."""
+_MERGING_SHARE = 7 / 8
+"""The part of the steps of a later search that splits and merges blocks before it places them."""
+
+_NATIVE_BUFFERS = 32
+"""Number of buffers from which the native search is worth its build."""
 
 _ORDERS = (
     Order(True, True, lambda length, size: length * size),
@@ -73,11 +77,11 @@ def search(
 ) -> SearchResult:
     """Searches for offsets with which live buffers never overlap and all end at or below `capacity`.
 
-    `buffers` are (first, last_exclusive, size) with sizes above zero. `functions` are native by default, if many steps
-    are permitted and a compiler exists, else Python. The result does not depend on that, and is deterministic, unless
+    `buffers` are (first, last_exclusive, size) with sizes above zero. `functions` are native by default, for many
+    buffers and where a compiler exists, else Python. The result does not depend on that, and is deterministic, unless
     the deadline stops the search.
     """
-    is_large = limits.steps >= _NATIVE_STEPS and len(buffers) >= _NATIVE_BUFFERS
+    is_large = len(buffers) >= _NATIVE_BUFFERS
     functions = functions or (native_search() if is_large else None) or PythonSearch()
     unit = math.gcd(*(size for _, _, size in buffers)) if buffers else 1
     offsets = [0] * len(buffers)
@@ -167,7 +171,7 @@ class _RestartedSearch:
         steps = 0
         if self._blocks is not None and self.turn > 1 and self._blocks.has_blocks:
             before = self._blocks.steps
-            self._blocks.improve(limits.steps // 2, limits.deadline)
+            self._blocks.improve(int(limits.steps * _MERGING_SHARE), limits.deadline)
             steps = self._blocks.steps - before
             self._part = Subproblem.of(self._blocks.buffers, self._capacity)
             self._weights = [1] * self._part.sections

@@ -163,6 +163,12 @@ def test_search_stops_at_its_deadline_and_returns_the_greedy_plan() -> None:
     assert result.algorithm in HEURISTICS
 
 
+def test_auto_counts_steps_instead_of_seconds() -> None:
+    buffers = read_problem("F")
+    assert assign_offsets(buffers, time_limit_s=0) == assign_offsets(buffers)
+    assert assign_offsets(buffers).algorithm == "search"
+
+
 @pytest.mark.parametrize("count", (500, 2_000))
 @pytest.mark.parametrize("kind", ("straight cuts", "pinwheels", "long live ranges", "short live ranges"))
 def test_full_rectangles_are_packed_at_their_known_optimum(kind: str, count: int) -> None:

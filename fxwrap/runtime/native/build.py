@@ -271,7 +271,7 @@ def _build_bridge(compiler: Compiler, folder: Path) -> None:
 def build_planner() -> Path:
     """Returns the library of memory planning's search, built now unless it is in the cache. Raises NativeBuildError."""
     compiler = find_compiler()
-    flags = (*_COMMON_FLAGS, "-O2", "-DNDEBUG")
+    flags = (*_COMMON_FLAGS, "-O2", "-DNDEBUG", "-ffp-contract=off")
     texts = {name: (_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_PLANNER_HEADERS, *_PLANNER_UNITS)}
 
     def build(folder: Path) -> None:
