@@ -2,6 +2,7 @@
 #   make demo   create a virtual environment, install fxwrap into it, run the quickstart
 #   make test   the same set-up with the test tools, then ruff, mypy and the test-suite
 #   make round-trips   random programs through FX graphs and torch's transforms (ROUND_TRIPS_ARGS="--programs 2000")
+#   make form-round-trips   the models through the functional form, with every plan (FORM_ROUND_TRIPS_ARGS="--models t5")
 #   make fuzz   random graphs, options and emitters beside eager until interrupted (FUZZ_ARGS="--graphs 2000")
 #
 # make test TORCH=2.15.0                        another release of torch with its Triton, in .venv-torch2.15.0 (no mypy)
@@ -22,7 +23,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz round-trips distributed-fuzz clean
+.PHONY: demo test fuzz round-trips form-round-trips distributed-fuzz clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -38,6 +39,9 @@ fuzz: $(VENV)/.installed-test
 
 round-trips: $(VENV)/.installed-test
 	$(BIN)/python -m tests.round_trips $(ROUND_TRIPS_ARGS)
+
+form-round-trips: $(VENV)/.installed-test
+	$(BIN)/python -m tests.form_round_trips $(FORM_ROUND_TRIPS_ARGS)
 
 distributed-fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.distributed.random_runs $(DISTRIBUTED_FUZZ_ARGS)

@@ -127,14 +127,18 @@ class _Coalescing:
             self.excluded.update([self.root_of[value.name] for value in (*ir.used(line), *ir.defined(line))])
 
     def run(self) -> list[LineBase]:
-        """Returns the lines without superfluous copies. A pass over the lines may make others possible."""
-        count = -1
-        while count != self._merged:
-            count = self._merged
-            self._merge_all()
+        """Returns the lines without superfluous copies. A pass over the lines may make others possible.
+
+        Copies whose source is dead come first: to compute their source elsewhere would make them necessary.
+        """
+        for backwards in (False, True):
+            count = -1
+            while count != self._merged:
+                count = self._merged
+                self._merge_all(backwards)
         return self._result()
 
-    def _merge_all(self) -> None:
+    def _merge_all(self, backwards: bool) -> None:
         for position, line in enumerate(self.lines):
             match line:
                 case ExternCall(
@@ -147,7 +151,7 @@ class _Coalescing:
                 case Mutate(target="aten.copy_.default", arguments=(Value() as into, Value() as source, *_)):
                     if into.name in self.copies and self.accesses[self.root_of[into.name]][0] == position:
                         self._merge_copy(source, into, position)
-                    else:
+                    elif backwards:
                         self._merge_backwards(into, source, position)
                 case _:
                     pass

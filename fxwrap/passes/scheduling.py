@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import Bind
+from fxwrap.lines import Alloc, Bind
 from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import Number, evaluate
 
@@ -257,8 +257,26 @@ class SchedulingRegions:
         changed = changed or {}
         lines = [line for units, order in zip(self.regions, orders, strict=True) for index in order
                  for line in changed.get(units[index], units[index].lines)]  # fmt: skip
+        lines = allocations_in_order(lines)
         freed = insert_frees(lines, self.arguments, ir.released_inputs(self.program.inputs))
         return self.program.replace(body=ir.Block(self.program.body.arguments, freed))
+
+
+def allocations_in_order(lines: Sequence[ir.LineBase]) -> list[ir.LineBase]:
+    """Returns lines in which the allocations directly before a line are in the order in which it writes them."""
+    result: list[ir.LineBase] = []
+    for line in lines:
+        if not isinstance(line, Alloc):
+            position = {value.name: index for index, value in enumerate(ir.writes(line))}
+            start = len(result)
+            while start and isinstance(result[start - 1], Alloc):
+                start -= 1
+            allocated = [value.name for item in result[start:] for value in ir.defined(item)]
+            if len(allocated) > 1 and all(name in position for name in allocated):
+                order = {id(item): position[name] for item, name in zip(result[start:], allocated, strict=True)}
+                result[start:] = sorted(result[start:], key=lambda item: order[id(item)])
+        result.append(line)
+    return result
 
 
 def _owned_sizes(program: ir.Program, values: Mapping[str, Number]) -> dict[str, int]:

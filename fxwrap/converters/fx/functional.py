@@ -177,7 +177,11 @@ class FunctionalConverter(FxConverter):
 
     def view(self, line: lines.View) -> None:
         self._add_alias(line.result, line.base, line)
-        if self._memory[line.base.name].holder is not None:
+        memory = self._memory[line.base.name]
+        if memory.holder == line.base and line.base.type == line.result.type:  # another tensor of the same layout
+            super().view(line)
+            self._versions[line.result.name] = memory.version
+        elif memory.holder is not None:
             self.refresh(line.result)
 
     def free(self, line: lines.Free) -> None:

@@ -173,11 +173,20 @@ def _symbols_of(item: object) -> set[str]:
 
 def _launch_result_type(node: Node, line: Launch, known: Known) -> TensorType | None:
     """Returns the type of a result of a functional launch: that of its layout, or of the operand that it copies."""
+    if node.target is _ATEN.empty_strided.default:  # the template of a result
+        types = [value.tensor_type for value in line.outs]
+        return next((type_ for type_ in types if _is_allocation(node, type_, known)), None)
     launch, index = node.args if node.target is operator.getitem else (None, None)
-    if not isinstance(launch, Node) or launch.target is not cpp_kernel_functional_operator:
+    if not isinstance(launch, Node) or launch.meta.get("fxwrap_line") is not line:
         return None
+    if launch.target is torch_compat.triton_launch_functional:
+        operands: Any = launch.kwargs.get("kwargs", {})
+        is_result = isinstance(index, str) and index in launch.kwargs.get("tensors_to_clone", ())  # type: ignore[operator]
+        operand = known.get(operands.get(index)) if is_result else None
+        return replace(operand, storage_offset=0) if isinstance(operand, TensorType) else None
     outs: Any = launch.kwargs.get("outs", ())
-    if launch.meta.get("fxwrap_line") is not line or type(index) is not int or len(outs) != len(line.outs):
+    is_launch = launch.target is cpp_kernel_functional_operator
+    if not is_launch or type(index) is not int or len(outs) != len(line.outs):
         return None
     type_ = replace(line.outs[index].tensor_type, storage_offset=0)
     if outs[index] is not None:
@@ -188,8 +197,8 @@ def _launch_result_type(node: Node, line: Launch, known: Known) -> TensorType | 
         sizes, strides, dtype = result_layouts(layouts, dtypes)[outs[:index].count(None)]  # type: ignore[arg-type]
     except (ValueError, TypeError, AttributeError, IndexError):
         return None
-    same = (tuple(sizes), tuple(strides), dtype, launch.kwargs.get("device"))
-    return type_ if same == (type_.sizes, type_.strides, type_.dtype, type_.device) else None
+    is_same = (dtype, launch.kwargs.get("device")) == (type_.dtype, type_.device)
+    return type_ if is_same and _arguments_match((type_.sizes, type_.strides), (sizes, strides), known) else None
 
 
 def _is_call(node: Node, line: ExternCall, known: Known) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import itertools
 
 import pytest
 import torch
@@ -12,24 +12,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.compile.steps import plan_program
-from fxwrap.wrapper_ir import Ownership, Program
-from tests.support.capture import CapturedGraph, capture_graphs
+from fxwrap.options import PLANNERS
+from tests.form_round_trips import PLANS, check_round_trip, options_of
+from tests.fuzz import Case as GraphCase
+from tests.round_trips import Subject, device_of
+from tests.support.capture import capture_graphs
 from tests.support.models import SHALLOW
 from tests.support.program_equality import assert_equal
 
-OPTIONS = fxwrap.Options(memory_planning="none", compile_cache=False)
-
-
-def _program(captured: CapturedGraph, options: fxwrap.Options = OPTIONS) -> Program:
-    placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
-    owned = [
-        position for position, node in enumerate(placeholders)
-        if captured.kind == "backward" and not node.name.startswith("primals_")
-    ]  # fmt: skip
-    ownership = dict.fromkeys(owned, Ownership.OWNED)
-    return fxwrap.compile_graph(
-        captured.graph_module, captured.example_inputs, ownership=ownership, options=options
-    ).program
+OPTIONS = options_of("none")
 
 
 def _writes(module: GraphModule) -> list[str]:
@@ -65,24 +56,37 @@ def test_an_mlp_is_functional_and_comes_back() -> None:
     assert_equal(compiled.program, fxwrap.from_fx(module))
 
 
-@pytest.mark.parametrize("name", SHALLOW)
 @pytest.mark.parametrize("training", [False, True])
-def test_models_come_back_as_the_compiled_program(name: str, training: bool) -> None:
+@pytest.mark.parametrize(("name", "plan"), [*zip(SHALLOW, itertools.cycle(("none", "reuse", *PLANNERS)))])
+def test_models_come_back_as_the_compiled_program(name: str, plan: str, training: bool) -> None:
+    """All models with all plans: `make form-round-trips`."""
     for captured in capture_graphs(SHALLOW[name], training):
-        program = _program(captured)
-        module = fxwrap.to_fx(program, form="functional").graph_module
-        assert not _writes(module)
-        assert_equal(program, plan_program(fxwrap.from_fx(module), OPTIONS.resolve_devices()))
+        assert not _writes(check_round_trip(captured, plan))
 
 
-@pytest.mark.parametrize("planning", ["none", "reuse", "auto"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_memory_plans_come_back(planning: Literal["none", "reuse", "auto"], dynamic: bool) -> None:
-    options = OPTIONS.replace(memory_planning=planning)
-    for captured in capture_graphs(SHALLOW["gpt2"], training=True, dropout=True, dynamic=dynamic):
-        program = _program(captured, options)
-        module = fxwrap.to_fx(program, form="functional").graph_module
-        assert_equal(program, plan_program(fxwrap.from_fx(module), options.resolve_devices()))
+@pytest.mark.parametrize("plan", ["default", "search"])
+def test_other_memory_plans_come_back(plan: str) -> None:
+    assert plan in PLANS
+    for captured in capture_graphs(SHALLOW["gpt2"], training=True, dropout=True):
+        check_round_trip(captured, plan)
+
+
+@pytest.mark.parametrize("plan", ["reuse", "auto"])
+def test_programs_with_symbolic_sizes_come_back(plan: str) -> None:
+    for captured in capture_graphs(SHALLOW["gpt2"], training=True, dropout=True, dynamic=True):
+        check_round_trip(captured, plan)
+
+
+@pytest.mark.parametrize("source", ["static", "dynamic", "control"])
+def test_random_graphs_come_back_as_the_compiled_program(source: str) -> None:
+    for seed in range(4):
+        subject = Subject(seed, [source], ["functional"])
+        with device_of(subject.cases[0]):
+            program = subject.drawn("functional").program
+            module = fxwrap.to_fx(program, form="functional").graph_module
+            options = fxwrap.Options(**GraphCase.draw(source, seed, 0).options).resolve_devices()
+            imported = plan_program(fxwrap.from_fx(module), options)
+        assert_equal(program, imported.replace(header=()))
 
 
 @pytest.mark.parametrize("length", [0, 1, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import fxwrap
+from tests.support.samples import SAMPLES
 
 _ATEN = torch.ops.aten
 
@@ -197,3 +199,43 @@ def test_copies_of_a_node_with_a_data_dependent_size_have_sizes_of_their_own() -
     x, y = torch.tensor([0.0, 1, 0, 2, 3, 4]), torch.tensor([1.0, 0, 0, 0, 1, 0])
     first, second = module(x, y)
     assert first.tolist() == [-1, -3, -4, -5] and second.tolist() == [0, -4]
+
+
+# --- results of functional launches -----------------------------------------------------------------------------------
+
+_LAUNCH = """
+program @launch(%x: borrowed f32[s0, 8]@cpu) {
+  s0 = symbol.size(%x) range=(2, inf) hint=25 dim=0 rank=2
+  check.layout(%x) name="x" : f32[s0, 8]@cpu
+  %a = memory.alloc() : f32[s0, 8]@cpu
+  kernel.launch @relu(%x, 8*s0) outs=(%a)GRID
+  %b = memory.view(%a) : f32[8, s0 | 1, 8]@cpu
+  %c = extern.call @aten.neg.default(%b) : f32[8, s0 | 1, 8]@cpu
+  memory.free(%a)
+  control.return(%c, s0)
+}
+"""
+
+
+def _functional_launch(sample: str, grid: str) -> GraphModule:
+    program = fxwrap.parse(_LAUNCH.replace("GRID", grid)).replace(kernels=SAMPLES[sample].kernels)
+    return fxwrap.to_fx(fxwrap.verify(program), form="functional").graph_module
+
+
+@pytest.mark.parametrize(("sample", "grid"), [("mlp", ""), ("triton_kernel", " grid=(ceildiv(8*s0, 64), 1, 1)")])
+def test_views_of_symbolic_results_of_functional_launches_are_plain_tensors(sample: str, grid: str) -> None:
+    module = _functional_launch(sample, grid)
+    assert re.search(r"strided_view\(a(_1)?, \(8, s0\), \(1, 8\)\)", module.code)
+    x = torch.randn(5, 8)
+    assert torch.equal(module(x)[0], -torch.relu(x).t())
+
+
+def test_a_changed_layout_of_a_functional_launch_is_not_assumed() -> None:
+    module = _functional_launch("mlp", "")
+    launch = _only(module, torch.ops.fxwrap.cpp_kernel_functional.default)
+    rank, rows, *rest = launch.kwargs["layouts"]  # type: ignore[misc]
+    with module.graph.inserting_before(launch):
+        other = module.graph.call_function(operator.add, (rows, 1))
+    launch.kwargs = {**launch.kwargs, "layouts": [rank, other, *rest]}
+    module.recompile()
+    assert "strided_view" not in module.code
