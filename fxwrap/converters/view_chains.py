@@ -37,10 +37,11 @@ _MAX_SPECIAL_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class ViewStep:
-    """An operator of a chain, and the layout of its result."""
+    """An operator of a chain, and the layout of its result. The `reason` of `as_strided` says why there is no chain."""
 
     operator: ViewOperator
     layout: StridedLayout
+    reason: str = ""
 
     def result_type(self, base: TensorType) -> TensorType:
         """Returns the type of the result, of a chain on a tensor of type `base`."""
@@ -81,7 +82,7 @@ def _chain(base: StridedLayout, view: StridedLayout, infos: tuple[SymbolInfo, ..
     search = _ChainSearch(view.simplified(ranges), ranges)
     shortest = min(search.chains(base.simplified(ranges), _MAX_SPECIAL_STEPS), key=len, default=None)
     if shortest is None:
-        return (ViewStep(_as_strided(base, view), view),)
+        return (ViewStep(_as_strided(base, view), view, search.reason),)
     last = shortest[-1].operator
     if last.kind in ("view", "expand"):
         last = ViewOperator(last.kind, (view.sizes,))
@@ -114,15 +115,22 @@ class _Steps:
 
 
 class _ChainSearch:
-    """Searches chains of operators to one view. `infos` are the ranges of symbols."""
+    """Searches chains of operators to one view. `infos` are the ranges of symbols.
+
+    `reason` says why the first attempt failed: the one that merges adjacent dimensions of the view.
+    """
 
     def __init__(self, view: StridedLayout, infos: Infos) -> None:
         self.view = view
         self.division = FactorDivision(view, infos)
+        self.reason = ""
 
     def chains(self, base: StridedLayout, special_steps: int) -> Iterator[list[ViewStep]]:
         """Yields chains to the view, each checked."""
-        regular = [steps for steps in self._regular_chains(base) if is_same_view(steps[-1].layout, self.view)]
+        attempts = list(self._regular_chains(base))
+        regular = [steps for steps in attempts if is_same_view(steps[-1].layout, self.view)]
+        if attempts and not regular:
+            self.reason = self.reason or f"the operators that divide its base give {attempts[0][-1].layout}"
         yield from regular
         if special_steps == 0 or any(len(chain) == 1 for chain in regular):
             return
@@ -153,7 +161,9 @@ class _ChainSearch:
         previous = None
         for coalesce in (True, False):
             factors = self.division.divide(base, coalesce)
-            if factors is not None and factors != previous:
+            if isinstance(factors, str):
+                self.reason = self.reason or factors
+            elif factors != previous:
                 yield from self._chains_by_factors(start.copy(), base, list(factors))
             previous = factors
 
@@ -193,6 +203,7 @@ class _ChainSearch:
         """Adds the slice of a factor to its pieces, if it has more positions; False if its step is not constant."""
         step = divide_exactly(factor.pieces[-1].stride, factor.stride)
         if not isinstance(step, int):
+            self.reason = self.reason or f"the step {step} of a slice is not constant"
             return False
         count = element_count(factor.pieces)
         end = total((factor.start, product((step, difference(count, 1))), 1))

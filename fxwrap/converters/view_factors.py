@@ -82,8 +82,8 @@ class FactorDivision:
     view: StridedLayout
     infos: Mapping[str, SymbolInfo]
 
-    def divide(self, base: StridedLayout, coalesce: bool) -> list[Factor] | None:
-        """Returns the factors of the base's index ranges; None if the view has no such form."""
+    def divide(self, base: StridedLayout, coalesce: bool) -> list[Factor] | str:
+        """Returns the factors of the base's index ranges, or the reason why the view has no such form."""
         ranges = _ranges(base)
         pieces_by_range = self._assign_pieces(ranges, coalesce)
         offset = difference(self.view.offset, base.offset)
@@ -93,19 +93,23 @@ class FactorDivision:
                 (0, offset) if ranges[index].stride == 0 else split_multiple(offset, ranges[index].stride)
             )
             starts[index] = product((quotient, ranges[index].stride))
-        if pieces_by_range is None or offset != 0:
-            return None
+        if isinstance(pieces_by_range, str):
+            return pieces_by_range
+        if offset != 0:
+            return f"the offset {offset} is not that of an element by the strides of its base"
         factors: list[Factor] = []
         for index, item in enumerate(ranges):
             parts = self._divide_range(item, pieces_by_range[index], starts[index])
-            if parts is None:
-                return None
+            if isinstance(parts, str):
+                return parts
             factors += parts
         starts_at = [factor.start for factor in factors if factor.start != 0]
-        is_known = len(starts_at) == 1 or all(is_at_most(0, start, self.infos) for start in starts_at)
-        return factors if is_known else None  # a view begins in its base, so the only start is not negative
+        if len(starts_at) == 1:  # a view begins in its base, so the only start is not negative
+            return factors
+        unknown = [start for start in starts_at if not is_at_most(0, start, self.infos)]
+        return f"{unknown[0]}, where a slice would start, may be negative" if unknown else factors
 
-    def _assign_pieces(self, ranges: Sequence[Range], coalesce: bool) -> list[list[Pieces]] | None:
+    def _assign_pieces(self, ranges: Sequence[Range], coalesce: bool) -> list[list[Pieces]] | str:
         """Returns, for each range, the dimensions of the view that step through it, the outermost first.
 
         With `coalesce`, dimensions that are adjacent in memory are one group. A dimension belongs to the range with the
@@ -120,7 +124,7 @@ class FactorDivision:
             if stride == 0:
                 possible = [index for index in possible if is_equal(ranges[index].size, size) and not assigned[index]]
             elif not possible:
-                return None
+                return f"no stride of its base divides the stride {stride} of dimension {dim}"
             if possible:
                 best = max(
                     possible,
@@ -131,13 +135,15 @@ class FactorDivision:
                 assigned[best].append(Piece(size, stride, dim))
         return [_groups(pieces, coalesce) for pieces in assigned]
 
-    def _divide_range(self, item: Range, groups: list[Pieces], start: Size) -> list[Factor] | None:
+    def _divide_range(self, item: Range, groups: list[Pieces], start: Size) -> list[Factor] | str:
         """Returns a range's factors, the outermost first: at most one group of pieces is in each."""
+        dims = sorted({piece.dim for group in groups for piece in group})
+        where = f"dimensions {dims}, which step through {item.size} elements of its base from {start} on"
         if item.stride == 0:
             return [Factor(item.size, 0, 0, groups[0] if groups else ())]
         end = product((item.size, item.stride))
         if not self._has_no_carry(end, item.stride, groups, start):
-            return None
+            return f"{where}, may leave them"
         boundaries = [item.stride]
         for boundary in item.boundaries:
             divided = _split_groups(groups, boundary)
@@ -152,9 +158,9 @@ class FactorDivision:
                 continue
             boundary = self._boundary_between(boundaries, item.stride, groups, group, start)
             if boundary is None:
-                return None
+                return f"{where}, are not those of a mixed-radix division: stride {group[-1].stride} has no factor"
             boundaries = sorted([*boundaries, boundary], key=magnitude)
-        return _factors_between(boundaries, groups, start)
+        return _factors_between(boundaries, groups, start) or f"{where}, overlap or have unknown distances"
 
     def _boundary_between(
         self, boundaries: Sequence[Size], unit: Size, groups: Sequence[Pieces], outer: Pieces, start: Size

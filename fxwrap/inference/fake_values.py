@@ -26,11 +26,15 @@ _SMALLEST_HINT = 2
 class FakeValues:
     """Makes the fake value of everything a program defines, in one fake mode.
 
-    A symbol that the mode's ShapeEnv knows by name is that one; others are new ones of it, backed by their hint.
+    A symbol that the mode's ShapeEnv knows by name is that one; others are new ones of it, backed by their hint, which
+    `infos` declare.
     """
 
-    def __init__(self, mode: torch_compat.FakeTensorMode | None = None) -> None:
+    def __init__(
+        self, mode: torch_compat.FakeTensorMode | None = None, infos: Mapping[str, SymbolInfo] | None = None
+    ) -> None:
         self.mode = mode or self._create_mode()
+        self._infos = infos or {}
         self._expressions: dict[sympy.Symbol, sympy.Basic] = {}
         self._numbers: dict[sympy.Basic, FakeNumber] = {}
         self._meta_tensors: dict[str, torch.Tensor] = {}  # by the value's name
@@ -78,7 +82,7 @@ class FakeValues:
         if expression is None:
             expression = self._shape_symbols.get(symbol.name)
             if expression is None:
-                hint = default_hint(info or SymbolInfo(symbol.name))
+                hint = default_hint(info or self._infos.get(symbol.name) or SymbolInfo(symbol.name))
                 number = torch_compat.new_symbol(self.shape_env, symbol.name, symbol_kind(symbol.name), hint)
                 expression = torch_compat.symbol_expression(number)
             self._expressions[symbol] = expression

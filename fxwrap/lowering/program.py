@@ -179,7 +179,10 @@ class _ProgramLowering:
             value.name for position, (_, value) in enumerate(self.inputs)
             if self.ownership.get(position) is Ownership.OWNED
         }  # fmt: skip
+        first = len(builder.buffer.lines)
         hint = self.body.lower(lambda value: value.name not in owned, self._read_only)
+        if self.request.options.check_inputs:
+            builder.buffer.lines[first:first] = self.binder.equality_checks()
         program = assign_call_handles(self._assemble(self._outputs()))
         if program.kernels:
             note = peak_memory_note(program, builder, self.nodes, hint)

@@ -10,6 +10,7 @@ from fxwrap.caching import bounded_cache
 from fxwrap.symbolic.callables import evaluate
 from fxwrap.symbolic.canonicalize import SymbolInfo, bounds, canonicalize, product, total
 from fxwrap.symbolic.symbols import Size
+from fxwrap.torch_compat import sympy_functions
 
 __all__ = [
     "difference",
@@ -24,6 +25,9 @@ __all__ = [
 
 _MAX_VALUES = 256
 """The largest range whose values are all tried."""
+
+_MAX_SPLITS = 4
+"""How many maxima and minima are told apart by ranges of symbols."""
 
 
 def size_symbols(size: Size) -> set[str]:
@@ -152,14 +156,62 @@ def is_at_most(left: Size, right: Size, infos: Mapping[str, SymbolInfo]) -> bool
     if isinstance(left, int) and isinstance(right, int):
         return left <= right
     rest = _expanded_difference(right, left)
-    ranges = {name: _range(name, infos) for name in size_symbols(rest)}
-    if _is_nonnegative(rest, ranges):
+    return _is_nonnegative(rest, {name: _range(name, infos) for name in size_symbols(rest)}, _MAX_SPLITS)
+
+
+def _is_nonnegative(rest: sympy.Expr, ranges: Mapping[str, SymbolInfo], splits: int) -> bool:
+    """Whether an expanded expression is at least 0; `splits` maxima and minima are replaced by either operand."""
+    if _is_nonnegative_polynomial(rest, ranges):
         return True
     lower, _ = bounds(canonicalize(rest), ranges)
-    return lower is not None and lower >= 0
+    if lower is not None and lower >= 0:
+        return True
+    cases = _cases_of_extreme(rest, ranges) if splits else None
+    return cases is not None and all(_is_nonnegative(case, refined, splits - 1) for case, refined in cases)
 
 
-def _is_nonnegative(polynomial: sympy.Expr, ranges: Mapping[str, SymbolInfo]) -> bool:
+def _cases_of_extreme(
+    rest: sympy.Expr, ranges: Mapping[str, SymbolInfo]
+) -> list[tuple[sympy.Expr, Mapping[str, SymbolInfo]]] | None:
+    """Returns an expression with a maximum or minimum replaced by its operands, each with the ranges where it is that.
+
+    None without a maximum or minimum of two operands that cross at one value of one symbol.
+    """
+    for node in sorted(rest.atoms(sympy_functions.Max, sympy_functions.Min), key=str):
+        left, right = node.args if len(node.args) == 2 else (0, 0)
+        distance = sympy.expand(left - right)
+        if len(distance.free_symbols) != 1:
+            continue
+        symbol = next(iter(distance.free_symbols))
+        slope = distance.coeff(symbol, 1)
+        at_zero = distance - slope * symbol
+        if not slope.is_Integer or not at_zero.is_Integer:
+            continue
+        if slope < 0:
+            left, right, slope, at_zero = right, left, -slope, -at_zero
+        first = -(int(at_zero) // int(slope))  # from here on, `left` is at least `right`
+        above, below = (left, right) if isinstance(node, sympy_functions.Max) else (right, left)
+        info = ranges[symbol.name]
+        cases: list[tuple[sympy.Expr, Mapping[str, SymbolInfo]]] = []
+        for operand, bound in ((above, {"lower": first}), (below, {"upper": first - 1})):
+            refined = _restricted(info, **bound)
+            if refined is not None:
+                case = sympy.expand(rest.xreplace({node: operand}))
+                cases.append((case, {**ranges, symbol.name: refined}))
+        return cases
+    return None
+
+
+def _restricted(info: SymbolInfo, lower: int | None = None, upper: int | None = None) -> SymbolInfo | None:
+    """Returns a range within other bounds, None if it is empty."""
+    lower_bound = max([item for item in (info.lower, lower) if item is not None], default=None)
+    upper_bound = min([item for item in (info.upper, upper) if item is not None], default=None)
+    if lower_bound is not None and upper_bound is not None and lower_bound > upper_bound:
+        return None
+    return SymbolInfo(info.name, lower_bound, upper_bound, None, info.divisor)
+
+
+def _is_nonnegative_polynomial(polynomial: sympy.Expr, ranges: Mapping[str, SymbolInfo]) -> bool:
     """Whether all coefficients of a polynomial in the distances of the symbols from their lower bounds are positive."""
     if any(info.lower is None for info in ranges.values()):
         return False

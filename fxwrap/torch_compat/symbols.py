@@ -36,10 +36,12 @@ def symbol_expression(number: SymbolicNumber) -> sympy.Basic:
 def symbol_bounds(number: SymbolicNumber) -> tuple[Bound, Bound]:
     """Returns the inclusive bounds that the ShapeEnv knows of a symbolic number, None for an unbounded side."""
     shape_env = number.node.shape_env
-    bounds = shape_env.bound_sympy(symbol_expression(number)) if shape_env is not None else None
-    if bounds is None or bounds.is_bool:
-        return None, None
-    return _finite(bounds.lower), _finite(bounds.upper)
+    return (None, None) if shape_env is None else _bounds(shape_env, symbol_expression(number))
+
+
+def _bounds(shape_env: ShapeEnv, expression: sympy.Basic) -> tuple[Bound, Bound]:
+    bounds = shape_env.bound_sympy(expression)
+    return (None, None) if bounds.is_bool else (_finite(bounds.lower), _finite(bounds.upper))
 
 
 def _finite(bound: object) -> Bound:
@@ -83,6 +85,19 @@ def guarded_bounds(shape_env: ShapeEnv | None) -> dict[sympy.Basic, tuple[int | 
                     pass
             bounds[relation.lhs] = lower, upper
     return bounds
+
+
+def guarded_equalities(shape_env: ShapeEnv | None) -> list[tuple[sympy.Expr, sympy.Expr]]:
+    """Returns both sides of each equality of integers that the guards of a ShapeEnv state."""
+    guards = [guard.expr for guard in shape_env.guards] if shape_env is not None else []
+    parts = [part for guard in guards for part in (guard.args if isinstance(guard, sympy.And) else (guard,))]
+    return [(part.lhs, part.rhs) for part in parts if isinstance(part, sympy.Eq) and part.lhs.is_integer]
+
+
+def is_positive(shape_env: ShapeEnv, expression: sympy.Basic) -> bool:
+    """Whether the ShapeEnv knows that an expression is at least 1."""
+    lower, _ = _bounds(shape_env, expression)
+    return lower is not None and lower >= 1
 
 
 def find_shape_env(tree: object) -> ShapeEnv | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,3 +123,32 @@ def test_chains_have_the_layout_of_the_view(case: tuple[TensorType, TensorType, 
             assert torch.equal(apply_chain(tensor, base, view, values), tensor_of(view, values, storage))
     kinds = [step.operator.kind for step in view_chain(base, view, INFOS)]
     assert diagonal or "as_strided" not in kinds
+
+
+def typed(sizes: str, strides: str, offset: str = "0") -> TensorType:
+    """A type of numbers as texts, which `; ` separates."""
+    return tensor_type(map(parse_expr, sizes.split("; ")), map(parse_expr, strides.split("; ")), parse_expr(offset))
+
+
+def test_slices_that_maxima_bound_have_chains() -> None:
+    """Positions of relative attention: a table that is padded, or cut in the middle, to `2*s2 - 1` rows."""
+    base = typed("1; 2*max(0, s2 - 5) + 9; 96", "192*max(0, s2 - 5) + 864; 96; 1")
+    view = typed("2*s3; 96; 2*s2 - 1", "0; 1; 96", "96*max(0, 5 - s2)")
+    infos = {"s2": SymbolInfo("s2", 2), "s3": SymbolInfo("s3", 2)}
+    assert [step.operator.kind for step in view_chain(base, view, infos)] == ["slice", "permute", "expand"]
+    longer = typed("2*s3; 96; 2*s2", "0; 1; 96", "96*max(0, 5 - s2)")
+    assert [step.operator.kind for step in view_chain(base, longer, infos)] == ["as_strided"]
+
+
+@pytest.mark.parametrize(
+    ("base", "view", "reason"),
+    [
+        (typed("4; 6", "6; 1"), typed("3; 3", "5; 2"), "not those of a mixed-radix division: stride 5 has no factor"),
+        (typed("4; 6", "6; 1"), typed("4; s0", "6; 1"), "24 elements of its base from 0 on, may leave them"),
+        (typed("4; 6", "7; 2"), typed("4; 6", "7; 1"), "no stride of its base divides the stride 1 of dimension 1"),
+        (typed("4; 6", "12; 2"), typed("4; 6", "12; 2", "1"), "the offset 1 is not that of an element"),
+    ],
+)
+def test_as_strided_says_why_there_is_no_chain(base: TensorType, view: TensorType, reason: str) -> None:
+    (step,) = view_chain(base, view, INFOS)
+    assert step.operator.kind == "as_strided" and reason in step.reason

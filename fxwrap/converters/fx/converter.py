@@ -15,8 +15,8 @@ from fxwrap.converters.base import Handler
 from fxwrap.converters.fx import control, kernels
 from fxwrap.converters.fx.emitter import GraphEmitter
 from fxwrap.converters.fx.nodes import CallTarget
-from fxwrap.converters.view_chains import view_chain
-from fxwrap.converters.view_operators import VIEW_OVERLOADS, ViewOperator
+from fxwrap.converters.view_chains import ViewStep, view_chain
+from fxwrap.converters.view_operators import VIEW_OVERLOADS
 from fxwrap.converters.views import detached_results
 from fxwrap.inference import FakeValues
 from fxwrap.symbolic import difference, floor_divide, make_symbol
@@ -78,13 +78,13 @@ class FxConverter(GraphEmitter):
         for number, step in enumerate(steps):
             result = Value(f"{line.result.name}.{number}", step.result_type(type_))
             view = lines.View(result, base, origin=line.origin)
-            node = self._view(view, step.operator, f"{line.result.name}_{step.operator.kind}")
+            node = self._view(view, step, f"{line.result.name}_{step.operator.kind}")
             node.meta["fxwrap_chain_step"] = True
             base = result
-        self._view(line if not steps else dataclasses.replace(line, base=base), last.operator, line.result.name)
+        self._view(line if not steps else dataclasses.replace(line, base=base), last, line.result.name)
 
-    def _view(self, line: lines.View, operator_: ViewOperator, name_hint: str) -> Node:
-        base, type_ = self.writer.argument(line.base), line.result.tensor_type
+    def _view(self, line: lines.View, step: ViewStep, name_hint: str) -> Node:
+        operator_, base, type_ = step.operator, self.writer.argument(line.base), line.result.tensor_type
         offset = difference(type_.storage_offset, line.base.tensor_type.storage_offset)
         if operator_.kind == "as_strided":
             arguments = [base, *self.writer.layout(type_), *self.offset_arguments(base, offset)]
@@ -94,7 +94,7 @@ class FxConverter(GraphEmitter):
         node = self.writer.call(VIEW_OVERLOADS[operator_.kind], arguments, name=name_hint, val=val)
         node.meta["fxwrap_line"] = line
         if operator_.kind == "as_strided":
-            node.meta["fxwrap_as_strided"] = "no chain of view operators has these sizes, strides and offset"
+            node.meta["fxwrap_as_strided"] = f"no chain of view operators: {step.reason}"
         self.writer.nodes[line.result.name] = node
         return node
 

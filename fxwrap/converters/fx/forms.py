@@ -56,7 +56,7 @@ def to_fx(
     """
     fake_inputs = fake_inputs or {}
     mode = next((fake.fake_mode for fake in fake_inputs.values()), None)
-    fakes = FakeValues(mode) if fake_metadata else ExampleValues()
+    fakes = FakeValues(mode, symbol_infos(program)) if fake_metadata else ExampleValues()
     with torch_compat.without_fake_mode(), torch_compat.without_guards(fakes.mode):
         converter = _CONVERTERS[form](program, fakes, handlers, aten_only=aten_only)
         _inputs(converter, fake_inputs)

@@ -53,6 +53,7 @@ def replace_unsolvable(builder: Builder, fakes: Iterable[FakeValue]) -> None:
         for number in _numbers(fake)
         if isinstance(number, SymbolicNumber)
     }
+    symbols.preserve(expressions)
     known = {expression for expression in expressions if isinstance(expression, sympy.Symbol)}
     pending = [expression for expression in expressions if expression not in known and expression.free_symbols]
     while pending:
@@ -249,6 +250,20 @@ class InputBinder:
                 condition = sympy.Eq(equation.symbol, equation.expression, evaluate=False)
                 message = f"input '{equation.symbol}' must be {print_expr(equation.expression)}"
                 self.lines.append(Assert(canonicalize(condition), message, "InputError", equation.symbol))
+
+    def equality_checks(self) -> list[Assert]:
+        """Returns checks of the equalities by which sizes were simplified, of those between symbols of inputs."""
+        bound = {line.symbol.name for line in self.lines if isinstance(line, SizeOf | Let)}
+        bound |= {info.name for info in self._scalars}
+        checks = []
+        for left, right in self._symbols.used_equalities():
+            condition = canonicalize(sympy.Eq(left, right, evaluate=False))
+            if isinstance(condition, int) or condition is sympy.true:
+                continue
+            if {symbol.name for symbol in condition.free_symbols} <= bound:
+                message = f"the graph holds for inputs with {print_expr(condition)}"
+                checks.append(Assert(condition, message, "InputError"))
+        return checks
 
     def _check_range(self, info: SymbolInfo, subject: str) -> None:
         symbol, lower, upper = make_symbol(info.name), info.lower, info.upper

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 
 import sympy
 import torch
 
 from fxwrap.errors import GraphError
 from fxwrap.loop_ir import Kernel
+from fxwrap.lowering.symbols.equalities import Replacements, apply_replacements, solve_equalities
 from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, evaluate, expression_kind, make_symbol
 from fxwrap.torch_compat import (
     find_shape_env,
     guarded_bounds,
+    guarded_equalities,
     is_opaque,
+    is_positive,
     opaque_class_name,
     symbol_bounds,
     symbol_expression,
@@ -76,8 +80,11 @@ class GraphSymbols:
         self._expressions: dict[sympy.Symbol, Expression] = {} if outer is None else dict(outer._expressions)
         self._known: set[str] = set() if outer is None else set(outer._known)
         self._replacements: dict[sympy.Basic, sympy.Symbol] = {} if outer is None else outer._replacements
-        self._static_sizes: dict[sympy.Basic, int | None] = {}
+        self._inputs: frozenset[sympy.Basic] = frozenset()
+        self._simplified: dict[sympy.Basic, sympy.Basic | int] = {}
         self._guarded_bounds: dict[sympy.Basic, tuple[int | None, int | None]] | None = None
+        self._equalities: Replacements = {}
+        self._used: dict[sympy.Basic, sympy.Basic] = {}
 
     # --- defined symbols --------------------------------------------------------------------------------------------
 
@@ -125,7 +132,7 @@ class GraphSymbols:
         self._replacements[expression] = symbol
 
     def size(self, number: int | torch.SymInt) -> Size:
-        """Returns a size or stride over the program's symbols.
+        """Returns a size or stride over the program's symbols, simplified by the guards of the graph.
 
         A symbolic size with one possible value is that int: a guard may restrict `s0//2` of a broadcast to 1.
         """
@@ -134,17 +141,43 @@ class GraphSymbols:
         expression = symbol_expression(number)
         if isinstance(expression, sympy.Symbol):
             return self.translate(expression)
-        if expression not in self._static_sizes:
-            self._static_sizes[expression] = self._only_value(number)
-        value = self._static_sizes[expression]
-        return self.translate(expression) if value is None else value
+        if expression not in self._simplified:
+            self._simplified[expression] = self._simplify(number, expression)
+        simplified = self._simplified[expression]
+        return simplified if isinstance(simplified, int) else self.translate(simplified)
 
-    def _only_value(self, number: torch.SymInt) -> int | None:
-        """Returns the only possible value of a symbolic size, or None."""
+    def preserve(self, expressions: Iterable[sympy.Basic]) -> None:
+        """Records expressions of the inputs, which determine symbols and are simplified to integers only."""
+        self._inputs = frozenset(expressions)
+
+    def _simplify(self, number: torch.SymInt, expression: sympy.Expr) -> sympy.Basic | int:
+        """Returns a symbolic size as the graph's guards simplify it."""
         if self._guarded_bounds is None:
-            self._guarded_bounds = guarded_bounds(find_shape_env(number))
+            shape_env = find_shape_env(number)
+            self._guarded_bounds = guarded_bounds(shape_env)
+            if shape_env is not None:
+                equalities = guarded_equalities(shape_env)
+                self._equalities = solve_equalities(equalities, functools.partial(is_positive, shape_env))
+        simplified = apply_replacements(expression, self._equalities)
+        if simplified != expression and (
+            simplified.is_Integer or not (expression in self._inputs or self._replacements)
+        ):
+            used = {old: new for old, new in self._equalities.items() if expression.has(old)}
+            self._used.update(used)
+            return int(simplified) if simplified.is_Integer else simplified
+        value = self._only_value(number, self._guarded_bounds)
+        return expression if value is None else value
+
+    def used_equalities(self) -> list[tuple[Expression, Expression]]:
+        """Returns both sides of the equalities of the graph's guards by which sizes were simplified so far."""
+        return [(self.translate(old), self.translate(new)) for old, new in self._used.items()]
+
+    def _only_value(
+        self, number: torch.SymInt, guarded: Mapping[sympy.Basic, tuple[int | None, int | None]]
+    ) -> int | None:
+        """Returns the only possible value of a symbolic size, or None."""
         low, high = symbol_bounds(number)
-        guarded_low, guarded_high = self._guarded_bounds.get(symbol_expression(number), (None, None))
+        guarded_low, guarded_high = guarded.get(symbol_expression(number), (None, None))
         lower = max([int(item) for item in (low, guarded_low) if item is not None], default=None)
         upper = min([int(item) for item in (high, guarded_high) if item is not None], default=None)
         return lower if lower == upper else None
