@@ -1,13 +1,13 @@
 """Cost of the FX output: first call, steady state, host time of the program alone, and errors.
 
-The sides are eager, Inductor, Inductor with its own FX output (`config.fx_wrapper`), and fxwrap with each emitter, all
-through torch.compile. First calls run in their own processes with empty caches, after a small function, which pays for
-imports and workers. Steady state is the time of a call with the device's work, in interleaved rounds of one process.
-Errors are norm(difference) / norm(reference) against float64. The last table is the host time of the forward program
-alone, without torch.compile and the device's work; "fx, in place again" is the functional graph after
-`fxwrap.fx.in_place`. The table before it has the CPU time of the process from the graph of ATen operators to the
-emitted graph, with kernels as text and as regions, in both forms; no kernel is compiled. "tiny_kernels" is 200
-softmaxes of an 8 x 8 matrix. Run:
+The sides are eager, Inductor, Inductor with its C++ wrapper and with its own FX output (`config.fx_wrapper`), and
+fxwrap with each emitter, all through torch.compile. First calls run in their own processes with empty caches, after a
+small function, which pays for imports and workers; with `--cold` there is none. Steady state is the time of a call
+with the device's work, in interleaved rounds of one process. Errors are norm(difference) / norm(reference) against
+float64. The last table is the host time of the forward program alone, without torch.compile and the device's work;
+"fx, in place again" is the functional graph after `fxwrap.fx.in_place`. The table before it has the CPU time of the
+process from the graph of ATen operators to the emitted graph, with kernels as text and as regions, in both forms; no
+kernel is compiled. "tiny_kernels" is 200 softmaxes of an 8 x 8 matrix. Run:
 
     python benchmarks/fx_output.py [--models gpt2,tiny_kernels] [--gpt2-layers 12] [--device cuda] [--record]
 """
@@ -32,19 +32,14 @@ from benchmarks.results import Cell, Report, add_record_option, display_name
 from tests.support.models import MODELS
 
 BACKENDS = (
-    "eager", "inductor", "inductor:fx_wrapper", "fxwrap:fx", "fxwrap:fx+functional", "fxwrap:python", "fxwrap:cpp",
+    "eager", "inductor", "inductor:cpp_wrapper", "inductor:fx_wrapper", "fxwrap:fx", "fxwrap:fx+functional",
+    "fxwrap:python", "fxwrap:cpp",
 )  # fmt: skip
 
 
 def measure(row: Row, job: Job, processes: Processes, repeats: int) -> None:
     """Adds first calls, run times and errors of all backends to a row."""
-    for _ in range(repeats):
-        for backend in [name for name in job.backends if name not in row.failures]:
-            result = processes.run_job(dataclasses.replace(job, task="first_call", backends=(backend,)), warm=False)
-            if "failure" in result:
-                row.failures[backend] = result["failure"]
-            else:
-                row.first_calls.setdefault(backend, []).append(result["seconds"])
+    measure_first_calls(row, job, processes, repeats)
     working = tuple([name for name in job.backends if name not in row.failures])
     result = processes.run_job(dataclasses.replace(job, backends=working), warm=False)
     if "failure" in result:
@@ -52,6 +47,27 @@ def measure(row: Row, job: Job, processes: Processes, repeats: int) -> None:
         return
     row.times, row.errors = result["times"], result["errors"]
     row.failures.update(result["failures"])
+
+
+def measure_first_calls(row: Row, job: Job, processes: Processes, repeats: int) -> None:
+    """Adds first calls to a row, each in its own process with empty caches."""
+    for _ in range(repeats):
+        for backend in [name for name in job.backends if name not in row.failures]:
+            result = processes.run_job(dataclasses.replace(job, task="first_call", backends=(backend,)), warm=False)
+            if "failure" in result:
+                row.failures[backend] = result["failure"]
+            else:
+                row.first_calls.setdefault(backend, []).append(result["seconds"])
+
+
+def report_cold_calls(row: Row, report: Report) -> None:
+    """Adds the first calls of processes that compile nothing else: they pay for imports and workers too."""
+    for name, samples in row.first_calls.items():
+        seconds = row.first_call(name)
+        ratio = seconds / row.first_call("inductor") if "inductor" in row.first_calls else None
+        cells: dict[str, Cell] = {"model": row.model, "side": display_name(name), "cold first call, s": seconds}
+        report.add({**cells, "/ Inductor": ratio}, samples)
+    print_failures(row)
 
 
 def report_sides(row: Row, report: Report) -> None:
@@ -62,6 +78,7 @@ def report_sides(row: Row, report: Report) -> None:
             "model": row.model,
             "side": display_name(name),
             "first call, s": row.first_call(name) if measured else None,
+            "first call / FX": row.first_call(name) / row.first_call("fxwrap:fx") if measured else None,
             "call, us": 1e6 * row.times[name] if measured else None,
             "call / Python": row.run_ratio(name, "fxwrap:python") if measured else None,
             "error": row.errors.get(name),
@@ -98,8 +115,10 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=25, help="interleaved rounds of run times")
     parser.add_argument("--threads", type=int, default=2, help="of torch on the CPU")
     parser.add_argument("--time-limit", type=float, help="seconds that a process may take")
-    parser.add_argument("--only-programs", action="store_true", help="only the last table")
-    parser.add_argument("--only-graphs", action="store_true", help="only the table of the time to make the graph")
+    tables = parser.add_mutually_exclusive_group()
+    tables.add_argument("--only-programs", action="store_true", help="only the last table")
+    tables.add_argument("--only-graphs", action="store_true", help="only the table of the time to make the graph")
+    tables.add_argument("--cold", action="store_true", help="only first calls of processes without a small function")
     add_record_option(parser)
     chosen = parser.parse_args()
     for option, names in (("models", known), ("backends", BACKENDS)):
@@ -125,6 +144,13 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> None:
         backends = tuple(chosen.backends)
         jobs.append(Job("run", model, False, backends, chosen.device, layers, chosen.threads, chosen.rounds))
     processes = Processes(folder, link_bridge=True, time_limit=chosen.time_limit)
+    if chosen.cold:
+        report = Report(f"fx_output-cold-{chosen.device}", chosen, chosen.device)
+        for job in jobs:
+            row = Row(job.model, "forward")
+            measure_first_calls(row, dataclasses.replace(job, cold_process=True), processes, chosen.repeats)
+            report_cold_calls(row, report)
+        return
     if not chosen.only_programs and not chosen.only_graphs:
         report = Report(f"fx_output-{chosen.device}", chosen, chosen.device)
         for job in jobs:

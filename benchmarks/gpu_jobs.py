@@ -33,12 +33,12 @@ from benchmarks.measure_kernels import (
     first_line,
     in_float64,
     interleaved_host_times,
-    parse_backend,
     relative_error,
     synchronize,
     wide,
 )
 from benchmarks.model_jobs import INPUT_SETS, Job, call, call_results, exclusive_lock, observed
+from benchmarks.results import parse_backend
 from fxwrap.compile import Compiled, compile_graph, make_backend
 from fxwrap.lines import Alloc, ExternCall, Launch, Pool
 from fxwrap.options import Options

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.results import parse_backend
 from fxwrap.comparison.dispatch_modes import Float64Mode
 from fxwrap.compile import fxwrap as fxwrap_backend
 
@@ -38,21 +39,6 @@ def fresh_function(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__defaults__,
         function.__closure__,
     )
-
-
-def parse_backend(backend: str) -> tuple[str, dict[str, Any]]:
-    """Returns the backend and the options of a name such as "fxwrap:cpp+graphs".
-
-    "fxwrap:cpp" selects an emitter, "inductor:fx_wrapper" turns an option of Inductor's configuration on, and "+graphs"
-    turns CUDA graphs on (Inductor's mode "reduce-overhead"). "fxwrap:fx+functional" selects the form of FX graphs.
-    """
-    name, _, variant = backend.partition(":")
-    variant, _, graphs = variant.partition("+")
-    if graphs == "functional":
-        return name, {"emitter": variant, "fx_form": "functional"}
-    if name == "fxwrap":
-        return name, {**({"emitter": variant} if variant else {}), **({"cuda_graphs": True} if graphs else {})}
-    return name, {**({variant: True} if variant else {}), **({"triton.cudagraphs": True} if graphs else {})}
 
 
 def compile_with(backend: str, target: Any, options: Mapping[str, Any], fullgraph: bool = False) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -143,6 +143,21 @@ def cell_text(value: Cell) -> str:
 def display_name(backend: str) -> str:
     """Returns the name of a backend in a table."""
     return backend.replace("inductor", "Inductor")
+
+
+def parse_backend(backend: str) -> tuple[str, dict[str, Any]]:
+    """Returns the backend and the options of a name such as "fxwrap:cpp+graphs".
+
+    "fxwrap:cpp" selects an emitter, "inductor:fx_wrapper" turns an option of Inductor's configuration on, and "+graphs"
+    turns CUDA graphs on (Inductor's mode "reduce-overhead"). "fxwrap:fx+functional" selects the form of FX graphs.
+    """
+    name, _, variant = backend.partition(":")
+    variant, _, graphs = variant.partition("+")
+    if graphs == "functional":
+        return name, {"emitter": variant, "fx_form": "functional"}
+    if name == "fxwrap":
+        return name, {**({"emitter": variant} if variant else {}), **({"cuda_graphs": True} if graphs else {})}
+    return name, {**({variant: True} if variant else {}), **({"triton.cudagraphs": True} if graphs else {})}
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:

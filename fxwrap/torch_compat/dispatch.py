@@ -8,6 +8,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # Why: one check and one guard cover the autocast of all devices; the public ones take a device.
 DisableAutocast = torch._C._DisableAutocast
@@ -25,6 +26,15 @@ _PASSIVE_DISPATCH_KEYS: int = (
 _included_keys = torch._C._dispatch_tls_local_include_set
 _function_mode_count = torch._C._len_torch_function_stack
 
+_MODE_KEYS: int = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+).raw_repr()
+
+# Why: AOTAutograd runs the first call of a compiled function under a mode that checks whether results of custom
+# operators alias their inputs, which needs no calls of our operators. Its module is named because an import of it takes
+# long.
+_ALIASING_CHECK = ("torch._functorch._aot_autograd.runtime_wrappers", "_AnalyzeCustomOpInputOutputMode")
 
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 """Returns the number of active dispatch modes; fake modes are among them. Why: it has no public name."""
@@ -35,12 +45,18 @@ def is_dispatch_intercepted() -> bool:
 
     torch.set_default_device is a mode too, but does not change calls that name their device.
     """
-    if _included_keys().raw_repr() & ~_PASSIVE_DISPATCH_KEYS:
-        return True
+    if keys := _included_keys().raw_repr() & ~_PASSIVE_DISPATCH_KEYS:
+        dispatch_modes = _get_current_dispatch_mode_stack()
+        if keys & ~_MODE_KEYS or not dispatch_modes or not all(map(_checks_aliasing, dispatch_modes)):
+            return True
     if not _function_mode_count():
         return False
     modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return not all(isinstance(mode, DeviceContext) for mode in modes)
+
+
+def _checks_aliasing(mode: object) -> bool:
+    return (type(mode).__module__, type(mode).__qualname__) == _ALIASING_CHECK
 
 
 def is_vmapped() -> bool:

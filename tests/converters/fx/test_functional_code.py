@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import sys
 import traceback
+import types
 from collections.abc import Callable
 
 import pytest
@@ -189,3 +191,23 @@ def test_the_native_check_is_certain_of_ordinary_inputs_only() -> None:
         assert not are_plain((x,)) and can_bypass_dispatcher(module, x)
     with pytest.raises(TypeError, match=r"are_plain_inputs\(\) takes a tuple, got list"):
         are_plain([x])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["in_place", "functional"])
+def test_the_first_call_through_torch_compile_is_direct(form: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(_chain, backend="fxwrap", options={"emitter": "fx", "fx_form": form})
+    called: list[str] = []
+
+    def note(frame: types.FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_name in ("_cpp_kernel", "_cpp_kernel_functional"):
+            called.append(frame.f_code.co_filename.rpartition("/")[2])
+
+    with torch.no_grad():
+        sys.setprofile(note)
+        try:
+            results = compiled(*_inputs())
+        finally:
+            sys.setprofile(None)
+    assert "library.py" not in called
+    torch.testing.assert_close(results, _chain(*_inputs()))
