@@ -86,6 +86,20 @@ def failed(rank: int) -> Any:
     return []
 
 
+def dead(rank: int) -> Any:
+    """Rank 1 is gone when rank 0 waits for a collective of it."""
+    compiled = fxwrap.compile_graph(graph_of(11.0), [X], options=OPTIONS)
+    compiled(X)
+    if rank == 1:
+        print(json.dumps({"case": "dead", "error": ""}), flush=True)
+        os._exit(0)
+    try:
+        compiled(X)
+    except RuntimeError as error:
+        print(json.dumps({"case": "dead", "error": type(error).__name__}), flush=True)
+    sys.exit()
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs cases with a cache folder of this rank: `compile_rank.py RANK STORE CASES...`."""
     rank = int(arguments[0])

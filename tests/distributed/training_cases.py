@@ -123,6 +123,27 @@ def simple(compile_: Compile) -> list[Tensor]:
     return train(model, compile_(model), rank_inputs)
 
 
+class Uneven(nn.Module):
+    """A layer whose rows do not divide by the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 7), nn.Linear(7, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.up(x).relu())
+        return result
+
+
+def uneven(compile_: Compile, parametrised: bool) -> list[Tensor]:
+    if parametrised:
+        model = simple_fsdp(Uneven(), whole_mesh())
+    else:
+        model = Uneven()
+        fully_shard(model, mesh=whole_mesh())
+    return train(model, compile_(model), rank_inputs)
+
+
 # --- tensor parallel --------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +327,8 @@ CASES: Mapping[str, Callable[[Compile], list[Tensor]]] = {
     "fsdp_of_groups": partial(fsdp, blocks=2),
     "fsdp_mixed_precision": partial(fsdp, blocks=1, mixed=True),
     "simple_fsdp": simple,
+    "uneven_fsdp": partial(uneven, parametrised=False),
+    "uneven_simple_fsdp": partial(uneven, parametrised=True),
     "tensor_parallel": partial(tensor_parallel, sequence=False),
     "sequence_parallel": partial(tensor_parallel, sequence=True),
     "parallel_loss": parallel_loss,
