@@ -23,7 +23,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz round-trips form-round-trips distributed-fuzz clean
+.PHONY: demo test fuzz round-trips form-round-trips distributed distributed-fuzz clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -36,6 +36,9 @@ test: $(VENV)/.installed-test
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
+distributed: $(VENV)/.installed-test
+	$(BIN)/python -m tests.distributed.test_training
 
 round-trips: $(VENV)/.installed-test
 	$(BIN)/python -m tests.round_trips $(ROUND_TRIPS_ARGS)

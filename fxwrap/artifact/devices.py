@@ -11,6 +11,7 @@ import torch
 
 from fxwrap import wrapper_ir as ir
 from fxwrap.devices import registered_spec
+from fxwrap.memory_planning import MemoryPlan, PoolPlan
 
 Devices = Mapping[torch.device, torch.device]
 
@@ -74,6 +75,22 @@ def move_program(program: ir.Program, devices: Devices) -> ir.Program:
                     for key, text in program.header])  # fmt: skip
     body = _block(program.body, devices)
     return program.replace(inputs=inputs, constants=constants, functions=functions, body=body, header=header)
+
+
+def move_plan(plan: MemoryPlan, devices: Devices) -> MemoryPlan:
+    """Returns the plan with devices replaced."""
+    if not devices:
+        return plan
+    return MemoryPlan(tuple([
+        dataclasses.replace(block, pools=tuple([_pool(pool, devices) for pool in block.pools])) for block in plan.blocks
+    ]))  # fmt: skip
+
+
+def _pool(pool: PoolPlan, devices: Devices) -> PoolPlan:
+    device = devices.get(pool.device, pool.device)
+    allocations = [dataclasses.replace(item, range=dataclasses.replace(item.range, device=device))
+                   for item in pool.allocations]  # fmt: skip
+    return dataclasses.replace(pool, device=device, allocations=tuple(allocations))
 
 
 def _block(block: ir.Block, devices: Devices) -> ir.Block:

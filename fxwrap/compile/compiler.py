@@ -22,7 +22,7 @@ from fxwrap.compile.kernels import (
     warm_up_kernel_compilers,
     warn_kernel_failures,
 )
-from fxwrap.compile_cache import CacheSlot, CompileRequest, find_slot
+from fxwrap.compile_cache import CacheSlot, CompileRequest, find_job_compile, find_slot
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.exported import ExportedSignature, is_emitted
 from fxwrap.converters.from_fx import from_fx
@@ -85,19 +85,37 @@ def compile_graph(
         )
         slot = find_slot(request)
         compiled = None if slot is None else _load_from_cache(slot, graph, compiled_by_key)
+        job = None if slot is None or compiled is not None else find_job_compile(slot)
+        if slot is not None and job is not None and job.receive():
+            compiled = _load_from_cache(slot, graph, compiled_by_key)
         if compiled is None:
-            warm_up_kernel_compilers(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
-            context = steps.CompileContext(
-                _prepare(graph, example_inputs, options, name, flexible_stride_outputs, ownership or {}),
-                options, ownership or {}, frozenset(static_inputs), _fake_inputs(graph), compiled_by_key,
-                gpu_tuner() if options.autotune else None, signature=_signature(graph),
-            )  # fmt: skip
-            compiled, is_cacheable = _compile(context)
-            is_new = compiled_by_key is None or compiled_by_key.get(compiled.key) is not compiled
-            if slot is not None and is_new and is_cacheable:
-                slot.store(compiled.program, compiled.emitted, compiled.coverage, compiled.plan)
+            try:
+                compiled = _compile_request(request, slot, compiled_by_key)
+            finally:
+                if job is not None:
+                    job.publish()
     if compiled_by_key is not None:
         compiled_by_key.setdefault(compiled.key, compiled)
+    return compiled
+
+
+def _compile_request(
+    request: CompileRequest, slot: CacheSlot | None, compiled_by_key: MutableMapping[str, Compiled] | None
+) -> Compiled:
+    """Compiles a graph, and stores the result in its slot if it can be cached."""
+    graph, options = request.graph, request.options
+    warm_up_kernel_compilers(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
+    prepared = _prepare(
+        graph, request.example_inputs, options, request.name, request.flexible_stride_outputs, request.ownership
+    )
+    context = steps.CompileContext(
+        prepared, options, request.ownership, frozenset(request.static_inputs), _fake_inputs(graph), compiled_by_key,
+        gpu_tuner() if options.autotune else None, signature=_signature(graph),
+    )  # fmt: skip
+    compiled, is_cacheable = _compile(context)
+    is_new = compiled_by_key is None or compiled_by_key.get(compiled.key) is not compiled
+    if slot is not None and is_new and is_cacheable:
+        slot.store(compiled.program, compiled.emitted, compiled.coverage, compiled.plan)
     return compiled
 
 

@@ -61,7 +61,8 @@ class CacheSlot:
                 continue
             try:
                 with gc_paused():
-                    cached = read_entry(path, file, self.key.digest, self.key.graph.constants)
+                    graph = self.key.graph
+                    cached = read_entry(path, file, self.key.digest, graph.constants, list(graph.devices))
             except (ArtifactError, OSError) as error:
                 log.warning("the cache entry of '%s' is unusable, and it is compiled again: %s", name, error)
                 continue
@@ -81,7 +82,8 @@ class CacheSlot:
             return
         cached, emitter = CachedCompile(program, tuple(coverage), plan), self.request.options.emitter
         try:
-            content = entry_content(self.key.digest, cached, emitter, emitted, self.key.graph.constants)
+            graph = self.key.graph
+            content = entry_content(self.key.digest, cached, emitter, emitted, graph.constants, list(graph.devices))
             write_cache_file(cache_folders()[-1], self._file, content)
         except (NotCacheable, FxwrapError, OSError) as error:
             log.info("'%s' is not cached: %s", name, error)
@@ -89,6 +91,24 @@ class CacheSlot:
         log.info("'%s' is cached: %s", name, self.key.digest)
         if next(_write_numbers) % _CHECK_EVERY == 0:
             evict_cache()
+
+    def read(self) -> bytes | None:
+        """Returns the content of the entry, unchecked; None where there is none."""
+        for folder in cache_folders():
+            file = open_cache_file(folder / self._file)
+            if file is not None:
+                with file:
+                    return file.read()
+        return None
+
+    def write(self, content: bytes) -> bool:
+        """Writes an entry that another process made, which `load` checks; returns whether it could be written."""
+        try:
+            write_cache_file(cache_folders()[-1], self._file, content)
+        except (FxwrapError, OSError) as error:
+            log.info("'%s' is not cached: %s", self.request.name, error)
+            return False
+        return True
 
 
 def find_slot(request: CompileRequest) -> CacheSlot | None:

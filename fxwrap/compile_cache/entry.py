@@ -11,13 +11,16 @@ import io
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
 from fxwrap.artifact.binaries import bridge_folder, install_triton_binaries, write_triton
+from fxwrap.artifact.devices import move_plan, move_program
 from fxwrap.artifact.program_text import check_kernels, read_program, write_program
 from fxwrap.artifact.saving import PLAN
 from fxwrap.compile_cache.graph_serializer import NotCacheable
@@ -52,9 +55,14 @@ class CachedCompile:
 
 
 def entry_content(
-    key: str, cached: CachedCompile, emitter: str, emitted: EmittedProgram, payloads: PayloadLocations
+    key: str,
+    cached: CachedCompile,
+    emitter: str,
+    emitted: EmittedProgram,
+    payloads: PayloadLocations,
+    devices: Sequence[torch.device],
 ) -> bytes:
-    """Returns the content of an entry; `emitted` is the running form, `payloads` are the graph's.
+    """Returns the content of an entry; `emitted` is the running form, `payloads` and `devices` are the graph's.
 
     Raises NotCacheable or ArtifactError for a program that cannot be loaded from a file.
     """
@@ -71,7 +79,7 @@ def entry_content(
             writer.add_bytes(PLAN, plan_to_json(cached.plan).encode())
         triton = write_triton(writer, kernel_texts(program))
         manifest = {"key": key, "kernels": kernels, "constants": constants, "libraries": libraries}
-        writer.close({**manifest, "triton": triton})
+        writer.close({**manifest, "triton": triton, "devices": list(map(str, devices))})
     return file.getvalue()
 
 
@@ -116,9 +124,12 @@ def _library_entry(library: Path) -> dict[str, object]:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_entry(path: Path, file: IO[bytes], key: str, payloads: PayloadLocations) -> CachedCompile:
+def read_entry(
+    path: Path, file: IO[bytes], key: str, payloads: PayloadLocations, devices: Sequence[torch.device]
+) -> CachedCompile:
     """Reads and verifies an entry, an open file that it closes, binds its constants, and registers its compiled code.
 
+    The program is moved to `devices`, those of the graph, from those of the graph that was compiled.
     Raises ArtifactError for an entry that is damaged, truncated, or of another key or format.
     """
     with Archive(path, file) as archive:
@@ -131,16 +142,19 @@ def read_entry(path: Path, file: IO[bytes], key: str, payloads: PayloadLocations
             if set(store) != {item.value.name for item in program.constants}:
                 raise archive.error(MANIFEST, "its constants are not those of the program")
             coverage = tuple([NodeCoverage(*map(str, row)) for row in json.loads(archive.read_text(COVERAGE))])
+            present = [torch.device(name) for name in manifest["devices"]]
+            moved = {old: new for old, new in zip(present, devices, strict=True) if old != new}
             _load_libraries(manifest["libraries"])
             install_triton_binaries(archive, manifest["triton"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise archive.error(MANIFEST, f"it does not describe a compile: {error!r}") from None
         try:
             plan = plan_from_json(archive.read_text(PLAN)) if archive.has(PLAN) else None
         except PlanningError as error:
             raise archive.error(PLAN, str(error)) from None
         archive.check_unread_entries()
-    return CachedCompile(program.replace(store=ConstantStore(store)), coverage, plan)
+    program = move_program(program, moved).replace(store=ConstantStore(store))
+    return CachedCompile(program, coverage, None if plan is None else move_plan(plan, moved))
 
 
 def _load_libraries(described: Mapping[str, Any]) -> None:

@@ -171,10 +171,7 @@ class GraphSerializer:
 
     def _tensor(self, tensor: torch.Tensor) -> str:
         device, kind = tensor.device, type(tensor)
-        device_name = self._devices.get(device)
-        if device_name is None:
-            device_name = self._devices[device] = str(device)
-            self.devices[device] = None
+        device_name = self.device_name(device)
         name = "" if kind is torch_compat.FakeTensor else kind.__name__
         if tensor.layout is not torch.strided:
             return f"{name} {tensor.dtype}{self._sizes(tensor.shape)}@{device_name} {tensor.layout}"
@@ -184,6 +181,19 @@ class GraphSerializer:
         flags = f"{tensor.is_conj():d}{tensor.is_neg():d}{tensor.requires_grad:d}"
         shape = f"{self._sizes(tensor.shape)}{self._sizes(tensor.stride())}"
         return f"{name} {tensor.dtype}{shape}@{device_name} {storage}+{start} {flags}"
+
+    def device_name(self, device: torch.device) -> str:
+        """Returns the name of a device in the text: its type and number among the graph's devices of that type.
+
+        Graphs that differ in the index of a device have one text.
+        """
+        name = self._devices.get(device)
+        if name is None:
+            text = str(device)
+            number = sum(other.type == device.type for other in self._devices)
+            name = self._devices[device] = f"{device.type}#{number}" if ":" in text else text
+            self.devices[device] = None
+        return name
 
     def _sizes(self, sizes: Sequence[int | torch.SymInt]) -> str:
         return f"[{','.join([str(size) if type(size) is int else self._number(size) for size in sizes])}]"
@@ -247,9 +257,10 @@ def _content(tensor: torch.Tensor) -> str:
 
 
 _Write: TypeAlias = Callable[[GraphSerializer, Any], str]
-_PLAIN = (str, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (str, int, float, bool, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
 _WRITERS: Mapping[type, _Write] = {
     **{kind: lambda _text, item: repr(item) for kind in _PLAIN},
+    torch.device: GraphSerializer.device_name,
     Node: lambda _text, item: f"%{item.name}",
     tuple: GraphSerializer._items,
     list: GraphSerializer._list,

@@ -20,7 +20,7 @@ from fxwrap.options import FX_BEFORE_LOWERING, FX_EMITTED, Options
 from fxwrap.runtime.native import binary_target, compiler_identity
 from fxwrap.wrapper_ir import Ownership
 
-FORMAT = 1
+FORMAT = 2
 """The version of the entry format."""
 
 
@@ -59,7 +59,7 @@ def make_key(request: CompileRequest) -> Key:
         f"name {request.name}", f"options {request.options.text()}",
         f"ownership {sorted([(position, item.value) for position, item in request.ownership.items()])}",
         f"free {sorted(request.flexible_stride_outputs)}", f"static {sorted(request.static_inputs)}",
-        *[_device_text(device) for device in graph.devices],
+        *[_device_text(device, graph.device_name(device)) for device in graph.devices],
         *_torch_settings(), *process_environment(), compiler_identity(),
     )  # fmt: skip
     return Key(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest(), graph, symbols)
@@ -90,11 +90,11 @@ def _check_device(device_type: str) -> None:
         raise NotCacheable(f"the device type '{device_type}' is a vendor's")
 
 
-def _device_text(device: torch.device) -> str:
+def _device_text(device: torch.device, name: str) -> str:
     if device.type != CUDA.device_type or not torch.cuda.is_available():  # torch has no properties of other devices
-        return str(device)
+        return name
     gpu = torch.cuda.get_device_properties(device)
-    return f"{device} {gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
+    return f"{name} {gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
 
 
 def _torch_settings() -> tuple[str, ...]:
@@ -113,7 +113,13 @@ def _torch_settings() -> tuple[str, ...]:
 @cache
 def process_environment() -> tuple[str, ...]:
     """Returns versions, machine, a hash of fxwrap's sources, and the path of torch, which are fixed for the process."""
-    return (environment_text(), repr(binary_target()), sources_hash(), str(torch.__file__))
+    return (environment_text(), repr(binary_target()), sources_hash_of_process(), str(torch.__file__))
+
+
+@cache
+def sources_hash_of_process() -> str:
+    """Returns the hash of fxwrap's sources, which are fixed for the process."""
+    return sources_hash()
 
 
 def sources_hash(root: Path = Path(__file__).parent.parent) -> str:

@@ -12,12 +12,19 @@ from fxwrap.torch_compat import flatten_subclass
 
 
 @dataclass(frozen=True)
+class Constant:
+    """An inner object that is no tensor, such as a device mesh: a constant of the program."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
 class SubclassLayout:
-    """How a subclass is built from its inner tensors, which `attributes` name in order."""
+    """How a subclass is built from its inner tensors and constants, which `attributes` name in order."""
 
     kind: Any
     attributes: tuple[str, ...]
-    parts: tuple[TensorLayout, ...]
+    parts: tuple[TensorLayout | Constant, ...]
     context: Any
     size: Any
     stride: Any
@@ -33,7 +40,8 @@ def layout_of(tensor: Tensor) -> TensorLayout:
     if flattened is None:
         return None
     attributes, context = flattened
-    parts = tuple([layout_of(getattr(tensor, name)) for name in attributes])
+    inner = [getattr(tensor, name) for name in attributes]
+    parts = tuple([layout_of(item) if isinstance(item, Tensor) else Constant(item) for item in inner])
     return SubclassLayout(type(tensor), tuple(attributes), parts, context, tensor.size(), tensor.stride())
 
 
@@ -43,14 +51,18 @@ def plain_tensors(tensor: Tensor, layout: TensorLayout) -> Iterator[Tensor]:
         yield tensor
         return
     for name, part in zip(layout.attributes, layout.parts, strict=True):
-        yield from plain_tensors(getattr(tensor, name), part)
+        if not isinstance(part, Constant):
+            yield from plain_tensors(getattr(tensor, name), part)
 
 
 def build(layout: TensorLayout, plain: Iterator[Tensor]) -> Tensor:
     """Returns a tensor of a layout, which takes its plain tensors from an iterator."""
     if layout is None:
         return next(plain)
-    inner = {name: build(part, plain) for name, part in zip(layout.attributes, layout.parts, strict=True)}
+    inner = {
+        name: part.value if isinstance(part, Constant) else build(part, plain)
+        for name, part in zip(layout.attributes, layout.parts, strict=True)
+    }
     tensor: Tensor = layout.kind.__tensor_unflatten__(inner, layout.context, layout.size, layout.stride)
     return tensor
 

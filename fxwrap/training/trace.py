@@ -70,6 +70,7 @@ class _Trace:
             for plain in plain_tensors(tensor, layout)
         ]
         self.tensors = tensors
+        self.counters_are_numbers = True
         self.outputs: Any = None
         self.output_layouts: list[Any] = []
 
@@ -81,7 +82,7 @@ class _Trace:
         ]
         leaves = build_all(self.input_layouts, source)
         fakes = dict(zip(map(id, self.tensors), values, strict=True))
-        with substituted(self.state, fakes), _traceable_updates(self.state):
+        with substituted(self.state, fakes), _traceable_updates(self.state, self.counters_are_numbers):
             with _gradients(values) as gradients:
                 result = self.step(*tree_unflatten(leaves, self.input_tree))
             gradients.check(self.slots)
@@ -132,15 +133,14 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
     trace = _Trace(step, state, inputs, options)
     numbers = [(slot, slot.get()) for slot in state.numbers]
     try:
-        with (
-            trace.mode, compiling(True), preserve_node_meta(), marked_backwards(), torch.enable_grad(),
-            torch.autograd.set_multithreading_enabled(False),
-        ):  # fmt: skip
-            graph = make_fx(trace.run, record_stack_traces=True)(*trace.examples)
-        erase_profiler_ranges(graph)
-        with trace.mode, preserve_node_meta():
-            functional = functionalize(Interpreter(graph).run, remove="mutations")
-            graph = make_fx(functional, decomposition_table=decomposition_table(options))(*trace.examples)
+        try:
+            graph = _trace_functional(trace)
+        except Exception as error:
+            if not _is_data_dependent(error):
+                raise
+            trace = _Trace(step, state, inputs, options)
+            trace.counters_are_numbers = False
+            graph = _trace_functional(trace)
     except StepError:
         raise
     except Exception as error:  # whatever the user's code raises on fake tensors
@@ -158,6 +158,24 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
         graph, tuple(trace.examples), tuple(trace.slots), tuple(trace.layouts), trace.input_tree,
         tuple(trace.input_layouts), trace.outputs, tuple(trace.output_layouts),
     )  # fmt: skip
+
+
+def _trace_functional(trace: _Trace) -> GraphModule:
+    """Returns the graph of a step without mutations, apart from the copies into its inputs at its end."""
+    with (
+        trace.mode, compiling(True), preserve_node_meta(), marked_backwards(), torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):  # fmt: skip
+        graph = make_fx(trace.run, record_stack_traces=True)(*trace.examples)
+    erase_profiler_ranges(graph)
+    with trace.mode, preserve_node_meta():
+        functional = functionalize(Interpreter(graph).run, remove="mutations")
+        return make_fx(functional, decomposition_table=decomposition_table(trace.options))(*trace.examples)
+
+
+def _is_data_dependent(error: Exception) -> bool:
+    """Whether tracing failed since Python code depends on the content of a tensor."""
+    return is_data_dependent_error(error) or "data-dependent" in str(error)
 
 
 def _changes_numbers(changed: Sequence[Slot]) -> StepError:
@@ -187,21 +205,25 @@ def _like(original: Tensor, value: Tensor) -> Tensor:
 
 
 @contextmanager
-def _traceable_updates(state: StepState) -> Iterator[None]:
+def _traceable_updates(state: StepState, counters_are_numbers: bool) -> Iterator[None]:
     """Makes optimizers compute with operators on single tensors.
 
-    They read step counters on the CPU as numbers, symbols of the graph: bias corrections have eager's precision.
+    They read step counters on the CPU as numbers, symbols of the graph: bias corrections have eager's precision. Code
+    that branches on them, as RAdam's, gets tensors, as in optimizers with the option `capturable`.
     Fused updates are one operator for all parameters; their counters on other devices are never read.
     """
     with ExitStack() as stack:
         updates = ExitStack()
         for optimizer in state.optimizers.values():
             for group in optimizer.param_groups:
-                if group.get("fused"):
-                    on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
-                    changes = {"fused": False, "foreach": False} | ({} if on_cpu else {"capturable": True})
-                    stack.callback(group.update, {key: group[key] for key in changes if key in group})
-                    group.update({key: value for key, value in changes.items() if key in group})
+                on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
+                changes = {"fused": False, "foreach": False} if group.get("fused") else {}
+                if not counters_are_numbers or (changes and not on_cpu):
+                    changes |= {"capturable": True}
+                stack.callback(group.update, {key: group[key] for key in changes if key in group})
+                group.update({key: value for key, value in changes.items() if key in group})
+            if not counters_are_numbers:
+                continue
             for handle in (
                 optimizer.register_step_pre_hook(lambda *_: updates.enter_context(compiling(False))),
                 optimizer.register_step_post_hook(lambda *_: updates.close()),
@@ -256,7 +278,7 @@ def _explain(error: Exception, step: Callable[..., object]) -> StepError:
     location = _location(error, step)
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
-    if is_data_dependent_error(error):
+    if _is_data_dependent(error):
         return StepError(
             f"its Python code depends on the content of a tensor: {first}",
             "Use torch.where or torch.cond, or read the number outside of the step", location,

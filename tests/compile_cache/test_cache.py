@@ -132,7 +132,7 @@ def test_a_cache_hit_binds_the_current_graphs_constants(cache_folder: Path) -> N
     copies = {name: tensor.clone() for name, tensor in constants.items()}  # as for weights converted to channels-last
     computed = CachedCompile(programs[1].program.replace(store=ConstantStore(copies)), (), None)
     with pytest.raises(NotCacheable, match="the constant 'p_weight' was computed by the compile"):
-        entry_content("", computed, "python", "", tensors_by_attribute(models[1]))
+        entry_content("", computed, "python", "", tensors_by_attribute(models[1]), [])
     assert any(tensor is models[1].weight or tensor.data_ptr() == models[1].weight.data_ptr()
                for tensor in constants.values())  # fmt: skip
 

@@ -16,7 +16,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
@@ -309,3 +311,21 @@ def test_another_process_hits_this_ones_entry(cache_folder: Path) -> None:
     done = subprocess.run(command, env=environment_, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", program.key, "True"]
+
+
+@pytest.mark.usefixtures("cache_folder")
+def test_graphs_that_differ_in_the_index_of_a_device_share_an_entry() -> None:
+    """Each rank of a job has a device of its own."""
+
+    def graph_on(device: str) -> GraphModule:
+        def function(x: Tensor) -> Tensor:
+            return torch.sort(x + 1)[0]
+
+        x = FakeTensor(FakeTensorMode(), torch.empty(8, device="meta"), torch.device(device))
+        return make_fx(function)(x)
+
+    options = Options(emitter="python", fuse=False)
+    first, second = [fxwrap.compile_graph(graph_on(f"cuda:{number}"), options=options) for number in (0, 1)]
+    assert second.cached
+    assert str(second.program) == str(first.program).replace("cuda:0", "cuda:1")
+    assert key_of(graph_on("cuda:0")) != key_of(graph_on("cpu"))

@@ -1,0 +1,46 @@
+"""Training on several ranks has the losses, gradients and parameters of eager.
+
+`make distributed` runs all cases on 2 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.distributed.processes import run_ranks
+from tests.distributed.training_cases import CASES
+
+IN_SUITE = (
+    "ddp_python_reducer", "fsdp_of_blocks", "simple_fsdp", "sequence_parallel", "experts", "whole_step_of_simple_fsdp",
+)  # fmt: skip
+
+
+def run_cases(names: Sequence[str], folder: Path, world_size: int) -> None:
+    arguments = (str(world_size), "fxwrap", *names)
+    ranks = run_ranks("tests.distributed.training_rank", folder, *arguments, world_size=world_size)
+    for number, results in enumerate(ranks):
+        assert results == dict.fromkeys(names, ""), f"rank {number}:\n" + "\n".join(results.values())
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    run_cases(IN_SUITE, tmp_path, 2)
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    run_cases(["fsdp_and_tensor_parallel"], tmp_path, 4)
+
+
+def main() -> None:
+    """Runs each case by itself on 2 and 4 ranks."""
+    for world_size in (2, 4):
+        for name in CASES:
+            with TemporaryDirectory() as folder:
+                run_cases([name], Path(folder), world_size)
+            sys.stdout.write(f"{world_size} ranks, {name}: equal to eager\n")
+
+
+if __name__ == "__main__":
+    main()
