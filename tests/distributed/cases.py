@@ -89,7 +89,10 @@ def _sequence_parallel(rank: int) -> Case:
 
 def _gather(mesh: DeviceMesh, parameter: DTensor) -> Tensor:
     """Returns a parameter of all data-parallel ranks; its gradient is averaged and split again."""
-    local = DTensor.from_local(parameter.to_local(), mesh, [Shard(0)], run_check=False)
+    # A DTensor of one dimension knows its whole size, which `from_local` takes for a multiple of the local one.
+    local = parameter
+    if parameter.device_mesh.ndim > 1:
+        local = DTensor.from_local(parameter.to_local(), mesh, [Shard(0)], run_check=False)
     whole = local.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
     if parameter.device_mesh.ndim == 1:
         return whole
