@@ -51,11 +51,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm_1(x)
-        parts = [
+        query, key, value = [
             layer(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         ]
-        attention = F.scaled_dot_product_attention(*parts, is_causal=True)
+        attention = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(attention.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
@@ -94,7 +94,7 @@ def simple_fsdp(model: Gpt2, mesh: DeviceMesh) -> nn.Module:
     for module in list(model.modules()):
         names = list(dict(module.named_parameters(recurse=False)))
         for name in names:
-            shard = distribute_tensor(module._parameters[name].detach(), mesh, [Shard(0)])
+            shard = distribute_tensor(module.get_parameter(name).detach(), mesh, [Shard(0)])
             module._parameters[name] = nn.Parameter(shard)
         getters = {name: property(partial(_gathered, name)) for name in names}
         module.__class__ = type(f"Fsdp{type(module).__name__}", (type(module),), getters)
@@ -201,7 +201,7 @@ def run_rank(rank: int, chosen: argparse.Namespace, store: str) -> None:
     if chosen.device.type == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if chosen.device.type == "cuda" else "gloo", store=dist.FileStore(store, chosen.ranks), rank=rank,
+        "nccl" if chosen.device.type == "cuda" else "gloo", store=dist.FileStore(store, chosen.ranks), rank=rank,  # type: ignore[attr-defined]
         world_size=chosen.ranks, timeout=timedelta(minutes=10),
     )  # fmt: skip
     mesh = init_device_mesh(chosen.device.type, (chosen.ranks,))
@@ -221,7 +221,7 @@ def run_rank(rank: int, chosen: argparse.Namespace, store: str) -> None:
             count, busy = communication(step, tokens)
             peak = peak_bytes(step, tokens)
             median = statistics.median(times[side])
-            row = {
+            row: dict[str, str | int | float | None] = {
                 "parallelism": name, "side": side, "ms": round(1e3 * median, 2), "ratio": round(median / base, 3),
                 "collectives": count, "ms in collectives": round(1e3 * busy, 2),
                 "peak, MB": None if peak is None else round(peak, 1),
@@ -248,7 +248,7 @@ def main() -> None:
     chosen = parser.parse_args()
     chosen.dtype = torch.bfloat16 if chosen.bf16 else torch.float32
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (chosen, f"{folder}/store"), nprocs=chosen.ranks)
+        mp.spawn(run_rank, (chosen, f"{folder}/store"), nprocs=chosen.ranks)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
