@@ -13,9 +13,8 @@ from tempfile import TemporaryDirectory
 from tests.distributed.processes import run_ranks
 from tests.distributed.training_cases import CASES
 
-IN_SUITE = (
-    "ddp_python_reducer", "fsdp_of_blocks", "simple_fsdp", "sequence_parallel", "experts", "whole_step_of_simple_fsdp",
-)  # fmt: skip
+IN_SUITE = ("fsdp_of_blocks", "experts", "whole_step_of_simple_fsdp")
+"""Cases that `test_two_ranks.py` has nothing like."""
 
 
 def run_cases(names: Sequence[str], folder: Path, world_size: int) -> None:
