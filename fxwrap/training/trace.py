@@ -257,10 +257,10 @@ class _Gradients:
 
     def check(self, slots: Sequence[Slot]) -> None:
         """Raises StepError where gradients of one call would be added to those of the next."""
-        kept = [number for number in self.uncleared if self.leaves[number].grad is not None]
-        if kept:
+        remaining = [number for number in self.uncleared if self.leaves[number].grad is not None]
+        if remaining:
             raise StepError(
-                f"it adds gradients to those of the call before, of {len(kept)} parameters",
+                f"it adds gradients to those of the call before, of {len(remaining)} parameters",
                 "Call optimizer.zero_grad() at the begin or the end of the step",
             )
 

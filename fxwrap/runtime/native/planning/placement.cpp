@@ -143,8 +143,8 @@ void Placement::set(Number& target, Number value) {
 void Placement::remove_member(Number section, Number index) {
     Number* begin = &members_[part.member_start[section]];
     Number* end = begin + member_count_[section]--;
-    Number* found = std::lower_bound(begin, end, index);
-    std::copy(found + 1, end, found);
+    Number* position = std::lower_bound(begin, end, index);
+    std::copy(position + 1, end, position);
 }
 
 void Placement::insert_member(Number section, Number index) {
