@@ -9,8 +9,10 @@ Models run in worker processes, each with a time limit. A result is right if its
 times eager's, or if it is eager's own but for rounding (where float64 decides otherwise, as routing to experts does).
 Some models have discrete decisions (a clamp, an expert) that rounding turns: for those, a result is right if its error
 is at most three times that of eager with its parameters moved by a rounding error, the worst of several runs (column
-`moved`). The table's `status` is "right", "wrong", "fxwrap: ..." (it failed), "torch: ..." (`aot_eager` fails alike or
-has the same other results), "skipped: ..." (eager cannot run the small model), or "killed" (time or memory).
+`moved`). For the FX emitter, `as_strided` counts the nodes of emitted graphs that view or measure a storage where the
+model wrote no `as_strided`. The table's `status` is "right", "wrong", "fxwrap: ..." (it failed), "torch: ..."
+(`aot_eager` fails alike or has the same other results), "skipped: ..." (eager cannot run the small model), or "killed"
+(time or memory).
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from benchmarks.results import Cell, Report, add_record_option, result_path
 from benchmarks.sweep_models import Inputs, SweepModel, sweep_models
+from fxwrap import GraphInfo
 from fxwrap.errors import FusionWarning
 
 FACTOR, SLACK = 3.0, 1e-5
@@ -50,7 +54,9 @@ FACTOR, SLACK = 3.0, 1e-5
 
 MODELS_PER_WORKER = 20
 
-COLUMNS = ("status", "eager error", "error", "from eager", "moved", "compile and run, s")
+COLUMNS = ("status", "eager error", "error", "from eager", "moved", "as_strided", "compile and run, s")
+
+STORAGE_OPERATORS = (torch.ops.aten.as_strided.default, torch.ops.aten.sym_storage_offset.default)
 
 MOVED_RUNS = 8
 """Runs of eager with moved parameters, each with other random numbers."""
@@ -102,7 +108,7 @@ def _values(tensors: Iterable[Tensor]) -> Values:
 
 
 def compare(
-    model: nn.Module, inputs: Inputs, training: bool, backend: str, options: Mapping[str, str]
+    model: nn.Module, inputs: Inputs, training: bool, backend: str, options: Mapping[str, Any]
 ) -> dict[str, Cell]:
     """Returns the row of one model and step."""
 
@@ -147,6 +153,30 @@ def compare(
     return {**row, "moved": moved, "status": "right" if own_error <= FACTOR * moved + SLACK else "wrong"}
 
 
+def _compare_emitter(model: nn.Module, inputs: Inputs, training: bool, emitter: str) -> dict[str, Cell]:
+    """Returns the row of one model and step by an emitter of fxwrap."""
+    if emitter != "fx":
+        return compare(model, inputs, training, "fxwrap", {"emitter": emitter})
+    storage_views: list[str] = []
+
+    def count(module: GraphModule, info: GraphInfo) -> GraphModule:
+        storage_views.extend(_storage_views(module))
+        return module
+
+    row = compare(model, inputs, training, "fxwrap", {"emitter": emitter, "on_graph": count})
+    for view in storage_views:
+        print(f"{type(model).__name__}: {view}", flush=True)
+    return {**row, "as_strided": len(storage_views)}
+
+
+def _storage_views(module: GraphModule) -> Iterator[str]:
+    """Yields the nodes that view or measure a storage and stand for no `as_strided` of the model."""
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
+            if node.target in STORAGE_OPERATORS and node.meta.get("original_aten") not in STORAGE_OPERATORS:
+                yield f"{node.format_node()} {node.meta.get('fxwrap_as_strided', '')}"
+
+
 def _moved(model: nn.Module, seed: int) -> nn.Module:
     """Returns a copy whose parameters differ by at most one unit in the last place."""
     moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
@@ -168,7 +198,7 @@ def judge(model: SweepModel, training: bool, emitter: str, device: str) -> dict[
     except Exception as error:  # noqa: BLE001 - reported in the table
         return {"status": f"skipped: {_first_line(error)}"}
     try:
-        row = compare(module, inputs, training, "fxwrap", {"emitter": emitter})
+        row = _compare_emitter(module, inputs, training, emitter)
         if row["status"] != "wrong":
             return row
     except Exception as error:  # noqa: BLE001 - reported in the table
