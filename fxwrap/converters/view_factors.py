@@ -99,7 +99,7 @@ class FactorDivision:
             return f"the offset {offset} is not that of an element by the strides of its base"
         factors: list[Factor] = []
         for index, item in enumerate(ranges):
-            parts = self._divide_range(item, pieces_by_range[index], starts[index])
+            parts = self._divide_range(item, pieces_by_range[index], starts[index], is_whole_base=len(ranges) == 1)
             if isinstance(parts, str):
                 return parts
             factors += parts
@@ -135,15 +135,22 @@ class FactorDivision:
                 assigned[best].append(Piece(size, stride, dim))
         return [_groups(pieces, coalesce) for pieces in assigned]
 
-    def _divide_range(self, item: Range, groups: list[Pieces], start: Size) -> list[Factor] | str:
-        """Returns a range's factors, the outermost first: at most one group of pieces is in each."""
+    def _divide_range(
+        self, item: Range, groups: list[Pieces], start: Size, *, is_whole_base: bool
+    ) -> list[Factor] | str:
+        """Returns a range's factors, the outermost first: at most one group of pieces is in each.
+
+        A view does not leave its base, so it does not leave a range that is all of it, unless the ranges say that it does.
+        """
         dims = sorted({piece.dim for group in groups for piece in group})
         where = f"dimensions {dims}, which step through {item.size} elements of its base from {start} on"
         if item.stride == 0:
             return [Factor(item.size, 0, 0, groups[0] if groups else ())]
         end = product((item.size, item.stride))
         if not self._has_no_carry(end, item.stride, groups, start):
-            return f"{where}, may leave them"
+            leaves = is_at_most(total((end, 1)), total((self._last(end, groups, start), item.stride)), self.infos)
+            if leaves or not is_whole_base:
+                return f"{where}, may leave them"
         boundaries = [item.stride]
         for boundary in item.boundaries:
             divided = _split_groups(groups, boundary)
@@ -182,11 +189,15 @@ class FactorDivision:
 
     def _has_no_carry(self, boundary: Size, unit: Size, groups: Sequence[Pieces], start: Size) -> bool:
         """Whether each group is a multiple of a stride, or stays below it, whatever the others' positions are."""
+        return is_at_most(total((self._last(boundary, groups, start), unit)), boundary, self.infos)
+
+    def _last(self, boundary: Size, groups: Sequence[Pieces], start: Size) -> Size:
+        """Returns the last position of the groups below a stride, relative to a multiple of it."""
         _, last = split_multiple(start, boundary)
         for group in groups:
             if not _divides(boundary, group[-1].stride):
                 last = total((last, *[difference(piece.end, piece.stride) for piece in group]))
-        return is_at_most(total((last, unit)), boundary, self.infos)
+        return last
 
 
 def magnitude(size: Size) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxwrap.converters.view_chains import view_chain
-from fxwrap.converters.view_operators import VIEW_OVERLOADS, StridedLayout, ViewOperator, layout_of, result_layout
+from fxwrap.converters.view_operators import VIEW_OVERLOADS, ViewOperator, StridedLayout, ViewOperator, layout_of, result_layout
 from fxwrap.symbolic import SymbolInfo, evaluate, parse_expr, product
 from fxwrap.wrapper_ir import TensorType
 
@@ -136,15 +136,22 @@ def test_slices_that_maxima_bound_have_chains() -> None:
     view = typed("2*s3; 96; 2*s2 - 1", "0; 1; 96", "96*max(0, 5 - s2)")
     infos = {"s2": SymbolInfo("s2", 2), "s3": SymbolInfo("s3", 2)}
     assert [step.operator.kind for step in view_chain(base, view, infos)] == ["slice", "permute", "expand"]
-    longer = typed("2*s3; 96; 2*s2", "0; 1; 96", "96*max(0, 5 - s2)")
-    assert [step.operator.kind for step in view_chain(base, longer, infos)] == ["as_strided"]
+
+
+def test_a_part_of_unknown_length_does_not_leave_a_dense_base() -> None:
+    """The second and third of the parts that `split_with_sizes` makes of 64 rows."""
+    base = typed("64; 8", "8; 1")
+    for start in ("s0", "s0 + s2"):
+        (step,) = view_chain(base, typed("s1; 8", "8; 1", f"8*({start})"), INFOS)
+        assert step.operator == ViewOperator("slice", (0, parse_expr(start), parse_expr(f"{start} + s1"), 1))
 
 
 @pytest.mark.parametrize(
     ("base", "view", "reason"),
     [
         (typed("4; 6", "6; 1"), typed("3; 3", "5; 2"), "not those of a mixed-radix division: stride 5 has no factor"),
-        (typed("4; 6", "6; 1"), typed("4; s0", "6; 1"), "24 elements of its base from 0 on, may leave them"),
+        (typed("4; 6", "7; 1"), typed("4; s0", "7; 1"), "6 elements of its base from 0 on, may leave them"),
+        (typed("64; 8", "8; 1"), typed("s0 + 65; 8", "8; 1"), "512 elements of its base from 0 on, may leave them"),
         (typed("4; 6", "7; 2"), typed("4; 6", "7; 1"), "no stride of its base divides the stride 1 of dimension 1"),
         (typed("4; 6", "12; 2"), typed("4; 6", "12; 2", "1"), "the offset 1 is not that of an element"),
     ],
