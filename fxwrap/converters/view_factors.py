@@ -140,7 +140,7 @@ class FactorDivision:
     ) -> list[Factor] | str:
         """Returns a range's factors, the outermost first: at most one group of pieces is in each.
 
-        A view does not leave its base, so it does not leave a range that is all of it, unless the ranges say that it does.
+        A view does not leave its base, nor a range that is all of its base, unless the symbols say that it does.
         """
         dims = sorted({piece.dim for group in groups for piece in group})
         where = f"dimensions {dims}, which step through {item.size} elements of its base from {start} on"

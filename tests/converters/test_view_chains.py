@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxwrap.converters.view_chains import view_chain
-from fxwrap.converters.view_operators import VIEW_OVERLOADS, ViewOperator, StridedLayout, ViewOperator, layout_of, result_layout
+from fxwrap.converters.view_operators import VIEW_OVERLOADS, StridedLayout, ViewOperator, layout_of, result_layout
 from fxwrap.symbolic import SymbolInfo, evaluate, parse_expr, product
 from fxwrap.wrapper_ir import TensorType
 
