@@ -1,7 +1,7 @@
 """Runs the benchmarks of the FX output one after another and records their tables.
 
 Two lanes run at a time, each on half of the cores: first calls and times of whole models, and everything else. It takes
-about six minutes on 16 cores; a script that runs longer than the limit is ended, and keeps the rows that it recorded.
+about ten minutes on 16 cores; a script that runs longer than the limit is ended, and keeps the rows that it recorded.
 The result files are also copied to a folder. Run: `python benchmarks/record_fx.py [--copy-to FOLDER]`.
 """
 
@@ -20,18 +20,18 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parent
 RESULTS = BENCHMARKS / "results"
-MODELS = ("fx_output.py", "--repeats", "2", "--record")
+SIDES = ("--backends", "eager,inductor,fxwrap:fx,fxwrap:fx+functional,fxwrap:python,fxwrap:cpp")
+MODELS = ("fx_output.py", "--repeats", "1", *SIDES, "--record")
 TWELVE_LAYERS = (
-    *("fx_output.py", "--models", "gpt2", "--gpt2-layers", "12", "--repeats", "1", "--backends"),
-    *("eager,inductor,fxwrap:fx,fxwrap:fx+functional,fxwrap:python,fxwrap:cpp", "--record", "12-layers"),
+    *("fx_output.py", "--models", "gpt2", "--gpt2-layers", "12", "--repeats", "1", *SIDES, "--record", "12-layers"),
 )
 LANES: tuple[Sequence[Sequence[str]], ...] = (
     (MODELS,),
     (
+        TWELVE_LAYERS,
         ("call_overhead.py", "--record"),
         ("fx_module_code.py", "--record"),
         ("fx_output.py", "--models", "gpt2", "--cold", "--repeats", "1", "--record"),
-        TWELVE_LAYERS,
     ),
 )
 
