@@ -20,10 +20,14 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parent
 RESULTS = BENCHMARKS / "results"
-SIDES = ("--backends", "eager,inductor,fxwrap:fx,fxwrap:fx+functional,fxwrap:python,fxwrap:cpp")
-MODELS = ("fx_output.py", "--repeats", "1", *SIDES, "--record")
+FORMS = "fxwrap:fx,fxwrap:fx+functional,fxwrap:python,fxwrap:cpp"
+MODELS = (
+    *("fx_output.py", "--models", "gpt2,bert,t5,tiny_kernels", "--repeats", "2"),
+    *("--backends", f"eager,{FORMS}", "--record"),
+)
 TWELVE_LAYERS = (
-    *("fx_output.py", "--models", "gpt2", "--gpt2-layers", "12", "--repeats", "1", *SIDES, "--record", "12-layers"),
+    *("fx_output.py", "--models", "gpt2", "--gpt2-layers", "12", "--repeats", "1"),
+    *("--backends", f"eager,inductor,{FORMS}", "--record", "12-layers"),
 )
 LANES: tuple[Sequence[Sequence[str]], ...] = (
     (MODELS,),
