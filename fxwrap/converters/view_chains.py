@@ -4,14 +4,15 @@ Dimensions of the base that are adjacent in memory are one index range, as in `v
 step through a range divide it into mixed-radix factors, one for each: the step within a factor and its first position
 follow from stride and offset. A chain divides the ranges (`view`), narrows each factor (`slice`, `select`), orders the
 dimensions (`permute`), and adds those of size 1 (`unsqueeze`, `view`) and repeated elements (`expand`). Diagonals and
-overlapping windows come before it (`diagonal`, `unfold`). The layout of each chain is computed by the rules of its
-operators and compared with the view's, so the search may use heuristics.
+overlapping windows come before it (`diagonal`, `unfold`), and so does the `slice` of a range that no factor of the view
+divides. The layout of each chain is computed by the rules of its operators and compared with the view's, so the search
+may use heuristics.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from fxwrap.converters.view_operators import (
     StridedLayout,
     ViewKind,
     ViewOperator,
+    coalesced,
     is_same_view,
     layout_of,
     result_layout,
@@ -32,7 +34,7 @@ from fxwrap.wrapper_ir import TensorType
 Infos: TypeAlias = Mapping[str, SymbolInfo]
 
 _MAX_SPECIAL_STEPS = 2
-"""Diagonals and windows in one chain."""
+"""Diagonals, windows, merged dimensions and cuts in one chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,18 @@ def _as_strided(base: StridedLayout, view: StridedLayout) -> ViewOperator:
 def _chain(base: StridedLayout, view: StridedLayout, infos: tuple[SymbolInfo, ...]) -> tuple[ViewStep, ...]:
     ranges = {info.name: info for info in infos}
     search = _ChainSearch(view.simplified(ranges), ranges)
-    shortest = min(search.chains(base.simplified(ranges), _MAX_SPECIAL_STEPS), key=len, default=None)
+    shortest = min(search.chains(base.simplified(ranges), _MAX_SPECIAL_STEPS), key=_cost, default=None)
     if shortest is None:
         return (ViewStep(_as_strided(base, view), view, search.reason),)
     last = shortest[-1].operator
     if last.kind in ("view", "expand"):
         last = ViewOperator(last.kind, (view.sizes,))
     return (*shortest[:-1], ViewStep(last, view))
+
+
+def _cost(chain: Sequence[ViewStep]) -> tuple[int, int]:
+    """Returns the number of windows, which few compilers know, and the length."""
+    return sum(step.operator.kind == "unfold" for step in chain), len(chain)
 
 
 class _Steps:
@@ -134,7 +141,7 @@ class _ChainSearch:
         yield from regular
         if special_steps == 0 or any(len(chain) == 1 for chain in regular):
             return
-        for operator in (*_diagonals(base, self.view), *_windows(base, self.view)):
+        for operator in (*_diagonals(base, self.view), *_windows(base, self.view), *_cuts(base, self.view)):
             layout = result_layout(operator, base)
             if layout is not None and is_same_view(layout, self.view):
                 yield [ViewStep(operator, layout)]
@@ -319,7 +326,7 @@ def _chain_to_empty(base: StridedLayout, view: StridedLayout) -> Iterator[list[V
         yield steps.steps
 
 
-# --- diagonals and windows --------------------------------------------------------------------------------------------
+# --- diagonals, windows and cuts --------------------------------------------------------------------------------------
 
 
 def _diagonals(base: StridedLayout, view: StridedLayout) -> Iterator[ViewOperator]:
@@ -344,3 +351,27 @@ def _windows(base: StridedLayout, view: StridedLayout) -> Iterator[ViewOperator]
         for width, step in itertools.permutations(view.dimensions, 2):
             if stride and width[1] == stride and step[1] % stride == 0 and 1 < width[0] <= length and step[1] > 0:
                 yield ViewOperator("unfold", (dim, width[0], step[1] // stride))
+
+
+def _cuts(base: StridedLayout, view: StridedLayout) -> Iterator[ViewOperator]:
+    """Yields slices that leave a multiple of a stride of the view, and divisions of ranges by a stride."""
+    if not (base.is_static and view.is_static):
+        return
+    for dim, length, row in _rows(base.dimensions, view):
+        if length % row:
+            for start in {0, (int(view.offset) - int(base.offset)) // int(base.strides[dim]) % length}:
+                yield ViewOperator("slice", (dim, start, start + (length - start) // row * row, 1))
+    runs = coalesced(base.dimensions)
+    sizes = [size for size, _ in runs]
+    for dim, length, row in _rows(runs, view):
+        divided = (*sizes[:dim], length // row, row, *sizes[dim + 1 :])
+        if length % row == 0 and divided != base.sizes:
+            yield ViewOperator("view", (divided,))
+
+
+def _rows(dimensions: Iterable[tuple[Size, Size]], view: StridedLayout) -> Iterator[tuple[int, int, int]]:
+    """Yields the index and size of a dimension, and the elements of it that a larger stride of the view spans."""
+    for dim, (length, stride) in enumerate(dimensions):
+        for step in dict.fromkeys(map(int, view.strides)):
+            if 0 < int(stride) < step and step % int(stride) == 0:
+                yield dim, int(length), step // int(stride)

@@ -146,6 +146,14 @@ def test_a_part_of_unknown_length_does_not_leave_a_dense_base() -> None:
         assert step.operator == ViewOperator("slice", (0, parse_expr(start), parse_expr(f"{start} + s1"), 1))
 
 
+@pytest.mark.parametrize("start", [0, 14])
+def test_a_range_is_cut_before_it_is_divided(start: int) -> None:
+    """Longformer's diagonals: rows of 56 elements in lines of 13, although 13 does not divide 56."""
+    base, view = typed("8; 4; 4; 14", "224; 56; 14; 1"), typed("32; 3; 12", "56; 13; 1", str(start))
+    assert {step.operator.kind for step in view_chain(base, view, {})} == {"view", "slice"}
+    apply_chain(torch.arange(1792).view(8, 4, 4, 14), base, view, {})
+
+
 @pytest.mark.parametrize(
     ("base", "view", "reason"),
     [

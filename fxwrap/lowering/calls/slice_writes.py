@@ -17,7 +17,17 @@ from torch.fx import Node
 from fxwrap.lines import Assert, View
 from fxwrap.lowering.builder import Builder, Fakes, FakeValue
 from fxwrap.lowering.calls.copies import emit_copy_into, reuse_operand_memory
-from fxwrap.symbolic import Size, canonicalize, is_in_bounds, normalize_index, product, slice_length, slice_start, total
+from fxwrap.symbolic import (
+    Size,
+    canonicalize,
+    is_in_bounds,
+    normalize_index,
+    product,
+    simplify_by_ranges,
+    slice_length,
+    slice_start,
+    total,
+)
 from fxwrap.torch_compat import OpOverload, symbol_bounds, symbol_expression
 from fxwrap.wrapper_ir import TensorType, Value
 
@@ -213,7 +223,7 @@ def resolve_slice(builder: Builder, type_: TensorType, write: SliceWrite) -> Res
         else:
             dim, index, stride = step.position
             position, count = _size(builder, index), symbols.size(shape[dim])
-            start = slice_start(position, sizes[dim])
+            start = simplify_by_ranges(slice_start(position, sizes[dim]), symbols.program.infos)
             if not _is_guarded(builder, index):
                 end = None if step.end is None else _size(builder, step.end)
                 length = slice_length(start, end, stride, sizes[dim])

@@ -11,7 +11,15 @@ import torch
 from fxwrap.errors import GraphError
 from fxwrap.loop_ir import Kernel
 from fxwrap.lowering.symbols.equalities import Replacements, apply_replacements, solve_equalities
-from fxwrap.symbolic import Expression, SymbolInfo, canonicalize, evaluate, expression_kind, make_symbol
+from fxwrap.symbolic import (
+    Expression,
+    SymbolInfo,
+    canonicalize,
+    evaluate,
+    expression_kind,
+    make_symbol,
+    simplify_by_ranges,
+)
 from fxwrap.torch_compat import (
     find_shape_env,
     guarded_bounds,
@@ -132,7 +140,7 @@ class GraphSymbols:
         self._replacements[expression] = symbol
 
     def size(self, number: int | torch.SymInt) -> Size:
-        """Returns a size or stride over the program's symbols, simplified by the guards of the graph.
+        """Returns a size or stride over the program's symbols, simplified by the guards of the graph and their ranges.
 
         A symbolic size with one possible value is that int: a guard may restrict `s0//2` of a broadcast to 1.
         """
@@ -144,7 +152,10 @@ class GraphSymbols:
         if expression not in self._simplified:
             self._simplified[expression] = self._simplify(number, expression)
         simplified = self._simplified[expression]
-        return simplified if isinstance(simplified, int) else self.translate(simplified)
+        if isinstance(simplified, int):
+            return simplified
+        translated = self.translate(simplified)
+        return translated if expression in self._inputs else simplify_by_ranges(translated, self.program.infos)
 
     def preserve(self, expressions: Iterable[sympy.Basic]) -> None:
         """Records expressions of the inputs, which determine symbols and are simplified to integers only."""
