@@ -17,8 +17,9 @@ def fold_views(program: ir.Program) -> ir.Program:
 
     A `memory.view` of a view becomes a view of its base. Uses of a view of the base's type become uses of the base;
     kernels with pointer arguments use the base of any view at the same offset. Allocations that only kernels use
-    directly get the type of their views. A returned view becomes its base if it is the only returned value of its root.
-    Unused views are eliminated. Linear in the number of lines.
+    directly get the type of their views. Uses of a view become uses of the first one of its base and type. A returned
+    view becomes its base, or that first view, if no other returned value is the same tensor. Unused views are
+    eliminated. Linear in the number of lines.
     """
     pointers = {kernel.name for kernel in program.kernels if language_traits(kernel.language).raw_pointer_arguments}
     folder = _ViewFolder(pointers)
@@ -46,7 +47,8 @@ class _ViewFolder:
             retyped = self._allocation_types(lines, base_of)
             base_of = {name: retyped.get(base.name, base) for name, base in base_of.items()}
             lines = [self._rewrite_operands(line, base_of, retyped) for line in lines]
-            lines[-1] = _substitute_bases(lines[-1], _replaceable(lines, base_of, arguments), _same_type)
+            lines = _merge_equal_views(lines)
+            lines[-1] = _substitute(lines[-1], _replaceable(lines, base_of, arguments), _same_type)
         nested = [ir.map_line(line, lambda inner: self.block(inner, ()), (ir.Role.BLOCK,)) for line in lines]
         return _eliminate_dead_views(nested)
 
@@ -84,7 +86,7 @@ class _ViewFolder:
             return line if base is line.base else line.replace(base=base)
         if line.terminator or isinstance(line, Bind):
             return line
-        return _substitute_bases(line, base_of, _same_start if self._takes_pointers(line) else _same_type)
+        return _substitute(line, base_of, _same_start if self._takes_pointers(line) else _same_type)
 
 
 def _bases(lines: Iterable[ir.LineBase]) -> dict[str, ir.Value]:
@@ -115,14 +117,31 @@ def _covers_exactly(type_: ir.TensorType, memory: ir.TensorType) -> bool:
     return type_.element_count == memory.element_count and {*ir.type_symbols(type_)} <= {*ir.type_symbols(memory)}
 
 
-def _substitute_bases(
-    line: ir.LineBase, base_of: Mapping[str, ir.Value], same: Callable[[ir.Value, ir.Value], bool]
-) -> ir.LineBase:
-    def base_or_itself(item: object) -> object:
-        base = base_of.get(item.name) if type(item) is ir.Value else None
-        return base if base is not None and type(item) is ir.Value and same(item, base) else item
+def _merge_equal_views(lines: Sequence[ir.LineBase]) -> list[ir.LineBase]:
+    """Returns lines that use the first view of each base and type in place of others, which are distinct as results."""
+    first: dict[tuple[str, ir.Type], ir.Value] = {}
+    views = [line for line in lines if isinstance(line, View)]
+    equal = {view.result.name: first.setdefault((view.base.name, view.result.type), view.result) for view in views}
+    if len(first) == len(views):
+        return list(lines)
+    returned = Counter([equal[name].name for name in {value.name for value in ir.reads(lines[-1])} & equal.keys()])
+    alone = {name: view for name, view in equal.items() if returned[view.name] == 1}
+    return [
+        line if isinstance(line, Bind) else _substitute(line, alone if line.terminator else equal, _same_type)
+        for line in lines
+    ]
 
-    changed: ir.LineBase = ir.map_line(line, base_or_itself, _OPERANDS)
+
+def _substitute(
+    line: ir.LineBase, others: Mapping[str, ir.Value], same: Callable[[ir.Value, ir.Value], bool]
+) -> ir.LineBase:
+    """Returns a line with other values as operands, those that are the `same`."""
+
+    def other_or_itself(item: object) -> object:
+        other = others.get(item.name) if type(item) is ir.Value else None
+        return other if other is not None and type(item) is ir.Value and same(item, other) else item
+
+    changed: ir.LineBase = ir.map_line(line, other_or_itself, _OPERANDS)
     return changed
 
 

@@ -257,24 +257,26 @@ class SchedulingRegions:
         changed = changed or {}
         lines = [line for units, order in zip(self.regions, orders, strict=True) for index in order
                  for line in changed.get(units[index], units[index].lines)]  # fmt: skip
-        lines = allocations_in_order(lines)
+        lines = sink_allocations(lines)
         freed = insert_frees(lines, self.arguments, ir.released_inputs(self.program.inputs))
         return self.program.replace(body=ir.Block(self.program.body.arguments, freed))
 
 
-def allocations_in_order(lines: Sequence[ir.LineBase]) -> list[ir.LineBase]:
-    """Returns lines in which the allocations directly before a line are in the order in which it writes them."""
+def sink_allocations(lines: Sequence[ir.LineBase]) -> list[ir.LineBase]:
+    """Returns lines in which allocations directly precede the first line that uses them, in the order of its writes.
+
+    Allocations stay in their bracket.
+    """
     result: list[ir.LineBase] = []
+    pending: dict[str, Alloc] = {}
     for line in lines:
-        if not isinstance(line, Alloc):
-            position = {value.name: index for index, value in enumerate(ir.writes(line))}
-            start = len(result)
-            while start and isinstance(result[start - 1], Alloc):
-                start -= 1
-            allocated = [value.name for item in result[start:] for value in ir.defined(item)]
-            if len(allocated) > 1 and all(name in position for name in allocated):
-                order = {id(item): position[name] for item, name in zip(result[start:], allocated, strict=True)}
-                result[start:] = sorted(result[start:], key=lambda item: order[id(item)])
+        if isinstance(line, Alloc):
+            pending[line.result.name] = line
+            continue
+        if pending:
+            fixed = line.bracket[1] or line.terminator
+            names = list(pending) if fixed else [value.name for value in (*ir.writes(line), *ir.used(line))]
+            result += [pending.pop(name) for name in dict.fromkeys(names) if name in pending]
         result.append(line)
     return result
 
