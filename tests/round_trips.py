@@ -31,9 +31,10 @@ from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
 import fxwrap
 from benchmarks.results import Report, add_record_option
+from fxwrap.compile.steps import plan_program
 from fxwrap.converters.emission import emit
 from fxwrap.errors import GraphError, UnsupportedError
-from fxwrap.lines import Comment, Free, Launch, Let, Pool, Reuse
+from fxwrap.lines import Comment, Free, Launch, Let
 from fxwrap.memory_planning import BlockPlan, MemoryPlan, apply_plan, plan_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.symbolic import Number, evaluate
@@ -83,15 +84,15 @@ Key: TypeAlias = tuple[str, str]
 class Form:
     """A form of FX graphs: how a program gets it, and how it gets back to a program with a memory plan.
 
-    `kernels` is the option of compiles, `sources` are those of programs that have the form. `losses` are its own,
-    `losses_when_traced` those of retracing, which inlines calls of graphs.
+    `kernels` is the option of compiles, `sources` are those of programs that have the form. A graph that `has_no_plan`
+    is planned again with the options of the compile; programs that were drawn as IR have other calls than those.
+    `losses_when_traced` are those of retracing, which inlines calls of graphs.
     """
 
     emit: Callable[[Program], GraphModule]
-    read: Callable[..., Program] = fxwrap.from_fx
     kernels: str = "text"
     sources: frozenset[str] = frozenset(SOURCES)
-    losses: frozenset[Loss] = frozenset()
+    has_no_plan: bool = False
     losses_when_traced: frozenset[Loss] = frozenset()
 
 
@@ -105,7 +106,7 @@ def _functional(program: Program) -> GraphModule:
 
 FORMS: dict[str, Form] = {
     "in_place": Form(_emit),
-    "functional": Form(_functional, losses=CALLS),
+    "functional": Form(_functional, has_no_plan=True),
     "subgraph": Form(
         _emit, kernels="subgraph", sources=frozenset({"static", "dynamic", "control"}), losses_when_traced=CALLS
     ),
@@ -152,13 +153,17 @@ class Journey:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A program, functions that return fresh inputs, the values of its symbols, and for each of the inputs the results
-    by the interpreter and the inputs after the run."""
+    """A program, functions that return fresh inputs, the values of its symbols, and the options of its compile; for
+    each of the inputs the results by the interpreter and the inputs after the run."""
 
     program: Program
     make_inputs: list[Callable[[], list[Any]]]
     symbols: Symbols
+    options: fxwrap.Options | None
     wanted: list[list[Any]]
+
+
+_Parts: TypeAlias = tuple[Program, list[Callable[[], list[Any]]], Symbols, fxwrap.Options | None]
 
 
 class Subject:
@@ -180,12 +185,14 @@ class Subject:
         """Returns the program in a form, with its inputs and results."""
         kernels = FORMS[form].kernels
         if kernels not in self._drawn:
-            program, make_inputs, symbols = self._from_ir() if self.source == "ir" else self._from_graph(kernels)
+            program, make_inputs, symbols, options = (
+                self._from_ir() if self.source == "ir" else self._from_graph(kernels)
+            )
             wanted = [_run(partial(fxwrap.run, program), program, make) for make in make_inputs]
-            self._drawn[kernels] = Drawn(program, make_inputs, symbols, wanted)
+            self._drawn[kernels] = Drawn(program, make_inputs, symbols, options, wanted)
         return self._drawn[kernels]
 
-    def _from_ir(self) -> tuple[Program, list[Callable[[], list[Any]]], Symbols]:
+    def _from_ir(self) -> _Parts:
         with_triton = not _is_cpp(self.seed) and self.seed % 2 == 0
         kernels = (*program_kernels.CPP, *(program_kernels.TRITON if with_triton else ()))
         case = drawn_example(random_programs(kernels=kernels, streams=True), self.seed)
@@ -196,9 +203,9 @@ class Subject:
         if choose.random() < 0.3:
             program = apply_plan(program, _plan(program, case.symbols))
         program = fxwrap.verify(_without_unused_definitions(program))
-        return program, [partial(case.inputs, number) for number in range(INPUTS)], case.symbols
+        return program, [partial(case.inputs, number) for number in range(INPUTS)], case.symbols, None
 
-    def _from_graph(self, kernels: str) -> tuple[Program, list[Callable[[], list[Any]]], Symbols]:
+    def _from_graph(self, kernels: str) -> _Parts:
         subject = GraphSubject(self.seed, [self.source])
         options = GraphCase.draw(self.source, self.seed, 0).options
         dynamic = isinstance(subject.graph, DynamicGraph)
@@ -208,7 +215,8 @@ class Subject:
         )
         program = fxwrap.compile_graph(subject.graph.module, sample, options=options).program
         program = program.replace(header=())  # which `split_module` and tracing leave out
-        return program, [partial(_copies, item) for item in subject.inputs[:INPUTS]], _NO_SYMBOLS
+        inputs = [partial(_copies, item) for item in subject.inputs[:INPUTS]]
+        return program, inputs, _NO_SYMBOLS, options.resolve_devices()
 
 
 def _without_unused_definitions(program: Program) -> Program:
@@ -276,13 +284,15 @@ def _run_trip(trip: Trip, subject: Subject) -> Counter[str]:
         module = form.emit(program)
     except UnsupportedError:
         return Counter({"no form": 1})
-    journey = _transformed(trip, Journey(module, losses=set(form.losses)), drawn)
+    journey = _transformed(trip, Journey(module), drawn)
     # What was traced with the first inputs is for their sizes and numbers.
     runs = list(zip(drawn.make_inputs, drawn.wanted, strict=True))[: 1 if journey.is_specialised else None]
     for make, wanted in runs:
         assert_same("the graph", _run(lambda inputs: journey.module(*inputs), program, make), wanted)
-    imported = _imported(form, journey.module, program)
-    _check_program(journey, form, program, imported, drawn.symbols)
+    imported = _imported(journey.module, program)
+    if form.has_no_plan and drawn.options is not None:
+        imported = plan_program(imported, drawn.options)
+    _check_program(journey, form, drawn, imported)
     entry = emit(imported, trip.emitter)
     for make, wanted in runs:
         assert_same("the imported program", _run(lambda inputs: entry(*inputs), program, make), wanted)
@@ -349,23 +359,21 @@ def _memory(block: BlockPlan) -> tuple[Any, ...]:
     return block.peak, block.lower_bound, sorted(pools)
 
 
-def _imported(form: Form, module: GraphModule, program: Program) -> Program:
+def _imported(module: GraphModule, program: Program) -> Program:
     """Returns the program of a graph. Graphs that were traced have no ownership of inputs."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     ownership = {name: item.ownership for name, item in zip(names, program.inputs, strict=True)}
-    return form.read(module, ownership=ownership)
+    return fxwrap.from_fx(module, ownership=ownership)
 
 
-def _check_program(journey: Journey, form: Form, program: Program, imported: Program, symbols: Symbols) -> None:
+def _check_program(journey: Journey, form: Form, drawn: Drawn, imported: Program) -> None:
     """Checks an imported program and its memory plan, up to the losses of the transforms.
 
     Symbols that became numbers change neither peaks nor lower bounds, which are those of the example's sizes, but the
     pools that buffers of symbolic sizes cannot share. Tracing leaves out results that nothing uses.
     """
-    losses = journey.losses
-    if not journey.applied and not _is_planned(program) and symbols is _NO_SYMBOLS:
-        losses = set[Loss]()  # compiled graphs have only calls that the functional form gives back as they were
-    if Loss.CALLS in losses:
+    losses, program, symbols = journey.losses, drawn.program, drawn.symbols
+    if Loss.CALLS in losses or (form.has_no_plan and (losses or drawn.options is None)):
         return
     original = program
     if not losses:
@@ -378,11 +386,6 @@ def _check_program(journey: Journey, form: Form, program: Program, imported: Pro
         return
     peaks, expected = (_peaks(_plan(item, symbols)) for item in (imported, original))
     assert peaks == expected, f"the plan has the peaks and lower bounds {peaks}, not {expected}"
-
-
-def _is_planned(program: Program) -> bool:
-    """Whether a program has memory of more than one value, which the functional form does not have."""
-    return any(isinstance(line, Pool | Reuse) for line in program.lines())
 
 
 def _peaks(plan: MemoryPlan) -> tuple[object, ...]:
@@ -399,7 +402,7 @@ def _without_unused(form: Form, program: Program) -> Program:
             part.graph.eliminate_dead_code()
             for node in part.graph.nodes:
                 node.meta.pop("fxwrap_line", None)  # which has results without nodes
-    return _imported(form, module, program)
+    return _imported(module, program)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import sympy
@@ -40,6 +40,7 @@ Keywords: TypeAlias = tuple[tuple[str, object], ...]
 
 _FIRST_HINT = 11
 _SLICE = torch.ops.aten.slice.Tensor
+_VIEWS_OF_SIZES = frozenset({torch.ops.aten.view.default, torch.ops.aten.reshape.default})
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,8 @@ class CallInference:
             self._created_symbols = False
             part = _unbacked_slice(operator, arguments, keywords)
             results = self._run(operator, arguments, keywords, operands) if part is None else (part,)
+            if operator in _VIEWS_OF_SIZES:
+                results = (_with_sizes(results[0], arguments),)
             if not self._created_symbols:  # each call has new symbols
                 self._cache[key] = results
         return results
@@ -264,6 +267,16 @@ def _unbacked_slice(operator: OpOverload, arguments: tuple[object, ...], keyword
     strides[dim] = product((strides[dim], step))
     sliced = ir.TensorType(type_.dtype, tuple(sizes), tuple(strides), type_.device)
     return InferredResult(view_type(sliced, type_, distance), 0, True)
+
+
+def _with_sizes(result: InferredTree, arguments: tuple[object, ...]) -> InferredTree:
+    """Returns the result of a view with the sizes that the call has; torch returns sizes that equal them for hints."""
+    match result, arguments:
+        case InferredResult(type=ir.TensorType() as type_), (_, tuple() as sizes) if len(sizes) == len(type_.sizes):
+            exact = tuple([old if size == -1 else cast(ir.Size, size) for size, old in zip(sizes, type_.sizes)])
+            return replace(result, type=replace(type_, sizes=exact))
+        case _:
+            return result
 
 
 def view_type(type_: ir.TensorType, base: ir.TensorType, distance: ir.Size) -> ir.TensorType:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from fxwrap.lines.memory import Free
 from fxwrap.lines.symbol import Bind
-from fxwrap.wrapper_ir import LineBase, Value, alias_roots, consumed, defined, holds_memory, last_uses, reads
+from fxwrap.wrapper_ir import LineBase, Value, alias_roots, consumed, defined, holds_memory, last_uses, reads, used
 
 
 def insert_frees(
@@ -39,6 +39,18 @@ def insert_frees(
             result.extend(due)
             due.clear()
     return tuple(result)
+
+
+def drop_early_frees(lines: Sequence[LineBase], arguments: Iterable[Value]) -> list[LineBase]:
+    """Returns the lines without the frees of memory that a later line uses or frees. Linear in the number of lines."""
+    root_of = alias_roots(lines, arguments)
+    used_later: set[str] = set()
+    result: list[LineBase] = []
+    for line in reversed(lines):
+        if not isinstance(line, Free) or line.root.name not in used_later:
+            result.append(line)
+            used_later.update([root_of[value.name] for value in used(line)])
+    return result[::-1]
 
 
 def _allocation_streams(lines: Sequence[LineBase]) -> dict[str, int]:

@@ -83,11 +83,12 @@ def _wait_event(importer: GraphImporter, node: Node) -> None:
 
 
 def _record_stream(importer: GraphImporter, node: Node) -> None:
-    """Imports the release of memory that waits for a stream."""
+    """Imports the release of memory that waits for a stream; that of memory which is used later comes after it."""
     root = importer.tensor(node, node.args[0])
     _, stream = _device_and_stream(importer, node, node.args[1:])
-    importer.consume(node, root)
-    importer.emit_without_result(lines.Free(root, stream), node)
+    if importer.root_of[root.name] == root.name:
+        importer.emit(lines.Free(root, stream), node)
+    importer.env[node] = None
 
 
 # --- ranges and checks ------------------------------------------------------------------------------------------------

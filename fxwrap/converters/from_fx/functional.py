@@ -219,10 +219,16 @@ def _out_call(importer: GraphImporter, node: Node) -> ExternCall | None:
     if not isinstance(source, Node) or len(source.users) > 1 or source.op != "call_function":
         return None
     between = source.next
-    while between is not node and between.target is _ATEN.empty_strided.default:
+    while between is not node and (between.target is _ATEN.empty_strided.default or _is_arithmetic(between)):
         between = between.next
     is_called = source.target is torch_compat.functional_of_out_variant(line.target)
     return line if between is node and is_called else None
+
+
+def _is_arithmetic(node: Node) -> bool:
+    """Whether a node computes a number, such as a stride of the memory that the result is copied into."""
+    is_operator = isinstance(node.target, OpOverload | torch_compat.HigherOrderOperator)
+    return node.op == "call_function" and not is_operator
 
 
 def _import_out_call(importer: GraphImporter, node: Node, line: ExternCall) -> None:

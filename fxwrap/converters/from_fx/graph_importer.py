@@ -22,6 +22,7 @@ from fxwrap.errors import FxImportError
 from fxwrap.fx_passes.source import source_of
 from fxwrap.inference import CallInference, with_declared_layout
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
+from fxwrap.lines.frees import drop_early_frees
 from fxwrap.passes.coalesce_copies import coalesce_copies
 from fxwrap.runtime import library
 from fxwrap.symbolic import NumberOrExpression, SymbolInfo, make_symbol
@@ -449,7 +450,9 @@ class GraphImporter:
     ) -> list[ir.LineBase]:
         """Returns the lines so far, and added ones, without the copies that sharing memory makes superfluous."""
         results = self.functional_results | self.updates.keys()
-        lines = coalesce_copies([*self.lines, *added], arguments, self.copies, results, owned)
+        arguments = list(arguments)
+        lines = drop_early_frees([*self.lines, *added], arguments)
+        lines = coalesce_copies(lines, arguments, self.copies, results, owned)
         return lines if not self.updates else [item for line in lines for item in self._with_layout(line)]
 
     def _with_layout(self, line: ir.LineBase) -> tuple[ir.LineBase, ...]:

@@ -194,7 +194,8 @@ class _ProgramImport:
         lines = importer.coalesced_lines(visible, owned)
         root_of = ir.alias_roots(lines, visible)
         written = {root_of[value.name] for line in lines for value in ir.writes(line)}
-        inputs = tuple([ir.Input(value, self._ownership(node, value, written)) for node, value in self.inputs])
+        consumed = {value.name for line in lines for value in ir.consumed(line)}
+        inputs = tuple([ir.Input(value, self._ownership(node, value, written, consumed)) for node, value in self.inputs])
         mutable = state.declared_mutable | written
         return ir.Program(
             self.name,
@@ -207,11 +208,13 @@ class _ProgramImport:
             ir.ConstantStore(dict(state.payloads)),
         )
 
-    def _ownership(self, node: Node, value: ir.Value | SymbolInfo, written: set[str]) -> ir.Ownership:
+    def _ownership(
+        self, node: Node, value: ir.Value | SymbolInfo, written: set[str], consumed: set[str]
+    ) -> ir.Ownership:
         if not isinstance(value, ir.Value):
             return ir.Ownership.BORROWED
         ownership = self._declared_ownership(node)
-        if ownership is None and value.name in self.importer.consumed_by:
+        if ownership is None and value.name in consumed:
             return ir.Ownership.OWNED
         ownership = ownership or ir.Ownership.BORROWED
         return ir.Ownership.MUTABLE if ownership is ir.Ownership.BORROWED and value.name in written else ownership

@@ -255,8 +255,10 @@ class FunctionalConverter(FxConverter):
         results = self._results_of(target, line)
         plain = line.replace(results=results, outs=(), target=operator_name(target))
         self.writer.line = plain  # its metadata has the types of the results
+        contents = {value.name: self.writer.nodes.get(value.name) for value in line.outs}
         self.results(plain, target, arguments, keywords)
         nodes = [self.writer.nodes[result.name] for result in results]
+        self.writer.nodes.update({name: node for name, node in contents.items() if node is not None})
         for value, result, node in zip(line.outs, results, nodes, strict=True):
             is_certain = not has_uncertain_layout(target, plain, value.tensor_type)
             if is_certain and value.tensor_type.strides == result.tensor_type.strides:
