@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.const_fold import _inline_module
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -58,7 +59,7 @@ class Transform:
     `forms` are the forms of graphs that the transform is defined for; empty means all. `flat` says that it is not
     defined for graphs that call graphs, `excluded_languages` for graphs with such kernels. `weight` is its share in
     random chains. `specialises` says that the result is for sizes like those of the inputs, `single_stream` that it
-    moves or merges nodes across streams.
+    moves or merges nodes across streams. `restrides` says for which graphs results may have other strides.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Transform:
     weight: float = 1.0
     specialises: bool = False
     single_stream: bool = False
+    restrides: Callable[[GraphModule], bool] = lambda _module: False
 
     def accepts(self, module: GraphModule, languages: Set[str]) -> bool:
         """Whether the transform is defined for a graph that launches kernels in some languages."""
@@ -190,6 +192,16 @@ def _called(module: GraphModule) -> set[str]:
     calls = [node for part in _parts_of(module) for node in part.graph.nodes if node.op == "call_function"]
     names = [getattr(node.target, "__name__", "") for node in calls]
     return {name.partition(".")[0] for name in names}
+
+
+def _has_strides_of_torch(module: GraphModule) -> bool:
+    """Whether functionalization gives results other strides.
+
+    It calls operators in place of their out variants, which write memory of any layout, and copies views in blocks.
+    """
+    targets = [node.target for part in _parts_of(module) for node in part.graph.nodes if node.op == "call_function"]
+    into_memory = any(isinstance(target, OpOverload) and "out" in target._overloadname for target in targets)
+    return into_memory or bool(_called(module) & {*_CONTROL})
 
 
 def _get_attrs(module: GraphModule) -> list[tuple[GraphModule, Node]]:
@@ -316,6 +328,7 @@ TRANSFORMS: dict[str, Transform] = {
             _FUNCTIONALISED,
             excluded_languages=_WITHOUT_USER_KERNELS,
             specialises=True,
+            restrides=_has_strides_of_torch,
         ),
         Transform("export", _exported, CALLS, _EXPORTED, weight=0.3, specialises=True),
         Transform("fx_graph_cse", _cse, CALLS, forms=_FUNCTIONAL_ONLY, flat=True, single_stream=True, weight=0.5),

@@ -191,7 +191,7 @@ def _import_by_schema(importer: GraphImporter, node: Node, operator: OpOverload,
     items: tuple[ir.LineBase, ...] = (line,)
     if isinstance(line, ExternCall) and _may_be_in_place(line):
         importer.updates[results[0].name] = arguments[0]
-    elif isinstance(line, ExternCall):
+    elif isinstance(line, ExternCall) and node.users:
         items = inference.with_declared_layout(line)
     for item in items:
         importer.emit_definition(item, node)

@@ -453,11 +453,14 @@ class GraphImporter:
         arguments = list(arguments)
         lines = drop_early_frees([*self.lines, *added], arguments)
         lines = coalesce_copies(lines, arguments, self.copies, results, owned)
-        return lines if not self.updates else [item for line in lines for item in self._with_layout(line)]
+        if not self.updates:
+            return lines
+        uncertain = self.updates.keys() & {value.name for line in lines for value in ir.used(line)}
+        return [item for line in lines for item in self._with_layout(line, uncertain)]
 
-    def _with_layout(self, line: ir.LineBase) -> tuple[ir.LineBase, ...]:
+    def _with_layout(self, line: ir.LineBase, uncertain: Collection[str]) -> tuple[ir.LineBase, ...]:
         """Returns a line whose result has the declared layout, now that calls are in-place or not."""
-        if isinstance(line, ExternCall) and any(value.name in self.updates for value in ir.defined(line)):
+        if isinstance(line, ExternCall) and any(value.name in uncertain for value in ir.defined(line)):
             return with_declared_layout(line)
         return (line,)
 
