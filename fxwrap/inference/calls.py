@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import sympy
@@ -40,7 +40,6 @@ Keywords: TypeAlias = tuple[tuple[str, object], ...]
 
 _FIRST_HINT = 11
 _SLICE = torch.ops.aten.slice.Tensor
-_VIEWS_OF_SIZES = frozenset({torch.ops.aten.view.default, torch.ops.aten.reshape.default})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,8 @@ class CallInference:
 
     Args:
         info: returns the range and hint of a symbol, by name.
-        fresh: returns a new symbol with a prefix, for a size that is known only at run time. Symbols and numbers then
-            have hints, so that fewer operators fail. Without it, such a size raises UnknownResultError.
+        fresh: returns a new symbol with a prefix, for a size that is known only at run time; without it, such a size
+            raises UnknownResultError. With it, calls that fail on unbacked symbols run on hints of them.
     """
 
     def __init__(self, info: Callable[[str], SymbolInfo], fresh: Callable[[str], SymbolInfo] | None = None) -> None:
@@ -92,6 +91,7 @@ class CallInference:
         self._defined: set[sympy.Symbol] = set()
         self._program_symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # the ShapeEnv's symbols as the program's
         self._created_symbols = False
+        self._unhinted: CallInference | None = None
 
     @classmethod
     def for_program(cls, program: ir.Program) -> CallInference:
@@ -134,12 +134,26 @@ class CallInference:
         if results is None:
             self._created_symbols = False
             part = _unbacked_slice(operator, arguments, keywords)
-            results = self._run(operator, arguments, keywords, operands) if part is None else (part,)
-            if operator in _VIEWS_OF_SIZES:
-                results = (_with_sizes(results[0], arguments),)
+            results = (part,) if part is not None else self._results_without_hints(operator, arguments, keywords)
+            if results is None:
+                results = self._run(operator, arguments, keywords, operands)
             if not self._created_symbols:  # each call has new symbols
                 self._cache[key] = results
         return results
+
+    def _results_without_hints(
+        self, operator: OpOverload, arguments: tuple[object, ...], keywords: Keywords
+    ) -> tuple[InferredTree, ...] | None:
+        """Returns the results of a call on unbacked symbols, if they hold for any value of these; hints are one."""
+        if self._fresh is None or not any(map(_is_unbacked, ir.leaves((arguments, keywords)))):
+            return None
+        if self._unhinted is None:
+            self._unhinted = CallInference(self._info)
+            self._unhinted.definitions = self.definitions
+        try:
+            return self._unhinted.results(operator, arguments, keywords)
+        except RewriteError:
+            return None
 
     def _run(
         self, operator: OpOverload, arguments: tuple[object, ...], keywords: Keywords, operands: Sequence[ir.Value]
@@ -246,6 +260,13 @@ class CallInference:
             raise RewriteError(f"a size of the results of {operator} is no expression of the IR: {error}") from None
 
 
+def _is_unbacked(item: object) -> bool:
+    """Whether a number, or the type of a value, has an unbacked symbol."""
+    if isinstance(item, ir.Value):
+        return any(symbol.name.startswith("u") for symbol in ir.type_symbols(item.type))
+    return isinstance(item, sympy.Basic) and any(symbol.name.startswith("u") for symbol in item.free_symbols)
+
+
 def _unbacked_slice(operator: OpOverload, arguments: tuple[object, ...], keywords: Keywords) -> InferredResult | None:
     """Returns the view that a slice at unbacked positions is; torch would clamp their hints, or have a new symbol."""
     if operator is not _SLICE:
@@ -267,16 +288,6 @@ def _unbacked_slice(operator: OpOverload, arguments: tuple[object, ...], keyword
     strides[dim] = product((strides[dim], step))
     sliced = ir.TensorType(type_.dtype, tuple(sizes), tuple(strides), type_.device)
     return InferredResult(view_type(sliced, type_, distance), 0, True)
-
-
-def _with_sizes(result: InferredTree, arguments: tuple[object, ...]) -> InferredTree:
-    """Returns the result of a view with the sizes that the call has; torch returns sizes that equal them for hints."""
-    match result, arguments:
-        case InferredResult(type=ir.TensorType() as type_), (_, tuple() as sizes) if len(sizes) == len(type_.sizes):
-            exact = tuple([old if size == -1 else cast(ir.Size, size) for size, old in zip(sizes, type_.sizes)])
-            return replace(result, type=replace(type_, sizes=exact))
-        case _:
-            return result
 
 
 def view_type(type_: ir.TensorType, base: ir.TensorType, distance: ir.Size) -> ir.TensorType:

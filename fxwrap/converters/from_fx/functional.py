@@ -26,8 +26,16 @@ _ATEN = torch.ops.aten
 
 
 def copy_operand(importer: GraphImporter, node: Node, value: Value) -> Value:
-    """Returns new memory with a tensor's content, if that is initialized, and its strides."""
+    """Returns new memory with a tensor's content, if that is initialized, and its strides.
+
+    A copy of a tensor that has elements of memory several times has each of them for itself, as in eager mode.
+    """
     root, type_ = importer.root_of[value.name], replace(value.tensor_type, storage_offset=0)
+    repeats = any(stride == 0 and size != 1 for size, stride in zip(type_.sizes, type_.strides, strict=True))
+    if repeats:
+        (cloned,) = importer.state.inference.results(_ATEN.clone.default, (value,), ())
+        assert isinstance(cloned, InferredResult) and isinstance(cloned.type, TensorType)
+        type_ = cloned.type
     is_empty = root in importer.uninitialized
     if is_empty and root == value.name and _is_used_once(importer, value):
         importer.functional_results.add(value.name)
@@ -39,7 +47,7 @@ def copy_operand(importer: GraphImporter, node: Node, value: Value) -> Value:
         return copy
     importer.copies.add(copy.name)
     importer.copied_from[copy.name] = value
-    if type_.storage_bytes == type_.element_count * type_.dtype.itemsize:
+    if repeats or type_.storage_bytes == type_.element_count * type_.dtype.itemsize:
         importer.emit_definition(ExternCall((copy,), "aten.clone.default", (value,)), node)
     else:  # a clone has no gaps
         importer.emit_definition(Alloc(copy), node)
@@ -263,17 +271,15 @@ def _view_scatter(importer: GraphImporter, node: Node) -> None:
     if importer.original_line(node, ExternCall) is not None or not is_plain:
         import_operator_call(importer, node)
         return
-    base = importer.tensor(node, node.args[0])
-    root = Value(base.name, replace(base.tensor_type, storage_offset=0))
-    (inferred,) = importer.state.inference.results(view_operator, (root, *numbers), ())
+    copy = copy_operand(importer, node, importer.tensor(node, node.args[0]))
+    (inferred,) = importer.state.inference.results(view_operator, (copy, *numbers), ())
     assert isinstance(inferred, InferredResult) and isinstance(inferred.type, TensorType)
-    import_view_scatter(importer, node, base, inferred.type)
+    import_view_scatter(importer, node, copy, inferred.type)
 
 
-def import_view_scatter(importer: GraphImporter, node: Node, base: Value, type_: TensorType) -> None:
+def import_view_scatter(importer: GraphImporter, node: Node, copy: Value, type_: TensorType) -> None:
     """Imports a node that overwrites a view of a copy of its first operand with the second; `type_` is the view's."""
     source = importer.tensor(node, node.args[1])
-    copy = copy_operand(importer, node, base)
     view = importer.value(f"{node.name}_part", type_)
     importer.emit_definition(View(view, copy), node)
     importer.emit(Mutate((), "aten.copy_.default", (view, source), (view,)), node)

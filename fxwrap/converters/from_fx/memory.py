@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.converters.from_fx.calls import import_operator_call, infer_view_type
-from fxwrap.converters.from_fx.functional import import_view_scatter
+from fxwrap.converters.from_fx.functional import copy_operand, import_view_scatter
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
 from fxwrap.converters.from_fx.numbers import import_storage_offset
 from fxwrap.converters.view_operators import VIEW_OVERLOADS, returns_view, view_operator
@@ -182,7 +182,7 @@ def _as_strided_scatter(importer: GraphImporter, node: Node) -> None:
     offset = _offset_in_root(importer, node, base, node.args[4] if len(node.args) > 4 else None)
     distance = total((offset, product((-1, base.tensor_type.storage_offset))))
     type_ = replace(base.tensor_type, sizes=sizes, strides=strides, storage_offset=distance)
-    import_view_scatter(importer, node, base, type_)
+    import_view_scatter(importer, node, copy_operand(importer, node, base), type_)
 
 
 def _offset_in_root(importer: GraphImporter, node: Node, base: Value, item: Any) -> Size:
