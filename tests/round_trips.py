@@ -34,7 +34,7 @@ from benchmarks.results import Report, add_record_option
 from fxwrap.compile.steps import plan_program
 from fxwrap.converters.emission import emit
 from fxwrap.errors import GraphError, UnsupportedError
-from fxwrap.lines import Comment, Free, Launch, Let
+from fxwrap.lines import Comment, ExternCall, Free, Launch, Let
 from fxwrap.memory_planning import BlockPlan, MemoryPlan, apply_plan, plan_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.symbolic import Number, evaluate
@@ -289,15 +289,17 @@ def _run_trip(trip: Trip, subject: Subject) -> Counter[str]:
     # What was traced with the first inputs is for their sizes and numbers.
     makers = drawn.make_inputs[: 1 if journey.is_specialised else None]
     results = [_run(lambda inputs: journey.module(*inputs), program, make) for make in makers]
+    other_loops = journey.is_restrided or (form.has_no_plan and _writes_other_layouts(program))
+    same = partial(assert_same, tolerance=_LAST_BITS if other_loops else 0.0)
     for of_graph, wanted in zip(results, drawn.wanted):
-        assert_same("the graph", of_graph, wanted, strides=not journey.is_restrided)
+        same("the graph", of_graph, wanted, strides=not journey.is_restrided)
     imported = _imported(journey.module, program)
     if form.has_no_plan and drawn.options is not None:
         imported = plan_program(imported, drawn.options)
     _check_program(journey, form, drawn, imported)
     entry = emit(imported, trip.emitter)
     for make, of_graph in zip(makers, results, strict=True):
-        assert_same("the imported program", _run(lambda inputs: entry(*inputs), program, make), of_graph)
+        same("the imported program", _run(lambda inputs: entry(*inputs), program, make), of_graph)
     return Counter([f"{name} applied" for name in journey.applied] + [f"{name} rejected" for name in journey.rejected])
 
 
@@ -329,14 +331,25 @@ def _transformed(trip: Trip, journey: Journey, drawn: Drawn) -> Journey:
 # --- comparisons ------------------------------------------------------------------------------------------------------
 
 
-def assert_same(what: str, results: Sequence[Any], wanted: Sequence[Any], strides: bool = True) -> None:
-    """Raises AssertionError if results differ in a bit, a type or strides."""
+_LAST_BITS = 1e-6
+"""The relative difference of results of one operator in two layouts; see `Transform.restrides`."""
+
+
+def _writes_other_layouts(program: Program) -> bool:
+    """Whether a program calls an out variant, which may write another layout than the operator without it returns."""
+    return any(isinstance(line, ExternCall) and line.outs for line in program.lines())
+
+
+def assert_same(
+    what: str, results: Sequence[Any], wanted: Sequence[Any], strides: bool = True, tolerance: float = 0.0
+) -> None:
+    """Raises AssertionError if results differ by more than the tolerance, in a type, or in strides."""
     assert len(results) == len(wanted), f"{what} returns {len(results)} values, not {len(wanted)}"
     for position, (result, want) in enumerate(zip(results, wanted)):
         assert type(result) is type(want), f"{what}, value {position}: {result!r} is not {want!r}"
         if isinstance(want, torch.Tensor):
             message = partial("{}, value {}: {}".format, what, position)
-            torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True, msg=message)
+            torch.testing.assert_close(result, want, rtol=tolerance, atol=tolerance, equal_nan=True, msg=message)
             same = not strides or _strides(result) == _strides(want)
             assert same, f"{what}, value {position}: strides {result.stride()}"
         else:

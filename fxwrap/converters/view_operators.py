@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import sympy
 import torch
 
 from fxwrap.symbolic import (
@@ -95,6 +96,16 @@ class ViewOperator:
     kind: ViewKind
     arguments: tuple[Any, ...]
 
+    def simplified(self, infos: Mapping[str, SymbolInfo]) -> ViewOperator:
+        """Returns the operator with constants for expressions of one value in the ranges of their symbols."""
+
+        def simplify(item: Any) -> Any:
+            if isinstance(item, tuple):
+                return tuple(map(simplify, item))
+            return simplify_by_ranges(item, infos) if isinstance(item, sympy.Basic) else item
+
+        return ViewOperator(self.kind, simplify(self.arguments)) if infos else self
+
 
 def view_operator(overload: object, arguments: Sequence[Any]) -> ViewOperator | None:
     """Returns the operator of a call with these arguments after the tensor; None for another overload."""
@@ -121,7 +132,9 @@ def returns_view(
     operator: ViewOperator | None, base: TensorType, view: TensorType, infos: Mapping[str, SymbolInfo]
 ) -> bool:
     """Whether an operator returns a view of type `view` of a tensor of type `base`, by the rules."""
-    layout = None if operator is None else result_layout(operator, layout_of(base).simplified(infos))
+    if operator is None:
+        return False
+    layout = result_layout(operator.simplified(infos), layout_of(base).simplified(infos))
     return layout is not None and is_same_view(layout.simplified(infos), layout_of(view).simplified(infos))
 
 

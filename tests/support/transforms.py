@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter, Node
@@ -59,7 +60,8 @@ class Transform:
     `forms` are the forms of graphs that the transform is defined for; empty means all. `flat` says that it is not
     defined for graphs that call graphs, `excluded_languages` for graphs with such kernels. `weight` is its share in
     random chains. `specialises` says that the result is for sizes like those of the inputs, `single_stream` that it
-    moves or merges nodes across streams. `restrides` says for which graphs results may have other strides.
+    moves or merges nodes across streams. `restrides` says for which graphs results may have other strides, and other
+    last bits: torch's loops over elements that are not adjacent do not use vectorised functions.
     """
 
     name: str
@@ -229,6 +231,31 @@ def _reads_block(module: GraphModule, match: re.Match[str]) -> bool:
 
 _CONTROL = ("cond", "while_loop", "scan", "map_impl", "invoke_subgraph")
 
+
+def _block_operands(part: GraphModule, node: Node) -> list[Any]:
+    """Returns the operands of control flow in the order of the parameters of its blocks."""
+    arguments = node.args[1:] if getattr(node.target, "__name__", "") == "cond" else node.args  # the predicate
+    leaves = pytree.tree_leaves(arguments)
+    blocks = [item for item in leaves if isinstance(item, Node) and item.op == "get_attr"]
+    blocks = [item for item in blocks if isinstance(attrgetter(item.target)(part), GraphModule)]
+    return [item for item in leaves if item not in blocks and not isinstance(item, str)]
+
+
+def _has_no_fake_tensor(part: GraphModule, operand: Any) -> bool:
+    """Whether an operand is a number or a constant."""
+    if not isinstance(operand, Node):
+        return True
+    return operand.op == "get_attr" or not isinstance(operand.meta.get("val", torch.Tensor()), torch.Tensor)
+
+
+def _passes_number_or_constant(module: GraphModule, match: re.Match[str]) -> bool:
+    """Whether control flow passes a number or a constant as the block's parameter that the error names."""
+    calls = [(part, node) for part in _parts_of(module) for node in part.graph.nodes]
+    calls = [(part, node) for part, node in calls if getattr(node.target, "__name__", "") in _CONTROL]
+    position = int(match[1])
+    operands = [(part, _block_operands(part, node)) for part, node in calls]
+    return any(len(items) > position and _has_no_fake_tensor(part, items[position]) for part, items in operands)
+
 RETURNED_CONSTANT = Rejection(r"KeyError: '(\w+)'$", _returns_constant)
 """`split_module` with the original order of nodes copies constants that partitions read, not returned ones."""
 
@@ -246,6 +273,16 @@ WHILE_OF_SYMBOLS = Rejection(
     _calling("while_loop"),
 )
 """Traced with symbols, a loop whose carried value comes from a constant or a captured tensor changes its sizes."""
+
+MERGED_STRIDES = (
+    Rejection(r"KeyError: Max\(1, u\d+\)$", _calling("cond")),
+    Rejection(
+        r"RuntimeError: It seems one of cond's output stride is not a simple accumulative multiplication of sizes\..* "
+        r"True branch has size (torch\.Size\(.*\)), stride (\(.*\)) and false branch has size \1 stride \2\. ",
+        _calling("cond"),
+    ),
+)
+"""Traced with symbols, a `cond` merges strides of equal results only if they are products of sizes, not of maxima."""
 
 COPIED_SHAPE_ENV = Rejection(
     r"RuntimeError: Expected !size_bytes_is_heap_allocated_ to be true",
@@ -266,13 +303,22 @@ _FUNCTIONALISED = (
         r"(aliasing the input or the output|modifying the input)",
         _calling(*_CONTROL),
     ),
-    # Functionalization of control flow asks whether operands are functional tensors, which constants are not.
-    Rejection(r"RuntimeError: .*isFunctionalTensor\(t\) INTERNAL ASSERT FAILED", _calling(*_CONTROL, constants=True)),
+    # Functionalization of control flow asks whether operands are functional tensors, which constants are not. So does
+    # that of launches of Triton kernels: on a CPU torch cannot read these, and assumes that they write all operands.
+    Rejection(
+        r"RuntimeError: .*isFunctionalTensor\(t\) INTERNAL ASSERT FAILED",
+        _calling(*_CONTROL, "triton_kernel_wrapper_mutation", constants=True),
+    ),
 )
 _EXPORTED = (
     *_TRACED,
-    # Arguments of blocks are described by fake tensors, which constants and numbers are not.
-    Rejection(r"SpecViolationError: Node\.meta \w+ is missing val field", _calling(*_CONTROL)),
+    # Parameters of blocks are described by fake tensors, which constants and numbers are not.
+    Rejection(r"SpecViolationError: Node\.meta arg(\d+)_\d+ is missing val field", _passes_number_or_constant),
+    # Launches of Triton kernels that write operands return nothing, so torch's tracing gives them no `val`.
+    Rejection(
+        r"SpecViolationError: Node\.meta triton_kernel_wrapper_mutation\w* is missing val field",
+        _calling("triton_kernel_wrapper_mutation"),
+    ),
     # Operands of control flow are names of nodes; numbers are not.
     Rejection(r"AttributeError: 'int' object has no attribute 'name'", _calling(*_CONTROL)),
     # The parameters of a block are named after its operands, of which two may be one tensor.
@@ -283,15 +329,19 @@ _EXPORTED = (
         r".*Unsupported list/tuple argument type",
         lambda _module, match: match[1] in _CONTROL,
     ),
-    # A kernel is saved as its binary, which Triton compiles on a GPU.
+    # A kernel, also one in a block, is saved as its binary, which Triton compiles on a GPU.
     Rejection(
-        r"SerializeError: Failed serializing node triton_kernel_wrapper_functional.*: "
+        r"SerializeError: Failed serializing node \w+ in graph: .*AssertionError: "
         r"(kernel caches not found for kernel \w+|triton required to serialize triton kernels)",
         _calling("triton_kernel_wrapper_functional"),
     ),
     # A graph that blocks and the body call is stored with the first block, where the body does not look.
     Rejection(
         r"AttributeError: 'Module' object has no attribute '\w+\.repeated_subgraph\d+'", _calling("invoke_subgraph")
+    ),
+    # Before torch 2.12, assertions on sizes with a condition in them have no code.
+    Rejection(
+        r"AttributeError: type object 'PythonReferenceAnalysis' has no attribute 'expr_cond_pair'", _calling("sym_ite")
     ),
     # A slice beyond the end of a static dimension is asserted not to be one.
     Rejection(r"\w*Error: Runtime assertion failed for expression u\d+ <= ", _calling("slice")),
@@ -313,7 +363,7 @@ TRANSFORMS: dict[str, Transform] = {
         Transform("ShapeProp", _shape_propagated),
         Transform("replace_pattern", _replaced, UNUSED, forms=_FUNCTIONAL_ONLY, flat=True, single_stream=True),
         Transform("make_fx", _traced, SYMBOLS, _TRACED, specialises=True),
-        Transform("make_fx_symbolic", _traced_with_symbols, CALLS, (*_TRACED, WHILE_OF_SYMBOLS), specialises=True),
+        Transform("make_fx_symbolic", _traced_with_symbols, CALLS, (*_TRACED, WHILE_OF_SYMBOLS, *MERGED_STRIDES), specialises=True),
         Transform(
             "Interpreter",
             lambda module, inputs: _traced(Interpreter(module).run, inputs),
