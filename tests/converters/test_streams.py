@@ -17,7 +17,7 @@ from fxwrap.lines import Free
 from fxwrap.options import EMITTERS
 from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.runtime import library
-from fxwrap.wrapper_ir import canonicalize_program
+from fxwrap.wrapper_ir import canonicalize_program, line_text
 from tests.support.stream_log import StreamLog
 
 TEXT = """
@@ -245,6 +245,30 @@ def test_reused_memory_of_another_stream_is_released_where_the_program_says(stre
     )
     program = fxwrap.verify(fxwrap.parse(text))
     assert canonicalize_program(fxwrap.from_fx(fxwrap.to_fx(program))) == canonicalize_program(program)
+
+
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_import_releases_memory_that_is_used_later_after_that(stream_log: StreamLog, through_a_view: bool) -> None:
+    """Functionalization moves writes of inputs to the end, behind releases, and releases views."""
+    graph = fxwrap.to_fx(insert_device_guards(fxwrap.verify(fxwrap.parse(RELEASED_LATE)))).graph_module
+    (release,) = graph.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.record_stream.default)
+    tensor = release.args[0]
+    with graph.graph.inserting_before(release):
+        if through_a_view:
+            view = graph.graph.call_function(torch.ops.aten.view.default, (tensor, [2, 2]))
+            release.args = (view, *release.args[1:])
+    with graph.graph.inserting_after(release):
+        late = graph.graph.call_function(torch.ops.aten.cos.default, (tensor,))
+    output = graph.graph.output_node()
+    output.args = ((*output.args[0], late),)  # type: ignore[misc]
+    graph.recompile()
+    program = fxwrap.from_fx(graph)
+    texts = [line_text(line) for line in program.body.lines]
+    (freed,) = [number for number, text in enumerate(texts) if "memory.free(%t)" in text]
+    assert "aten.cos.default(%t)" in texts[freed - 1]
+    x = torch.rand(4)
+    for emitter in ("interpreter", *EMITTERS):
+        torch.testing.assert_close(tuple(emit(program, emitter)(x)), (x.sin().exp(), x.sin().cos()))
 
 
 def test_import_releases_memory_after_the_stream_that_used_it_last(stream_log: StreamLog) -> None:

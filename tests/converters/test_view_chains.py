@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxwrap.converters.view_chains import view_chain
-from fxwrap.converters.view_operators import VIEW_OVERLOADS, StridedLayout, ViewOperator, layout_of, result_layout
+from fxwrap.converters.view_operators import (
+    VIEW_OVERLOADS,
+    StridedLayout,
+    ViewOperator,
+    layout_of,
+    result_layout,
+    returns_view,
+)
 from fxwrap.symbolic import SymbolInfo, evaluate, parse_expr, product
 from fxwrap.wrapper_ir import TensorType
 
@@ -152,6 +159,14 @@ def test_a_range_is_cut_before_it_is_divided(start: int) -> None:
     base, view = typed("8; 4; 4; 14", "224; 56; 14; 1"), typed("32; 3; 12", "56; 13; 1", str(start))
     assert {step.operator.kind for step in view_chain(base, view, {})} == {"view", "slice"}
     apply_chain(torch.arange(1792).view(8, 4, 4, 14), base, view, {})
+
+
+def test_arguments_of_views_are_simplified_by_ranges() -> None:
+    """A slice at an unbacked position has sizes that count from the end, unless a range excludes that."""
+    base, view = typed("1; 4*min(1, u0)", "4; 1"), typed("min(1, where(u0 < 0, u0 + 1, u0)); 4", "4; 1")
+    operator = ViewOperator("view", (view.sizes,))
+    assert returns_view(operator, base, view, {"u0": SymbolInfo("u0", 0, 6)})
+    assert not returns_view(operator, base, view, {"u0": SymbolInfo("u0")})
 
 
 @pytest.mark.parametrize(

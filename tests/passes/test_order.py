@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.lines import ExternCall
 from fxwrap.passes.reorder import reorder_for_peak_memory
-from fxwrap.wrapper_ir import Program, live_bytes, verify
+from fxwrap.wrapper_ir import Program, line_text, live_bytes, verify
 from tests.memory_planning.programs import parsed
 
 _MASSIVELY_PARALLEL = """
@@ -101,3 +101,28 @@ def test_the_original_order_remains_without_improvement() -> None:
     program = reorder_for_peak_memory(parsed(_MASSIVELY_PARALLEL)).program
     again = reorder_for_peak_memory(program)
     assert again.program is program and again.peak_before == again.peak_after
+
+
+def test_allocations_precede_their_first_use() -> None:
+    """An earlier one would hold memory for longer; the functional form has no allocations to say where they were."""
+    program = parsed("""
+program @p(%x: borrowed f32[64]@cpu) {
+  %small = memory.alloc() : f32[1]@cpu
+  %other = memory.alloc() : f32[1]@cpu
+  %a = extern.call @aten.sin.default(%x) : f32[64]@cpu
+  %b = extern.call @aten.cos.default(%x) : f32[64]@cpu
+  extern.call @aten.amax.out(%a, [0], true) outs=(%small)
+  memory.free(%a)
+  extern.call @aten.amin.out(%b, [0], true) outs=(%other)
+  memory.free(%b)
+  control.return(%other, %small)
+}
+""")
+    reordered = reorder_for_peak_memory(program)
+    assert (reordered.peak_before, reordered.peak_after) == (3 * 256 + 2 * 4, 2 * 256 + 2 * 4)
+    texts = [line_text(line) for line in verify(reordered.program).body.lines]
+    for number, text in enumerate(texts):
+        if "memory.alloc" in text:
+            assert f"outs=({text.split()[0]})" in texts[number + 1]
+    x = torch.randn(64)
+    torch.testing.assert_close(fxwrap.run(reordered.program, [x]), fxwrap.run(program, [x]))

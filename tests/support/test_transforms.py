@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
@@ -28,6 +29,20 @@ def _graph(*calls: Callable[..., object], constant: bool = False, block: str = "
         graph.get_attr(block)
     graph.output(tuple(results))
     return GraphModule(root, graph)
+
+
+def _loop() -> GraphModule:
+    """A loop over a tensor, a number and a tensor."""
+    graph, root = Graph(), torch.nn.Module()
+    root.block = GraphModule(torch.nn.Module(), Graph())
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(2)
+    block = graph.get_attr("block")
+    graph.output(graph.call_function(higher.while_loop, (block, block, (x, 3), (x,))))
+    return GraphModule(root, graph)
+
+
+_LOOP = _loop()
 
 
 class UnsupportedAliasMutationException(Exception): ...
@@ -55,6 +70,12 @@ _KERNEL = (
     "Failed serializing node triton_kernel_wrapper_functional_proxy in graph: %triton_kernel_wrapper_functional_proxy"
     "\n Original exception Traceback (most recent call last):\nAssertionError: {}\n"
 )
+_STRIDES = (
+    "It seems one of cond's output stride is not a simple accumulative multiplication of sizes. This could be because "
+    "cond returns a slice. True branch has size torch.Size([u0, u1]), stride {} and false branch has size "
+    "torch.Size([u0, u1]) stride {}. Hint: can call t.contiguous()."
+)
+_NESTED_KERNEL = _KERNEL.replace("node triton_kernel_wrapper_functional_proxy", "node cond")
 _ENV = _graph(aten.neg.default)
 _ENV.shape_env = object()
 
@@ -80,7 +101,13 @@ CASES = {
             UncapturedHigherOrderOpError("Expected carried_inputs and body_output to have same metadata but found:\n"),
             _graph(higher.while_loop),
             [(UncapturedHigherOrderOpError("Expected carried_inputs and body_output to have same length"), None)],
-        )
+        ),
+        (KeyError(sympy.Symbol("Max(1, u9)")), _graph(higher.cond), [(None, _graph(higher.scan))]),
+        (
+            RuntimeError(_STRIDES.format("(Max(1, u1), 1)", "(Max(1, u1), 1)")),
+            _graph(higher.cond),
+            [(RuntimeError(_STRIDES.format("(Max(1, u1), 1)", "(1, Max(1, u0))")), None)],
+        ),
     ],
     "functionalize": [
         (
@@ -98,12 +125,31 @@ CASES = {
             _graph(higher.cond, constant=True),
             [(None, _graph(higher.cond)), (RuntimeError("t INTERNAL ASSERT FAILED"), None)],
         ),
+        (
+            RuntimeError("at::functionalization::impl::isFunctionalTensor(t) INTERNAL ASSERT FAILED at x.cpp"),
+            _graph(higher.triton_kernel_wrapper_mutation, constant=True),
+            [(None, _graph(higher.triton_kernel_wrapper_mutation))],
+        ),
     ],
     "export": [
         (
-            SpecViolationError("Node.meta arg3_1 is missing val field."),
-            _graph(higher.while_loop),
-            [(SpecViolationError("Node.meta arg3_1 is wrong"), None)],
+            SpecViolationError("Node.meta arg1_1 is missing val field."),
+            _LOOP,
+            [
+                (SpecViolationError("Node.meta arg1_1 is wrong"), None),
+                (SpecViolationError("Node.meta arg0_1 is missing val field."), None),
+                (SpecViolationError("Node.meta arg2_1 is missing val field."), None),
+            ],
+        ),
+        (
+            SpecViolationError("Node.meta triton_kernel_wrapper_mutation_proxy is missing val field."),
+            _graph(higher.triton_kernel_wrapper_mutation),
+            [(None, _graph(higher.triton_kernel_wrapper_functional))],
+        ),
+        (
+            AttributeError("type object 'PythonReferenceAnalysis' has no attribute 'expr_cond_pair'"),
+            _graph(torch.sym_ite),
+            [(AttributeError("type object 'PythonReferenceAnalysis' has no attribute 'other'"), None)],
         ),
         (
             AttributeError("'int' object has no attribute 'name'"),
@@ -124,6 +170,11 @@ CASES = {
             SerializeError(_KERNEL.format("kernel caches not found for kernel add")),
             _graph(higher.triton_kernel_wrapper_functional),
             [(SerializeError(_KERNEL.format("another")), None)],
+        ),
+        (
+            SerializeError(_NESTED_KERNEL.format("kernel caches not found for kernel add")),
+            _graph(higher.cond, higher.triton_kernel_wrapper_functional),
+            [(None, _graph(higher.cond))],
         ),
         (
             AttributeError("'Module' object has no attribute 'true_graph_0.repeated_subgraph0'"),

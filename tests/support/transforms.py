@@ -256,6 +256,7 @@ def _passes_number_or_constant(module: GraphModule, match: re.Match[str]) -> boo
     operands = [(part, _block_operands(part, node)) for part, node in calls]
     return any(len(items) > position and _has_no_fake_tensor(part, items[position]) for part, items in operands)
 
+
 RETURNED_CONSTANT = Rejection(r"KeyError: '(\w+)'$", _returns_constant)
 """`split_module` with the original order of nodes copies constants that partitions read, not returned ones."""
 
@@ -363,7 +364,13 @@ TRANSFORMS: dict[str, Transform] = {
         Transform("ShapeProp", _shape_propagated),
         Transform("replace_pattern", _replaced, UNUSED, forms=_FUNCTIONAL_ONLY, flat=True, single_stream=True),
         Transform("make_fx", _traced, SYMBOLS, _TRACED, specialises=True),
-        Transform("make_fx_symbolic", _traced_with_symbols, CALLS, (*_TRACED, WHILE_OF_SYMBOLS, *MERGED_STRIDES), specialises=True),
+        Transform(
+            "make_fx_symbolic",
+            _traced_with_symbols,
+            CALLS,
+            (*_TRACED, WHILE_OF_SYMBOLS, *MERGED_STRIDES),
+            specialises=True,
+        ),
         Transform(
             "Interpreter",
             lambda module, inputs: _traced(Interpreter(module).run, inputs),

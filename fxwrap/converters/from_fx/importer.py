@@ -195,7 +195,9 @@ class _ProgramImport:
         root_of = ir.alias_roots(lines, visible)
         written = {root_of[value.name] for line in lines for value in ir.writes(line)}
         consumed = {value.name for line in lines for value in ir.consumed(line)}
-        inputs = tuple([ir.Input(value, self._ownership(node, value, written, consumed)) for node, value in self.inputs])
+        inputs = tuple(
+            [ir.Input(value, self._ownership(node, value, written, consumed)) for node, value in self.inputs]
+        )
         mutable = state.declared_mutable | written
         return ir.Program(
             self.name,

@@ -529,6 +529,22 @@ def test_random_operators_have_their_effect() -> None:
     assert effects["aten.bernoulli.default"] == ["random"] and effects["aten.mul.Tensor"] == []
 
 
+def test_calls_without_uses_stay_pure() -> None:
+    """The out variant, which gives a result its declared layout, could not be eliminated as dead code."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x + y
+        return (x + y, x * 2)
+
+    graph = make_fx(function, tracing_mode="fake")(torch.zeros(1, 4), torch.zeros(4))
+    unused = next(node for node in graph.graph.nodes if node.target is ATEN.add.Tensor)
+    assert not unused.users
+    calls = [line for line in fxwrap.from_fx(graph).body.lines if isinstance(line, ExternCall)]
+    assert [(line.target, len(line.outs)) for line in calls] == [
+        ("aten.add.Tensor", 0), ("aten.add.out", 1), ("aten.mul.Tensor", 0),
+    ]  # fmt: skip
+
+
 def test_a_chain_of_views_is_imported_as_one_view_line() -> None:
     """Views that only other views use have no lines; the last one is a view of the base of the first."""
     read = fxwrap.from_fx(_rewritten(_view_of_a_view, STATIC))

@@ -422,3 +422,53 @@ def test_lines_run_on_copies_of_their_operands(name: str) -> None:
     for function in (module, traced, fxwrap.to_python(fxwrap.from_fx(traced))):
         _assert_same(wanted, _run(function, inputs))
     assert_equal(program, fxwrap.from_fx(module))
+
+
+# --- out variants -----------------------------------------------------------------------------------------------------
+
+OUT_VARIANTS = {
+    "symbolic strides": """
+program @out(%x: borrowed f32[s0, 3]@cpu) {
+  s0 = symbol.size(%x) range=(0, inf) dim=0
+  %y = memory.alloc() : f32[s0, 3 | 1, max(1, s0)]@cpu
+  extern.call @aten.sin.out(%x) outs=(%y)
+  control.return(%y)
+}
+""",
+    "memory with content": """
+program @out(%x: borrowed f32[5, 3]@cpu) {
+  %y = memory.alloc() : f32[5, 3 | 1, 5]@cpu
+  extern.call @aten.sin.out(%x) outs=(%y)
+  %z = extern.call @aten.sum.default(%y) : f32[]@cpu
+  extern.call @aten.cos.out(%x) outs=(%y)
+  control.return(%y, %z)
+}
+""",
+}
+
+
+@pytest.mark.parametrize("name", OUT_VARIANTS)
+def test_out_variants_of_another_layout_come_back(name: str) -> None:
+    program = fxwrap.verify(fxwrap.parse(OUT_VARIANTS[name]))
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    inputs = [torch.randn(5, 3)]
+    _assert_same(_run(fxwrap.to_python(program), inputs), _run(module, inputs))
+    assert_equal(program, fxwrap.from_fx(module))
+
+
+@pytest.mark.parametrize("name", ["slice", "select", "as_strided"])
+def test_scatters_into_expanded_tensors_write_a_copy_without_repetitions(name: str) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        base = x.expand(3, 4)
+        match name:
+            case "slice":
+                return _ATEN.slice_scatter.default(base, y, 1, 0, 2)
+            case "select":
+                return _ATEN.select_scatter.default(base, y[:, 0], 1, 2)
+            case _:
+                return _ATEN.as_strided_scatter.default(base, y, [3, 2], [4, 1], 0)
+
+    inputs = [torch.randn(3, 1), torch.randn(3, 2)]
+    program = fxwrap.from_fx(make_fx(function, tracing_mode="fake")(*inputs))
+    for emit in (fxwrap.to_python, fxwrap.to_cpp, fxwrap.to_fx):
+        _assert_same([function(*inputs)], list(emit(program)(*inputs)))  # type: ignore[operator]
