@@ -43,6 +43,8 @@ def insert_frees(
 
 def drop_early_frees(lines: Sequence[LineBase], arguments: Iterable[Value]) -> list[LineBase]:
     """Returns the lines without the frees of memory that a later line uses or frees. Linear in the number of lines."""
+    if not any(isinstance(line, Free) for line in lines):
+        return list(lines)
     root_of = alias_roots(lines, arguments)
     used_later: set[str] = set()
     result: list[LineBase] = []
