@@ -19,9 +19,9 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from fxwrap.options import PLANNERS, Options
 from tests.devices.test_devices import on_abacus
 from tests.lowering.planned_programs import close
 from tests.support.agreement import Agreement, in_float64, promote
-from tests.support.fuzzing import Failure, Outcome, Task, drawn_example, run_seeds
+from tests.support.fuzzing import Drawn, Failure, Outcome, Task, drawn_example, run_seeds
 from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.dynamic_graphs import DynamicGraph, dynamic_graphs
 from tests.support.strategies.graphs import FAMILIES, graphs
@@ -53,10 +53,11 @@ VARIANTS = {"static": 3, "dynamic": 3, "control": 3, "training": 1}
 COMPILED_SHARE, CPP_SHARE = 1 / 50, 1 / 60
 """How many graphs have kernels compiled as C++, and how many are emitted as C++; each takes a C++ compiler."""
 
-FAILURES_OF_TORCH = (
-    "a_stride_expr",  # `cond` does not merge branches whose dimensions of size 1 make strides ambiguous
-    "list assignment index out of range",  # torch 2.11: the fake rule of split of a dimension of size 0
-)
+FAILURES_OF_TORCH = {
+    "a_stride_expr": "cond does not merge branches whose dimensions of size 1 make strides ambiguous",
+    "list assignment index out of range": "the fake rule of split of a dimension of size 0 fails (torch 2.11)",
+}
+"""Texts of errors of torch with which a graph is discarded, and the reasons."""
 
 TRAINING = graphs(FAMILIES, writes=0, sizes=(3, 4, 2, 1, 5), dtypes=(torch.float32, torch.float64, torch.float32))
 SHARES = {"static": 12, "dynamic": 4, "control": 2, "training": 2}
@@ -101,6 +102,21 @@ class Case:
         return Options(emitter=self.emitter, compile_cache=False, fallback="error", **self.options)
 
 
+@dataclass(frozen=True)
+class CaseResult:
+    """The outcome of a case without a difference.
+
+    Fields:
+        runs: runs that agree with eager; none if the case was discarded.
+        errors: those of them in which both raise.
+        discarded: why a compile was discarded, or graphs that were drawn before this one: reasons with counts.
+    """
+
+    runs: int = 0
+    errors: int = 0
+    discarded: Mapping[str, int] = field(default_factory=dict)
+
+
 class Subject:
     """The graph of a seed, and its results in eager mode, which its variants share; each computed when first used."""
 
@@ -110,9 +126,14 @@ class Subject:
         self.cases = tuple([Case.draw(self.kind, seed, variant) for variant in range(VARIANTS[self.kind])])
 
     @cached_property
+    def drawn(self) -> Drawn:
+        """The graph, and why others were rejected."""
+        return drawn_example(STRATEGIES[self.kind], self.seed)
+
+    @property
     def graph(self) -> Any:
         """The graph."""
-        return drawn_example(STRATEGIES[self.kind], self.seed)
+        return self.drawn.example
 
     @cached_property
     def inputs(self) -> list[Sequence[Tensor]]:
@@ -151,30 +172,39 @@ class Subject:
             return [*module(*inputs), *inputs]
 
 
-def run_case(case: Case, subject: Subject) -> int:
-    """Returns how many runs agreed with eager, 0 where torch fails. Raises AssertionError for a difference."""
+def run_case(case: Case, subject: Subject) -> CaseResult:
+    """Returns the result of a case. Raises AssertionError for a difference from eager."""
     try:
         graph = subject.graph
-    except PendingUnbackedSymbolNotFound:  # torch 2.11: `make_fx` fails on slices of slices of unbacked lengths
-        return 0
+    except PendingUnbackedSymbolNotFound:
+        return _discarded("make_fx fails on slices of slices of unbacked lengths (torch 2.11)")
     try:
         scope = on_abacus() if case.kernels == "abacus" else nullcontext()
         with scope:
-            return _train(case, subject) if case.kind == "training" else _infer(case, subject)
+            result = _train(case, subject) if case.kind == "training" else _infer(case, subject)
     except Exception as error:
         raise AssertionError(f"{case}\n{graph}") from error
+    if case.variant:
+        return result
+    rejected = {f"graph drawn again: {reason}": count for reason, count in subject.drawn.rejected.items()}
+    return replace(result, discarded={**result.discarded, **rejected})
 
 
-def _infer(case: Case, subject: Subject) -> int:
+def _discarded(reason: str) -> CaseResult:
+    return CaseResult(discarded={reason: 1})
+
+
+def _infer(case: Case, subject: Subject) -> CaseResult:
     graph = subject.graph
     sample = None if isinstance(graph, DynamicGraph) else tuple([item.clone() for item in graph.inputs])
     expected = subject.wanted
     try:
         compiled = fxwrap.compile_graph(graph.module, sample, options=case.make_options())
     except GraphError as error:
-        if any(text in str(error) for text in FAILURES_OF_TORCH):
-            return 0
-        raise
+        reason = next((reason for text, reason in FAILURES_OF_TORCH.items() if text in str(error)), None)
+        if reason is None:
+            raise
+        return _discarded(reason)
     for inputs, wanted in zip(subject.inputs, expected, strict=True):
         actual = [_same_layout(item) for item in inputs]
         if isinstance(wanted, Exception):
@@ -183,7 +213,7 @@ def _infer(case: Case, subject: Subject) -> int:
         with torch.no_grad():
             results = compiled(*actual)
         _check(wanted, (*results, *actual), strides=case.options["output_strides"] == "eager")
-    return len(subject.inputs)
+    return CaseResult(len(subject.inputs), sum(isinstance(wanted, Exception) for wanted in expected))
 
 
 def _check_raises(compiled: Callable[..., Any], inputs: Sequence[Tensor], wanted: Exception) -> None:
@@ -212,7 +242,7 @@ def _same_layout(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
 
 
-def _train(case: Case, subject: Subject) -> int:
+def _train(case: Case, subject: Subject) -> CaseResult:
     """Compares results and gradients under torch.compile."""
     options = {name: value for name, value in vars(case.make_options()).items() if value != getattr(Options(), name)}
     expected = subject.wanted
@@ -223,13 +253,13 @@ def _train(case: Case, subject: Subject) -> int:
             _check(wanted, results, strides=False)
         except TorchRuntimeError:
             if _fails_in_torch(subject, inputs, None):
-                return 0
+                return _discarded("aot_eager fails too")
             raise
         except AssertionError:
             if _fails_in_torch(subject, inputs, results):
-                return 0
+                return _discarded("aot_eager has the same results, which are not eager's")
             raise
-    return len(subject.inputs)
+    return CaseResult(len(subject.inputs))
 
 
 def _with_backend(subject: Subject, backend: str, **keywords: Any) -> Callable[..., Any]:
@@ -283,6 +313,46 @@ def fuzz(first: int, count: int, jobs: int, seconds: float, kinds: Sequence[str]
     return run_seeds(Task(partial(Subject, kinds=kinds), run_case), first, count, jobs, seconds)
 
 
+class Counts:
+    """What a run of the fuzzer did, by kind of graph and emitter; discarded cases by kind of graph and reason."""
+
+    def __init__(self) -> None:
+        self.seeds = set[int]()
+        self.compiles, self.runs, self.errors, self.failed = [Counter[tuple[str, str]]() for _ in range(4)]
+        self.discarded = Counter[tuple[str, str]]()
+        self.discarded_seeds: dict[tuple[str, str], list[int]] = {}
+        self.failed_seeds: dict[tuple[str, str], list[int]] = {}
+
+    def add(self, case: Case, result: CaseResult | Failure) -> None:
+        """Counts the outcome of a case."""
+        key = (case.kind, case.emitter)
+        self.compiles[key] += 1
+        self.seeds.add(case.seed)
+        if isinstance(result, Failure):
+            self.failed[key] += 1
+            self.failed_seeds.setdefault(key, []).append(case.seed)
+            return
+        self.runs[key] += result.runs
+        self.errors[key] += result.errors
+        for reason, count in result.discarded.items():
+            self.discarded[case.kind, reason] += count
+            self.discarded_seeds.setdefault((case.kind, reason), []).append(case.seed)
+
+    def write(self, report: Report, discards: Report) -> None:
+        """Adds the rows of both tables, with the seeds of failed and of discarded cases as raw values."""
+        for key in sorted(self.compiles):
+            row: dict[str, Any] = dict(zip(("kind", "emitter"), key))
+            row |= {"compiles": self.compiles[key], "runs": self.runs[key], "both raise": self.errors[key]}
+            report.add({**row, "failures": self.failed[key]}, self.failed_seeds.get(key, []))
+        for reason, count in self.discarded.most_common():
+            row = dict(zip(("kind", "discarded because"), reason))
+            discards.add({**row, "count": count}, self.discarded_seeds[reason])
+
+    def __str__(self) -> str:
+        done = f"{len(self.seeds)} graphs, {self.compiles.total()} compiles, {self.runs.total()} runs"
+        return f"{done}, {self.failed.total()} failures, {self.discarded.total()} discarded"
+
+
 def main() -> int:
     """Prints failures while they happen, and counts at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,30 +365,19 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(SHARES), help="kinds of graphs")
     add_record_option(parser)
     chosen = parser.parse_args()
-    compile_counts, run_counts, failures = Counter[tuple[str, str]](), Counter[tuple[str, str]](), []
-    seeds, skipped = set[int](), 0
+    counts = Counts()
     start = time.monotonic()
     with suppress(KeyboardInterrupt):  # an interrupted run prints its counts
         for case, result in fuzz(chosen.seed, chosen.graphs, chosen.jobs, chosen.seconds, chosen.only.split(",")):
-            key = (case.kind, case.emitter)
-            compile_counts[key] += 1
-            seeds.add(case.seed)
-            skipped += result == 0
+            counts.add(case, result)
             if isinstance(result, Failure):
-                failures.append(case)
                 where = f"{case.kind}, variant {case.variant}, {case.emitter}, {case.kernels} kernels"
                 print(f"seed {case.seed} ({where})\n{result.text}\n", flush=True)
-            else:
-                run_counts[key] += result
     note = f"seeds from {chosen.seed} on, {time.monotonic() - start:.0f} s with {chosen.jobs} processes"
-    report = Report("fuzz", chosen, note=note)
-    for key in sorted(compile_counts):
-        failed = [case.seed for case in failures if (case.kind, case.emitter) == key]
-        row: dict[str, Any] = dict(zip(("kind", "emitter"), key))
-        report.add({**row, "compiles": compile_counts[key], "runs": run_counts[key], "failures": len(failed)}, failed)
-    counts = f"{len(seeds)} graphs, {compile_counts.total()} compiles, {run_counts.total()} runs"
-    print(f"{counts}, {len(failures)} failures, {skipped} compiles that fail in torch; {note}")
-    return 1 if failures else 0
+    report, discards = Report("fuzz", chosen, note=note), Report("fuzz-discarded", chosen, note=note)
+    counts.write(report, discards)
+    print(f"{counts}; {note}")
+    return 1 if counts.failed.total() else 0
 
 
 if __name__ == "__main__":

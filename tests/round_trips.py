@@ -196,7 +196,7 @@ class Subject:
     def _from_ir(self) -> _Parts:
         with_triton = not _is_cpp(self.seed) and self.seed % 2 == 0
         kernels = (*program_kernels.CPP, *(program_kernels.TRITON if with_triton else ()))
-        case = drawn_example(random_programs(kernels=kernels, streams=True), self.seed)
+        case = drawn_example(random_programs(kernels=kernels, streams=True), self.seed).example
         program = case.program
         choose = random.Random(f"{self.seed}.passes")
         if choose.random() < 0.3:

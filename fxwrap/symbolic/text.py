@@ -23,6 +23,7 @@ from fxwrap.symbolic.symbols import (
     ceiling_division,
     compare,
     constant,
+    constant_value,
     expression_kind,
     make_symbol,
     power,
@@ -36,7 +37,7 @@ _CONSTANTS: dict[str, sympy.Basic] = {
     "int_inf": torch_compat.int_oo,
     "nan": sympy.nan,
 }
-_MAX_EXPONENT = 64
+_MAX_EXPONENT = 1024
 _CONNECTIVES = frozenset(["and", "or", "not"])
 _CONDITION_FUNCTIONS = frozenset(["where", "identity", "bitwise_and", "bitwise_or", "bitwise_xor"])
 _CONTINUATIONS = frozenset(["+", "-", "*", "/", "**", "(", *RELATION_BY_OPERATOR])
@@ -150,7 +151,7 @@ def _product(stream: TokenStream, signs: list[sympy.Basic]) -> sympy.Basic:
 
 def _reciprocal(stream: TokenStream, factors: list[sympy.Basic], mark: Token) -> list[sympy.Basic]:
     *signs, divisor = _numbers(stream, factors, mark)
-    if divisor.is_zero:
+    if constant_value(divisor) == 0:
         raise stream.error("division by the constant zero", mark)
     return [*signs, sympy.Pow(divisor, -1)]
 
@@ -165,7 +166,7 @@ def _factor(stream: TokenStream) -> list[sympy.Basic]:
         return [base]
     exponent = sympy.Mul(*_numbers(stream, _factor(stream), start))
     _numbers(stream, [base], start)
-    if base.is_zero and exponent.is_negative:
+    if constant_value(base) == 0 and exponent.is_negative:
         raise stream.error("negative power of the constant zero", start)
     if isinstance(exponent, sympy.Integer) and abs(exponent) > _MAX_EXPONENT:
         raise stream.error(f"an exponent above {_MAX_EXPONENT}", start)

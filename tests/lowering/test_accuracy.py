@@ -131,3 +131,41 @@ def test_batch_norms_of_few_elements_far_from_zero_are_as_accurate_as_eager() ->
         reference = function(*[item.double() for item in inputs])
         for actual, eager, exact in zip(*runs, reference, strict=True):
             assert (actual - exact).norm() <= 2 * (eager - exact).norm() + 1e-6 * exact.norm()
+
+
+def _block_forward(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    arguments = (x, weight, weight, weight, weight.square(), True, 0.997, 1e-3)
+    normalized, *statistics = torch.ops.aten._native_batch_norm_legit_functional(*arguments)
+    clamped = torch.ops.aten.hardtanh(normalized, 0, 6)
+    return [normalized + other, torch.ops.aten.constant_pad_nd(clamped, [0, 1, 0, 1]), *statistics]
+
+
+def _block_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    normalized, mean, rstd = torch.ops.aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-3)
+    padded = torch.ops.aten.constant_pad_nd(grad, [0, -1, 0, -1])
+    through = torch.ops.aten.hardtanh_backward(padded, normalized, 0, 6)
+    mask = [True, True, True]
+    return list(torch.ops.aten.native_batch_norm_backward(through, x, weight, None, None, mean, rstd, True, 1e-3, mask))
+
+
+@pytest.mark.parametrize("kernels", ["cpp", "triton"])
+def test_blocks_of_batch_norm_and_clamp_are_as_accurate_as_eager(kernels: Literal["cpp", "triton"]) -> None:
+    """The kernels of a MobileNetV2 on one image, whose gradients amplify each rounding by thousands.
+
+    Each kernel is compared on equal inputs. Channels have a mean of about 0, so errors of statistics are relative to
+    the standard deviation.
+    """
+    options = Options(cpu_kernels=kernels, fallback="error")
+    for shape in ((1, 24, 28, 28), (1, 144, 14, 14)) if kernels == "cpp" else ((1, 16, 7, 7),):
+        generator = torch.Generator().manual_seed(0)
+        x, other = [torch.randn(shape, generator=generator) * 0.1 for _ in range(2)]
+        grad = torch.randn((*shape[:2], shape[2] + 1, shape[3] + 1), generator=generator)
+        weight = torch.rand(shape[1], generator=generator) * 4 + 1
+        for function, inputs in ((_block_forward, (x, other, weight)), (_block_backward, (grad, x, weight))):
+            compiled = fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=options)
+            assert len(compiled.program.kernels) <= 2, "the block is fused"
+            exact = function(*[item.double() for item in inputs])
+            for actual, eager, expected in zip(compiled(*inputs), function(*inputs), exact, strict=True):
+                scale = max(float(expected.norm()), float(x.std()) * expected.numel() ** 0.5)
+                bound = 2 * (eager - expected).norm() + 2 * torch.finfo(torch.float32).eps * scale
+                assert (actual - expected).norm() <= bound

@@ -9,7 +9,8 @@ import multiprocessing
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeAlias
@@ -18,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
+from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 from fxwrap.errors import FusionWarning
 
@@ -28,9 +30,18 @@ MOST_FAILED_STARTS = 3
 """Starts of one worker that fail one after another before the run is given up."""
 
 
-def drawn_example(strategy: st.SearchStrategy[Any], seed: int) -> Any:
+@dataclass(frozen=True)
+class Drawn:
+    """The example of a strategy that a seed determines, and why others were rejected before it: reasons with counts."""
+
+    example: Any
+    rejected: Mapping[str, int]
+
+
+def drawn_example(strategy: st.SearchStrategy[Any], seed: int) -> Drawn:
     """Returns the example of a strategy that a seed determines."""
     drawn: list[Any] = []
+    rejected = Counter[str]()
 
     @hypothesis_seed(seed)
     @given(st.data())
@@ -39,11 +50,18 @@ def drawn_example(strategy: st.SearchStrategy[Any], seed: int) -> Any:
     )
     def draw(data: st.DataObject) -> None:
         if data.draw(st.integers(0, 1 << 32)):  # the first example is the simplest one, all zeros
-            drawn.append(data.draw(strategy))
+            try:
+                drawn.append(data.draw(strategy))
+            except UnsatisfiedAssumption:
+                rejected["an assumption of the strategy fails"] += 1
+                raise
+            except StopTest:
+                rejected["it takes more random numbers than Hypothesis has"] += 1
+                raise
 
     torch.manual_seed(seed)
     draw()
-    return drawn[-1]
+    return Drawn(drawn[-1], rejected)
 
 
 class Case(Protocol):

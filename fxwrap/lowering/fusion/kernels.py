@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from fxwrap.caching import bounded_cache
 from fxwrap.loop_ir import (
+    Atom,
     Buffer,
+    IndexLike,
     Kernel,
     Load,
     Scalar,
@@ -19,7 +21,7 @@ from fxwrap.loop_ir import (
     strided_index,
 )
 from fxwrap.lowering.fusion.definitions import Definition, Reduced, ReductionSource, Scanned, ScanSource, Scattered
-from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
+from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member, substituted
 from fxwrap.lowering.fusion.materialise import MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import BodyBuilder, IndexTuple
 from fxwrap.symbolic import Number, Size, maximum, product, total
@@ -96,6 +98,9 @@ class _PlannedKernelBuilder:
     def __post_init__(self) -> None:
         self.operator_of = self.definitions.operator_of
         self.reader = BodyBuilder(self.definitions.access_of, self._fetch, self.operator_of)
+        self.unit_axes: dict[Atom, IndexLike] = {
+            axis: 0 for axis in (*self.plan.axes, *self.plan.reduced) if axis.size == 1
+        }
 
     def build(self, hint: Callable[[Size], int]) -> BuiltKernel:
         for member in self.plan.members:
@@ -120,11 +125,13 @@ class _PlannedKernelBuilder:
 
     def _scalar(self, member: Member) -> Scalar:
         definition, reader = member.definition, self.reader
+        # Members that read equal elements have equal indices: one has an axis of size 1 where another has 0.
+        at = substituted(member.at, self.unit_axes)
         if not isinstance(definition, Reduced | Scanned):
-            return reader.run(definition, member.at, member.trace.parallel_rank)
-        key = (definition.source, member.at)
+            return reader.run(definition, at, member.trace.parallel_rank)
+        key = (definition.source, at)
         if key not in self.combined:
-            operand = reader.run(definition, member.at, member.trace.parallel_rank)
+            operand = reader.run(definition, at, member.trace.parallel_rank)
             with reader.body.origin_scope(self.operator_of(definition)):
                 combine = reader.body.reduce if isinstance(definition, Reduced) else reader.body.scan
                 self.combined[key] = combine(definition.source.kind, operand)

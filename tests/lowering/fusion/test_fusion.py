@@ -420,6 +420,20 @@ def test_values_read_many_times_per_iteration_are_materialised() -> None:
     assert len(pooled(lambda x: x.relu())) == 1
 
 
+def test_rows_of_a_batch_of_one_are_reduced_once() -> None:
+    """The mean is stored and the deviation is not: their indices differ by the axis of size 1."""
+
+    def function(x: Tensor, weight: Tensor) -> Any:
+        return torch.ops.aten._native_batch_norm_legit_functional(x, weight, weight, weight, weight, True, 0.1, 1e-5)
+
+    def loops(batch: int) -> int:
+        planned = check(function, torch.randn(batch, 3, 8, 8), torch.rand(3))
+        (kernel,) = planned.kernels.values()
+        return [type(item).__name__ for item in kernel.operations].count("Reduce")
+
+    assert loops(1) == loops(2) == 1
+
+
 def test_text_is_the_same_each_time() -> None:
     graph = make_fx(_layers)(torch.randn(8, 16), *[torch.randn(16, 32) for _ in range(3)])
     inputs = [torch.randn(8, 16), *[torch.randn(16, 32) for _ in range(3)]]
