@@ -265,6 +265,7 @@ def measure_sides(job: Job, names: Sequence[str], report: Report | None) -> None
 def run_rank(rank: int, chosen: argparse.Namespace, store: str) -> None:
     """Measures all sides on one rank; rank 0 prints."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // chosen.ranks))
+    torch.set_flush_denormal(True)  # a group that does not communicate leaves gradients as memory was
     is_gpu = chosen.device.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(rank)
