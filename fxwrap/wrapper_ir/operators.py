@@ -163,7 +163,7 @@ def _fixed_effects(overload: OpOverload, name: str, writes: bool) -> tuple[Effec
         return (ASSERT,)
     if name in _PRINT_OPERATORS:
         return (OUTPUT,)
-    if overload.namespace in ("_c10d_functional", "c10d", "c10d_functional"):
+    if overload.namespace in ("_c10d_functional", "c10d", "c10d_functional", "symm_mem"):
         return (communication_effect(""),)
     schema = torch_schema(overload)  # a call may change the objects that it takes
     return (UNKNOWN,) if takes_object(schema) or (not schema.returns and not writes) else ()
