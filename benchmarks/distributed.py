@@ -1,121 +1,114 @@
-"""Training steps of GPT-2 on several ranks: compiled by fxwrap beside eager and, on GPUs, TorchInductor.
+"""Training steps of GPT-2 and Llama on several ranks: compiled by fxwrap beside eager and, on GPUs, TorchInductor.
 
     python benchmarks/distributed.py --ranks 2                       # Gloo: simple_fsdp beside FSDP2, and TP
     python benchmarks/distributed.py --ranks 4 --device cuda --bf16 --record # NCCL: beside TorchInductor
 
-Each rank is a process. Sides are timed in interleaved rounds on the same ranks; a round is one step between barriers.
+Each rank is a process. A side is timed in interleaved rounds with the base, TorchInductor or else eager, on the same
+ranks; a round is one step of each between barriers, and the ratio is the median of the rounds' ratios. A row is printed
+as soon as its side is measured; progress goes to the standard error.
+
+Exposed communication is the time in which a rank communicates and does not compute. On CPUs, it is the time of the step
+minus that of the same step whose process group copies locally instead of communicating (torch's fake group), each in
+its fastest round, since other load only adds time. On GPUs, it is the time of NCCL's kernels in a profile while no
+other kernel runs. "Unbucketed" is the number of collectives of the model that a side compiles, run in eager.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fxwrap
+from benchmarks.distributed_models import MODELS, PARALLELISMS, Parallelism, randomise
 from benchmarks.results import Report, add_record_option
 
 Step = Callable[[Tensor], Tensor]
+SIDES = ("eager", "inductor", "fxwrap", "fxwrap step")
+START = time.perf_counter()
 
 
-class Block(nn.Module):
-    """A block of GPT-2; `heads` are those of this rank."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.head_width = heads, width // heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.projection = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm_1(x)
-        query, key, value = [
-            layer(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        ]
-        attention = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(attention.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+def progress(text: str) -> None:
+    """Prints a phase and the seconds since the start, on rank 0."""
+    if dist.get_rank() == 0:
+        print(f"[{time.perf_counter() - START:7.1f} s] {text}", file=sys.stderr, flush=True)
 
 
-class Gpt2(nn.Module):
-    """GPT-2 with random weights, without dropout; returns the loss."""
-
-    def __init__(self, chosen: argparse.Namespace) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(chosen.vocabulary, chosen.width)
-        self.positions = nn.Embedding(chosen.length, chosen.width)
-        self.blocks = nn.ModuleList([Block(chosen.width, chosen.heads) for _ in range(chosen.layers)])
-        self.norm = nn.LayerNorm(chosen.width)
-        self.head = nn.Linear(chosen.width, chosen.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+# --- sides ------------------------------------------------------------------------------------------------------------
 
 
-# --- parallelism ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Job:
+    """The command line, the batch, and the models of one parallelism, which all compiled sides share."""
+
+    chosen: argparse.Namespace
+    tokens: Tensor
+    name: str
+    models: dict[tuple[bool, bool], tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """The parallelism of the job."""
+        return PARALLELISMS[self.name]
+
+    def step(self, side: str, is_local: bool = False) -> Step:
+        """Returns the step of a side; with `is_local`, its collectives copy on each rank."""
+        model, optimizer = self._model(side == "eager", is_local)
+        forward = torch.compile(model, backend=side) if side in ("inductor", "fxwrap") else model
+        step = train_step(forward, optimizer)
+        return fxwrap.compile_step(step, (self.tokens,)) if side == "fxwrap step" else step
+
+    def uncompiled_step(self, side: str) -> Step:
+        """Returns the step of a side's model in eager."""
+        return train_step(*self._model(side == "eager", is_local=False))
+
+    def _model(self, is_eager: bool, is_local: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        key = (is_eager, is_local)
+        if key not in self.models:
+            self.models[key] = self._build_model(*key)
+        return self.models[key]
+
+    def _build_model(self, is_eager: bool, is_local: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        shard = self.parallelism.eager if is_eager else self.parallelism.compiled
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.chosen.dtype)  # no copy of the parameters in float32
+        try:
+            with torch.device(self.tokens.device):
+                model = shard(MODELS[self.chosen.model](self.chosen), self._mesh(is_local))
+        finally:
+            torch.set_default_dtype(default)
+        if is_local:
+            randomise(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def _mesh(self, is_local: bool) -> DeviceMesh:
+        ranks, inner = self.chosen.ranks, self.parallelism.inner
+        sizes, names = ((ranks,), ("data",)) if inner == 1 else ((ranks // inner, inner), ("data", "model"))
+        override: Any = dict.fromkeys(names, "fake") if is_local else None
+        return init_device_mesh(self.tokens.device.type, sizes, mesh_dim_names=names, backend_override=override)
 
 
-def fsdp2(model: Gpt2, mesh: DeviceMesh) -> nn.Module:
-    """Shards blocks with hooks, as eager code does."""
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def simple_fsdp(model: Gpt2, mesh: DeviceMesh) -> nn.Module:
-    """Shards parameters by parametrisation, so that their collectives are in the graph."""
-    for module in list(model.modules()):
-        names = list(dict(module.named_parameters(recurse=False)))
-        for name in names:
-            shard = distribute_tensor(module.get_parameter(name).detach(), mesh, [Shard(0)])
-            module._parameters[name] = nn.Parameter(shard)
-        getters = {name: property(partial(_gathered, name)) for name in names}
-        module.__class__ = type(f"Fsdp{type(module).__name__}", (type(module),), getters)
-    return model
-
-
-def _gathered(name: str, module: nn.Module) -> Tensor:
-    parameter: Any = module._parameters[name]
-    return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
-
-
-def tensor_parallel(model: Gpt2, mesh: DeviceMesh) -> nn.Module:
-    """Splits attention by heads, and the MLP by columns and rows."""
-    plan = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
-    for block in model.blocks:
-        parallelize_module(block, mesh, {**plan, "projection": RowwiseParallel(), "down": RowwiseParallel()})
-    return model
-
-
-def train_step(model: nn.Module, forward: Any, optimizer: torch.optim.Optimizer) -> Step:
-    """Returns a step of training with `forward`, the model or compiled from it."""
+def train_step(forward: Any, optimizer: torch.optim.Optimizer) -> Step:
+    """Returns a step of training with `forward`, a model or compiled from it."""
 
     def step(tokens: Tensor) -> Tensor:
         loss: Tensor = forward(tokens)
@@ -127,31 +120,24 @@ def train_step(model: nn.Module, forward: Any, optimizer: torch.optim.Optimizer)
     return step
 
 
-def sides(chosen: argparse.Namespace, mesh: DeviceMesh, tokens: Tensor) -> Mapping[str, Mapping[str, Step]]:
-    """Returns the steps by parallelism and side; the first side is the one that others are compared with."""
-
-    def build(shard: Callable[[Gpt2, DeviceMesh], nn.Module], backend: str = "", whole: bool = False) -> Step:
-        torch.manual_seed(0)
-        with torch.device(chosen.device):
-            model = shard(Gpt2(chosen).to(chosen.dtype), mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        forward = torch.compile(model, backend=backend) if backend else model
-        step = train_step(model, forward, optimizer)
-        return fxwrap.compile_step(step, (tokens,)) if whole else step
-
-    gpu = chosen.device.type == "cuda"
-    if gpu:
-        torch._inductor.config.reorder_for_compute_comm_overlap = True
-    result = {}
-    for name, eager, compiled in (("FSDP", fsdp2, simple_fsdp), ("TP", tensor_parallel, tensor_parallel)):
-        result[name] = {"eager": build(eager)}
-        if gpu:
-            result[name]["inductor"] = build(compiled, "inductor")
-        result[name] |= {"fxwrap": build(compiled, "fxwrap"), "fxwrap step": build(compiled, whole=True)}
-    return result
+def enable_inductor_overlap() -> None:
+    """Turns TorchInductor's bucketing and overlap of collectives on."""
+    options = torch._inductor.config.aten_distributed_optimizations
+    options.enable_overlap_scheduling = True
+    options.collective_bucketing = True
+    options.insert_overlap_deps = True
 
 
 # --- measurement ------------------------------------------------------------------------------------------------------
+
+
+def warm(step: Step, tokens: Tensor, name: str) -> None:
+    """Runs a step three times; the first time compiles it."""
+    for number in range(3):
+        start = time.perf_counter()
+        step(tokens)
+        _synchronise(tokens)
+        progress(f"{name}: call {number + 1} took {time.perf_counter() - start:.1f} s")
 
 
 def seconds(step: Step, tokens: Tensor) -> float:
@@ -171,22 +157,42 @@ def _synchronise(tokens: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def communication(step: Step, tokens: Tensor) -> tuple[int, float]:
-    """Returns the number of collectives of a step, and the seconds that this rank's threads spend in them."""
+def profiled(step: Step, tokens: Tensor) -> tuple[int, float]:
+    """Returns the number of collectives of a step, and on GPUs the seconds of exposed communication of this rank."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if tokens.is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    dist.barrier()
     with torch.profiler.profile(activities=activities) as profile:
         step(tokens)
         _synchronise(tokens)
-    prefix = "ncclDevKernel" if tokens.is_cuda else "gloo:"
-    events = [event for event in profile.events() if event.name.startswith(prefix)]
-    total = sum([event.device_time if tokens.is_cuda else event.cpu_time for event in events])
-    return len(events), total / 1e6
+    events = profile.events()
+    if not tokens.is_cuda:
+        return len([event for event in events if event.name.startswith("gloo:")]), 0.0
+    device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    kernels = [event for event in events if event.device_type == device and not event.is_user_annotation]
+    collectives = [event for event in kernels if event.name.startswith("ncclDevKernel")]
+    others = [event for event in kernels if not event.name.startswith("nccl")]
+    intervals = [[(event.time_range.start, event.time_range.end) for event in part] for part in (collectives, others)]
+    return len(collectives), uncovered(*intervals) / 1e6
+
+
+def uncovered(intervals: Iterable[tuple[float, float]], covers: Iterable[tuple[float, float]]) -> float:
+    """Returns the length of the union of intervals outside of the union of covers."""
+    covered = list(covers)
+    return _union([*intervals, *covered]) - _union(covered)
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> float:
+    length, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 def peak_bytes(step: Step, tokens: Tensor) -> float | None:
-    """Returns the peak memory of a step in MB, on GPUs."""
+    """Returns the peak memory of a step in MB beyond that before it, on GPUs."""
     if not tokens.is_cuda:
         return None
     torch.cuda.reset_peak_memory_stats()
@@ -195,39 +201,93 @@ def peak_bytes(step: Step, tokens: Tensor) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
+@dataclass(frozen=True)
+class Side:
+    """A step with its name and, on CPUs, the step whose collectives are local."""
+
+    name: str
+    step: Step
+    local: Step | None
+
+
+def build(job: Job, name: str) -> Side:
+    """Builds and warms a side."""
+    step = job.step(name)
+    progress(f"{job.name}, {name}: built")
+    warm(step, job.tokens, f"{job.name}, {name}")
+    if job.tokens.is_cuda:
+        return Side(name, step, None)
+    local = job.step(name, is_local=True)
+    warm(local, job.tokens, f"{job.name}, {name}, local")
+    return Side(name, step, local)
+
+
+def measure(job: Job, side: Side, base: Side, report: Report | None) -> None:
+    """Times a side beside the base and adds its row."""
+    steps = {"side": side.step}
+    if side is not base:
+        steps["base"] = base.step
+    if side.local is not None:
+        steps["local"] = side.local
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(job.chosen.rounds):
+        for name, step in steps.items():
+            times[name].append(seconds(step, job.tokens))
+    count, exposed = profiled(side.step, job.tokens)
+    if "local" in times:
+        exposed = min(times["side"]) - min(times["local"])
+    unbucketed, _ = profiled(job.uncompiled_step(side.name), job.tokens)
+    peak = peak_bytes(side.step, job.tokens)
+    median = statistics.median(times["side"])
+    base_times = times.get("base", times["side"])
+    ratio = statistics.median([one / other for one, other in zip(times["side"], base_times, strict=True)])
+    row: dict[str, str | int | float | None] = {
+        "parallelism": job.name, "side": side.name, "ms": round(1e3 * median, 2), f"/ {base.name}": round(ratio, 3),
+        "collectives": count, "unbucketed": unbucketed,
+        "exposed, ms": round(1e3 * exposed, 2), "exposed": round(exposed / median, 3),
+        "peak, MB": None if peak is None else round(peak, 1),
+    }  # fmt: skip
+    if report is not None:
+        report.add(row, {"seconds": times})
+
+
+def measure_sides(job: Job, names: Sequence[str], report: Report | None) -> None:
+    """Measures the sides of one parallelism, one after the other beside the base, whose row comes first."""
+    base = build(job, "inductor" if "inductor" in names else names[0])
+    measure(job, base, base, report)
+    for name in names:
+        if name == base.name or (name == "fxwrap step" and not job.parallelism.is_whole):
+            continue
+        measure(job, build(job, name), base, report)
+        gc.collect()
+
+
 def run_rank(rank: int, chosen: argparse.Namespace, store: str) -> None:
     """Measures all sides on one rank; rank 0 prints."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // chosen.ranks))
-    if chosen.device.type == "cuda":
+    torch.set_flush_denormal(True)  # a group that does not communicate leaves gradients as memory was
+    is_gpu = chosen.device.type == "cuda"
+    if is_gpu:
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if chosen.device.type == "cuda" else "gloo", store=dist.FileStore(store, chosen.ranks), rank=rank,  # type: ignore[attr-defined]
+        "nccl" if is_gpu else "gloo", store=dist.FileStore(store, chosen.ranks), rank=rank,  # type: ignore[attr-defined]
         world_size=chosen.ranks, timeout=timedelta(minutes=10),
+        device_id=torch.device("cuda", rank) if is_gpu else None,
     )  # fmt: skip
-    mesh = init_device_mesh(chosen.device.type, (chosen.ranks,))
+    dist.barrier()
+    progress(f"{chosen.ranks} ranks are there")
+    if "inductor" in chosen.sides:
+        enable_inductor_overlap()
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(chosen.vocabulary, (chosen.batch, chosen.length), generator=generator).to(chosen.device)
-    report = Report(f"distributed-{chosen.device.type}-{chosen.ranks}", chosen, chosen.device) if rank == 0 else None
-    for name, steps in sides(chosen, mesh, tokens).items():
-        for step in steps.values():
-            for _ in range(3):
-                step(tokens)
-        times: dict[str, list[float]] = {side: [] for side in steps}
-        for _ in range(chosen.rounds):
-            for side, step in steps.items():
-                times[side].append(seconds(step, tokens))
-        base = statistics.median(times["inductor" if "inductor" in times else "eager"])
-        for side, step in steps.items():
-            count, busy = communication(step, tokens)
-            peak = peak_bytes(step, tokens)
-            median = statistics.median(times[side])
-            row: dict[str, str | int | float | None] = {
-                "parallelism": name, "side": side, "ms": round(1e3 * median, 2), "ratio": round(median / base, 3),
-                "collectives": count, "ms in collectives": round(1e3 * busy, 2),
-                "peak, MB": None if peak is None else round(peak, 1),
-            }  # fmt: skip
-            if report is not None:
-                report.add(row, {"seconds": times[side]})
+    tokens = torch.randint(chosen.vocabulary, (chosen.batch, chosen.length), generator=generator)
+    tokens = tokens.to(f"cuda:{rank}" if is_gpu else "cpu")
+    name = f"distributed-{chosen.device.type}-{chosen.ranks}"
+    report = Report(name, chosen, chosen.device) if rank == 0 else None
+    for parallelism in chosen.parallelism:
+        measure_sides(Job(chosen, tokens, parallelism), chosen.sides, report)
+        torch._dynamo.reset()
+        gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -237,9 +297,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--model", choices=MODELS, default="gpt2")
+    parser.add_argument("--parallelism", choices=PARALLELISMS, nargs="+", default=["FSDP", "TP"])
+    parser.add_argument("--sides", choices=SIDES, nargs="+", help="all, inductor on GPUs only")
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=448, help="the width of Llama's MLP")
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--key-heads", type=int, default=4, help="Llama's heads of keys and values")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=1024)
@@ -247,6 +312,8 @@ def main() -> None:
     add_record_option(parser)
     chosen = parser.parse_args()
     chosen.dtype = torch.bfloat16 if chosen.bf16 else torch.float32
+    if chosen.sides is None:
+        chosen.sides = [side for side in SIDES if side != "inductor" or chosen.device.type == "cuda"]
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (chosen, f"{folder}/store"), nprocs=chosen.ranks)  # type: ignore[attr-defined]
 

@@ -313,5 +313,9 @@ class PassWarning(UserWarning):
     """A pass without a key, so that results of the compile are not cached."""
 
 
+class CommunicationFusionWarning(UserWarning):
+    """Collectives are not fused with the operators beside them, for lack of hardware; results are the same."""
+
+
 class CacheWarning(UserWarning):
     """The cache folder cannot be written: compiled code is in a temporary folder, with the same results."""

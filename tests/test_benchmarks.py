@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.distributed import uncovered
 from benchmarks.results import FOLDER, Report, cell_text
 from benchmarks.tables import BLOCK, DOCUMENTS, markdown, rendered
 
@@ -79,3 +80,9 @@ def test_a_report_without_record_writes_nothing(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_cells(cell: str | int | float | None, text: str) -> None:
     assert cell_text(cell) == text
+
+
+def test_exposed_communication_is_outside_of_all_kernels() -> None:
+    """Overlapping collectives count once, and covers may overlap each other."""
+    assert uncovered([(0, 4), (2, 6), (10, 12)], [(1, 3), (2, 5), (11, 20)]) == 1 + 1 + 1
+    assert uncovered([], [(0, 1)]) == uncovered([(0, 1)], [(0, 2)]) == 0

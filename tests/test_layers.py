@@ -37,7 +37,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("compile_cache",),
     ("compile",),
     ("rewrite", "fx", "training"),  # level 6
-    ("comparison",),
+    ("comparison", "fused_communication"),
     ("cli", "testing", "builtin_devices"),
     ("__main__", "__init__"),
 )

@@ -71,15 +71,13 @@ def mutated_operands(node: Node, fakes: NodeValues) -> list[Node]:
     arguments: dict[str, Any] = dict(node.kwargs)
     if isinstance(node.target, OpOverload):
         schema = operator_schema(node.target)
-        arguments |= dict(zip(schema.argument_names, node.args, strict=False))
-        names: Sequence[str] = schema.mutated_arguments
+        mutated = schema.written_arguments(node.args, tuple(node.kwargs.items()))
     elif launches_user_kernel(node) and "tensors_to_clone" not in arguments:
         call, arguments = arguments, arguments["kwargs"]
         values = {name: fakes[item] if isinstance(item, Node) else item for name, item in arguments.items()}
-        names = mutated_argument_names(call, values)
+        mutated = tuple([arguments.get(name) for name in mutated_argument_names(call, values)])
     else:
         return []
-    mutated = [arguments.get(name) for name in names]
     flat = [part for item in mutated for part in (item if isinstance(item, tuple | list) else (item,))]
     return [item for item in flat if isinstance(item, Node)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
@@ -12,7 +12,9 @@ from torch.fx import Node
 
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.source import check_desugared, location_of, source_of
+from fxwrap.lines import WaitCollective
 from fxwrap.lowering.control.streams import StreamPlan, StreamTracker
+from fxwrap.lowering.in_flight import InFlight
 from fxwrap.lowering.symbols.table import GraphSymbols, ProgramSymbols
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter
@@ -179,10 +181,20 @@ class Builder:
         self.symbols: GraphSymbols = GraphSymbols(state.symbols, None if outer is None else outer.symbols)
         self.storages = Storages()
         self.buffer = LineBuffer(self.storages, None if streams is None else StreamTracker(streams))
+        self.in_flight = InFlight()
 
     def emit(self, line: LineBase) -> None:
-        """Adds a line, on the current stream."""
+        """Adds a line, on the current stream, after the waits for point-to-point communication that it needs."""
+        self.await_in_flight(self.in_flight.blocking(line, self.storages.root_names))
         self.buffer.emit(line)
+
+    def await_in_flight(self, roots: Sequence[str]) -> None:
+        """Adds waits for results of point-to-point communication in flight, by the names of their roots."""
+        for root in roots:
+            pending = self.in_flight.finish(root)
+            assert pending is not None
+            ready = self.add_view(f"{pending.value.name}_ready", pending.fake, pending.value)
+            self.buffer.emit(WaitCollective(ready, pending.value, "", origin=pending.origin))
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 

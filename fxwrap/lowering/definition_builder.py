@@ -24,7 +24,7 @@ from fxwrap.lowering.builder import (
 from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.calls.reinplace import ReinplacePlan
 from fxwrap.lowering.calls.slice_writes import SliceWrite, resolve_slice
-from fxwrap.lowering.control.collectives import in_flight_operands
+from fxwrap.lowering.control.collectives import in_flight_operands, received_operands
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     DefinitionLabel,
@@ -406,7 +406,7 @@ class DefinitionBuilder:
     def _written_definitions(self, node: Node) -> list[Definition]:
         """Returns every definition in the memory that a call writes."""
         written: dict[Definition, None] = {}
-        for item in mutated_operands(node, self.builder.fakes):
+        for item in (*mutated_operands(node, self.builder.fakes), *received_operands(node, self.builder.fakes)):
             written |= dict.fromkeys(self.storages.on_storage(self.builder.fakes[item]))
         for item in self.reinplacing.written.get(node, {}).values():
             written |= dict.fromkeys(self.storages.aliases_of(as_definition(self.operands[item])))

@@ -73,6 +73,7 @@ class GraphLowering:
         emitter.raise_declined()
         for node in self.output.all_input_nodes:
             emitter.ensure(node)
+        self.builder.await_in_flight(self.builder.in_flight.roots())
         self.builder.state.coverage.extend(definitions.coverage)
         return hint
 

@@ -84,8 +84,10 @@ def _outside_user(
         if line.alias_of(value) is not None:
             users = flow.users(value.name)
         elif flow.def_position[value.name] == position:
-            end = outputs.get(value.name, len(flow.lines))
+            ends = [end for name, end in outputs.items() if flow.root_of[name] == value.name]
+            end = min(ends, default=len(flow.lines))  # later accesses are those of an output in the same memory
             users = [*users, *[other_position for other_position in flow.accesses(value.name) if other_position < end]]
+            users += flow.users(value.name) if value.name not in outputs else ()
         other = next((other_position for other_position in users if other_position not in removed), None)
         if other is not None:
             return value.name, other

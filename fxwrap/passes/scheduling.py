@@ -149,6 +149,7 @@ class _DependenceBuilder:
         read = {self.root_of[value.name] for value in operands}
         written = {self.root_of[value.name] for value in outs}
         if line.is_async_wait:
+            written |= read  # later readers may read the memory through other values than the line's result
             read |= {other for root in tuple(read) for other in self.borrowed.pop(root, ())}
         results = {self.root_of[name] for name in names}
         if line.is_async_start:

@@ -20,7 +20,7 @@ from fxwrap.matching import (
 )
 from fxwrap.options import PASS_POINTS, Pass, register_pass, registered_pass
 from fxwrap.rewrite.builder import LineBuilder
-from fxwrap.rewrite.engine import MatchFailure, RewriteResult, Skip, find, rewrite, rewrite_pass
+from fxwrap.rewrite.engine import MatchFailure, ReplacementFunction, RewriteResult, Skip, find, rewrite, rewrite_pass
 from fxwrap.rewrite.graphs import GraphMatch, KernelNode, kernel_node, kernel_nodes, kernel_of, replace_in_graph
 from fxwrap.rewrite.program_split import ProgramSplit, split
 from fxwrap.rewrite.replacement import Match
@@ -36,6 +36,7 @@ __all__ = [
     "Pass",
     "Pattern",
     "ProgramSplit",
+    "ReplacementFunction",
     "RewriteResult",
     "Skip",
     "TypePattern",

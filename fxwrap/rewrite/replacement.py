@@ -69,6 +69,7 @@ class _ReplacementFitter:
         self.renamed: dict[str, ir.Value] = {}
         self.result = Replacement(match, site, lines)
         self.copies: list[ir.LineBase] = []
+        self.output_roots: list[str] = []  # of the new values
         self._check_lines(lines)
 
     def run(self, new_outputs: object) -> Replacement:
@@ -79,6 +80,7 @@ class _ReplacementFitter:
         if len(values) != count:
             names = ", ".join([f"%{value.name}" if value is not None else "none" for value, _ in self.outputs])
             raise RewriteError(f"the replacement returns {len(values)} values, but the match has {count}: {names}")
+        self.output_roots = [self._root(value.name) for value in values if isinstance(value, ir.Value)]
         for (old, position), new in zip(self.outputs, values):
             if old is not None:
                 self._output(old, position, new)
@@ -131,7 +133,7 @@ class _ReplacementFitter:
         fresh = self.new_roots.get(new.name) == new.name and new.name not in self.renamed  # no output is renamed to it
         if not defines and not is_gone:
             self._replace_buffer_content(old, position, new, fresh)
-        elif not defines or line.alias_of(old) is None:
+        elif not defines or line.alias_of(old) is None or (is_gone and self._is_only_output_of_root(old)):
             if fresh:
                 self.renamed[new.name] = old
             else:
@@ -139,13 +141,19 @@ class _ReplacementFitter:
         else:
             self._replace_view(old, new, fresh)
 
+    def _is_only_output_of_root(self, old: ir.Value) -> bool:
+        """Whether later lines reach the memory of an output's root, which the match removes, through it only."""
+        roots = [self.flow.root_of[value.name] for value, _ in self.outputs if value is not None]
+        return roots.count(self.flow.root_of[old.name]) == 1
+
     def _substitute(self, old: ir.Value, new: ir.Value) -> None:
         """Substitutes other memory for a root of the match, if that is unobservable."""
         flow, root = self.flow, self.flow.root_of[old.name]
         end = len(flow.lines)
         renamed = self.renamed.get(self._root(new.name))
         other = renamed.name if renamed is not None else self._root(new.name)
-        if any(flow.root_of[value.name] == root for value in ir.reads(flow.lines[-1])):
+        is_own = self._root(new.name) in self.new_values and self.output_roots.count(self._root(new.name)) == 1
+        if not is_own and any(flow.root_of[value.name] == root for value in ir.reads(flow.lines[-1])):
             raise ReplacementRejected(f"%{old.name} is returned, and %{new.name} is no new root")
         if flow.write_between(root, self.position, end, self.removed) is not None:
             raise ReplacementRejected(f"%{old.name} is written or consumed later, and %{new.name} is no new root")

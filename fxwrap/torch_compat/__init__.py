@@ -14,6 +14,7 @@ from fxwrap.torch_compat.opaque import *
 from fxwrap.torch_compat.operators import *
 from fxwrap.torch_compat.streams import *
 from fxwrap.torch_compat.symbols import *
+from fxwrap.torch_compat.symmetric_memory import *
 from fxwrap.torch_compat.tensors import *
 from fxwrap.torch_compat.training import *
 from fxwrap.torch_compat.triton import *

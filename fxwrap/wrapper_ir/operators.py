@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.fx import Node
@@ -24,6 +24,12 @@ _PRINT_OPERATORS = frozenset({"aten._print.default", "fxwrap_runtime.print.defau
 
 _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}
 """Operators whose results alias an argument, by its position, although their schemas do not declare it."""
+
+_UNDECLARED_WRITES = {"_c10d_functional.irecv.default": "tensor", "_c10d_functional.batch_p2p_ops.default": "tensors"}
+"""The arguments that operators write although their schemas do not declare it.
+
+`irecv` returns its argument; `batch_p2p_ops` writes and returns those whose operation is "irecv".
+"""
 
 _EXACT_NAMESPACES = ("aten", "prims")
 """Namespaces of operators that always return a view if their schema declares one."""
@@ -68,11 +74,21 @@ class OperatorSchema:
         position = self.argument_names.index(name)
         return arguments[position] if position < len(arguments) else dict(keywords).get(name)
 
+    def written_arguments(
+        self, arguments: Sequence[ArgumentT], keywords: Sequence[tuple[str, ArgumentT]]
+    ) -> tuple[object, ...]:
+        """Returns the arguments that a call writes, in the schema's order: tensors or lists of them."""
+        written: list[Any] = [self.operand(name, arguments, keywords) for name in self.mutated_arguments]
+        if "op_list" not in self.argument_names:
+            return tuple(written)
+        operations: Any = self.operand("op_list", arguments, keywords)
+        return tuple([item for item, name in zip(written[0], operations, strict=True) if name == "irecv"])
+
     def mutated_operands(
         self, arguments: Sequence[Operand], keywords: Sequence[tuple[str, Operand]]
     ) -> tuple[Value, ...]:
         """Returns the values that a call writes, in the schema's order."""
-        return tuple(values_in(tuple([self.operand(name, arguments, keywords) for name in self.mutated_arguments])))
+        return tuple(values_in(self.written_arguments(arguments, keywords)))
 
     def returned_operands(
         self, arguments: Sequence[ArgumentT], keywords: Sequence[tuple[str, ArgumentT]]
@@ -101,15 +117,17 @@ def operator_schema(overload: OpOverload) -> OperatorSchema:
         if item.alias_info is not None and not item.alias_info.is_write
     ]  # fmt: skip
     name = operator_name(overload)
+    undeclared = _UNDECLARED_WRITES.get(name)
+    returned = undeclared if len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor" else None
     return OperatorSchema(
         name,
         tuple([item.name for item in arguments]),
         len(schema.returns),
-        tuple([item.name for item in written]),
+        tuple([item.name for item in written]) if undeclared is None else (undeclared,),
         bool(written) and all(item.is_out for item in written),
         _UNDECLARED_VIEWS.get(name, aliased[0] if len(aliased) == 1 else None),
         is_composite(overload) or overload.namespace not in _EXACT_NAMESPACES,
-        _mutated_returns(schema),
+        _mutated_returns(schema) if undeclared is None else (returned,),
         torch.Tag.nondeterministic_seeded in overload.tags,
         _fixed_effects(overload, name, bool(written)),
         _REPLACEMENTS.get(name),
@@ -145,7 +163,7 @@ def _fixed_effects(overload: OpOverload, name: str, writes: bool) -> tuple[Effec
         return (ASSERT,)
     if name in _PRINT_OPERATORS:
         return (OUTPUT,)
-    if overload.namespace in ("_c10d_functional", "c10d", "c10d_functional"):
+    if overload.namespace in ("_c10d_functional", "c10d", "c10d_functional", "symm_mem"):
         return (communication_effect(""),)
     schema = torch_schema(overload)  # a call may change the objects that it takes
     return (UNKNOWN,) if takes_object(schema) or (not schema.returns and not writes) else ()

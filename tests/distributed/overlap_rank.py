@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.compile.backend import make_backend
 from fxwrap.errors import RankError
-from fxwrap.lines import StartCollective
+from fxwrap.lines import ExternCall, StartCollective
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
@@ -116,6 +116,73 @@ def check_compiled_alone(rank: int) -> None:
         assert torch.equal(one, other)
 
 
+def exchanged(rank: int, x: Tensor) -> tuple[Tensor, ...]:
+    """Sends and receives one by one, and works in between; waits for the received tensor through its buffer."""
+    sent, received = x * 2, torch.empty_like(x)
+    start = C10D.isend(sent, 1 - rank, 0, "0")
+    C10D.irecv(received, 1 - rank, 0, "0")
+    beside = (sent + 1).sin()  # the last reader of the tensor that is sent
+    C10D.wait_tensor(received)
+    C10D.wait_tensor(start)
+    return beside, received + 1
+
+
+def batch(rank: int, x: Tensor) -> tuple[Tensor, ...]:
+    """Two messages each way, received in another order than they are awaited; one twice."""
+    sent, received = [x * 2, x - 1], [torch.empty_like(x), torch.empty_like(x)]
+    operations = ["isend", "irecv", "isend", "irecv"]
+    tensors = [sent[0], received[0], sent[1], received[1]]
+    results = C10D.batch_p2p_ops(operations, [1 - rank] * 4, [0, 0, 1, 1], tensors, "0")
+    beside = C10D.wait_tensor(C10D.all_reduce(x, "sum", "0"))
+    ready = [C10D.wait_tensor(results[index]) for index in (3, 0, 1, 2, 1)]
+    return beside * ready[0] + ready[2], ready[4].cos()
+
+
+def without_waits(rank: int, x: Tensor) -> tuple[Tensor, ...]:
+    """The graph waits for nothing and overwrites both buffers."""
+    sent, received = x * 2, torch.empty_like(x)
+    C10D.batch_p2p_ops(["isend", "irecv"], [1 - rank] * 2, [0, 0], [sent, received], "0")
+    beside = x.exp()
+    sent.add_(1)
+    received.mul_(3)
+    return beside, sent, received
+
+
+def in_a_branch(rank: int, x: Tensor) -> tuple[Tensor, ...]:
+    """A block waits for a message that was started outside of it."""
+    received = torch.empty_like(x)
+    _, pending = C10D.batch_p2p_ops(["isend", "irecv"], [1 - rank] * 2, [0, 0], [x * 2, received], "0")
+    branches = (lambda y: C10D.wait_tensor(y) + 1, lambda y: C10D.wait_tensor(y) - 1)
+    return (torch.cond(x.sum() > 0, *branches, (pending,)),)
+
+
+def check_point_to_point(rank: int) -> None:
+    """Messages between two ranks are lines in every emitter, with pools, as the functions state them."""
+    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(rank))
+    other = torch.rand(4, 4, generator=torch.Generator().manual_seed(1 - rank))
+    expected: Mapping[Any, Sequence[Tensor]] = {
+        exchanged: ((x * 2 + 1).sin(), other * 2 + 1),
+        batch: ((x + other) * (other - 1) + other * 2, (other * 2).cos()),
+        without_waits: (x.exp(), x * 2 + 1, other * 2 * 3),
+        in_a_branch: (other * 2 + 1,),
+    }
+    for function, wanted in expected.items():
+        graph = make_fx(lambda x: function(rank, x), tracing_mode="fake")(x)  # noqa: B023
+        for emitter in EMITTERS:
+            for fuse, planning in ((False, "auto"), (True, "reuse")):
+                options = Options(emitter=emitter, fuse=fuse, memory_planning=planning, compile_cache=False)
+                compiled = fxwrap.compile_graph(graph, (x,), options=options)
+                assert not any(
+                    isinstance(line, ExternCall) and "_c10d" in line.target for line in compiled.program.lines()
+                )
+                assert fxwrap.parse(str(compiled.program)) == compiled.program
+                outputs = [compiled(x)]
+                if emitter == "fx":
+                    outputs.append(fxwrap.run(fxwrap.verify(fxwrap.from_fx(compiled.graph_module)), [x]))
+                for output in outputs:
+                    torch.testing.assert_close(list(output), list(wanted), msg=lambda text: f"{function}: {text}")  # noqa: B023
+
+
 def check_random(rank: int, count: int = 30, first: int = 0) -> None:
     """Random programs with buckets and overlap return the bits of the program without."""
     groups = ("0", torch.distributed.new_group().group_name)
@@ -136,6 +203,7 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "fsdp": check_fsdp,
     "agreement": check_agreement,
     "compiled_alone": check_compiled_alone,
+    "point_to_point": check_point_to_point,
     "random": check_random,
 }
 

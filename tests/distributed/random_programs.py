@@ -84,6 +84,7 @@ class RandomProgram:
             lambda: C10D.all_reduce_coalesced([source, source.cos()], reduction, group),
             lambda: C10D.broadcast(source, choose.randrange(WORLD_SIZE), group),
             lambda: C10D.all_to_all_single(source, splits, splits, group),
+            lambda: self._exchange(source.contiguous(), group, choose.random() < 0.5),
         ]
         weights = [
             4,
@@ -92,11 +93,20 @@ class RandomProgram:
             1,
             1,
             1 if source.shape[0] % WORLD_SIZE == 0 else 0,
+            2 if hasattr(C10D, "batch_p2p_ops") else 0,
         ]
         if source.shape[0] > 64:
             weights[1] = 0
         started = choose.choices(starts, weights)[0]()
         return list(started) if isinstance(started, list | tuple) else [started]
+
+    def _exchange(self, source: Tensor, group: str, waits: bool) -> list[Tensor]:
+        """Sends a tensor to the other rank and receives its one; the graph may have no wait for the former."""
+        received, peer = torch.empty_like(source), 1 - torch.distributed.get_rank()
+        sent, pending = C10D.batch_p2p_ops(["isend", "irecv"], [peer, peer], [0, 0], [source, received], group)
+        if waits:
+            C10D.wait_tensor(sent)
+        return [pending]
 
     @staticmethod
     def _compute(choose: random.Random, ready: list[Tensor]) -> Tensor:

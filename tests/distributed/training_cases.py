@@ -274,6 +274,12 @@ def point_to_point(compile_: Compile) -> list[Tensor]:
     return [compiled(rank_inputs(batch)) for batch in BATCHES]
 
 
+def point_to_point_in_the_graph(compile_: Compile) -> list[Tensor]:
+    """Dynamo traces the messages, whose operators declare no writes."""
+    with torch._dynamo.config.patch(enable_p2p_compilation=True):
+        return point_to_point(compile_)
+
+
 def saved_state(compile_: Compile) -> list[Tensor]:
     """A distributed checkpoint of a compiled model's state goes on in another model."""
     folder = [TemporaryDirectory().name if dist.get_rank() == 0 else ""]
@@ -336,6 +342,7 @@ CASES: Mapping[str, Callable[[Compile], list[Tensor]]] = {
     "experts": experts,
     "in_place_all_reduce": in_place_all_reduce,
     "point_to_point": point_to_point,
+    "point_to_point_in_the_graph": point_to_point_in_the_graph,
     "saved_state": saved_state,
     "whole_step_of_simple_fsdp": partial(whole_step, make=lambda: simple_fsdp(Blocks(), whole_mesh())),
     "whole_step_of_tensor_parallel": partial(

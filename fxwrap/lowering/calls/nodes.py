@@ -22,6 +22,7 @@ from fxwrap.lowering.control.collectives import (
     await_results,
     emit_start,
     emit_wait,
+    is_point_to_point,
     is_wait,
     pending_collective,
     result_fakes,
@@ -79,25 +80,34 @@ def _lower_start(builder: Builder, node: Node, target: OpOverload, fake: FakeVal
     schema = operator_schema(target)
     arguments = literals(builder, node.args, node)
     keywords = tuple([(name, literal(builder, argument, node)) for name, argument in node.kwargs.items()])
-    results, aliases = _results(builder, node, schema, result_fakes(node, fake), arguments, keywords)
+    needs_all = is_point_to_point(node)  # its memory is in use until the wait for its last result
+    results, aliases = _results(builder, node, schema, result_fakes(node, fake), arguments, keywords, needs_all)
     emit_start(builder, node, schema, results, aliases, arguments, keywords)
     _bind_results(builder, node, schema, results)
-    await_results(builder, node)
+    if not needs_all:
+        await_results(builder, node)
 
 
 def _lower_wait(builder: Builder, node: Node, fake: torch.Tensor) -> None:
     """Lowers the wait for a tensor, which is in its memory."""
     pending, started = builder.value(node.args[0]), pending_collective(node)
-    if started is not None:
+    root = builder.storages.root(pending)
+    if builder.in_flight.finish(root.name) is not None:
+        _emit_same_wait(builder, node, pending, fake)
+    elif started is not None and not is_point_to_point(started):
         builder.env[node] = emit_wait(builder, node, started, pending, fake)
     elif node.all_input_nodes[0].op == "placeholder":  # the caller may have started a collective
-        value = builder.add_view(node.name, fake, pending)
-        builder.storages.share(fake, builder.storages.root(pending))
-        builder.emit(WaitCollective(value, pending, "", origin=builder.origin(node)))
-        builder.env[node] = value
+        _emit_same_wait(builder, node, pending, fake)
     else:
-        builder.storages.share(fake, builder.storages.root(pending))
+        builder.storages.share(fake, root)
         builder.env[node] = pending
+
+
+def _emit_same_wait(builder: Builder, node: Node, pending: Value, fake: torch.Tensor) -> None:
+    """Emits the wait for a tensor in any group, which has the strides of the graph."""
+    value = builder.env[node] = builder.add_view(node.name, fake, pending)
+    builder.storages.share(fake, builder.storages.root(pending))
+    builder.emit(WaitCollective(value, pending, "", origin=builder.origin(node)))
 
 
 def _lower_stream_call(builder: Builder, streams: StreamTracker, node: Node, target: OpOverload) -> None:
@@ -253,11 +263,15 @@ def _results(
     fake: FakeValue,
     arguments: Sequence[Operand],
     keywords: Keywords,
+    needs_all: bool = False,
 ) -> tuple[tuple[Result, ...], tuple[Value | None, ...]]:
-    """Adds the values of an operator's results, one tree per return, and returns the operand that each aliases."""
+    """Adds the values of an operator's results, one tree per return, and returns the operand that each aliases.
+
+    Results that nothing uses have no value, unless the line `needs_all`.
+    """
     count = schema.return_count
     fakes = () if count == 0 else (fake,) if count == 1 else tuple(fake)
-    used = used_result_indices(node) if isinstance(fake, tuple | list) else None
+    used = used_result_indices(node) if isinstance(fake, tuple | list) and not needs_all else None
     aliases: list[Value | None] = []
 
     def make(item: FakeValue, name: str, is_used: bool) -> Result:

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from fxwrap.fx_passes.effects import mutated_operands
+from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.lines import Alloc, Mutate, StartCollective, WaitCollective
 from fxwrap.lowering.builder import Builder, FakeValue, Keywords
+from fxwrap.lowering.in_flight import Pending
 from fxwrap.torch_compat import OpOverload, operator_name
-from fxwrap.wrapper_ir import Operand, Result, Value, map_leaves
+from fxwrap.wrapper_ir import Operand, Result, Value, map_leaves, values_in
 from fxwrap.wrapper_ir.operators import OperatorSchema, operator_schema
 
 _NAMESPACE = "_c10d_functional"
 _WAIT = "wait_tensor"
-_BY_OPERATOR = frozenset({"isend", "irecv", "batch_p2p_ops"})
-"""Communication between two ranks, which stays an extern call: a call of one rank has no start on the others."""
+_POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
+"""Communication between two ranks. A rank may wait only after it started its part of both directions."""
 
 _CONTIGUOUS = frozenset({"broadcast", "all_reduce_coalesced"})
 """Collectives that return contiguous results although their fake tensors have the strides of the operands."""
@@ -28,8 +31,12 @@ def starts_collective(node: Node) -> bool:
     if not _is_call(node) or _is_wait(node):
         return False
     assert isinstance(node.target, OpOverload)
-    is_group_call = "group_name" in operator_schema(node.target).argument_names
-    return is_group_call and operator_name(node.target) not in _BY_OPERATOR
+    return "group_name" in operator_schema(node.target).argument_names
+
+
+def is_point_to_point(node: Node) -> bool:
+    """Returns whether a node starts communication between two ranks, whose operators differ between the ranks."""
+    return _is_call(node) and _name(node) in _POINT_TO_POINT
 
 
 def is_wait(node: Node) -> bool:
@@ -45,13 +52,20 @@ def pending_collective(node: Node) -> Node | None:
     assert isinstance(started, Node)
     if started.target is operator.getitem and isinstance(started.args[0], Node):
         started = started.args[0]
-    return started if starts_collective(started) and _is_awaited(started) else None
+    is_pending = starts_collective(started) and (is_point_to_point(started) or _is_awaited(started))
+    return started if is_pending else None
 
 
 def in_flight_operands(node: Node) -> Sequence[Node]:
     """Returns the operands of the collective that a node waits for, which it uses until then."""
     started = pending_collective(node)
     return () if started is None else started.all_input_nodes
+
+
+def received_operands(node: Node, fakes: NodeValues) -> Sequence[Node]:
+    """Returns the operands that hold received content only after a node, the wait for it."""
+    started = pending_collective(node)
+    return () if started is None or not is_point_to_point(started) else mutated_operands(started, fakes)
 
 
 def emit_start(
@@ -69,19 +83,26 @@ def emit_start(
         builder.storages.mark_mutated(value)
     outs = written if schema.is_out_variant else ()
     all_arguments = (*arguments, *[item for name, item in keywords if name not in schema.mutated_arguments])
-    group = _group(schema.operand("group_name", all_arguments, keywords))
+    group = "" if is_point_to_point(node) else _group(schema.operand("group_name", all_arguments, keywords))
+    origin = builder.origin(node)
     builder.emit(
         StartCollective(
             results, schema.name, all_arguments, group, writes=() if outs else written, outs=outs, aliases=aliases,
-            origin=builder.origin(node),
+            origin=origin,
         )
     )  # fmt: skip
+    if is_point_to_point(node):
+        operands = frozenset(builder.storages.root_names(values_in(all_arguments)))
+        for value in values_in(results):
+            root = builder.storages.root(value).name
+            fake = builder.storages.fake(value)
+            builder.in_flight.start(root, Pending(value, fake, operands - {root}, origin))
 
 
 def result_fakes(node: Node, fake: FakeValue) -> FakeValue:
     """Returns the fake tensors of a collective's results with the strides that they have at run time."""
     assert isinstance(node.target, OpOverload)
-    if operator_name(node.target) not in _CONTIGUOUS:
+    if _name(node) not in _CONTIGUOUS:
         return fake
     if isinstance(fake, tuple | list):
         return tuple([torch.empty_like(item, memory_format=torch.contiguous_format) for item in fake])
@@ -136,7 +157,12 @@ def _is_call(node: Node) -> bool:
 
 
 def _is_wait(node: Node) -> bool:
-    return _is_call(node) and operator_name(node.target) == _WAIT  # type: ignore[arg-type]
+    return _is_call(node) and _name(node) == _WAIT
+
+
+def _name(node: Node) -> str:
+    assert isinstance(node.target, OpOverload)
+    return operator_name(node.target)
 
 
 def _is_awaited(node: Node) -> bool:
