@@ -106,7 +106,12 @@ def _changed(slot: Slot, number: object) -> StepError:
 
 
 def compile_step(
-    step: Callable[..., object], example_inputs: Sequence[object], *, options: Options | None = None, name: str = "step"
+    step: Callable[..., object],
+    example_inputs: Sequence[object],
+    *,
+    dynamic: bool | None = None,
+    options: Options | None = None,
+    name: str = "step",
 ) -> CompiledStep:
     """Compiles a training step: forward, loss, backward and optimizer update become one program.
 
@@ -118,6 +123,8 @@ def compile_step(
         step: the function. Nothing of it runs on real tensors, and the state keeps its values. Optimizers get the
             state that they would create in their first step.
         example_inputs: its positional arguments: tensors in any structure.
+        dynamic: whether sizes of the inputs may change between calls: all that are at least 2, none, or by default
+            those that `torch._dynamo.mark_dynamic` marks. DTensors have static sizes.
         options: see `Options`.
         name: the program's name.
 
@@ -128,6 +135,6 @@ def compile_step(
     created = create_optimizer_state(state)
     if created:
         state = find_state(step)
-    traced = trace_step(step, state, example_inputs, options)
+    traced = trace_step(step, state, example_inputs, options, dynamic)
     compiled = compile_graph(traced.graph, traced.examples, options=options, name=name)
     return CompiledStep(step, traced, state, compiled)

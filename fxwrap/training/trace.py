@@ -13,13 +13,22 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
 from fxwrap.errors import StepError
 from fxwrap.fx_passes import decomposition_table
 from fxwrap.options import Options
-from fxwrap.torch_compat import FakeTensorMode, compiling, is_data_dependent_error, tree_flatten, tree_unflatten
+from fxwrap.torch_compat import (
+    FakeTensorMode,
+    ShapeEnv,
+    compiling,
+    guard_conditions,
+    in_dispatched_fake_mode,
+    is_data_dependent_error,
+    symbolic_context,
+    tree_flatten,
+    tree_unflatten,
+)
 from fxwrap.training.graph import erase_profiler_ranges, rename_inputs, write_early
 from fxwrap.training.recomputation import marked_backwards, recompute
 from fxwrap.training.state import Slot, StepState, substituted
@@ -52,7 +61,12 @@ class _Trace:
     """One run of a step on fake tensors."""
 
     def __init__(
-        self, step: Callable[..., object], state: StepState, inputs: Sequence[object], options: Options
+        self,
+        step: Callable[..., object],
+        state: StepState,
+        inputs: Sequence[object],
+        options: Options,
+        dynamic: bool | None,
     ) -> None:
         self.step, self.state, self.options = step, state, options
         self.slots = list(state.unique().values())
@@ -62,17 +76,24 @@ class _Trace:
         for leaf in self.leaves:
             _check_input(leaf)
         self.input_layouts = [layout_of(leaf) for leaf in self.leaves]
-        self.mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
         everything = zip([*tensors, *self.leaves], [*self.layouts, *self.input_layouts], strict=True)
         self.examples = [
-            self.mode.from_tensor(plain.detach(), static_shapes=True)
-            for tensor, layout in everything
+            self._fake(plain, False if position < len(tensors) or layout is not None else dynamic)
+            for position, (tensor, layout) in enumerate(everything)
             for plain in plain_tensors(tensor, layout)
         ]
         self.tensors = tensors
         self.counters_are_numbers = True
         self.outputs: Any = None
         self.output_layouts: list[Any] = []
+
+    def _fake(self, plain: Tensor, dynamic: bool | None) -> Tensor:
+        """Returns the fake tensor of a plain one, with symbolic sizes as `dynamic` says."""
+        if dynamic is False:
+            return self.mode.from_tensor(plain.detach(), static_shapes=True)
+        context = symbolic_context(plain, all_sizes=bool(dynamic))
+        return self.mode.from_tensor(plain.detach(), static_shapes=False, symbolic_context=context)
 
     def run(self, *plain: Tensor) -> list[Tensor]:
         """Runs the step on plain tensors; returns its plain results."""
@@ -128,9 +149,14 @@ class _Trace:
                 )
 
 
-def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[object], options: Options) -> TracedStep:
-    """Traces a step. Nothing is computed, and the state keeps its values. Raises StepError."""
-    trace = _Trace(step, state, inputs, options)
+def trace_step(
+    step: Callable[..., object], state: StepState, inputs: Sequence[object], options: Options, dynamic: bool | None
+) -> TracedStep:
+    """Traces a step. Nothing is computed, and the state keeps its values. Raises StepError.
+
+    Sizes of inputs are symbols: all from 2 on if `dynamic` is True, those marked by `mark_dynamic` if it is None.
+    """
+    trace = _Trace(step, state, inputs, options, dynamic)
     numbers = [(slot, slot.get()) for slot in state.numbers]
     try:
         try:
@@ -138,7 +164,7 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
         except Exception as error:
             if not _is_data_dependent(error):
                 raise
-            trace = _Trace(step, state, inputs, options)
+            trace = _Trace(step, state, inputs, options, dynamic)
             trace.counters_are_numbers = False
             graph = _trace_functional(trace)
     except StepError:
@@ -163,14 +189,21 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
 def _trace_functional(trace: _Trace) -> GraphModule:
     """Returns the graph of a step without mutations, apart from the copies into its inputs at its end."""
     with (
-        trace.mode, compiling(True), preserve_node_meta(), marked_backwards(), torch.enable_grad(),
+        in_dispatched_fake_mode(trace.mode), compiling(True), preserve_node_meta(), marked_backwards(), torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
     ):  # fmt: skip
         graph = make_fx(trace.run, record_stack_traces=True)(*trace.examples)
     erase_profiler_ranges(graph)
-    with trace.mode, preserve_node_meta():
+    with in_dispatched_fake_mode(trace.mode), preserve_node_meta():
         functional = functionalize(Interpreter(graph).run, remove="mutations")
-        return make_fx(functional, decomposition_table=decomposition_table(trace.options))(*trace.examples)
+        inputs = len(trace.examples) - len(trace.leaves)
+
+        def checked(*plain: Tensor) -> object:
+            for condition, text in guard_conditions(trace.mode.shape_env, plain[inputs:]):
+                torch.ops.aten._assert_scalar.default(condition, f"the step was compiled for inputs with {text}")
+            return functional(*plain)
+
+        return make_fx(checked, decomposition_table=decomposition_table(trace.options))(*trace.examples)
 
 
 def _is_data_dependent(error: Exception) -> bool:
