@@ -1,7 +1,7 @@
-"""Training steps of GPT-2 and Llama as one program (`compile_step`) beside separate programs, TorchInductor and eager.
+"""Training steps of GPT-2 and Llama as one program (`compile_step`), as separate programs, by Inductor and eager.
 
-The separate programs are a compiled model (forward and backward) and a compiled optimizer step; gradients are clipped in
-eager between them. All sides are timed in one process in interleaved rounds, each on its own model. Columns:
+The separate programs are a compiled model (forward and backward) and a compiled optimizer step; gradients are clipped
+in eager between them. All sides are timed in one process in interleaved rounds, each on its own model. Columns:
 
 - time: median of a step with the device's work; host: until a step returns, with an empty device queue before. On a CPU
   both include the kernels, so that tiny models show the host's part.
@@ -31,7 +31,7 @@ from benchmarks.measure_kernels import Contender, interleaved_host_times
 from benchmarks.results import Report, add_record_option, display_name
 from fxwrap.comparison.measure import peak_bytes
 from fxwrap.options import Options
-from tests.support.planned_peaks import PlannedPeaks, step_peak
+from tests.support.planned_peaks import PlannedPeaks, planned_peak
 
 SIDES = ("eager", "inductor", "separate", "step")
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -103,10 +103,10 @@ def measure(model: str, report: Report, chosen: argparse.Namespace) -> None:
         for _ in range(3):
             loss = step(training.inputs)
         if isinstance(step, fxwrap.CompiledStep):
-            planned[name] = step_peak(step)
+            planned[name] = planned_peak(step.compiled)
         print(f"    {model}, {name}: third loss {loss.item():.5f}", flush=True)
     device = torch.device(chosen.device)
-    run = {name: (lambda step=step, name=name: step(trainings[name].inputs)) for name, step in steps.items()}  # type: ignore[misc]
+    run = {name: (lambda step=step, name=name: step(trainings[name].inputs)) for name, step in steps.items()}
     contenders = {name: Contender(item, 1) for name, item in run.items()}
     times = interleaved_host_times(contenders, chosen.rounds, device)
     host = interleaved_host_times(contenders, chosen.rounds, device, wait=False)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fxwrap.fx_passes import default_decompositions
     from fxwrap.lowering import lower
     from fxwrap.options import Options, Pass, register_pass
-    from fxwrap.training import CompiledStep, compile_step
+    from fxwrap.training import CompiledStep, compile_step, load_step
     from fxwrap.wrapper_ir import Program, verify
 
 __version__ = "0.1.0"
@@ -44,8 +44,8 @@ register_builtin_devices()
 __all__ = [
     "CompileCounts", "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram", "Options", "Pass",
     "Program", "Stage", "compare", "compile_counts", "compile_graph", "compile_step", "default_decompositions",
-    "devices", "environment_key", "from_fx", "fx", "load", "lower", "parse", "register_pass", "rewrite", "run", "save",
-    "to_cpp", "to_fx", "to_python", "verify",
+    "devices", "environment_key", "from_fx", "fx", "load", "load_step", "lower", "parse", "register_pass", "rewrite",
+    "run", "save", "to_cpp", "to_fx", "to_python", "verify",
 ]  # fmt: skip
 
 _PACKAGES = frozenset({"fx", "rewrite"})
@@ -69,6 +69,7 @@ _MODULES = {
     "environment_key": "fxwrap.artifact.environment",
     "from_fx": "fxwrap.converters.from_fx",
     "load": "fxwrap.artifact",
+    "load_step": "fxwrap.training",
     "lower": "fxwrap.lowering",
     "parse": "fxwrap.artifact",
     "register_pass": "fxwrap.options",

@@ -295,16 +295,19 @@ def symbolic_context(tensor: torch.Tensor, *, all_sizes: bool) -> StatelessSymbo
     return StatelessSymbolicContext([DimDynamic.DYNAMIC if dim in marked else other for dim in range(tensor.dim())])
 
 
-def guard_conditions(shape_env: ShapeEnv, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.SymBool, str]]:
-    """Returns the guards of a ShapeEnv that ranges of symbols do not imply, computed from sizes of tensors, as texts too.
+def guard_conditions(shape_env: ShapeEnv | None, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.SymBool, str]]:
+    """Returns the guards of a ShapeEnv that ranges of symbols do not imply, over sizes of tensors, and their texts.
 
     Guards with other symbols than these sizes are left out.
 
     Why: the interpreter of sympy expressions on symbolic numbers has no public name.
     """
     sizes: dict[sympy.Basic, tuple[torch.SymInt, str]] = {}
+    if shape_env is None:
+        return []
     for position, tensor in enumerate(tensors):
-        for dim, size in enumerate(tensor.shape):
+        for dim in range(tensor.dim()):
+            size: Any = tensor.size(dim)
             if isinstance(size, torch.SymInt) and isinstance(symbol_expression(size), sympy.Symbol):
                 sizes.setdefault(symbol_expression(size), (size, f"input_{position}.size({dim})"))
     names = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, (_, name) in sizes.items()}

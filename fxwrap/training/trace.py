@@ -31,8 +31,9 @@ from fxwrap.torch_compat import (
 )
 from fxwrap.training.graph import erase_profiler_ranges, rename_inputs, write_early
 from fxwrap.training.recomputation import marked_backwards, recompute
-from fxwrap.training.state import Slot, StepState, substituted
-from fxwrap.training.subclasses import TensorLayout, build, build_all, layout_of, plain_tensors
+from fxwrap.training.signature import StepSignature
+from fxwrap.training.state import Slot, StepState, optimizer_numbers, substituted
+from fxwrap.training.subclasses import build, build_all, layout_of, plain_tensors
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,14 @@ class TracedStep:
     """A traced step.
 
     Fields:
-        graph: the functional graph; its inputs are the plain tensors of `state`, then those of the step's inputs.
+        graph: the functional graph; its inputs are the plain tensors of the state, then those of the step's inputs.
         examples: fake values of the graph's inputs.
-        state: the first place of each tensor of the state, in the order of the inputs; `layouts` are their layouts.
-        inputs, outputs: trees of the step's arguments and results; `input_layouts` and `output_layouts` belong to
-            their leaves; a leaf that is no tensor is a constant.
+        signature: its signature.
     """
 
     graph: GraphModule
     examples: tuple[Any, ...]
-    state: tuple[Slot, ...]
-    layouts: tuple[TensorLayout, ...]
-    inputs: Any
-    input_layouts: tuple[TensorLayout, ...]
-    outputs: Any
-    output_layouts: tuple[Any, ...]
+    signature: StepSignature
 
 
 class _Trace:
@@ -86,7 +80,7 @@ class _Trace:
         self.tensors = tensors
         self.counters_are_numbers = True
         self.outputs: Any = None
-        self.output_layouts: list[Any] = []
+        self.output_leaves: list[tuple[bool, Any]] = []
 
     def _fake(self, plain: Tensor, dynamic: bool | None) -> Tensor:
         """Returns the fake tensor of a plain one, with symbolic sizes as `dynamic` says."""
@@ -130,7 +124,7 @@ class _Trace:
                 raise StepError("it returns a number that it reads from a tensor", "Return the tensor itself")
             is_tensor = isinstance(leaf, Tensor)
             layout = layout_of(leaf) if is_tensor else None
-            self.output_layouts.append((is_tensor, layout if is_tensor else leaf))
+            self.output_leaves.append((is_tensor, layout if is_tensor else leaf))
             if is_tensor:
                 flat += [item.detach() for item in plain_tensors(leaf, layout)]
         return flat
@@ -180,17 +174,18 @@ def trace_step(
     graph = recompute(graph, options)
     write_early(graph)
     rename_inputs(graph, trace.input_names())
-    return TracedStep(
-        graph, tuple(trace.examples), tuple(trace.slots), tuple(trace.layouts), trace.input_tree,
-        tuple(trace.input_layouts), trace.outputs, tuple(trace.output_layouts),
+    signature = StepSignature(
+        tuple([slot.name for slot in trace.slots]), tuple(trace.layouts), trace.input_tree, tuple(trace.input_layouts),
+        trace.outputs, tuple(trace.output_leaves), {slot.name: slot.get() for slot in optimizer_numbers(state)},
     )  # fmt: skip
+    return TracedStep(graph, tuple(trace.examples), signature)
 
 
 def _trace_functional(trace: _Trace) -> GraphModule:
     """Returns the graph of a step without mutations, apart from the copies into its inputs at its end."""
     with (
-        in_dispatched_fake_mode(trace.mode), compiling(True), preserve_node_meta(), marked_backwards(), torch.enable_grad(),
-        torch.autograd.set_multithreading_enabled(False),
+        in_dispatched_fake_mode(trace.mode), compiling(True), preserve_node_meta(), marked_backwards(),
+        torch.enable_grad(), torch.autograd.set_multithreading_enabled(False),
     ):  # fmt: skip
         graph = make_fx(trace.run, record_stack_traces=True)(*trace.examples)
     erase_profiler_ranges(graph)

@@ -14,15 +14,10 @@ from fxwrap.memory_planning import plan_memory
 from fxwrap.options import Options
 
 
-def planned_peak(compiled: Compiled) -> int:
+def planned_peak(compiled: Compiled | fxwrap.LoadedProgram) -> int:
     """Returns the peak of a program by its plan in bytes, its inputs included."""
     plan = compiled.plan or plan_memory(compiled.program, alignment=lambda _device: 1)
     return plan.body.peak
-
-
-def step_peak(step: fxwrap.CompiledStep) -> int:
-    """Returns the planned peak of a compiled step, whose program has all state as inputs."""
-    return planned_peak(step.compiled)
 
 
 class PlannedPeaks:
