@@ -288,11 +288,13 @@ def symbolic_function(name: str) -> Callable[..., object] | None:
 def symbolic_context(tensor: torch.Tensor, *, all_sizes: bool) -> StatelessSymbolicContext[Any, Any]:
     """Returns which sizes of a fake tensor are symbols: those that `mark_dynamic` marked, or all from 2 on.
 
+    Sizes that are equal by chance have symbols of their own.
+
     Why: the marks have no public accessor.
     """
     marked = getattr(tensor, "_dynamo_dynamic_indices", ())
-    other = DimDynamic.DUCK if all_sizes else DimDynamic.STATIC
-    return StatelessSymbolicContext([DimDynamic.DYNAMIC if dim in marked else other for dim in range(tensor.dim())])
+    dynamic = [dim in marked or (all_sizes and size > 1) for dim, size in enumerate(tensor.shape)]
+    return StatelessSymbolicContext([DimDynamic.DYNAMIC if item else DimDynamic.STATIC for item in dynamic])
 
 
 def guard_conditions(shape_env: ShapeEnv | None, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.SymBool, str]]:
