@@ -80,6 +80,13 @@ class FsdpParameter:
     reduce_dtype: torch.dtype | None
     wrap: Callable[[Tensor], Tensor]
 
+    def sharded(self) -> Tensor:
+        """Returns the DTensor of the parameter that its modules hold now."""
+        owner, name = self.places[0]
+        parameter = owner._parameters[name]
+        assert parameter is not None
+        return parameter
+
 
 def fsdp_limit(module: Any) -> str:
     """Returns a feature of an FSDP2 unit that its functional form lacks, "" for none."""

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
@@ -24,12 +23,13 @@ from fxwrap.torch_compat import (
     fsdp_casts,
     fsdp_hooks,
     fsdp_parameters,
+    functional_collectives,
     is_ddp,
 )
 
 
 @contextmanager
-def functional_collectives(modules: Iterable[nn.Module]) -> Iterator[None]:
+def with_functional_collectives(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Replaces the hooks of DDP and FSDP2 modules while a step is traced."""
     with ExitStack() as stack:
         for module in modules:
@@ -51,14 +51,14 @@ def _replace_ddp(module: Any, stack: ExitStack) -> None:
     def forward(*arguments: Any, **keywords: Any) -> Any:
         with torch.no_grad():
             for buffer in ddp_buffers(module):
-                buffer.copy_(collectives.broadcast(buffer, 0, group))
+                buffer.copy_(functional_collectives().broadcast(buffer, 0, group))
         averages[0] = torch.is_grad_enabled() and module.require_backward_grad_sync  # False in `no_sync`
         module.require_forward_param_sync = averages[0]  # as DDP does: buffers are sent before the next forward
         return module.module(*arguments, **keywords)
 
     def average(parameter: Tensor) -> None:
         if averages[0] and parameter.grad is not None:
-            parameter.grad = collectives.all_reduce(parameter.grad / size, "sum", group)
+            parameter.grad = functional_collectives().all_reduce(parameter.grad / size, "sum", group)
 
     module.forward = forward
     stack.callback(delattr, module, "forward")
@@ -78,7 +78,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, parameter: FsdpParameter) -> Tensor:
         ctx.parameter, ctx.rows, ctx.dtype = parameter, local.size(parameter.dim), local.dtype
         shard = _padded(local.to(parameter.dtype or local.dtype), parameter.dim, parameter.shard_rows)
-        whole = collectives.all_gather_tensor(shard, parameter.dim, parameter.group)
+        whole = functional_collectives().all_gather_tensor(shard, parameter.dim, parameter.group)
         return whole.narrow(parameter.dim, 0, parameter.rows).contiguous()
 
     @staticmethod
@@ -89,9 +89,9 @@ class _Gather(torch.autograd.Function):
         if overflows:
             gradient = gradient / parameter.ranks
         gradient = _padded(gradient, parameter.dim, parameter.shard_rows * parameter.group.size())
-        gradient = collectives.reduce_scatter_tensor(gradient, "sum", parameter.dim, parameter.group)
+        gradient = functional_collectives().reduce_scatter_tensor(gradient, "sum", parameter.dim, parameter.group)
         if parameter.replicate_group is not None:
-            gradient = collectives.all_reduce(gradient, "sum", parameter.replicate_group)
+            gradient = functional_collectives().all_reduce(gradient, "sum", parameter.replicate_group)
         if not overflows:
             gradient = gradient / parameter.ranks
         return gradient.narrow(parameter.dim, 0, ctx.rows).to(ctx.dtype).contiguous(), None
@@ -126,8 +126,7 @@ def _replace_fsdp(module: nn.Module, stack: ExitStack) -> None:
 
 def _gather_into_modules(parameter: FsdpParameter) -> None:
     """Sets attributes with the gathered parameter, which hide the sharded one in the module's table."""
-    owner, name = parameter.places[0]
-    sharded: Any = owner._parameters[name]
+    sharded: Any = parameter.sharded()
     local = sharded.to_local(grad_placements=sharded.placements)
     whole = parameter.wrap(_Gather.apply(local, parameter))  # type: ignore[no-untyped-call]
     for owner, name in parameter.places:
