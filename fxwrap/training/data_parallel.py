@@ -78,7 +78,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, parameter: FsdpParameter) -> Tensor:
         ctx.parameter, ctx.rows, ctx.dtype = parameter, local.size(parameter.dim), local.dtype
         shard = _padded(local.to(parameter.dtype or local.dtype), parameter.dim, parameter.shard_rows)
-        whole = functional_collectives().all_gather_tensor(shard, parameter.dim, parameter.group)
+        whole: Tensor = functional_collectives().all_gather_tensor(shard, parameter.dim, parameter.group)
         return whole.narrow(parameter.dim, 0, parameter.rows).contiguous()
 
     @staticmethod
