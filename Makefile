@@ -23,7 +23,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz round-trips form-round-trips distributed distributed-fuzz clean
+.PHONY: demo test fuzz round-trips form-round-trips distributed distributed-fuzz shared-folder clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -48,6 +48,9 @@ form-round-trips: $(VENV)/.installed-test
 
 distributed-fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.distributed.random_runs $(DISTRIBUTED_FUZZ_ARGS)
+
+shared-folder: $(VENV)/.installed-test
+	$(BIN)/python -m tests.compile_cache.shared_folder $(SHARED_FOLDER_ARGS)
 
 # An installation is done when its stamp is newer than what it was made from, so that a second run costs nothing.
 $(VENV)/.installed-demo: $(REQUIREMENTS)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fxwrap.comparison import compare
     from fxwrap.compile import Compiled, GraphInfo, Stage, compile_graph
     from fxwrap.compile.saving import save
+    from fxwrap.compile_cache import CompileCounts, compile_counts
     from fxwrap.converters.cpp import to_cpp
     from fxwrap.converters.emitted_program import EmittedProgram
     from fxwrap.converters.from_fx import from_fx
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from fxwrap.fx_passes import default_decompositions
     from fxwrap.lowering import lower
     from fxwrap.options import Options, Pass, register_pass
-    from fxwrap.training import CompiledStep, compile_step
+    from fxwrap.training import CompiledStep, compile_step, load_step
     from fxwrap.wrapper_ir import Program, verify
 
 __version__ = "0.1.0"
@@ -41,14 +42,16 @@ __version__ = "0.1.0"
 register_builtin_devices()
 
 __all__ = [
-    "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram", "Options", "Pass", "Program", "Stage",
-    "compare", "compile_graph", "compile_step", "default_decompositions", "devices", "environment_key", "from_fx", "fx",
-    "load", "lower", "parse", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx", "to_python", "verify",
+    "CompileCounts", "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram", "Options", "Pass",
+    "Program", "Stage", "compare", "compile_counts", "compile_graph", "compile_step", "default_decompositions",
+    "devices", "environment_key", "from_fx", "fx", "load", "load_step", "lower", "parse", "register_pass", "rewrite",
+    "run", "save", "to_cpp", "to_fx", "to_python", "verify",
 ]  # fmt: skip
 
 _PACKAGES = frozenset({"fx", "rewrite"})
 
 _MODULES = {
+    "CompileCounts": "fxwrap.compile_cache",
     "Compiled": "fxwrap.compile",
     "CompiledStep": "fxwrap.training",
     "EmittedProgram": "fxwrap.converters.emitted_program",
@@ -59,12 +62,14 @@ _MODULES = {
     "Program": "fxwrap.wrapper_ir",
     "Stage": "fxwrap.compile",
     "compare": "fxwrap.comparison",
+    "compile_counts": "fxwrap.compile_cache",
     "compile_graph": "fxwrap.compile",
     "compile_step": "fxwrap.training",
     "default_decompositions": "fxwrap.fx_passes",
     "environment_key": "fxwrap.artifact.environment",
     "from_fx": "fxwrap.converters.from_fx",
     "load": "fxwrap.artifact",
+    "load_step": "fxwrap.training",
     "lower": "fxwrap.lowering",
     "parse": "fxwrap.artifact",
     "register_pass": "fxwrap.options",

@@ -100,13 +100,18 @@ class LoadedProgram:
     def boxed(self) -> BoxedCallable:
         """The boxed entry: it takes a list of inputs, which it empties."""
         entry = explain_out_of_memory(self.emitted.boxed, self.plan, self._program)
-        return check_ranks_first(entry, self._program, boxed=True)
+        return check_ranks_first(entry, self._program, boxed=True, group_sizes=self._group_sizes)
 
     @cached_property
     def flat(self) -> FlatCallable:
         """The flat entry, without the call through this object."""
         entry = explain_out_of_memory(self.emitted.flat, self.plan, self._program)
-        return check_ranks_first(entry, self._program, boxed=False)
+        return check_ranks_first(entry, self._program, boxed=False, group_sizes=self._group_sizes)
+
+    @property
+    def _group_sizes(self) -> Mapping[str, int]:
+        """The ranks of the process groups where the program was saved."""
+        return {str(label): int(size) for label, size in self.metadata.get("groups", {}).items()}
 
     def __call__(self, *inputs: object) -> object:
         return self.flat(*inputs)
@@ -138,7 +143,7 @@ class LoadedProgram:
             self._require_constants()
         save_program(
             self._program, path, emitter=self.emitter, emitters=(self.emitter,), options=self.metadata["options"],
-            plan=self.plan, constants=constants,
+            plan=self.plan, constants=constants, group_sizes=self._group_sizes, step=self.metadata.get("step"),
         )  # fmt: skip
 
     # --- constants --------------------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from fxwrap.artifact.program_text import check_kernels, write_program
 from fxwrap.converters.fx import to_fx
 from fxwrap.errors import ArtifactError, FxwrapError
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
+from fxwrap.passes.communication import communication
 from fxwrap.passes.window_checks import check_windows
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.symbolic import SymbolInfo
-from fxwrap.torch_compat import graph_python_code
+from fxwrap.torch_compat import graph_python_code, process_group
 from fxwrap.wrapper_ir import Program, Value, print_type, program_key, symbol_infos
 
 PLAN = "memory_plan.json"
@@ -38,8 +39,13 @@ def save_program(
     options: str = "",
     plan: MemoryPlan | None = None,
     constants: bool = True,
+    group_sizes: Mapping[str, int] | None = None,
+    step: Mapping[str, object] | None = None,
 ) -> None:
     """Saves a program with its default emitter and compiled code for `emitters`.
+
+    `group_sizes` are the ranks of its process groups by name, by default those of this process; `step` describes the
+    training step that the program is.
 
     Raises ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
     The previous file then remains.
@@ -50,6 +56,7 @@ def save_program(
     if constants or program.store.tensors:
         check_savable(program, str(target))
     graph = _graph_text(program)
+    sizes = current_group_sizes(program) if group_sizes is None else group_sizes
 
     def write(file: IO[bytes]) -> None:
         with ArchiveWriter(file) as writer:
@@ -68,6 +75,8 @@ def save_program(
             write_constants(writer, layout, tensors)
         writer.close({
             **_metadata(program, emitter, options),
+            **({"groups": dict(sizes)} if sizes else {}),
+            **({"step": step} if step is not None else {}),
             "kernels": kernels,
             "constants": {"inside": constants, **layout.to_json()},
             "binaries": write_binaries(writer, program, emitters),
@@ -78,6 +87,12 @@ def save_program(
     except OSError as error:
         remedy = "Free disk space, or choose a folder that can be written"
         raise ArtifactError(str(target), "", f"it cannot be written: {error.strerror or error}", remedy) from error
+
+
+def current_group_sizes(program: Program) -> dict[str, int]:
+    """Returns the number of ranks of the process groups that a program names, of those that are initialised."""
+    groups = {item.label: process_group(item.label) for item in communication(program) if item.input is None}
+    return {label: group.size() for label, group in sorted(groups.items()) if group is not None}
 
 
 def _graph_text(program: Program) -> str:

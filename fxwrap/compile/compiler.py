@@ -22,7 +22,14 @@ from fxwrap.compile.kernels import (
     warm_up_kernel_compilers,
     warn_kernel_failures,
 )
-from fxwrap.compile_cache import CacheSlot, CompileRequest, find_job_compile, find_slot
+from fxwrap.compile_cache import (
+    CacheSlot,
+    CompileRequest,
+    check_ranks_compile_alike,
+    count_compile,
+    find_slot,
+    shared_compile,
+)
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.exported import ExportedSignature, is_emitted
 from fxwrap.converters.from_fx import from_fx
@@ -84,19 +91,27 @@ def compile_graph(
             graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs
         )
         slot = find_slot(request)
-        compiled = None if slot is None else _load_from_cache(slot, graph, compiled_by_key)
-        job = None if slot is None or compiled is not None else find_job_compile(slot)
-        if slot is not None and job is not None and job.receive():
-            compiled = _load_from_cache(slot, graph, compiled_by_key)
-        if compiled is None:
-            try:
-                compiled = _compile_request(request, slot, compiled_by_key)
-            finally:
-                if job is not None:
-                    job.publish()
+        if slot is None:
+            compiled = _compile_request(request, None, compiled_by_key)
+        else:
+            compiled = _load_or_compile(request, slot, compiled_by_key)
     if compiled_by_key is not None:
         compiled_by_key.setdefault(compiled.key, compiled)
     return compiled
+
+
+def _load_or_compile(
+    request: CompileRequest, slot: CacheSlot, compiled_by_key: MutableMapping[str, Compiled] | None
+) -> Compiled:
+    """Returns the cached result, or that of another process that compiles the graph now, or compiles it."""
+    check_ranks_compile_alike(slot)
+    compiled = _load_from_cache(slot, request.graph, compiled_by_key)
+    if compiled is not None:
+        return compiled
+    with shared_compile(slot) as has_entry:
+        if has_entry:
+            compiled = _load_from_cache(slot, request.graph, compiled_by_key)
+        return compiled or _compile_request(request, slot, compiled_by_key)
 
 
 def _compile_request(
@@ -104,6 +119,7 @@ def _compile_request(
 ) -> Compiled:
     """Compiles a graph, and stores the result in its slot if it can be cached."""
     graph, options = request.graph, request.options
+    count_compile("compiled")
     warm_up_kernel_compilers(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
     prepared = _prepare(
         graph, request.example_inputs, options, request.name, request.flexible_stride_outputs, request.ownership

@@ -37,6 +37,7 @@ def save(
     Raises ArtifactError for a constant that is not a plain tensor, an in-process kernel and a folder that is not
     writable; NativeBuildError if C++ does not compile; FxImportError for a graph that `from_fx` does not support.
     """
+    step, group_sizes = None, None
     match subject:
         case Compiled():
             emitter: str = subject.options.emitter
@@ -44,6 +45,7 @@ def save(
         case LoadedProgram():
             emitter = subject.emitter
             program, options, plan, default = subject.program, subject.metadata["options"], subject.plan, [emitter]
+            step, group_sizes = subject.metadata.get("step"), subject.metadata.get("groups", {})
         case GraphModule():
             program, options, plan, default = from_fx(subject), "", None, ["fx"]
             emitter = next(iter(emitters or ()), "fx")
@@ -52,5 +54,5 @@ def save(
             emitter = next(iter(emitters or ()), Options().emitter)
     save_program(
         program, path, emitter=emitter, emitters=default if emitters is None else emitters, options=options, plan=plan,
-        constants=constants,
+        constants=constants, group_sizes=group_sizes, step=step,
     )  # fmt: skip

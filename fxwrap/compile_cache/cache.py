@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from fxwrap.compile_cache.counts import count_compile
 from fxwrap.compile_cache.entry import CachedCompile, entry_content, read_entry
 from fxwrap.compile_cache.graph_serializer import NotCacheable
 from fxwrap.compile_cache.key import CompileRequest, Key, make_key
@@ -39,17 +40,24 @@ def is_enabled() -> bool:
     return os.environ.get(CACHE_ENV, "1") != "0"
 
 
-@dataclass
+@dataclass(frozen=True)
 class CacheSlot:
-    """The cache entry of one compile, which may not exist yet."""
+    """The cache entry of one compile, which may not exist yet.
+
+    Fields: `inodes` are those of the entry's files when the slot was created.
+    """
 
     request: CompileRequest
     key: Key
+    inodes: tuple[int | None, ...]
 
     @property
     def _file(self) -> str:
-        """The entry's file within a cache folder."""
-        return f"{FOLDER}/{self.key.digest}.fxw"
+        return _entry_file(self.key.digest)
+
+    def is_rewritten(self) -> bool:
+        """Whether the entry was written since the slot was created."""
+        return any(inode is not None and inode not in self.inodes for inode in _inodes(self.key.digest))
 
     def load(self) -> CachedCompile | None:
         """Returns the cached compile; None, with a log message, where it is missing or damaged."""
@@ -68,6 +76,7 @@ class CacheSlot:
                 continue
             mark_used(path)
             log.info("'%s' was loaded from the cache in %.3f s: %s", name, time.perf_counter() - start, self.key.digest)
+            count_compile("loaded")
             return cached
         log.info("'%s' is not in the cache: %s", name, self.key.digest)
         return None
@@ -117,9 +126,25 @@ def find_slot(request: CompileRequest) -> CacheSlot | None:
         return None
     start = time.perf_counter()
     try:
-        slot = CacheSlot(request, make_key(request))
+        key = make_key(request)
     except NotCacheable as reason:
         log.info("'%s' bypasses the cache: %s", request.name, reason)
         return None
     log.debug("the key of '%s' took %.3f s", request.name, time.perf_counter() - start)
-    return slot
+    return CacheSlot(request, key, _inodes(key.digest))
+
+
+def _entry_file(digest: str) -> str:
+    """Returns the file of an entry within a cache folder."""
+    return f"{FOLDER}/{digest}.fxw"
+
+
+def _inodes(digest: str) -> tuple[int | None, ...]:
+    """Returns the inodes of an entry in the cache folders: each write is a new file."""
+    inodes: list[int | None] = []
+    for folder in cache_folders():
+        try:
+            inodes.append(os.stat(folder / _entry_file(digest)).st_ino)
+        except OSError:
+            inodes.append(None)
+    return tuple(inodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from fxwrap.converters.cpp import to_cpp
@@ -13,7 +14,7 @@ from fxwrap.converters.python import to_python
 from fxwrap.devices import line_handlers
 from fxwrap.memory_planning import MemoryPlan, out_of_memory_message
 from fxwrap.passes.communication import communication
-from fxwrap.runtime.rank_agreement import check_ranks_agree
+from fxwrap.runtime.rank_agreement import check_group_size, check_ranks_agree
 from fxwrap.torch_compat import FakeTensor, process_group
 from fxwrap.wrapper_ir import Program
 
@@ -58,10 +59,13 @@ def explain_out_of_memory(entry: EntryT, plan: MemoryPlan | None, program: Progr
     return cast(EntryT, run)
 
 
-def check_ranks_first(entry: EntryT, program: Program, *, boxed: bool) -> EntryT:
+def check_ranks_first(
+    entry: EntryT, program: Program, *, boxed: bool, group_sizes: Mapping[str, int] = MappingProxyType({})
+) -> EntryT:
     """Returns an entry whose first call compares the program's collectives with those of the other ranks.
 
-    The entry itself for a program without collectives. `boxed` is whether it takes the inputs in a list.
+    The entry itself for a program without collectives. `boxed` is whether it takes the inputs in a list, `group_sizes`
+    are the ranks of groups by name that the program holds for.
     """
     groups = communication(program)
     if not groups:
@@ -75,6 +79,7 @@ def check_ranks_first(entry: EntryT, program: Program, *, boxed: bool) -> EntryT
                 values = inputs[0] if boxed else inputs
                 group = process_group(item.label) if item.input is None else values[item.input]
                 if group is not None:
+                    check_group_size(group, item.label, program.name, group_sizes.get(item.label))
                     check_ranks_agree(group, item.label, program.name, item.lines)
             checked = True
         return entry(*inputs)

@@ -294,8 +294,9 @@ class _ExpressionReplacer:
 def in_place_candidates(kernel: Kernel, output: str) -> tuple[str, ...]:
     """Returns the inputs whose memory an output may reuse, according to the kernel's accesses.
 
-    Every load of such an input is of the element that the same iteration stores. No later stage follows the store,
-    because it could load the input again. Dtypes are equal; callers check that the buffers have equal sizes.
+    Every load of such an input is of the element that the same iteration stores. No later pass over the reduced axes
+    follows the store, because it could load the input again. Dtypes are equal; callers check that the buffers have
+    equal sizes.
     """
     stores = [(position, item) for position, item in enumerate(kernel.operations) if isinstance(item, Store)]
     own = [(position, item) for position, item in stores if item.buffer == output]
@@ -303,7 +304,8 @@ def in_place_candidates(kernel: Kernel, output: str) -> tuple[str, ...]:
         return ()
     position, store = own[0]
     varies = kernel.varying[position]
-    if kernel.scans or (varies and kernel.stages[position] < max(kernel.stages[other] for other, _ in stores)):
+    passes = [*kernel.reductions, *[other for other, _ in stores if kernel.varying[other]]]
+    if kernel.scans or (varies and kernel.stages[position] < max(kernel.stages[other] for other in passes)):
         return ()
     dtype = next(buffer.dtype for buffer in kernel.outputs if buffer.name == output)
     candidates = []

@@ -16,6 +16,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -263,7 +264,7 @@ def find_or_build_entry(name: str, build: Callable[[Path], None]) -> Path:
 
 def _build_entry(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     folder = _make_folder(root, os.path.dirname(name)) / os.path.basename(name)
-    with _file_lock(_make_folder(root, "locks") / folder.name):
+    with file_lock(root, folder.name):
         if is_intact(folder):
             return folder
         for leftover in folder.parent.glob(f"{BUILDING}{folder.name}-*"):  # of a killed process, which had the lock
@@ -342,15 +343,40 @@ def mark_used(path: Path) -> None:
 
 
 @contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Holds a lock file, which the system releases with the process. File systems without locks have none."""
+def file_lock(root: Path, name: str, timeout_s: float | None = None) -> Iterator[IO[bytes] | None]:
+    """Holds a lock file of a cache folder, which the system releases with the process; yields the open file.
+
+    Waits for other processes and threads that hold it, at most `timeout_s` seconds; then it yields None. File systems
+    without locks have none. Raises OSError where the folder cannot be written.
+    """
+    path = _make_folder(root, "locks") / name
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         remove_path(path)
-    handle = os.open(path, flags, 0o600)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+    with os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
+        if not _acquire(file, timeout_s):
+            yield None
+            return
+        try:
+            yield file
+        finally:  # a child process that was forked meanwhile has the file, too
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _acquire(file: IO[bytes], timeout_s: float | None) -> bool:
+    """Locks a file; returns whether it could within `timeout_s` seconds."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    pause_s = 0.001
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if end is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if end is not None and time.monotonic() >= end:
+                return False
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)

@@ -25,6 +25,15 @@ class _Checked:
 _checked: weakref.WeakKeyDictionary[ProcessGroup, _Checked] = weakref.WeakKeyDictionary()
 
 
+def check_group_size(group: ProcessGroup, label: str, program: str, size: int | None) -> None:
+    """Raises RankError for a process group with another number of ranks than a program was saved for; None is any."""
+    if size is not None and group.size() != size:
+        raise RankError(
+            f"'{program}' was saved where group '{label}' has {size} ranks, and here it has {group.size()}. "
+            "Compile it for this job, or start as many ranks"
+        )
+
+
 def check_ranks_agree(group: ProcessGroup, label: str, program: str, lines: Sequence[str]) -> None:
     """Compares the collectives of a program in a group with those of the other ranks, once for each text.
 

@@ -5,6 +5,7 @@ tested; an item that only some of them need says so.
 """
 
 from fxwrap.torch_compat.allocation import *
+from fxwrap.torch_compat.data_parallel import *
 from fxwrap.torch_compat.dispatch import *
 from fxwrap.torch_compat.distributed import *
 from fxwrap.torch_compat.dynamo import *

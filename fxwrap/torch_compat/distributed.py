@@ -11,6 +11,16 @@ ProcessGroup = Any
 """A process group. Builds of torch without distributed have no class for it."""
 
 
+def functional_collectives() -> Any:
+    """Returns the module of functional collectives, which graphs can contain.
+
+    Why: it has no public name.
+    """
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives
+
+
 def process_group(name: str) -> ProcessGroup | None:
     """Returns the process group of a name, None where there is none; its collectives raise torch's error."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

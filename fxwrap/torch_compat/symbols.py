@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -10,13 +10,22 @@ import sympy
 import torch
 from sympy.core.sorting import ordered
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, DimDynamic, DivideByKey, rebind_unbacked
+from torch.fx.experimental.symbolic_shapes import (
+    CallMethodKey,
+    ConvertIntKey,
+    DimDynamic,
+    DivideByKey,
+    StatelessSymbolicContext,
+    rebind_unbacked,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.utils._pytree import SequenceKey, tree_leaves
 
 # Why: ShapeEnv builds sizes from these sympy functions (FloorDiv, Mod, ...), which have no public name.
 from torch.utils._sympy import functions
+from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo as int_oo
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges as ValueRanges
 from torch.utils._sympy.value_ranges import bound_sympy as bound_sympy
 
@@ -274,3 +283,43 @@ def unevaluated_boolean(function: type[sympy.Basic], parts: Collection[sympy.Bas
 def symbolic_function(name: str) -> Callable[..., object] | None:
     """Returns torch's function of a float or SymFloat, e.g. "cos"; None where torch has none."""
     return getattr(torch, f"_sym_{name}", None)
+
+
+def symbolic_context(tensor: torch.Tensor, *, all_sizes: bool) -> StatelessSymbolicContext[Any, Any]:
+    """Returns which sizes of a fake tensor are symbols: those that `mark_dynamic` marked, or all from 2 on.
+
+    Sizes that are equal by chance have symbols of their own.
+
+    Why: the marks have no public accessor.
+    """
+    marked = getattr(tensor, "_dynamo_dynamic_indices", ())
+    dynamic = [dim in marked or (all_sizes and size > 1) for dim, size in enumerate(tensor.shape)]
+    return StatelessSymbolicContext([DimDynamic.DYNAMIC if item else DimDynamic.STATIC for item in dynamic])
+
+
+def guard_conditions(shape_env: ShapeEnv | None, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.SymBool, str]]:
+    """Returns the guards of a ShapeEnv that ranges of symbols do not imply, over sizes of tensors, and their texts.
+
+    Guards with other symbols than these sizes are left out.
+
+    Why: the interpreter of sympy expressions on symbolic numbers has no public name.
+    """
+    sizes: dict[sympy.Basic, tuple[torch.SymInt, str]] = {}
+    if shape_env is None:
+        return []
+    for position, tensor in enumerate(tensors):
+        for dim in range(tensor.dim()):
+            size: Any = tensor.size(dim)
+            if isinstance(size, torch.SymInt) and isinstance(symbol_expression(size), sympy.Symbol):
+                sizes.setdefault(symbol_expression(size), (size, f"input_{position}.size({dim})"))
+    names = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, (_, name) in sizes.items()}
+    values = {symbol: size for symbol, (size, _) in sizes.items()}
+    conditions = {}
+    for guard in shape_env.guards:
+        condition = shape_env.simplify(guard.expr)
+        if not condition.free_symbols or not condition.free_symbols <= values.keys():
+            continue
+        implied = bound_sympy(condition, shape_env.var_to_range)
+        if implied.lower != sympy.true:
+            conditions[condition] = str(condition.xreplace(names))
+    return [(sympy_interp(PythonReferenceAnalysis, values, item), text) for item, text in conditions.items()]

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._pytree import treespec_dumps as treespec_dumps
+from torch.utils._pytree import treespec_loads as treespec_loads
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
+from fxwrap.artifact import LoadedProgram, load, save_program
 from fxwrap.compile import Compiled, compile_graph
-from fxwrap.errors import StepError
+from fxwrap.errors import ArtifactError, StepError
 from fxwrap.options import Options
 from fxwrap.torch_compat import tree_flatten, tree_unflatten
+from fxwrap.training.signature import StepSignature, signature_of
 from fxwrap.training.state import Slot, StepState, create_optimizer_state, find_state, optimizer_numbers
 from fxwrap.training.subclasses import build, layout_of, plain_tensors
-from fxwrap.training.trace import TracedStep, trace_step
+from fxwrap.training.trace import trace_step
 
 
 class CompiledStep:
@@ -25,26 +27,33 @@ class CompiledStep:
     nor written.
     """
 
-    def __init__(self, step: Callable[..., object], traced: TracedStep, state: StepState, compiled: Compiled) -> None:
+    def __init__(
+        self,
+        step: Callable[..., object],
+        signature: StepSignature,
+        state: StepState,
+        compiled: Compiled | LoadedProgram,
+    ) -> None:
         self.compiled = compiled
         self._step = step
-        self._traced = traced
-        self._constants = {slot.name: slot.get() for slot in state.numbers if isinstance(slot.container, dict)}
-        self._has_subclasses = any(layout is not None for layout in (*traced.layouts, *traced.input_layouts))
-        self._returns_one_tensor = traced.output_layouts == ((True, None),) and traced.outputs.is_leaf()
+        self._signature = signature
+        self._layouts = (*signature.layouts, *signature.input_layouts)
+        self._has_subclasses = any(layout is not None for layout in self._layouts)
+        self._returns_one_tensor = signature.output_leaves == ((True, None),) and signature.outputs.is_leaf()
         self._bind(state)
 
     def _bind(self, state: StepState) -> None:
         """Notes where the state is: optimizers replace theirs when they load a checkpoint."""
         places = {slot.name: slot for slot in reversed(state.slots)}
-        missing = [slot.name for slot in self._traced.state if slot.name not in places]
+        missing = [name for name in self._signature.state if name not in places]
         if missing:
             raise StepError(f"'{missing[0]}' is no part of its state any more", "Restore it, or compile the step again")
-        self._slots = [places[slot.name] for slot in self._traced.state]
+        self._slots = [places[name] for name in self._signature.state]
         self._places = [(slot.container, slot.key) for slot in self._slots]
         self._optimizers = [(item, item.state, item.param_groups) for item in state.optimizers.values()]
         self._hyperparameters = [
-            (slot.container, slot.key, self._constants.get(slot.name), slot) for slot in optimizer_numbers(state)
+            (slot.container, slot.key, self._signature.numbers.get(slot.name), slot)
+            for slot in optimizer_numbers(state)
         ]
 
     @property
@@ -58,7 +67,6 @@ class CompiledStep:
         A program that was loaded from a file takes them. Raises StepError for other inputs or another state than the
         step was compiled for.
         """
-        traced = self._traced
         for optimizer, values, groups in self._optimizers:
             if optimizer.state is not values or optimizer.param_groups is not groups:
                 self._bind(find_state(self._step))
@@ -67,15 +75,15 @@ class CompiledStep:
             if container[key] != number:
                 raise _changed(slot, number)
         leaves, tree = tree_flatten(inputs)
-        if tree != traced.inputs:
-            raise StepError(f"its inputs have the structure {tree}", f"Pass inputs of the structure {traced.inputs}")
+        if tree != self._signature.inputs:
+            expected = self._signature.inputs
+            raise StepError(f"its inputs have the structure {tree}", f"Pass inputs of the structure {expected}")
         tensors = [*[container[key] for container, key in self._places], *leaves]
         return self._parts(tensors) if self._has_subclasses else tensors
 
     def _parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         parts: list[Tensor] = []
-        traced = self._traced
-        for tensor, layout in zip(tensors, (*traced.layouts, *traced.input_layouts), strict=True):
+        for tensor, layout in zip(tensors, self._layouts, strict=True):
             if layout_of(tensor) != layout:
                 raise StepError(
                     f"a {type(tensor).__name__} has another layout, mesh or placement than when the step was compiled",
@@ -90,12 +98,27 @@ class CompiledStep:
         if self._returns_one_tensor:
             return flat[0]
         source = iter(flat)
-        leaves = [build(item, source) if is_tensor else item for is_tensor, item in self._traced.output_layouts]
-        return tree_unflatten(leaves, self._traced.outputs)
+        leaves = [build(item, source) if is_tensor else item for is_tensor, item in self._signature.output_leaves]
+        return tree_unflatten(leaves, self._signature.outputs)
 
     def save(self, path: str | Path) -> None:
-        """Saves the program into a file; see `fxwrap.save`. The state is not part of it."""
-        self.compiled.save(path)
+        """Saves the program into a file for `load_step`; see `fxwrap.save`. The state is not part of it.
+
+        Raises StepError for inputs and results that no file can hold, and the errors of `fxwrap.save`.
+        """
+        save_program(
+            self.compiled.program, path, emitter=self._emitter, emitters=(self._emitter,), options=self._options,
+            plan=self.compiled.plan, step=self._signature.description(),
+        )  # fmt: skip
+
+    @property
+    def _emitter(self) -> str:
+        return self.compiled.options.emitter if isinstance(self.compiled, Compiled) else self.compiled.emitter
+
+    @property
+    def _options(self) -> str:
+        compiled = self.compiled
+        return compiled.options.text() if isinstance(compiled, Compiled) else str(compiled.metadata["options"])
 
 
 def _changed(slot: Slot, number: object) -> StepError:
@@ -106,7 +129,12 @@ def _changed(slot: Slot, number: object) -> StepError:
 
 
 def compile_step(
-    step: Callable[..., object], example_inputs: Sequence[object], *, options: Options | None = None, name: str = "step"
+    step: Callable[..., object],
+    example_inputs: Sequence[object],
+    *,
+    dynamic: bool | None = None,
+    options: Options | None = None,
+    name: str = "step",
 ) -> CompiledStep:
     """Compiles a training step: forward, loss, backward and optimizer update become one program.
 
@@ -118,6 +146,8 @@ def compile_step(
         step: the function. Nothing of it runs on real tensors, and the state keeps its values. Optimizers get the
             state that they would create in their first step.
         example_inputs: its positional arguments: tensors in any structure.
+        dynamic: whether sizes of the inputs may change between calls: all that are at least 2, none, or by default
+            those that `torch._dynamo.mark_dynamic` marks. DTensors have static sizes.
         options: see `Options`.
         name: the program's name.
 
@@ -128,6 +158,32 @@ def compile_step(
     created = create_optimizer_state(state)
     if created:
         state = find_state(step)
-    traced = trace_step(step, state, example_inputs, options)
+    traced = trace_step(step, state, example_inputs, options, dynamic)
     compiled = compile_graph(traced.graph, traced.examples, options=options, name=name)
-    return CompiledStep(step, traced, state, compiled)
+    return CompiledStep(step, traced.signature, state, compiled)
+
+
+def load_step(path: str | Path, step: Callable[..., object], **options: Any) -> CompiledStep:
+    """Loads a step that `CompiledStep.save` wrote, without tracing it.
+
+    Args:
+        path: the file. Its kernels are code: see `fxwrap.load`.
+        step: the same function as the one that was compiled, with a model and an optimizer of this process, which the
+            program mutates. Nothing of it runs. Optimizers get the state that they would create in their first step.
+        options: those of `fxwrap.load`.
+
+    Raises StepError where the state of the step is another one than that of the file, in a job with another number of
+    ranks, for example; ArtifactError for a file without a step, and as `fxwrap.load` does.
+    """
+    program = load(path, **options)
+    description = program.metadata.get("step")
+    state = find_state(step)
+    if create_optimizer_state(state):
+        state = find_state(step)
+    layouts = {slot.name: layout_of(slot.get()) for slot in reversed(state.slots)}
+    try:
+        signature = signature_of(description, layouts)  # type: ignore[arg-type]
+    except (KeyError, TypeError, ValueError) as error:
+        remedy = "Load it with fxwrap.load, or save a step with CompiledStep.save"
+        raise ArtifactError(str(path), "manifest.json", "it contains no training step", remedy) from error
+    return CompiledStep(step, signature, state, program)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxwrap.errors import StepError
-from fxwrap.torch_compat import create_parameter_state, module_tables
+from fxwrap.torch_compat import create_parameter_state, ddp_limit, fsdp_limit, is_ddp, is_fsdp2, module_tables
 
 
 class _CellContents(dict[str, Any]):
@@ -61,12 +61,14 @@ class StepState:
         slots: the places of tensors, several for a tensor that is shared.
         numbers: places of Python numbers in the user's objects and in optimizers, which are constants of the program.
         modules, optimizers: the objects by name.
+        parallel: the modules of DDP and FSDP2.
     """
 
     slots: list[Slot] = field(default_factory=list)
     numbers: list[Slot] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    parallel: list[nn.Module] = field(default_factory=list)
 
     def unique(self) -> dict[int, Slot]:
         """Returns the first place of each tensor, by the identity of the tensor."""
@@ -154,17 +156,31 @@ class _Finder:
     def _visit_module(self, module: nn.Module, name: str) -> None:
         self.state.modules[name] = module
         for path, part in module.named_modules(prefix=name or "module"):
-            if isinstance(part, _hooked_classes()):
-                raise StepError(
-                    f"'{path}' is a {type(part).__name__}, whose hooks run collectives that no graph contains",
-                    "Shard the parameters by parametrisation (docs/distributed.md), or compile the module with "
-                    "torch.compile(backend='fxwrap')",
-                )
+            self._visit_parallel(part, path)
             for table in module_tables(part):
                 for key, value in list(table.items()):
                     if isinstance(value, Tensor):
                         self.state.slots.append(Slot(f"{path}.{key}", table, key))
             self._seen[id(part)] = part
+
+    def _visit_parallel(self, module: nn.Module, path: str) -> None:
+        """Adds a module of DDP or FSDP2. Raises StepError for modules whose collectives cannot be traced."""
+        if isinstance(module, _untraceable_classes()):
+            raise StepError(
+                f"'{path}' is a {type(module).__name__}, whose hooks run collectives that no graph contains",
+                "Use DistributedDataParallel or fully_shard",
+            )
+        if not is_ddp(module) and not is_fsdp2(module):
+            return
+        limit = ddp_limit(module) if is_ddp(module) else fsdp_limit(module)
+        if limit:
+            raise StepError(
+                f"'{path}' is a {type(module).__name__} with {limit}, which its functional form lacks",
+                "Remove it, or compile the module with torch.compile(backend='fxwrap')",
+            )
+        if is_fsdp2(module):
+            module.reshard()  # type: ignore[operator]  # the optimizer has the sharded parameters
+        self.state.parallel.append(module)
 
     def _visit_groups(self, optimizer: Optimizer, name: str) -> None:
         for number, group in enumerate(optimizer.param_groups):
@@ -188,11 +204,10 @@ class _Finder:
                 self._visit_items(values, values, f"{name}.state.{label}")
 
 
-def _hooked_classes() -> tuple[type, ...]:
-    """Returns the classes of modules that communicate in hooks; torch imports some of them on demand only."""
+def _untraceable_classes() -> tuple[type, ...]:
+    """Returns classes of modules whose collectives are in no graph; torch imports some of them on demand only."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharding = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    return (nn.parallel.DistributedDataParallel, nn.DataParallel, *sharding)
+    return (nn.DataParallel,) if fsdp is None else (nn.DataParallel, fsdp.FullyShardedDataParallel)
 
 
 def _global_names(code: CodeType) -> set[str]:

@@ -45,6 +45,14 @@ def layout_of(tensor: Tensor) -> TensorLayout:
     return SubclassLayout(type(tensor), tuple(attributes), parts, context, tensor.size(), tensor.stride())
 
 
+def layout_text(layout: TensorLayout) -> str:
+    """Returns a text that is equal for equal layouts, in other processes too; "" for a plain tensor."""
+    if layout is None:
+        return ""
+    parts = ", ".join([str(part.value) if isinstance(part, Constant) else layout_text(part) for part in layout.parts])
+    return f"{layout.kind.__name__}({parts}) {layout.context} of {tuple(layout.size)}"
+
+
 def plain_tensors(tensor: Tensor, layout: TensorLayout) -> Iterator[Tensor]:
     """Yields the plain tensors of a tensor of this layout."""
     if layout is None:

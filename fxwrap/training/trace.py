@@ -13,17 +13,28 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
 from fxwrap.errors import StepError
 from fxwrap.fx_passes import decomposition_table
 from fxwrap.options import Options
-from fxwrap.torch_compat import FakeTensorMode, compiling, is_data_dependent_error, tree_flatten, tree_unflatten
+from fxwrap.torch_compat import (
+    FakeTensorMode,
+    ShapeEnv,
+    compiling,
+    guard_conditions,
+    in_dispatched_fake_mode,
+    is_data_dependent_error,
+    symbolic_context,
+    tree_flatten,
+    tree_unflatten,
+)
+from fxwrap.training.data_parallel import with_functional_collectives
 from fxwrap.training.graph import erase_profiler_ranges, rename_inputs, write_early
 from fxwrap.training.recomputation import marked_backwards, recompute
-from fxwrap.training.state import Slot, StepState, substituted
-from fxwrap.training.subclasses import TensorLayout, build, build_all, layout_of, plain_tensors
+from fxwrap.training.signature import StepSignature
+from fxwrap.training.state import Slot, StepState, optimizer_numbers, substituted
+from fxwrap.training.subclasses import build, build_all, layout_of, plain_tensors
 
 
 @dataclass(frozen=True)
@@ -31,28 +42,26 @@ class TracedStep:
     """A traced step.
 
     Fields:
-        graph: the functional graph; its inputs are the plain tensors of `state`, then those of the step's inputs.
+        graph: the functional graph; its inputs are the plain tensors of the state, then those of the step's inputs.
         examples: fake values of the graph's inputs.
-        state: the first place of each tensor of the state, in the order of the inputs; `layouts` are their layouts.
-        inputs, outputs: trees of the step's arguments and results; `input_layouts` and `output_layouts` belong to
-            their leaves; a leaf that is no tensor is a constant.
+        signature: its signature.
     """
 
     graph: GraphModule
     examples: tuple[Any, ...]
-    state: tuple[Slot, ...]
-    layouts: tuple[TensorLayout, ...]
-    inputs: Any
-    input_layouts: tuple[TensorLayout, ...]
-    outputs: Any
-    output_layouts: tuple[Any, ...]
+    signature: StepSignature
 
 
 class _Trace:
     """One run of a step on fake tensors."""
 
     def __init__(
-        self, step: Callable[..., object], state: StepState, inputs: Sequence[object], options: Options
+        self,
+        step: Callable[..., object],
+        state: StepState,
+        inputs: Sequence[object],
+        options: Options,
+        dynamic: bool | None,
     ) -> None:
         self.step, self.state, self.options = step, state, options
         self.slots = list(state.unique().values())
@@ -62,17 +71,24 @@ class _Trace:
         for leaf in self.leaves:
             _check_input(leaf)
         self.input_layouts = [layout_of(leaf) for leaf in self.leaves]
-        self.mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
         everything = zip([*tensors, *self.leaves], [*self.layouts, *self.input_layouts], strict=True)
         self.examples = [
-            self.mode.from_tensor(plain.detach(), static_shapes=True)
-            for tensor, layout in everything
+            self._fake(plain, False if position < len(tensors) or layout is not None else dynamic)
+            for position, (tensor, layout) in enumerate(everything)
             for plain in plain_tensors(tensor, layout)
         ]
         self.tensors = tensors
         self.counters_are_numbers = True
         self.outputs: Any = None
-        self.output_layouts: list[Any] = []
+        self.output_leaves: list[tuple[bool, Any]] = []
+
+    def _fake(self, plain: Tensor, dynamic: bool | None) -> Tensor:
+        """Returns the fake tensor of a plain one, with symbolic sizes as `dynamic` says."""
+        if dynamic is False:
+            return self.mode.from_tensor(plain.detach(), static_shapes=True)
+        context = symbolic_context(plain, all_sizes=bool(dynamic))
+        return self.mode.from_tensor(plain.detach(), static_shapes=False, symbolic_context=context)
 
     def run(self, *plain: Tensor) -> list[Tensor]:
         """Runs the step on plain tensors; returns its plain results."""
@@ -83,7 +99,7 @@ class _Trace:
         leaves = build_all(self.input_layouts, source)
         fakes = dict(zip(map(id, self.tensors), values, strict=True))
         with substituted(self.state, fakes), _traceable_updates(self.state, self.counters_are_numbers):
-            with _gradients(values) as gradients:
+            with with_functional_collectives(self.state.parallel), _gradients(values) as gradients:
                 result = self.step(*tree_unflatten(leaves, self.input_tree))
             gradients.check(self.slots)
             self._check_optimizers()
@@ -109,7 +125,7 @@ class _Trace:
                 raise StepError("it returns a number that it reads from a tensor", "Return the tensor itself")
             is_tensor = isinstance(leaf, Tensor)
             layout = layout_of(leaf) if is_tensor else None
-            self.output_layouts.append((is_tensor, layout if is_tensor else leaf))
+            self.output_leaves.append((is_tensor, layout if is_tensor else leaf))
             if is_tensor:
                 flat += [item.detach() for item in plain_tensors(leaf, layout)]
         return flat
@@ -128,9 +144,14 @@ class _Trace:
                 )
 
 
-def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[object], options: Options) -> TracedStep:
-    """Traces a step. Nothing is computed, and the state keeps its values. Raises StepError."""
-    trace = _Trace(step, state, inputs, options)
+def trace_step(
+    step: Callable[..., object], state: StepState, inputs: Sequence[object], options: Options, dynamic: bool | None
+) -> TracedStep:
+    """Traces a step. Nothing is computed, and the state keeps its values. Raises StepError.
+
+    Sizes of inputs are symbols: all from 2 on if `dynamic` is True, those marked by `mark_dynamic` if it is None.
+    """
+    trace = _Trace(step, state, inputs, options, dynamic)
     numbers = [(slot, slot.get()) for slot in state.numbers]
     try:
         try:
@@ -138,7 +159,7 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
         except Exception as error:
             if not _is_data_dependent(error):
                 raise
-            trace = _Trace(step, state, inputs, options)
+            trace = _Trace(step, state, inputs, options, dynamic)
             trace.counters_are_numbers = False
             graph = _trace_functional(trace)
     except StepError:
@@ -154,23 +175,31 @@ def trace_step(step: Callable[..., object], state: StepState, inputs: Sequence[o
     graph = recompute(graph, options)
     write_early(graph)
     rename_inputs(graph, trace.input_names())
-    return TracedStep(
-        graph, tuple(trace.examples), tuple(trace.slots), tuple(trace.layouts), trace.input_tree,
-        tuple(trace.input_layouts), trace.outputs, tuple(trace.output_layouts),
+    signature = StepSignature(
+        tuple([slot.name for slot in trace.slots]), tuple(trace.layouts), trace.input_tree, tuple(trace.input_layouts),
+        trace.outputs, tuple(trace.output_leaves), {slot.name: slot.get() for slot in optimizer_numbers(state)},
     )  # fmt: skip
+    return TracedStep(graph, tuple(trace.examples), signature)
 
 
 def _trace_functional(trace: _Trace) -> GraphModule:
     """Returns the graph of a step without mutations, apart from the copies into its inputs at its end."""
     with (
-        trace.mode, compiling(True), preserve_node_meta(), marked_backwards(), torch.enable_grad(),
-        torch.autograd.set_multithreading_enabled(False),
+        in_dispatched_fake_mode(trace.mode), compiling(True), preserve_node_meta(), marked_backwards(),
+        torch.enable_grad(), torch.autograd.set_multithreading_enabled(False),
     ):  # fmt: skip
         graph = make_fx(trace.run, record_stack_traces=True)(*trace.examples)
     erase_profiler_ranges(graph)
-    with trace.mode, preserve_node_meta():
+    with in_dispatched_fake_mode(trace.mode), preserve_node_meta():
         functional = functionalize(Interpreter(graph).run, remove="mutations")
-        return make_fx(functional, decomposition_table=decomposition_table(trace.options))(*trace.examples)
+        inputs = len(trace.examples) - len(trace.leaves)
+
+        def checked(*plain: Tensor) -> object:
+            for condition, text in guard_conditions(trace.mode.shape_env, plain[inputs:]):
+                torch.ops.aten._assert_scalar.default(condition, f"the step was compiled for inputs with {text}")
+            return functional(*plain)
+
+        return make_fx(checked, decomposition_table=decomposition_table(trace.options))(*trace.examples)
 
 
 def _is_data_dependent(error: Exception) -> bool:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.errors import FxwrapError
+from fxwrap.artifact.environment import environment_text
+from fxwrap.compile_cache import sharing
+from fxwrap.errors import FxwrapError, RankError
 from fxwrap.options import Options
 
 X = torch.linspace(-1, 1, 8)
@@ -33,18 +36,19 @@ def graph_of(factor: float) -> GraphModule:
 
 
 def shared(rank: int) -> Any:
-    """All ranks compile two graphs, in another order on each: one compile for each graph."""
+    """All ranks compile two graphs, in another order on each; returns what the counts of this rank are then."""
+    before = fxwrap.compile_counts()
     compiled = {
         factor: fxwrap.compile_graph(graph_of(factor), [X], options=OPTIONS) for factor in ((2.0, 3.0)[:: 1 - 2 * rank])
     }
     for factor in (2.0, 3.0):
         torch.testing.assert_close(compiled[factor](X)[0], 2 * factor * X)
-    return sum(not item.cached for item in compiled.values())
+    return astuple(fxwrap.compile_counts() - before)
 
 
 def late(rank: int) -> Any:
     """Rank 0 claims a compile and does not finish: rank 1 compiles after its time limit."""
-    os.environ["FXWRAP_RANK_WAIT"] = "1"
+    os.environ["FXWRAP_COMPILE_WAIT"] = "1"
     if rank == 0:
         work = fxwrap.compile.compiler._compile_request  # type: ignore[attr-defined]
 
@@ -55,9 +59,10 @@ def late(rank: int) -> Any:
         fxwrap.compile.compiler._compile_request = slow  # type: ignore[attr-defined]
     else:
         time.sleep(1)
+    before = fxwrap.compile_counts()
     compiled = fxwrap.compile_graph(graph_of(5.0), [X], options=OPTIONS)
     torch.testing.assert_close(compiled(X)[0], 10 * X)
-    return int(not compiled.cached)
+    return astuple(fxwrap.compile_counts() - before)
 
 
 def other_options(rank: int) -> Any:
@@ -71,6 +76,22 @@ def other_options(rank: int) -> Any:
     finally:
         if rank == 0:
             dist.barrier()
+    return ""
+
+
+def other_versions(rank: int) -> Any:
+    """A rank with another release of a package learns which one differs, also where its cache has the program."""
+    fxwrap.compile_graph(graph_of(13.0), [X], options=OPTIONS)
+    dist.barrier()
+    text = environment_text()
+    if rank == 1:
+        sharing.environment_text = lambda: text.replace(f"torch={torch.__version__}", "torch=1.0")
+    try:
+        fxwrap.compile_graph(graph_of(13.0), [X], options=OPTIONS)
+    except RankError as error:
+        return str(error)
+    finally:
+        sharing.environment_text = environment_text
     return ""
 
 

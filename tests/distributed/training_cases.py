@@ -18,7 +18,7 @@ import torch.distributed._functional_collectives as collectives
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -105,6 +105,12 @@ def ddp_python_reducer(compile_: Compile) -> list[Tensor]:
 
 def fsdp(compile_: Compile, blocks: int, reshard: bool = True, mixed: bool = False) -> list[Tensor]:
     """FSDP2 over groups of this many blocks, 0 for the whole model."""
+    model = fsdp_model(blocks, reshard, mixed)
+    return train(model, compile_(model), rank_inputs)
+
+
+def fsdp_model(blocks: int, reshard: bool = True, mixed: bool = False) -> nn.Module:
+    """Returns a model with FSDP2 over groups of this many blocks, 0 for the whole model."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
     options: dict[str, Any] = {"mesh": whole_mesh(), "reshard_after_forward": reshard}
     if policy is not None:
@@ -114,7 +120,7 @@ def fsdp(compile_: Compile, blocks: int, reshard: bool = True, mixed: bool = Fal
         group = list(model.blocks[first : first + blocks])
         fully_shard(group if blocks > 1 else group[0], **options)
     fully_shard(model, **options)
-    return train(model, compile_(model), rank_inputs)
+    return model
 
 
 def simple(compile_: Compile) -> list[Tensor]:
@@ -301,22 +307,73 @@ def saved_state(compile_: Compile) -> list[Tensor]:
 
 
 def whole_step(compile_: Compile, make: Callable[[], nn.Module]) -> list[Tensor]:
-    """`compile_step` of a model with DTensor parameters."""
+    """`compile_step` of a model that ranks share, with other batch sizes in each call.
+
+    Gradients are clipped where they are all on one mesh, or all plain.
+    """
     model = make()
+    clips = len({getattr(parameter, "device_mesh", None) for parameter in model.parameters()}) == 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
+        loss: Tensor = model(x).square().mean()
         loss.backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    x = rank_inputs(4)
-    run = step if compile_ is identity else fxwrap.compile_step(step, (x,))
-    losses = [local(run(x)) for _ in range(3)]
+    run = step if compile_ is identity else fxwrap.compile_step(step, (rank_inputs(4),), dynamic=True)
+    losses = [local(run(rank_inputs(batch))) for batch in BATCHES]
+    if isinstance(model, FSDPModule):
+        model.reshard()
     state = [value for items in optimizer.state.values() for value in items.values()]
     return [*losses, *[local(item) for item in model.parameters()], *[local(item) for item in state]]
+
+
+class Normalised(nn.Module):
+    """Blocks with buffers, which DDP sends from rank 0 to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.blocks = nn.BatchNorm1d(4), Blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks(self.norm(x))
+        return result
+
+
+def whole_step_without_sync(compile_: Compile) -> list[Tensor]:
+    """DDP over two backwards, of which the second one averages."""
+    model = DistributedDataParallel(Normalised())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        with model.no_sync():
+            first = model(x).square().mean()
+        first.backward()
+        second: Tensor = model(x + 1).square().mean()
+        second.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return first.detach() + second.detach()
+
+    x = rank_inputs(4)
+    run = step if compile_ is identity else fxwrap.compile_step(step, (x,))
+    return [*[run(x) for _ in range(2)], *map(local, model.parameters()), *map(local, model.buffers())]
+
+
+def _fsdp_of_tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(Blocks(), mesh["tp"], _parallel_plan(sequence=False))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def _uneven_fsdp() -> nn.Module:
+    return fully_shard(Uneven(), mesh=whole_mesh())
 
 
 def identity(function: Any) -> Any:
@@ -348,6 +405,13 @@ CASES: Mapping[str, Callable[[Compile], list[Tensor]]] = {
     "whole_step_of_tensor_parallel": partial(
         whole_step, make=lambda: parallelize_module(Blocks(), whole_mesh(), _parallel_plan(sequence=False))
     ),
+    "whole_step_of_ddp": partial(whole_step, make=lambda: DistributedDataParallel(Normalised())),
+    "whole_step_without_sync": whole_step_without_sync,
+    "whole_step_of_fsdp": partial(whole_step, make=lambda: fsdp_model(blocks=1)),
+    "whole_step_of_fsdp_groups": partial(whole_step, make=lambda: fsdp_model(blocks=2, reshard=False)),
+    "whole_step_of_fsdp_mixed": partial(whole_step, make=lambda: fsdp_model(blocks=1, mixed=True)),
+    "whole_step_of_uneven_fsdp": partial(whole_step, make=_uneven_fsdp),
+    "whole_step_of_fsdp_and_tensor_parallel": partial(whole_step, make=_fsdp_of_tensor_parallel),
     "fsdp_and_tensor_parallel": fsdp_and_tensor_parallel,
 }
 """The cases by name."""

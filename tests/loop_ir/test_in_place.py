@@ -32,14 +32,17 @@ def pointwise(load_at: Index, mode: str = "set", masked: bool = False, dtype: to
 
 
 def rows(stored: str) -> Kernel:
-    """Rows divided by their sums; `early` is stored besides, from the first stage."""
+    """Rows divided by their sums; `early` is stored besides, from the first stage; `summed` is that and the sums."""
     body = KernelBuilder()
     x = body.load("x", ELEMENT, F32)
     (total,) = body.reduce("sum", x)
     outputs = [Buffer("out", F32, 12)]
-    if stored == "early":
-        body.store("early", ELEMENT, x + 1)
-        outputs.append(Buffer("early", F32, 12))
+    if stored != "out":
+        body.store(stored, ELEMENT, x + 1)
+        outputs.append(Buffer(stored, F32, 12))
+    if stored == "summed":
+        body.store("out", as_index(P), total)
+        return body.finish([P], [R], [Buffer("x", F32, 12)], outputs)
     body.store("out", ELEMENT, x / total)
     return body.finish([P], [R], [Buffer("x", F32, 12)], outputs)
 
@@ -55,6 +58,8 @@ def rows(stored: str) -> Kernel:
         (rows("out"), "out", ("x",)),
         (rows("early"), "early", ()),
         (rows("early"), "out", ("x",)),
+        (rows("summed"), "summed", ("x",)),
+        (rows("summed"), "out", ()),
     ],
 )
 def test_in_place_candidates(kernel: Kernel, output: str, expected: tuple[str, ...]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,11 @@ from torch import Tensor, nn
 
 import fxwrap
 from fxwrap.comparison.measure import peak_bytes
+from fxwrap.errors import InputError
 from fxwrap.lines import Mutate
 from fxwrap.options import EMITTERS, Options
 from tests.support.models import MODELS
+from tests.support.planned_peaks import PlannedPeaks, planned_peak
 
 STEPS = 20
 
@@ -74,10 +75,12 @@ def transformer(name: str) -> Training:
     return Training(model, optimizer, step, lambda number: (case.inputs(number, training=True),))
 
 
-def assert_same_training(make: Callable[[], Training], options: Options, steps: int = STEPS) -> fxwrap.CompiledStep:
+def assert_same_training(
+    make: Callable[[], Training], options: Options, steps: int = STEPS, dynamic: bool | None = None
+) -> fxwrap.CompiledStep:
     """Compares losses, parameters, buffers and optimizer state of eager and compiled training."""
     eager, training = make(), make()
-    compiled = fxwrap.compile_step(training.step, training.inputs(0), options=options)
+    compiled = fxwrap.compile_step(training.step, training.inputs(0), options=options, dynamic=dynamic)
     for number in range(steps):
         losses = []
         for step in (eager.step, compiled):
@@ -115,21 +118,58 @@ def test_transformers_train_as_in_eager(name: str, emitter: str) -> None:
     assert_same_training(partial(transformer, name), Options(emitter=emitter))
 
 
-def test_a_saved_step_goes_on_in_another_program(tmp_path: Path) -> None:
-    """The state is outside of the file; the loaded program takes it in the order of the compiled step."""
-    first, second = mlp(), mlp()
-    compiled = fxwrap.compile_step(first.step, first.inputs(0))
-    other = fxwrap.compile_step(second.step, second.inputs(0))
-    compiled.save(tmp_path / "step.fxw")
-    loaded: Any = fxwrap.load(tmp_path / "step.fxw")
-    for number in range(3):
-        torch.manual_seed(number)
-        loss = compiled(*first.inputs(number))
-        torch.manual_seed(number)
-        (loaded_loss,) = loaded(*other.plain_inputs(*first.inputs(number)))
-        assert torch.equal(loaded_loss, loss)
-    assert_same_state(second, first)
-    assert [item.name for item in loaded.program.inputs][:2] == ["model_0_weight", "model_1_weight"]
+def varying_mlp() -> Training:
+    """Batches of 6, 4, 9 and 3."""
+    training = mlp()
+
+    def inputs(number: int) -> tuple[Tensor, Tensor]:
+        batch, generator = (6, 4, 9, 3)[number % 4], torch.Generator().manual_seed(number)
+        return torch.randn(batch, 8, generator=generator, dtype=torch.float64), torch.arange(batch) % 4
+
+    return replace(training, inputs=inputs)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_batch_sizes_that_change(emitter: str) -> None:
+    assert_same_training(varying_mlp, Options(emitter=emitter), steps=8, dynamic=True)
+
+
+def test_a_marked_size_is_dynamic() -> None:
+    training, eager = varying_mlp(), varying_mlp()
+    x, labels = training.inputs(0)
+    for tensor in (x, labels):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    compiled = fxwrap.compile_step(training.step, (x, labels), options=Options(emitter="python"))
+    for number in range(4):
+        losses = []
+        for step in (eager.step, compiled):
+            torch.manual_seed(number)
+            losses.append(step(*training.inputs(number)))
+        torch.testing.assert_close(losses[1], losses[0])
+    with pytest.raises(InputError, match="'input_0'"):
+        compiled(torch.randn(6, 7, dtype=torch.float64), labels)
+
+
+def test_conditions_on_sizes_are_checked_in_each_call() -> None:
+    """The trace follows one branch: the program does not run for sizes of another one, and changes nothing."""
+    layer = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = layer(x).sum() * (2 if x.shape[0] * y.shape[0] > 10 else 3) + y.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    compiled = fxwrap.compile_step(
+        step, (torch.ones(6, 8), torch.ones(4)), dynamic=True, options=Options(emitter="python")
+    )
+    compiled(torch.ones(3, 8), torch.ones(7))
+    before = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"for inputs with input_0\.size\(0\)\*input_1\.size\(0\) > 10"):
+        compiled(torch.ones(5, 8), torch.ones(2))
+    assert torch.equal(layer.weight, before)
 
 
 def test_peak_memory_is_at_most_that_of_separate_programs() -> None:
@@ -155,7 +195,9 @@ def test_peak_memory_is_at_most_that_of_separate_programs() -> None:
     model, optimizer, update = make()
     compiled = fxwrap.compile_step(step_of(model, optimizer, update), (x,))
     model, optimizer, update = make()
-    parts = [torch.compile(part, backend="fxwrap") for part in (model, update)]
+    planned = PlannedPeaks(lambda: [*model.parameters(), *[
+        value for items in optimizer.state.values() for value in items.values()]])  # fmt: skip
+    parts = [torch.compile(part, backend=planned.backend()) for part in (model, update)]
     separate = step_of(parts[0], optimizer, parts[1])
     peaks = []
     for step in (compiled, separate):
@@ -163,5 +205,7 @@ def test_peak_memory_is_at_most_that_of_separate_programs() -> None:
         step(x)
         peaks.append(peak_bytes(lambda: (x,), lambda inputs: step(*inputs)))  # noqa: B023
     assert peaks[0] <= peaks[1]
+    # At the peak, the update of a bias has begun: it has two results of the bias's size instead of one gradient.
+    assert 0 < planned_peak(compiled.compiled) <= planned.largest + model[0].bias.nbytes + 4
     activations = 3 * x.nbytes  # the three results of the linear layers; GELU is computed again
     assert peaks[0] < activations + 4 * x.nbytes
