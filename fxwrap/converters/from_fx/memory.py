@@ -88,8 +88,8 @@ def _pool_slice(importer: GraphImporter, node: Node) -> None:
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
-def _detach(importer: GraphImporter, node: Node) -> None:
-    """Imports a detached view as the view: programs record no gradients, and `return` detaches its results."""
+def _identity(importer: GraphImporter, node: Node) -> None:
+    """Imports an alias as its operand. A detached one is no other: programs record no gradients."""
     if importer.original_line(node, ExternCall) is not None or node.kwargs or not _has_no_lazy_bits(node):
         import_operator_call(importer, node)
         return
@@ -242,7 +242,8 @@ MEMORY: NodeImporters = {
     _FXWRAP.pool.default: _pool,
     _FXWRAP.pool_slice.default: _pool_slice,
     _FXWRAP.workspace.default: _workspace,
-    _ATEN.detach.default: _detach,
+    _ATEN.alias.default: _identity,
+    _ATEN.detach.default: _identity,
     _ATEN.as_strided.default: _as_strided,
     _ATEN.as_strided_scatter.default: _as_strided_scatter,
     _ATEN.sym_storage_offset.default: _storage_offset,

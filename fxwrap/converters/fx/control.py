@@ -78,14 +78,34 @@ def scan(emitter: GraphEmitter, line: ScanLoop) -> None:
     """Emits `scan`; a reversed one over flipped operands, whose stacked results are flipped too."""
     symbols = symbols_of(emitter, line.body)
     body = _submodule(emitter, line, "body", line.body, symbols)
-    carried, over = operands_of(emitter, line.carried), operands_of(emitter, line.over)
+    carried, over = _distinct_operands(emitter, line), operands_of(emitter, line.over)
     if line.reverse:
         over = tuple([_flip(emitter, value) for value in line.over])
-    arguments = [body, list(carried), list(over), operands_of(emitter, line.extra, symbols)]
+    arguments = [body, carried, list(over), operands_of(emitter, line.extra, symbols)]
     emitter.unpack_results(line, line.results, _HIGHER.scan, arguments)
     if line.reverse:
         for value in values_in(line.results[len(carried) :]):
             emitter.writer.nodes[value.name] = _flip(emitter, value)
+
+
+def _distinct_operands(emitter: GraphEmitter, line: ScanLoop) -> list[object]:
+    """Returns the carried operands of a scan; one that is an operand a second time is an alias of it, of its own.
+
+    torch traces the body with the operands themselves. Two of its parameters that are one tensor become one parameter,
+    though a carried one has other content from the second round on. A chain of aliases withstands CSE.
+    """
+    operands: list[object] = []
+    others = operands_of(emitter, line.extra)
+    latest: dict[object, object] = {}
+    for value, operand in zip(line.carried, operands_of(emitter, line.carried)):
+        distinct = operand
+        if isinstance(value, Value) and isinstance(value.type, TensorType):
+            if operand in latest or operand in others:
+                val = emitter.fakes.view(value, value, 0)
+                distinct = emitter.writer.call(torch.ops.aten.alias.default, [latest.get(operand, operand)], val=val)
+            latest[operand] = distinct
+        operands.append(distinct)
+    return operands
 
 
 def _flip(emitter: GraphEmitter, value: Value) -> Node:
