@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import Alloc, ExternCall, Free, Mutate, View
+from fxwrap.lines import Alloc, ExternCall, Free, Mutate, PoolSlice, View
 from fxwrap.lines.frees import insert_frees
 from fxwrap.symbolic import Size, total
 from fxwrap.torch_compat import in_place_of_functional
@@ -98,6 +98,7 @@ class _Coalescing:
         self.owned = owned
         self.external = {value.name for value in arguments}
         self.root_of = ir.alias_roots(lines, arguments)
+        self.base_of = {name: name for name in self.external}  # roots, but the slice of a pool that a value is in
         self.values = {value.name: value for value in arguments}
         self.defined_at: dict[str, int] = dict.fromkeys(self.external, -1)
         self.accesses: dict[str, list[int]] = {}
@@ -105,6 +106,7 @@ class _Coalescing:
         self.moved: dict[int, list[LineBase]] = {}  # views that are defined before a line
         self.excluded: set[str] = set()
         self.streams: dict[str, set[int]] = {}
+        self.symbol_at: dict[str, int] = {}
         for position, line in enumerate(lines):
             self._record(position, line)
         for name, root in self.root_of.items():
@@ -114,6 +116,11 @@ class _Coalescing:
         for value in ir.defined(line):
             self.values[value.name] = value
             self.defined_at[value.name] = position
+            base = None if isinstance(line, PoolSlice) else line.alias_of(value)
+            self.base_of[value.name] = value.name if base is None else self.base_of[base.name]
+        symbol = ir.defined_symbol(line)
+        if symbol is not None:
+            self.symbol_at[symbol.name] = position
         if isinstance(line, View | Alloc):
             return
         for value in (*ir.used(line), *ir.defined(line)):
@@ -197,7 +204,12 @@ class _Coalescing:
             case _:
                 return False
         types = replace(target.tensor_type, strides=(), storage_offset=0), replace(own.tensor_type, strides=())
-        if not is_copied or self.root_of[into.name] != root or types[0] != types[1] or root in self.excluded:
+        if (
+            not is_copied
+            or self.base_of[into.name] != self.base_of[target.name]
+            or types[0] != types[1]
+            or root in self.excluded
+        ):
             return False
         if len(self.streams.get(root, set()) | self.streams.get(own.name, set())) > 1:
             return False
@@ -209,7 +221,7 @@ class _Coalescing:
         """Lets an allocated tensor that a line copies into another be that memory from the start."""
         now, target = self.values[source.name], self.values[into.name]
         if self.root_of[now.name] == self.root_of[target.name]:
-            if now.type == target.type:
+            if now.type == target.type and self.base_of[now.name] == self.base_of[target.name]:
                 self.lines[position] = None
             return
         allocated = self.defined_at[now.name]
@@ -235,7 +247,9 @@ class _Coalescing:
             return False
         if len(self.streams.get(root, set()) | self.streams.get(own.name, set())) > 1:
             return False
-        if not self._may_return_both(root, own.name) or self._interferes(target, own.name, position, is_update):
+        if not self._is_definable(target, position) or not self._may_return_both(root, own.name):
+            return False
+        if self._interferes(target, own.name, position, is_update):
             return False
         self._share(target, own, position)
         return True
@@ -300,7 +314,7 @@ class _Coalescing:
         match line:
             case Mutate(target="aten.copy_.default", arguments=(Value() as into, Value() as source, *_)):
                 into, source = self.values[into.name], self.values[source.name]
-                if self.root_of[into.name] != self.root_of[target.name] or self.root_of[source.name] != own:
+                if self.base_of[into.name] != self.base_of[target.name] or self.root_of[source.name] != own:
                     return False
                 is_whole = source.tensor_type.element_count == target.tensor_type.element_count
                 return is_whole and into.type == _moved(source.tensor_type, target.tensor_type.storage_offset)
@@ -323,21 +337,28 @@ class _Coalescing:
         root, offset = self.root_of[target.name], target.tensor_type.storage_offset
         if self.defined_at[target.name] > position:  # a view, which only needs its base
             at = self.defined_at[target.name]
-            line = self.lines[at]
-            assert isinstance(line, View), "roots are defined before their copies"
+            line, base = self.lines[at], self.values[self.base_of[target.name]]
+            assert isinstance(line, View), "roots and slices are defined before their copies"
             self.lines[at] = None
-            self.moved.setdefault(position, []).append(View(target, self.values[root], origin=line.origin))
+            self.moved.setdefault(position, []).append(View(target, base, origin=line.origin))
             self.defined_at[target.name] = position
         for name in self.members.pop(own.name):
             value = self.values[name]
             is_own = value.name == own.name
             self.values[name] = target if is_own else Value(value.name, _moved(value.tensor_type, offset))
             self.root_of[name] = root
+            self.base_of[name] = self.base_of[target.name]
             self.members[root].append(name)
         positions = self.accesses.setdefault(root, [])
         for at in self.accesses.pop(own.name, ()):
             insort(positions, at)
         self.streams.setdefault(root, set()).update(self.streams.pop(own.name, ()))
+
+    def _is_definable(self, target: Value, position: int) -> bool:
+        """Whether a value is defined before a line, or may be, as a view whose numbers are known there."""
+        if self.defined_at[target.name] <= position:
+            return True
+        return all(self.symbol_at.get(symbol.name, -1) <= position for symbol in ir.type_symbols(target.type))
 
     def _result(self) -> list[LineBase]:
         """Returns the remaining lines with the values as they are now."""

@@ -110,3 +110,50 @@ def test_a_copy_of_a_slice_that_is_copied_back_is_the_slice() -> None:
         "extern.mutate @aten.mul_.Scalar(%v, 2) writes=(%v)", "%t = memory.view(%x) : f32[4 | | 8]@cpu",
         "control.return()",
     ]  # fmt: skip
+
+
+SLICES = """
+  %pool = memory.pool() : u8[128]@cpu
+  %a = memory.pool_slice(%pool) : f32[4]@cpu
+  kernel.launch @k(%x) outs=(%a)
+  %b = memory.pool_slice(%pool) offset=64 : f32[4]@cpu
+  {write}
+  %r = extern.call @aten.neg.default(%a) : f32[4]@cpu
+  extern.mutate @aten.copy_.default(%{into}, %r) writes=(%{into})
+  %s = extern.call @aten.sum.default(%{into}) : f32[]@cpu
+  control.return(%s)
+"""
+WRITE = "kernel.launch @k(%x) outs=(%b)"
+
+
+def _results_in_slices(into: str) -> list[str]:
+    program = _body(SLICES.format(write=WRITE, into=into), X_AND_M)
+    result = coalesce_copies(program.body.lines, program_arguments(program), (), ("r",))
+    return [line.strip() for line in print_lines(Block((), tuple(result))).splitlines()]
+
+
+def test_a_result_is_computed_in_the_slice_of_a_pool_that_it_came_from() -> None:
+    lines = _results_in_slices("a")
+    assert "extern.mutate @aten.neg_.default(%a) writes=(%a)" in lines
+    assert not any("copy_" in line for line in lines)
+
+
+def test_slices_of_a_pool_are_different_tensors() -> None:
+    """Slices of equal types have one root; a result that is copied from one into another is not written by `neg_`."""
+    assert _results_in_slices("b") == _text(_body(SLICES.format(write=WRITE, into="b"), X_AND_M))
+
+
+@pytest.mark.parametrize("offset", ["8", "u0"])
+def test_a_view_is_defined_early_if_its_numbers_are_known(offset: str) -> None:
+    lines = f"""
+  %y = memory.alloc() : f32[4]@cpu
+  extern.call @aten.neg.out(%x) outs=(%y)
+  u0 = symbol.item(%n) range=(0, 12)
+  %row = memory.view(%m) : f32[4 | 1 | {offset}]@cpu
+  extern.mutate @aten.copy_.default(%row, %y) writes=(%row)
+  memory.free(%y)
+  control.return()
+"""
+    program = _body(lines, "%x: borrowed f32[4]@cpu, %m: mutable f32[16]@cpu, %n: borrowed i64[]@cpu")
+    coalesced = fxwrap.verify(coalesce_program_copies(program))
+    assert (coalesced == program) == (offset == "u0")
