@@ -60,3 +60,17 @@ def test_carried_operands_of_a_scan_that_are_one_tensor_stay_apart(form: FxForm,
         torch.testing.assert_close(result, wanted, rtol=0, atol=0)
     assert_equal(program, fxwrap.from_fx(module))
     assert_equal(program, fxwrap.from_fx(traced))
+
+
+@pytest.mark.parametrize("operator", [torch.ops.aten.alias.default, torch.ops.aten.detach.default])
+def test_an_alias_that_a_tracer_adds_is_its_operand(operator: Callable[..., object]) -> None:
+    """torch 2.15 returns `aten.alias` of the results that are views, earlier releases `aten.detach`."""
+    program = SCAN_OF_ONE_TENSOR.program()
+    module = fxwrap.to_fx(program).graph_module
+    (returned,) = module.graph.output_node().args
+    with module.graph.inserting_before(module.graph.output_node()):
+        aliases = [module.graph.call_function(operator, (item,)) for item in returned]
+    for item, alias in zip(returned, aliases, strict=True):
+        alias.meta["val"] = item.meta["val"]
+    module.graph.output_node().args = (tuple(aliases),)
+    assert_equal(program, fxwrap.from_fx(module))
