@@ -361,6 +361,7 @@ ABOUT_TORCH = {
     "comparison.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
     "compile.backend": "tensors of the host may come with those of any device",
     "converters.fx.kernels": "on the CPU nothing but Triton's interpreter runs Triton's kernels",
+    "fused_communication.support": "torch's fused operators need symmetric memory, which CUDA devices have",
     "fx_passes.layouts": "one of the convolutions of torch's library on the CPU corrupts memory",
     "lowering.definition_builder": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "lowering.symbols.cpu_scalars": "torch mixes tensors of rank 0 on the CPU with those of any device",
