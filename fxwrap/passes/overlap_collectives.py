@@ -13,7 +13,7 @@ from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
 from fxwrap.wrapper_ir import LineBase, Program
 
-_AHEAD = (16, 4, 1)
+_AHEAD = (16, 8, 4, 2, 1)
 """By how many collectives a start or a wait moves at most; the next number is tried if memory is short."""
 
 

@@ -19,11 +19,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.compile.backend import make_backend
 from fxwrap.errors import RankError
+from fxwrap.fused_communication import CommunicationFusion
 from fxwrap.lines import ExternCall, StartCollective
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
 from tests.distributed.random_programs import RandomProgram
+from tests.support.symmetric_memory import operators_on_cpu, supported
 
 C10D = torch.ops._c10d_functional
 
@@ -188,6 +190,33 @@ def check_point_to_point(rank: int) -> None:
                     torch.testing.assert_close(list(output), list(wanted), msg=lambda text: f"{function}: {text}")  # noqa: B023
 
 
+def sequence_parallel(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+    """A block whose rows each rank has a part of; the sequence is the second dimension."""
+    whole = C10D.wait_tensor(C10D.all_gather_into_tensor(x, WORLD_SIZE, "0"))
+    hidden = torch.cat(whole.split(x.shape[0]), 1) @ up
+    parts = torch.cat((hidden.relu() @ down).split(x.shape[1], 1))
+    summed = C10D.wait_tensor(C10D.reduce_scatter_tensor(parts, "sum", WORLD_SIZE, "0"))
+    first = C10D.wait_tensor(C10D.all_gather_into_tensor(summed.flatten(0, 1), WORLD_SIZE, "0")) @ up
+    return summed, C10D.wait_tensor(C10D.reduce_scatter_tensor(first @ down, "avg", WORLD_SIZE, "0"))
+
+
+def check_fused_communication(rank: int) -> None:
+    """Fused operators return what collectives and matmuls do, in every emitter."""
+    shared = torch.Generator().manual_seed(0)
+    up, down = torch.rand(8, 6, generator=shared), torch.rand(6, 8, generator=shared)
+    inputs = [torch.rand(3, 4, 8) + rank, up, down]
+    graph = make_fx(sequence_parallel, tracing_mode="fake")(*inputs)
+    expected = sequence_parallel(*inputs)
+    fusion = CommunicationFusion(decline=supported)
+    assert len(fusion.fuse(graph).fused) == 4
+    with operators_on_cpu():
+        for emitter in EMITTERS:
+            options = Options(emitter=emitter, compile_cache=False, passes=[fusion])
+            compiled = fxwrap.compile_graph(graph, inputs, options=options)
+            assert starts(compiled.program) == 0
+            torch.testing.assert_close(list(compiled(*inputs)), list(expected))
+
+
 def check_random(rank: int, count: int = 30, first: int = 0) -> None:
     """Random programs with buckets and overlap return the bits of the program without."""
     groups = ("0", torch.distributed.new_group().group_name)
@@ -209,6 +238,7 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "agreement": check_agreement,
     "compiled_alone": check_compiled_alone,
     "point_to_point": check_point_to_point,
+    "fused_communication": check_fused_communication,
     "random": check_random,
 }
 
