@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -98,7 +99,11 @@ class Job:
             torch.set_default_dtype(default)
         if is_local:
             randomise(model)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        # Updates of many tensors in one operator do not mix tensors and DTensors.
+        groups: dict[bool, list[nn.Parameter]] = {}
+        for parameter in model.parameters():
+            groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+        return model, torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-3)
 
     def _mesh(self, is_local: bool) -> DeviceMesh:
         ranks, inner = self.chosen.ranks, self.parallelism.inner
