@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def other_versions(rank: int) -> Any:
     dist.barrier()
     text = environment_text()
     if rank == 1:
-        sharing.environment_text = lambda: text.replace(f"torch={torch.__version__}", "torch=1.0")
+        sharing.environment_text = lambda: text.replace(f"torch={version('torch')}", "torch=1.0")
     try:
         fxwrap.compile_graph(graph_of(13.0), [X], options=OPTIONS)
     except RankError as error:
