@@ -153,8 +153,8 @@ CASES = {
         ),
         (
             AttributeError("'int' object has no attribute 'name'"),
-            _graph(higher.while_loop),
-            [(AttributeError("'int' object has no attribute 'names'"), None)],
+            _LOOP,
+            [(AttributeError("'int' object has no attribute 'names'"), None), (None, _graph(higher.while_loop))],
         ),
         (
             SyntaxError("duplicate argument 'b_v3' in function definition"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -248,13 +248,20 @@ def _has_no_fake_tensor(part: GraphModule, operand: Any) -> bool:
     return operand.op == "get_attr" or not isinstance(operand.meta.get("val", torch.Tensor()), torch.Tensor)
 
 
+def _numbers_and_constants(module: GraphModule) -> Iterator[list[bool]]:
+    """Yields for each call of control flow which parameters of its blocks are numbers or constants."""
+    for part in _parts_of(module):
+        for node in part.graph.nodes:
+            if getattr(node.target, "__name__", "") in _CONTROL:
+                yield [_has_no_fake_tensor(part, item) for item in _block_operands(part, node)]
+
+
 def _passes_number_or_constant(module: GraphModule, match: re.Match[str]) -> bool:
-    """Whether control flow passes a number or a constant as the block's parameter that the error names."""
-    calls = [(part, node) for part in _parts_of(module) for node in part.graph.nodes]
-    calls = [(part, node) for part, node in calls if getattr(node.target, "__name__", "") in _CONTROL]
-    position = int(match[1])
-    operands = [(part, _block_operands(part, node)) for part, node in calls]
-    return any(len(items) > position and _has_no_fake_tensor(part, items[position]) for part, items in operands)
+    """Whether control flow passes a number or a constant: any, or as the parameter of a block that the error names."""
+    flags = list(_numbers_and_constants(module))
+    if match.groups():
+        flags = [items[int(match[1]) :][:1] for items in flags]
+    return any(map(any, flags))
 
 
 RETURNED_CONSTANT = Rejection(r"KeyError: '(\w+)'$", _returns_constant)
@@ -321,7 +328,7 @@ _EXPORTED = (
         _calling("triton_kernel_wrapper_mutation"),
     ),
     # Operands of control flow are names of nodes; numbers are not.
-    Rejection(r"AttributeError: 'int' object has no attribute 'name'", _calling(*_CONTROL)),
+    Rejection(r"AttributeError: 'int' object has no attribute 'name'$", _passes_number_or_constant),
     # The parameters of a block are named after its operands, of which two may be one tensor.
     Rejection(r"SyntaxError: duplicate argument '\w+' in function definition", _calling(*_CONTROL)),
     # Lists of operands hold only tensors.
