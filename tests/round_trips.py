@@ -44,6 +44,7 @@ from fxwrap.wrapper_ir import (
     Program,
     canonicalize_program,
     hints_with_fallback,
+    live_bytes,
     symbol_infos,
     used,
     uses_streams,
@@ -364,11 +365,17 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 
 def _plan(program: Program, symbols: Symbols) -> MemoryPlan:
+    known = _values(program, symbols)
+    return plan_memory(program, alignment=lambda _device: 64, algorithm="greedy_by_size", hints=known)
+
+
+def _values(program: Program, symbols: Symbols) -> dict[str, Number]:
+    """Returns the values of a program's symbols, as far as they follow from those that are known."""
     known = {name: number for name, number in symbols.items() if name in symbol_infos(program)}
     for line in program.lines():
         if isinstance(line, Let):
             known[line.symbol.name] = evaluate(line.expr, {**hints_with_fallback(program), **known})
-    return plan_memory(program, alignment=lambda _device: 64, algorithm="greedy_by_size", hints=known)
+    return known
 
 
 def _memory(block: BlockPlan) -> tuple[Any, ...]:
@@ -388,9 +395,13 @@ def _check_program(journey: Journey, form: Form, drawn: Drawn, imported: Program
     """Checks an imported program and its memory plan, up to the losses of the transforms.
 
     Symbols that became numbers change neither peaks nor lower bounds, which are those of the example's sizes, but the
-    pools that buffers of symbolic sizes cannot share. Tracing leaves out results that nothing uses.
+    pools that buffers of symbolic sizes cannot share. Tracing leaves out results that nothing uses. A program that was
+    drawn as IR has other calls after the functional form, but no higher peak of memory.
     """
     losses, program, symbols = journey.losses, drawn.program, drawn.symbols
+    if form.has_no_plan and drawn.options is None and not losses and not uses_streams(program):
+        peak, before = (_peak(item, symbols) for item in (imported, program))
+        assert peak <= before, f"the peak memory grows from {before} to {peak} bytes"
     if Loss.CALLS in losses or (form.has_no_plan and (losses or drawn.options is None)):
         return
     original = program
@@ -404,6 +415,11 @@ def _check_program(journey: Journey, form: Form, drawn: Drawn, imported: Program
         return
     peaks, expected = (_peaks(_plan(item, symbols)) for item in (imported, original))
     assert peaks == expected, f"the plan has the peaks and lower bounds {peaks}, not {expected}"
+
+
+def _peak(program: Program, symbols: Symbols) -> int:
+    """Returns the most live bytes, without memory plan, for the values of the symbols."""
+    return live_bytes(program, hints_with_fallback(program, _values(program, symbols))).peak
 
 
 def _peaks(plan: MemoryPlan) -> tuple[object, ...]:
