@@ -293,7 +293,8 @@ def _earlier_rows(recorded: Mapping[str, Any], names: Sequence[str]) -> tuple[li
     if not rows:
         return [], ""
     before = "".join(re.findall("; of the first .*", recorded.get("note", "")))
-    return rows, f"{before}; of the first {len(rows)} rows, commit {recorded['commit'][:8]}, {recorded['date']}"
+    source = f"commit {recorded['commit'][:8]}, {recorded['date']}, torch {recorded['versions']['torch']}"
+    return rows, f"{before}; of the first {len(rows)} rows, {source}, on {recorded['machine']['device']}"
 
 
 def main() -> None:

@@ -205,9 +205,9 @@ class CallInference:
             return
         shape_env, kind, hint = self._fakes.shape_env, symbol_kind(symbol.name), self._hint(symbol.name)
         number = new_symbol(shape_env, symbol.name, kind, hint)
-        if kind == "int" and hint is None:  # operators reject a size that may be negative
+        if kind == "int":  # operators reject a size that may be negative: the hints of others do not decide min(s0, u0)
             info = self._info(symbol.name)
-            bound_symbol(shape_env, number, info.lower, info.upper)
+            bound_symbol(shape_env, number, info.lower, info.upper if hint is None else None)
         self._fakes.define(symbol, number)
         for torch_symbol in symbol_expression(number).free_symbols:
             self._program_symbols[torch_symbol] = symbol

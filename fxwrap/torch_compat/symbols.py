@@ -232,7 +232,7 @@ def bounded_item(tensor: torch.Tensor, lower: int, upper: int) -> Any:
 
 
 def bound_symbol(shape_env: ShapeEnv, number: Any, lower: float | None, upper: float | None) -> None:
-    """Bounds an unbacked int, inclusively; None is unbounded. Nothing checks the bounds.
+    """Bounds an int, inclusively; None is unbounded. Nothing checks the bounds.
 
     Why: `torch._check` bounds nothing where guards are suppressed, as in fake-tensor propagation.
     """

@@ -59,6 +59,34 @@ def test_equal_rounding_errors_on_a_gpu_do_not_add_up(case: Case) -> None:
     assert not excess_errors(case, Options(fallback="error"), "cuda")
 
 
+SEVERAL_AXES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], torch.Tensor]]] = {
+    "of few elements": (lambda x: x.sum(), lambda: torch.randn(1, 257, 1).expand(64, 257, 33)),
+    "in rows": (lambda x: x.sum(), lambda: torch.randn(40, 60, 60)[:, :50, :50] + 30),
+    "in rows, the first long": (lambda x: x.sum((0, 2, 3)), lambda: torch.randn(3000, 2, 9, 9)[..., :8, :8] + 30),
+    "in columns": (lambda x: x.sum((0, 2)), lambda: torch.randn(400, 2, 1, 16).expand(400, 2, 400, 16)),
+    "deviation": (lambda x: x.std((0, 2)), lambda: torch.randn(1, 2, 300, 8).expand(200, 2, 300, 8) + 3),
+    "position": (lambda x: x.argmax(), lambda: torch.randn(40, 60, 60)[:, :50, :50].round()),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL_AXES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_long_reductions_over_several_axes_are_split(case: str, dynamic: bool) -> None:
+    """An accumulator combined all elements of the other axes, however many they were."""
+    function, make_input = SEVERAL_AXES[case]
+    torch.manual_seed(0)
+    inputs = [make_input() for _ in range(8)]
+    traced = make_fx(function, tracing_mode="symbolic" if dynamic else "real")(inputs[0])
+    options = Options(fallback="error")
+    compiled = fxwrap.compile_graph(traced, None if dynamic else inputs[:1], options=options)
+    errors = []
+    for x in inputs:
+        exact = function(x.double())
+        scale = exact if case == "deviation" else x.double().abs().sum() / exact.numel()
+        errors.append(float(((compiled.flat(x)[0] - exact) / scale).abs().max()))
+    assert sorted(errors)[len(inputs) // 2] <= 1.5e-7, "about a unit in the last place"
+
+
 def check_equal_rows(options: Options, device: str = "cpu") -> None:
     """Checks norms of rows of equal elements, which a small standard deviation divides: they are the bias."""
 

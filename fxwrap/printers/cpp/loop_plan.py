@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,7 +24,6 @@ from fxwrap.loop_ir import (
     ReductionResult,
     Scan,
     Store,
-    as_index,
     eliminate_dead_operations,
     indices,
     operands,
@@ -229,10 +228,25 @@ def _is_transposed(index: Index, axis: Axis, lane: Axis) -> bool:
     return not any(isinstance(atom, IndirectIndex) for atom in index.atoms())
 
 
-def split_axis(axes: tuple[Axis, ...]) -> Axis:
-    """Returns the axis along which a long reduction is split: the first symbolic one, else the longest."""
-    symbolic = [axis for axis in axes if not isinstance(axis.size, int)]
-    return symbolic[0] if symbolic else max(axes, key=lambda axis: as_index(axis.size).constant or 0)
+@dataclass(frozen=True)
+class ReductionParts:
+    """A part of a long reduction: one index of each axis of `outer`, `length` of `axis`, and all of `inner`."""
+
+    outer: tuple[Axis, ...]
+    axis: Axis
+    length: int
+    inner: tuple[Axis, ...]
+
+
+def split_reduction(axes: Sequence[Axis], elements: int) -> ReductionParts:
+    """Returns parts of at most so many elements; `axes` are in the order of the loops, the innermost one last."""
+    count = 1
+    for position in reversed(range(len(axes))):
+        size = axes[position].size
+        if position == 0 or not isinstance(size, int) or count * size > elements:
+            break
+        count *= size
+    return ReductionParts(tuple(axes[:position]), axes[position], elements // count, tuple(axes[position + 1 :]))
 
 
 def decompose_reductions(kernel: Kernel) -> Kernel:

@@ -17,12 +17,12 @@ from fxwrap.printers.cpp.loop_plan import (
     SCATTER_BLOCK,
     STREAMED_LANES,
     LoopPlan,
-    split_axis,
+    ReductionParts,
+    split_reduction,
 )
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.segments import Segment, find_interior_segment, split_loop
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
-from fxwrap.symbolic import product
 
 _IDENTITIES = {"sum": "0", "prod": "1", "any": "false", "all": "true"}
 
@@ -351,16 +351,22 @@ class ReductionPrinter(LoopPrinter):
         return self.plan.splits_reduction or not isinstance(count, int) or count > 2 * MAX_LANE_ELEMENTS * lanes
 
     @contextmanager
-    def parts(self, reductions: Sequence[int], lanes: int, length: int, pragma: str) -> Iterator[None]:
-        """Opens a loop over parts, of a length along the split axis, whose accumulators are combined after it."""
-        axis, names = split_axis(self.kernel.reduced), [self.statements.name(position) for position in reductions]
-        parts = f"parts_{reductions[0]}" if reductions else "parts_last"
-        self.writer.line(f"const int64_t {parts} = ({print_size(axis.size)} + {length - 1}) / {length};")
+    def parts(self, reductions: Sequence[int], lanes: int, split: ReductionParts, pragma: str) -> Iterator[None]:
+        """Opens a loop over parts, whose accumulators are combined after it."""
+        axis, length, names = split.axis, split.length, [self.statements.name(position) for position in reductions]
+        suffix = f"{reductions[0]}" if reductions else "last"
+        parts, blocks = f"parts_{suffix}", f"blocks_{suffix}" if split.outer else f"parts_{suffix}"
+        self.writer.line(f"const int64_t {blocks} = ({print_size(axis.size)} + {length - 1}) / {length};")
+        if split.outer:
+            sizes = " * ".join([f"({print_size(item.size)})" for item in split.outer])
+            self.writer.line(f"const int64_t {parts} = {sizes} * {blocks};")
         types = [self.lanes_type(position, lanes) for position in reductions]
         for name, kind in zip(names, types, strict=True):
             self.writer.line(f"PartialResults<{kind}> {name}_parts({parts});")
         with self.writer.nest([f"for (int64_t part = 0; part < {parts}; ++part)"], pragma):
-            self.writer.line(f"const int64_t start = part * {length};")
+            self.declare_outer_indices(split.outer, blocks)
+            block = f"part % {blocks}" if split.outer else "part"
+            self.writer.line(f"const int64_t start = {block} * {length};")
             self.writer.line(f"const int64_t count = fxwrap::min<int64_t>({length}, {print_size(axis.size)} - start);")
             self.declare_lanes(reductions, lanes)
             yield
@@ -370,6 +376,19 @@ class ReductionPrinter(LoopPrinter):
             identity_element = f"{kind}({self.identity_element(self.reduction(position))})"
             combined = f"{name}_parts.combined({parts}, {identity_element}, Lanewise{{{self.combine(position)}}})"
             self.writer.line(f"{kind} {name}_lanes = {combined};")
+
+    def declare_outer_indices(self, outer: Sequence[Axis], blocks: str) -> None:
+        """Declares the indices of a part, of which each has so many blocks."""
+        if outer:
+            self.writer.line(f"int64_t outer = part / {blocks};")
+        for axis in reversed(outer):
+            size = print_size(axis.size)
+            self.writer.line(f"const int64_t {axis.name} = outer % ({size});")
+            self.writer.line(f"outer /= {size};")
+
+    def part_heads(self, split: ReductionParts, inner: Sequence[Axis]) -> list[str]:
+        """Returns the heads of the loops over a part's elements, those over `inner` axes innermost."""
+        return [loop_head(split.axis, "start", "start + count"), *[loop_head(item) for item in inner]]
 
 
 class RowPrinter(ReductionPrinter):
@@ -476,17 +495,12 @@ class RowPrinter(ReductionPrinter):
 
     def print_parts(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
         """Writes a pass over a long row in parts of fixed size."""
-        vector_axis, axis = self.vector_axis, split_axis(self.kernel.reduced)
-        is_vectorised = axis is vector_axis
-        others = product([item.size for item in self.kernel.reduced if item is not axis])
-        elements = MAX_LANE_ELEMENTS * self.lanes()
-        length = max(1, elements // others) if isinstance(others, int) else elements if is_vectorised else 1
-        with self.parts(reductions, self.lanes(), length, self.parallel() if self.plan.splits_reduction else ""):
-            heads = [
-                loop_head(item, "start", "start + count") if item is axis else loop_head(item)
-                for item in self.kernel.reduced
-                if item is not vector_axis
-            ]
-            with self.writer.nest(heads):
-                bounds = ("start", "count") if is_vectorised else ("0", print_size(vector_axis.size))
-                self.lane_loop(reductions, stores, dict(known), *bounds)
+        vector_axis = self.vector_axis
+        loops = [*[item for item in self.kernel.reduced if item is not vector_axis], vector_axis]
+        split = split_reduction(loops, MAX_LANE_ELEMENTS * self.lanes())
+        with self.parts(reductions, self.lanes(), split, self.parallel() if self.plan.splits_reduction else ""):
+            if split.axis is vector_axis:
+                self.lane_loop(reductions, stores, dict(known), "start", "count")
+                return
+            with self.writer.nest(self.part_heads(split, split.inner[:-1])):
+                self.lane_loop(reductions, stores, dict(known), "0", print_size(vector_axis.size))

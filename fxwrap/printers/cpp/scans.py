@@ -10,11 +10,10 @@ from typing import Final
 import torch
 
 from fxwrap.loop_ir import Constant, IndexValue, Reduce, Scan, Store
-from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, MAX_LANE_ELEMENTS, SCAN_BLOCK, LoopPlan, split_axis
+from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, MAX_LANE_ELEMENTS, SCAN_BLOCK, LoopPlan, split_reduction
 from fxwrap.printers.cpp.loops import ReductionPrinter, RowPrinter, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
-from fxwrap.symbolic import product
 
 _COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}
 
@@ -273,13 +272,6 @@ class ColumnPrinter(ScanPrinterBase):
 
     def print_parts(self, reductions: list[int], stores: list[Store], known: EmittedValues, pragma: str) -> None:
         """Writes a pass over long columns in parts of fixed size."""
-        axis = split_axis(self.kernel.reduced)
-        others = product([item.size for item in self.kernel.reduced if item is not axis])
-        length = max(1, MAX_LANE_ELEMENTS // others) if isinstance(others, int) else 1
-        with self.parts(reductions, self.block, length, pragma):
-            heads = [
-                loop_head(item, "start", "start + count") if item is axis else loop_head(item)
-                for item in self.kernel.reduced
-            ]
-            with self.writer.nest(heads):
-                self.column_body(reductions, stores, known)
+        split = split_reduction(self.kernel.reduced, MAX_LANE_ELEMENTS)
+        with self.parts(reductions, self.block, split, pragma), self.writer.nest(self.part_heads(split, split.inner)):
+            self.column_body(reductions, stores, known)

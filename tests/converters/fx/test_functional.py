@@ -98,3 +98,24 @@ def test_out_variants_of_unbacked_sizes(length: int) -> None:
     module = fxwrap.fx.functional(fxwrap.to_fx(program).graph_module)
     x = torch.ones(8).index_fill(0, torch.arange(length, 8), 0)
     torch.testing.assert_close(module(x), (x.nonzero() > 0,))
+
+
+def test_out_variants_of_sizes_with_unbacked_parts() -> None:
+    """`min(s0, u0)` is a size because both are; the hint of `s0` does not say so (round trip 30018)."""
+    program = fxwrap.parse("""
+    program @p(%x: borrowed i64[s0, s0]@cpu, %end: borrowed i64[]@cpu) {
+      s0 = symbol.size(%x) range=(2, inf) hint=5 dim=0 rank=2
+      check.layout(%x) name="x" : i64[s0, s0]@cpu
+      check.layout(%end) name="end" : i64[]@cpu
+      u0 = symbol.item(%end) range=(0, 6)
+      %part = memory.view(%x) : i64[s0, min(s0, u0) | s0, 1]@cpu
+      %y = memory.alloc() : i64[s0, min(s0, u0) | max(1, min(s0, u0)), 1]@cpu
+      extern.call @aten.remainder.Scalar_out(%part, s0) outs=(%y)
+      control.return(%y)
+    }
+    """)
+    module = fxwrap.fx.functional(fxwrap.to_fx(program).graph_module)
+    for size, end in ((5, 3), (2, 6), (3, 0)):
+        x = torch.arange(size * size).reshape(size, size)
+        (y,) = module(x, torch.tensor(end))
+        assert torch.equal(y, x[:, :end] % size)
