@@ -1,4 +1,4 @@
-"""The native counterparts of `explore`, `sweep` and `Blocks`: equal results, step for step, in a small part of the time."""
+"""The native counterparts of `explore`, `sweep` and `Blocks`: equal results, step for step, in less time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ _MAX_CAPACITY = 1 << 61
 
 _MAX_AREA = 1 << 53
 """Products of capacity and sections up to this are exact as floating-point numbers."""
-
-_MAX_SWEPT = 1 << 48
-"""Costs of differences of sizes below this have 64 bits."""
 
 _FOREVER_S = 1e9
 
@@ -57,7 +54,7 @@ class NativeSearch:
 
     def sweep(self, buffers: Sequence[Buffer], capacity: int, width: int, limits: SearchLimits) -> SearchResult:
         """Runs one sweep; see `sweep`."""
-        if capacity >= _MAX_SWEPT:
+        if capacity >= _MAX_CAPACITY:
             return sweep(buffers, capacity, width, limits)
         numbers = ctypes.c_int64 * len(buffers)
         first, last, size = [numbers(*[buffer[field] for buffer in buffers]) for field in range(3)]

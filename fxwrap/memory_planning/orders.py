@@ -81,17 +81,17 @@ def gather(tree: Tree, chosen: Set[int], replacement: Tree | None) -> Gathered |
     else:
         if len(partial) > 2:
             return None
-        halves = [_linear(child, chosen) for child in partial]
-        left, right, middle = [], [], []
+        left, right = [], []
         full: list[Tree] = [child for child in children if _is_full(child, chosen)]
-        if full:
-            middle = [node_of(full)]
-        if halves:
-            if halves[0] is None or halves[-1] is None:
+        middle = [node_of(full)] if full else []
+        for child in partial:
+            halves = _linear(child, chosen)
+            if halves is None:
                 return None
-            left, middle = halves[0][0], [*halves[0][1], *middle]
-            if len(halves) == 2:
-                right, middle = halves[1][0][::-1], [*middle, *halves[1][1][::-1]]
+            if child is partial[0]:
+                left, middle = halves[0], [*halves[1], *middle]
+            else:
+                right, middle = halves[0][::-1], [*middle, *halves[1][::-1]]
         outside = [child for child in children if _is_empty(child, chosen)]
     anchor = leaves(left[-1])[0] if left else leaves(right[0])[0] if right else -1
     inside = node_of([*left, *(middle if replacement is None else [replacement]), *right], is_ordered=True)

@@ -1,30 +1,25 @@
-"""A beam search in the order of time, for problems in which most bytes are in use.
+"""A beam search in the order of time, for problems in which all bytes are in use at all times.
 
-Where all bytes are in use, buffers that start take over the memory of buffers that end: both divide into exchanges of
-the same size, each consecutive in memory. A state of the search is a set of orders of the buffers at a time, a PQ-tree
-(`orders.py`), rather than offsets. It branches on the exchanges, and keeps the states with the most orders, which stand
-for the most partial packings. With free bytes, sizes of an exchange differ by up to a tolerance, and memory of ended
-buffers may wait for a later exchange. A sweep fails soon where less is in use; it proves nothing.
+There, buffers that start take over the memory of buffers that end: both divide into exchanges of the same size, each
+consecutive in memory. A state of the search is a set of orders of the buffers at a time, a PQ-tree (`orders.py`),
+rather than offsets. It branches on the exchanges, and keeps the states with the most orders, which stand for the most
+partial packings. A sweep proves nothing.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb
 
 from fxwrap.memory_planning.explore import SearchLimits, SearchResult, SearchStatus
 from fxwrap.memory_planning.greedy import Buffer, peak_of
 from fxwrap.memory_planning.orders import FREEDOM_UNIT, Gathered, Tree, digest, freedom, gather, leaves, mix, node_of
 
-_TOLERANCE = 50
-"""Exchanges differ by at most this part of their size: 2%. None if all bytes are in use."""
-
-_ITEM_COST, _DIFFERENCE_COST, _LATE_COST = FREEDOM_UNIT // 10, 4 * FREEDOM_UNIT, FREEDOM_UNIT
-"""Costs of each buffer that an exchange chooses, of the largest difference, and of memory that was free before."""
+_ITEM_COST = FREEDOM_UNIT // 10
+"""Cost of each buffer by which an exchange is chosen: small exchanges come first."""
 
 _MAX_ENDED_SETS, _MAX_STARTED_SETS = 2_400, 300
 """Numbers of sets of ended and of started buffers for exchanges."""
@@ -59,11 +54,11 @@ class _History:
 
 @dataclass(frozen=True)
 class _State:
-    """Orders of the buffers at a section, and the ended ones whose memory is free. `pending` ones start there, too."""
+    """Orders of the buffers at a section, with `ended` ones in place of the `pending` ones that start there."""
 
     section: int
     tree: Tree
-    free: tuple[int, ...]
+    ended: tuple[int, ...]
     pending: tuple[int, ...]
     cost: int
     score: int
@@ -88,15 +83,10 @@ class _Sweep:
         self._sections = max([last for _, last, _ in buffers])
         self._started: list[list[int]] = [[] for _ in range(self._sections + 1)]
         self._ended: list[list[int]] = [[] for _ in range(self._sections + 1)]
-        self._spare = [capacity] * self._sections
         by_size = sorted(range(len(buffers)), key=lambda index: (-buffers[index][2], index))
         for index in by_size:
-            first, last, size = buffers[index]
-            self._started[first].append(index)
-            self._ended[last].append(index)
-            for section in range(first, last):
-                self._spare[section] -= size
-        self._tolerance = _TOLERANCE if any(self._spare) else 0
+            self._started[buffers[index][0]].append(index)
+            self._ended[buffers[index][1]].append(index)
         self._whole: list[list[list[int]]] = [[] for _ in range(self._sections)]
         """By section: buffers that end together in one exchange, and all of which are live from there on."""
         for section in range(1, self._sections):
@@ -117,7 +107,7 @@ class _Sweep:
                     return SearchResult(SearchStatus.LIMIT_REACHED, (), self._steps)
                 if not state.pending:
                     state = self._advanced(state)
-                choices = (state.free, state.pending)
+                choices = (state.ended, state.pending)
                 if choices not in exchanges:
                     found = sorted(self._exchanges(state), key=lambda exchange: exchange.cost)
                     exchanges[choices] = found[:_MAX_EXCHANGES]
@@ -142,26 +132,24 @@ class _Sweep:
 
     def _advanced(self, state: _State) -> _State:
         section = state.section + 1
-        free, pending = (*state.free, *self._ended[section]), tuple(self._started[section])
-        return _State(section, state.tree, free, pending, state.cost, state.score, state.key, state.history)
+        ended, pending = tuple(self._ended[section]), tuple(self._started[section])
+        return _State(section, state.tree, ended, pending, state.cost, state.score, state.key, state.history)
 
     def _try(self, state: _State, exchange: _Exchange, count: int) -> None:
         """Adds the state after an exchange, if there is one."""
         before = gather(state.tree, frozenset(exchange.ended), node_of(list(exchange.started)))
         if before is None:
             return
-        tree: Tree | None = before.tree
-        free = tuple([index for index in state.free if index not in exchange.ended])
+        ended = tuple([index for index in state.ended if index not in exchange.ended])
         pending = tuple([index for index in state.pending if index not in exchange.started])
-        if not pending:
-            tree = self._foresee(before.tree, state.section)
-            if tree is None or self._size(free) > self._spare[state.section]:
-                return
+        tree = before.tree if pending else self._foresee(before.tree, state.section)
+        if tree is None:
+            return
         cost = state.cost + exchange.cost
         key = digest(tree, self._digest) + sum([mix(self._digest(index)) for index in pending]) & (1 << 64) - 1
         history = _History(state.history, before, exchange.started)
         states = self._states[count]
-        states.append(_State(state.section, tree, free, pending, cost, cost - freedom(tree), key, history))
+        states.append(_State(state.section, tree, ended, pending, cost, cost - freedom(tree), key, history))
         if len(states) > _MAX_SURPLUS * self._width:
             self._states[count] = self._best(states)
 
@@ -181,58 +169,35 @@ class _Sweep:
         return tree
 
     def _is_one_exchange(self, section: int) -> bool:
-        """Whether all buffers that end at a section have the size of all that start there, and no others."""
+        """Whether no buffers that end at a section have the size of some that start there, except all of them."""
         ended, started = self._ended[section], self._started[section]
-        total = self._size(started)
         if not 2 <= len(ended) <= _MAX_WHOLE or len(started) > _MAX_WHOLE:
             return False
-        if abs(self._size(ended) - total) > self._margin(total):
-            return False
-        sizes = sorted([self._size(chosen) for chosen in _sets(ended, len(ended) - 1)])
-        for chosen in _sets(started, len(started) - 1):
-            size = self._size(chosen)
-            position = bisect_left(sizes, size - self._margin(size))
-            if position < len(sizes) and sizes[position] <= size + self._margin(size):
-                return False
-        return True
+        sizes = {self._size(chosen) for chosen in _sets(ended, len(ended) - 1)}
+        return not any(self._size(chosen) in sizes for chosen in _sets(started, len(started) - 1))
 
     def _exchanges(self, state: _State) -> Iterator[_Exchange]:
-        """Yields exchanges with the first pending buffer.
-
-        Of the free memory and of the pending buffers, an exchange has few, or all but few.
-        """
-        free, pending, others = state.free, state.pending, state.pending[1:]
-        most_free, most_started = _largest_set(len(free), _MAX_ENDED_SETS), _largest_set(len(others), _MAX_STARTED_SETS)
-        chosen_sets = [(self._size(chosen), order, chosen) for order, chosen in enumerate(_sets(free, most_free))]
-        chosen_sets.sort()
-        left_out = [(0, -1, ()), *chosen_sets]
-        total_free, total = self._size(free), self._size(pending)
-        for others_chosen in ((), *_sets(others, most_started)):
-            size = self._size(others_chosen)
-            few = (pending[0], *others_chosen)
-            many = tuple([index for index in pending if index not in others_chosen])
-            for started, started_size in ((few, self._size(few)), (many, total - size)):
-                if started is many and len(many) <= most_started + 1:
-                    continue
-                margin, named = self._margin(started_size), len(others_chosen)
-                for _, ended, ended_size in _between(chosen_sets, started_size - margin, started_size + margin):
-                    yield self._exchange(state, ended, started, ended_size - started_size, named + len(ended))
-                target = total_free - started_size
-                for _, rest, rest_size in _between(left_out, target - margin, target + margin):
-                    if len(free) - len(rest) > most_free:
-                        ended = tuple([index for index in free if index not in rest])
-                        yield self._exchange(state, ended, started, target - rest_size, named + len(rest))
-
-    def _exchange(
-        self, state: _State, ended: tuple[int, ...], started: tuple[int, ...], difference: int, named: int
-    ) -> _Exchange:
-        is_late = not any(self._buffers[index][1] == state.section for index in ended)
-        cost = named * _ITEM_COST + is_late * _LATE_COST
-        cost += abs(difference) * _DIFFERENCE_COST // (self._margin(self._size(started)) + 1)
-        return _Exchange(cost, ended, started)
-
-    def _margin(self, size: int) -> int:
-        return size // self._tolerance if self._tolerance else 0
+        """Yields exchanges with the first pending buffer, of few ended or pending ones or of all but few."""
+        pending, others = state.pending, state.pending[1:]
+        most_ended = _largest_set(len(state.ended), _MAX_ENDED_SETS)
+        most_started = _largest_set(len(others), _MAX_STARTED_SETS)
+        sets: dict[int, list[tuple[int, ...]]] = {}
+        for chosen in ((), *_sets(state.ended, most_ended)):
+            sets.setdefault(self._size(chosen), []).append(chosen)
+        total_ended, total = self._size(state.ended), self._size(pending)
+        for chosen in ((), *_sets(others, most_started)):
+            few = (pending[0], *chosen)
+            choices = [(few, self._size(few))]
+            if len(pending) - len(chosen) > most_started + 1:
+                rest = tuple([index for index in pending if index not in chosen])
+                choices.append((rest, total - self._size(chosen)))
+            for started, size in choices:
+                for ended in sets.get(size, ()):
+                    yield _Exchange((len(chosen) + len(ended)) * _ITEM_COST, ended, started)
+                for left in sets.get(total_ended - size, ()):
+                    if len(state.ended) - len(left) > most_ended:
+                        ended = tuple([index for index in state.ended if index not in left])
+                        yield _Exchange((len(chosen) + len(left)) * _ITEM_COST, ended, started)
 
     def _size(self, indices: Iterable[int]) -> int:
         return sum([self._buffers[index][2] for index in indices])
@@ -243,7 +208,7 @@ class _Sweep:
         above: list[set[int]] = [set() for _ in self._buffers]
         history = state.history
         while True:
-            for lower, upper in zip(order, order[1:]):
+            for lower, upper in pairwise(order):
                 above[lower].add(upper)
             if history is None:
                 break
@@ -290,14 +255,3 @@ def _largest_set(count: int, limit: int) -> int:
         largest += 1
         sets += comb(count, largest)
     return min(largest, count)
-
-
-def _between(
-    table: Sequence[tuple[int, int, tuple[int, ...]]], lowest: int, highest: int
-) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """Yields the order, items and size of the sets with sizes in a range."""
-    for position in range(bisect_left(table, (lowest, -2, ())), len(table)):
-        size, order, chosen = table[position]
-        if size > highest:
-            return
-        yield order, chosen, size

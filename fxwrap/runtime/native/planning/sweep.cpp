@@ -1,8 +1,8 @@
 #include "planning/sweep.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <numeric>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "planning/values.h"
@@ -13,8 +13,7 @@ namespace {
 
 using Indices = std::vector<Number>;
 
-constexpr Number TOLERANCE = 50;
-constexpr Number ITEM_COST = FREEDOM_UNIT / 10, DIFFERENCE_COST = 4 * FREEDOM_UNIT, LATE_COST = FREEDOM_UNIT;
+constexpr Number ITEM_COST = FREEDOM_UNIT / 10;
 constexpr Number MAX_ENDED_SETS = 2400, MAX_STARTED_SETS = 300;
 constexpr std::size_t MAX_EXCHANGES = 200, MAX_WHOLE = 12, MAX_SURPLUS = 4;
 
@@ -64,20 +63,15 @@ Sweep::Sweep(const std::vector<Buffer>& buffers, Number capacity, Number width, 
     for (const Buffer& buffer : buffers) sections_ = std::max(sections_, buffer.last);
     started_.resize(sections_ + 1);
     ended_.resize(sections_ + 1);
-    spare_.assign(sections_, capacity);
     whole_.resize(sections_);
     Indices by_size(buffers.size());
     std::iota(by_size.begin(), by_size.end(), 0);
     std::stable_sort(by_size.begin(), by_size.end(),
                      [&](Number one, Number other) { return buffers[one].size > buffers[other].size; });
     for (Number index : by_size) {
-        const auto [first, last, size] = buffers[index];
-        started_[first].push_back(index);
-        ended_[last].push_back(index);
-        for (Number section = first; section < last; ++section) spare_[section] -= size;
+        started_[buffers[index].first].push_back(index);
+        ended_[buffers[index].last].push_back(index);
     }
-    for (Number spare : spare_)
-        if (spare) tolerance_ = TOLERANCE;
     for (Number section = 1; section < sections_; ++section) {
         if (!is_one_exchange(section)) continue;
         Number latest = 0;
@@ -100,9 +94,9 @@ Outcome Sweep::run(Number* steps, std::vector<Number>& solution) {
             *steps = steps_;
             if (steps_ >= limits_.steps || Clock::now() > limits_.deadline) return Outcome::LIMIT_REACHED;
             if (state.pending.empty()) advance(state);
-            auto entry = choices.find({state.free, state.pending});
+            auto entry = choices.find({state.ended, state.pending});
             if (entry == choices.end())
-                entry = choices.emplace(std::make_pair(state.free, state.pending), exchanges(state)).first;
+                entry = choices.emplace(std::make_pair(state.ended, state.pending), exchanges(state)).first;
             Gathering orders(state.tree);
             for (const Exchange& exchange : entry->second) {
                 ++steps_;
@@ -139,7 +133,7 @@ void Sweep::choose_best(std::vector<State>& states) const {
 
 void Sweep::advance(State& state) const {
     ++state.section;
-    state.free.insert(state.free.end(), ended_[state.section].begin(), ended_[state.section].end());
+    state.ended = ended_[state.section];
     state.pending = started_[state.section];
 }
 
@@ -152,15 +146,15 @@ void Sweep::try_exchange(const State& state, Gathering& orders, const Exchange& 
     for (Number index : exchange.ended) is_chosen_[index] = 0;
     if (!is_possible) return;
     Tree tree = before.tree;
-    Indices free = without(state.free, exchange.ended), pending = without(state.pending, exchange.started);
-    if (pending.empty() && (!foresee(tree, state.section) || size(free) > spare_[state.section])) return;
+    Indices ended = without(state.ended, exchange.ended), pending = without(state.pending, exchange.started);
+    if (pending.empty() && !foresee(tree, state.section)) return;
     const Number cost = state.cost + exchange.cost, score = cost - freedom(tree);
     std::uint64_t key = digest(tree, digests_);
     for (Number index : pending) key += mix(digests_[index]);
     before.tree.clear();
     auto history = std::make_shared<History>(History{state.history, std::move(before), exchange.started});
     std::vector<State>& states = states_[count];
-    states.push_back({state.section, std::move(tree), std::move(free), std::move(pending), cost, score, key,
+    states.push_back({state.section, std::move(tree), std::move(ended), std::move(pending), cost, score, key,
                       std::move(history)});
     if (states.size() > MAX_SURPLUS * static_cast<std::size_t>(width_)) choose_best(states);
 }
@@ -179,61 +173,43 @@ bool Sweep::foresee(Tree& tree, Number section) {
     return true;
 }
 
-// Whether all buffers that end at a section have the size of all that start there, and no others.
+// Whether no buffers that end at a section have the size of some that start there, except all of them.
 bool Sweep::is_one_exchange(Number section) const {
     const Indices &ended = ended_[section], &started = started_[section];
-    const Number total = size(started);
     if (ended.size() < 2 || ended.size() > MAX_WHOLE || started.size() > MAX_WHOLE) return false;
-    if (std::abs(size(ended) - total) > margin(total)) return false;
-    std::vector<Number> sizes;
-    for_each_set(ended, ended.size() - 1, [&](const Indices& chosen) { sizes.push_back(size(chosen)); });
-    std::sort(sizes.begin(), sizes.end());
+    std::unordered_set<Number> sizes;
+    for_each_set(ended, ended.size() - 1, [&](const Indices& chosen) { sizes.insert(size(chosen)); });
     bool is_one = true;
-    for_each_set(started, started.size() - 1, [&](const Indices& chosen) {
-        const Number own = size(chosen);
-        const auto position = std::lower_bound(sizes.begin(), sizes.end(), own - margin(own));
-        if (position != sizes.end() && *position <= own + margin(own)) is_one = false;
-    });
+    for_each_set(started, started.size() - 1,
+                 [&](const Indices& chosen) { is_one = is_one && !sizes.contains(size(chosen)); });
     return is_one;
 }
 
-// Returns the exchanges with the first pending buffer, the cheapest first. Of the free memory and of the pending
-// buffers, an exchange has few, or all but few.
+// Returns the exchanges with the first pending buffer, of few ended or pending ones or of all but few; the cheapest
+// first.
 std::vector<Sweep::Exchange> Sweep::exchanges(const State& state) const {
-    const Indices &free = state.free, &pending = state.pending;
+    const Indices &all = state.ended, &pending = state.pending;
     const Indices others(pending.begin() + 1, pending.end());
-    const std::size_t most_free = largest_set(free.size(), MAX_ENDED_SETS);
+    const std::size_t most_ended = largest_set(all.size(), MAX_ENDED_SETS);
     const std::size_t most_started = largest_set(others.size(), MAX_STARTED_SETS);
-    std::vector<Chosen> sets{{0, -1, {}}};
-    for_each_set(free, most_free, [&](const Indices& chosen) {
-        sets.push_back({size(chosen), static_cast<Number>(sets.size()), chosen});
-    });
-    std::sort(sets.begin(), sets.end(), [](const Chosen& one, const Chosen& other) {
-        return one.size != other.size ? one.size < other.size : one.order < other.order;
-    });
-    const auto from = [&](Number lowest) {
-        return std::lower_bound(sets.begin(), sets.end(), lowest,
-                                [](const Chosen& chosen, Number value) { return chosen.size < value; });
-    };
-    const Number total_free = size(free);
+    std::unordered_map<Number, std::vector<Indices>> sets{{0, {{}}}};
+    for_each_set(all, most_ended, [&](const Indices& chosen) { sets[size(chosen)].push_back(chosen); });
+    const Number total = size(all);
     std::vector<Exchange> result;
     const auto add = [&](const Indices& started, std::size_t named) {
-        const Number own = size(started), least = own - margin(own), target = total_free - own;
-        for (auto chosen = from(least); chosen != sets.end() && chosen->size <= own + margin(own); ++chosen)
-            if (!chosen->indices.empty())
-                result.push_back(
-                    exchange(state, chosen->indices, started, chosen->size - own, named + chosen->indices.size()));
-        for (auto rest = from(target - margin(own)); rest != sets.end() && rest->size <= target + margin(own); ++rest)
-            if (free.size() - rest->indices.size() > most_free)
-                result.push_back(exchange(state, without(free, rest->indices), started, target - rest->size,
-                                          named + rest->indices.size()));
+        const auto cost = [&](const Indices& chosen) { return static_cast<Number>(named + chosen.size()) * ITEM_COST; };
+        if (const auto entry = sets.find(size(started)); entry != sets.end())
+            for (const Indices& ended : entry->second) result.push_back({cost(ended), ended, started});
+        if (const auto entry = sets.find(total - size(started)); entry != sets.end())
+            for (const Indices& left : entry->second)
+                if (all.size() - left.size() > most_ended)
+                    result.push_back({cost(left), without(all, left), started});
     };
     const auto add_both = [&](const Indices& chosen) {
         Indices few{pending[0]};
         few.insert(few.end(), chosen.begin(), chosen.end());
         add(few, chosen.size());
-        const Indices many = without(pending, chosen);
-        if (many.size() > most_started + 1) add(many, chosen.size());
+        if (pending.size() - chosen.size() > most_started + 1) add(without(pending, chosen), chosen.size());
     };
     add_both({});
     for_each_set(others, most_started, add_both);
@@ -241,15 +217,6 @@ std::vector<Sweep::Exchange> Sweep::exchanges(const State& state) const {
                      [](const Exchange& one, const Exchange& other) { return one.cost < other.cost; });
     if (result.size() > MAX_EXCHANGES) result.resize(MAX_EXCHANGES);
     return result;
-}
-
-Sweep::Exchange Sweep::exchange(const State& state, Indices ended, const Indices& started, Number difference,
-                                std::size_t named) const {
-    bool is_late = true;
-    for (Number index : ended) is_late &= buffers_[index].last != state.section;
-    const Number cost = static_cast<Number>(named) * ITEM_COST + is_late * LATE_COST +
-                        std::abs(difference) * DIFFERENCE_COST / (margin(size(started)) + 1);
-    return {cost, std::move(ended), started};
 }
 
 Number Sweep::size(const Indices& indices) const {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <utility>
@@ -37,18 +36,12 @@ class Sweep {
     struct State {
         Number section;
         Tree tree;
-        Indices free;
+        Indices ended;
         Indices pending;
         Number cost;
         Number score;
         std::uint64_t key;
         std::shared_ptr<History> history;
-    };
-
-    struct Chosen {
-        Number size;
-        Number order;
-        Indices indices;
     };
 
     void choose_best(std::vector<State>& states) const;
@@ -57,9 +50,6 @@ class Sweep {
     bool foresee(Tree& tree, Number section);
     bool is_one_exchange(Number section) const;
     std::vector<Exchange> exchanges(const State& state) const;
-    Exchange exchange(const State& state, Indices ended, const Indices& started, Number difference,
-                      std::size_t named) const;
-    Number margin(Number size) const { return tolerance_ ? size / tolerance_ : 0; }
     Number size(const Indices& indices) const;
     std::vector<Number> offsets(const State& state) const;
 
@@ -68,10 +58,8 @@ class Sweep {
     Number width_;
     Limits limits_;
     Number sections_ = 0;
-    Number tolerance_ = 0;
     std::vector<Indices> started_;
     std::vector<Indices> ended_;
-    std::vector<Number> spare_;
     std::vector<std::vector<Indices>> whole_;
     std::vector<std::vector<State>> states_;
     std::vector<std::uint64_t> digests_;
